@@ -1,0 +1,9 @@
+#pragma once
+
+/// Exact attention: include this for the whole C++ API.
+#include "fulgur/attention.h"
+#include "fulgur/error.h"
+#include "fulgur/mask.h"
+#include "fulgur/merge.h"
+#include "fulgur/tensor.h"
+#include "fulgur/version.h"

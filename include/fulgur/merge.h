@@ -1,0 +1,23 @@
+#pragma once
+
+#include <span>
+
+#include "fulgur/export.h"
+#include "fulgur/tensor.h"
+
+namespace fulgur {
+
+/// Attention over a part of the keys: out [b, sq, h, dv] and lse [b, h, sq] (packed [total, h, dv]
+/// and [h, total]).
+struct Partial {
+  Tensor out{}, lse{};
+};
+
+/// Combines attention over disjoint sets of keys into attention over all of them
+/// (FlashAttention-3's split-KV combine): lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse)
+/// out_i. Parts with lse = -inf count nothing; where all do, out = 0 and lse = -inf. Parts and
+/// result share a shape; out may have any float dtype in each, lse is f32 (or f64). `lse` may be
+/// not given. A result may be the very tensor of a part. Throws Error(kInvalidArgument).
+FULGUR_API void merge(std::span<const Partial> parts, const Partial& result);
+
+}  // namespace fulgur

@@ -1,0 +1,6 @@
+#pragma once
+
+#define FULGUR_VERSION_MAJOR 0
+#define FULGUR_VERSION_MINOR 1
+#define FULGUR_VERSION_PATCH 0
+#define FULGUR_VERSION "0.1.0"

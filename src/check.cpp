@@ -1,0 +1,92 @@
+#include "check.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace fulgur {
+
+std::string list(const Tensor& t, const std::array<int64_t, Tensor::kMaxRank>& values) {
+  return fmt::format("({})", fmt::join(values.begin(), values.begin() + t.rank, ", "));
+}
+
+void check_tensor(const char* name, const Tensor& t, const char* dims, int rank, bool written) {
+  if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
+  if (t.rank != rank)
+    fail(name, "got {} dimensions {}, want {} {}", t.rank, t.describe(), rank, dims);
+  int64_t bytes = size_of(t.dtype), extent = size_of(t.dtype);
+  bool empty = false;
+  for (int i = 0; i < rank; ++i) {
+    if (t.shape[i] < 0)
+      fail(name, "got negative size {} in shape {}", t.shape[i], list(t, t.shape));
+    empty |= t.shape[i] == 0;
+  }
+  if (empty) return;
+  for (int i = 0; i < rank; ++i) {
+    int64_t reach = 0;
+    const int64_t stride = t.strides[i] < 0 ? -std::max(t.strides[i], -INT64_MAX) : t.strides[i];
+    if (__builtin_mul_overflow(bytes, t.shape[i], &bytes) ||
+        __builtin_mul_overflow(stride, t.shape[i] - 1, &reach) ||
+        __builtin_mul_overflow(reach, size_of(t.dtype), &reach) ||
+        __builtin_add_overflow(extent, reach, &extent)) {
+      fail(name, "shape {} with strides {} needs more than 2^63 bytes", list(t, t.shape),
+           list(t, t.strides));
+    }
+  }
+  if (t.shape[rank - 1] > 1 && t.strides[rank - 1] != 1) {
+    fail(name, "last stride is {}, want 1 (strides {}, in elements)", t.strides[rank - 1],
+         list(t, t.strides));
+  }
+  if (!written) return;
+  std::array<std::pair<int64_t, int64_t>, Tensor::kMaxRank> by_stride;  // (|stride|, size)
+  for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(t.strides[i]), t.shape[i]};
+  std::sort(by_stride.begin(), by_stride.begin() + rank);
+  int64_t reach = 0;
+  for (int i = 0; i < rank; ++i) {
+    const auto [stride, size] = by_stride[i];
+    if (size == 1) continue;
+    if (stride <= reach) {
+      fail(name, "elements overlap: shape {} with strides {}; an output needs its own memory",
+           list(t, t.shape), list(t, t.strides));
+    }
+    reach += stride * (size - 1);
+  }
+}
+
+void check_shape(const char* name, const Tensor& t, const char* dims,
+                 std::initializer_list<int64_t> want, bool written) {
+  check_tensor(name, t, dims, static_cast<int>(want.size()), written);
+  if (!std::equal(want.begin(), want.end(), t.shape.begin())) {
+    fail(name, "got shape {}, want ({}) = {}", list(t, t.shape), fmt::join(want, ", "), dims);
+  }
+}
+
+void check_dtype(const char* name, const Tensor& t, DType want, const char* why) {
+  if (t.dtype != want) fail(name, "got {}, want {} ({})", name_of(t.dtype), name_of(want), why);
+}
+
+void check_device(const char* name, const Tensor& t, Device want) {
+  if (t.device != want) {
+    fail(name, "on {}, want {} as q", name_of(t.device), name_of(want));
+  }
+}
+
+void check_data(const char* name, const Tensor& t) {
+  if (t.numel() == 0) return;
+  if (t.data == nullptr) fail(name, "data is null");
+  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+    fail(name, "data {} is not aligned to the {} bytes of {}", t.data, size_of(t.dtype),
+         name_of(t.dtype));
+  }
+}
+
+Layout rows_layout(const Tensor& t) {
+  if (t.rank == 4) return {t.strides[0], t.strides[1], t.strides[2]};
+  return {0, t.strides[0], t.strides[1]};
+}
+
+Layout lse_layout(const Tensor& t) {
+  if (t.rank == 3) return {t.strides[0], t.strides[2], t.strides[1]};
+  return {0, t.strides[1], t.strides[0]};
+}
+
+}  // namespace fulgur

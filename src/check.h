@@ -1,0 +1,56 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "fulgur/error.h"
+#include "fulgur/tensor.h"
+
+namespace fulgur {
+
+// What every check of a user's tensor is made of. All throw Error(kInvalidArgument) that names the
+// argument, what it got and what it wants.
+
+template <class... Args>
+[[noreturn]] void fail(const char* name, fmt::format_string<Args...> what, Args&&... args) {
+  throw Error(Status::kInvalidArgument,
+              fmt::format("{}: {}", name, fmt::format(what, std::forward<Args>(args)...)));
+}
+
+/// The first `rank` of a tensor's shape or strides: "(2, 128, 64)".
+std::string list(const Tensor& t, const std::array<int64_t, Tensor::kMaxRank>& values);
+
+/// Rank, sizes >= 0, strides that address without overflow, the last one 1. A `written` tensor must
+/// not overlap itself. `dims` names the dimensions: "(batch, seqlen, heads, dim)".
+void check_tensor(const char* name, const Tensor& t, const char* dims, int rank, bool written);
+
+/// check_tensor, and the shape is `want`.
+void check_shape(const char* name, const Tensor& t, const char* dims,
+                 std::initializer_list<int64_t> want, bool written);
+
+void check_dtype(const char* name, const Tensor& t, DType want, const char* why);
+
+/// `t` lies on q's device.
+void check_device(const char* name, const Tensor& t, Device want);
+
+/// Data that is there and aligned to its dtype, unless there are no elements.
+void check_data(const char* name, const Tensor& t);
+
+/// Where the rows of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor lie, in elements.
+/// Packed tensors have batch stride 0: their rows are addressed from the start of the tensor.
+struct Layout {
+  int64_t batch = 0, row = 0, head = 0;
+  int64_t offset(int64_t b, int64_t r, int64_t h) const { return b * batch + r * row + h * head; }
+  bool operator==(const Layout&) const = default;
+};
+
+/// Of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor.
+Layout rows_layout(const Tensor& t);
+/// Of a (batch, heads, seqlen) or (heads, total) tensor.
+Layout lse_layout(const Tensor& t);
+
+}  // namespace fulgur

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "fulgur/tensor.h"
+
+namespace fulgur {
+
+// Scalar conversions, one element at a time: for the reference engine and for merging. The fast
+// engines convert whole vectors.
+
+inline float f32_from_bf16(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+
+inline uint16_t bf16_from_f32(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (std::isnan(x)) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float f32_from_f16(uint16_t x) {
+  const uint32_t sign = uint32_t{x & 0x8000u} << 16, magnitude = x & 0x7fffu;
+  if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (magnitude << 13));
+  // Scaling by 2^112 moves the exponent from bias 15 to 127, subnormals included.
+  const float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
+}
+
+inline uint16_t f16_from_f32(float x) {
+  const uint32_t sign = (std::bit_cast<uint32_t>(x) >> 16) & 0x8000u;
+  const float a = std::fabs(x);
+  if (std::isnan(x)) return static_cast<uint16_t>(sign | 0x7e00);
+  if (a >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);  // rounds to infinity
+  if (a < 0x1p-14f) {  // subnormal: the unit is 2^-24, and nearbyint rounds half to even
+    return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(a * 0x1p24f)));
+  }
+  const uint32_t bits = std::bit_cast<uint32_t>(a) - (112u << 23);
+  return static_cast<uint16_t>(sign | ((bits + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+
+/// Element `i` of an array of `dtype`.
+inline double load_element(const void* data, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kF16:
+      return f32_from_f16(static_cast<const uint16_t*>(data)[i]);
+    case DType::kBF16:
+      return f32_from_bf16(static_cast<const uint16_t*>(data)[i]);
+    case DType::kF32:
+      return static_cast<const float*>(data)[i];
+    case DType::kF64:
+      return static_cast<const double*>(data)[i];
+    case DType::kI32:
+      return static_cast<const int32_t*>(data)[i];
+  }
+  return 0;
+}
+
+/// Rounds `x` to nearest, ties to even (16-bit types by way of f32).
+inline void store_element(void* data, DType dtype, int64_t i, double x) {
+  switch (dtype) {
+    case DType::kF16:
+      static_cast<uint16_t*>(data)[i] = f16_from_f32(static_cast<float>(x));
+      break;
+    case DType::kBF16:
+      static_cast<uint16_t*>(data)[i] = bf16_from_f32(static_cast<float>(x));
+      break;
+    case DType::kF32:
+      static_cast<float*>(data)[i] = static_cast<float>(x);
+      break;
+    case DType::kF64:
+      static_cast<double*>(data)[i] = x;
+      break;
+    case DType::kI32:
+      static_cast<int32_t*>(data)[i] = static_cast<int32_t>(x);
+      break;
+  }
+}
+
+}  // namespace fulgur

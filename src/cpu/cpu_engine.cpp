@@ -1,0 +1,207 @@
+#include "cpu/cpu_engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "cpu/cpu_plan.h"
+#include "cpu/kernels.h"
+#include "fulgur/error.h"
+#include "padding.h"
+#include "parallel.h"
+#include "tiles.h"
+
+namespace fulgur::cpu {
+namespace {
+
+/// Uninitialized floats on a cache line.
+class Buffer {
+ public:
+  explicit Buffer(int64_t floats) {
+    if (floats == 0) return;
+    const auto bytes = static_cast<size_t>((floats * 4 + 63) / 64 * 64);
+    data_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
+    if (!data_) {
+      throw Error(Status::kOutOfMemory, fmt::format("workspace: {} bytes not available", bytes));
+    }
+  }
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* data) const { std::free(data); }
+  };
+  std::unique_ptr<float, Free> data_;
+};
+
+/// A part of the work of a kv head: rows of a block (kPanels), keys (kDecode), or one of the splits
+/// (kBackward).
+struct Item {
+  int64_t b, kv, begin, end, work;
+};
+
+class Program final : public Executable {
+ public:
+  explicit Program(const Problem& problem)
+      : p_(problem),
+        k_(kernels()),
+        plan_(make_plan(p_, k_, &rejected_)),
+        scratch_(plan_.threads * plan_.scratch),
+        shared_(plan_.shared) {}
+
+  void run(const ForwardArgs& args) override {
+    if (plan_.schedule == Schedule::kDecode) {
+      decode(args);
+    } else {
+      panels(args);
+    }
+    write_padding(p_, args);
+  }
+
+  void run(const BackwardArgs& args) override {
+    gradients(args);
+    write_padding(p_, args);
+  }
+
+  Explanation explain() const override {
+    return {describe(plan_, p_), rejected_, plan_.Br, plan_.Bc, plan_.workspace_bytes()};
+  }
+
+ private:
+  Task task(int64_t b, int64_t kv) const { return {p_, p_.sequence(b), b, kv}; }
+  float* scratch() const { return scratch_.data() + thread_index() * plan_.scratch; }
+
+  template <class Body>
+  void each(int64_t n, const Body& body) const {
+    parallel_for(n, plan_.threads, body);
+  }
+
+  /// Calls add(task) for every kv head.
+  template <class Add>
+  void each_head(const Add& add) const {
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      for (int64_t kv = 0; kv < p_.hk; ++kv) add(task(b, kv));
+    }
+  }
+
+  void panels(const ForwardArgs& args) const {
+    std::vector<Item> items;
+    each_head([&](const Task& t) {
+      for (int64_t row = 0; row < t.rows(); row += plan_.Br) {
+        const int64_t end = std::min(t.rows(), row + plan_.Br);
+        const int64_t last = t.query(end - 1);
+        items.push_back({t.b, t.kv, row, end, visible_keys(p_.mask, t.s, last).end});
+      }
+    });
+    // The longest first: what is left at the end is short.
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& x, const Item& y) { return x.work > y.work; });
+    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
+      const Item& item = items[i];
+      k_.forward(task(item.b, item.kv), args, item.begin, item.end, scratch());
+    });
+  }
+
+  void decode(const ForwardArgs& args) const {
+    std::vector<Item> items;
+    std::vector<int64_t> first;  // of the items of each kv head
+    each_head([&](const Task& t) {
+      first.push_back(static_cast<int64_t>(items.size()));
+      for (int64_t key = 0; key < t.s.sk; key += plan_.split_keys) {
+        items.push_back({t.b, t.kv, key, std::min(t.s.sk, key + plan_.split_keys), 0});
+      }
+    });
+    first.push_back(static_cast<int64_t>(items.size()));
+    const int64_t state = p_.group() * p_.sq * (p_.dv + 2);
+    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
+      const Item& item = items[i];
+      k_.decode(task(item.b, item.kv), args, item.begin, item.end, shared_.data() + i * state,
+                scratch());
+    });
+    each(p_.batch * p_.hk, [&](int64_t head) {
+      k_.decode_merge(task(head / p_.hk, head % p_.hk), args, shared_.data() + first[head] * state,
+                      first[head + 1] - first[head]);
+    });
+  }
+
+  void gradients(const BackwardArgs& args) const {
+    const int64_t heads = p_.batch * p_.hk, splits = plan_.splits;
+    const int64_t stride = k_.dq_stride(p_), accumulator = p_.group() * p_.sq * stride;
+    float* const D = shared_.data();  // [batch, hk, group * sq] of the longest sequence
+    float* const dq = D + plan_.dq_offset;
+    const auto D_of = [&](const Task& t) {
+      return D +
+             (p_.packed ? t.s.q_begin * p_.hq + t.kv * t.rows() : (t.b * p_.hk + t.kv) * t.rows());
+    };
+
+    std::vector<Item> blocks;  // of rows
+    each_head([&](const Task& t) {
+      for (int64_t row = 0; row < t.rows(); row += kRowBlock) {
+        blocks.push_back({t.b, t.kv, row, std::min(t.rows(), row + kRowBlock), 0});
+      }
+    });
+    each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
+      const Task t = task(blocks[i].b, blocks[i].kv);
+      k_.backward_d(t, args, blocks[i].begin, blocks[i].end, D_of(t));
+    });
+
+    each(heads * splits, [&](int64_t i) {
+      const int64_t head = i / splits, split = i % splits;
+      const Task t = task(head / p_.hk, head % p_.hk);
+      float* const part = dq + (splits > 1 ? i : thread_index()) * accumulator;
+      std::fill_n(part, t.rows() * stride, 0.0f);
+      // Every splits-th group of tiles, so that a causal mask loads the splits alike.
+      for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
+        k_.backward(t, args, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
+      }
+      if (splits == 1) k_.backward_dq(t, args, 0, t.rows(), &part, 1);
+    });
+    if (splits == 1) return;
+    each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
+      const Item& block = blocks[i];
+      std::vector<float*> parts(splits);
+      for (int64_t split = 0; split < splits; ++split) {
+        parts[split] = dq + ((block.b * p_.hk + block.kv) * splits + split) * accumulator;
+      }
+      k_.backward_dq(task(block.b, block.kv), args, block.begin, block.end, parts.data(), splits);
+    });
+  }
+
+  static constexpr int64_t kRowBlock = 1024;  // rows of a task that only streams memory
+
+  Problem p_;
+  const Kernels& k_;
+  std::vector<std::string> rejected_;
+  CpuPlan plan_;
+  Buffer scratch_, shared_;
+};
+
+class CpuEngine final : public Engine {
+ public:
+  std::string name() const override { return "cpu"; }
+  std::string description() const override {
+    return fmt::format("{} vectors, {} threads", kernels().target, thread_count(0));
+  }
+  std::string unavailable() const override { return {}; }
+  std::string rejects(const Problem& p) const override {
+    if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
+    if (p.dtype == DType::kF64) return "computes f32, bf16 and f16";
+    return {};
+  }
+  std::unique_ptr<Executable> plan(const Problem& problem) const override {
+    return std::make_unique<Program>(problem);
+  }
+};
+
+}  // namespace
+
+const Engine& engine() {
+  static const CpuEngine kEngine;
+  return kEngine;
+}
+
+}  // namespace fulgur::cpu

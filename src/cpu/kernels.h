@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+
+#include "fulgur/attention.h"
+#include "problem.h"
+
+namespace fulgur::cpu {
+
+constexpr int64_t kBc = 64;     ///< keys of a tile
+constexpr int64_t kPanels = 4;  ///< row panels that share a widened K/V tile
+constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
+
+/// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq
+/// of head kv * group + r / sq, so that short queries of grouped heads still fill the vectors.
+struct Task {
+  const Problem& problem;
+  Sequence s;
+  int64_t b, kv;
+
+  int64_t rows() const { return problem.group() * s.sq; }
+  int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }
+  int64_t query(int64_t r) const { return r % s.sq; }
+};
+
+/// The kernels of one instruction set. Scratch is aligned to 64 bytes and belongs to one thread.
+struct Kernels {
+  const char* target;
+  int64_t panel_rows;  ///< rows of a full panel
+
+  int64_t (*forward_scratch)(const Problem&);  ///< floats
+  /// O and LSE of rows [row_begin, row_end), at most kPanels panels.
+  void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
+                  float* scratch);
+
+  int64_t (*decode_scratch)(const Problem&);  ///< floats
+  /// All rows of a kv head over keys [key_begin, key_end): per row the unnormalized O, the maximum
+  /// m (log2 units) and the sum l, as a state [rows][dv + 2] to merge.
+  void (*decode)(const Task&, const ForwardArgs&, int64_t key_begin, int64_t key_end, float* state,
+                 float* scratch);
+  /// O and LSE of all rows of a kv head from the states of `splits` parts of its keys.
+  void (*decode_merge)(const Task&, const ForwardArgs&, const float* states, int64_t splits);
+
+  int64_t (*backward_scratch)(const Problem&);  ///< floats
+  /// D = rowsum(dO o O) of rows [row_begin, row_end) of a kv head.
+  void (*backward_d)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
+                     float* D);
+  /// dK and dV of keys [key_begin, key_end), at most kTiles tiles, and their part of dQ added to
+  /// dq [rows][dq_stride].
+  void (*backward)(const Task&, const BackwardArgs&, int64_t key_begin, int64_t key_end,
+                   const float* D, float* dq, float* scratch);
+  /// dQ of rows [row_begin, row_end): the sum of `parts` accumulators.
+  void (*backward_dq)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
+                      float* const* dq, int64_t parts);
+  int64_t (*dq_stride)(const Problem&);  ///< floats of a row of the accumulator
+};
+
+/// The kernels of the best instruction set of this machine, or of the one that the environment
+/// variable FULGUR_CPU_TARGET names ("sse4", "avx2", "avx512", "neon"). Throws
+/// Error(kUnavailable) when this machine or build lacks the named one.
+const Kernels& kernels();
+
+}  // namespace fulgur::cpu

@@ -1,0 +1,200 @@
+// Vectors of floats: their width, exp2, and the way between memory of any dtype and f32.
+#if defined(FULGUR_CPU_VECTOR_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_VECTOR_INL_H_
+#undef FULGUR_CPU_VECTOR_INL_H_
+#else
+#define FULGUR_CPU_VECTOR_INL_H_
+#endif
+
+#include <hwy/highway.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "convert.h"
+#include "fulgur/tensor.h"
+
+#ifndef FULGUR_UNROLL
+#define FULGUR_UNROLL HWY_UNROLL(16)
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F32 = hn::ScalableTag<float>;
+using I32 = hn::RebindToSigned<F32>;
+using U32 = hn::RebindToUnsigned<F32>;
+using U16 = hn::Rebind<uint16_t, F32>;
+using F16 = hn::Rebind<hwy::float16_t, F32>;
+using V32 = hn::Vec<F32>;
+
+/// Floats in a vector; every padded row and panel is a multiple of it.
+constexpr int64_t kLanes = HWY_MAX_BYTES / sizeof(float);
+/// Vector registers of the target.
+constexpr int kRegisters = HWY_MAX_BYTES == 64 || HWY_ARCH_ARM_A64 ? 32 : 16;
+
+/// F16C and its like convert f16 in hardware; elsewhere scalar code does.
+constexpr bool kHardwareF16 = HWY_MAX_BYTES >= 32 || HWY_ARCH_ARM_A64;
+
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+/// 2^x for x <= 127, to 0.7 ulp; exactly 0 for x <= -127 (so for -inf), NaN for NaN.
+/// x = n + r with |r| <= 1/2, 2^r by a relative-minimax polynomial, 2^n by the exponent bits.
+HWY_INLINE V32 exp2(V32 x) {
+  const F32 f;
+  const I32 i;
+  // max(a, b) is b where a comparison with NaN fails: x second, so that NaN stays.
+  x = hn::Max(hn::Set(f, -127.0f), x);
+  const V32 n = hn::Round(x);
+  const V32 r = hn::Sub(x, n);
+  V32 p = hn::Set(f, 0.00015345774590969086f);
+  p = hn::MulAdd(p, r, hn::Set(f, 0.0013399930903688073f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.009618489071726799f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.05550328642129898f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.24022646248340607f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.6931471824645996f));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0f));
+  // At n = -127 the exponent field is 0 and the factor is 0.
+  const auto bits = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(i, n), hn::Set(i, 127)));
+  return hn::Mul(p, hn::BitCast(f, bits));
+}
+
+/// kLanes elements of `dtype` at `src`, widened.
+template <DType kDType>
+HWY_INLINE V32 load_wide(const void* src) {
+  const F32 f;
+  if constexpr (kDType == DType::kF32) {
+    return hn::LoadU(f, static_cast<const float*>(src));
+  } else {
+    const auto* half = static_cast<const uint16_t*>(src);
+    if constexpr (kDType == DType::kBF16) {
+      return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), half))));
+    } else if constexpr (kHardwareF16) {
+      return hn::PromoteTo(f, hn::BitCast(F16(), hn::LoadU(U16(), half)));
+    } else {
+      HWY_ALIGN float lanes[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = f32_from_f16(half[i]);
+      return hn::Load(f, lanes);
+    }
+  }
+}
+
+/// Rounds kLanes floats to `dtype` at `dst`: to nearest, ties to even.
+template <DType kDType>
+HWY_INLINE void store_narrow(V32 x, void* dst) {
+  const F32 f;
+  const U32 u;
+  if constexpr (kDType == DType::kF32) {
+    hn::StoreU(x, f, static_cast<float*>(dst));
+  } else if constexpr (kDType == DType::kBF16) {
+    const auto bits = hn::BitCast(u, x);
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u, 1));
+    const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(u, 0x7fff)));
+    const auto quiet = hn::Or(bits, hn::Set(u, 0x400000));  // a NaN must not round to infinity
+    const auto nan = hn::RebindMask(u, hn::Ne(x, x));
+    const auto top = hn::ShiftRight<16>(hn::IfThenElse(nan, quiet, rounded));
+    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), top)), U16(), static_cast<uint16_t*>(dst));
+  } else if constexpr (kHardwareF16) {
+    const auto half = hn::DemoteTo(F16(), x);
+    hn::StoreU(hn::BitCast(U16(), half), U16(), static_cast<uint16_t*>(dst));
+  } else {
+    HWY_ALIGN float lanes[kLanes];
+    hn::Store(x, f, lanes);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      static_cast<uint16_t*>(dst)[i] = f16_from_f32(lanes[i]);
+    }
+  }
+}
+
+template <DType kDType>
+HWY_INLINE bool load_rows_of(const void* src, int64_t stride, int64_t rows, int64_t cols,
+                             float* HWY_RESTRICT dst, int64_t ld) {
+  const F32 f;
+  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
+  V32 poison = hn::Zero(f);  // x * 0 is NaN for inf and NaN
+  for (int64_t r = 0; r < rows; ++r) {
+    const char* row = static_cast<const char*>(src) + r * stride * kSize;
+    float* to = dst + r * ld;
+    int64_t c = 0;
+    for (; c + kLanes <= cols; c += kLanes) {
+      const V32 x = load_wide<kDType>(row + c * kSize);
+      poison = hn::MulAdd(x, hn::Zero(f), poison);
+      hn::Store(x, f, to + c);
+    }
+    if (c < cols) {
+      alignas(64) char tail[kLanes * sizeof(float)] = {};
+      std::memcpy(tail, row + c * kSize, (cols - c) * kSize);
+      const V32 x = load_wide<kDType>(tail);
+      poison = hn::MulAdd(x, hn::Zero(f), poison);
+      hn::Store(x, f, to + c);
+      c += kLanes;
+    }
+    for (; c < ld; c += kLanes) hn::Store(hn::Zero(f), f, to + c);
+  }
+  return hn::AllFalse(f, hn::Ne(poison, poison));
+}
+
+/// Widens `rows` x `cols` elements with row stride `stride` (in elements) to dst[rows][ld], the
+/// columns behind `cols` zero. Returns whether all of them are finite.
+HWY_NOINLINE bool load_rows(DType dtype, const void* src, int64_t stride, int64_t rows,
+                            int64_t cols, float* HWY_RESTRICT dst, int64_t ld) {
+  switch (dtype) {
+    case DType::kF16:
+      return load_rows_of<DType::kF16>(src, stride, rows, cols, dst, ld);
+    case DType::kBF16:
+      return load_rows_of<DType::kBF16>(src, stride, rows, cols, dst, ld);
+    default:
+      return load_rows_of<DType::kF32>(src, stride, rows, cols, dst, ld);
+  }
+}
+
+template <DType kDType>
+HWY_INLINE void store_row_of(const float* HWY_RESTRICT src, int64_t cols, void* dst) {
+  const F32 f;
+  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
+  auto* to = static_cast<char*>(dst);
+  int64_t c = 0;
+  for (; c + kLanes <= cols; c += kLanes)
+    store_narrow<kDType>(hn::Load(f, src + c), to + c * kSize);
+  if (c < cols) {
+    alignas(64) char tail[kLanes * sizeof(float)];
+    store_narrow<kDType>(hn::Load(f, src + c), tail);
+    std::memcpy(to + c * kSize, tail, (cols - c) * kSize);
+  }
+}
+
+/// Rounds `cols` floats to `dtype` at dst; src is padded to whole vectors.
+HWY_NOINLINE void store_row(DType dtype, const float* HWY_RESTRICT src, int64_t cols, void* dst) {
+  switch (dtype) {
+    case DType::kF16:
+      return store_row_of<DType::kF16>(src, cols, dst);
+    case DType::kBF16:
+      return store_row_of<DType::kBF16>(src, cols, dst);
+    default:
+      return store_row_of<DType::kF32>(src, cols, dst);
+  }
+}
+
+/// dst[c][r] = src[r][c] * factor for a whole number of vectors of rows.
+HWY_INLINE void transpose(const float* HWY_RESTRICT src, int64_t stride, int64_t rows, int64_t cols,
+                          float factor, float* HWY_RESTRICT dst, int64_t ld) {
+  const F32 f;
+  const auto lane_row = hn::Mul(hn::Iota(I32(), 0), hn::Set(I32(), static_cast<int32_t>(stride)));
+  const V32 scale = hn::Set(f, factor);
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    for (int64_t c = 0; c < cols; ++c) {
+      const V32 x = hn::GatherIndex(f, src + r * stride + c, lane_row);
+      hn::Store(hn::Mul(x, scale), f, dst + c * ld + r);
+    }
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,50 @@
+#include "engine.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "cpu/cpu_engine.h"
+#include "fulgur/error.h"
+#include "reference/reference_engine.h"
+
+namespace fulgur {
+
+std::span<const Engine* const> all_engines() {
+  static const std::array<const Engine*, 2> kEngines = {&cpu::engine(), &reference::engine()};
+  return kEngines;
+}
+
+const Engine& choose_engine(const Problem& problem, std::vector<std::string>* rejected) {
+  std::string names, reasons;
+  bool unavailable = false, known = problem.engine.empty();
+  const Engine* chosen = nullptr;
+  for (const Engine* engine : all_engines()) {
+    names += (names.empty() ? "" : ", ") + engine->name();
+    if (!problem.engine.empty() && engine->name() != problem.engine) continue;
+    known = true;
+    std::string why = engine->unavailable();
+    unavailable |= !why.empty();
+    if (why.empty()) why = engine->rejects(problem);
+    if (why.empty() && chosen == nullptr) {
+      chosen = engine;
+      continue;
+    }
+    if (why.empty()) why = fmt::format("{} comes first", chosen->name());
+    reasons += fmt::format("{}engine {}: {}", reasons.empty() ? "" : "; ", engine->name(), why);
+    rejected->push_back(fmt::format("engine {}: {}", engine->name(), why));
+  }
+  if (!known) {
+    throw Error(Status::kInvalidArgument,
+                fmt::format("engine: got \"{}\", want one of {}", problem.engine, names));
+  }
+  if (chosen == nullptr) {
+    throw Error(unavailable ? Status::kUnavailable : Status::kUnsupported,
+                fmt::format("no engine computes {} attention of {} tensors on {}: {}",
+                            problem.pass == Pass::kForward ? "forward" : "backward",
+                            name_of(problem.dtype), name_of(problem.device), reasons));
+  }
+  return *chosen;
+}
+
+}  // namespace fulgur

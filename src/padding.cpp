@@ -1,0 +1,50 @@
+#include "padding.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "convert.h"
+
+namespace fulgur {
+namespace {
+
+void zero_rows(const Tensor& t, const Layout& layout, int64_t b, int64_t begin, int64_t count,
+               int64_t heads, int64_t dim) {
+  const int64_t element = size_of(t.dtype);
+  for (int64_t r = begin; r < begin + count; ++r) {
+    for (int64_t h = 0; h < heads; ++h) {  // all-zero bytes are 0 in every float dtype
+      std::memset(static_cast<char*>(t.data) + layout.offset(b, r, h) * element, 0, dim * element);
+    }
+  }
+}
+
+}  // namespace
+
+void write_padding(const Problem& p, const ForwardArgs& args) {
+  const Sequence rest = p.padding();
+  zero_rows(args.out, p.out, 0, rest.q_begin, rest.sq, p.hq, p.dv);
+  if (!p.want_lse) return;
+  for (int64_t r = rest.q_begin; r < rest.q_begin + rest.sq; ++r) {
+    for (int64_t h = 0; h < p.hq; ++h) {
+      store_element(args.lse.data, args.lse.dtype, p.lse.offset(0, r, h),
+                    -std::numeric_limits<double>::infinity());
+    }
+  }
+}
+
+void write_padding(const Problem& p, const BackwardArgs& args) {
+  const Sequence rest = p.padding();
+  zero_rows(args.dq, p.dq, 0, rest.q_begin, rest.sq, p.hq, p.d);
+  zero_rows(args.dk, p.dk, 0, rest.k_begin, rest.sk, p.hk, p.d);
+  zero_rows(args.dv, p.dv_grad, 0, rest.k_begin, rest.sk, p.hk, p.dv);
+  if (p.used_k.empty()) return;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = p.sequence(b);
+    const int64_t length = p.packed ? p.cu_k[b + 1] - p.cu_k[b] : p.sk;
+    zero_rows(args.dk, p.dk, b, s.k_begin + s.sk, length - s.sk, p.hk, p.d);
+    zero_rows(args.dv, p.dv_grad, b, s.k_begin + s.sk, length - s.sk, p.hk, p.dv);
+  }
+}
+
+}  // namespace fulgur

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+#include <exception>
+
+namespace fulgur {
+
+/// Threads that `parallel_for` uses: `threads`, or OpenMP's choice when 0.
+inline int thread_count(int threads) { return threads > 0 ? threads : omp_get_max_threads(); }
+
+/// The calling thread's number inside a `parallel_for`, 0 outside.
+inline int thread_index() { return omp_get_thread_num(); }
+
+/// Calls body(i) for every i of [0, n), handed out one by one in order, on `threads` threads.
+/// The first exception thrown by a body is rethrown here once all threads are done.
+template <class Body>
+void parallel_for(int64_t n, int threads, const Body& body) {
+  const int used = static_cast<int>(n < thread_count(threads) ? n : thread_count(threads));
+  std::exception_ptr error;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(used) if (used > 1)
+  for (int64_t i = 0; i < n; ++i) {
+    try {
+      body(i);
+    } catch (...) {
+#pragma omp critical(fulgur_parallel_for)
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace fulgur

@@ -1,0 +1,52 @@
+/// The data every reference algorithm works on: one attention head in double precision.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fulgur::reference {
+
+/// Query i sees the keys j in [i + sk - sq - left, i + sk - sq + right] (bottom-right aligned);
+/// -1 is unbounded. Causal is right = 0.
+struct Band {
+  int64_t left = -1, right = -1;
+};
+
+struct Dropout {
+  double p = 0;
+  uint64_t seed = 0, offset = 0;
+};
+
+/// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
+/// -slope * |i + sk - sq - j|, then the band mask; after the softmax, dropout.
+struct Rule {
+  double scale = 1;
+  double softcap = 0;  // 0: none
+  double slope = 0;
+  Band band = {};
+  Dropout dropout = {};
+  uint64_t head_index = 0;  // b * hq + h: the Philox stream of this head
+};
+
+/// One head, dense row-major: q [sq, d], k [sk, d], v [sk, dv]. sq and sk may be 0.
+struct Head {
+  int64_t sq, sk, d, dv;
+  const double *q, *k, *v;
+  Rule rule;
+};
+
+/// A row that sees no key has O = 0 and LSE = -inf.
+struct Forward {
+  std::vector<double> o /*[sq, dv]*/, lse /*[sq]*/;
+};
+
+struct Backward {
+  std::vector<double> dq /*[sq, d]*/, dk /*[sk, d]*/, dv /*[sk, dv]*/;
+};
+
+/// Elements moved between slow and fast memory.
+struct Traffic {
+  uint64_t loaded = 0, stored = 0;
+};
+
+}  // namespace fulgur::reference

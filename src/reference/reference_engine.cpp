@@ -1,0 +1,130 @@
+#include "reference/reference_engine.h"
+
+#include <algorithm>
+
+#include "convert.h"
+#include "padding.h"
+#include "parallel.h"
+#include "reference/algorithms.h"
+
+namespace fulgur::reference {
+namespace {
+
+constexpr int64_t kFastMemory = 32 * 1024;  // elements: half of a common L2 cache
+
+/// Rows [begin, begin + count) of one head, dense.
+std::vector<double> gather(const Tensor& t, const Layout& layout, int64_t b, int64_t begin,
+                           int64_t count, int64_t h, int64_t dim) {
+  std::vector<double> dense(count * dim);
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t at = layout.offset(b, begin + r, h);
+    for (int64_t c = 0; c < dim; ++c) dense[r * dim + c] = load_element(t.data, t.dtype, at + c);
+  }
+  return dense;
+}
+
+void scatter(const std::vector<double>& dense, const Tensor& t, const Layout& layout, int64_t b,
+             int64_t begin, int64_t h, int64_t dim) {
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const int64_t row = begin + static_cast<int64_t>(i) / dim;
+    store_element(t.data, t.dtype, layout.offset(b, row, h) + static_cast<int64_t>(i) % dim,
+                  dense[i]);
+  }
+}
+
+class Program final : public Executable {
+ public:
+  explicit Program(const Problem& problem) : p_(problem) {}
+
+  void run(const ForwardArgs& args) override {
+    parallel_for(p_.batch * p_.hq, p_.threads, [&](int64_t item) {
+      const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
+      const Sequence s = p_.sequence(b);
+      const auto q = gather(args.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+      const auto k = gather(args.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
+      const auto v = gather(args.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      const Forward f = flash2_forward(head(b, h, s, q, k, v), kFastMemory);
+      scatter(f.o, args.out, p_.out, b, s.q_begin, h, p_.dv);
+      if (p_.want_lse) scatter(f.lse, args.lse, p_.lse, b, s.q_begin, h, 1);
+    });
+    write_padding(p_, args);
+  }
+
+  void run(const BackwardArgs& args) override {
+    // One task owns a kv head, so that the gradients of its q heads add up in a fixed order.
+    parallel_for(p_.batch * p_.hk, p_.threads, [&](int64_t item) {
+      const int64_t b = item / p_.hk, kv = item % p_.hk;
+      const Sequence s = p_.sequence(b);
+      const auto k = gather(args.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
+      const auto v = gather(args.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      std::vector<double> dk(k.size()), dv(v.size());
+      for (int64_t h = kv * p_.group(); h < (kv + 1) * p_.group(); ++h) {
+        const auto q = gather(args.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+        const auto dout = gather(args.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
+        const Forward f{gather(args.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
+                        gather(args.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
+        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, dout.data(), kFastMemory);
+        scatter(g.dq, args.dq, p_.dq, b, s.q_begin, h, p_.d);
+        std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
+        std::transform(dv.begin(), dv.end(), g.dv.begin(), dv.begin(), std::plus<>());
+      }
+      scatter(dk, args.dk, p_.dk, b, s.k_begin, kv, p_.d);
+      scatter(dv, args.dv, p_.dv_grad, b, s.k_begin, kv, p_.dv);
+    });
+    write_padding(p_, args);
+  }
+
+  Explanation explain() const override {
+    const int64_t rows = p_.sq + p_.sk, threads = thread_count(p_.threads);
+    const int64_t copies = p_.pass == Pass::kForward ? 1 : 2;  // of every tensor of a head
+    return {{"FlashAttention-2 in double precision, one head a task"},
+            {},
+            64,
+            64,
+            threads * copies * rows * (p_.d + p_.dv) * 8};
+  }
+
+ private:
+  Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,
+            const std::vector<double>& k, const std::vector<double>& v) const {
+    return {s.sq,
+            s.sk,
+            p_.d,
+            p_.dv,
+            q.data(),
+            k.data(),
+            v.data(),
+            Rule{.scale = p_.scale,
+                 .softcap = p_.softcap,
+                 .slope = p_.slope(b, h),
+                 .band = {p_.mask.left, p_.mask.right},
+                 .dropout = {p_.dropout.p, p_.dropout.seed, p_.dropout.offset},
+                 .head_index = static_cast<uint64_t>(b * p_.hq + h)}};
+  }
+
+  Problem p_;
+};
+
+class ReferenceEngine final : public Engine {
+ public:
+  std::string name() const override { return "reference"; }
+  std::string description() const override { return "the papers' algorithms in double precision"; }
+  std::string unavailable() const override { return {}; }
+  std::string rejects(const Problem& p) const override {
+    if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
+    if (p.dtype != DType::kF64 && p.engine.empty()) return "computes f64 unless asked for by name";
+    return {};
+  }
+  std::unique_ptr<Executable> plan(const Problem& problem) const override {
+    return std::make_unique<Program>(problem);
+  }
+};
+
+}  // namespace
+
+const Engine& engine() {
+  static const ReferenceEngine kEngine;
+  return kEngine;
+}
+
+}  // namespace fulgur::reference

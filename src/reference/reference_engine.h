@@ -1,0 +1,10 @@
+#pragma once
+
+#include "engine.h"
+
+namespace fulgur::reference {
+
+/// FlashAttention-2 in double precision: computes f64, and any float dtype when asked by name.
+const Engine& engine();
+
+}  // namespace fulgur::reference

@@ -1,0 +1,54 @@
+/// How one entry of S and of the dropout mask Z is made from a head's rule.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+
+#include "philox.h"
+#include "reference/head.h"
+#include "reference/matrix.h"
+
+namespace fulgur::reference {
+
+/// S_ij and its derivative by the dot product q_i . k_j.
+struct Score {
+  double S, dS_dqk;
+};
+
+/// S_ij = -inf is the papers' MASK. Such an entry is skipped wherever it would be used, never
+/// multiplied by 0: k_j and v_j may be NaN. Here k_j is not even read.
+inline Score score(const Head& h, int64_t i, int64_t j) {
+  const Rule& rule = h.rule;
+  const int64_t distance = j - (i + h.sk - h.sq);  // 0 on the diagonal that ends bottom right
+  if (rule.band.left >= 0 && -distance > rule.band.left) return {-kInf, 0};
+  if (rule.band.right >= 0 && distance > rule.band.right) return {-kInf, 0};
+  double S = rule.scale * dot(h.d, h.q + i * h.d, h.k + j * h.d);
+  double dS_dqk = rule.scale;
+  if (rule.softcap > 0) {
+    const double t = std::tanh(S / rule.softcap);
+    S = rule.softcap * t;
+    dS_dqk *= 1 - t * t;
+  }
+  return {S - rule.slope * static_cast<double>(std::abs(distance)), dS_dqk};
+}
+
+/// Z_ij: 1 / (1 - p) for a kept entry of P, 0 for a dropped one. FlashAttention, Alg. 4, line 14.
+class DropoutFactor {
+ public:
+  explicit DropoutFactor(const Rule& rule)
+      : mask_(rule.dropout.p, rule.dropout.seed, rule.dropout.offset),
+        head_index_(rule.head_index),
+        p_(rule.dropout.p) {}
+  double operator()(int64_t i, int64_t j) const {
+    if (p_ == 0) return 1;
+    return mask_.keep(head_index_, i, j) ? 1 / (1 - p_) : 0;
+  }
+
+ private:
+  DropoutMask mask_;
+  uint64_t head_index_;
+  double p_;
+};
+
+}  // namespace fulgur::reference

@@ -1,0 +1,99 @@
+/// Standard attention: S and P are computed whole and written to slow memory.
+/// FlashAttention, Alg. 0 (forward) and Alg. 3 (backward).
+#include <cmath>
+
+#include "reference/algorithms.h"
+#include "reference/blocks.h"
+
+namespace fulgur::reference {
+namespace {
+
+/// P = softmax(S), row by row, and LSE = log(sum of exp(S)). A row that sees no key stays 0.
+Matrix softmax(const Matrix& S, std::vector<double>& lse) {
+  Matrix P(S.rows, S.cols);
+  for (int64_t i = 0; i < S.rows; ++i) {
+    const double m = rowmax(S.cols, S[i]);
+    if (m == -kInf) continue;
+    double l = 0;
+    for (int64_t j = 0; j < S.cols; ++j) l += P[i][j] = std::exp(S[i][j] - m);
+    for (int64_t j = 0; j < S.cols; ++j) P[i][j] /= l;
+    lse[i] = m + std::log(l);
+  }
+  return P;
+}
+
+}  // namespace
+
+Forward standard_forward(const Head& h, Traffic* traffic) {
+  const DropoutFactor Z(h.rule);
+  Forward out{std::vector<double>(h.sq * h.dv), std::vector<double>(h.sq, -kInf)};
+
+  load(traffic, h.sq * h.d + h.sk * h.d);  // Alg. 0, line 1: load Q, K; S = Q K^T; store S
+  const Matrix S = scores(h, {0, h.sq}, {0, h.sk});
+  store(traffic, h.sq * h.sk);
+
+  load(traffic, h.sq * h.sk);  // Alg. 0, line 2: load S; P = softmax(S); store P
+  const Matrix P = softmax(S, out.lse);
+  store(traffic, h.sq * h.sk + h.sq);
+
+  load(traffic, h.sq * h.sk + h.sk * h.dv);  // Alg. 0, line 3: load P, V; O = P V; store O
+  for (int64_t i = 0; i < h.sq; ++i) {
+    for (int64_t j = 0; j < h.sk; ++j) {
+      if (S[i][j] == -kInf) continue;
+      add_scaled(h.dv, P[i][j] * Z(i, j), h.v + j * h.dv, &out.o[i * h.dv]);
+    }
+  }
+  store(traffic, h.sq * h.dv);
+  return out;  // Alg. 0, line 4
+}
+
+Backward standard_backward(const Head& h, const double* dout, Traffic* traffic) {
+  const DropoutFactor Z(h.rule);
+  // The forward pass left P in slow memory; making it again is not counted.
+  std::vector<double> lse(h.sq);
+  const Matrix S = scores(h, {0, h.sq}, {0, h.sk});
+  const Matrix P = softmax(S, lse);
+  Matrix dP(h.sq, h.sk), dS(h.sq, h.sk);
+  Backward grad{std::vector<double>(h.sq * h.d), std::vector<double>(h.sk * h.d),
+                std::vector<double>(h.sk * h.dv)};
+  const auto for_each_visible = [&](auto&& body) {
+    for (int64_t i = 0; i < h.sq; ++i) {
+      for (int64_t j = 0; j < h.sk; ++j) {
+        if (S[i][j] != -kInf) body(i, j);
+      }
+    }
+  };
+
+  load(traffic, h.sq * h.sk + h.sq * h.dv);  // Alg. 3, line 1: load P, dO; store dV = P^T dO
+  for_each_visible([&](int64_t i, int64_t j) {
+    add_scaled(h.dv, P[i][j] * Z(i, j), dout + i * h.dv, &grad.dv[j * h.dv]);
+  });
+  store(traffic, h.sk * h.dv);
+
+  load(traffic, h.sq * h.dv + h.sk * h.dv);  // Alg. 3, line 2: load dO, V; store dP = dO V^T
+  for_each_visible([&](int64_t i, int64_t j) {
+    dP[i][j] = Z(i, j) * dot(h.dv, dout + i * h.dv, h.v + j * h.dv);
+  });
+  store(traffic, h.sq * h.sk);
+
+  load(traffic, 2 * h.sq * h.sk);  // Alg. 3, line 3: load P, dP; store dS = P o (dP - P . dP)
+  std::vector<double> P_dP(h.sq);
+  for (int64_t i = 0; i < h.sq; ++i) P_dP[i] = dot(h.sk, P[i], dP[i]);
+  for_each_visible([&](int64_t i, int64_t j) {
+    dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]) * score(h, i, j).dS_dqk;
+  });
+  store(traffic, h.sq * h.sk);
+
+  load(traffic, h.sq * h.sk + h.sk * h.d);  // Alg. 3, line 4: load dS, K; store dQ = dS K
+  for_each_visible(
+      [&](int64_t i, int64_t j) { add_scaled(h.d, dS[i][j], h.k + j * h.d, &grad.dq[i * h.d]); });
+  store(traffic, h.sq * h.d);
+
+  load(traffic, h.sq * h.sk + h.sq * h.d);  // Alg. 3, line 5: load dS, Q; store dK = dS^T Q
+  for_each_visible(
+      [&](int64_t i, int64_t j) { add_scaled(h.d, dS[i][j], h.q + i * h.d, &grad.dk[j * h.d]); });
+  store(traffic, h.sk * h.d);
+  return grad;  // Alg. 3, line 6
+}
+
+}  // namespace fulgur::reference

@@ -1,0 +1,130 @@
+#include "fulgur/tensor.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "fulgur/error.h"
+
+namespace fulgur {
+
+int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kF64:
+      return 8;
+  }
+  return 0;
+}
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return "f16";
+    case DType::kBF16:
+      return "bf16";
+    case DType::kF32:
+      return "f32";
+    case DType::kF64:
+      return "f64";
+    case DType::kI32:
+      return "i32";
+  }
+  return "?";
+}
+
+std::string name_of(Device device) {
+  return device.type == DeviceType::kCpu ? "cpu" : fmt::format("cuda:{}", device.index);
+}
+
+Tensor Tensor::contiguous(const void* data, DType dtype, std::span<const int64_t> shape,
+                          Device device) {
+  if (shape.empty() || shape.size() > kMaxRank) {
+    throw Error(Status::kInvalidArgument,
+                fmt::format("shape: got {} dimensions, want 1 to {}", shape.size(), int{kMaxRank}));
+  }
+  Tensor t;
+  t.data = const_cast<void*>(data);
+  t.dtype = dtype;
+  t.device = device;
+  t.rank = static_cast<int>(shape.size());
+  int64_t stride = 1;
+  for (int i = t.rank - 1; i >= 0; --i) {
+    t.shape[i] = shape[i];
+    t.strides[i] = stride;
+    // A wrapped stride belongs to a shape that validation rejects.
+    if (shape[i] > 1 && __builtin_mul_overflow(stride, shape[i], &stride)) stride = INT64_MAX;
+  }
+  return t;
+}
+
+Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
+  const auto fail = [&](const std::string& what) {
+    throw Error(Status::kInvalidArgument, fmt::format("{}: {}", name, what));
+  };
+  Tensor t;
+  const DLDataType type = in.dtype;
+  const auto is = [&](int code, int bits) {
+    return type.code == code && type.bits == bits && type.lanes == 1;
+  };
+  if (is(kDLFloat, 16)) {
+    t.dtype = DType::kF16;
+  } else if (is(kDLBfloat, 16)) {
+    t.dtype = DType::kBF16;
+  } else if (is(kDLFloat, 32)) {
+    t.dtype = DType::kF32;
+  } else if (is(kDLFloat, 64)) {
+    t.dtype = DType::kF64;
+  } else if (is(kDLInt, 32)) {
+    t.dtype = DType::kI32;
+  } else {
+    fail(fmt::format("dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64 or i32",
+                     int{type.code}, int{type.bits}, int{type.lanes}));
+  }
+  switch (in.device.device_type) {
+    case kDLCPU:
+    case kDLCUDAHost:
+      t.device = {DeviceType::kCpu, 0};
+      break;
+    case kDLCUDA:
+    case kDLCUDAManaged:
+      t.device = {DeviceType::kCuda, in.device.device_id};
+      break;
+    default:
+      fail(fmt::format("DLPack device type {}, want CPU (1) or CUDA (2)",
+                       static_cast<int>(in.device.device_type)));
+  }
+  if (in.ndim < 1 || in.ndim > kMaxRank) {
+    fail(fmt::format("got {} dimensions, want 1 to {}", in.ndim, int{kMaxRank}));
+  }
+  if (in.shape == nullptr) fail("shape is null");
+  const Tensor rows =
+      contiguous(nullptr, t.dtype, std::span<const int64_t>(in.shape, in.ndim), t.device);
+  t.rank = rows.rank;
+  t.shape = rows.shape;
+  t.strides = rows.strides;
+  if (in.strides != nullptr) std::copy_n(in.strides, in.ndim, t.strides.begin());
+  if (in.data != nullptr) t.data = static_cast<char*>(in.data) + in.byte_offset;
+  return t;
+}
+
+int64_t Tensor::numel() const {
+  if (rank == 0) return 0;
+  int64_t n = 1;
+  for (int i = 0; i < rank; ++i) n *= shape[i];
+  return n;
+}
+
+std::string Tensor::describe() const {
+  if (!given()) return "no tensor";
+  return fmt::format("{} ({})", name_of(dtype),
+                     fmt::join(shape.begin(), shape.begin() + rank, ", "));
+}
+
+}  // namespace fulgur
