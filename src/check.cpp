@@ -9,6 +9,13 @@ std::string list(const Tensor& t, const std::array<int64_t, Tensor::kMaxRank>& v
   return fmt::format("({})", fmt::join(values.begin(), values.begin() + t.rank, ", "));
 }
 
+namespace {
+
+/// The stride of a dimension; 0 where its one index is never stepped from and it may be anything.
+int64_t used_stride(const Tensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
+
+}  // namespace
+
 void check_tensor(const char* name, const Tensor& t, const char* dims, int rank, bool written) {
   if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
   if (t.rank != rank)
@@ -38,7 +45,7 @@ void check_tensor(const char* name, const Tensor& t, const char* dims, int rank,
   }
   if (!written) return;
   std::array<std::pair<int64_t, int64_t>, Tensor::kMaxRank> by_stride;  // (|stride|, size)
-  for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(t.strides[i]), t.shape[i]};
+  for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(used_stride(t, i)), t.shape[i]};
   std::sort(by_stride.begin(), by_stride.begin() + rank);
   int64_t reach = 0;
   for (int i = 0; i < rank; ++i) {
@@ -79,14 +86,61 @@ void check_data(const char* name, const Tensor& t) {
   }
 }
 
+namespace {
+
+/// Bytes of a tensor, counted from `begin` modulo `pitch`; the whole extent without a pitch.
+struct Extent {
+  uint64_t begin, size;
+};
+
+/// The dimensions whose stride is no multiple of `pitch` bytes; all of them when it is 0.
+Extent extent(const Tensor& t, int64_t pitch) {
+  const int64_t element = size_of(t.dtype);
+  Extent e{reinterpret_cast<uintptr_t>(t.data), static_cast<uint64_t>(element)};
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 1 || (pitch > 0 && t.strides[i] * element % pitch == 0)) continue;
+    const auto reach = static_cast<uint64_t>(std::abs(t.strides[i]) * element * (t.shape[i] - 1));
+    if (t.strides[i] < 0) e.begin -= reach;
+    e.size += reach;
+  }
+  return e;
+}
+
+bool intersect(const Extent& a, const Extent& b) {
+  return a.begin - b.begin < b.size || b.begin - a.begin < a.size;
+}
+
+/// On a circle of `pitch` bytes.
+bool intersect(const Extent& a, const Extent& b, uint64_t pitch) {
+  const uint64_t ahead = (b.begin % pitch + pitch - a.begin % pitch) % pitch;
+  return a.size > ahead || b.size > (pitch - ahead) % pitch;
+}
+
+}  // namespace
+
+bool share_memory(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  if (!intersect(extent(a, 0), extent(b, 0))) return false;
+  // Disjoint still if they take different parts of every period of some pitch.
+  for (const Tensor* t : {&a, &b}) {
+    for (int i = 0; i < t->rank; ++i) {
+      const int64_t pitch = t->shape[i] > 1 ? std::abs(t->strides[i]) * size_of(t->dtype) : 0;
+      if (pitch == 0) continue;
+      if (!intersect(extent(a, pitch), extent(b, pitch), static_cast<uint64_t>(pitch)))
+        return false;
+    }
+  }
+  return true;
+}
+
 Layout rows_layout(const Tensor& t) {
-  if (t.rank == 4) return {t.strides[0], t.strides[1], t.strides[2]};
-  return {0, t.strides[0], t.strides[1]};
+  if (t.rank == 4) return {used_stride(t, 0), used_stride(t, 1), used_stride(t, 2)};
+  return {0, used_stride(t, 0), used_stride(t, 1)};
 }
 
 Layout lse_layout(const Tensor& t) {
-  if (t.rank == 3) return {t.strides[0], t.strides[2], t.strides[1]};
-  return {0, t.strides[1], t.strides[0]};
+  if (t.rank == 3) return {used_stride(t, 0), used_stride(t, 2), used_stride(t, 1)};
+  return {0, used_stride(t, 1), used_stride(t, 0)};
 }
 
 }  // namespace fulgur

@@ -40,6 +40,10 @@ void check_device(const char* name, const Tensor& t, Device want);
 /// Data that is there and aligned to its dtype, unless there are no elements.
 void check_data(const char* name, const Tensor& t);
 
+/// Whether two tensors have a byte in common. Interleaved ones (q, k and v in one buffer) have none;
+/// where that cannot be told, as in exotic interleavings, true.
+bool share_memory(const Tensor& a, const Tensor& b);
+
 /// Where the rows of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor lie, in elements.
 /// Packed tensors have batch stride 0: their rows are addressed from the start of the tensor.
 struct Layout {

@@ -5,13 +5,15 @@
 #include <array>
 
 #include "cpu/cpu_engine.h"
+#include "cuda/cuda_engine.h"
 #include "fulgur/error.h"
 #include "reference/reference_engine.h"
 
 namespace fulgur {
 
 std::span<const Engine* const> all_engines() {
-  static const std::array<const Engine*, 2> kEngines = {&cpu::engine(), &reference::engine()};
+  static const std::array<const Engine*, 3> kEngines = {&cuda::engine(), &cpu::engine(),
+                                                        &reference::engine()};
   return kEngines;
 }
 
@@ -23,9 +25,12 @@ const Engine& choose_engine(const Problem& problem, std::vector<std::string>* re
     names += (names.empty() ? "" : ", ") + engine->name();
     if (!problem.engine.empty() && engine->name() != problem.engine) continue;
     known = true;
-    std::string why = engine->unavailable();
-    unavailable |= !why.empty();
-    if (why.empty()) why = engine->rejects(problem);
+    // In this order, so that a problem on the CPU never looks for a GPU.
+    std::string why = engine->rejects(problem);
+    if (why.empty()) {
+      why = engine->unavailable();
+      unavailable |= !why.empty();
+    }
     if (why.empty() && chosen == nullptr) {
       chosen = engine;
       continue;

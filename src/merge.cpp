@@ -16,6 +16,12 @@ struct Checked {
   Layout out, lse;
 };
 
+void check_on_cpu(const std::string& name, const Tensor& t) {
+  if (t.device.type == DeviceType::kCpu) return;
+  throw Error(Status::kUnsupported,
+              fmt::format("{}: on {}, merge works on cpu", name, name_of(t.device)));
+}
+
 Checked check_partial(const std::string& name, const Partial& p, const Tensor& like, bool written) {
   const std::string out_name = name + "out", lse_name = name + "lse";
   const Tensor &out = p.out, &lse = p.lse;
@@ -28,6 +34,7 @@ Checked check_partial(const std::string& name, const Partial& p, const Tensor& l
          list(like, like.shape));
   }
   Checked checked{p, rows_layout(out), {}};
+  check_on_cpu(out_name, out);
   check_data(out_name.c_str(), out);
   if (written && !lse.given()) return checked;
   if (packed) {
@@ -39,15 +46,21 @@ Checked check_partial(const std::string& name, const Partial& p, const Tensor& l
   if (lse.dtype != DType::kF32 && lse.dtype != DType::kF64) {
     fail(lse_name.c_str(), "got {}, want f32 or f64", name_of(lse.dtype));
   }
+  check_on_cpu(lse_name, lse);
   check_data(lse_name.c_str(), lse);
-  for (const Tensor* t : {&out, &lse}) {
-    if (t->device.type != DeviceType::kCpu) {
-      throw Error(Status::kUnsupported,
-                  fmt::format("{}: on {}, merge works on cpu", name, name_of(t->device)));
-    }
-  }
   checked.lse = lse_layout(lse);
   return checked;
+}
+
+/// A result may be the very tensor of a part (each row is read before it is written), but not lie
+/// across one.
+void check_apart(const char* name, const Tensor& result, const std::string& part_name,
+                 const Tensor& part) {
+  const bool same = result.data == part.data && result.dtype == part.dtype &&
+                    result.rank == part.rank && result.strides == part.strides;
+  if (!same && share_memory(result, part)) {
+    fail(name, "lies across {}; a result needs its own memory or all of a part's", part_name);
+  }
 }
 
 }  // namespace
@@ -61,8 +74,15 @@ void merge(std::span<const Partial> parts, const Partial& result) {
   const Checked to = check_partial("", result, like, true);
   std::vector<Checked> from;
   for (size_t i = 0; i < parts.size(); ++i) {
-    from.push_back(check_partial(fmt::format("parts[{}].", i), parts[i], like, false));
+    const std::string name = fmt::format("parts[{}].", i);
+    from.push_back(check_partial(name, parts[i], like, false));
+    check_apart("out", result.out, name + "out", parts[i].out);
+    check_apart("out", result.out, name + "lse", parts[i].lse);
+    check_apart("lse", result.lse, name + "out", parts[i].out);
+    check_apart("lse", result.lse, name + "lse", parts[i].lse);
   }
+  check_apart("lse", result.lse, "out", like);
+  if (like.numel() == 0) return;
   const bool packed = like.rank == 3;
   const int64_t batch = packed ? 1 : like.shape[0], rows = like.shape[packed ? 0 : 1];
   const int64_t heads = like.shape[packed ? 1 : 2], dim = like.shape[packed ? 2 : 3];

@@ -113,6 +113,9 @@ TileMap Plan::tiles(int64_t b) const {
   if (b < 0 || b >= p.batch) {
     throw Error(Status::kInvalidArgument, fmt::format("b: got {}, want 0 to {}", b, p.batch - 1));
   }
+  if ((p.packed && p.cu_q.empty()) || (p.seqused_k.given() && p.used_k.empty())) {
+    throw Error(Status::kUnsupported, "tiles: the lengths of the sequences are on the device");
+  }
   const Explanation e = impl_->executable->explain();
   return tile_map(p.mask, p.sequence(b), e.Br, e.Bc);
 }

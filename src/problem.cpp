@@ -8,9 +8,12 @@
 namespace fulgur {
 namespace {
 
+constexpr int kMostThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
+                                    // it cannot start one
+
 std::vector<int32_t> read_on_cpu(const char* name, const Tensor& t) {
   if (t.device.type != DeviceType::kCpu) return {};
-  if (t.data == nullptr) fail(name, "data is null");
+  check_data(name, t);
   const auto* values = static_cast<const int32_t*>(t.data);
   std::vector<int32_t> out(t.shape[0]);
   for (int64_t i = 0; i < t.shape[0]; ++i) out[i] = values[i * t.strides[0]];
@@ -157,12 +160,14 @@ Problem make_shared(const Inputs& in, const Options& options) {
     }
     check_dtype("alibi_slopes", slopes, DType::kF32, "slopes are f32");
     check_device("alibi_slopes", slopes, q.device);
-    if (slopes.data == nullptr && slopes.numel() > 0) fail("alibi_slopes", "data is null");
+    check_data("alibi_slopes", slopes);
     p.alibi_slopes = slopes;
   }
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
-  if (options.threads < 0) fail("threads", "got {}, want >= 0 (0 = all)", options.threads);
+  if (options.threads < 0 || options.threads > kMostThreads) {
+    fail("threads", "got {}, want >= 0 (0 = all) and <= {}", options.threads, kMostThreads);
+  }
   p.threads = options.threads;
   p.engine = options.engine;
   p.stream = options.stream;
@@ -197,6 +202,20 @@ Layout check_lse(const Tensor& t, const Problem& p, bool written) {
   return lse_layout(t);
 }
 
+/// Nothing is written: no sequence is left, as the sizes beside a 0 may be too large to walk.
+void drop_sequences(Problem& p) {
+  if (!p.packed) p.batch = p.sq = p.sk = p.total_k = 0;
+}
+
+/// Strides that address the same elements: those of single rows and of empty tensors do not count.
+bool same_strides(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0) return true;
+  for (int i = 0; i < a.rank; ++i) {
+    if (a.shape[i] > 1 && a.strides[i] != b.strides[i]) return false;
+  }
+  return true;
+}
+
 struct Named {
   const char* name;
   const Tensor* tensor;
@@ -206,11 +225,8 @@ struct Named {
 void check_pointers(std::initializer_list<std::pair<Named, const Tensor*>> tensors) {
   for (const auto& [now, planned] : tensors) {
     const Tensor &t = *now.tensor, &want = *planned;
-    const bool same_strides =
-        std::equal(t.strides.begin(), t.strides.begin() + t.rank, want.strides.begin(),
-                   [](int64_t a, int64_t b) { return a == b; });
     if (t.rank != want.rank || t.dtype != want.dtype || t.device != want.device ||
-        t.shape != want.shape || !same_strides) {
+        t.shape != want.shape || !same_strides(t, want)) {
       fail(now.name, "got {} strides {} on {}, want {} strides {} on {} as planned", t.describe(),
            list(t, t.strides), name_of(t.device), want.describe(), list(want, want.strides),
            name_of(want.device));
@@ -218,10 +234,9 @@ void check_pointers(std::initializer_list<std::pair<Named, const Tensor*>> tenso
     check_data(now.name, t);
   }
   for (const auto& [now, unused] : tensors) {
-    if (!now.written || now.tensor->numel() == 0) continue;
+    if (!now.written) continue;
     for (const auto& [other, unused2] : tensors) {
-      if (now.tensor != other.tensor && now.tensor->data == other.tensor->data &&
-          other.tensor->numel() > 0) {
+      if (now.tensor != other.tensor && share_memory(*now.tensor, *other.tensor)) {
         fail(now.name, "shares its memory with {}; an output needs its own", other.name);
       }
     }
@@ -256,6 +271,7 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
   p.out = check_like("out", args.out, p, true, p.dv, true);
   p.want_lse = args.lse.given();
   if (p.want_lse) p.lse = check_lse(args.lse, p, true);
+  if (p.total_q == 0) drop_sequences(p);
   return p;
 }
 
@@ -269,6 +285,7 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.dq = check_like("dq", args.dq, p, true, p.d, true);
   p.dk = check_like("dk", args.dk, p, false, p.d, true);
   p.dv_grad = check_like("dv", args.dv, p, false, p.dv, true);
+  if (p.total_q == 0 && p.total_k == 0) drop_sequences(p);
   return p;
 }
 

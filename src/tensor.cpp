@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "fulgur/error.h"
 
@@ -87,7 +88,10 @@ Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
     fail(fmt::format("dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64 or i32",
                      int{type.code}, int{type.bits}, int{type.lanes}));
   }
-  switch (in.device.device_type) {
+  // As a number: a newer DLPack may have device types that this enum lacks.
+  int32_t device_type;
+  std::memcpy(&device_type, &in.device.device_type, sizeof device_type);
+  switch (device_type) {
     case kDLCPU:
     case kDLCUDAHost:
       t.device = {DeviceType::kCpu, 0};
@@ -97,8 +101,7 @@ Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
       t.device = {DeviceType::kCuda, in.device.device_id};
       break;
     default:
-      fail(fmt::format("DLPack device type {}, want CPU (1) or CUDA (2)",
-                       static_cast<int>(in.device.device_type)));
+      fail(fmt::format("DLPack device type {}, want CPU (1) or CUDA (2)", device_type));
   }
   if (in.ndim < 1 || in.ndim > kMaxRank) {
     fail(fmt::format("got {} dimensions, want 1 to {}", in.ndim, int{kMaxRank}));
@@ -116,6 +119,8 @@ Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
 
 int64_t Tensor::numel() const {
   if (rank == 0) return 0;
+  // Looked for first: the product of the others may overflow.
+  if (std::find(shape.begin(), shape.begin() + rank, 0) != shape.begin() + rank) return 0;
   int64_t n = 1;
   for (int i = 0; i < rank; ++i) n *= shape[i];
   return n;

@@ -143,9 +143,9 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
     make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
     if (panel.empty(key_begin, keys)) continue;
     const int64_t width = panel.width();
-    const bool finite_q =
-        load_queries(task, args.q, p.q, p.d, row, panel.count, width, s.Q, s.ldk) &
-        load_queries(task, args.dout, p.dout, p.dv, row, panel.count, width, s.dO, s.ldv);
+    bool finite = finite_k;
+    finite &= load_queries(task, args.q, p.q, p.d, row, panel.count, width, s.Q, s.ldk);
+    finite &= load_queries(task, args.dout, p.dout, p.dv, row, panel.count, width, s.dO, s.ldv);
     transpose(s.Q, s.ldk, width, p.d, query_factor(p), s.Qt, width);
     transpose(s.dO, s.ldv, width, p.dv, 1, s.dOt, width);
     for (int64_t r = 0; r < width; ++r) {
@@ -174,7 +174,7 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
         drop(dropout, static_cast<float>(1 / (1 - p.dropout.p)), panel, j, n, width, s.Pz, s.dS);
       }
       score_gradient(panel, j, n, s.P, d_row, s.cap_slope, s.dS);
-      if (panel.partial(j, n) && !(finite_k && finite_q)) {
+      if (panel.partial(j, n) && !finite) {
         accumulate_visible_gradients(panel, j, n, s, tile, dq_panel);
         continue;
       }

@@ -107,24 +107,31 @@ class Program final : public Executable {
   }
 
   void decode(const ForwardArgs& args) const {
+    const int64_t heads = plan_.heads, state = p_.group() * p_.sq * (p_.dv + 2);
     std::vector<Item> items;
-    std::vector<int64_t> first;  // of the items of each kv head
+    std::vector<int64_t> first;  // of the items of each run of kv heads
     each_head([&](const Task& t) {
+      if (t.kv % heads != 0) return;
       first.push_back(static_cast<int64_t>(items.size()));
+      if (t.rows() == 0) return;  // a packed sequence without queries
       for (int64_t key = 0; key < t.s.sk; key += plan_.split_keys) {
         items.push_back({t.b, t.kv, key, std::min(t.s.sk, key + plan_.split_keys), 0});
       }
     });
     first.push_back(static_cast<int64_t>(items.size()));
-    const int64_t state = p_.group() * p_.sq * (p_.dv + 2);
     each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      k_.decode(task(item.b, item.kv), args, item.begin, item.end, shared_.data() + i * state,
-                scratch());
+      k_.decode(task(item.b, item.kv), args, heads, item.begin, item.end,
+                shared_.data() + i * heads * state, scratch());
     });
     each(p_.batch * p_.hk, [&](int64_t head) {
-      k_.decode_merge(task(head / p_.hk, head % p_.hk), args, shared_.data() + first[head] * state,
-                      first[head + 1] - first[head]);
+      const Task t = task(head / p_.hk, head % p_.hk);
+      const int64_t run = head / heads, part = t.rows() * (p_.dv + 2);
+      const int64_t parts = first[run + 1] - first[run];
+      const float* states = parts == 0
+                                ? nullptr  // no keys: there may be no memory either
+                                : shared_.data() + first[run] * heads * state + head % heads * part;
+      k_.decode_merge(t, args, states, parts, heads * state);
     });
   }
 
@@ -184,9 +191,17 @@ class CpuEngine final : public Engine {
  public:
   std::string name() const override { return "cpu"; }
   std::string description() const override {
+    if (!unavailable().empty()) return "SIMD";
     return fmt::format("{} vectors, {} threads", kernels().target, thread_count(0));
   }
-  std::string unavailable() const override { return {}; }
+  std::string unavailable() const override {
+    try {
+      kernels();
+      return {};
+    } catch (const Error& error) {
+      return error.what();
+    }
+  }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
     if (p.dtype == DType::kF64) return "computes f32, bf16 and f16";

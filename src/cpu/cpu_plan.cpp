@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "parallel.h"
 
@@ -12,20 +13,27 @@ namespace {
 constexpr int64_t kDecodeMostRows = 16;       // more rows than this fill the panels' vectors well
 constexpr int64_t kLeastSplitKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantSplitKeys = 1024;
+constexpr int64_t kMostDecodeHeads = 16;  // a tile of so many heads still fits the L2 cache
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 CpuPlan plan_decode(const Problem& p, const Kernels& k, CpuPlan plan) {
   plan.schedule = Schedule::kDecode;
   plan.Br = p.group() * p.sq;
+  // Heads that lie side by side are read together, in the order of memory.
+  if (std::abs(p.k.head) < std::abs(p.k.row)) {
+    plan.heads = p.hk;
+    while (plan.heads > kMostDecodeHeads && plan.heads % 2 == 0) plan.heads /= 2;
+  }
   if (p.invariant) {
     plan.split_keys = kInvariantSplitKeys;
   } else {
     // Several tasks a thread, so that a slow one does not keep the others waiting.
-    const int64_t splits = ceil_div(8 * plan.threads, std::max<int64_t>(1, p.batch * p.hk));
+    const int64_t runs = std::max<int64_t>(1, p.batch * p.hk / plan.heads);
+    const int64_t splits = ceil_div(8 * plan.threads, runs);
     plan.split_keys = std::max(kLeastSplitKeys, ceil_div(ceil_div(p.sk, splits), kBc) * kBc);
   }
-  plan.scratch = k.decode_scratch(p);
+  plan.scratch = k.decode_scratch(p, plan.heads);
   plan.shared = p.batch * p.hk * ceil_div(p.sk, plan.split_keys) * plan.Br * (p.dv + 2);
   return plan;
 }

@@ -22,6 +22,7 @@ struct CpuPlan {
   int64_t Br = 0;          ///< rows of a block
   int64_t Bc = kBc;        ///< keys of a tile
   int64_t split_keys = 0;  ///< kDecode: keys of a task
+  int64_t heads = 1;       ///< kDecode: kv heads of a task
   int64_t splits = 1;      ///< kBackward: tasks of a kv head
   int threads = 1;
   int64_t scratch = 0;    ///< floats of a thread

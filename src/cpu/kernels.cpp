@@ -22,8 +22,8 @@ HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 const Kernels& table() {
-  static constexpr Kernels kTable = {
-      .target = HWY_STR(HWY_NAMESPACE),
+  static const Kernels kTable = {
+      .target = hwy::TargetName(HWY_TARGET),
       .panel_rows = kPanelRows,
       .forward_scratch = forward_scratch,
       .forward = forward,

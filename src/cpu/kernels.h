@@ -33,13 +33,15 @@ struct Kernels {
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 
-  int64_t (*decode_scratch)(const Problem&);  ///< floats
-  /// All rows of a kv head over keys [key_begin, key_end): per row the unnormalized O, the maximum
-  /// m (log2 units) and the sum l, as a state [rows][dv + 2] to merge.
-  void (*decode)(const Task&, const ForwardArgs&, int64_t key_begin, int64_t key_end, float* state,
-                 float* scratch);
-  /// O and LSE of all rows of a kv head from the states of `splits` parts of its keys.
-  void (*decode_merge)(const Task&, const ForwardArgs&, const float* states, int64_t splits);
+  int64_t (*decode_scratch)(const Problem&, int64_t heads);  ///< floats
+  /// All rows of `heads` kv heads, from the task's on, over keys [key_begin, key_end): per row the
+  /// unnormalized O, the maximum m (log2 units) and the sum l, as states [heads][rows][dv + 2].
+  void (*decode)(const Task&, const ForwardArgs&, int64_t heads, int64_t key_begin, int64_t key_end,
+                 float* states, float* scratch);
+  /// O and LSE of all rows of a kv head from the states of `splits` parts of its keys, which lie
+  /// split_stride floats apart.
+  void (*decode_merge)(const Task&, const ForwardArgs&, const float* states, int64_t splits,
+                       int64_t split_stride);
 
   int64_t (*backward_scratch)(const Problem&);  ///< floats
   /// D = rowsum(dO o O) of rows [row_begin, row_end) of a kv head.

@@ -96,7 +96,7 @@ HWY_INLINE void store_narrow(V32 x, void* dst) {
     const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(u, 1));
     const auto rounded = hn::Add(bits, hn::Add(odd, hn::Set(u, 0x7fff)));
     const auto quiet = hn::Or(bits, hn::Set(u, 0x400000));  // a NaN must not round to infinity
-    const auto nan = hn::RebindMask(u, hn::Ne(x, x));
+    const auto nan = hn::RebindMask(u, hn::IsNaN(x));
     const auto top = hn::ShiftRight<16>(hn::IfThenElse(nan, quiet, rounded));
     hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), top)), U16(), static_cast<uint16_t*>(dst));
   } else if constexpr (kHardwareF16) {
@@ -136,7 +136,7 @@ HWY_INLINE bool load_rows_of(const void* src, int64_t stride, int64_t rows, int6
     }
     for (; c < ld; c += kLanes) hn::Store(hn::Zero(f), f, to + c);
   }
-  return hn::AllFalse(f, hn::Ne(poison, poison));
+  return hn::AllFalse(f, hn::IsNaN(poison));
 }
 
 /// Widens `rows` x `cols` elements with row stride `stride` (in elements) to dst[rows][ld], the

@@ -1,0 +1,42 @@
+# Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
+.DEFAULT_GOAL := help
+.PHONY: help run test build bench gpu-report install-deps clean
+
+program := build/release/apps/fulgur/fulgur
+
+help:
+	@echo 'make run           compute attention on sample tensors, check it, denoise a picture'
+	@echo 'make test          build and run every test'
+	@echo 'make build         build the library, the program and the examples (build/release)'
+	@echo 'make bench         measure this machine and rewrite the table in README.md'
+	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
+	@echo 'make install-deps  install the Debian packages that all of these need'
+	@echo 'make clean         remove build/'
+
+run: build
+	tools/run.sh
+
+test:
+	tools/install_deps.sh build test bench
+	tools/test.py
+
+build:
+	tools/install_deps.sh build
+	cmake --preset release -DFULGUR_TESTS=OFF -DFULGUR_BENCH=OFF
+	cmake --build --preset release
+
+bench: build
+	mkdir -p docs/performance
+	$(program) bench --grid standard --json docs/performance/cpu.json
+	@if python3 -c 'import torch' 2>/dev/null; then python3 bench/torch_sdpa.py docs/performance/cpu.json; \
+	 else echo 'python3 has no torch: not compared'; fi
+	tools/readme_table.py --write
+
+gpu-report:
+	tools/gpu_report.sh
+
+install-deps:
+	tools/install_deps.sh build test bench
+
+clean:
+	rm -rf build

@@ -1,0 +1,289 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "commands.h"
+#include "flags.h"
+#include "io/file.h"
+#include "io/npy.h"
+#include "io/safetensors.h"
+#include "placement.h"
+#include "steps.h"
+
+namespace fulgur::app {
+namespace {
+
+using io::Array;
+using io::Arrays;
+
+const std::vector<std::string> kInputs = {"q", "k", "v", "dout"};
+const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv"};
+// Options::alibi_slopes and its like, always .npy.
+const std::vector<std::string> kExtras = {"alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",
+                                          "seqused-k"};
+
+struct Request {
+  std::map<std::string, std::string> npy;  // path by the name of an input, output or extra
+  std::string input, output;               // .safetensors
+  std::string dtype, device = "cpu";
+  OptionFlags flags;
+
+  bool has(const std::string& name) const {
+    const auto found = npy.find(name);
+    return found != npy.end() && !found->second.empty();
+  }
+  std::vector<std::string> output_paths() const {
+    if (!output.empty()) return {output};
+    std::vector<std::string> paths;
+    for (const auto& name : kOutputs) {
+      if (has(name)) paths.push_back(npy.at(name));
+    }
+    return paths;
+  }
+};
+
+[[noreturn]] void usage(const std::string& option, const std::string& what) {
+  throw CLI::ValidationError("--" + option, what);
+}
+
+void check_usage(const Request& r) {
+  if (!r.input.empty()) {
+    for (const auto& names : {kInputs, kOutputs}) {
+      for (const auto& name : names) {
+        if (r.has(name)) usage(name, "does not go with --input and --output");
+      }
+    }
+    return;
+  }
+  for (const char* name : {"q", "k", "v", "out"}) {
+    if (!r.has(name)) usage(name, "is required, or else --input and --output");
+  }
+  const std::vector<std::string> gradient = {"dout", "dq", "dk", "dv"};
+  for (const auto& a : gradient) {
+    for (const auto& b : gradient) {
+      if (r.has(a) && !r.has(b)) usage(a, "needs --" + b);
+    }
+  }
+  std::map<std::filesystem::path, std::string> names;
+  for (const auto& name : kOutputs) {
+    if (!r.has(name)) continue;
+    const auto path = std::filesystem::weakly_canonical(std::filesystem::absolute(r.npy.at(name)));
+    const auto [other, is_new] = names.emplace(path, name);
+    if (!is_new) usage(name, "names the same file as --" + other->second);
+  }
+}
+
+/// The device called "cpu" or "cuda". Throws if the engine, which goes by its name, cannot be used.
+Device device_called(const std::string& name) {
+  for (const EngineInfo& engine : engines()) {
+    if (engine.name != name) continue;
+    if (!engine.unavailable.empty()) {
+      throw Error(Status::kUnavailable, fmt::format("--device {}: {}", name, engine.unavailable));
+    }
+    return {name == "cuda" ? DeviceType::kCuda : DeviceType::kCpu, 0};
+  }
+  throw Error(Status::kUnavailable, fmt::format("--device {}: not in this build", name));
+}
+
+Arrays read_inputs(const Request& r) {
+  Arrays arrays;
+  if (!r.input.empty()) {
+    const std::string where = "--input " + r.input;
+    arrays = io::read_safetensors(r.input, kInputs, where);
+    for (const char* name : {"q", "k", "v"}) {
+      if (!arrays.contains(name)) io::fail(where, "lacks the tensor '{}'", name);
+    }
+  } else {
+    for (const auto& name : kInputs) {
+      if (!r.has(name)) continue;
+      const std::string& path = r.npy.at(name);
+      arrays.emplace(name, io::read_npy(path, fmt::format("--{} {}", name, path)));
+    }
+  }
+  if (!r.dtype.empty()) {
+    const DType dtype = dtype_called(r.dtype);
+    for (auto& [name, array] : arrays) {
+      if (array.dtype() != dtype) array = array.converted(dtype, name);
+    }
+  }
+  return arrays;
+}
+
+Arrays read_extras(const Request& r) {
+  Arrays arrays;
+  for (const auto& name : kExtras) {
+    if (!r.has(name)) continue;
+    const std::string& path = r.npy.at(name);
+    arrays.emplace(name, io::read_npy(path, fmt::format("--{} {}", name, path)));
+  }
+  return arrays;
+}
+
+/// `options` with the extras in it.
+Options with_extras(Options options, const Arrays& extras, Placement& place) {
+  const auto set = [&](const char* name, Tensor& tensor) {
+    const auto found = extras.find(name);
+    if (found != extras.end()) tensor = place.input(found->second);
+  };
+  set("alibi-slopes", options.alibi_slopes);
+  set("cu-seqlens-q", options.cu_seqlens_q);
+  set("cu-seqlens-k", options.cu_seqlens_k);
+  set("seqused-k", options.seqused_k);
+  return options;
+}
+
+/// The longest sequence of a valid cu_seqlens; 0 without one.
+int64_t longest(const Arrays& extras, const char* name) {
+  const auto found = extras.find(name);
+  if (found == extras.end()) return 0;
+  const auto* cu = reinterpret_cast<const int32_t*>(found->second.bytes().data());
+  int64_t longest = 0;
+  for (int64_t i = 1; i < found->second.numel(); ++i) {
+    longest = std::max<int64_t>(longest, cu[i] - cu[i - 1]);
+  }
+  return longest;
+}
+
+using Tensors = std::map<std::string, Tensor>;
+
+/// The tensors of the call on `device` without their data: what can be planned.
+Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
+  Tensors t;
+  const auto add = [&](const std::string& name, DType dtype, std::span<const int64_t> shape) {
+    t[name] = Tensor::contiguous(nullptr, dtype, shape, device);
+  };
+  for (const auto& [name, array] : inputs) add(name, array.dtype(), array.shape());
+  const bool backward = inputs.contains("dout");
+  const DType dtype = inputs.at("q").dtype();
+  const std::vector<int64_t>& q = inputs.at("q").shape();
+  std::vector<int64_t> out = q;
+  out.back() = inputs.at("v").shape().back();
+  add("out", dtype, out);
+  if (q.size() > 2 && (backward || r.has("lse") || !r.output.empty())) {
+    std::vector<int64_t> lse(q.begin(), q.end() - 1);
+    std::swap(lse.end()[-1], lse.end()[-2]);
+    add("lse", dtype == DType::kF64 ? DType::kF64 : DType::kF32, lse);
+  }
+  if (backward) {
+    for (const char* name : {"q", "k", "v"}) {
+      add(std::string("d") + name, dtype, inputs.at(name).shape());
+    }
+  }
+  return t;
+}
+
+ForwardArgs forward_args(Tensors& t) { return {t["q"], t["k"], t["v"], t["out"], t["lse"]}; }
+
+BackwardArgs backward_args(Tensors& t) {
+  return {t["dout"], t["q"], t["k"], t["v"], t["out"], t["lse"], t["dq"], t["dk"], t["dv"]};
+}
+
+void write_outputs(const Request& r, Arrays outputs) {
+  io::OutputFiles files;
+  if (!r.output.empty()) {
+    io::write_safetensors(files, r.output, outputs);
+  } else {
+    for (auto& [name, array] : outputs) {
+      if (!r.has(name)) continue;
+      if (array.dtype() == DType::kBF16) array = array.converted(DType::kF32);
+      io::write_npy(files, r.npy.at(name), array);
+    }
+  }
+  files.commit();
+}
+
+void report(const char* pass, double flops, double seconds, const std::string& engine) {
+  fmt::print("{}: {:.3g} ms, {:.4g} GFLOP/s ({})\n", pass, 1e3 * seconds, 1e-9 * flops / seconds,
+             engine);
+}
+
+void attend(const Request& r) {
+  check_usage(r);
+  const Device device = device_called(r.device);
+  const Arrays inputs = read_inputs(r), extras = read_extras(r);
+  const bool backward = inputs.contains("dout");
+
+  // Everything is checked on the shapes alone before memory is taken or time spent, and as CPU
+  // tensors, whose lengths are read too; then whether the device's engine computes it.
+  Placement host({}), place(device);
+  Options options = with_extras(r.flags.options(), extras, host);
+  Tensors t = shapes_of_call(r, inputs, {});
+  const Plan forward_plan = plan(forward_args(t), options);
+  const double flops = forward_plan.flops();
+  const double backward_flops = backward ? plan(backward_args(t), options).flops() : 0;
+  if (device.type != DeviceType::kCpu) {
+    options = with_extras(r.flags.options(), extras, place);
+    options.max_seqlen_q = longest(extras, "cu-seqlens-q");
+    options.max_seqlen_k = longest(extras, "cu-seqlens-k");
+    t = shapes_of_call(r, inputs, device);
+    plan(forward_args(t), options);
+    if (backward) plan(backward_args(t), options);
+  }
+  for (const auto& path : r.output_paths()) io::check_writable(path);
+
+  Arrays outputs;
+  for (auto& [name, tensor] : t) {
+    if (inputs.contains(name)) {
+      tensor = place.input(inputs.at(name));
+    } else if (tensor.given()) {
+      const std::vector<int64_t> shape(tensor.shape.begin(), tensor.shape.begin() + tensor.rank);
+      tensor = place.output(outputs.emplace(name, Array(tensor.dtype, shape, name)).first->second);
+    }
+  }
+  const double seconds = run_in_steps(forward_args(t), options);
+  const double backward_seconds = backward ? run_in_steps(backward_args(t), options) : 0;
+  place.collect();
+  write_outputs(r, std::move(outputs));
+  const std::string engine =
+      device.type == DeviceType::kCpu ? forward_plan.engine() : name_of(device);
+  report("forward", flops, seconds, engine);
+  if (backward) report("backward", backward_flops, backward_seconds, engine);
+}
+
+}  // namespace
+
+void add_attend(CLI::App& app) {
+  auto r = std::make_shared<Request>();
+  auto* command = app.add_subcommand("attend", "Attention, and its gradient, of tensors in files");
+  const auto file = [&](const std::string& name, const std::string& help) {
+    return command->add_option("--" + name, r->npy[name], help)->type_name("F.npy");
+  };
+  file("q", "Queries (batch, sq, hq, d): float32, float16 or float64");
+  file("k", "Keys (batch, sk, hk, d)");
+  file("v", "Values (batch, sk, hk, dv)");
+  file("out", "Output (batch, sq, hq, dv)");
+  file("lse", "Output: log of the sum of exp(scores), float32 (batch, hq, sq)");
+  file("dout", "Gradient of the output: compute dq, dk, dv too");
+  file("dq", "Output: gradient of q");
+  file("dk", "Output: gradient of k");
+  file("dv", "Output: gradient of v");
+  auto* input = command->add_option("--input", r->input, "Reads q, k, v and, if there, dout");
+  auto* output = command->add_option("--output", r->output,
+                                     "Writes out, lse and, if dout was there, dq, dk, dv");
+  input->type_name("F.safetensors")->needs(output);
+  output->type_name("F.safetensors")->needs(input);
+  add_dtype(*command, r->dtype, "Convert the inputs to this dtype; default: keep theirs");
+  command->add_option("--device", r->device, "Where to compute; default cpu")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->type_name("D");
+  r->flags.add_to(*command);
+  file("alibi-slopes", "ALiBi slopes, float32 (hq) or (batch, hq)");
+  auto* cu_q = file("cu-seqlens-q",
+                    "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences");
+  auto* cu_k = file("cu-seqlens-k", "The same for k and v");
+  cu_q->needs(cu_k);
+  cu_k->needs(cu_q);
+  file("seqused-k", "int32 (batch): only so many keys of each sequence exist");
+  command->footer(
+      "Outputs have the dtype of the computation; .npy has no bf16, there it is written as "
+      "float32.\nFiles appear complete, and all or none.\nExamples:\n"
+      "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy --lse l.npy --causal\n"
+      "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy --dtype bf16 --window 1024,0\n"
+      "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy \\\n"
+      "                --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy\n"
+      "  fulgur attend --input qkv.safetensors --output result.safetensors --softcap 30");
+  command->callback([r] { attend(*r); });
+}
+
+}  // namespace fulgur::app

@@ -1,0 +1,68 @@
+#include "flags.h"
+
+#include <charconv>
+
+namespace fulgur::app {
+namespace {
+
+Mask parse_window(const std::string& text) {
+  Mask mask;
+  const char* end = text.data() + text.size();
+  const auto [comma, error] = std::from_chars(text.data(), end, mask.left);
+  if (error == std::errc{} && comma != end && *comma == ',') {
+    const auto [rest, error2] = std::from_chars(comma + 1, end, mask.right);
+    if (error2 == std::errc{} && rest == end) return mask;
+  }
+  throw CLI::ValidationError("--window", "got '" + text + "', want L,R (two integers, -1: all)");
+}
+
+}  // namespace
+
+void OptionFlags::add_to(CLI::App& command) {
+  auto* causal = command.add_flag("--causal", causal_,
+                                  "No query sees a key to its right; the last query sees the last "
+                                  "key");
+  command
+      .add_option("--window", window_,
+                  "Query i sees the L keys before and the R keys after its place; -1: all")
+      ->type_name("L,R")
+      ->excludes(causal);
+  command.add_option("--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
+  command.add_option("--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
+  auto* dropout = command.add_option("--dropout", dropout_.p,
+                                     "Probability that an entry of the "
+                                     "softmax is dropped");
+  dropout->type_name("P");
+  command.add_option("--seed", dropout_.seed, "Seed of the dropout; default 0")
+      ->type_name("N")
+      ->needs(dropout);
+  command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");
+  command.add_flag("--invariant", invariant_,
+                   "The bits of a sequence depend neither on the batch nor on the threads");
+  command.add_option("--threads", threads_, "Threads; default OMP_NUM_THREADS or all cores")
+      ->type_name("N");
+}
+
+Options OptionFlags::options() const {
+  Options options;
+  options.mask = causal_ ? causal() : window_.empty() ? full() : parse_window(window_);
+  options.scale = scale_;
+  options.softcap = softcap_;
+  options.dropout = dropout_;
+  options.deterministic = deterministic_;
+  options.invariant = invariant_;
+  options.threads = threads_;
+  return options;
+}
+
+CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help) {
+  return command.add_option("--dtype", name, help)
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->type_name("T");
+}
+
+DType dtype_called(const std::string& name) {
+  return name == "bf16" ? DType::kBF16 : name == "f16" ? DType::kF16 : DType::kF32;
+}
+
+}  // namespace fulgur::app

@@ -1,0 +1,96 @@
+#include <fmt/format.h>
+
+#include "commands.h"
+#include "flags.h"
+#include "fulgur/cuda.h"
+
+namespace fulgur::app {
+namespace {
+
+struct Request {
+  std::string folder;
+  std::vector<int64_t> dims = {64, 128};
+  int64_t dv = -1;
+  std::vector<std::string> dtypes = {"bf16", "f16"};
+  bool packed = false, alibi = false, seqused = false;
+  OptionFlags flags;
+};
+
+/// A call like those to come, without data; any lengths and batch will do.
+cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options options) {
+  constexpr int64_t kLength = 1024, kHeads = 1;  // none of them is part of a kernel
+  constexpr Device kDevice{DeviceType::kCuda, 0};
+  const int64_t dv = r.dv < 0 ? d : r.dv;
+  static int32_t unread = 0;  // stands for lengths and slopes on the device
+  const auto rows = [&](int64_t heads, int64_t dim) {
+    if (r.packed) return Tensor::contiguous(nullptr, dtype, {kLength, heads, dim}, kDevice);
+    return Tensor::contiguous(nullptr, dtype, {1, kLength, heads, dim}, kDevice);
+  };
+  const auto vector = [&](DType type, int64_t size) {
+    return Tensor::contiguous(&unread, type, {size}, kDevice);
+  };
+  if (r.packed) {
+    options.cu_seqlens_q = options.cu_seqlens_k = vector(DType::kI32, 2);
+    options.max_seqlen_q = options.max_seqlen_k = kLength;
+  }
+  if (r.seqused) options.seqused_k = vector(DType::kI32, 1);
+  if (r.alibi) options.alibi_slopes = vector(DType::kF32, kHeads);
+  ForwardArgs args{rows(kHeads, d), rows(1, d), rows(1, dv), rows(kHeads, dv), {}};
+  cuda::Prewarmed sum;
+  for (const bool lse : {false, true}) {
+    if (lse && r.packed) {
+      args.lse = Tensor::contiguous(nullptr, DType::kF32, {kHeads, kLength}, kDevice);
+    } else if (lse) {
+      args.lse = Tensor::contiguous(nullptr, DType::kF32, {1, kHeads, kLength}, kDevice);
+    }
+    const cuda::Prewarmed one = cuda::prewarm(args, options, r.folder);
+    sum.compiled += one.compiled;
+    sum.present += one.present;
+  }
+  return sum;
+}
+
+void prewarm(const Request& r) {
+  cuda::Prewarmed sum;
+  for (const int64_t d : r.dims) {
+    for (const std::string& dtype : r.dtypes) {
+      const cuda::Prewarmed one = prewarm_one(r, d, dtype_called(dtype), r.flags.options());
+      sum.compiled += one.compiled;
+      sum.present += one.present;
+      fmt::print("d {} {}: {} kernels compiled, {} were there\n", d, dtype, one.compiled,
+                 one.present);
+    }
+  }
+  fmt::print("{} kernels compiled, {} were there\n", sum.compiled, sum.present);
+}
+
+}  // namespace
+
+void add_prewarm(CLI::App& app) {
+  auto r = std::make_shared<Request>();
+  auto* command = app.add_subcommand(
+      "prewarm", "Compile CUDA kernels into a cache ahead of time; needs NVRTC, no GPU");
+  command
+      ->add_option("--folder", r->folder, "The cache; default FULGUR_CACHE_DIR or ~/.cache/fulgur")
+      ->type_name("DIR");
+  command->add_option("--d", r->dims, "Head dims; default 64 128")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--dv", r->dv, "Head dim of v; default d")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--dtype", r->dtypes, "Default bf16 f16")
+      ->check(CLI::IsMember({"bf16", "f16"}))
+      ->type_name("T");
+  command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens)");
+  command->add_flag("--alibi", r->alibi, "ALiBi slopes");
+  command->add_flag("--seqused-k", r->seqused, "Lengths of the keys in use");
+  r->flags.add_to(*command);
+  command->footer(
+      "Kernels serve every length and batch, with and without LSE.\nExamples:\n"
+      "  fulgur prewarm --d 128 --dtype bf16 --causal\n"
+      "  fulgur prewarm --folder /opt/fulgur --d 64 128 256");
+  command->callback([r] { prewarm(*r); });
+}
+
+}  // namespace fulgur::app

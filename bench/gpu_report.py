@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Times fulgur's forward pass on a GPU beside PyTorch's SDPA and a cuBLAS product, in one run.
+
+    python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
+
+bf16, 16k tokens, hidden size 2048, inputs from the standard normal distribution. All candidates of a
+shape take turns in bursts of back-to-back launches (25 ms a burst, 7 rounds), as the card's clock
+moves with its load; the median burst counts. Results of fulgur are compared with cuDNN's before they
+are timed. Needs torch; fulgur is called through its C API.
+"""
+
+import argparse
+import ctypes
+import datetime
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+from kernel_hash import kernel_hash  # noqa: E402
+
+TOKENS, HIDDEN = 16384, 2048
+DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
+GEMM = 8192
+BURST_MS, ROUNDS = 25, 7
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def dl(t):
+    """A DLTensor of a CUDA tensor; it refers to the tensor's memory."""
+    codes = {torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32)}
+    dims = ctypes.c_int64 * t.dim()
+    return DLTensor(t.data_ptr(), 2, t.device.index, t.dim(), *codes[t.dtype], 1, dims(*t.shape),
+                    dims(*t.stride()), 0)
+
+
+class Options(ctypes.Structure):
+    """fulgur_options of include/fulgur/c.h."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t), ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64),
+        ("scale", ctypes.c_void_p), ("softcap", ctypes.c_double), ("alibi_slopes", ctypes.c_void_p),
+        ("dropout_p", ctypes.c_double), ("dropout_seed", ctypes.c_uint64), ("dropout_offset", ctypes.c_uint64),
+        ("cu_seqlens_q", ctypes.c_void_p), ("cu_seqlens_k", ctypes.c_void_p), ("max_seqlen_q", ctypes.c_int64),
+        ("max_seqlen_k", ctypes.c_int64), ("seqused_k", ctypes.c_void_p), ("deterministic", ctypes.c_int),
+        ("invariant", ctypes.c_int), ("threads", ctypes.c_int), ("engine", ctypes.c_char_p),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class Fulgur:
+    def __init__(self, path):
+        self.lib = ctypes.CDLL(path)
+        self.lib.fulgur_last_error.restype = ctypes.c_char_p
+        self.lib.fulgur_version.restype = ctypes.c_char_p
+
+    def version(self):
+        return self.lib.fulgur_version().decode()
+
+    def forward(self, q, k, v, causal):
+        """A function that computes into the tensors (out, lse), which it returns."""
+        out = torch.full_like(q, float("nan"))
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), device=q.device)
+        tensors = [dl(t) for t in (q, k, v, out, lse)]
+        arguments = [ctypes.byref(t) for t in tensors]
+        options = Options()
+        self.lib.fulgur_options_init(ctypes.byref(options))
+        if options.struct_size != ctypes.sizeof(options):
+            sys.exit(f"gpu_report.py: fulgur_options has {options.struct_size} bytes, want {ctypes.sizeof(options)}")
+        options.window_right = 0 if causal else -1
+        options.engine = b"cuda"
+        options.stream = torch.cuda.current_stream().cuda_stream
+
+        def run():
+            if self.lib.fulgur_forward(*arguments, ctypes.byref(options)) != 0:
+                sys.exit(f"gpu_report.py: {self.lib.fulgur_last_error().decode()}")
+            return out, lse
+
+        run.keep = tensors
+        return run
+
+
+def burst_ms(run, count):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / count
+
+
+def turns(candidates):
+    """Median milliseconds of each candidate."""
+    counts = {}
+    for name, run in candidates.items():
+        burst_ms(run, 2)
+        counts[name] = max(2, round(BURST_MS / burst_ms(run, 3)))
+    times = {name: [] for name in candidates}
+    for _ in range(ROUNDS):
+        for name, run in candidates.items():
+            times[name].append(burst_ms(run, counts[name]))
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def cell(fulgur, d, s, causal, gemm):
+    heads, batch = HIDDEN // d, TOKENS // s
+    q, k, v = (torch.randn(batch, s, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def peer(backend):
+        def run():
+            with sdpa_kernel(backend):
+                return sdpa(*heads_first, is_causal=causal)
+
+        return run
+
+    ours = fulgur.forward(q, k, v, causal)
+    candidates = {"fulgur": ours, **{name: peer(b) for name, b in PEERS.items()}, "gemm": gemm}
+    difference = (ours()[0].float() - candidates["cudnn"]().transpose(1, 2).float()).abs().max().item()
+    if not difference < 0.05:
+        sys.exit(f"gpu_report.py: d {d} S {s} causal {causal}: differs from cuDNN by {difference}")
+    flops = 4.0 * TOKENS * s * HIDDEN / (2 if causal else 1)
+    row = {"d": d, "s": s, "causal": causal, "difference_from_cudnn": difference}
+    for name, ms in turns(candidates).items():
+        row[f"{name}_tflops"] = (2.0 * GEMM**3 if name == "gemm" else flops) / ms / 1e9
+    row["sm_mhz"] = int(smi("clocks.sm"))
+    return row
+
+
+def smi(field):
+    return subprocess.run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"], check=True,
+                          capture_output=True, text=True).stdout.splitlines()[0].strip()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--library", required=True, help="libfulgur.so")
+    parser.add_argument("--json", required=True, help="the report to write")
+    parser.add_argument("--d", type=int, nargs="+", default=DIMS)
+    parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
+    args = parser.parse_args()
+    fulgur = Fulgur(args.library)
+    a, b = (torch.randn(GEMM, GEMM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def gemm():
+        return a @ b
+
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": smi("driver_version"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "fulgur": fulgur.version(),
+        "kernels_sha256": kernel_hash(),
+        "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
+        "results": [],
+    }
+    for d in args.d:
+        for s in args.s:
+            for causal in (False, True):
+                row = cell(fulgur, d, s, causal, gemm)
+                report["results"].append(row)
+                speeds = ", ".join(f"{k[:-7]} {v:.0f}" for k, v in row.items() if k.endswith("_tflops"))
+                print(f"d {d} S {s} {'causal' if causal else 'full'}: {speeds}", flush=True)
+    pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

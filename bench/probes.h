@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace fulgur::bench {
+
+/// What this machine can do at most, measured; the speed of attention is told against it.
+///
+/// f32 multiply-adds, counted as 2 flops, per second, of `threads` threads: many independent
+/// chains of FMA in registers, the best of several short runs.
+double fma_peak(int threads);
+/// Bytes per second read from memory by `threads` threads that each sum several streams of a buffer
+/// much larger than the last-level cache; the best of several passes.
+double read_bandwidth(int threads);
+
+/// The widest SIMD target of this machine, e.g. "AVX3".
+std::string simd_target();
+/// Threads that OpenMP would use: OMP_NUM_THREADS or all cores.
+int all_threads();
+
+}  // namespace fulgur::bench

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "fulgur/attention.h"
+#include "fulgur/export.h"
+
+namespace fulgur::cuda {
+
+// Device memory for programs that have no CUDA of their own. All throw Error: kUnavailable without a
+// driver or such a device, kOutOfMemory, kInvalidArgument.
+
+/// `bytes` (>= 0) of uninitialized memory of a device, aligned to 256; null for 0.
+FULGUR_API void* allocate(int64_t bytes, int device = 0);
+/// Frees what `allocate` returned on that device, when its work is done.
+FULGUR_API void deallocate(void* data, int device = 0);
+/// Copies `bytes` between host and device, either way, or within the device; waits for the copy.
+/// Work on the default stream comes first.
+FULGUR_API void copy(void* to, const void* from, int64_t bytes, int device = 0);
+/// Waits for all work of a device. Throws Error(kInternal) for an error of earlier work.
+FULGUR_API void synchronize(int device = 0);
+
+/// What prewarm() did.
+struct Prewarmed {
+  int compiled = 0;  ///< kernels added to the cache
+  int present = 0;   ///< kernels that were there
+};
+
+/// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need on
+/// an H100 or H200. Fills `folder` (empty: the default cache, see FULGUR_CACHE_DIR). Needs NVRTC but
+/// no GPU; the tensors need no data, and their device is taken to be such a card. Throws Error:
+/// kUnavailable without NVRTC, kUnsupported where the kernels do not compute the call,
+/// kInternal when the folder cannot be used.
+FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
+                             const std::string& folder = {});
+
+}  // namespace fulgur::cuda

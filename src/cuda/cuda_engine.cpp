@@ -1,0 +1,89 @@
+#include "cuda/cuda_engine.h"
+
+#include <fmt/format.h>
+
+#include "cuda/gpu.h"
+#include "cuda/hopper_forward.h"
+#include "cuda/nvrtc.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kHopper = 90;  // code of sm_90a runs on this compute capability and no other
+
+/// Why a device cannot be used; empty when it can.
+std::string unsuitable(const Gpu& gpu, int index) {
+  if (gpu.capability() == kHopper) return {};
+  return fmt::format("cuda:{} ({}) has compute capability {}.{}; want 9.0 (Hopper)", index,
+                     gpu.name(), gpu.capability() / 10, gpu.capability() % 10);
+}
+
+struct Machine {
+  std::string description = "Hopper kernels compiled at run time", unavailable;
+
+  Machine() {
+    unavailable = driver_unavailable();
+    if (!unavailable.empty()) return;
+    try {
+      find_devices();
+    } catch (const Error& error) {
+      unavailable = error.what();
+    }
+    if (unavailable.empty()) unavailable = nvrtc_unavailable();
+  }
+
+  void find_devices() {
+    const int count = gpu_count();
+    std::string found;
+    if (count == 0) unavailable = "the driver sees no CUDA device";
+    for (int index = 0; index < count; ++index) {
+      const Gpu& gpu = Gpu::at(index);
+      const std::string why = unsuitable(gpu, index);
+      if (!why.empty()) {
+        unavailable += (unavailable.empty() ? "" : "; ") + why;
+        continue;
+      }
+      found += fmt::format(", cuda:{} {}", index, gpu.name());
+    }
+    if (found.empty()) return;
+    unavailable.clear();
+    description += found;
+  }
+};
+
+const Machine& machine() {
+  static const Machine kMachine;
+  return kMachine;
+}
+
+class CudaEngine final : public Engine {
+ public:
+  std::string name() const override { return "cuda"; }
+  std::string description() const override { return machine().description; }
+  std::string unavailable() const override { return machine().unavailable; }
+  std::string rejects(const Problem& p) const override {
+    if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
+    if (p.pass == Pass::kBackward) return "computes the forward pass";
+    return hopper_forward_rejects(p);
+  }
+  std::unique_ptr<Executable> plan(const Problem& p) const override {
+    Gpu& gpu = Gpu::at(p.device.index);
+    if (const std::string why = unsuitable(gpu, p.device.index); !why.empty()) {
+      throw Error(Status::kUnavailable, why);
+    }
+    const HopperTarget target{gpu.multiprocessors(), gpu.shared_bytes()};
+    std::vector<std::string> rejected;
+    const HopperForwardPlan plan = make_hopper_forward_plan(p, target, &rejected);
+    return std::make_unique<HopperForward>(p, gpu, plan, std::move(rejected));
+  }
+};
+
+}  // namespace
+
+const Engine& engine() {
+  static const CudaEngine kEngine;
+  return kEngine;
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+// The part of the CUDA driver API that the engine uses, declared here: no CUDA header is needed to
+// build, and no driver to start. Names and values are those of the driver API's reference.
+namespace fulgur::cuda {
+
+using CUresult = int;
+using CUdevice = int;
+using CUdeviceptr = unsigned long long;
+using CUcontext = struct ContextHandle*;
+using CUmodule = struct ModuleHandle*;
+using CUfunction = struct FunctionHandle*;
+using CUstream = struct StreamHandle*;
+using CUevent = struct EventHandle*;
+
+inline constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2;
+
+enum CUdevice_attribute : int {
+  CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
+  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+  CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
+};
+enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
+enum CUtensorMapDataType : int {
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
+};
+enum CUtensorMapInterleave : int { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
+enum CUtensorMapSwizzle : int { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
+enum CUtensorMapL2promotion : int { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
+enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
+
+// F(name, symbol, arguments): every function, once.
+#define FULGUR_DRIVER_FUNCTIONS(F)                                                                 \
+  F(cuInit, "cuInit", (unsigned flags))                                                            \
+  F(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                      \
+  F(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name))                         \
+  F(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text))                     \
+  F(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                            \
+  F(cuDeviceGet, "cuDeviceGet", (CUdevice * device, int index))                                    \
+  F(cuDeviceGetName, "cuDeviceGetName", (char* name, int size, CUdevice device))                   \
+  F(cuDeviceGetAttribute, "cuDeviceGetAttribute",                                                  \
+    (int* value, CUdevice_attribute attribute, CUdevice device))                                   \
+  F(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice))         \
+  F(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext * context))                                     \
+  F(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                                  \
+  F(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * context))                                  \
+  F(cuCtxSynchronize, "cuCtxSynchronize", ())                                                      \
+  F(cuModuleLoadData, "cuModuleLoadData", (CUmodule * module, const void* image))                  \
+  F(cuModuleGetFunction, "cuModuleGetFunction",                                                    \
+    (CUfunction * function, CUmodule module, const char* name))                                    \
+  F(cuFuncSetAttribute, "cuFuncSetAttribute",                                                      \
+    (CUfunction function, CUfunction_attribute attribute, int value))                              \
+  F(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr * pointer, size_t bytes))                            \
+  F(cuMemFree, "cuMemFree_v2", (CUdeviceptr pointer))                                              \
+  F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                        \
+  F(cuMemsetD8Async, "cuMemsetD8Async",                                                            \
+    (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                          \
+  F(cuStreamGetId, "cuStreamGetId", (CUstream stream, unsigned long long* id))                     \
+  F(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                             \
+  F(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                          \
+  F(cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))                              \
+  F(cuEventSynchronize, "cuEventSynchronize", (CUevent event))                                     \
+  F(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent from, CUevent to))     \
+  F(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                              \
+    (void* map, CUtensorMapDataType type, unsigned rank, void* address,                            \
+     const unsigned long long* dims, const unsigned long long* byte_strides, const unsigned* box,  \
+     const unsigned* element_strides, CUtensorMapInterleave interleave,                            \
+     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill))       \
+  F(cuLaunchKernel, "cuLaunchKernel",                                                              \
+    (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
+     unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments, \
+     void** extra))
+
+/// The driver's functions.
+struct Driver {
+#define FULGUR_MEMBER(name, symbol, arguments) CUresult(*name) arguments = nullptr;
+  FULGUR_DRIVER_FUNCTIONS(FULGUR_MEMBER)
+#undef FULGUR_MEMBER
+  int version = 0;  ///< the newest CUDA it supports: 12040 is 12.4
+};
+
+/// Why there is no driver to use; empty when there is. Loads it, once.
+const std::string& driver_unavailable();
+
+/// The initialized driver. Throws Error(kUnavailable) when there is none.
+const Driver& driver();
+
+/// Throws Error for a failed call of the driver: kOutOfMemory, or kInternal naming `what`.
+void check(CUresult result, const char* what);
+
+/// "12.4" of 12040.
+std::string version_text(int version);
+
+}  // namespace fulgur::cuda

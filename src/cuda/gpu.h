@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "cuda/jit.h"
+
+namespace fulgur::cuda {
+
+/// Makes a context current for a scope.
+class CurrentContext {
+ public:
+  explicit CurrentContext(CUcontext context);
+  ~CurrentContext();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+/// A device and what the process keeps on it: loaded kernels and workspaces, in the primary
+/// context, which it shares with the CUDA runtime and every framework. Lives to the end of the
+/// process.
+class Gpu {
+ public:
+  /// Device `index`. Throws Error(kUnavailable) when there is no such device or no driver.
+  static Gpu& at(int index);
+
+  const std::string& name() const { return name_; }
+  /// Compute capability: 90 is 9.0.
+  int capability() const { return capability_; }
+  int multiprocessors() const { return multiprocessors_; }
+  int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
+  /// The primary context, made on first use: it takes time and device memory.
+  CUcontext context();
+
+  /// A kernel, compiled or found in the cache at first, that may use `shared_bytes`.
+  CUfunction kernel(const KernelRequest& request, const char* entry, int shared_bytes);
+
+  /// Memory for a plan on `stream`. Its first kZeroed bytes are zero, and whoever gives it back has
+  /// left them zero.
+  struct Workspace {
+    CUdeviceptr data = 0;
+    int64_t bytes = 0;
+    unsigned long long stream_id = 0;  // never that of another stream, even after its end
+  };
+  static constexpr int64_t kZeroed = 4096;
+  Workspace take_workspace(CUstream stream, int64_t bytes);
+  void give_back(const Workspace& workspace);
+
+ private:
+  explicit Gpu(int index);
+
+  /// Compiled once; others wait for it without holding up other kernels.
+  struct Kernel {
+    std::mutex making;
+    CUfunction function = nullptr;
+  };
+
+  CUdevice device_ = 0;
+  std::string name_;
+  int capability_ = 0, multiprocessors_ = 0, shared_bytes_ = 0;
+  CUcontext context_ = nullptr;
+  std::once_flag context_made_;
+  std::mutex mutex_;
+  std::map<std::string, Kernel> kernels_;
+  std::vector<Workspace> free_;
+};
+
+/// Devices of this machine. Throws Error(kUnavailable) without a driver.
+int gpu_count();
+
+}  // namespace fulgur::cuda

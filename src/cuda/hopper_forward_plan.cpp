@@ -1,0 +1,312 @@
+#include "cuda/hopper_forward_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "cuda/hopper_model.h"
+#include "cuda/tensor_map.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kMostDim = 256;
+constexpr int kMostParts = 8;                         // the kernel keeps a part's number in 3 bits
+constexpr int64_t kSectionBytes = int64_t{32} << 20;  // of K and V that stay in L2 together
+constexpr int kPanelRowBytes = 128;                   // tiles lie as panels of 64 columns
+constexpr int kBarrierBytes = 1024;
+constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
+
+int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+int panels(int dim) { return ceil_div(dim, 64); }
+
+/// Registers a thread that setmaxnreg gives to producer and consumers.
+struct Registers {
+  int producer, consumer;
+};
+constexpr Registers registers_of(int consumers) {
+  return consumers == 4   ? Registers{32, 112}
+         : consumers == 3 ? Registers{32, 160}
+                          : Registers{40, 232};
+}
+
+/// Tiles for d and dv up to most_dim, and beyond those of the line before. The compiler keeps their
+/// S, O and P in registers whatever the options; with more keys or dims it would spill.
+struct Tile {
+  enum Scores { kPlain = 1, kTransformed = 2, kAny = 3 };  // transforming takes registers
+  int most_dim, consumers, block_keys;
+  Scores scores;
+};
+constexpr Tile kTiles[] = {
+    {32, 3, 112, Tile::kAny}, {64, 3, 128, Tile::kPlain}, {64, 3, 112, Tile::kTransformed},
+    {64, 4, 64, Tile::kAny},  {96, 3, 96, Tile::kAny},    {128, 3, 80, Tile::kAny},
+    {128, 3, 64, Tile::kAny}, {192, 2, 80, Tile::kAny},   {256, 2, 64, Tile::kAny}};
+
+/// Whether scores are more than scaled: a positive scale goes into the exponent.
+bool transforms(const Problem& p) {
+  return p.scale <= 0 || p.softcap > 0 || p.alibi_slopes.given();
+}
+
+/// What the problem fixes for every tile.
+HopperForwardPlan common(const Problem& p) {
+  HopperForwardPlan plan;
+  plan.dtype = p.dtype;
+  plan.head_dim = ceil_div(p.d, 16) * 16;
+  plan.value_dim = ceil_div(p.dv, 16) * 16;
+  // A bound that no row of the longest sequence reaches is none.
+  plan.has_left = p.mask.left >= 0 && p.mask.left < p.sk - 1;
+  plan.has_right = p.mask.right >= 0 && p.mask.right < p.sq - 1;
+  plan.softcap = p.softcap > 0;
+  plan.alibi = p.alibi_slopes.given();
+  plan.transforms_scores = transforms(p);
+  plan.packed = p.packed;
+  plan.seqused_k = p.seqused_k.given();
+  plan.has_lse = p.want_lse;
+  plan.heads = static_cast<int>(p.batch * p.hq);
+  return plan;
+}
+
+/// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
+bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
+  const int q_bytes =
+      plan.block_rows() * kPanelRowBytes * std::max(panels(plan.head_dim), panels(plan.value_dim));
+  const int k_bytes = plan.block_keys * kPanelRowBytes * panels(plan.head_dim);
+  const int v_bytes = plan.block_keys * kPanelRowBytes * panels(plan.value_dim);
+  const int most = std::min(kMostStages, kKeysAhead / plan.block_keys);
+  // Two buffers of Q hide the end of a tile, where they leave enough to hide the copies of K and V.
+  for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
+    const int room = shared_bytes - kBarrierBytes - plan.q_stages * q_bytes;
+    plan.v_stages = std::min(room / (k_bytes + v_bytes), most);
+    plan.k_stages = std::min((room - plan.v_stages * v_bytes) / std::max(k_bytes, 1),
+                             std::min(plan.v_stages + 1, most));
+    plan.shared_bytes = shared_bytes - room + plan.k_stages * k_bytes + plan.v_stages * v_bytes;
+    if (plan.k_stages + plan.v_stages >= 5) return true;
+  }
+  plan.q_stages = 1;
+  return plan.k_stages >= 2 && plan.v_stages >= 2;
+}
+
+/// Heads that are worked on together, so that their K and V stay in L2, yet enough of them to keep
+/// all multiprocessors busy, and in sections of about the same size: a small last one would not.
+int section_heads(const HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
+  if (plan.heads == 0) return 1;
+  const int64_t kv_bytes = 2 * std::max<int64_t>(p.sk, 1) * (p.d + p.dv);
+  int64_t most = p.group() * std::max<int64_t>(1, kSectionBytes / kv_bytes);
+  if (plan.has_left || plan.has_right) {
+    const int tiles = p.sk >= 2048 ? 5 : 3;  // a multiprocessor
+    most = std::max<int64_t>(most, ceil_div(tiles * multiprocessors, plan.row_tiles));
+  }
+  const auto size = [&](int64_t sections) {
+    const int64_t even = ceil_div(plan.heads, sections);
+    return std::min<int64_t>(ceil_div(even, p.group()) * p.group(), plan.heads);
+  };
+  int64_t sections = std::max<int64_t>(1, plan.heads / std::min<int64_t>(most, plan.heads));
+  for (; sections > 1; --sections) {
+    const int64_t last = plan.heads - size(sections) * (ceil_div(plan.heads, size(sections)) - 1);
+    if (4 * last >= 3 * size(sections)) break;
+  }
+  return static_cast<int>(size(sections));
+}
+
+/// Decides how tiles are shared out, and returns the predicted cycles.
+double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
+  plan.row_tiles = ceil_div(p.sq, plan.block_rows());
+  plan.section_heads = plan.row_tiles == 0 ? 1 : section_heads(plan, p, target.multiprocessors);
+  const int tiles = plan.first_split_tile = plan.items = plan.tiles();
+  const TileCost cost = tile_cost(plan, p);
+  double best = predicted_cycles(cost, tiles, tiles, 1, target.multiprocessors);
+  const bool equal_tiles = !plan.has_left && !plan.has_right && !plan.packed;
+  // Parts of a tile would depend on how many tiles there are, that is on the batch.
+  if (equal_tiles && !p.invariant) {
+    const int first = tiles - tiles % target.multiprocessors;
+    const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
+    for (int parts = 2; parts <= most && first < tiles; ++parts) {
+      const double cycles = predicted_cycles(cost, tiles, first, parts, target.multiprocessors);
+      if (cycles >= best) continue;
+      best = cycles;
+      plan.split_tail = true;
+      plan.first_split_tile = first;
+      plan.split_parts = parts;
+      plan.items = first + (tiles - first) * parts;
+    }
+  }
+  plan.grid = std::min(target.multiprocessors, plan.items);
+  return best;
+}
+
+struct Candidate {
+  HopperForwardPlan plan;
+  double cycles;
+};
+
+std::string tile_name(const HopperForwardPlan& plan) {
+  return fmt::format("tile {} x {}", plan.block_rows(), plan.block_keys);
+}
+
+/// Feasible plans, the fastest first. `rejected` takes the tiles that do not fit.
+std::vector<Candidate> candidates(const Problem& p, const HopperTarget& target,
+                                  std::vector<std::string>* rejected) {
+  std::vector<Candidate> feasible;
+  const int64_t dim = std::max(p.d, p.dv);
+  int nearest = 0;  // the least most_dim that serves
+  for (const Tile& tile : kTiles) {
+    const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
+    if (tile.most_dim < dim || (tile.scores & scores) == 0) continue;
+    if (nearest == 0) nearest = tile.most_dim;
+    HopperForwardPlan plan = common(p);
+    plan.consumers = tile.consumers;
+    plan.block_keys = tile.block_keys;
+    plan.producer_registers = registers_of(tile.consumers).producer;
+    plan.consumer_registers = registers_of(tile.consumers).consumer;
+    std::string why;
+    if (tile.most_dim > nearest) {
+      why = fmt::format("made for d and dv up to {}, slower than one made for {}", tile.most_dim,
+                        nearest);
+    } else if (!derive_stages(plan, target.shared_bytes)) {
+      why = fmt::format("two stages of K and V do not fit {} bytes of shared memory",
+                        target.shared_bytes);
+    }
+    if (!why.empty()) {
+      rejected->push_back(fmt::format("{}: {}", tile_name(plan), why));
+      continue;
+    }
+    const double cycles = schedule(plan, p, target);
+    feasible.push_back({plan, cycles});
+  }
+  if (p.invariant) {
+    // The order must not depend on the batch either: that of one long sequence.
+    Problem one = p;
+    one.packed = false;
+    one.batch = 1;
+    one.sq = one.sk = 8192;
+    for (Candidate& c : feasible) {
+      HopperForwardPlan plan = c.plan;
+      plan.heads = target.multiprocessors;
+      c.cycles = schedule(plan, one, target);
+    }
+  }
+  std::stable_sort(feasible.begin(), feasible.end(),
+                   [](const Candidate& x, const Candidate& y) { return x.cycles < y.cycles; });
+  return feasible;
+}
+
+}  // namespace
+
+int64_t HopperForwardPlan::partial_floats() const {
+  if (!split_tail) return 0;
+  return int64_t{split_tiles()} * split_parts * consumers * (value_dim / 2 + 4) * 128;
+}
+
+std::string hopper_forward_rejects(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.d > kMostDim || p.dv > kMostDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  }
+  if (p.dropout.p > 0) return "computes without dropout";
+  const ForwardMaps maps = forward_maps(p, 64);
+  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
+                                    std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
+    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // The least rows of a block bound the count of tiles; the kernel numbers them with ints.
+  const int64_t blocks = (p.sq + 127) / 128;
+  if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
+                       blocks);
+  }
+  return {};
+}
+
+HopperForwardPlan make_hopper_forward_plan(const Problem& p, const HopperTarget& target,
+                                           std::vector<std::string>* rejected) {
+  const std::vector<Candidate> all = candidates(p, target, rejected);
+  for (size_t i = 1; i < all.size(); ++i) {
+    rejected->push_back(fmt::format("{}: predicted {:.3g} times as long", tile_name(all[i].plan),
+                                    all[i].cycles / std::max(1.0, all[0].cycles)));
+  }
+  return all.at(0).plan;
+}
+
+std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& p,
+                                                         const HopperTarget& target) {
+  std::vector<std::string> rejected;
+  std::vector<HopperForwardPlan> plans;
+  for (const Candidate& c : candidates(p, target, &rejected)) plans.push_back(c.plan);
+  return plans;
+}
+
+std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
+                                                       const HopperTarget& target) {
+  std::map<std::string, HopperForwardPlan> by_header;
+  Problem p = problem;
+  std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
+  std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
+  // A window bounds only what is longer.
+  if (p.mask.right >= 0) rows.push_back(p.mask.right + 2);
+  if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
+  for (p.batch = 1; p.batch <= 1024; p.batch *= 4) {
+    for (const int64_t sq : rows) {
+      for (const int64_t sk : keys) {
+        p.sq = sq;
+        p.sk = sk;
+        std::vector<std::string> rejected;
+        const HopperForwardPlan plan = candidates(p, target, &rejected).at(0).plan;
+        by_header.emplace(plan_header(plan), plan);
+      }
+    }
+  }
+  std::vector<HopperForwardPlan> plans;
+  for (auto& [header, plan] : by_header) plans.push_back(plan);
+  return plans;
+}
+
+std::string plan_header(const HopperForwardPlan& plan) {
+  std::string text = fmt::format("#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+                                 plan.dtype == DType::kBF16 ? "bf16" : "f16");
+  const auto add = [&](const char* name, int value) {
+    text += fmt::format("  {} = {},\n", name, value);
+  };
+  add("kHeadDim", plan.head_dim);
+  add("kValueDim", plan.value_dim);
+  add("kConsumers", plan.consumers);
+  add("kBlockKeys", plan.block_keys);
+  add("kQStages", plan.q_stages);
+  add("kKStages", plan.k_stages);
+  add("kVStages", plan.v_stages);
+  add("kProducerRegisters", plan.producer_registers);
+  add("kConsumerRegisters", plan.consumer_registers);
+  add("kHasLeft", plan.has_left);
+  add("kHasRight", plan.has_right);
+  add("kScoreMode", plan.transforms_scores);
+  add("kSoftcap", plan.softcap);
+  add("kAlibi", plan.alibi);
+  add("kPacked", plan.packed);
+  add("kSeqUsedK", plan.seqused_k);
+  add("kHasLse", plan.has_lse);
+  add("kSplitTail", plan.split_tail);
+  add("kGuardBySum", 1);  // the faster way for every tile
+  return text + "};\n";
+}
+
+std::vector<std::string> describe(const HopperForwardPlan& plan) {
+  std::vector<std::string> sentences = {
+      fmt::format("Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as "
+                  "computed",
+                  plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim,
+                  plan.value_dim),
+      fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
+                  plan.k_stages, plan.v_stages, plan.shared_bytes),
+      fmt::format("{} blocks take {} tiles{}, in sections of {} heads", plan.grid, plan.tiles(),
+                  plan.has_right ? ", longest first" : "", plan.section_heads)};
+  if (plan.split_tail) {
+    sentences.push_back(fmt::format("the last {} tiles are cut into {} parts of their keys",
+                                    plan.split_tiles(), plan.split_parts));
+  }
+  return sentences;
+}
+
+}  // namespace fulgur::cuda

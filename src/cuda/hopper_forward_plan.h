@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+/// What planning must know of a device of compute capability 9.0. The default is an H100 or H200.
+struct HopperTarget {
+  int multiprocessors = 132;
+  int shared_bytes = 232448;  ///< at most, of a block
+  bool operator==(const HopperTarget&) const = default;
+};
+
+/// Every decision about a forward pass by sm90/forward.cu. What plan.h fixes at compile time first,
+/// with its names (kHeadDim is head_dim); then how it is launched.
+struct HopperForwardPlan {
+  DType dtype = DType::kBF16;
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  int consumers = 0;                ///< warpgroups of 64 rows each
+  int block_keys = 0;               ///< Bc
+  int q_stages = 0, k_stages = 0, v_stages = 0;
+  int producer_registers = 0, consumer_registers = 0;
+  bool has_left = false, has_right = false;
+  bool transforms_scores = false, softcap = false, alibi = false;
+  bool packed = false, seqused_k = false, has_lse = false;
+  bool split_tail = false;
+
+  int shared_bytes = 0;
+  int row_tiles = 0;         ///< row blocks of the longest sequence
+  int heads = 0;             ///< batch * hq
+  int section_heads = 0;     ///< heads whose K and V stay in L2 together
+  int first_split_tile = 0;  ///< tiles from here on are cut into split_parts runs of keys
+  int split_parts = 1;
+  int items = 0;  ///< units of work: tiles, and parts of split tiles
+  int grid = 0;   ///< blocks
+  bool operator==(const HopperForwardPlan&) const = default;
+
+  int block_rows() const { return 64 * consumers; }  ///< Br
+  int threads() const { return 128 * (consumers + 1); }
+  int tiles() const { return row_tiles * heads; }
+  int split_tiles() const { return tiles() - first_split_tile; }
+  /// Floats that parts of split tiles leave for the last one.
+  int64_t partial_floats() const;
+  /// Counters that are zero between launches: two of the scheduler, and the tickets.
+  int counters() const { return 2 + split_tiles() * consumers; }
+};
+
+/// Why sm90/forward.cu does not compute a forward problem, and what it does compute; empty when it
+/// does.
+std::string hopper_forward_rejects(const Problem& problem);
+
+/// Decides: derives the stages of each tile Br x Bc from the shared memory and takes the one that a
+/// cost model predicts to be fastest. `rejected` takes the others and why.
+HopperForwardPlan make_hopper_forward_plan(const Problem& problem, const HopperTarget& target,
+                                           std::vector<std::string>* rejected);
+
+/// Every feasible plan of a problem, the one that the model predicts to be fastest first.
+std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& problem,
+                                                         const HopperTarget& target);
+
+/// A plan for each text of plan.h that calls like `problem` can lead to: with its dims, dtype,
+/// heads a group and options, and any lengths and batch.
+std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
+                                                       const HopperTarget& target);
+
+/// The text of plan.h.
+std::string plan_header(const HopperForwardPlan& plan);
+
+/// The plan in sentences.
+std::vector<std::string> describe(const HopperForwardPlan& plan);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,78 @@
+#include "cuda/hopper_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "tiles.h"
+
+namespace fulgur::cuda {
+namespace {
+
+// Measured on an H200.
+constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
+constexpr double kSoftmaxScores = 10.5;   // scores a cycle beside busy tensor cores, all warpgroups
+constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
+constexpr double kTransformScores = 5;    // the same with softcap or ALiBi
+constexpr double kCopyBytes = 43;         // from L2 a cycle
+constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
+constexpr double kSoftmaxTurn = 16;       // the same where softmax binds
+constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
+constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
+constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
+constexpr double kPartBytes = 16;         // of partial results, written or read a cycle
+constexpr double kSplitLoop = 1.03;  // whole tiles of a kernel that can split take so much longer
+
+struct KeyTile {
+  double steady;  // cycles between two of them
+  double ends;    // first S and softmax of a tile, where all warpgroups wait for the same units
+};
+
+KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
+  const double scores = 64.0 * plan.block_keys;  // of a warpgroup
+  const double dims = plan.head_dim + plan.value_dim;
+  const double product = 2 * scores * dims / kTensorFlops;
+  const double rate = plan.transforms_scores ? kTransformScores : kSoftmaxScores;
+  const double alone = plan.transforms_scores ? kTransformScores : kSoftmaxAlone;
+  const double copy = 2 * plan.block_keys * dims / kCopyBytes;
+  return {std::max({plan.consumers * (product + kProductTurn),
+                    plan.consumers * (scores / rate + kSoftmaxTurn), copy,
+                    product + scores / alone + kChainCycles}),
+          plan.consumers * (product / 2 + scores / rate)};
+}
+
+}  // namespace
+
+TileCost tile_cost(const HopperForwardPlan& plan, const Problem& p) {
+  const KeyTile key_tile = key_tile_cycles(plan);
+  const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
+  const Sequence longest{0, 0, p.sq, p.sk};
+  TileCost cost;
+  cost.leave_part = 512.0 * plan.consumers * (plan.value_dim / 2 + 4) / kPartBytes;
+  for (int block = 0; block < plan.row_tiles; ++block) {
+    const int64_t first = int64_t{block} * plan.block_rows();
+    const KeyRange keys =
+        visible_keys(p.mask, longest, first, std::min(p.sq, first + plan.block_rows()));
+    const int64_t count = keys.empty() ? 0
+                                       : (keys.end + plan.block_keys - 1) / plan.block_keys -
+                                             keys.begin / plan.block_keys;
+    const double cycles = end + key_tile.steady * static_cast<double>(count);
+    cost.mean += cycles / plan.row_tiles;
+    cost.longest = std::max(cost.longest, cycles);
+  }
+  return cost;
+}
+
+double predicted_cycles(const TileCost& cost, int tiles, int first_split, int parts,
+                        int multiprocessors) {
+  const bool equal = cost.longest <= cost.mean * 1.0001;
+  if (!equal) {  // longest first: what is left over at the end is short
+    return std::max(cost.longest, (tiles + 0.5 * multiprocessors) / multiprocessors * cost.mean);
+  }
+  const int split = tiles - first_split;
+  const double waves = std::ceil(static_cast<double>(first_split) / multiprocessors);
+  const double part_waves = std::ceil(static_cast<double>(split) * parts / multiprocessors);
+  const double part = cost.mean / parts + (parts > 1 ? (parts + 1) * cost.leave_part : 0);
+  return waves * cost.mean * (parts > 1 ? kSplitLoop : 1) + part_waves * part;
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <string>
+
+#include "cuda/cubin_cache.h"
+#include "cuda/nvrtc.h"
+
+namespace fulgur::cuda {
+
+/// One kernel to compile.
+struct KernelRequest {
+  std::string source;       ///< its file below src/kernels: "sm90/forward.cu"
+  std::string plan_header;  ///< the text of plan.h
+  std::string architecture = "sm_90a";
+  bool operator==(const KernelRequest&) const = default;
+};
+
+/// The key of a request in a cache: sources, plan, options, compiler and architecture, no path.
+std::string cache_key(const KernelRequest& request);
+
+/// Compiles, past any cache. Throws as nvrtc_compile does.
+Cubin compile(const KernelRequest& request);
+
+/// From the cache of the default folder, compiled when it is not there.
+Cubin cached(const KernelRequest& request);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <map>
+#include <string>
+
+namespace fulgur::cuda {
+
+/// Device text by its name, the path below src/kernels: "sm90/forward.cu".
+using KernelSources = std::map<std::string, std::string>;
+
+/// The text built into the library.
+KernelSources embedded_sources();
+
+/// The text to compile: that of the folder FULGUR_KERNEL_DIR if it is set, the embedded otherwise.
+/// Read once. Throws Error(kInvalidArgument) when the folder cannot be read.
+const KernelSources& kernel_sources();
+
+/// SHA-256 over name, size and text of each source, in the order of names.
+std::string digest(const KernelSources& sources);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,82 @@
+#include "cuda/tensor_map.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "cuda/driver.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int64_t kElementBytes = 2;
+constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
+constexpr int64_t kMostExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
+
+constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
+
+struct Dimension {
+  const char* name;
+  int64_t extent, stride;
+};
+
+std::array<Dimension, 3> outer(const TensorMapShape& s) {
+  return {{{"seqlen", s.rows, s.strides.row},
+           {"heads", s.heads, s.strides.head},
+           {"batch", s.batch, s.strides.batch}}};
+}
+
+}  // namespace
+
+ForwardMaps forward_maps(const Problem& p, int block_keys) {
+  const auto map = [&](bool of_q, int64_t dim, const Layout& strides, int box_rows) {
+    const int64_t rows = p.packed ? (of_q ? p.total_q : p.total_k) : (of_q ? p.sq : p.sk);
+    return TensorMapShape{p.dtype, dim,     rows, of_q ? p.hq : p.hk, p.packed ? 1 : p.batch,
+                          strides, box_rows};
+  };
+  return {map(true, p.d, p.q, 64), map(false, p.d, p.k, block_keys),
+          map(false, p.dv, p.v, block_keys), map(true, p.dv, p.out, 16)};
+}
+
+std::string map_unsupported(const TensorMapShape& shape) {
+  if (shape.empty()) return {};
+  for (const Dimension& d : outer(shape)) {
+    if (d.extent >= kMostExtent) {
+      return fmt::format("has {} of {}, want less than 2^31", d.name, d.extent);
+    }
+    if (d.extent == 1) continue;  // its stride is never used
+    const int64_t bytes = d.stride * kElementBytes;
+    if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMostStrideBytes) {
+      return fmt::format(
+          "has a stride of {} elements between {}, want a positive multiple of {} (16 bytes)",
+          d.stride, d.name, kCopyAlignment / kElementBytes);
+    }
+  }
+  return {};
+}
+
+void encode(const TensorMapShape& shape, void* data, void* any, TensorMapBlob* map) {
+  std::array<unsigned long long, 4> dims{1, 1, 1, 1};
+  std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
+  if (!shape.empty()) {
+    dims[0] = static_cast<unsigned long long>(shape.dim);
+    const auto dimensions = outer(shape);
+    for (size_t i = 0; i < dimensions.size(); ++i) {
+      const Dimension& d = dimensions[i];
+      dims[i + 1] = static_cast<unsigned long long>(d.extent);
+      if (d.extent > 1) byte_strides[i] = static_cast<unsigned long long>(d.stride * kElementBytes);
+    }
+  }
+  const std::array<unsigned, 4> box{64, static_cast<unsigned>(shape.box_rows), 1, 1};
+  const std::array<unsigned, 4> every{1, 1, 1, 1};
+  check(driver().cuTensorMapEncodeTiled(
+            map,
+            shape.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            4, shape.empty() ? any : data, dims.data(), byte_strides.data(), box.data(),
+            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled");
+}
+
+}  // namespace fulgur::cuda

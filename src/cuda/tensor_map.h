@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/sm90/forward_params.h"
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+/// What a tensor map says of a 16-bit tensor besides its address: rank 4, dims {dim, rows, heads,
+/// batch} innermost first, boxes of 64 columns (128 bytes, swizzled) and box_rows rows. A packed
+/// tensor has batch 1.
+struct TensorMapShape {
+  DType dtype = DType::kBF16;
+  int64_t dim = 0, rows = 0, heads = 0, batch = 0;
+  Layout strides;  ///< in elements
+  int box_rows = 0;
+  bool operator==(const TensorMapShape&) const = default;
+
+  /// No element: no copy will ever be issued.
+  bool empty() const { return dim * rows * heads * batch == 0; }
+};
+
+/// The copy engine counts strides and addresses in units of 16 bytes.
+inline constexpr int64_t kCopyAlignment = 16;
+
+/// The maps of a forward pass.
+struct ForwardMaps {
+  TensorMapShape q, k, v, o;
+};
+ForwardMaps forward_maps(const Problem& problem, int block_keys);
+
+/// Why the copy engine cannot address a tensor of this shape; empty when it can.
+std::string map_unsupported(const TensorMapShape& shape);
+
+/// Encodes the map of a tensor at `data`, which is a multiple of kCopyAlignment. An empty tensor
+/// gets a map of nothing around `any`, memory of the device.
+void encode(const TensorMapShape& shape, void* data, void* any, TensorMapBlob* map);
+
+}  // namespace fulgur::cuda

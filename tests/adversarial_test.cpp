@@ -1,0 +1,259 @@
+// Values that break careless kernels: huge, equal, tiny, infinite, NaN.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "engines.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+class Adversarial : public EveryEngine {
+ protected:
+  // The case in every dtype, its inputs changed by `edit`, forward and backward.
+  void follows_reference(Case c, const std::function<void(Workload&)>& edit) {
+    for (const DType dtype : kDtypes) {
+      c.dtype = dtype;
+      SCOPED_TRACE(c.name() + " seed " + std::to_string(c.seed()));
+      Workload w(c, c.seed());
+      w.options.engine = engine();
+      edit(w);
+      w.seal();
+      w.run();
+      const Expected e = expect(w);
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(backward_is_right(w, e));
+      EXPECT_TRUE(w.check_memory());
+    }
+  }
+};
+
+// Sets elements of a tensor: value = f(row, head, dim), rows counted over the whole batch.
+void fill(const Tensor& t, const std::function<double(int64_t, int64_t, int64_t)>& f) {
+  const int64_t heads = t.shape[t.rank - 2], dim = t.shape[t.rank - 1];
+  std::vector<double> values(static_cast<size_t>(t.numel()));
+  for (size_t n = 0; n < values.size(); ++n) {
+    const auto i = static_cast<int64_t>(n);
+    values[n] = f(i / dim / heads, i / dim % heads, i % dim);
+  }
+  write(t, values);
+}
+
+// Changes some elements.
+void edit(const Tensor& t, const std::function<void(std::vector<double>&)>& change) {
+  std::vector<double> values = read(t);
+  change(values);
+  write(t, values);
+}
+
+TEST_P(Adversarial, LargeScores) {
+  follows_reference({.sq = 130, .sk = 130, .hq = 2, .hk = 2, .mask = causal()}, [](Workload& w) {
+    std::mt19937_64 random(1);
+    randomize(w.forward.q, random, 8);
+    randomize(w.forward.k, random, 8);
+  });
+}
+
+TEST_P(Adversarial, LargeOffsetsOfScores) {
+  // The first keys score far below the later ones and the other way round: the running maximum
+  // moves by hundreds in either direction.
+  for (const double sign : {1.0, -1.0}) {
+    follows_reference({.sq = 70, .sk = 300, .d = 16, .dv = 16}, [sign](Workload& w) {
+      fill(w.forward.q, [](int64_t, int64_t, int64_t c) { return c == 0 ? 4 : 0.25; });
+      edit(w.forward.k, [sign](std::vector<double>& k) {
+        for (size_t j = 0; j < 300; ++j) k[j * 16] = sign * static_cast<double>(j);
+      });
+    });
+  }
+}
+
+TEST_P(Adversarial, AllEqual) {
+  follows_reference({.sq = 65, .sk = 127, .d = 17, .dv = 17}, [](Workload& w) {
+    fill(w.forward.q, [](int64_t, int64_t, int64_t) { return 1; });
+    fill(w.forward.k, [](int64_t, int64_t, int64_t) { return 1; });
+    fill(w.forward.v, [](int64_t, int64_t, int64_t) { return 3; });
+  });
+}
+
+TEST_P(Adversarial, ZeroInputs) {
+  follows_reference({.sq = 33, .sk = 70}, [](Workload& w) {
+    for (const Tensor& t : {w.forward.q, w.forward.k, w.forward.v, w.backward.dout}) {
+      fill(t, [](int64_t, int64_t, int64_t) { return 0; });
+    }
+  });
+}
+
+TEST_P(Adversarial, OneHotRowsCopyTheirValue) {
+  for (const DType dtype : kDtypes) {
+    Workload w({.dtype = dtype, .sq = 64, .sk = 64, .d = 64, .dv = 64}, 1);
+    w.options.engine = engine();
+    auto target = [](int64_t i) { return (i * 37 + 5) % 64; };
+    fill(w.forward.q, [&](int64_t i, int64_t, int64_t c) { return c == target(i) ? 60 : 0; });
+    fill(w.forward.k, [](int64_t j, int64_t, int64_t c) { return c == j ? 60 : 0; });
+    w.seal();
+    forward(w.forward, w.options);
+    const auto out = read(w.forward.out), v = read(w.forward.v), lse = read(w.forward.lse);
+    for (int64_t i = 0; i < 64; ++i) {
+      for (int64_t c = 0; c < 64; ++c) ASSERT_EQ(out[i * 64 + c], v[target(i) * 64 + c]);
+      ASSERT_NEAR(lse[i], 450, 1e-3);  // 60 * 60 / sqrt(64)
+    }
+  }
+}
+
+TEST_P(Adversarial, RowsWithoutKeysAreExactlyZero) {
+  struct {
+    int64_t sq, sk;
+    Mask mask;
+  } const cases[] = {
+      {130, 60, causal()}, {130, 60, window(3, 2)}, {70, 0, full()}, {65, 1, window(0, 0)}};
+  for (const auto& [sq, sk, mask] : cases) {
+    Workload w({.batch = 2, .sq = sq, .sk = sk, .hq = 2, .hk = 1, .mask = mask}, 3);
+    w.options.engine = engine();
+    w.run();
+    const auto out = read(w.forward.out), lse = read(w.forward.lse), dq = read(w.backward.dq);
+    for (int64_t row = 0; row < 2 * sq; ++row) {
+      const int64_t i = row % sq, diagonal = i + sk - sq;
+      if (sk > 0 && (mask == full() || diagonal + mask.right >= 0)) continue;
+      for (int64_t h = 0; h < 2; ++h) {
+        EXPECT_EQ(lse[w.lse_index(row / sq, h, i)], -kInf);
+        for (int64_t c = 0; c < 64; ++c) {
+          ASSERT_EQ(out[(row * 2 + h) * 64 + c], 0) << "row " << row << " of " << sq;
+          ASSERT_EQ(dq[(row * 2 + h) * 64 + c], 0) << "row " << row << " of " << sq;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Adversarial, Denormals) {
+  follows_reference({.sq = 40, .sk = 70, .d = 16, .dv = 16}, [](Workload& w) {
+    const double tiny = w.c.dtype == DType::kF16 ? 1e-6 : 1e-39;
+    std::mt19937_64 random(5);
+    randomize(w.forward.k, random, tiny);
+    randomize(w.forward.v, random, tiny);
+  });
+}
+
+TEST_P(Adversarial, LargestFiniteValues) {
+  // The sum of P V stays in range although V is at the end of it.
+  for (const DType dtype : kDtypes) {
+    const double largest = rounded(dtype == DType::kF16 ? 65504 : 3.3e38, dtype);
+    Workload w({.dtype = dtype, .sq = 20, .sk = 1, .d = 8, .dv = 8}, 1);
+    w.options.engine = engine();
+    fill(w.forward.v, [&](int64_t, int64_t, int64_t) { return largest; });
+    w.seal();
+    forward(w.forward, w.options);
+    for (const double x : read(w.forward.out)) ASSERT_EQ(x, largest);
+  }
+}
+
+// Keys whose K and V are NaN or infinite, at tile edges and inside tiles. Rows that do not see them
+// must be right; rows that do see a NaN must show it: the reference decides which.
+TEST_P(Adversarial, PoisonInMaskedKeys) {
+  struct {
+    int64_t sq, sk;
+    Mask mask;
+  } const cases[] = {{100, 100, causal()},    {100, 100, window(5, 0)},  {130, 200, window(20, 20)},
+                     {3, 300, causal()},      {200, 70, causal()},       {100, 100, window(-1, 3)},
+                     {70, 300, window(2, 1)}, {100, 100, window(7, -1)}, {1, 300, window(40, 0)}};
+  for (const auto& [sq, sk, mask] : cases) {
+    for (const int64_t key : {sk - 1, sk / 2, int64_t{64}, int64_t{0}}) {
+      SCOPED_TRACE("key " + std::to_string(key));
+      follows_reference({.sq = sq, .sk = sk, .d = 24, .dv = 24, .mask = mask}, [key](Workload& w) {
+        for (const Tensor& t : {w.forward.k, w.forward.v}) {
+          edit(t, [key](std::vector<double>& x) {
+            for (int64_t c = 0; c < 24; ++c) x[key * 24 + c] = kNan;
+          });
+        }
+      });
+    }
+  }
+}
+
+TEST_P(Adversarial, InfinityInMaskedKeys) {
+  for (const DType dtype : kDtypes) {
+    Case c{.dtype = dtype, .sq = 90, .sk = 90, .d = 24, .dv = 24, .mask = causal()};
+    const auto last = 89 * 24;  // only the last row sees it
+    Workload clean(c, 9), dirty(c, 9);
+    for (Workload* w : {&clean, &dirty}) w->options.engine = engine();
+    for (const Tensor& t : {dirty.forward.k, dirty.forward.v}) {
+      edit(t, [&](std::vector<double>& x) {
+        for (int64_t n = 0; n < 24; ++n) x[last + n] = n % 2 ? kInf : -kInf;
+      });
+    }
+    dirty.seal();
+    clean.run();
+    dirty.run();
+    const auto out = read(clean.forward.out), got = read(dirty.forward.out);
+    const auto dq = read(clean.backward.dq), got_dq = read(dirty.backward.dq);
+    for (int64_t n = 0; n < last; ++n) {
+      // Other sums may be taken where a tile holds infinities: one more rounding either way.
+      const double ulp = dtype == DType::kF32 ? 0x1p-20 : dtype == DType::kF16 ? 0x1p-10 : 0x1p-7;
+      ASSERT_NEAR(got[n], out[n], ulp * std::max(1.0, std::fabs(out[n]))) << "out, element " << n;
+      ASSERT_NEAR(got_dq[n], dq[n], ulp * std::max(1.0, std::fabs(dq[n]))) << "dq, element " << n;
+    }
+  }
+}
+
+TEST_P(Adversarial, NanInVisibleKeyReachesOutput) {
+  for (const DType dtype : kDtypes) {
+    for (const bool in_k : {true, false}) {
+      Workload w({.dtype = dtype, .sq = 40, .sk = 150, .d = 16, .dv = 16}, 2);
+      w.options.engine = engine();
+      edit(in_k ? w.forward.k : w.forward.v, [](std::vector<double>& x) { x[77 * 16 + 3] = kNan; });
+      w.seal();
+      forward(w.forward, w.options);
+      const auto out = read(w.forward.out), lse = read(w.forward.lse);
+      for (int64_t i = 0; i < 40; ++i) {
+        EXPECT_EQ(std::isnan(lse[i]), in_k);
+        for (int64_t c = 0; c < 16; ++c) ASSERT_EQ(std::isnan(out[i * 16 + c]), in_k || c == 3);
+      }
+    }
+  }
+}
+
+TEST_P(Adversarial, NanInAQueryStaysInItsRow) {
+  for (const DType dtype : kDtypes) {
+    Workload w({.dtype = dtype, .sq = 40, .sk = 50, .d = 16, .dv = 16}, 2);
+    w.options.engine = engine();
+    edit(w.forward.q, [](std::vector<double>& x) { x[17 * 16 + 3] = kNan; });
+    w.seal();
+    forward(w.forward, w.options);
+    const auto out = read(w.forward.out);
+    for (int64_t n = 0; n < 40 * 16; ++n) ASSERT_EQ(std::isnan(out[n]), n / 16 == 17);
+  }
+}
+
+// Scores of -inf that no mask made: such keys weigh nothing; a row of them is a row without keys.
+TEST_P(Adversarial, ScoresOfMinusInfinity) {
+  for (const DType dtype : kDtypes) {
+    for (const int64_t dead : {1, 64, 100, 149, 150}) {
+      Case c{.dtype = dtype, .sq = 20, .sk = 150, .d = 8, .dv = 8};
+      Workload w(c, 4);
+      w.options.engine = engine();
+      fill(w.forward.q,
+           [](int64_t i, int64_t, int64_t) { return 0.1 * static_cast<double>(i + 1); });
+      edit(w.forward.k, [&](std::vector<double>& k) { std::fill_n(k.begin(), dead * 8, -kInf); });
+      w.seal();
+      forward(w.forward, w.options);
+      EXPECT_TRUE(forward_is_right(w, expect(w))) << dead << " keys of -inf";
+      for (const double x : read(w.forward.out)) ASSERT_FALSE(std::isnan(x));
+      if (dead == 150) {
+        for (const double x : read(w.forward.lse)) ASSERT_EQ(x, -kInf);
+      }
+    }
+  }
+}
+
+FULGUR_EVERY_ENGINE(Adversarial);
+
+}  // namespace
+}  // namespace fulgur::test

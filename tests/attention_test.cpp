@@ -1,0 +1,84 @@
+// Every case on every engine: forward and backward against the reference, and nothing touched that
+// is not an output.
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "engines.h"
+#include "fulgur/error.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+class Attention : public testing::TestWithParam<std::tuple<Case, EngineInfo>> {};
+
+// The reference of a case serves every engine: engines are the inner loop.
+struct Answer {
+  std::string name;
+  std::unique_ptr<Expected> expected;
+};
+
+const Expected& expected(const Workload& w) {
+  static Answer last;
+  if (last.name != w.c.name()) last = {w.c.name(), std::make_unique<Expected>(expect(w))};
+  return *last.expected;
+}
+
+// The CUDA engine computes part of the contract and says so of the rest.
+bool may_lack(const EngineInfo& engine, const Error& error) {
+  return engine.name == "cuda" && error.status() == Status::kUnsupported;
+}
+
+TEST_P(Attention, FollowsReference) {
+  const auto& [c, engine] = GetParam();
+  if (!engine.unavailable.empty()) GTEST_SKIP() << engine.name << ": " << engine.unavailable;
+  SCOPED_TRACE("seed " + std::to_string(c.seed()));
+  Workload w(c, c.seed());
+  w.options.engine = engine.name;
+  if (c.dtype == DType::kF64 && engine.name != "reference") {
+    EXPECT_EQ(status_of([&] { forward(w.forward, w.options); }), Status::kUnsupported);
+    EXPECT_EQ(status_of([&] { backward(w.backward, w.options); }), Status::kUnsupported);
+    EXPECT_TRUE(w.nothing_written());
+    return;
+  }
+  const Expected& e = expected(w);
+  try {
+    w.run_forward();
+  } catch (const Error& error) {
+    ASSERT_TRUE(may_lack(engine, error)) << error.what();
+    EXPECT_TRUE(w.nothing_written());
+    GTEST_SKIP() << error.what();
+  }
+  EXPECT_TRUE(forward_is_right(w, e));
+  EXPECT_TRUE(w.check_memory());
+
+  const auto out = bits(w.forward.out), lse = bits(w.forward.lse);
+  try {
+    w.run_backward();
+  } catch (const Error& error) {
+    ASSERT_TRUE(may_lack(engine, error)) << error.what();
+    GTEST_SKIP() << "forward is right; backward: " << error.what();
+  }
+  EXPECT_TRUE(backward_is_right(w, e));
+  EXPECT_TRUE(w.check_memory());
+  EXPECT_EQ(bits(w.forward.out), out) << "backward wrote its input out";
+  EXPECT_EQ(bits(w.forward.lse), lse) << "backward wrote its input lse";
+}
+
+std::string name(const testing::TestParamInfo<Attention::ParamType>& info) {
+  const auto& [c, engine] = info.param;
+  return engine.name + "_" + c.name();
+}
+
+INSTANTIATE_TEST_SUITE_P(Small, Attention,
+                         testing::Combine(testing::ValuesIn(small_cases()),
+                                          testing::ValuesIn(engines_here())),
+                         name);
+INSTANTIATE_TEST_SUITE_P(Large, Attention,
+                         testing::Combine(testing::ValuesIn(large_cases()),
+                                          testing::ValuesIn(engines_here())),
+                         name);
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,436 @@
+// Every wrong argument, through the C++ and the C API: one error that names it, what it got and
+// what it wants, and nothing written.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+
+#include "call.h"
+#include "engines.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+enum Passes { kBoth, kForwardOnly, kBackwardOnly };
+
+struct Wrong {
+  const char* what;
+  std::function<void(Call&)> change;
+  const char* message;  // what the message starts like (a regular expression)
+  Passes passes = kBoth;
+  bool packed = false;
+};
+
+void PrintTo(const Wrong& wrong, std::ostream* os) { *os << wrong.what; }
+
+// Element 0.. of a tensor of lengths.
+void set_lengths(const Tensor& t, std::initializer_list<double> values) { write(t, values); }
+
+constexpr int64_t kHuge = int64_t{1} << 40;
+
+// The base: q (2, 8, 4, 16), k (2, 10, 2, 16), v (2, 10, 2, 24), out (2, 8, 4, 24), lse (2, 4, 8).
+// Packed: 8 + 0 + 3 + 4 + 3 = 18 rows of q, 10 + 5 + 0 + 4 + 3 = 22 of k, in 4 sequences.
+const std::vector<Wrong>& wrongs() {
+  static const std::vector<Wrong> kWrongs = {
+      // Rank.
+      {"q_of_rank_3",
+       [](Call& c) {
+         c.q = resized(c.q, {8, 4, 16});
+       },
+       "q: got 3 dim.*want 4"},
+      {"q_of_rank_2",
+       [](Call& c) {
+         c.q = resized(c.q, {8, 16});
+       },
+       "q: got 2 dim.*want 4"},
+      {"k_of_rank_3",
+       [](Call& c) {
+         c.k = resized(c.k, {10, 2, 16});
+       },
+       "k: got 3 dim.*want 4"},
+      {"v_of_rank_1", [](Call& c) { c.v = resized(c.v, {10}); }, "v: got 1 dim.*want 4"},
+      {"out_of_rank_3",
+       [](Call& c) {
+         c.out = resized(c.out, {8, 4, 24});
+       },
+       "out: got 3 dim.*want 4"},
+      {"lse_of_rank_2",
+       [](Call& c) {
+         c.lse = resized(c.lse, {4, 8});
+       },
+       "lse: got 2 dim.*want 3"},
+      {"dout_of_rank_3",
+       [](Call& c) {
+         c.dout = resized(c.dout, {8, 4, 24});
+       },
+       "dout: got 3 dim.*want 4", kBackwardOnly},
+      {"dk_of_rank_1", [](Call& c) { c.dk = resized(c.dk, {10}); }, "dk: got 1 dim.*want 4",
+       kBackwardOnly},
+      {"packed_q_of_rank_4",
+       [](Call& c) {
+         c.q = resized(c.q, {1, 18, 4, 16});
+       },
+       "q: got 4 dim.*want 3", kBoth, true},
+      {"packed_lse_of_rank_3",
+       [](Call& c) {
+         c.lse = resized(c.lse, {1, 4, 18});
+       },
+       "lse: got 3 dim.*want 2", kBoth, true},
+      // Not given.
+      {"no_q", [](Call& c) { c.q = {}; }, "q: (not given|got null), want"},
+      {"no_k", [](Call& c) { c.k = {}; }, "k: (not given|got null), want"},
+      {"no_v", [](Call& c) { c.v = {}; }, "v: (not given|got null), want"},
+      {"no_out", [](Call& c) { c.out = {}; }, "out: (not given|got null), want"},
+      {"no_lse", [](Call& c) { c.lse = {}; }, "lse: (not given|got null), want", kBackwardOnly},
+      {"no_dout", [](Call& c) { c.dout = {}; }, "dout: (not given|got null), want", kBackwardOnly},
+      {"no_dq", [](Call& c) { c.dq = {}; }, "dq: (not given|got null), want", kBackwardOnly},
+      {"no_dk", [](Call& c) { c.dk = {}; }, "dk: (not given|got null), want", kBackwardOnly},
+      {"no_dv", [](Call& c) { c.dv = {}; }, "dv: (not given|got null), want", kBackwardOnly},
+      // Shape.
+      {"k_of_another_batch", [](Call& c) { c.k.shape[0] = 1; },
+       "k: got .*\\(1, 10, 2, 16\\).*want .*2, 10, 2, 16"},
+      {"k_of_another_dim", [](Call& c) { c.k.shape[3] = 15; },
+       "k: got .*15\\).*want .*2, 10, 2, 16"},
+      {"v_of_another_length", [](Call& c) { c.v.shape[1] = 9; },
+       "v: got .*\\(2, 9, 2, 24\\).*want .*2, 10, 2, 24"},
+      {"v_of_other_heads", [](Call& c) { c.v.shape[2] = 1; },
+       "v: got .*\\(2, 10, 1, 24\\).*want .*2, 10, 2, 24"},
+      {"v_of_another_batch", [](Call& c) { c.v.shape[0] = 1; },
+       "v: got .*\\(1, 10, 2, 24\\).*want .*2, 10, 2, 24"},
+      {"out_of_another_length", [](Call& c) { c.out.shape[1] = 7; },
+       "out: got .*\\(2, 7, 4, 24\\).*want .*2, 8, 4, 24"},
+      {"out_of_other_heads", [](Call& c) { c.out.shape[2] = 2; },
+       "out: got .*\\(2, 8, 2, 24\\).*want .*2, 8, 4, 24"},
+      {"out_of_the_dim_of_q", [](Call& c) { c.out.shape[3] = 16; },
+       "out: got .*\\(2, 8, 4, 16\\).*want .*2, 8, 4, 24"},
+      {"lse_with_rows_before_heads",
+       [](Call& c) {
+         c.lse = resized(c.lse, {2, 8, 4});
+       },
+       "lse: got .*\\(2, 8, 4\\).*want .*2, 4, 8"},
+      {"dout_of_another_dim", [](Call& c) { c.dout.shape[3] = 16; },
+       "dout: got .*16\\).*want .*2, 8, 4, 24", kBackwardOnly},
+      {"dq_of_another_dim", [](Call& c) { c.dq.shape[3] = 8; },
+       "dq: got .*8\\).*want .*2, 8, 4, 16", kBackwardOnly},
+      {"dk_with_heads_of_q",
+       [](Call& c) {
+         c.dk = resized(c.dk, {2, 5, 4, 16});
+       },
+       "dk: got .*\\(2, 5, 4, 16\\).*want .*2, 10, 2, 16", kBackwardOnly},
+      {"dv_of_the_dim_of_k", [](Call& c) { c.dv.shape[3] = 16; },
+       "dv: got .*16\\).*want .*2, 10, 2, 24", kBackwardOnly},
+      {"packed_out_of_other_rows", [](Call& c) { c.out.shape[0] = 17; },
+       "out: got .*\\(17, 4, 24\\).*want .*18, 4, 24", kBoth, true},
+      {"packed_v_of_other_rows", [](Call& c) { c.v.shape[0] = 21; },
+       "v: got .*\\(21, 2, 24\\).*want .*22, 2, 24", kBoth, true},
+      {"packed_lse_of_other_rows", [](Call& c) { c.lse.shape[1] = 17; },
+       "lse: got .*\\(4, 17\\).*want .*4, 18", kBoth, true},
+      // Sizes.
+      {"heads_not_a_multiple", [](Call& c) { c.q.shape[2] = c.out.shape[2] = 3; },
+       "q: got 3 heads.*multiple of the 2"},
+      {"fewer_heads_than_keys", [](Call& c) { c.q.shape[2] = 1; },
+       "q: got 1 heads.*multiple of the 2"},
+      {"no_heads_of_q", [](Call& c) { c.q.shape[2] = 0; }, "q: got 0 heads.*at least 1"},
+      {"no_heads_of_k", [](Call& c) { c.k.shape[2] = 0; }, "k: got 0 heads.*at least 1"},
+      {"dim_0_of_q", [](Call& c) { c.q.shape[3] = c.k.shape[3] = 0; },
+       "q: got head dim 0.*1 to 512"},
+      {"dim_0_of_v", [](Call& c) { c.v.shape[3] = 0; }, "v: got head dim 0.*1 to 512"},
+      {"dim_513_of_q",
+       [](Call& c) {
+         c.q = resized(c.q, {2, 8, 4, 513});
+       },
+       "q: got head dim 513.*1 to 512"},
+      {"dim_513_of_v",
+       [](Call& c) {
+         c.v = resized(c.v, {2, 10, 2, 513});
+       },
+       "v: got head dim 513.*1 to 512"},
+      {"negative_size_of_q", [](Call& c) { c.q.shape[1] = -8; }, "q: got negative size -8"},
+      {"negative_size_of_k", [](Call& c) { c.k.shape[0] = -1; }, "k: got negative size -1"},
+      {"negative_size_of_lse", [](Call& c) { c.lse.shape[2] = -8; }, "lse: got negative size -8"},
+      {"smallest_size", [](Call& c) { c.v.shape[1] = INT64_MIN; },
+       "v: got negative size -9223372036854775808"},
+      {"overflow_of_size",
+       [](Call& c) {
+         c.q = resized(c.q, {kHuge, kHuge, 4, 16});
+       },
+       "q: .*1099511627776.*bytes"},
+      {"overflow_of_strides", [](Call& c) { c.k.strides[0] = INT64_MAX; },
+       "k: .*9223372036854775807.*bytes"},
+      {"overflow_of_negative_strides", [](Call& c) { c.k.strides[1] = INT64_MIN; },
+       "k: .*-9223372036854775808.*bytes"},
+      {"overflow_of_out", [](Call& c) { c.out.strides[0] = INT64_MAX / 4; },
+       "out: .*2305843009213693951.*bytes"},
+      // Dtype.
+      {"q_of_i32", [](Call& c) { c.q.dtype = DType::kI32; }, "q: got i32, want .*f32"},
+      {"k_of_bf16", [](Call& c) { c.k.dtype = DType::kBF16; }, "k: got bf16, want f32"},
+      {"v_of_f16", [](Call& c) { c.v.dtype = DType::kF16; }, "v: got f16, want f32"},
+      {"out_of_bf16", [](Call& c) { c.out.dtype = DType::kBF16; }, "out: got bf16, want f32"},
+      {"lse_of_f64",
+       [](Call& c) {
+         c.lse = as(resized(c.lse, {2, 4, 8}), DType::kF64);
+       },
+       "lse: got f64, want f32"},
+      {"lse_of_f32_for_f64",
+       [](Call& c) {
+         for (Tensor* t : {&c.q, &c.k, &c.v, &c.out, &c.dout, &c.dq, &c.dk, &c.dv}) {
+           t->dtype = DType::kF64;
+         }
+       },
+       "lse: got f32, want f64"},
+      {"dout_of_f16", [](Call& c) { c.dout.dtype = DType::kF16; }, "dout: got f16, want f32",
+       kBackwardOnly},
+      {"dq_of_f64", [](Call& c) { c.dq.dtype = DType::kF64; }, "dq: got f64, want f32",
+       kBackwardOnly},
+      {"dv_of_i32", [](Call& c) { c.dv.dtype = DType::kI32; }, "dv: got i32, want f32",
+       kBackwardOnly},
+      // Strides.
+      {"last_stride_of_q", [](Call& c) { c.q.strides[3] = 2; }, "q: last stride is 2, want 1"},
+      {"last_stride_of_v", [](Call& c) { c.v.strides[3] = 0; }, "v: last stride is 0, want 1"},
+      {"last_stride_of_out", [](Call& c) { c.out.strides[3] = -1; },
+       "out: last stride is -1, want 1"},
+      {"last_stride_of_lse", [](Call& c) { c.lse.strides[2] = 4; },
+       "lse: last stride is 4, want 1"},
+      {"last_stride_of_dk", [](Call& c) { c.dk.strides[3] = 3; }, "dk: last stride is 3, want 1",
+       kBackwardOnly},
+      {"overlapping_rows_of_out", [](Call& c) { c.out.strides[1] = 90; },
+       "out: elements overlap.*90", kForwardOnly},
+      {"broadcast_out", [](Call& c) { c.out.strides[0] = 0; }, "out: elements overlap",
+       kForwardOnly},
+      {"overlapping_heads_of_out", [](Call& c) { c.out.strides[2] = 8; }, "out: elements overlap",
+       kForwardOnly},
+      {"broadcast_lse", [](Call& c) { c.lse.strides[1] = 0; }, "lse: elements overlap",
+       kForwardOnly},
+      {"overlapping_dq", [](Call& c) { c.dq.strides[1] = 63; }, "dq: elements overlap",
+       kBackwardOnly},
+      {"broadcast_dk", [](Call& c) { c.dk.strides[2] = 0; }, "dk: elements overlap", kBackwardOnly},
+      {"overlapping_dv", [](Call& c) { c.dv.strides[0] = -24; }, "dv: elements overlap",
+       kBackwardOnly},
+      // Device.
+      {"k_on_cuda", [](Call& c) { c.k = on_cuda(c.k); }, "k: on cuda:0, want cpu"},
+      {"v_on_cuda", [](Call& c) { c.v = on_cuda(c.v); }, "v: on cuda:0, want cpu"},
+      {"q_alone_on_cuda", [](Call& c) { c.q = on_cuda(c.q); }, "k: on cpu, want cuda:0"},
+      {"out_on_cuda", [](Call& c) { c.out = on_cuda(c.out); }, "out: on cuda:0, want cpu"},
+      {"lse_on_cuda", [](Call& c) { c.lse = on_cuda(c.lse); }, "lse: on cuda:0, want cpu"},
+      {"dq_on_cuda", [](Call& c) { c.dq = on_cuda(c.dq); }, "dq: on cuda:0, want cpu",
+       kBackwardOnly},
+      {"cu_seqlens_on_cuda",
+       [](Call& c) { c.options.cu_seqlens_q = on_cuda(c.options.cu_seqlens_q); },
+       "cu_seqlens_q: on cuda:0, want cpu", kBoth, true},
+      // Data.
+      {"null_q", [](Call& c) { c.q.data = nullptr; }, "q: data is null"},
+      {"null_k", [](Call& c) { c.k.data = nullptr; }, "k: data is null"},
+      {"null_v", [](Call& c) { c.v.data = nullptr; }, "v: data is null"},
+      {"null_out", [](Call& c) { c.out.data = nullptr; }, "out: data is null"},
+      {"null_lse", [](Call& c) { c.lse.data = nullptr; }, "lse: data is null"},
+      {"null_dout", [](Call& c) { c.dout.data = nullptr; }, "dout: data is null", kBackwardOnly},
+      {"null_dq", [](Call& c) { c.dq.data = nullptr; }, "dq: data is null", kBackwardOnly},
+      {"null_dk", [](Call& c) { c.dk.data = nullptr; }, "dk: data is null", kBackwardOnly},
+      {"null_dv", [](Call& c) { c.dv.data = nullptr; }, "dv: data is null", kBackwardOnly},
+      {"misaligned_v", [](Call& c) { c.v.data = static_cast<char*>(c.v.data) + 1; },
+       "v: data .*aligned to .*4 bytes"},
+      {"misaligned_out", [](Call& c) { c.out.data = static_cast<char*>(c.out.data) + 2; },
+       "out: data .*aligned to .*4 bytes"},
+      // Outputs in the memory of others.
+      {"out_is_q", [](Call& c) { c.out.data = c.q.data; }, "out: .*memory.* q", kForwardOnly},
+      {"out_is_v", [](Call& c) { c.out.data = c.v.data; }, "out: .*memory.* v", kForwardOnly},
+      {"out_inside_q", [](Call& c) { c.out.data = static_cast<float*>(c.q.data) + 100; },
+       "out: .*memory.* q", kForwardOnly},
+      {"out_reaches_into_k", [](Call& c) { c.out.data = static_cast<float*>(c.k.data) - 8; },
+       "out: .*memory.* [qkv];", kForwardOnly},
+      {"lse_inside_out", [](Call& c) { c.lse.data = static_cast<float*>(c.out.data) + 64; },
+       "(lse: .*memory.* out|out: .*memory.* lse)", kForwardOnly},
+      {"dq_is_q", [](Call& c) { c.dq.data = c.q.data; }, "dq: .*memory.* q", kBackwardOnly},
+      {"dk_is_dv", [](Call& c) { c.dk.data = c.dv.data; }, "(dk: .*memory.* dv|dv: .*memory.* dk)",
+       kBackwardOnly},
+      {"dv_is_out", [](Call& c) { c.dv.data = c.out.data; }, "dv: .*memory.* out", kBackwardOnly},
+      {"dk_inside_dout", [](Call& c) { c.dk.data = static_cast<float*>(c.dout.data) + 8; },
+       "dk: .*memory.* dout", kBackwardOnly},
+      // Packed lengths.
+      {"only_cu_seqlens_q", [](Call& c) { c.options.cu_seqlens_k = {}; }, "cu_seqlens_k: not given",
+       kBoth, true},
+      {"only_cu_seqlens_k", [](Call& c) { c.options.cu_seqlens_q = {}; }, "cu_seqlens_q: not given",
+       kBoth, true},
+      {"cu_seqlens_of_f32", [](Call& c) { c.options.cu_seqlens_q.dtype = DType::kF32; },
+       "cu_seqlens_q: got f32, want i32", kBoth, true},
+      {"cu_seqlens_k_of_f32", [](Call& c) { c.options.cu_seqlens_k.dtype = DType::kF32; },
+       "cu_seqlens_k: got f32, want i32", kBoth, true},
+      {"cu_seqlens_of_rank_2",
+       [](Call& c) {
+         c.options.cu_seqlens_q = resized(c.options.cu_seqlens_q, {1, 5});
+       },
+       "cu_seqlens_q: got .*\\(1, 5\\).*want", kBoth, true},
+      {"cu_seqlens_empty", [](Call& c) { c.options.cu_seqlens_q.shape[0] = 0; },
+       "cu_seqlens_q: got .*\\(0\\).*want", kBoth, true},
+      {"cu_seqlens_negative_size", [](Call& c) { c.options.cu_seqlens_k.shape[0] = -3; },
+       "cu_seqlens_k: got negative size -3", kBoth, true},
+      {"cu_seqlens_of_another_batch", [](Call& c) { c.options.cu_seqlens_k.shape[0] = 4; },
+       "cu_seqlens_k: got .*\\(4\\).*want .*5", kBoth, true},
+      {"cu_seqlens_strided", [](Call& c) { c.options.cu_seqlens_k.strides[0] = 2; },
+       "cu_seqlens_k: .*stride.* 2", kBoth, true},
+      {"cu_seqlens_null", [](Call& c) { c.options.cu_seqlens_q.data = nullptr; },
+       "cu_seqlens_q: data is null", kBoth, true},
+      {"cu_seqlens_starting_late",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_q, {1, 8, 8, 11, 15});
+       },
+       "cu_seqlens_q: .*1.*want 0", kBoth, true},
+      {"cu_seqlens_starting_negative",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_k, {-1, 10, 15, 15, 19});
+       },
+       "cu_seqlens_k: .*-1.*want 0", kBoth, true},
+      {"cu_seqlens_decreasing",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_q, {0, 8, 7, 11, 15});
+       },
+       "cu_seqlens_q: .*7 after 8", kBoth, true},
+      {"cu_seqlens_k_decreasing",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_k, {0, 10, 15, 2, 19});
+       },
+       "cu_seqlens_k: .*2 after 15", kBoth, true},
+      {"cu_seqlens_beyond_q",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_q, {0, 8, 8, 11, 19});
+       },
+       "cu_seqlens_q: .*19.*18", kBoth, true},
+      {"cu_seqlens_beyond_k",
+       [](Call& c) {
+         set_lengths(c.options.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX});
+       },
+       "cu_seqlens_k: .*2147483647.*22", kBoth, true},
+      {"max_seqlen_q_negative", [](Call& c) { c.options.max_seqlen_q = -1; },
+       "max_seqlen_q: got -1, want", kBoth, true},
+      {"max_seqlen_q_too_small", [](Call& c) { c.options.max_seqlen_q = 7; },
+       "max_seqlen_q: got 7, want .*8", kBoth, true},
+      {"max_seqlen_k_too_small", [](Call& c) { c.options.max_seqlen_k = 9; },
+       "max_seqlen_k: got 9, want .*10", kBoth, true},
+      {"max_seqlen_without_cu_seqlens", [](Call& c) { c.options.max_seqlen_k = 10; },
+       "max_seqlen_k: .*cu_seqlens"},
+      // Used keys.
+      {"seqused_negative", [](Call& c) { set_lengths(c.options.seqused_k, {3, -1}); },
+       "seqused_k: got -1.*0 to 10"},
+      {"seqused_too_long", [](Call& c) { set_lengths(c.options.seqused_k, {11, 0}); },
+       "seqused_k: got 11.*0 to 10"},
+      {"seqused_of_another_batch", [](Call& c) { c.options.seqused_k.shape[0] = 1; },
+       "seqused_k: got .*\\(1\\).*want .*2"},
+      {"seqused_of_f32", [](Call& c) { c.options.seqused_k.dtype = DType::kF32; },
+       "seqused_k: got f32, want i32"},
+      {"seqused_null", [](Call& c) { c.options.seqused_k.data = nullptr; },
+       "seqused_k: data is null"},
+      {"seqused_on_cuda", [](Call& c) { c.options.seqused_k = on_cuda(c.options.seqused_k); },
+       "seqused_k: on cuda:0, want cpu"},
+      {"packed_seqused_too_long", [](Call& c) { set_lengths(c.options.seqused_k, {10, 5, 1, 4}); },
+       "seqused_k: got 1 .*0 to 0", kBoth, true},
+      // ALiBi.
+      {"alibi_of_other_heads", [](Call& c) { c.options.alibi_slopes.shape[0] = 3; },
+       "alibi_slopes: got .*\\(3\\).*want .*4"},
+      {"alibi_of_another_batch",
+       [](Call& c) { c.options.alibi_slopes = resized(c.options.alibi_slopes, {3, 4}); },
+       "alibi_slopes: got .*\\(3, 4\\).*want .*2, 4"},
+      {"alibi_of_rank_3",
+       [](Call& c) { c.options.alibi_slopes = resized(c.options.alibi_slopes, {1, 1, 4}); },
+       "alibi_slopes: got 3 dim.*want"},
+      {"alibi_of_f64", [](Call& c) { c.options.alibi_slopes.dtype = DType::kF64; },
+       "alibi_slopes: got f64, want f32"},
+      {"alibi_null", [](Call& c) { c.options.alibi_slopes.data = nullptr; },
+       "alibi_slopes: data is null"},
+      {"alibi_on_cuda", [](Call& c) { c.options.alibi_slopes = on_cuda(c.options.alibi_slopes); },
+       "alibi_slopes: on cuda:0, want cpu"},
+      // Numbers.
+      {"scale_nan", [](Call& c) { c.options.scale = kNan; }, "scale: got nan, want .*finite"},
+      {"scale_infinite", [](Call& c) { c.options.scale = -kInf; },
+       "scale: got -inf, want .*finite"},
+      {"softcap_nan", [](Call& c) { c.options.softcap = kNan; }, "softcap: got nan, want"},
+      {"softcap_negative", [](Call& c) { c.options.softcap = -3; }, "softcap: got -3.*want"},
+      {"softcap_infinite", [](Call& c) { c.options.softcap = kInf; }, "softcap: got inf, want"},
+      {"dropout_negative", [](Call& c) { c.options.dropout.p = -0.25; },
+       "dropout.*: got -0.25, want 0 <= p < 1"},
+      {"dropout_of_one", [](Call& c) { c.options.dropout.p = 1; },
+       "dropout.*: got 1.*want 0 <= p < 1"},
+      {"dropout_above_one", [](Call& c) { c.options.dropout.p = 1.5; },
+       "dropout.*: got 1.5, want 0 <= p < 1"},
+      {"dropout_nan", [](Call& c) { c.options.dropout.p = kNan; },
+       "dropout.*: got nan, want 0 <= p < 1"},
+      {"mask_left", [](Call& c) { c.options.mask.left = -2; }, "mask.left: got -2, want -1.*>= 0"},
+      {"mask_right", [](Call& c) { c.options.mask.right = INT64_MIN; },
+       "mask.right: got -9223372036854775808, want -1"},
+      {"threads_negative", [](Call& c) { c.options.threads = -1; }, "threads: got -1, want >= 0"},
+      {"engine_unknown", [](Call& c) { c.options.engine = "tpu"; },
+       "engine: got \"tpu\", want .*cpu.*reference"},
+  };
+  return kWrongs;
+}
+
+class BadInput : public testing::TestWithParam<Wrong> {
+ protected:
+  static Case base() {
+    Case c{.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24};
+    c.alibi = Alibi::kHeads;
+    c.seqused = true;
+    if (GetParam().packed) c.layout = Layout::kPacked;
+    return c;
+  }
+
+  void expect_error(bool backward) {
+    SCOPED_TRACE(backward ? "backward" : "forward");
+    const Wrong& wrong = GetParam();
+    Workload w(base(), 1);
+    Call call(w);
+    wrong.change(call);
+    w.seal();
+    std::string message;
+    try {
+      if (backward) {
+        fulgur::backward(call.backward(), call.options);
+      } else {
+        fulgur::forward(call.forward(), call.options);
+      }
+    } catch (const Error& error) {
+      message = error.what();
+      EXPECT_EQ(error.status(), Status::kInvalidArgument);
+    }
+    EXPECT_TRUE(starts_like(message, wrong.message));
+    EXPECT_TRUE(w.nothing_written());
+
+    EXPECT_EQ(call_c(call, backward), FULGUR_INVALID_ARGUMENT);
+    EXPECT_TRUE(starts_like(fulgur_last_error(), wrong.message)) << "(C API)";
+    EXPECT_TRUE(w.nothing_written());
+  }
+};
+
+TEST_P(BadInput, IsNamedAndNothingIsWritten) {
+  if (GetParam().passes != kBackwardOnly) expect_error(false);
+  if (GetParam().passes != kForwardOnly) expect_error(true);
+}
+
+// The base itself is right: the errors come from the change alone.
+TEST(BadInputs, AreBadByTheirChangeAlone) {
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    Workload w({.batch = 2,
+                .sq = 8,
+                .sk = 10,
+                .hq = 4,
+                .hk = 2,
+                .d = 16,
+                .dv = 24,
+                .layout = layout,
+                .alibi = Alibi::kHeads,
+                .seqused = true},
+               1);
+    const Call call(w);
+    EXPECT_EQ(message_of([&] { w.run(); }), "");
+    EXPECT_EQ(call_c(call, false), FULGUR_OK) << fulgur_last_error();
+    EXPECT_EQ(call_c(call, true), FULGUR_OK) << fulgur_last_error();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, BadInput, testing::ValuesIn(wrongs()),
+                         [](const auto& info) { return std::string(info.param.what); });
+
+}  // namespace
+}  // namespace fulgur::test

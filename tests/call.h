@@ -1,0 +1,108 @@
+/// The arguments of a call, to be changed one by one, and the same call through the C API.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <regex.h>
+
+#include <string>
+
+#include "fulgur/c.h"
+#include "workload.h"
+
+namespace fulgur::test {
+
+// All arguments of a forward and a backward call.
+struct Call {
+  Tensor q, k, v, out, lse, dout, dq, dk, dv;
+  Options options;
+
+  explicit Call(const Workload& w)
+      : q(w.forward.q),
+        k(w.forward.k),
+        v(w.forward.v),
+        out(w.forward.out),
+        lse(w.forward.lse),
+        dout(w.backward.dout),
+        dq(w.backward.dq),
+        dk(w.backward.dk),
+        dv(w.backward.dv),
+        options(w.options) {}
+  ForwardArgs forward() const { return {q, k, v, out, lse}; }
+  BackwardArgs backward() const { return {dout, q, k, v, out, lse, dq, dk, dv}; }
+};
+
+// The same tensor for the C API.
+class Dl {
+ public:
+  explicit Dl(const Tensor& t) : tensor_(t) {
+    dl_.data = t.data;
+    dl_.device = {t.device.type == DeviceType::kCpu ? kDLCPU : kDLCUDA, t.device.index};
+    dl_.ndim = t.rank;
+    dl_.shape = tensor_.shape.data();
+    dl_.strides = tensor_.strides.data();
+    const auto bits = static_cast<uint8_t>(8 * size_of(t.dtype));
+    const uint8_t code = t.dtype == DType::kBF16  ? kDLBfloat
+                         : t.dtype == DType::kI32 ? kDLInt
+                                                  : kDLFloat;
+    dl_.dtype = {code, bits, 1};
+  }
+  Dl(const Dl&) = delete;
+  operator const DLTensor*() const { return dl_.ndim > 0 ? &dl_ : nullptr; }
+
+ private:
+  Tensor tensor_;
+  DLTensor dl_{};
+};
+
+inline fulgur_status call_c(const Call& call, bool backward) {
+  const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
+      dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.options.alibi_slopes),
+      cu_q(call.options.cu_seqlens_q), cu_k(call.options.cu_seqlens_k),
+      used(call.options.seqused_k);
+  fulgur_options o;
+  fulgur_options_init(&o);
+  o.window_left = call.options.mask.left;
+  o.window_right = call.options.mask.right;
+  o.scale = call.options.scale ? &*call.options.scale : nullptr;
+  o.softcap = call.options.softcap;
+  o.alibi_slopes = alibi;
+  o.dropout_p = call.options.dropout.p;
+  o.cu_seqlens_q = cu_q;
+  o.cu_seqlens_k = cu_k;
+  o.max_seqlen_q = call.options.max_seqlen_q;
+  o.max_seqlen_k = call.options.max_seqlen_k;
+  o.seqused_k = used;
+  o.threads = call.options.threads;
+  o.engine = call.options.engine.c_str();
+  return backward ? fulgur_backward(dout, q, k, v, out, lse, dq, dk, dv, &o)
+                  : fulgur_forward(q, k, v, out, lse, &o);
+}
+
+inline Tensor resized(Tensor t, std::initializer_list<int64_t> shape) {
+  return Tensor::contiguous(t.data, t.dtype, shape, t.device);
+}
+
+inline Tensor on_cuda(Tensor t) {
+  t.device = {DeviceType::kCuda, 0};
+  return t;
+}
+
+inline Tensor as(Tensor t, DType dtype) {
+  t.dtype = dtype;
+  return t;
+}
+
+/// Whether `text` starts with what the POSIX extended regular expression describes.
+inline testing::AssertionResult starts_like(const std::string& text, const std::string& pattern) {
+  regex_t compiled;
+  if (regcomp(&compiled, pattern.c_str(), REG_EXTENDED) != 0) {
+    return testing::AssertionFailure() << "not a regular expression: " << pattern;
+  }
+  regmatch_t match{};
+  const bool found = regexec(&compiled, text.c_str(), 1, &match, 0) == 0 && match.rm_so == 0;
+  regfree(&compiled);
+  if (found) return testing::AssertionSuccess();
+  return testing::AssertionFailure() << "got \"" << text << "\", want " << pattern;
+}
+
+}  // namespace fulgur::test

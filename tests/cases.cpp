@@ -1,0 +1,199 @@
+#include "cases.h"
+
+#include <algorithm>
+#include <array>
+#include <random>
+#include <set>
+#include <sstream>
+#include <utility>
+
+namespace fulgur::test {
+namespace {
+
+using Pair = std::pair<int64_t, int64_t>;
+
+// The factors. A row of the plan picks one level of each.
+constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
+constexpr int64_t kBatches[] = {1, 2, 3};
+constexpr Pair kDims[] = {{1, 1},    {8, 8},     {17, 17},   {64, 64},   {80, 80},
+                          {96, 96},  {128, 128}, {192, 192}, {256, 256}, {512, 512},
+                          {64, 128}, {192, 128}, {128, 64},  {1, 17},    {96, 8}};
+constexpr Pair kLengths[] = {{0, 0},    {0, 7},    {7, 0},    {1, 1},     {2, 2},     {7, 7},
+                             {63, 63},  {64, 64},  {65, 65},  {127, 127}, {333, 333}, {1, 64},
+                             {1, 333},  {63, 64},  {64, 63},  {2, 127},   {127, 65},  {333, 64},
+                             {7, 1024}, {1024, 7}, {65, 333}, {1, 4096},  {4096, 2}};
+constexpr Mask kMasks[] = {full(),         causal(),       window(0, 0),
+                           window(16, 16), window(100, 0), window(-1, 5),
+                           window(3, -1),  window(0, 70),  window(200, 40)};
+constexpr Pair kHeads[] = {{1, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 3}, {4, 1}, {8, 1}};
+constexpr Layout kLayouts[] = {Layout::kBshd,   Layout::kBhsd,   Layout::kQkv,
+                               Layout::kPadded, Layout::kPacked, Layout::kPackedPadded};
+constexpr double kSoftcaps[] = {0, 0, 2};
+constexpr Alibi kAlibis[] = {Alibi::kNone, Alibi::kNone, Alibi::kHeads, Alibi::kBatchHeads};
+constexpr double kDropouts[] = {0, 0, 0.25};
+constexpr bool kSequseds[] = {false, false, true};
+
+constexpr size_t kFactors = 11;
+using Row = std::array<size_t, kFactors>;
+constexpr Row kLevels = {std::size(kDtypes),   std::size(kBatches),  std::size(kDims),
+                         std::size(kLengths),  std::size(kMasks),    std::size(kHeads),
+                         std::size(kLayouts),  std::size(kSoftcaps), std::size(kAlibis),
+                         std::size(kDropouts), std::size(kSequseds)};
+constexpr int64_t kMaxCost = 120'000'000;
+constexpr int64_t kMaxSmallCost = 2'000'000;
+
+Case to_case(const Row& row) {
+  Case c;
+  c.dtype = kDtypes[row[0]];
+  c.batch = kBatches[row[1]];
+  std::tie(c.d, c.dv) = kDims[row[2]];
+  std::tie(c.sq, c.sk) = kLengths[row[3]];
+  c.mask = kMasks[row[4]];
+  std::tie(c.hq, c.hk) = kHeads[row[5]];
+  c.layout = kLayouts[row[6]];
+  c.softcap = kSoftcaps[row[7]];
+  c.alibi = kAlibis[row[8]];
+  c.dropout = kDropouts[row[9]];
+  c.seqused = kSequseds[row[10]];
+  return c;
+}
+
+bool possible(const Case& c) {
+  if (c.layout == Layout::kQkv && (c.sq != c.sk || c.d != c.dv)) return false;
+  return c.cost() <= kMaxCost;
+}
+
+// Greedy all-pairs: of a few dozen random rows keep the one that covers most pairs of levels not
+// seen together yet, until no random row covers a new one.
+std::vector<Case> pairwise() {
+  std::mt19937_64 random(1);
+  std::set<std::array<size_t, 4>> seen;
+  auto uncovered = [&](const Row& row) {
+    std::vector<std::array<size_t, 4>> pairs;
+    for (size_t a = 0; a < kFactors; ++a) {
+      for (size_t b = a + 1; b < kFactors; ++b) {
+        if (!seen.contains({a, row[a], b, row[b]})) pairs.push_back({a, row[a], b, row[b]});
+      }
+    }
+    return pairs;
+  };
+  std::vector<Case> cases;
+  for (int misses = 0; misses < 20;) {
+    Row best{};
+    size_t most = 0;
+    for (int candidate = 0; candidate < 50; ++candidate) {
+      Row row;
+      for (size_t f = 0; f < kFactors; ++f) row[f] = random() % kLevels[f];
+      if (!possible(to_case(row))) continue;
+      if (const size_t count = uncovered(row).size(); count > most) {
+        best = row;
+        most = count;
+      }
+    }
+    if (most == 0) {
+      ++misses;
+      continue;
+    }
+    for (const auto& pair : uncovered(best)) seen.insert(pair);
+    cases.push_back(to_case(best));
+  }
+  return cases;
+}
+
+// Long sequences: many tiles, long sums, split keys.
+std::vector<Case> long_cases() {
+  const DType f32 = DType::kF32, bf16 = DType::kBF16, f16 = DType::kF16;
+  return {
+      {.dtype = f32, .sq = 1024, .sk = 1024, .mask = causal()},
+      {.dtype = bf16, .sq = 1024, .sk = 1024, .d = 128, .dv = 128},
+      {.dtype = f16, .sq = 1024, .sk = 1024, .mask = window(300, 0), .layout = Layout::kQkv},
+      {.dtype = f32, .sq = 4096, .sk = 4096, .d = 17, .dv = 17, .mask = causal()},
+      {.dtype = bf16, .sq = 333, .sk = 4096, .mask = causal()},
+      {.dtype = f32, .sq = 4096, .sk = 333, .mask = causal()},
+      {.dtype = f32, .sq = 1, .sk = 4096, .hq = 8, .hk = 2, .d = 128, .dv = 128},
+      {.dtype = bf16, .batch = 3, .sq = 1, .sk = 4096, .hq = 8, .hk = 1, .seqused = true},
+      {.dtype = f16, .batch = 2, .sq = 3, .sk = 4096, .hq = 4, .hk = 1, .mask = causal()},
+      {.dtype = f32,
+       .batch = 3,
+       .sq = 2,
+       .sk = 4096,
+       .hq = 4,
+       .hk = 2,
+       .mask = causal(),
+       .layout = Layout::kPacked},
+      {.dtype = bf16,
+       .sq = 1,
+       .sk = 4096,
+       .hq = 4,
+       .hk = 1,
+       .mask = window(1000, 0),
+       .alibi = Alibi::kHeads},
+      {.dtype = DType::kF64, .sq = 333, .sk = 1024, .mask = causal()},
+  };
+}
+
+std::vector<Case> select(bool small) {
+  std::vector<Case> selected;
+  int cheap = 0;
+  for (const Case& c : all_cases()) {
+    const bool is_small = c.cost() <= kMaxSmallCost && ++cheap % 4 == 0;
+    if (is_small == small) selected.push_back(c);
+  }
+  return selected;
+}
+
+const char* name_of(Layout layout) {
+  switch (layout) {
+    case Layout::kBshd:
+      return "bshd";
+    case Layout::kBhsd:
+      return "bhsd";
+    case Layout::kQkv:
+      return "qkv";
+    case Layout::kPadded:
+      return "padded";
+    case Layout::kPacked:
+      return "packed";
+    case Layout::kPackedPadded:
+      return "packedpadded";
+  }
+  return "";
+}
+
+std::string name_of(Mask mask) {
+  if (mask == full()) return "full";
+  if (mask == causal()) return "causal";
+  auto side = [](int64_t keys) { return keys < 0 ? std::string("inf") : std::to_string(keys); };
+  return "window" + side(mask.left) + "x" + side(mask.right);
+}
+
+}  // namespace
+
+std::string Case::name() const {
+  std::ostringstream s;
+  s << fulgur::name_of(dtype) << "_b" << batch << "_q" << sq << "_k" << sk << "_h" << hq << "x"
+    << hk << "_d" << d << "x" << dv << "_" << test::name_of(mask) << "_" << test::name_of(layout);
+  if (softcap > 0) s << "_softcap";
+  if (alibi == Alibi::kHeads) s << "_alibi";
+  if (alibi == Alibi::kBatchHeads) s << "_alibibatch";
+  if (dropout > 0) s << "_dropout";
+  if (seqused) s << "_seqused";
+  return s.str();
+}
+
+uint64_t Case::seed() const {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char letter : name()) hash = (hash ^ static_cast<uint8_t>(letter)) * 0x100000001b3;
+  return hash;
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases = pairwise();
+  for (const Case& c : long_cases()) cases.push_back(c);
+  return cases;
+}
+
+std::vector<Case> small_cases() { return select(true); }
+std::vector<Case> large_cases() { return select(false); }
+
+}  // namespace fulgur::test

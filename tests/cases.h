@@ -1,0 +1,58 @@
+/// The one list of attention problems that every engine is tested on, forward and backward.
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "fulgur/attention.h"
+
+namespace fulgur::test {
+
+/// How the tensors of a case lie in memory.
+enum class Layout {
+  kBshd,          ///< (batch, seqlen, heads, dim), row-major
+  kBhsd,          ///< (batch, heads, seqlen, dim) in memory
+  kQkv,           ///< q, k and v (and dq, dk and dv) interleaved in one buffer
+  kPadded,        ///< gaps between heads, rows and batches
+  kPacked,        ///< (total, heads, dim) with cu_seqlens, empty sequences, rows after the last
+  kPackedPadded,  ///< the same with gaps between heads and rows
+};
+
+enum class Alibi { kNone, kHeads, kBatchHeads };
+
+struct Case {
+  DType dtype = DType::kF32;
+  int64_t batch = 1;
+  int64_t sq = 64, sk = 64;  ///< packed: the longest sequence
+  int64_t hq = 1, hk = 1;
+  int64_t d = 64, dv = 64;
+  Mask mask = {};
+  Layout layout = Layout::kBshd;
+  double softcap = 0;
+  Alibi alibi = Alibi::kNone;
+  double dropout = 0;
+  bool seqused = false;
+
+  bool packed() const { return layout == Layout::kPacked || layout == Layout::kPackedPadded; }
+  /// "bf16_b2_q64_k65_h4x2_d64x128_causal_bhsd": unique in the list, the name in test output.
+  std::string name() const;
+  /// A seed of its own (FNV-1a of the name).
+  uint64_t seed() const;
+  /// Rough: multiply-adds of the forward pass without a mask, plus work per row.
+  int64_t cost() const { return batch * (hq * sq * sk + 20 * (hq * sq + hk * sk)) * (d + dv); }
+};
+
+/// For GoogleTest.
+inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name(); }
+
+/// Every pair of values of two factors occurs together in some case (where it can), plus a few
+/// hand-picked long ones. The same list on every machine.
+std::vector<Case> all_cases();
+/// A cheap part of it, for sanitizers and for forcing SIMD targets.
+std::vector<Case> small_cases();
+/// The rest.
+std::vector<Case> large_cases();
+
+}  // namespace fulgur::test

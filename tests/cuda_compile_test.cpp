@@ -1,0 +1,213 @@
+// NVRTC on a machine without a GPU: every kernel that the engine can ask for compiles without
+// spills and without serialized wgmma, and a failure leaves nothing behind.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <set>
+#include <thread>
+
+#include "cuda/hopper_forward.h"
+#include "cuda/jit.h"
+#include "cuda_problem.h"
+#include "engines.h"
+#include "fulgur/cuda.h"
+
+namespace fulgur::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+using test::forward_problem;
+using test::ForwardShape;
+
+class Compile : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!nvrtc_unavailable().empty()) GTEST_SKIP() << nvrtc_unavailable();
+  }
+};
+
+/// What ptxas says that a kernel must not do; empty when it says nothing of the kind.
+std::string complaint(const std::string& log) {
+  static const std::regex kSpill("([1-9][0-9]*) bytes (stack frame|spill stores|spill loads)");
+  static const std::regex kSerialized("C75[0-9][0-9]");
+  std::smatch match;
+  if (std::regex_search(log, match, kSpill) || std::regex_search(log, match, kSerialized)) {
+    return match.str();
+  }
+  if (log.find("0 bytes spill stores") == std::string::npos) return "no word on spills";
+  return {};
+}
+
+TEST(Complaint, FindsWhatItIsFor) {
+  const std::string clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
+  EXPECT_EQ(complaint(clean), "");
+  EXPECT_EQ(complaint("0 bytes stack frame, 16 bytes spill stores"), "16 bytes spill stores");
+  EXPECT_EQ(complaint("8 bytes stack frame, 0 bytes spill stores"), "8 bytes stack frame");
+  EXPECT_EQ(complaint(clean + "\n(C7514) Potential Performance Loss: wgmma"), "C7514");
+  EXPECT_NE(complaint(""), "");
+}
+
+/// Problems whose plans cover every head dim with plain options, and every option with the head
+/// dims that matter.
+std::vector<Problem> problems() {
+  std::vector<Problem> all;
+  const std::vector<Mask> masks = {full(), causal(), window(128, -1), window(128, 64)};
+  for (int64_t d = 16; d <= 256; d += 16)
+    all.push_back(forward_problem({.d = d, .mask = causal()}));
+  for (const auto& [d, dv] : {std::pair{192, 128}, {128, 64}, {64, 256}, {256, 16}, {16, 256}}) {
+    all.push_back(forward_problem({.d = d, .dv = dv, .mask = causal()}));
+  }
+  for (const int64_t d : {64, 128, 256}) {
+    for (const Mask& mask : masks) {
+      all.push_back(forward_problem({.d = d, .mask = mask}));
+      all.push_back(forward_problem({.d = d, .mask = mask, .packed = true}));
+    }
+    all.push_back(forward_problem({.dtype = DType::kF16, .d = d, .mask = causal()}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .softcap = 30}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .alibi = true}));
+    all.push_back(forward_problem({.d = d, .scale = -1.0}));
+    all.push_back(forward_problem({.d = d, .seqused = true}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .lse = false}));
+    all.push_back(forward_problem({.d = d,
+                                   .mask = window(100, 20),
+                                   .softcap = 9,
+                                   .alibi = true,
+                                   .packed = true,
+                                   .seqused = true}));
+  }
+  return all;
+}
+
+std::string name(const KernelRequest& request) {
+  return request.source + "\n" + request.plan_header;
+}
+
+TEST_F(Compile, EveryReachablePlanIsClean) {
+  std::vector<KernelRequest> requests;
+  std::set<std::string> seen;
+  for (const Problem& problem : problems()) {
+    ASSERT_EQ(hopper_forward_rejects(problem), "");
+    for (KernelRequest& request : forward_kernels(problem, HopperTarget{})) {
+      if (seen.insert(name(request)).second) requests.push_back(std::move(request));
+    }
+  }
+  ASSERT_GT(requests.size(), 50u);
+  // What was found clean once stays so: the keys of the cache are those of the compilation.
+  CubinCache cache(fs::path(FULGUR_TEST_CACHE));
+  std::atomic<size_t> next = 0, compiled = 0;
+  const auto start = std::chrono::steady_clock::now();
+  const auto work = [&] {
+    for (size_t i; (i = next++) < requests.size();) {
+      try {
+        const Cubin cubin = cache.get(cache_key(requests[i]), [&] {
+          ++compiled;
+          return compile(requests[i]);
+        });
+        EXPECT_EQ(complaint(cubin.log), "") << name(requests[i]) << cubin.log;
+      } catch (const Error& error) {
+        ADD_FAILURE() << name(requests[i]) << error.what();
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) threads.emplace_back(work);
+  for (std::thread& t : threads) t.join();
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  fmt::print("{} kernels, {} compiled now, {:.1f} s\n", requests.size(), compiled.load(), seconds);
+}
+
+TEST_F(Compile, ColdAndWarmTimes) {
+  const KernelRequest request = forward_kernels(forward_problem({.d = 128}), {}).at(0);
+  std::string folder = (fs::temp_directory_path() / "fulgur_times_XXXXXX").string();
+  CubinCache cache{fs::path(mkdtemp(folder.data()))};
+  const auto seconds = [&] {
+    const auto start = std::chrono::steady_clock::now();
+    cache.get(cache_key(request), [&] { return compile(request); });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  const double cold = seconds(), warm = seconds();
+  fmt::print("cold {:.3f} s, warm {:.2f} ms\n", cold, 1e3 * warm);
+  EXPECT_LT(warm, 0.02);
+  EXPECT_LT(warm, cold);
+  fs::remove_all(folder);
+}
+
+TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
+  std::string folder = (fs::temp_directory_path() / "fulgur_broken_XXXXXX").string();
+  CubinCache cache{fs::path(mkdtemp(folder.data()))};
+  KernelRequest request = forward_kernels(forward_problem({.d = 64}), {}).at(0);
+  request.plan_header += "int broken = undeclared_name;\n";
+  const auto get = [&] { cache.get(cache_key(request), [&] { return compile(request); }); };
+  EXPECT_EQ(test::status_of(get), Status::kInternal);
+  const std::string message = test::message_of(get);
+  EXPECT_NE(message.find("undeclared_name"), std::string::npos) << message;
+  EXPECT_NE(message.find("sm90/forward.cu"), std::string::npos) << message;
+  EXPECT_TRUE(fs::is_empty(folder));
+  fs::remove_all(folder);
+}
+
+TEST_F(Compile, KeyDependsOnAllThatMatters) {
+  const KernelRequest base = forward_kernels(forward_problem({.d = 64}), {}).at(0);
+  KernelRequest plan = base, source = base, architecture = base;
+  plan.plan_header += "\n";
+  source.source = "forward_padding.cu";
+  architecture.architecture = "sm_100a";
+  std::set<std::string> keys;
+  for (const auto& request : {base, plan, source, architecture}) keys.insert(cache_key(request));
+  EXPECT_EQ(keys.size(), 4u);
+  EXPECT_EQ(cache_key(base), cache_key(KernelRequest(base)));
+  KernelSources sources = embedded_sources();
+  const std::string before = digest(sources);
+  sources.begin()->second += " ";
+  EXPECT_NE(digest(sources), before);
+}
+
+TEST(Sources, EmbeddedTextIsThatOfTheFiles) {
+  const KernelSources sources = embedded_sources();
+  size_t files = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(FULGUR_KERNELS)) {
+    if (!entry.is_regular_file()) continue;
+    ++files;
+    std::ifstream file(entry.path(), std::ios::binary);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    EXPECT_EQ(sources.at(fs::relative(entry.path(), FULGUR_KERNELS)), text) << entry.path();
+  }
+  EXPECT_EQ(sources.size(), files);
+}
+
+TEST(Sources, ReportsNameThemByTheSameHash) {
+  FILE* pipe = popen("python3 " FULGUR_TOOLS "/kernel_hash.py", "r");
+  ASSERT_NE(pipe, nullptr);
+  char line[128] = {};
+  EXPECT_NE(std::fgets(line, sizeof(line), pipe), nullptr);
+  EXPECT_EQ(pclose(pipe), 0);
+  EXPECT_EQ(line, digest(embedded_sources()) + "\n");
+}
+
+TEST_F(Compile, PrewarmFillsAFolder) {
+  std::string folder = (fs::temp_directory_path() / "fulgur_prewarm_XXXXXX").string();
+  folder = mkdtemp(folder.data());
+  const test::ForwardCall call = test::forward_call({.d = 80});
+  const Prewarmed first = prewarm(call.args, call.options, folder);
+  EXPECT_GT(first.compiled, 0);
+  EXPECT_EQ(first.present, 0);
+  const Prewarmed again = prewarm(call.args, call.options, folder);
+  EXPECT_EQ(again.compiled, 0);
+  EXPECT_EQ(again.present, first.compiled);
+  const test::ForwardCall wide = test::forward_call({.d = 320});
+  EXPECT_EQ(test::status_of([&] { prewarm(wide.args, wide.options, folder); }),
+            Status::kUnsupported);
+  EXPECT_EQ(test::status_of([&] { prewarm(call.args, call.options, "/dev/null/x"); }),
+            Status::kInternal);
+  fs::remove_all(folder);
+}
+
+}  // namespace
+}  // namespace fulgur::cuda

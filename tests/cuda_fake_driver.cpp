@@ -1,0 +1,162 @@
+// A libcuda.so.1 for tests on machines without a GPU: one device of compute capability
+// FAKE_CUDA_CAPABILITY (default 90), whose memory is the host's and whose kernels do nothing. It
+// records what it is asked. FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT the result
+// of cuInit.
+#include "cuda_fake_driver.h"
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+#include "kernels/forward_padding_params.h"
+#include "kernels/sm90/forward_params.h"
+
+namespace {
+
+using fulgur::test::FakeMap;
+using fulgur::test::FakeState;
+
+FakeState state;
+void* current = nullptr;
+
+int number(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atoi(text);
+}
+
+}  // namespace
+
+extern "C" {
+
+FakeState* fulgur_fake_state() { return &state; }
+
+int cuInit(unsigned) { return number("FAKE_CUDA_INIT", 0); }
+// NVRTC asks for it, and goes without.
+int cuGetExportTable(const void**, const void*) { return 500; }
+int cuDriverGetVersion(int* version) {
+  *version = number("FAKE_CUDA_VERSION", 13000);
+  return 0;
+}
+int cuGetErrorName(int, const char** name) {
+  *name = "CUDA_ERROR_FAKE";
+  return 0;
+}
+int cuGetErrorString(int, const char** text) {
+  *text = "a fake failure";
+  return 0;
+}
+int cuDeviceGetCount(int* count) {
+  *count = number("FAKE_CUDA_DEVICES", 1);
+  return 0;
+}
+int cuDeviceGet(int* device, int index) {
+  *device = index;
+  return 0;
+}
+int cuDeviceGetName(char* name, int size, int) {
+  std::snprintf(name, static_cast<size_t>(size), "Fake GPU");
+  return 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int) {
+  const int capability = number("FAKE_CUDA_CAPABILITY", 90);
+  *value = attribute == 16   ? 132
+           : attribute == 75 ? capability / 10
+           : attribute == 76 ? capability % 10
+           : attribute == 97 ? 232448
+                             : 0;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int) {
+  ++state.contexts;
+  *context = &state;
+  return 0;
+}
+int cuCtxGetCurrent(void** context) {
+  *context = current;
+  return 0;
+}
+int cuCtxPushCurrent_v2(void* context) {
+  current = context;
+  return 0;
+}
+int cuCtxPopCurrent_v2(void** context) {
+  *context = current;
+  current = nullptr;
+  return 0;
+}
+int cuCtxSynchronize() { return 0; }
+int cuModuleLoadData(void** module, const void*) {
+  ++state.loaded;
+  *module = &state;
+  return 0;
+}
+int cuModuleGetFunction(void** function, void*, const char*) {
+  *function = &state;
+  return 0;
+}
+int cuFuncSetAttribute(void*, int, int) { return 0; }
+int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
+  ++state.allocated;
+  *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  return *pointer == 0 ? 2 : 0;
+}
+int cuMemFree_v2(unsigned long long pointer) {
+  ++state.freed;
+  std::free(reinterpret_cast<void*>(pointer));
+  return 0;
+}
+int cuMemcpy(unsigned long long to, unsigned long long from, size_t bytes) {
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  return 0;
+}
+int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, void*) {
+  std::memset(reinterpret_cast<void*>(to), value, bytes);
+  return 0;
+}
+int cuStreamGetId(void* stream, unsigned long long* id) {
+  *id = reinterpret_cast<uintptr_t>(stream);
+  return 0;
+}
+int cuEventCreate(void** event, unsigned) {
+  *event = &state;
+  return 0;
+}
+int cuEventDestroy_v2(void*) { return 0; }
+int cuEventRecord(void*, void*) { return 0; }
+int cuEventSynchronize(void*) { return 0; }
+int cuEventElapsedTime(float* milliseconds, void*, void*) {
+  *milliseconds = 1;
+  return 0;
+}
+int cuTensorMapEncodeTiled(void* blob, int type, unsigned rank, void* address,
+                           const unsigned long long* dims, const unsigned long long* byte_strides,
+                           const unsigned* box, const unsigned*, int, int swizzle, int, int) {
+  ++state.encoded;
+  if (current == nullptr) return 201;  // as the driver does without a context
+  if (rank != 4 || reinterpret_cast<uintptr_t>(address) % 16 != 0) return 1;
+  FakeMap map{address, {}, {}, {}, type, swizzle};
+  for (int i = 0; i < 4; ++i) {
+    // What the driver refuses (CUDA driver API, cuTensorMapEncodeTiled).
+    if (dims[i] == 0 || dims[i] > 1ull << 32 || box[i] == 0 || box[i] > 256) return 1;
+    if (i < 3 && (byte_strides[i] % 16 != 0 || byte_strides[i] >= 1ull << 40)) return 1;
+    map.dims[i] = dims[i];
+    map.box[i] = box[i];
+    if (i < 3) map.byte_strides[i] = byte_strides[i];
+  }
+  std::memcpy(blob, &map, sizeof(map));
+  return 0;
+}
+int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
+                   void** arguments, void**) {
+  if (current == nullptr) return 201;
+  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return 1;
+  if (!state.record) return 0;
+  const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
+  // The size of the largest parameters; the padding kernel's are smaller but lie in a larger
+  // object.
+  state.launches.push_back({grid_x, block_x, shared_bytes, stream, {bytes, bytes + 704}});
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,41 @@
+/// What the fake driver (cuda_fake_driver.cpp) records for the tests.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+namespace fulgur::test {
+
+/// A kernel launch.
+struct FakeLaunch {
+  unsigned grid, block, shared_bytes;
+  const void* stream;
+  std::vector<unsigned char> params;  ///< the first kernel argument's bytes
+};
+
+/// The arguments that the fake cuTensorMapEncodeTiled leaves in a tensor map.
+struct FakeMap {
+  const void* address;
+  unsigned long long dims[4], byte_strides[3];
+  unsigned box[4];
+  int type, swizzle;
+
+  static FakeMap of(const void* blob) {
+    FakeMap map;
+    std::memcpy(&map, blob, sizeof(map));
+    return map;
+  }
+};
+static_assert(sizeof(FakeMap) <= 128);
+
+/// Counts since the start of the process, and launches since the last look.
+struct FakeState {
+  int encoded = 0, allocated = 0, freed = 0, loaded = 0, contexts = 0;
+  bool record = true;
+  std::vector<FakeLaunch> launches;
+};
+
+}  // namespace fulgur::test
+
+/// The fake driver's only function that is none of the driver's.
+extern "C" fulgur::test::FakeState* fulgur_fake_state();

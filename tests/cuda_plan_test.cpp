@@ -1,0 +1,275 @@
+// What the CUDA engine decides: tiles, stages, shares of work, tensor maps, and that descriptors
+// and swizzles agree with a model of the copy engine and the tensor cores.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "cuda/hopper_forward.h"
+#include "cuda/hopper_model.h"
+#include "cuda_problem.h"
+
+// The device text, read by the host's compiler: the instructions in it are never emitted.
+#define __device__
+#define __forceinline__ inline
+#define FULGUR_INPUT "bf16"
+#include "kernels/shared/wgmma.cuh"
+
+namespace fulgur::cuda {
+namespace {
+
+using test::forward_problem;
+
+HopperForwardPlan plan_of(const Problem& problem, const HopperTarget& target = {}) {
+  std::vector<std::string> rejected;
+  return make_hopper_forward_plan(problem, target, &rejected);
+}
+
+std::vector<Problem> many_problems() {
+  std::vector<Problem> all;
+  for (const int64_t d : {1, 16, 40, 64, 96, 128, 192, 256}) {
+    for (const int64_t s : {1, 63, 512, 4096, 100000}) {
+      for (const Mask& mask : {full(), causal(), window(100, 0)}) {
+        for (const int64_t batch : {1, 3, 64}) {
+          const int64_t dim = (d + 7) / 8 * 8;
+          all.push_back(
+              forward_problem({.batch = batch, .sq = s, .sk = s, .d = dim, .mask = mask}));
+        }
+      }
+    }
+  }
+  return all;
+}
+
+TEST(HopperPlan, FitsTheMachine) {
+  for (const Problem& p : many_problems()) {
+    for (const HopperForwardPlan& plan : hopper_forward_candidates(p, {})) {
+      const int dp = (plan.head_dim + 63) / 64, vp = (plan.value_dim + 63) / 64;
+      // The formula of forward_params.h.
+      EXPECT_EQ(plan.shared_bytes,
+                plan.q_stages * plan.consumers * 64 * 128 * std::max(dp, vp) +
+                    plan.block_keys * 128 * (plan.k_stages * dp + plan.v_stages * vp) + 1024);
+      EXPECT_LE(plan.shared_bytes, 232448);
+      EXPECT_GE(plan.k_stages, 2);
+      EXPECT_GE(plan.v_stages, 2);
+      EXPECT_EQ(plan.block_keys % 16, 0);
+      EXPECT_LE(plan.block_keys, 256);
+      // All registers of a multiprocessor, as setmaxnreg shares them out.
+      EXPECT_LE(128 * (plan.producer_registers + plan.consumers * plan.consumer_registers), 65536);
+      EXPECT_LE(plan.counters() * 4, Gpu::kZeroed);
+    }
+  }
+}
+
+TEST(HopperPlan, SharesOutEveryTile) {
+  for (const Problem& p : many_problems()) {
+    const HopperForwardPlan plan = plan_of(p);
+    EXPECT_EQ(plan.tiles(), (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
+    EXPECT_EQ(plan.items, plan.first_split_tile + plan.split_tiles() * plan.split_parts);
+    EXPECT_EQ(plan.split_tail, plan.split_tiles() > 0);
+    EXPECT_TRUE(!plan.split_tail || (plan.split_parts >= 2 && plan.split_parts <= 8));
+    EXPECT_LT(plan.split_tiles(), 132);
+    EXPECT_EQ(plan.grid, std::min(132, plan.items));
+    EXPECT_GE(plan.section_heads, 1);
+    EXPECT_LE(plan.section_heads, plan.heads);
+    EXPECT_TRUE(plan.section_heads % p.group() == 0 || plan.section_heads == plan.heads);
+  }
+}
+
+TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
+  std::vector<std::string> rejected;
+  const Problem p = forward_problem({.sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
+  const HopperForwardPlan plan = make_hopper_forward_plan(p, {}, &rejected);
+  EXPECT_EQ(plan, hopper_forward_candidates(p, {}).at(0));
+  int slower = 0, wider = 0;
+  for (const std::string& why : rejected) {
+    slower += why.find("times as long") != std::string::npos;
+    wider += why.find("made for d and dv up to 256") != std::string::npos;
+  }
+  EXPECT_EQ(slower, 1);
+  EXPECT_EQ(wider, 1);
+}
+
+// What was measured to be fastest on an H200.
+TEST(HopperPlan, TakesTheMeasuredTiles) {
+  const auto tile = [](int64_t d, int64_t s, const Mask& mask) {
+    const int64_t heads = 2048 / d, batch = 16384 / s;
+    const HopperForwardPlan plan = plan_of(forward_problem(
+        {.batch = batch, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}));
+    return std::pair(plan.consumers, plan.block_keys);
+  };
+  for (const Mask& mask : {full(), causal()}) {
+    EXPECT_EQ(tile(64, 16384, mask), std::pair(3, 128));
+    EXPECT_EQ(tile(64, 1024, mask), std::pair(4, 64));
+    EXPECT_EQ(tile(96, 16384, mask), std::pair(3, 96));
+    EXPECT_EQ(tile(128, 16384, mask), std::pair(3, 80));
+    EXPECT_EQ(tile(128, 1024, mask), std::pair(3, 64));
+    EXPECT_EQ(tile(192, 4096, mask), std::pair(2, 80));
+    EXPECT_EQ(tile(256, 4096, mask), std::pair(2, 64));
+  }
+}
+
+TEST(HopperPlan, DerivesTheMeasuredStages) {
+  const auto stages = [](int64_t d, int64_t s) {
+    const HopperForwardPlan plan =
+        plan_of(forward_problem({.batch = 8, .sq = s, .sk = s, .hq = 8, .hk = 8, .d = d}));
+    return std::array{plan.q_stages, plan.k_stages, plan.v_stages};
+  };
+  EXPECT_EQ(stages(64, 16384), (std::array{2, 4, 4}));
+  EXPECT_EQ(stages(64, 1024), (std::array{2, 6, 6}));
+  EXPECT_EQ(stages(96, 8192), (std::array{2, 3, 2}));
+  EXPECT_EQ(stages(128, 16384), (std::array{2, 3, 3}));
+  EXPECT_EQ(stages(128, 1024), (std::array{2, 4, 4}));
+  EXPECT_EQ(stages(192, 4096), (std::array{1, 3, 2}));
+  EXPECT_EQ(stages(256, 4096), (std::array{1, 3, 2}));
+}
+
+TEST(HopperPlan, BoundsThatBindNothingAreNone) {
+  EXPECT_FALSE(plan_of(forward_problem({.sq = 1, .mask = causal()})).has_right);
+  EXPECT_TRUE(plan_of(forward_problem({.sq = 2, .mask = causal()})).has_right);
+  EXPECT_FALSE(plan_of(forward_problem({.mask = window(1023, -1)})).has_left);
+  EXPECT_TRUE(plan_of(forward_problem({.mask = window(1022, -1)})).has_left);
+}
+
+TEST(HopperPlan, FewTilesAreSplit) {
+  const HopperForwardPlan decode =
+      plan_of(forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8}));
+  EXPECT_TRUE(decode.split_tail);
+  EXPECT_GE(decode.items, 100);
+  const HopperForwardPlan invariant = plan_of(
+      forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8, .invariant = true}));
+  EXPECT_FALSE(invariant.split_tail);
+}
+
+TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
+  std::set<std::string> headers;
+  for (const int64_t batch : {1, 2, 7, 64, 500}) {
+    for (const int64_t s : {64, 500, 5000}) {
+      const Problem p =
+          forward_problem({.batch = batch, .sq = s, .sk = s, .packed = true, .invariant = true});
+      headers.insert(plan_header(plan_of(p)));
+    }
+  }
+  EXPECT_EQ(headers.size(), 1u);
+}
+
+TEST(HopperModel, IsSane) {
+  const auto cycles = [](const test::ForwardShape& shape) {
+    const Problem p = forward_problem(shape);
+    const HopperForwardPlan plan = plan_of(p);
+    const TileCost cost = tile_cost(plan, p);
+    return predicted_cycles(cost, plan.tiles(), plan.first_split_tile, plan.split_parts, 132);
+  };
+  const double full_16k = cycles({.batch = 1, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
+  const double causal_16k =
+      cycles({.batch = 1, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16, .mask = causal()});
+  EXPECT_GT(causal_16k, 0.48 * full_16k);
+  EXPECT_LT(causal_16k, 0.60 * full_16k);
+  EXPECT_NEAR(cycles({.batch = 2, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16}) / full_16k, 2,
+              0.1);
+  // Never faster than the tensor cores: 4096 flops a cycle on 132 multiprocessors.
+  EXPECT_GT(full_16k, 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
+  EXPECT_LT(full_16k, 1.2 * 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
+  // Too few tiles for the machine take as long as one.
+  EXPECT_NEAR(predicted_cycles({100, 100}, 10, 10, 1, 132), 100, 1e-9);
+  EXPECT_NEAR(predicted_cycles({100, 100}, 133, 133, 1, 132), 200, 1e-9);
+}
+
+TEST(HopperRejects, NamesWhatAndWhatInstead) {
+  const auto why = [](const test::ForwardShape& shape) {
+    return hopper_forward_rejects(forward_problem(shape));
+  };
+  EXPECT_EQ(why({}), "");
+  EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");
+  EXPECT_EQ(why({.d = 264}), "computes d and dv up to 256, got 264 and 264");
+  EXPECT_EQ(
+      why({.d = 17}),
+      "q has a stride of 17 elements between heads, want a positive multiple of 8 (16 bytes)");
+  EXPECT_EQ(
+      why({.dv = 20}),
+      "v has a stride of 20 elements between heads, want a positive multiple of 8 (16 bytes)");
+}
+
+// ------------------------------------------------------------------------------- tensor layouts
+
+/// Where the copy engine puts element (row, column) of a box of 64 16-bit columns, swizzled by 128
+/// bytes: the 16-byte chunk's number is xored with the row's in its group of 8 (CUDA driver API).
+int swizzled(int row, int column) {
+  return row * 128 + ((column / 8) ^ (row % 8)) * 16 + column % 8 * 2;
+}
+
+/// Where the tensor cores read the 16-bit element of a matrix descriptor (PTX ISA, "matrix
+/// descriptor"): groups of 8 lines of 128 bytes, `stride` bytes apart; the address is swizzled
+/// last.
+struct Descriptor {
+  uint64_t bits;
+  uint32_t start() const { return (bits & 0x3fff) << 4; }
+  uint32_t leading() const { return (bits >> 16 & 0x3fff) << 4; }
+  uint32_t stride() const { return (bits >> 32 & 0x3fff) << 4; }
+  int swizzle() const { return static_cast<int>(bits >> 62); }
+  uint32_t address(uint32_t line, uint32_t byte) const {
+    const uint32_t at = start() + line / 8 * stride() + line % 8 * 128 + byte;
+    return at ^ (at >> 7 & 7) << 4;
+  }
+};
+
+Descriptor descriptor(u32 low) {
+  const u64 high = std::stoul(FULGUR_DESCRIPTOR_HIGH, nullptr, 16);
+  return {high << 32 | low};
+}
+
+TEST(Descriptors, OperandsWithKAlongTheirColumns) {  // Q and K: a panel is rows x 64 columns
+  for (const int rows : {64, 80, 96, 128, 176}) {
+    const u32 base = 3 * 1024 * 8;
+    for (int step = 0; step < 16; ++step) {  // as issue_scores advances
+      const int panel = step / 4, inside = step % 4 * 32;
+      const Descriptor d =
+          descriptor(tile_descriptor(base, 0) + ((panel * rows * 128 + inside) >> 4));
+      ASSERT_EQ(d.swizzle(), 1);  // 128 bytes
+      ASSERT_EQ(d.stride(), 1024u);
+      for (int row = 0; row < rows; ++row) {
+        for (int k = 0; k < 16; ++k) {
+          const int column = step * 16 + k;
+          ASSERT_EQ(d.address(row, 2 * k), base + panel * rows * 128 + swizzled(row, column % 64))
+              << "row " << row << " column " << column;
+        }
+      }
+    }
+  }
+}
+
+TEST(Descriptors, OperandWithKAlongItsRows) {  // V: 16 rows are a step, panels of 64 columns apart
+  for (const int rows : {80, 96, 128}) {
+    const u32 base = 5 * 1024 * 8;
+    for (int step = 0; step < rows / 16; ++step) {
+      const Descriptor d = descriptor(tile_descriptor(base, rows * 128) + (step * 16 * 128 >> 4));
+      ASSERT_EQ(d.leading(), static_cast<u32>(rows * 128));
+      for (int k = 0; k < 16; ++k) {
+        for (int column = 0; column < 256; ++column) {
+          const u32 at = d.address(k, column % 64 * 2) + column / 64 * d.leading();
+          ASSERT_EQ(at, base + column / 64 * rows * 128 + swizzled(step * 16 + k, column % 64));
+        }
+      }
+    }
+  }
+}
+
+TEST(TensorMaps, SayWhatTheyCannotAddress) {
+  TensorMapShape shape{DType::kBF16, 64, 100, 4, 2, {100 * 256, 256, 64}, 64};
+  EXPECT_EQ(map_unsupported(shape), "");
+  TensorMapShape odd = shape;
+  odd.strides.head = 68;
+  EXPECT_NE(map_unsupported(odd).find("a stride of 68 elements between heads"), std::string::npos);
+  odd.heads = 1;  // then it is never used
+  EXPECT_EQ(map_unsupported(odd), "");
+  TensorMapShape backwards = shape;
+  backwards.strides.row = -256;
+  EXPECT_NE(map_unsupported(backwards).find("between seqlen"), std::string::npos);
+  TensorMapShape long_one = shape;
+  long_one.rows = int64_t{1} << 31;
+  EXPECT_NE(map_unsupported(long_one).find("less than 2^31"), std::string::npos);
+  long_one.batch = 0;
+  EXPECT_EQ(map_unsupported(long_one), "");
+}
+
+}  // namespace
+}  // namespace fulgur::cuda

@@ -1,0 +1,70 @@
+/// Forward calls on cuda tensors, by the few numbers that tests vary.
+#pragma once
+
+#include <optional>
+
+#include "fulgur/attention.h"
+#include "problem.h"
+
+namespace fulgur::test {
+
+struct ForwardShape {
+  DType dtype = DType::kBF16;
+  int64_t batch = 2, sq = 1024, sk = 1024, hq = 8, hk = 2, d = 128;
+  std::optional<int64_t> dv{};
+  Mask mask{};
+  std::optional<double> scale{};
+  double softcap = 0;
+  bool alibi = false, packed = false, seqused = false, lse = true, invariant = false;
+  std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
+};
+
+struct ForwardCall {
+  ForwardArgs args;
+  Options options;
+};
+
+/// Tensors without data: contiguous (batch, seqlen, heads, dim), or packed with sq and sk the
+/// longest of `batch` sequences as long as that.
+inline ForwardCall forward_call(const ForwardShape& s) {
+  constexpr Device kDevice{DeviceType::kCuda, 0};
+  const int64_t dv = s.dv.value_or(s.d);
+  void* const data = reinterpret_cast<void*>(s.base);
+  const auto rows = [&](int64_t length, int64_t heads, int64_t dim) {
+    if (s.packed) {
+      return Tensor::contiguous(data, s.dtype, {s.batch * length, heads, dim}, kDevice);
+    }
+    return Tensor::contiguous(data, s.dtype, {s.batch, length, heads, dim}, kDevice);
+  };
+  static int anything = 0;  // lengths and slopes stay on the "device": nobody reads them
+  const auto vector = [&](DType dtype, int64_t size) {
+    return Tensor::contiguous(&anything, dtype, {size}, kDevice);
+  };
+  ForwardCall call;
+  call.args = {rows(s.sq, s.hq, s.d), rows(s.sk, s.hk, s.d), rows(s.sk, s.hk, dv),
+               rows(s.sq, s.hq, dv)};
+  if (s.lse && s.packed) {
+    call.args.lse = Tensor::contiguous(data, DType::kF32, {s.hq, s.batch * s.sq}, kDevice);
+  } else if (s.lse) {
+    call.args.lse = Tensor::contiguous(data, DType::kF32, {s.batch, s.hq, s.sq}, kDevice);
+  }
+  call.options.mask = s.mask;
+  call.options.scale = s.scale;
+  call.options.softcap = s.softcap;
+  call.options.invariant = s.invariant;
+  if (s.alibi) call.options.alibi_slopes = vector(DType::kF32, s.hq);
+  if (s.seqused) call.options.seqused_k = vector(DType::kI32, s.batch);
+  if (s.packed) {
+    call.options.cu_seqlens_q = call.options.cu_seqlens_k = vector(DType::kI32, s.batch + 1);
+    call.options.max_seqlen_q = s.sq;
+    call.options.max_seqlen_k = s.sk;
+  }
+  return call;
+}
+
+inline Problem forward_problem(const ForwardShape& shape) {
+  const ForwardCall call = forward_call(shape);
+  return make_problem(call.args, call.options);
+}
+
+}  // namespace fulgur::test

@@ -1,0 +1,293 @@
+/// Any bytes as a call of the C API. They are read as a plain call on small tensors, then as a list
+/// of changes to its tensors and options, most of which make it invalid. Every tensor has exactly
+/// the memory that its shape and strides address, or null where that is too much to allocate.
+/// Wanted: a status, a message for each failure, and outputs untouched by a call that failed.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "fulgur/c.h"
+
+namespace {
+
+constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16;
+
+/// Reads the input front to back; zeros follow its end.
+class Reader {
+ public:
+  Reader(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+  uint8_t byte() { return at_ < size_ ? data_[at_++] : 0; }
+  template <class T>
+  T value() {
+    uint8_t bytes[sizeof(T)];
+    for (auto& b : bytes) b = byte();
+    T value;
+    std::memcpy(&value, bytes, sizeof value);
+    return value;
+  }
+  /// From `first` on, wrapping round at `last`: a zero byte gives `usual`.
+  int64_t size(int64_t first, int64_t usual, int64_t last) {
+    return first + (usual - first + byte()) % (last - first + 1);
+  }
+  int64_t wild() {
+    constexpr int64_t kWild[] = {0,         -1,        1,         2,         INT64_MAX, INT64_MIN,
+                                 INT32_MAX, INT32_MIN, 1LL << 40, 1LL << 62, 513,       7};
+    const uint8_t i = byte();
+    return i < std::size(kWild) ? kWild[i] : value<int64_t>();
+  }
+
+ private:
+  const uint8_t* data_;
+  size_t size_, at_ = 0;
+};
+
+/// A DLTensor with its memory.
+struct Owned {
+  DLTensor t{};
+  std::vector<int64_t> shape, strides;
+  std::unique_ptr<char[]> memory;
+  size_t bytes = 0;
+  bool is_null = false;  ///< pass a null DLTensor*
+  bool has_strides = false;
+  uint64_t offset = 0;
+  std::vector<char> before;  ///< the memory as it was
+
+  Owned(DLDataType dtype, std::vector<int64_t> sizes) : shape(std::move(sizes)) {
+    t.device = {kDLCPU, 0};
+    t.dtype = dtype;
+    t.ndim = static_cast<int32_t>(shape.size());
+    shape.resize(8, 1);
+    strides.resize(8, 1);
+    for (int i = t.ndim - 1; i > 0; --i)
+      strides[i - 1] = strides[i] * std::max<int64_t>(1, shape[i]);
+  }
+
+  /// Allocates what the final shape and strides address, each byte once; false if that is too much.
+  bool allocate(uint8_t fill) {
+    if (t.ndim < 0 || t.ndim > 8) return false;
+    std::vector<int64_t> row_major(8, 1);
+    __int128 numel = 1, low = 0, high = 0;
+    for (int i = t.ndim - 1; i >= 0; --i) {
+      if (shape[i] < 0 || numel > kMaxNumel) return false;
+      const __int128 stride = has_strides ? strides[i] : static_cast<int64_t>(numel);
+      const __int128 reach = stride * (shape[i] > 0 ? shape[i] - 1 : 0);
+      (reach < 0 ? low : high) += reach;
+      numel *= shape[i];
+    }
+    const __int128 element = std::max(1, t.dtype.bits * t.dtype.lanes / 8);
+    const __int128 size = numel == 0 ? 0 : (high - low + 1) * element;
+    if (numel > kMaxNumel || size > kMaxBytes || offset > 4096) return false;
+    bytes = static_cast<size_t>(size) + offset;
+    memory = std::make_unique<char[]>(bytes);
+    std::memset(memory.get(), fill, bytes);
+    t.data = memory.get() - static_cast<int64_t>(numel == 0 ? 0 : low * element);
+    return true;
+  }
+
+  const DLTensor* pointer() {
+    t.shape = shape.data();
+    t.strides = has_strides ? strides.data() : nullptr;
+    t.byte_offset = offset;
+    before.assign(memory.get(), memory.get() + bytes);
+    return is_null ? nullptr : &t;
+  }
+
+  bool unchanged() const { return std::equal(before.begin(), before.end(), memory.get()); }
+};
+
+void change(Owned& o, Reader& in) {
+  switch (in.byte() % 10) {
+    case 0:
+      o.is_null = true;
+      break;
+    case 1:
+      o.t.ndim = static_cast<int32_t>(in.wild());
+      break;
+    case 2:
+      o.shape[in.byte() % 4] = in.wild();
+      break;
+    case 3:
+      o.has_strides = true;
+      o.strides[in.byte() % 4] = in.wild();
+      break;
+    case 4:
+      o.has_strides = true;
+      for (int64_t& stride : o.strides) {
+        if (stride > -1000 && stride < 1000) stride *= static_cast<int8_t>(in.byte());
+      }
+      break;
+    case 5:
+      o.t.dtype.code = in.byte() % 8;
+      break;
+    case 6:
+      o.t.dtype.bits = in.byte();
+      break;
+    case 7:
+      o.t.dtype.lanes = static_cast<uint16_t>(in.byte());
+      break;
+    case 8: {
+      const int32_t type = in.byte();  // beyond the enum too, as from a newer DLPack
+      std::memcpy(&o.t.device.device_type, &type, sizeof type);
+      o.t.device.device_id = static_cast<int32_t>(in.byte());
+      break;
+    }
+    case 9:
+      o.offset = in.byte();
+      break;
+  }
+}
+
+void fill_ints(Owned& o, Reader& in, bool wild, int64_t step) {
+  if (o.bytes % 4 != 0 || o.offset != 0) return;
+  uint32_t value = 0;
+  for (size_t i = 0; i < o.bytes / 4; ++i) {
+    if (wild) value = in.value<uint32_t>();
+    std::memcpy(o.memory.get() + 4 * i, &value, 4);
+    value += static_cast<uint32_t>(step);
+  }
+}
+
+void check(fulgur_status status, const std::vector<Owned*>& outputs) {
+  if (status < FULGUR_OK || status > FULGUR_OUT_OF_MEMORY) std::abort();  // kInternal is a bug too
+  if (status == FULGUR_OK) return;
+  if (fulgur_last_error()[0] == '\0') std::abort();
+  for (const Owned* o : outputs) {
+    if (!o->unchanged()) std::abort();
+  }
+}
+
+constexpr DLDataType kDTypes[] = {
+    {kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}, {kDLInt, 32, 1}};
+constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
+
+void fuzz(Reader& in) {
+  enum { kForward, kBackward, kMerge };
+  const int what = in.byte() % 3;
+  const DLDataType dtype = kDTypes[in.byte() % 5];
+  const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
+  const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
+  const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
+  const uint8_t flags = in.byte();
+  const bool packed = flags & 1;
+  const auto rows = [&](int64_t n, int64_t heads, int64_t dim) {
+    return packed ? Owned(dtype, {batch * n, heads, dim}) : Owned(dtype, {batch, n, heads, dim});
+  };
+  const DLDataType lse_dtype = dtype.bits == 64 ? kF64 : kF32;
+  const auto lse_like = [&] {
+    return packed ? Owned(lse_dtype, {hq, batch * sq}) : Owned(lse_dtype, {batch, hq, sq});
+  };
+
+  std::vector<Owned> o;
+  o.reserve(16);
+  enum { kQ, kK, kV, kOut, kLse, kDout, kDq, kDk, kDv, kCuQ, kCuK, kUsed, kSlopes, kCount };
+  o.push_back(rows(sq, hq, d));
+  o.push_back(rows(sk, hk, d));
+  o.push_back(rows(sk, hk, dv));
+  o.push_back(rows(sq, hq, dv));
+  o.push_back(lse_like());
+  o.push_back(rows(sq, hq, dv));
+  o.push_back(rows(sq, hq, d));
+  o.push_back(rows(sk, hk, d));
+  o.push_back(rows(sk, hk, dv));
+  o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
+  o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
+  o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o.push_back(flags & 2 ? Owned(kF32, {batch, hq}) : Owned(kF32, {hq}));
+  o[kCuQ].is_null = o[kCuK].is_null = !packed;
+  o[kUsed].is_null = !(flags & 4);
+  o[kSlopes].is_null = !(flags & 8);
+  o[kLse].is_null = (flags & 16) != 0;
+
+  fulgur_options options;
+  fulgur_options_init(&options);
+  double scale = 0.5;
+  const char* const engines[] = {"", "cpu", "reference", "cuda", "none", nullptr};
+  for (int changes = in.byte() % 6; changes > 0; --changes) {
+    switch (in.byte() % 16) {
+      case 0:
+        options.window_left = in.wild();
+        break;
+      case 1:
+        options.window_right = in.wild();
+        break;
+      case 2:
+        scale = in.value<double>();
+        options.scale = &scale;
+        break;
+      case 3:
+        options.softcap = in.value<double>();
+        break;
+      case 4:
+        options.dropout_p = in.byte() / 200.0;
+        options.dropout_seed = in.value<uint64_t>();
+        break;
+      case 5:
+        options.engine = engines[in.byte() % std::size(engines)];
+        break;
+      case 6:
+        options.threads = static_cast<int>(in.wild());
+        break;
+      case 7:
+        options.max_seqlen_q = in.wild();
+        break;
+      case 8:
+        options.max_seqlen_k = in.wild();
+        break;
+      case 9:
+        options.struct_size = in.byte();
+        break;
+      case 10:
+        options.deterministic = in.byte() & 1;
+        options.invariant = in.byte() & 1;
+        break;
+      default:
+        change(o[in.byte() % kCount], in);
+    }
+  }
+  const bool wild_ints = (flags & 32) != 0;
+  const uint8_t fill = in.byte();
+  for (Owned& owned : o) {
+    if (!owned.allocate(fill)) owned.t.data = nullptr;
+  }
+  fill_ints(o[kCuQ], in, wild_ints, sq);
+  fill_ints(o[kCuK], in, wild_ints, sk);
+  fill_ints(o[kUsed], in, wild_ints, 1);
+  std::vector<const DLTensor*> p;
+  for (Owned& owned : o) p.push_back(owned.pointer());
+  options.cu_seqlens_q = p[kCuQ];
+  options.cu_seqlens_k = p[kCuK];
+  options.seqused_k = p[kUsed];
+  options.alibi_slopes = p[kSlopes];
+
+  if (what == kForward) {
+    check(fulgur_forward(p[kQ], p[kK], p[kV], p[kOut], p[kLse], flags & 64 ? nullptr : &options),
+          {&o[kOut], &o[kLse]});
+  } else if (what == kBackward) {
+    check(fulgur_backward(p[kDout], p[kQ], p[kK], p[kV], p[kOut], p[kLse], p[kDq], p[kDk], p[kDv],
+                          &options),
+          {&o[kDq], &o[kDk], &o[kDv]});
+  } else {
+    // Parts (dout, lse), twice; the result may be the first part itself.
+    Owned result_lse = lse_like();
+    result_lse.allocate(fill);
+    const DLTensor* const outs[] = {p[kDout], p[kOut]};
+    const DLTensor* const lses[] = {p[kLse], p[kLse]};
+    const size_t count = in.byte() % 3;
+    check(fulgur_merge(outs, lses, count, flags & 128 ? p[kDout] : p[kOut], result_lse.pointer()),
+          {&o[kOut], &o[kDout], &result_lse});
+  }
+}
+
+}  // namespace
+
+/// LLVM's OpenMP keeps, and at the end forgets, the teams of calls with other numbers of threads.
+extern "C" const char* __lsan_default_suppressions() { return "leak:libomp"; }
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Reader in(data, size);
+  fuzz(in);
+  return 0;
+}

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Writes the seed corpus of the fuzz targets into corpus/<target>/ beside this file."""
+
+import json
+import pathlib
+import shutil
+import struct
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def npy(descr, shape, data, version=1, fortran=False, header=None):
+    if header is None:
+        header = repr({"descr": descr, "fortran_order": fortran, "shape": shape})
+    header = header.encode() + b"\n"
+    length = struct.pack("<H" if version == 1 else "<I", len(header))
+    return b"\x93NUMPY" + bytes([version, 0]) + length + header + data
+
+
+def npy_seeds():
+    f32 = struct.pack("<4f", 1, -2, 0.5, float("nan"))
+    yield "f32", npy("<f4", (1, 2, 1, 2), f32)
+    yield "f16", npy("<f2", (2, 2), bytes(8))
+    yield "f64_v2", npy("<f8", (2,), bytes(16), version=2)
+    yield "i32_v3", npy("<i4", (4,), f32, version=3)
+    yield "empty", npy("<f4", (1, 0, 2, 4), b"")
+    yield "big_endian", npy(">f4", (4,), f32)
+    yield "fortran", npy("<f4", (2, 2), f32, fortran=True)
+    yield "scalar", npy("<f4", (), f32[:4])
+    yield "rank_5", npy("<f4", (1, 1, 1, 1, 4), f32)
+    yield "record", npy("", (), b"", header="{'descr': [('a', '<f4')], 'shape': (1,), }")
+    yield "short", npy("<f4", (4,), f32[:-1])
+    yield "huge", npy("<f4", (2**40, 2**40), f32)
+    yield "negative", npy("<f4", (-1, -4), f32)
+    yield "version_9", npy("<f4", (4,), f32, version=9)
+    yield "magic_only", b"\x93NUMPY"
+
+
+def safetensors(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def safetensors_seeds():
+    q = tensor("F32", [1, 1, 1, 2], 0, 8)
+    yield "three", safetensors(
+        {"q": q, "k": tensor("F16", [1, 1, 1, 2], 8, 12), "v": tensor("BF16", [2], 12, 16)},
+        bytes(16),
+    )
+    yield "metadata", safetensors({"__metadata__": {"by": "seed"}, "dout": q}, bytes(8))
+    yield "f64_i32", safetensors(
+        {"q": tensor("F64", [1], 0, 8), "k": tensor("I32", [1], 8, 12)}, bytes(12)
+    )
+    yield "empty_tensor", safetensors({"q": tensor("F32", [0, 3], 0, 0)})
+    yield "no_tensor", safetensors({})
+    yield "overlap", safetensors({"q": q, "k": tensor("F32", [2], 4, 12)}, bytes(12))
+    yield "gap", safetensors({"q": q, "k": tensor("F32", [2], 12, 20)}, bytes(20))
+    yield "out_of_range", safetensors({"q": tensor("F32", [4], 0, 16)}, bytes(8))
+    yield "reversed", safetensors({"q": tensor("F32", [1], 8, 4)}, bytes(8))
+    yield "wrong_size", safetensors({"q": tensor("F32", [3], 0, 8)}, bytes(8))
+    yield "overflow", safetensors({"q": tensor("F32", [2**62, 4], 0, 8)}, bytes(8))
+    yield "other_dtype", safetensors({"q": tensor("BOOL", [8], 0, 8)}, bytes(8))
+    yield "scalar", safetensors({"q": tensor("F32", [], 0, 4)}, bytes(4))
+    yield "twice", safetensors(b'{"q":1,"q":2}')
+    yield "huge_number", safetensors(b'{"q":{"dtype":4E9999}}')
+    yield "list", safetensors(b"[]")
+    yield "not_json", safetensors(b"{nonsense")
+    yield "long_header", struct.pack("<Q", 2**63) + b"{}"
+    yield "short", b"\x02\0\0"
+
+
+def c_api_seeds():
+    """What, dtype, nine sizes and flags, then the number of changes and the changes."""
+
+    def call(what=0, dtype=0, batch=0, sq=0, sk=0, hk=0, group=0, d=0, dv=0, flags=0, changes=()):
+        body = b"".join(changes)
+        return bytes([what, dtype, batch, sq, sk, hk, group, d, dv, flags, len(changes)]) + body
+
+    causal = bytes([1, 0])
+    for what, name in enumerate(["forward", "backward", "merge"]):
+        for dtype, dtype_name in enumerate(["f32", "f16", "bf16", "f64"]):
+            yield f"{name}_{dtype_name}", call(
+                what, dtype, batch=1, sq=4, sk=60, group=1, d=13
+            ) + b"\x3c\2"
+        yield f"{name}_packed", call(what, batch=1, flags=1, changes=[causal]) + b"\x3c\2"
+        yield f"{name}_extras", call(
+            what, flags=4 | 8, changes=[causal, b"\x04\x14" + bytes(8)]
+        ) + b"\x3c\2"
+        yield f"{name}_wild_lengths", call(what, flags=1 | 4 | 32) + b"\x3c" + b"\x01\0\0\0" * 8
+    # Change 11 is to a tensor: its index, the field, the value.
+    yield "null_q", call(changes=[bytes([11, 0, 0])])
+    yield "rank_of_k", call(changes=[bytes([11, 1, 1, 3])])
+    yield "wild_shape", call(changes=[bytes([11, 2, 2, 1, 8])])
+    yield "wild_stride", call(changes=[bytes([11, 3, 3, 2, 5])])
+    yield "doubled_strides", call(changes=[bytes([11, 0, 4, 2, 2, 2, 1, 1, 1, 1, 1])])
+    yield "lanes", call(changes=[bytes([11, 4, 7, 4])])
+    yield "cuda", call(changes=[bytes([11, 0, 8, 2, 0])])
+    yield "misaligned", call(changes=[bytes([11, 3, 9, 1])])
+    yield "nan_scale", call(changes=[b"\2" + struct.pack("<d", float("nan"))])
+    yield "softcap", call(changes=[b"\3" + struct.pack("<d", 5.0)])
+    yield "reference", call(changes=[b"\5\2"])
+    yield "window", call(changes=[b"\0\2", b"\1\2"])
+    yield "threads", call(changes=[b"\6\3"])
+
+
+def main():
+    for target, seeds in [
+        ("fuzz_npy", npy_seeds),
+        ("fuzz_safetensors", safetensors_seeds),
+        ("fuzz_c_api", c_api_seeds),
+    ]:
+        folder = HERE / "corpus" / target
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, data in seeds():
+            (folder / name).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+// Wrong inputs that are no single argument of a call; and odd ones that are not wrong.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "call.h"
+#include "engines.h"
+#include "fulgur/merge.h"
+
+namespace fulgur::test {
+namespace {
+
+TEST(BadInputs, TensorsOnADeviceThatIsMissing) {
+  Workload w({.sq = 8, .sk = 8, .d = 16, .dv = 16}, 1);
+  Call call(w);
+  for (Tensor* t : {&call.q, &call.k, &call.v, &call.out, &call.lse})
+    t->device = {DeviceType::kCuda, 0};
+  call.options.engine = "cpu";
+  const auto run = [&] { forward(call.forward(), call.options); };
+  EXPECT_EQ(status_of(run), Status::kUnsupported);
+  EXPECT_NE(message_of(run).find("cuda:0"), std::string::npos) << message_of(run);
+  EXPECT_TRUE(w.nothing_written());
+}
+
+TEST(BadInputs, PlanRunWithOtherTensors) {
+  Workload w({.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24}, 1);
+  const Plan forward_plan = plan(w.forward, w.options);
+  const Plan backward_plan = plan(w.backward, w.options);
+  const std::vector<std::pair<const char*, std::function<void(Call&)>>> changes = {
+      {"q: got f32 \\(1, 8, 4, 16\\).*want f32 \\(2, 8, 4, 16\\)",
+       [](Call& c) { c.q.shape[0] = 1; }},
+      {"k: got f16 .*want f32", [](Call& c) { c.k.dtype = DType::kF16; }},
+      {"v: got .*strides \\(480, 48, 0, 1\\).*want .*strides \\(480, 48, 24, 1\\)",
+       [](Call& c) { c.v.strides[2] = 0; }},
+      {"out: got .*cuda:0.*want .*cpu", [](Call& c) { c.out = on_cuda(c.out); }},
+      {"lse: got no tensor.*want f32 \\(2, 4, 8\\)", [](Call& c) { c.lse = {}; }},
+      {"k: data is null", [](Call& c) { c.k.data = nullptr; }},
+  };
+  for (const auto& [message, change] : changes) {
+    Call call(w);
+    change(call);
+    for (const std::string& got : {message_of([&] { forward_plan.run(call.forward()); }),
+                                   message_of([&] { backward_plan.run(call.backward()); })}) {
+      EXPECT_TRUE(starts_like(got, message));
+    }
+  }
+  EXPECT_EQ(status_of([&] { forward_plan.run(w.backward); }), Status::kInvalidArgument);
+  EXPECT_EQ(status_of([&] { backward_plan.run(w.forward); }), Status::kInvalidArgument);
+  EXPECT_TRUE(w.nothing_written());
+}
+
+TEST(BadInputs, TensorWithoutOrWithTooManyDimensions) {
+  float x = 0;
+  const std::vector<int64_t> none, five(5, 1);
+  EXPECT_EQ(message_of([&] { Tensor::contiguous(&x, DType::kF32, none); }),
+            "shape: got 0 dimensions, want 1 to 4");
+  EXPECT_EQ(message_of([&] { Tensor::contiguous(&x, DType::kF32, five); }),
+            "shape: got 5 dimensions, want 1 to 4");
+}
+
+TEST(BadInputs, DlpackThatFulgurLacks) {
+  float x[16] = {};
+  int64_t shape[] = {1, 1, 1, 1, 16};
+  DLTensor good{};
+  good.data = x;
+  good.device = {kDLCPU, 0};
+  good.ndim = 4;
+  good.dtype = {kDLFloat, 32, 1};
+  good.shape = shape + 1;
+  const std::vector<std::pair<const char*, std::function<void(DLTensor&)>>> changes = {
+      {"q: dtype .*code 0.*64 bits.*want",
+       [](DLTensor& t) {
+         t.dtype = {kDLInt, 64, 1};
+       }},
+      {"q: dtype .*8 bits.*want", [](DLTensor& t) { t.dtype.bits = 8; }},
+      {"q: dtype .*4 lanes.*want", [](DLTensor& t) { t.dtype.lanes = 4; }},
+      {"q: .*device.* 7, want", [](DLTensor& t) { t.device.device_type = kDLVulkan; }},
+      {"q: got 5 dimensions, want", [&](DLTensor& t) { t.ndim = 5, t.shape = shape; }},
+      {"q: got 0 dimensions, want", [](DLTensor& t) { t.ndim = 0; }},
+      {"q: got -1 dimensions, want", [](DLTensor& t) { t.ndim = -1; }},
+      {"q: shape is null", [](DLTensor& t) { t.shape = nullptr; }},
+  };
+  for (const auto& [message, change] : changes) {
+    DLTensor bad = good;
+    change(bad);
+    EXPECT_EQ(fulgur_forward(&bad, &good, &good, &good, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+    EXPECT_TRUE(starts_like(fulgur_last_error(), message));
+  }
+}
+
+TEST(BadInputs, OptionsOfAnotherVersion) {
+  Workload w({.sq = 8, .sk = 8}, 1);
+  const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
+  fulgur_options options;
+  fulgur_options_init(&options);
+  options.struct_size = 3;
+  EXPECT_EQ(fulgur_forward(q, k, v, out, nullptr, &options), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "options: struct_size is 3, want"));
+  EXPECT_TRUE(w.nothing_written());
+}
+
+TEST(BadInputs, Merge) {
+  Dense a(DType::kF32, {2, 5, 3, 7}), b(DType::kF32, {2, 5, 3, 7}), out(DType::kF32, {2, 5, 3, 7});
+  Dense la(DType::kF32, {2, 3, 5}), lb(DType::kF32, {2, 3, 5}), lse(DType::kF32, {2, 3, 5});
+  using Parts = std::vector<Partial>;
+  struct {
+    const char* message;
+    std::function<void(Parts&, Partial&)> change;
+  } const wrong[] = {
+      {"parts: got none, want .*", [](Parts& p, Partial&) { p.clear(); }},
+      {"parts\\[0\\].out: .*", [](Parts& p, Partial&) { p[0].out = {}; }},
+      {"parts\\[1\\].lse: .*", [](Parts& p, Partial&) { p[1].lse = {}; }},
+      {"parts\\[1\\].out: .*4.*5.*", [](Parts& p, Partial&) { p[1].out.shape[1] = 4; }},
+      {"parts\\[1\\].lse: .*\\(2, 3, 4\\).*", [](Parts& p, Partial&) { p[1].lse.shape[2] = 4; }},
+      {"parts\\[0\\].out: .*3.*",
+       [](Parts& p, Partial&) {
+         p[0].out = resized(p[0].out, {10, 3, 7});
+       }},
+      {"parts\\[0\\].out: .*i32.*", [](Parts& p, Partial&) { p[0].out.dtype = DType::kI32; }},
+      {"parts\\[0\\].lse: .*bf16.*f32.*",
+       [](Parts& p, Partial&) { p[0].lse.dtype = DType::kBF16; }},
+      {"parts\\[1\\].out: .*null.*", [](Parts& p, Partial&) { p[1].out.data = nullptr; }},
+      {"parts\\[1\\].lse: .*null.*", [](Parts& p, Partial&) { p[1].lse.data = nullptr; }},
+      {"parts\\[0\\].out: .*stride.*", [](Parts& p, Partial&) { p[0].out.strides[3] = 2; }},
+      {"out: .*", [](Parts&, Partial& r) { r.out = {}; }},
+      {"out: .*i32.*", [](Parts&, Partial& r) { r.out.dtype = DType::kI32; }},
+      {"out: .*null.*", [](Parts&, Partial& r) { r.out.data = nullptr; }},
+      {"out: .*overlap.*", [](Parts&, Partial& r) { r.out.strides[0] = 0; }},
+      {"lse: .*\\(2, 5, 3\\).*",
+       [](Parts&, Partial& r) {
+         r.lse = resized(r.lse, {2, 5, 3});
+       }},
+      {"lse: .*f16.*", [](Parts&, Partial& r) { r.lse.dtype = DType::kF16; }},
+      {"lse: .*null.*", [](Parts&, Partial& r) { r.lse.data = nullptr; }},
+      {"out: .*parts\\[1\\].out.*memory.*",
+       [](Parts& p, Partial& r) { r.out.data = static_cast<float*>(p[1].out.data) + 1; }},
+      {"lse: .*parts\\[0\\].lse.*memory.*",
+       [](Parts& p, Partial& r) { r.lse.data = static_cast<float*>(p[0].lse.data) - 5; }},
+      {"lse: .* out.*memory.*", [](Parts&, Partial& r) { r.lse.data = r.out.data; }},
+  };
+  for (const auto& [message, change] : wrong) {
+    Parts parts{{a, la}, {b, lb}};
+    Partial result{out, lse};
+    change(parts, result);
+    EXPECT_TRUE(starts_like(message_of([&] { merge(parts, result); }), message));
+    for (Dense* t : {&out, &lse}) EXPECT_TRUE(t->storage().all_unchanged()) << message;
+
+    const Dl outs[] = {Dl(parts.empty() ? Tensor{} : parts[0].out),
+                       Dl(parts.empty() ? Tensor{} : parts[1].out)};
+    const Dl lses[] = {Dl(parts.empty() ? Tensor{} : parts[0].lse),
+                       Dl(parts.empty() ? Tensor{} : parts[1].lse)};
+    const DLTensor *part_outs[] = {outs[0], outs[1]}, *part_lses[] = {lses[0], lses[1]};
+    EXPECT_EQ(fulgur_merge(part_outs, part_lses, parts.size(), Dl(result.out), Dl(result.lse)),
+              FULGUR_INVALID_ARGUMENT)
+        << message;
+    EXPECT_TRUE(starts_like(fulgur_last_error(), message)) << "(C API)";
+  }
+  EXPECT_EQ(fulgur_merge(nullptr, nullptr, 2, Dl(out), Dl(lse)), FULGUR_INVALID_ARGUMENT);
+}
+
+TEST(BadInputs, MergeOnAnotherDevice) {
+  Dense a(DType::kF32, {2, 5, 3, 7}), out(DType::kF32, {2, 5, 3, 7}), la(DType::kF32, {2, 3, 5});
+  struct {
+    const char* message;
+    Partial part, result;
+  } const wrong[] = {{"parts\\[0\\].out: on cuda:0.*cpu", {on_cuda(a), la}, {out, {}}},
+                     {"parts\\[0\\].lse: on cuda:0.*cpu", {a, on_cuda(la)}, {out, {}}},
+                     {"out: on cuda:0.*cpu", {a, la}, {on_cuda(out), {}}}};
+  for (const auto& [message, part, result] : wrong) {
+    const auto call = [&, &part = part, &result = result] { merge(std::vector{part}, result); };
+    EXPECT_EQ(status_of(call), Status::kUnsupported);
+    EXPECT_TRUE(starts_like(message_of(call), message));
+    EXPECT_TRUE(out.storage().all_unchanged());
+  }
+}
+
+// Strides of dimensions of size one, and data of empty tensors, mean nothing.
+TEST(GoodInput, StridesThatAddressNothing) {
+  Workload w({.batch = 1, .sq = 1, .sk = 9, .hq = 1, .hk = 1, .d = 1, .dv = 1}, 1);
+  w.options.deterministic = true;
+  w.run();
+  const auto out = bits(w.forward.out), dk = bits(w.backward.dk);
+  w.seal();
+  for (const int64_t stride : {int64_t{0}, int64_t{-5}, INT64_MAX, INT64_MIN}) {
+    for (Tensor* t : {&w.forward.q, &w.forward.k, &w.forward.v, &w.forward.out, &w.backward.dout,
+                      &w.backward.q, &w.backward.k, &w.backward.v, &w.backward.out, &w.backward.dq,
+                      &w.backward.dk, &w.backward.dv}) {
+      for (int i = 0; i < 4; ++i) {
+        if (t->shape[i] == 1) t->strides[i] = stride;
+      }
+    }
+    EXPECT_EQ(message_of([&] { w.run(); }), "");
+    EXPECT_EQ(bits(w.forward.out), out);
+    EXPECT_EQ(bits(w.backward.dk), dk);
+  }
+}
+
+TEST(GoodInput, EmptyTensorsNeedNoData) {
+  for (const auto& [batch, sq, sk] : {std::tuple{0, 8, 8}, {2, 0, 0}, {2, 0, 8}, {2, 8, 0}}) {
+    Workload w({.batch = batch, .sq = sq, .sk = sk, .hq = 2, .hk = 2, .d = 8, .dv = 8}, 1);
+    Call call(w);
+    for (Tensor* t : {&call.q, &call.k, &call.v, &call.out, &call.lse, &call.dout, &call.dq,
+                      &call.dk, &call.dv}) {
+      if (t->numel() == 0) t->data = nullptr;
+    }
+    EXPECT_EQ(message_of([&] { forward(call.forward(), call.options); }), "");
+    EXPECT_EQ(message_of([&] { backward(call.backward(), call.options); }), "");
+    for (const Tensor& t : {call.out, call.dq, call.dk, call.dv}) {
+      for (const double x : read(t)) EXPECT_EQ(x, 0);
+    }
+  }
+}
+
+// Sizes beyond all memory are fine where another size is 0: nothing to do, and done at once.
+TEST(GoodInput, HugeSizesOfEmptyTensors) {
+  constexpr int64_t kMost = int64_t{1} << 62;
+  for (const auto& [batch, s] : {std::pair{kMost, int64_t{0}}, {int64_t{0}, kMost}}) {
+    auto rows = [&, batch = batch, s = s](int64_t heads) {
+      return Tensor::contiguous(nullptr, DType::kF32, {batch, s, heads, 8});
+    };
+    const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {batch, 4, s});
+    const Options options{.mask = window(5, 3)};
+    const ForwardArgs f{rows(4), rows(2), rows(2), rows(4), lse};
+    const BackwardArgs b{rows(4), rows(4), rows(2), rows(2), rows(4),
+                         lse,     rows(4), rows(2), rows(2)};
+    EXPECT_EQ(message_of([&] { forward(f, options); }), "");
+    EXPECT_EQ(message_of([&] { backward(b, options); }), "");
+    EXPECT_EQ(plan(f, options).flops(), 0);
+    EXPECT_FALSE(plan(b, options).explain().empty());
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::test

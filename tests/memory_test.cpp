@@ -1,0 +1,148 @@
+// Big tensors and little memory.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+
+#include <cmath>
+#include <fstream>
+#include <string>
+
+#include "engines.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+class Memory : public EveryEngine {};
+
+// Zeros that take memory only where they are written.
+class SparseBuffer {
+ public:
+  explicit SparseBuffer(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+    data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
+  ~SparseBuffer() {
+    if (data_ != MAP_FAILED) munmap(data_, bytes_);
+  }
+  SparseBuffer(const SparseBuffer&) = delete;
+  bool mapped() const { return data_ != MAP_FAILED; }
+  void* data() const { return data_; }
+
+ private:
+  size_t bytes_;
+  void* data_;
+};
+
+// Peak resident memory of this process in KiB since the last reset.
+int64_t peak_kib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmHWM:")) return std::stoll(line.substr(6));
+  }
+  return -1;
+}
+
+bool reset_peak() {
+  std::ofstream file("/proc/self/clear_refs");
+  file << "5" << std::flush;
+  return file.good();
+}
+
+// Rows that lie more than 2^31 elements apart, in every tensor, forward and backward.
+TEST_P(Memory, StridesBeyond32Bits) {
+  const int64_t batch = 2, s = 5, h = 2, d = 8;
+  const int64_t row = (int64_t{1} << 31) + 64, head = row * s, sequence = head * h;
+  Case c{.batch = batch, .sq = s, .sk = s, .hq = h, .hk = h, .d = d, .dv = d, .mask = causal()};
+  Workload w(c, 1);
+  w.options.engine = engine();
+  const Expected e = expect(w);
+  std::deque<SparseBuffer> memory;
+  for (Tensor* t : {&w.forward.q, &w.forward.k, &w.forward.v, &w.forward.out, &w.backward.dout,
+                    &w.backward.dq, &w.backward.dk, &w.backward.dv}) {
+    const SparseBuffer& buffer = memory.emplace_back(batch * sequence * int64_t{sizeof(float)});
+    if (!buffer.mapped()) GTEST_SKIP() << "this machine does not map 160 GiB of address space";
+    const auto values = read(*t);
+    t->data = buffer.data();
+    t->strides = {sequence, row, head, 1};
+    write(*t, values);
+  }
+  w.backward.q = w.forward.q;
+  w.backward.k = w.forward.k;
+  w.backward.v = w.forward.v;
+  w.backward.out = w.forward.out;
+  w.run();
+  EXPECT_TRUE(forward_is_right(w, e));
+  EXPECT_TRUE(backward_is_right(w, e));
+}
+
+// A key cache of more than 2^31 elements of which a window sees the end.
+TEST_P(Memory, MoreThan2To31Elements) {
+  if (engine() == "reference") GTEST_SKIP() << "it would copy all keys into 34 GB of doubles";
+  const int64_t d = 64, sk = (int64_t{1} << 31) / d + 1000, left = 150;
+  SparseBuffer k(sk * d * 2), v(sk * d * 2);
+  if (!k.mapped() || !v.mapped()) GTEST_SKIP() << "this machine does not map 8 GiB";
+  const Case c{.dtype = DType::kBF16, .sq = 1, .sk = left + 1, .d = d, .dv = d};
+  Workload w(c, 2);
+  w.options.engine = engine();
+  const Expected e = expect(w);
+  ForwardArgs args = w.forward;
+  for (auto [tensor, buffer] : {std::pair{&args.k, &k}, {&args.v, &v}}) {
+    const Tensor tail = *tensor;
+    *tensor = Tensor::contiguous(buffer->data(), c.dtype, {1, sk, 1, d});
+    Tensor end = *tensor;
+    end.data = static_cast<std::byte*>(end.data) + (sk - left - 1) * d * 2;
+    end.shape[1] = left + 1;
+    write(end, read(tail));
+  }
+  w.options.mask = window(left, 0);
+  forward(args, w.options);
+  EXPECT_TRUE(forward_is_right(w, e));
+}
+
+// The score matrix would take 1 GiB; the plan says how much it takes besides the tensors.
+TEST_P(Memory, GrowsWithTheSequenceNotItsSquare) {
+  if (engine() != "cpu") GTEST_SKIP() << "measured on the CPU engine";
+  const int64_t n = 16384, d = 64;
+  Workload w({.sq = n, .sk = n, .d = d, .dv = d, .mask = causal()}, 3);
+  w.options.engine = engine();
+  w.run();  // first-use costs (threads, code pages) are not the algorithm's
+  if (!reset_peak()) GTEST_SKIP() << "/proc/self/clear_refs is not writable here";
+  const int64_t before = peak_kib();
+  w.run();
+  EXPECT_LE(peak_kib() - before, 64 * 1024);
+  for (const int64_t bytes : {plan(w.forward, w.options).workspace_bytes(),
+                              plan(w.backward, w.options).workspace_bytes()}) {
+    EXPECT_LE(bytes, 64 << 20);
+  }
+}
+
+// Doubling the length at most doubles the workspace (plus a constant), for every shape of plan.
+TEST_P(Memory, WorkspaceIsLinear) {
+  for (const int64_t sq : {1, 8, 0}) {  // 0: as many queries as keys
+    for (const int64_t heads : {1, 8}) {
+      auto bytes = [&](int64_t n, bool backward) {
+        const int64_t rows = sq ? sq : n;
+        const auto q = Tensor::contiguous(nullptr, DType::kBF16, {1, rows, heads, 64});
+        const auto k = Tensor::contiguous(nullptr, DType::kBF16, {1, n, heads, 64});
+        const auto lse = Tensor::contiguous(nullptr, DType::kF32, {1, heads, rows});
+        Options options;
+        options.engine = engine();
+        options.deterministic = true;
+        options.threads = 4;
+        return backward ? plan(BackwardArgs{q, q, k, k, q, lse, q, k, k}, options).workspace_bytes()
+                        : plan(ForwardArgs{q, k, k, q, lse}, options).workspace_bytes();
+      };
+      for (const bool backward : {false, true}) {
+        const int64_t one = bytes(16384, backward), two = bytes(32768, backward);
+        EXPECT_LE(two, 2 * one + (1 << 20)) << "sq " << sq << ", heads " << heads;
+        // At most a few copies of the tensors; the reference engine's are of doubles.
+        EXPECT_LE(one, 64 * 16384 * heads * 64 * int64_t{sizeof(float)});
+      }
+    }
+  }
+}
+
+FULGUR_EVERY_ENGINE(Memory);
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,316 @@
+#include "oracle.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "philox.h"
+#include "reference/algorithms.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// One head of one sequence, gathered into dense double arrays.
+struct HeadData {
+  std::vector<double> q, k, v, dout;
+  reference::Head head{};
+};
+
+struct HeadResult {
+  reference::Forward forward;
+  reference::Backward backward;
+};
+
+// Largest sizes met, for the units of the error rule.
+struct Sizes {
+  double q = 0, k = 0, v = 0, dout = 0, ds = 0;
+  void include(const Sizes& other) {
+    q = std::max(q, other.q);
+    k = std::max(k, other.k);
+    v = std::max(v, other.v);
+    dout = std::max(dout, other.dout);
+    ds = std::max(ds, other.ds);
+  }
+};
+
+double max_abs(const std::vector<double>& values) {
+  double size = 0;
+  for (const double x : values) {
+    if (std::isfinite(x)) size = std::max(size, std::fabs(x));
+  }
+  return size;
+}
+
+// Rows [begin, begin + rows) of head h of a tensor read as [rows][heads][dim].
+std::vector<double> gather(const std::vector<double>& all, int64_t begin, int64_t rows,
+                           int64_t heads, int64_t h, int64_t dim) {
+  std::vector<double> part;
+  part.reserve(static_cast<size_t>(rows * dim));
+  for (int64_t r = begin; r < begin + rows; ++r) {
+    const auto from = all.begin() + (r * heads + h) * dim;
+    part.insert(part.end(), from, from + dim);
+  }
+  return part;
+}
+
+// Adds such rows to where they came from.
+void scatter(std::vector<double>& all, const std::vector<double>& part, int64_t begin, int64_t rows,
+             int64_t heads, int64_t h, int64_t dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < dim; ++i) {
+      all[static_cast<size_t>(((begin + r) * heads + h) * dim + i)] +=
+          part[static_cast<size_t>(r * dim + i)];
+    }
+  }
+}
+
+// Attention as a framework without a fused kernel computes it, every intermediate in `dtype`.
+// T (f32 or f64) is the type of the sums.
+template <class T>
+HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
+  const reference::Head& h = data.head;
+  const reference::Rule& rule = h.rule;
+  const auto sq = h.sq, sk = h.sk, d = h.d, dv = h.dv;
+  const auto scale = static_cast<T>(rule.scale), cap = static_cast<T>(rule.softcap);
+  const DropoutMask mask(rule.dropout.p, rule.dropout.seed, rule.dropout.offset);
+  const auto kept = static_cast<T>(1 / (1 - rule.dropout.p));
+  const auto round = [dtype](T x) {
+    return dtype == DType::kF32 || dtype == DType::kF64 ? x : static_cast<T>(rounded(x, dtype));
+  };
+  const std::vector<T> q(data.q.begin(), data.q.end()), k(data.k.begin(), data.k.end()),
+      v(data.v.begin(), data.v.end()), dout(data.dout.begin(), data.dout.end());
+  // Key-major copies, so that a row of S or dP is a sum of rows.
+  std::vector<T> kt(k.size()), vt(v.size());
+  for (int64_t j = 0; j < sk; ++j) {
+    for (int64_t i = 0; i < d; ++i) kt[i * sk + j] = k[j * d + i];
+    for (int64_t i = 0; i < dv; ++i) vt[i * sk + j] = v[j * dv + i];
+  }
+  std::vector<T> S(sk), P(sk), Z(sk), dP(sk), jacobian(sk), row(std::max(d, dv));
+  std::vector<T> dK(k.size()), dV(v.size());
+  HeadResult result;
+  result.forward.o.resize(sq * dv);
+  result.forward.lse.resize(sq, -kInf);
+  result.backward.dq.resize(sq * d);
+
+  for (int64_t i = 0; i < sq; ++i) {
+    const int64_t diagonal = i + sk - sq;
+    const int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
+    const int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
+    if (begin >= end) continue;
+    std::fill(S.begin(), S.end(), T{0});
+    for (int64_t c = 0; c < d; ++c) {
+      for (int64_t j = begin; j < end; ++j) S[j] += q[i * d + c] * kt[c * sk + j];
+    }
+    T m = -std::numeric_limits<T>::infinity(), l = 0;
+    for (int64_t j = begin; j < end; ++j) {
+      S[j] = round(S[j] * scale);
+      jacobian[j] = 1;
+      if (cap > 0) {
+        const T t = std::tanh(S[j] / cap);
+        jacobian[j] = 1 - t * t;
+        S[j] = round(cap * t);
+      }
+      if (rule.slope != 0) {
+        S[j] = round(S[j] - static_cast<T>(rule.slope) * static_cast<T>(std::abs(diagonal - j)));
+      }
+      m = std::max(m, S[j]);
+    }
+    for (int64_t j = begin; j < end; ++j) l += P[j] = std::exp(S[j] - m);
+    for (int64_t j = begin; j < end; ++j) {
+      P[j] = round(P[j] / l);
+      Z[j] = rule.dropout.p == 0 ? T{1} : mask.keep(rule.head_index, i, j) ? kept : T{0};
+    }
+    result.forward.lse[i] = m + std::log(l);
+
+    std::fill(row.begin(), row.end(), T{0});
+    for (int64_t j = begin; j < end; ++j) {
+      const T p = round(P[j] * Z[j]);
+      for (int64_t c = 0; c < dv; ++c) {
+        row[c] += p * v[j * dv + c];
+        dV[j * dv + c] += p * dout[i * dv + c];
+      }
+    }
+    T D = 0;
+    for (int64_t c = 0; c < dv; ++c) {
+      const T o = round(row[c]);
+      result.forward.o[i * dv + c] = o;
+      D += dout[i * dv + c] * o;
+    }
+
+    std::fill(dP.begin(), dP.end(), T{0});
+    for (int64_t c = 0; c < dv; ++c) {
+      for (int64_t j = begin; j < end; ++j) dP[j] += dout[i * dv + c] * vt[c * sk + j];
+    }
+    std::fill(row.begin(), row.end(), T{0});
+    for (int64_t j = begin; j < end; ++j) {
+      const T dp = round(dP[j]) * Z[j];
+      const T dS = round(round(P[j] * (dp - D)) * jacobian[j]);
+      sizes->ds = std::max<double>(sizes->ds, P[j] * (std::fabs(dp) + std::fabs(D)));
+      for (int64_t c = 0; c < d; ++c) {
+        row[c] += dS * k[j * d + c];
+        dK[j * d + c] += dS * q[i * d + c];
+      }
+    }
+    for (int64_t c = 0; c < d; ++c) result.backward.dq[i * d + c] = round(row[c] * scale);
+  }
+  for (const T x : dK) result.backward.dk.push_back(round(x * scale));
+  for (const T x : dV) result.backward.dv.push_back(round(x));
+  sizes->include({max_abs(data.q), max_abs(data.k), max_abs(data.v), max_abs(data.dout), 0});
+  return result;
+}
+
+HeadResult reference_head(const HeadData& data) {
+  return {reference::standard_forward(data.head),
+          reference::standard_backward(data.head, data.dout.data())};
+}
+
+// body(n) for n < count on two threads.
+template <class Body>
+void parallel(int64_t count, Body body) {
+  std::atomic<int64_t> next = 0;
+  auto work = [&] {
+    for (int64_t n; (n = next++) < count;) body(n);
+  };
+  std::jthread other(work);
+  work();
+}
+
+void accumulate(Outputs& all, const HeadResult& one, const Workload& w, size_t b, int64_t h) {
+  const Case& c = w.c;
+  const Rows& s = w.sequences[b];
+  const int64_t hk = h / (c.hq / c.hk);
+  scatter(all.out, one.forward.o, s.q_begin, s.sq, c.hq, h, c.dv);
+  for (int64_t r = 0; r < s.sq; ++r) all.lse[w.lse_index(b, h, r)] = one.forward.lse[r];
+  scatter(all.dq, one.backward.dq, s.q_begin, s.sq, c.hq, h, c.d);
+  scatter(all.dk, one.backward.dk, s.k_begin, s.sk, c.hk, hk, c.d);
+  scatter(all.dv, one.backward.dv, s.k_begin, s.sk, c.hk, hk, c.dv);
+}
+
+Outputs empty_outputs(const Workload& w) {
+  const Case& c = w.c;
+  return {std::vector<double>(w.total_q * c.hq * c.dv),
+          std::vector<double>(w.total_q * c.hq, -kInf), std::vector<double>(w.total_q * c.hq * c.d),
+          std::vector<double>(w.total_k * c.hk * c.d),
+          std::vector<double>(w.total_k * c.hk * c.dv)};
+}
+
+}  // namespace
+
+double tolerance(DType dtype) {
+  switch (dtype) {
+    case DType::kF64:
+      return 32 * std::numeric_limits<double>::epsilon();
+    case DType::kF32:
+      return 32 * std::numeric_limits<float>::epsilon();
+    default:
+      return 1e-5;
+  }
+}
+
+Expected expect(const Workload& w) {
+  const Case& c = w.c;
+  const std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v),
+                            dout = read(w.backward.dout);
+  std::vector<double> slopes;
+  if (w.options.alibi_slopes.given()) slopes = read(w.options.alibi_slopes);
+  const double scale = w.options.scale.value_or(1 / std::sqrt(static_cast<double>(c.d)));
+  const auto heads = static_cast<int64_t>(w.sequences.size()) * c.hq;
+  std::vector<HeadResult> references(heads), naives(heads);
+  std::vector<Sizes> sizes(heads);
+  parallel(heads, [&](int64_t n) {
+    const int64_t b = n / c.hq, h = n % c.hq, hk = h / (c.hq / c.hk);
+    const Rows& s = w.sequences[b];
+    HeadData data;
+    data.q = gather(q, s.q_begin, s.sq, c.hq, h, c.d);
+    data.k = gather(k, s.k_begin, s.sk, c.hk, hk, c.d);
+    data.v = gather(v, s.k_begin, s.sk, c.hk, hk, c.dv);
+    data.dout = gather(dout, s.q_begin, s.sq, c.hq, h, c.dv);
+    const auto slope = c.alibi == Alibi::kNone ? 0 : slopes[c.alibi == Alibi::kHeads ? h : n];
+    const Options& o = w.options;
+    data.head = {s.sq,
+                 s.sk,
+                 c.d,
+                 c.dv,
+                 data.q.data(),
+                 data.k.data(),
+                 data.v.data(),
+                 {scale,
+                  o.softcap,
+                  slope,
+                  {o.mask.left, o.mask.right},
+                  {o.dropout.p, o.dropout.seed, o.dropout.offset},
+                  static_cast<uint64_t>(n)}};
+    references[n] = reference_head(data);
+    naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, &sizes[n])
+                                       : naive_head<float>(data, c.dtype, &sizes[n]);
+  });
+
+  Expected e{empty_outputs(w), empty_outputs(w), {}};
+  Sizes size;
+  for (int64_t n = 0; n < heads; ++n) {
+    accumulate(e.reference, references[n], w, n / c.hq, n % c.hq);
+    accumulate(e.naive, naives[n], w, n / c.hq, n % c.hq);
+    size.include(sizes[n]);
+  }
+  for (auto* sums : {&e.naive.dk, &e.naive.dv}) {  // sums over a group of heads are rounded again
+    for (double& x : *sums) x = rounded(x, c.dtype);
+  }
+  const double kept = 1 / (1 - c.dropout);
+  e.unit.out = kept * size.v;
+  e.unit.lse = std::max(1.0, max_abs(e.reference.lse));
+  e.unit.dq = std::max(max_abs(e.reference.dq), std::fabs(scale) * size.ds * size.k);
+  e.unit.dk = std::max(max_abs(e.reference.dk), std::fabs(scale) * size.ds * size.q);
+  e.unit.dv = std::max(max_abs(e.reference.dv), kept * size.dout);
+  return e;
+}
+
+testing::AssertionResult within(const char* name, const Tensor& got,
+                                const std::vector<double>& reference,
+                                const std::vector<double>& naive, double factor, double bound) {
+  const std::vector<double> values = read(got);
+  if (values.size() != reference.size()) {
+    return testing::AssertionFailure()
+           << name << ": " << values.size() << " elements, want " << reference.size();
+  }
+  double naive_error = 0;
+  for (size_t n = 0; n < naive.size(); ++n) {
+    const double error = std::fabs(naive[n] - reference[n]);
+    if (std::isfinite(error)) naive_error = std::max(naive_error, error);
+  }
+  bound += factor * naive_error;
+  for (size_t n = 0; n < values.size(); ++n) {
+    const double x = values[n], want = reference[n];
+    const bool right = std::isnan(want)   ? std::isnan(x)
+                       : std::isinf(want) ? x == want
+                                          : std::fabs(x - want) <= bound;
+    if (!right) {
+      return testing::AssertionFailure()
+             << name << " " << got.describe() << ": element " << n << " is " << x << ", want "
+             << want << " within " << bound << " (naive error " << naive_error << ")";
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
+testing::AssertionResult forward_is_right(const Workload& w, const Expected& e) {
+  const double t = tolerance(w.c.dtype);
+  if (auto result = within("out", w.forward.out, e.reference.out, e.naive.out, 2, t * e.unit.out);
+      !result) {
+    return result;
+  }
+  return within("lse", w.forward.lse, e.reference.lse, {}, 0, t * e.unit.lse);
+}
+
+testing::AssertionResult backward_is_right(const Workload& w, const Expected& e) {
+  const double t = tolerance(w.c.dtype);
+  const BackwardArgs& b = w.backward;
+  if (auto r = within("dq", b.dq, e.reference.dq, e.naive.dq, 3, t * e.unit.dq); !r) return r;
+  if (auto r = within("dk", b.dk, e.reference.dk, e.naive.dk, 3, t * e.unit.dk); !r) return r;
+  return within("dv", b.dv, e.reference.dv, e.naive.dv, 3, t * e.unit.dv);
+}
+
+}  // namespace fulgur::test

@@ -1,0 +1,47 @@
+/// What is right, and how far a result may be from it.
+///
+/// The rule: max|got - reference| <= factor * max|naive - reference| + tolerance * unit, where
+///   reference  is standard attention in double precision,
+///   naive      is the same computation as a framework without a fused kernel does it in the
+///              tensors' dtype: S, P, O, dP, dS and the gradients are each rounded to the dtype,
+///              sums are f32 (f64 for f64), D = rowsum(dO o O) is taken from the rounded O,
+///   factor     is 2 for the forward pass and 3 for gradients,
+///   unit       is the size that the terms of the sum have (not their sum, which may cancel),
+///   tolerance  is 1e-5 for 16-bit tensors, 32 ulp for f32 and f64.
+/// LSE, which is never rounded to 16 bits: max|got - reference| <= tolerance * max(1, |LSE|).
+/// Infinities and NaN must stand exactly where the reference has them.
+#pragma once
+
+#include <vector>
+
+#include "workload.h"
+
+namespace fulgur::test {
+
+/// Every output of a workload in row-major order of its tensor's shape.
+struct Outputs {
+  std::vector<double> out, lse, dq, dk, dv;
+};
+
+struct Expected {
+  Outputs reference, naive;
+  struct {
+    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+  } unit;
+};
+
+/// Computes what `w` should give. Runs on two threads.
+Expected expect(const Workload& w);
+
+/// What stands in the output tensors of `w` against the rule.
+testing::AssertionResult forward_is_right(const Workload& w, const Expected& e);
+testing::AssertionResult backward_is_right(const Workload& w, const Expected& e);
+
+/// The rule for one tensor.
+testing::AssertionResult within(const char* name, const Tensor& got,
+                                const std::vector<double>& reference,
+                                const std::vector<double>& naive, double factor, double bound);
+/// 1e-5 for 16-bit tensors, 32 ulp for the others.
+double tolerance(DType dtype);
+
+}  // namespace fulgur::test

@@ -1,0 +1,325 @@
+// Laws that exact attention obeys, whatever computes it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "engines.h"
+#include "fulgur/merge.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+class Property : public EveryEngine {};
+
+void expect_near(const std::vector<double>& got, const std::vector<double>& want, double bound) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t n = 0; n < got.size(); ++n) {
+    if (std::isinf(want[n])) {
+      ASSERT_EQ(got[n], want[n]) << "element " << n;
+    } else {
+      ASSERT_NEAR(got[n], want[n], bound) << "element " << n;
+    }
+  }
+}
+
+// Rows [begin, begin + count) of a (batch, seqlen, heads, dim) tensor.
+Tensor rows(Tensor t, int64_t begin, int64_t count) {
+  t.data = static_cast<std::byte*>(t.data) + begin * t.strides[1] * size_of(t.dtype);
+  t.shape[1] = count;
+  return t;
+}
+
+// Half an ulp of the output, for results that may round either way, doubled for safety.
+double ulp(DType dtype) {
+  return dtype == DType::kF32 ? 4e-6 : dtype == DType::kBF16 ? 0x1p-7 : 0x1p-10;
+}
+
+TEST_P(Property, ShiftingScoresMovesOnlyTheLse) {
+  // Another dimension adds the same number to all scores: q = 1, k = shift, scale = 1.
+  const int64_t sq = 70, sk = 130, d = 16;
+  for (const double shift : {-50.0, 3.0, 80.0}) {
+    Workload w({.sq = sq, .sk = sk, .d = d, .dv = d, .mask = causal()}, 1);
+    w.options.engine = engine();
+    w.options.scale = 1;
+    forward(w.forward, w.options);
+    Workload wide({.sq = sq, .sk = sk, .d = d + 1, .dv = d, .mask = causal()}, 1);
+    wide.options.engine = engine();
+    wide.options.scale = 1;
+    auto widen = [](const Tensor& to, const Tensor& from, double extra) {
+      const auto narrow = read(from);
+      std::vector<double> values;
+      for (size_t n = 0; n < narrow.size(); ++n) {
+        values.push_back(narrow[n]);
+        if (n % d == d - 1) values.push_back(extra);
+      }
+      write(to, values);
+    };
+    widen(wide.forward.q, w.forward.q, 1);
+    widen(wide.forward.k, w.forward.k, shift);
+    write(wide.forward.v, read(w.forward.v));
+    wide.seal();
+    forward(wide.forward, wide.options);
+    expect_near(read(wide.forward.out), read(w.forward.out), 1e-4);  // f32 scores near 80
+    auto lse = read(w.forward.lse);
+    for (double& x : lse) x += shift;
+    expect_near(read(wide.forward.lse), lse, 5e-5);
+  }
+}
+
+TEST_P(Property, OrderOfKeysDoesNotMatter) {
+  for (const DType dtype : kDtypes) {
+    const int64_t sk = 200, d = 32;
+    Workload w({.dtype = dtype, .sq = 50, .sk = sk, .d = d, .dv = d}, 2), shuffled(w.c, 2);
+    w.options.engine = shuffled.options.engine = engine();
+    std::vector<int64_t> order(sk);
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937_64 random(3);
+    for (int64_t j = sk - 1; j > 0; --j) std::swap(order[j], order[random() % (j + 1)]);
+    for (auto [from, to] :
+         {std::pair{w.forward.k, shuffled.forward.k}, {w.forward.v, shuffled.forward.v}}) {
+      for (int64_t j = 0; j < sk; ++j) write(rows(to, order[j], 1), read(rows(from, j, 1)));
+    }
+    shuffled.seal();
+    w.run();
+    shuffled.run();
+    expect_near(read(shuffled.forward.out), read(w.forward.out), 2 * ulp(dtype));
+    expect_near(read(shuffled.forward.lse), read(w.forward.lse), 1e-5);
+    expect_near(read(shuffled.backward.dq), read(w.backward.dq), 2 * ulp(dtype));
+    for (int64_t j = 0; j < sk; ++j) {
+      expect_near(read(rows(shuffled.backward.dk, order[j], 1)), read(rows(w.backward.dk, j, 1)),
+                  2 * ulp(dtype));
+      expect_near(read(rows(shuffled.backward.dv, order[j], 1)), read(rows(w.backward.dv, j, 1)),
+                  2 * ulp(dtype));
+    }
+  }
+}
+
+TEST_P(Property, OutputIsLinearInV) {
+  for (const DType dtype : kDtypes) {
+    Workload w({.dtype = dtype, .sq = 70, .sk = 90, .mask = causal()}, 4);
+    w.options.engine = engine();
+    forward(w.forward, w.options);
+    auto out = read(w.forward.out), v = read(w.forward.v);
+    for (double& x : v) x *= 4;
+    write(w.forward.v, v);
+    w.seal();
+    forward(w.forward, w.options);
+    for (double& x : out) x *= 4;
+    expect_near(read(w.forward.out), out, dtype == DType::kF16 ? 1e-6 : 0);  // f16 denormals round
+  }
+}
+
+TEST_P(Property, WindowWiderThanTheSequenceIsFull) {
+  for (const auto& [wide, narrow] : {std::pair{window(500, 500), full()},
+                                     {window(500, 0), causal()},
+                                     {window(INT64_MAX, INT64_MAX), full()},
+                                     {window(INT64_MAX, 0), causal()}}) {
+    Workload a({.sq = 100, .sk = 130, .mask = wide}, 5),
+        b({.sq = 100, .sk = 130, .mask = narrow}, 5);
+    a.options.engine = b.options.engine = engine();
+    a.run();
+    b.run();
+    expect_near(read(a.forward.out), read(b.forward.out), 4e-6);
+    expect_near(read(a.forward.lse), read(b.forward.lse), 1e-5);
+    expect_near(read(a.backward.dq), read(b.backward.dq), 4e-6);
+    expect_near(read(a.backward.dk), read(b.backward.dk), 4e-6);
+  }
+}
+
+TEST_P(Property, MultiHeadEqualsHeadsOneByOne) {
+  Workload w({.dtype = DType::kBF16, .sq = 60, .sk = 80, .hq = 6, .hk = 2, .d = 40, .dv = 24}, 6);
+  w.options.engine = engine();
+  forward(w.forward, w.options);
+  const auto out = read(w.forward.out);
+  auto head = [](Tensor t, int64_t h) {
+    t.data = static_cast<std::byte*>(t.data) + h * t.strides[2] * size_of(t.dtype);
+    t.shape[2] = 1;
+    return t;
+  };
+  for (int64_t h = 0; h < 6; ++h) {
+    Dense one(DType::kBF16, {1, 60, 1, 24});
+    forward({.q = head(w.forward.q, h),
+             .k = head(w.forward.k, h / 3),
+             .v = head(w.forward.v, h / 3),
+             .out = one},
+            w.options);
+    expect_near(read(one), read(head(w.forward.out, h)), ulp(DType::kBF16));
+  }
+}
+
+// Inputs may be broadcast (stride 0) and reversed (negative strides).
+TEST_P(Property, BroadcastAndReversedInputs) {
+  const int64_t batch = 2, s = 70, d = 24;
+  Workload w({.batch = batch, .sq = s, .sk = s, .hq = 4, .hk = 4, .d = d, .dv = d}, 7),
+      copy(w.c, 7);
+  w.options.engine = copy.options.engine = engine();
+  Tensor k = rows(w.forward.k, s - 1, s);  // last row first, head 0 of batch 0 for all
+  k.strides = {0, -k.strides[1], 0, 1};
+  write(copy.forward.k, read(k));
+  copy.seal();
+  w.forward.k = w.backward.k = k;
+  w.run();
+  copy.run();
+  EXPECT_EQ(bits(w.forward.out), bits(copy.forward.out));
+  expect_near(read(w.backward.dq), read(copy.backward.dq), 4e-6);
+  expect_near(read(w.backward.dk), read(copy.backward.dk), 4e-6);
+}
+
+TEST_P(Property, ReversedOutput) {
+  Workload w({.sq = 70, .sk = 40, .hq = 2, .hk = 2, .d = 24, .dv = 24}, 8);
+  w.options.engine = engine();
+  forward(w.forward, w.options);
+  const auto out = read(w.forward.out);
+  Dense buffer(DType::kF32, {1, 70, 2, 24});
+  Tensor reversed = rows(buffer, 69, 70);
+  reversed.strides[1] = -reversed.strides[1];
+  forward({.q = w.forward.q, .k = w.forward.k, .v = w.forward.v, .out = reversed}, w.options);
+  EXPECT_EQ(read(reversed), out);
+}
+
+TEST_P(Property, LseIsOptional) {
+  Workload w({.sq = 33, .sk = 65, .mask = causal()}, 9);
+  w.options.engine = engine();
+  forward(w.forward, w.options);
+  const auto out = bits(w.forward.out);
+  w.seal();
+  w.forward.lse = {};
+  forward(w.forward, w.options);
+  EXPECT_EQ(bits(w.forward.out), out);
+}
+
+// Attention over the keys in `ends.size()` parts, merged.
+void split_and_merge(Workload& w, const std::vector<int64_t>& ends, DType part_dtype) {
+  const int64_t sq = w.c.sq, hq = w.c.hq, dv = w.c.dv;
+  std::deque<Dense> memory;
+  std::vector<Partial> parts;
+  int64_t begin = 0;
+  for (const int64_t end : ends) {
+    const Tensor& part_out =
+        memory.emplace_back(w.c.dtype, std::initializer_list<int64_t>{w.c.batch, sq, hq, dv});
+    const Tensor& part_lse =
+        memory.emplace_back(DType::kF32, std::initializer_list<int64_t>{w.c.batch, hq, sq});
+    forward({.q = w.forward.q,
+             .k = rows(w.forward.k, begin, end - begin),
+             .v = rows(w.forward.v, begin, end - begin),
+             .out = part_out,
+             .lse = part_lse},
+            w.options);
+    const Tensor& other =
+        memory.emplace_back(part_dtype, std::initializer_list<int64_t>{w.c.batch, sq, hq, dv});
+    write(other, read(part_out));
+    parts.push_back({other, part_lse});
+    begin = end;
+  }
+  w.seal();
+  merge(parts, {w.forward.out, w.forward.lse});
+  EXPECT_TRUE(w.check_memory());
+}
+
+TEST_P(Property, MergeOfAnySplitIsTheWhole) {
+  std::mt19937_64 random(10);
+  for (const DType dtype : kDtypes) {
+    for (int round = 0; round < 6; ++round) {
+      Workload w({.dtype = dtype,
+                  .batch = 2,
+                  .sq = 9,
+                  .sk = 100,
+                  .hq = 4,
+                  .hk = 2,
+                  .layout = round % 2 ? Layout::kPadded : Layout::kBshd},
+                 round);
+      w.options.engine = engine();
+      forward(w.forward, w.options);
+      const auto out = read(w.forward.out), lse = read(w.forward.lse);
+      std::vector<int64_t> ends;  // empty parts (lse = -inf) among them
+      for (int part = 0; part < 1 + round; ++part)
+        ends.push_back(static_cast<int64_t>(random() % 101));
+      ends.push_back(100);
+      std::sort(ends.begin(), ends.end());
+      split_and_merge(w, ends, round % 3 ? dtype : DType::kF32);
+      expect_near(read(w.forward.out), out, 4 * ulp(dtype));
+      expect_near(read(w.forward.lse), lse, 1e-5);
+    }
+  }
+}
+
+TEST(Merge, WeighsByLse) {
+  // Two keys: out_i = x_i with lse_i = log(w_i) give the weighted mean.
+  Dense a(DType::kF32, {1, 1, 1, 2}), b(DType::kF64, {1, 1, 1, 2}), out(DType::kF32, {1, 1, 1, 2});
+  Dense la(DType::kF32, {1, 1, 1}), lb(DType::kF32, {1, 1, 1}), lse(DType::kF32, {1, 1, 1});
+  write(a, std::vector{1.0, 10.0});
+  write(b, std::vector{5.0, -10.0});
+  write(la, std::vector{std::log(3.0)});
+  write(lb, std::vector{std::log(1.0)});
+  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
+  expect_near(read(out), {2, 5}, 1e-6);
+  expect_near(read(lse), {std::log(4.0)}, 1e-6);
+}
+
+TEST(Merge, EmptyPartsCountNothing) {
+  Dense a(DType::kF32, {1, 2, 1, 1}), b(DType::kF32, {1, 2, 1, 1}), out(DType::kF32, {1, 2, 1, 1});
+  Dense la(DType::kF32, {1, 1, 2}), lb(DType::kF32, {1, 1, 2}), lse(DType::kF32, {1, 1, 2});
+  write(a, std::vector{7.0, 7.0});
+  write(b, std::vector{9.0, 9.0});
+  write(la, std::vector{-kInf, -kInf});
+  write(lb, std::vector{2.5, -kInf});
+  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
+  EXPECT_EQ(read(out), (std::vector{9.0, 0.0}));
+  EXPECT_EQ(read(lse), (std::vector{2.5, -kInf}));
+  EXPECT_TRUE(out.storage().padding_unchanged());
+}
+
+TEST(Merge, LseOfAnySizeDoesNotOverflow) {
+  Dense a(DType::kF32, {1, 1, 1, 1}), b(DType::kF32, {1, 1, 1, 1}), out(DType::kF32, {1, 1, 1, 1});
+  Dense la(DType::kF32, {1, 1, 1}), lb(DType::kF32, {1, 1, 1}), lse(DType::kF32, {1, 1, 1});
+  write(a, std::vector{1.0});
+  write(b, std::vector{3.0});
+  for (const double size : {-5000.0, 5000.0}) {
+    write(la, std::vector{size});
+    write(lb, std::vector{size});
+    merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
+    expect_near(read(out), {2}, 1e-6);
+    expect_near(read(lse), {size + std::log(2.0)}, 1e-3);
+  }
+}
+
+TEST(Merge, ResultMayBeAPart) {
+  std::mt19937_64 random(11);
+  for (const DType dtype : kDtypes) {
+    Dense a(dtype, {2, 5, 3, 7}), b(dtype, {2, 5, 3, 7}), out(dtype, {2, 5, 3, 7});
+    Dense la(DType::kF32, {2, 3, 5}), lb(DType::kF32, {2, 3, 5}), lse(DType::kF32, {2, 3, 5});
+    for (const Dense* t : {&a, &b, &la, &lb}) randomize(*t, random);
+    merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
+    merge(std::vector<Partial>{{a, la}, {b, lb}}, {b, lb});
+    EXPECT_EQ(bits(b), bits(out));
+    EXPECT_EQ(bits(lb), bits(lse));
+  }
+}
+
+TEST(Merge, PackedShapesAndNoLse) {
+  std::mt19937_64 random(12);
+  Dense a(DType::kF32, {5, 3, 7}), b(DType::kF32, {5, 3, 7}), out(DType::kF32, {5, 3, 7});
+  Dense la(DType::kF32, {3, 5}), lb(DType::kF32, {3, 5});
+  for (const Dense* t : {&a, &b, &la, &lb}) randomize(*t, random);
+  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, {}});
+  const auto x = read(a), y = read(b), lx = read(la), ly = read(lb);
+  std::vector<double> want(x.size());
+  for (int64_t n = 0; n < 5 * 3 * 7; ++n) {
+    const int64_t row = n / 21, h = n / 7 % 3;
+    const double wx = std::exp(lx[h * 5 + row]), wy = std::exp(ly[h * 5 + row]);
+    want[n] = (wx * x[n] + wy * y[n]) / (wx + wy);
+  }
+  expect_near(read(out), want, 1e-6);
+}
+
+FULGUR_EVERY_ENGINE(Property);
+
+}  // namespace
+}  // namespace fulgur::test

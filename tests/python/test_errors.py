@@ -1,0 +1,240 @@
+"""Every wrong argument raises the right exception, which names it, and writes nothing."""
+
+import numpy as np
+import pytest
+
+import fulgur
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def call(**changes):
+    """A right call, changed; q (2, 5, 4, 8), k and v (2, 7, 2, 8)."""
+    arguments = dict(q=zeros(2, 5, 4, 8), k=zeros(2, 7, 2, 8), v=zeros(2, 7, 2, 8))
+    return fulgur.attention(**{**arguments, **changes})
+
+
+def call_packed(**changes):
+    arguments = dict(
+        q=zeros(5, 4, 8),
+        k=zeros(7, 2, 8),
+        v=zeros(7, 2, 8),
+        cu_seqlens_q=int32(0, 2, 5),
+        cu_seqlens_k=int32(0, 3, 7),
+    )
+    return fulgur.attention(**{**arguments, **changes})
+
+
+def call_backward(**changes):
+    arguments = dict(q=zeros(2, 5, 4, 8), k=zeros(2, 7, 2, 8), v=zeros(2, 7, 2, 8))
+    arguments.update(dout=zeros(2, 5, 4, 8), out=zeros(2, 5, 4, 8), lse=zeros(2, 4, 5))
+    return fulgur.attention_backward(**{**arguments, **changes})
+
+
+def call_merge(**changes):
+    arguments = dict(outs=[zeros(2, 5, 4, 8)] * 2, lses=[zeros(2, 4, 5)] * 2)
+    return fulgur.merge(**{**arguments, **changes})
+
+
+def call_explain(**changes):
+    return fulgur.explain(**{**dict.fromkeys("qkv", (2, 5, 4, 8)), **changes})
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def misaligned(array):
+    return (
+        np.frombuffer(b"\0" * (array.nbytes + 1), np.uint8)[1:]
+        .view(array.dtype)
+        .reshape(array.shape)
+    )
+
+
+@pytest.mark.parametrize("good", [call, call_packed, call_backward, call_merge, call_explain])
+def test_the_unchanged_calls_are_right(good):
+    good()
+
+
+TYPE_ERRORS = [
+    *((call, {name: value}) for name in ("q", "k", "v") for value in (None, [[1.0]], 3, "x")),
+    *((call, {name: object()}) for name in ("out", "alibi_slopes", "seqused_k")),
+    *((call_packed, {name: [0, 5]}) for name in ("cu_seqlens_q", "cu_seqlens_k")),
+    *((call_backward, {name: 1.0}) for name in ("dout", "q", "k", "v", "out", "lse")),
+    (call, dict(q=np.full((2, 5, 4, 8), None))),
+    (call, dict(causal=1)),
+    (call, dict(causal="yes")),
+    (call, dict(return_lse=None)),
+    (call, dict(window=5)),
+    (call, dict(window=(1, 2, 3))),
+    (call, dict(window=(1.5, 2))),
+    (call, dict(scale="1")),
+    (call, dict(softcap=None)),
+    (call, dict(dropout_p=1j)),
+    (call, dict(seed=1.5)),
+    (call, dict(offset="0")),
+    (call_packed, dict(max_seqlen_q=None)),
+    (call_packed, dict(max_seqlen_k=2.0)),
+    (call, dict(deterministic=0)),
+    (call, dict(invariant=None)),
+    (call, dict(threads=2.0)),
+    (call, dict(engine=None)),
+    (call, dict(causl=True)),
+    (call_merge, dict(outs=5)),
+    (call_merge, dict(lses=None)),
+    (call_merge, dict(outs=["a", "b"])),
+    (call_explain, dict(backward=2)),
+    (call_explain, dict(q=(2, 5, 4, 8.0))),
+]
+
+VALUE_ERRORS = [
+    # ranks, shapes, dtypes, strides
+    *((call, {name: zeros(5, 2, 8)}) for name in ("q", "k", "v")),
+    *((call, {name: zeros(1, 2, 5, 2, 8)}) for name in ("q", "k", "v")),
+    *((call, {name: np.float32(1)}) for name in ("q", "k", "v", "out", "alibi_slopes")),
+    *((call, {name: zeros(2, 7, 2, 8, dtype=np.int32)}) for name in ("q", "k", "v")),
+    *((call, {name: zeros(2, 7, 2, 8, dtype=np.complex64)}) for name in ("q", "k", "v")),
+    *((call, {name: zeros(2, 7, 2, 8, dtype=np.uint8)}) for name in ("q", "k", "v")),
+    *((call, {name: zeros(2, 7, 2, 8, dtype=np.float16)}) for name in ("k", "v")),
+    *((call, {name: zeros(2, 7, 2, 16)[..., ::2]}) for name in ("q", "k", "v")),
+    *((call, {name: misaligned(zeros(2, 7, 2, 8))}) for name in ("k", "v")),
+    *((call_packed, {name: zeros(2, 5, 4, 8)}) for name in ("q", "k", "v")),
+    (call, dict(k=zeros(3, 7, 2, 8))),
+    (call, dict(k=zeros(2, 7, 2, 9))),
+    (call, dict(v=zeros(2, 6, 2, 8))),
+    (call, dict(v=zeros(2, 7, 1, 8))),
+    (call, dict(q=zeros(2, 5, 3, 8))),
+    (call, dict(q=zeros(2, 5, 0, 8))),
+    (call, dict(q=zeros(2, 5, 4, 513), k=zeros(2, 7, 2, 513))),
+    (call, dict(v=zeros(2, 7, 2, 0))),
+    (call, dict(v=zeros(2, 7, 2, 513))),
+    (call, dict(out=zeros(2, 5, 4, 9))),
+    (call, dict(out=zeros(2, 5, 4, 8, dtype=np.float64))),
+    (call, dict(out=read_only(zeros(2, 5, 4, 8)))),
+    (call, dict(out=np.lib.stride_tricks.as_strided(zeros(8), (2, 5, 4, 8), (0, 0, 0, 4)))),
+    # options
+    (call, dict(window=(-2, 0))),
+    (call, dict(window=(0, -2), causal=True)),
+    (call, dict(window=(2**63, 0))),
+    (call, dict(scale=float("nan"))),
+    (call, dict(scale=float("inf"))),
+    (call, dict(scale=10**400)),
+    (call, dict(softcap=-1)),
+    (call, dict(softcap=float("nan"))),
+    (call, dict(alibi_slopes=zeros(3))),
+    (call, dict(alibi_slopes=zeros(3, 4))),
+    (call, dict(alibi_slopes=zeros(4, dtype=np.float64))),
+    (call, dict(dropout_p=1.0)),
+    (call, dict(dropout_p=-0.1)),
+    (call, dict(dropout_p=float("nan"))),
+    (call, dict(seed=-1)),
+    (call, dict(seed=2**64)),
+    (call, dict(offset=-1)),
+    (call, dict(seqused_k=int32(7))),
+    (call, dict(seqused_k=int32(7, 8))),
+    (call, dict(seqused_k=int32(7, -1))),
+    (call, dict(seqused_k=np.array([7, 7]))),
+    (call, dict(max_seqlen_q=5)),
+    (call, dict(threads=-1)),
+    (call, dict(threads=2**40)),
+    (call, dict(engine="abacus")),
+    # packed
+    (call_packed, dict(cu_seqlens_q=None)),
+    (call_packed, dict(cu_seqlens_k=None)),
+    (call_packed, dict(cu_seqlens_k=int32(0, 7))),
+    (call_packed, dict(cu_seqlens_q=zeros(2, 2, dtype=np.int32))),
+    (call_packed, dict(cu_seqlens_q=int32(1, 2, 5))),
+    (call_packed, dict(cu_seqlens_q=int32(0, 4, 3))),
+    (call_packed, dict(cu_seqlens_k=int32(0, 3, 8))),
+    (call_packed, dict(cu_seqlens_k=np.array([0, 3, 7]))),
+    (call_packed, dict(max_seqlen_q=2)),
+    (call_packed, dict(max_seqlen_k=-1)),
+    (call_packed, dict(seqused_k=int32(4, 4))),
+    # backward
+    (call_backward, dict(dout=zeros(2, 5, 4, 9))),
+    (call_backward, dict(out=zeros(2, 5, 2, 8))),
+    (call_backward, dict(lse=zeros(2, 5, 4))),
+    (call_backward, dict(lse=zeros(2, 4, 5, dtype=np.float64))),
+    (call_backward, dict(dout=zeros(2, 5, 4, 8, dtype=np.float16))),
+    # merge
+    (call_merge, dict(outs=[], lses=[])),
+    (call_merge, dict(lses=[zeros(2, 4, 5)])),
+    # explain
+    (call_explain, dict(dtype="int8")),
+    (call_explain, dict(q=(2, 5, 4, 600), k=(2, 5, 4, 600))),
+    (call_explain, dict(q=(2, -5, 4, 8))),
+    (call_explain, dict(k=())),
+]
+
+
+def name_of(case):
+    function, changes = case
+    return f"{function.__name__}-{'-'.join(changes)}"
+
+
+@pytest.mark.parametrize("case", TYPE_ERRORS, ids=name_of)
+def test_wrong_kinds(case):
+    function, changes = case
+    with pytest.raises(TypeError, match=rf"\b{next(iter(changes))}\b"):
+        function(**changes)
+
+
+@pytest.mark.parametrize("case", VALUE_ERRORS, ids=name_of)
+def test_wrong_values(case):
+    function, changes = case
+    name = next(iter(changes)).replace("_", "[._]")  # the C++ API says dropout.p
+    with pytest.raises(ValueError, match=rf"^{name}\b.*: "):
+        function(**changes)
+
+
+def test_merge_names_the_part():
+    good, lse = zeros(2, 5, 4, 8), zeros(2, 4, 5)
+    with pytest.raises(ValueError, match=r"^outs?: "):
+        fulgur.merge([zeros(2, 5)], [lse])
+    with pytest.raises(ValueError, match=r"^outs?: got i32"):
+        fulgur.merge([good.astype(np.int32)], [lse])
+    with pytest.raises(ValueError, match=r"^lses?: got i32"):
+        fulgur.merge([good], [lse.astype(np.int32)])
+    with pytest.raises(ValueError, match=r"parts\[1\]\.out"):
+        fulgur.merge([good, zeros(2, 5, 4, 9)], [lse, lse])
+    with pytest.raises(ValueError, match=r"parts\[1\]\.lse"):
+        fulgur.merge([good, good], [lse, zeros(2, 5, 4)])
+
+
+def test_engine_failures_are_fulgur_errors():
+    assert issubclass(fulgur.Error, RuntimeError) and not issubclass(fulgur.Error, ValueError)
+    with pytest.raises(fulgur.Error, match="f64"):
+        fulgur.attention(*[zeros(1, 4, 1, 8, dtype=np.float64)] * 3, engine="cpu")
+
+
+def test_a_failing_call_writes_nothing():
+    out = np.full((2, 5, 4, 8), 7, np.float32)
+    for changes in (dict(scale=float("nan")), dict(k=zeros(2, 7, 3, 8)), dict(engine="abacus")):
+        with pytest.raises(ValueError):
+            call(out=out, **changes)
+    assert (out == 7).all()
+
+
+def test_out_may_not_be_an_input():
+    q = zeros(2, 5, 4, 8)
+    with pytest.raises(ValueError, match="^out: .*q"):
+        call(q=q, out=q)
+
+
+def test_the_reason_of_a_producer_is_told():
+    with pytest.raises(TypeError, match="^q: .*byte order"):
+        call(q=zeros(2, 5, 4, 8).astype(">f4"))
+
+
+def test_sizes_beyond_the_address_space():
+    shape = (2**31, 2**31, 1, 1)
+    with pytest.raises(ValueError, match=r"^q: .*2\^63"):
+        fulgur.explain(shape, shape, shape)

@@ -1,0 +1,86 @@
+"""The package: its documentation's examples, stubs, version, engines, explain."""
+
+import ast
+import doctest
+import importlib.metadata
+import inspect
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fulgur
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SNIPPETS = [
+    pytest.param(code, id=f"{page.name}-{n}")
+    for page in PAGES
+    for n, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+FUNCTIONS = ["attention", "attention_backward", "engines", "explain", "merge"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_documented_example(name):
+    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
+    (example,) = finder.find(getattr(fulgur, name), name)
+    assert example.examples
+    assert runner.run(example).failed == 0
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets_of_the_pages_run(code):
+    exec(compile(code, "snippet", "exec"), {})
+
+
+def test_version():
+    assert fulgur.__version__ == importlib.metadata.version("fulgur")
+
+
+def test_stubs_have_the_signatures():
+    folder = Path(fulgur.__file__).parent
+    assert (folder / "py.typed").exists()
+    stubs = [
+        node
+        for node in ast.parse((folder / "__init__.pyi").read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert {stub.name for stub in stubs} == set(FUNCTIONS)
+    for stub in stubs:
+        parameters = inspect.signature(getattr(fulgur, stub.name)).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        assert [a.arg for a in stub.args.args] == positional
+        assert [a.arg for a in stub.args.kwonlyargs] == list(keywords)
+        for argument, default in zip(stub.args.kwonlyargs, stub.args.kw_defaults):
+            if default is not None:
+                assert ast.literal_eval(default) == keywords[argument.arg], argument.arg
+
+
+def test_engines():
+    engines = {engine.name: engine for engine in fulgur.engines()}
+    for name in ("cpu", "reference"):
+        assert engines[name].unavailable == "" and engines[name].description
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_arrays_and_shapes(backward):
+    array = np.zeros((2, 40, 4, 16), np.float32)
+    options = dict(backward=backward, causal=True, threads=1)
+    text = fulgur.explain(array, array, array, **options)
+    assert text == fulgur.explain(array.shape, array.shape, list(array.shape), **options)
+    assert ("backward" if backward else "forward") in text and "causal" in text
+    assert "bf16" in fulgur.explain(*[array.shape] * 3, dtype="bf16", backward=backward)
+
+
+def test_explain_allocates_nothing():
+    shape = (1, 2**24, 64, 128)  # 512 GiB
+    assert "16777216" in fulgur.explain(shape, shape, shape)
+
+
+def test_explain_packed():
+    shape, cu = (30, 4, 16), np.array([0, 10, 30], np.int32)
+    text = fulgur.explain(shape, shape, shape, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    assert "packed" in text

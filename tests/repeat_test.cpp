@@ -1,0 +1,328 @@
+// The same bits again: run to run, with other threads, in another batch, with another plan.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <set>
+
+#include "engines.h"
+#include "oracle.h"
+#include "philox.h"
+
+namespace fulgur::test {
+namespace {
+
+class Repeat : public EveryEngine {};
+
+using Bits = std::vector<std::byte>;
+
+std::vector<Bits> all_bits(const Workload& w) {
+  return {bits(w.forward.out), bits(w.forward.lse), bits(w.backward.dq), bits(w.backward.dk),
+          bits(w.backward.dv)};
+}
+
+// Shapes that engines plan differently: many rows, few rows over many keys, uneven work.
+std::vector<Case> shapes() {
+  return {
+      {.dtype = DType::kF32, .batch = 2, .sq = 333, .sk = 333, .hq = 4, .hk = 2, .mask = causal()},
+      {.dtype = DType::kBF16, .sq = 130, .sk = 700, .hq = 3, .hk = 3, .d = 128, .dv = 80},
+      {.dtype = DType::kF16, .batch = 2, .sq = 1, .sk = 3000, .hq = 8, .hk = 2},
+      {.dtype = DType::kF32, .sq = 5, .sk = 2048, .hq = 1, .hk = 1, .mask = causal()},
+      {.dtype = DType::kBF16,
+       .sq = 90,
+       .sk = 120,
+       .hq = 4,
+       .hk = 1,
+       .layout = Layout::kPacked,
+       .dropout = 0.2},
+  };
+}
+
+TEST_P(Repeat, SameBitsRunToRun) {
+  for (const Case& c : shapes()) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, 1);
+    w.options.engine = engine();
+    w.options.deterministic = true;
+    w.options.threads = 2;
+    w.run();
+    const auto first = all_bits(w);
+    for (int run = 0; run < 5; ++run) {
+      w.seal();
+      w.run();
+      ASSERT_EQ(all_bits(w), first) << "run " << run + 2;
+    }
+  }
+}
+
+// Without any option, the forward pass repeats itself too.
+TEST_P(Repeat, ForwardNeedsNoOption) {
+  for (const Case& c : shapes()) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, 1);
+    w.options.engine = engine();
+    forward(w.forward, w.options);
+    const Bits out = bits(w.forward.out), lse = bits(w.forward.lse);
+    for (int run = 0; run < 3; ++run) {
+      w.seal();
+      forward(w.forward, w.options);
+      ASSERT_EQ(bits(w.forward.out), out);
+      ASSERT_EQ(bits(w.forward.lse), lse);
+    }
+  }
+}
+
+TEST_P(Repeat, InvariantToThreads) {
+  for (const Case& c : shapes()) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, 1);
+    w.options.engine = engine();
+    w.options.invariant = w.options.deterministic = true;
+    w.options.threads = 1;
+    w.run();
+    const auto first = all_bits(w);
+    for (const int threads : {2, 3, 5}) {
+      w.seal();
+      w.options.threads = threads;
+      w.run();
+      ASSERT_EQ(all_bits(w), first) << threads << " threads";
+    }
+  }
+}
+
+// A slice of a contiguous (batch, ...) tensor: batch b alone.
+Tensor alone(Tensor t, int64_t b) {
+  t.data = static_cast<std::byte*>(t.data) + b * t.strides[0] * size_of(t.dtype);
+  t.shape[0] = 1;
+  return t;
+}
+
+TEST_P(Repeat, InvariantToTheBatch) {
+  for (Case c : shapes()) {
+    if (c.packed() || c.dropout > 0) continue;  // dropout knows the batch
+    c.batch = 4;
+    SCOPED_TRACE(c.name());
+    Workload w(c, 2);
+    w.options.engine = engine();
+    w.options.invariant = w.options.deterministic = true;
+    w.run();
+    const auto all = all_bits(w);
+    for (int64_t b : {0, 2, 3}) {
+      ForwardArgs f = w.forward;
+      BackwardArgs g = w.backward;
+      for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &g.dout, &g.q, &g.k, &g.v, &g.out, &g.lse,
+                        &g.dq, &g.dk, &g.dv}) {
+        *t = alone(*t, b);
+      }
+      w.seal();
+      forward(f, w.options);
+      backward(g, w.options);
+      const Bits parts[] = {bits(f.out), bits(f.lse), bits(g.dq), bits(g.dk), bits(g.dv)};
+      for (size_t i = 0; i < all.size(); ++i) {
+        const size_t size = parts[i].size();
+        ASSERT_EQ(std::memcmp(parts[i].data(), all[i].data() + static_cast<size_t>(b) * size, size),
+                  0)
+            << "output " << i << " of sequence " << b;
+      }
+    }
+  }
+}
+
+TEST_P(Repeat, InvariantToPacking) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const auto& [sq, sk] : {std::pair{100, 150}, {1, 2000}, {65, 64}}) {
+      const Case packed{.dtype = dtype,
+                        .sq = sq,
+                        .sk = sk,
+                        .hq = 4,
+                        .hk = 2,
+                        .mask = causal(),
+                        .layout = Layout::kPacked};
+      SCOPED_TRACE(packed.name());
+      Workload w(packed, 3);
+      w.options.engine = engine();
+      w.options.invariant = w.options.deterministic = true;
+      w.run();
+      for (const size_t b : {size_t{0}, size_t{3}}) {
+        const Rows& s = w.sequences[b];
+        Case single = packed;
+        single.layout = Layout::kBshd;
+        single.sq = s.sq;
+        single.sk = s.sk;
+        Workload one(single, 4);
+        one.options = {
+            .mask = causal(), .deterministic = true, .invariant = true, .engine = engine()};
+        // Rows of the packed tensors, in the same order of elements.
+        auto rows = [](Tensor t, int64_t begin, int64_t count) {
+          t.data = static_cast<std::byte*>(t.data) + begin * t.strides[0] * size_of(t.dtype);
+          t.shape[0] = count;
+          return t;
+        };
+        auto q_rows = [&](const Tensor& t) { return rows(t, s.q_begin, s.sq); };
+        auto k_rows = [&](const Tensor& t) { return rows(t, s.k_begin, s.sk); };
+        write(one.forward.q, read(q_rows(w.forward.q)));
+        write(one.forward.k, read(k_rows(w.forward.k)));
+        write(one.forward.v, read(k_rows(w.forward.v)));
+        write(one.backward.dout, read(q_rows(w.backward.dout)));
+        one.run();
+        EXPECT_EQ(bits(one.forward.out), bits(q_rows(w.forward.out)));
+        EXPECT_EQ(bits(one.backward.dq), bits(q_rows(w.backward.dq)));
+        EXPECT_EQ(bits(one.backward.dk), bits(k_rows(w.backward.dk)));
+        EXPECT_EQ(bits(one.backward.dv), bits(k_rows(w.backward.dv)));
+      }
+    }
+  }
+}
+
+TEST_P(Repeat, PlanServesOtherData) {
+  for (const Case& c : shapes()) {
+    SCOPED_TRACE(c.name());
+    Workload a(c, 5), b(c, 6);
+    a.options.engine = engine();
+    a.options.deterministic = true;
+    a.options.dropout.seed = b.options.dropout.seed;
+    const Plan forward_plan = plan(a.forward, a.options);
+    const Plan backward_plan = plan(a.backward, a.options);
+    forward_plan.run(a.forward);
+    backward_plan.run(a.backward);
+    forward_plan.run(b.forward);
+    backward_plan.run(b.backward);
+    const auto planned = all_bits(b);
+    b.options.engine = engine();
+    b.options.deterministic = true;
+    b.seal();
+    b.run();
+    EXPECT_EQ(all_bits(b), planned);
+  }
+}
+
+// With k = 0 every probability is 1 / sk; with v = I the output shows the dropout mask itself.
+struct DropoutProbe {
+  static constexpr int64_t kKeys = 300;
+
+  DropoutProbe(int64_t batch, int64_t sq, int64_t hq, double p, uint64_t seed, uint64_t offset)
+      : w({.batch = batch, .sq = sq, .sk = kKeys, .hq = hq, .d = 8, .dv = kKeys}, 1) {
+    write(w.forward.k, std::vector<double>(w.forward.k.numel()));
+    std::vector<double> identity(w.forward.v.numel());
+    for (int64_t n = 0; n < w.forward.v.numel(); ++n) {
+      identity[n] = n / kKeys % kKeys == n % kKeys;
+    }
+    write(w.forward.v, identity);
+    w.options.dropout = {p, seed, offset};
+    w.seal();
+  }
+
+  // [b, i, h, j]: what each probability was multiplied with, times 1 - p.
+  std::vector<bool> kept() {
+    forward(w.forward, w.options);
+    std::vector<bool> mask;
+    for (const double o : read(w.forward.out)) {
+      const double z = o * kKeys * (1 - w.options.dropout.p);
+      EXPECT_TRUE(std::fabs(z) < 1e-5 || std::fabs(z - 1) < 1e-5) << z;
+      mask.push_back(z > 0.5);
+    }
+    return mask;
+  }
+
+  Workload w;
+};
+
+TEST_P(Repeat, DropoutMaskIsTheDocumentedOne) {
+  DropoutProbe probe(2, 40, 3, 0.3, 77, 5);
+  probe.w.options.engine = engine();
+  const auto kept = probe.kept();
+  const DropoutMask mask(0.3, 77, 5);
+  size_t n = 0;
+  for (uint64_t b = 0; b < 2; ++b) {
+    for (uint64_t i = 0; i < 40; ++i) {
+      for (uint64_t h = 0; h < 3; ++h) {
+        for (uint64_t j = 0; j < DropoutProbe::kKeys; ++j) {
+          ASSERT_EQ(kept[n++], mask.keep(b * 3 + h, i, j));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Repeat, DropoutMaskIgnoresThreadsAndTiling) {
+  DropoutProbe probe(2, 130, 2, 0.5, 1, 2);
+  probe.w.options.engine = engine();
+  const auto reference = probe.kept();
+  for (const int threads : {1, 2, 3}) {
+    probe.w.options.threads = threads;
+    EXPECT_EQ(probe.kept(), reference);
+  }
+  // One query alone (a decode plan) has the mask of query 0.
+  DropoutProbe decode(2, 1, 2, 0.5, 1, 2);
+  decode.w.options.engine = engine();
+  const auto first = decode.kept();
+  for (size_t b = 0; b < 2; ++b) {
+    for (size_t n = 0; n < 2 * DropoutProbe::kKeys; ++n) {
+      ASSERT_EQ(first[b * 2 * DropoutProbe::kKeys + n],
+                reference[b * 130 * 2 * DropoutProbe::kKeys + n]);
+    }
+  }
+}
+
+TEST_P(Repeat, DropoutKeepsItsRate) {
+  for (const double p : {0.0, 0.1, 0.5, 0.9, 0.99}) {
+    DropoutProbe probe(1, 100, 2, p, 3, 0);
+    probe.w.options.engine = engine();
+    const auto kept = probe.kept();
+    const auto n = static_cast<double>(kept.size());
+    const auto count = static_cast<double>(std::count(kept.begin(), kept.end(), true));
+    EXPECT_NEAR(count / n, 1 - p, 5 * std::sqrt(p * (1 - p) / n));
+  }
+}
+
+TEST_P(Repeat, DropoutMasksDiffer) {
+  std::set<std::vector<bool>> masks;
+  for (const auto& [seed, offset] : {std::pair<uint64_t, uint64_t>{1, 0},
+                                     {2, 0},
+                                     {1, 1},
+                                     {uint64_t{1} << 32, 0},
+                                     {0, uint64_t{1} << 32}}) {
+    DropoutProbe probe(1, 8, 1, 0.5, seed, offset);
+    probe.w.options.engine = engine();
+    masks.insert(probe.kept());
+  }
+  EXPECT_EQ(masks.size(), 5);
+  DropoutProbe probe(2, 1, 2, 0.5, 1, 0);  // rows, heads and sequences differ from each other
+  probe.w.options.engine = engine();
+  const auto kept = probe.kept();
+  std::set<std::vector<bool>> rows;
+  for (int64_t row = 0; row < 4; ++row) {
+    rows.emplace(kept.begin() + row * DropoutProbe::kKeys,
+                 kept.begin() + (row + 1) * DropoutProbe::kKeys);
+  }
+  EXPECT_EQ(rows.size(), 4);
+}
+
+TEST_P(Repeat, DropoutKeepsTheExpectation) {
+  Workload w({.sq = 4, .sk = 100, .d = 16, .dv = 16}, 8);
+  w.options.engine = engine();
+  forward(w.forward, w.options);
+  const auto out = read(w.forward.out), lse = read(w.forward.lse);
+  const double p = 0.3;
+  constexpr int kRuns = 600;
+  std::vector<double> sum(out.size()), squares(out.size());
+  for (int run = 0; run < kRuns; ++run) {
+    w.options.dropout = {p, static_cast<uint64_t>(run), 0};
+    forward(w.forward, w.options);
+    const auto sample = read(w.forward.out);
+    for (size_t n = 0; n < out.size(); ++n) {
+      sum[n] += sample[n];
+      squares[n] += sample[n] * sample[n];
+    }
+    ASSERT_EQ(read(w.forward.lse), lse) << "dropout changes the LSE";
+  }
+  for (size_t n = 0; n < out.size(); ++n) {
+    const double mean = sum[n] / kRuns, variance = squares[n] / kRuns - mean * mean;
+    ASSERT_NEAR(mean, out[n], 5 * std::sqrt(variance / kRuns));
+  }
+}
+
+FULGUR_EVERY_ENGINE(Repeat);
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,34 @@
+"""The shared library exports the public API and nothing else: symbols.py LIBRARY."""
+
+import re
+import subprocess
+import sys
+
+# Functions and types of include/fulgur, their type information and virtual tables.
+PUBLIC = re.compile(
+    r"(fulgur_\w+"
+    r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
+    r"|(typeinfo (name )?for |vtable for )?fulgur::"
+    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm)|Error|Tensor|Plan|forward|backward|plan|merge|engines|size_of|name_of)\b.*)"
+)
+WANTED = ("fulgur_forward", "fulgur_merge", "fulgur::forward(", "fulgur::plan(", "fulgur::merge(")
+
+
+def main(library):
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", "-C", library], check=True, capture_output=True, text=True
+    ).stdout
+    # Weak symbols of the standard library's templates are instantiated everywhere and harmless.
+    symbols = [line.split(" ", 2)[1:] for line in listing.splitlines()]
+    foreign = [name for kind, name in symbols if kind not in "WVu" and not PUBLIC.fullmatch(name)]
+    foreign += [name for kind, name in symbols if "fulgur::" in name and not PUBLIC.search(name)]
+    missing = [want for want in WANTED if not any(name.startswith(want) for _, name in symbols)]
+    for name in foreign:
+        print(f"exported, but not public: {name}")
+    for name in missing:
+        print(f"public, but not exported: {name}")
+    return 1 if foreign or missing or not symbols else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

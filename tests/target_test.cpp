@@ -1,0 +1,74 @@
+// FULGUR_CPU_TARGET forces the instruction set of the CPU engine. CTest runs the small list of
+// attention cases with each target; this test, run with the same variable, shows that it obeyed.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <map>
+
+#include "engines.h"
+#include "storage.h"
+
+namespace fulgur::test {
+namespace {
+
+EngineInfo cpu() {
+  for (const EngineInfo& info : engines()) {
+    if (info.name == "cpu") return info;
+  }
+  return {};
+}
+
+void run_forward() {
+  Dense q(DType::kF32, {1, 8, 1, 16}), out(DType::kF32, {1, 8, 1, 16});
+  std::mt19937_64 random(1);
+  randomize(q, random);
+  Options options;
+  options.engine = "cpu";
+  forward({q, q, q, out, {}}, options);
+}
+
+bool machine_has(const std::string& target) {
+#if defined(__x86_64__)
+  if (target == "sse4") return __builtin_cpu_supports("sse4.2");
+  if (target == "avx2") return __builtin_cpu_supports("avx2");
+  if (target == "avx512") return __builtin_cpu_supports("avx512bw");
+#endif
+  return false;
+}
+
+TEST(Target, IsTheForcedOne) {
+  const char* forced = std::getenv("FULGUR_CPU_TARGET");
+  if (forced == nullptr) GTEST_SKIP() << "FULGUR_CPU_TARGET is not set";
+  if (!machine_has(forced)) {
+    const std::string message = message_of(run_forward);
+    EXPECT_NE(message.find("FULGUR_CPU_TARGET"), std::string::npos) << message;
+    GTEST_SKIP() << "this machine lacks " << forced;
+  }
+  const std::map<std::string, std::string> names = {
+      {"sse4", "SSE4"}, {"avx2", "AVX2"}, {"avx512", "AVX3"}};
+  const EngineInfo info = cpu();
+  EXPECT_EQ(info.unavailable, "");
+  EXPECT_EQ(info.description.substr(0, 4), names.at(forced)) << info.description;
+  run_forward();
+}
+
+// In a process of its own, because the choice is made once.
+[[noreturn]] void report_error(const char* target) {
+  setenv("FULGUR_CPU_TARGET", target, 1);
+  try {
+    run_forward();
+  } catch (const Error& error) {
+    std::cerr << error.what() << std::endl;
+    std::exit(error.status() == Status::kUnavailable ? 0 : 2);
+  }
+  std::exit(1);
+}
+
+TEST(TargetDeathTest, UnknownTargetIsAnError) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(report_error("avx9"), testing::ExitedWithCode(0), "FULGUR_CPU_TARGET.*avx9.*avx2");
+}
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,165 @@
+// Which keys a query sees, and what a tile needs, against the definition of the mask.
+#include "tiles.h"
+
+#include <gtest/gtest.h>
+
+#include "engines.h"
+#include "fulgur/attention.h"
+#include "storage.h"
+
+namespace fulgur::test {
+namespace {
+
+// mask.h, word for word.
+bool sees(const Mask& mask, const Sequence& s, int64_t i, int64_t j) {
+  const int64_t diagonal = i + s.sk - s.sq;
+  if (mask.left >= 0 && j < diagonal - mask.left) return false;
+  if (mask.right >= 0 && j > diagonal + mask.right) return false;
+  return true;
+}
+
+Tile tile_of(const Mask& mask, const Sequence& s, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+  int64_t visible = 0;
+  for (int64_t i = i0; i < i1; ++i) {
+    for (int64_t j = j0; j < j1; ++j) visible += sees(mask, s, i, j);
+  }
+  if (visible == 0) return Tile::kEmpty;
+  return visible == (i1 - i0) * (j1 - j0) ? Tile::kFull : Tile::kPartial;
+}
+
+const std::vector<Mask>& masks() {
+  static const std::vector<Mask> kMasks = [] {
+    std::vector<Mask> all;
+    for (const int64_t left : {-1, 0, 1, 3, 7, 100}) {
+      for (const int64_t right : {-1, 0, 1, 4, 9, 100}) all.push_back(window(left, right));
+    }
+    return all;
+  }();
+  return kMasks;
+}
+
+std::vector<Sequence> sequences() {
+  std::vector<Sequence> all;
+  for (const int64_t sq : {1, 2, 7, 16, 23}) {
+    for (const int64_t sk : {0, 1, 2, 7, 16, 31}) all.push_back({0, 0, sq, sk});
+  }
+  return all;
+}
+
+TEST(Tiles, VisibleKeysAreThoseOfTheMask) {
+  for (const Mask& mask : masks()) {
+    for (const Sequence& s : sequences()) {
+      double count = 0;
+      for (int64_t i = 0; i < s.sq; ++i) {
+        const KeyRange keys = visible_keys(mask, s, i);
+        for (int64_t j = 0; j < s.sk; ++j) {
+          ASSERT_EQ(j >= keys.begin && j < keys.end, sees(mask, s, i, j));
+          count += sees(mask, s, i, j);
+        }
+      }
+      ASSERT_EQ(visible_scores(mask, s), count);
+    }
+  }
+}
+
+TEST(Tiles, ClassifyAgreesWithEveryScore) {
+  for (const Mask& mask : masks()) {
+    for (const Sequence& s : sequences()) {
+      for (const int64_t Br : {1, 4, 8}) {
+        for (const int64_t Bc : {1, 3, 8}) {
+          const TileMap map = tile_map(mask, s, Br, Bc);
+          ASSERT_EQ(map.rows, (s.sq + Br - 1) / Br);
+          ASSERT_EQ(map.cols, (s.sk + Bc - 1) / Bc);
+          ASSERT_EQ(map.tiles.size(), static_cast<size_t>(map.rows * map.cols));
+          for (int64_t r = 0; r < map.rows; ++r) {
+            for (int64_t c = 0; c < map.cols; ++c) {
+              ASSERT_EQ(map.tiles[static_cast<size_t>(r * map.cols + c)],
+                        tile_of(mask, s, r * Br, std::min(s.sq, (r + 1) * Br), c * Bc,
+                                std::min(s.sk, (c + 1) * Bc)))
+                  << "mask " << mask.left << ", " << mask.right << " sq " << s.sq << " sk " << s.sk
+                  << " tile " << r << ", " << c << " of " << Br << " x " << Bc;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Tiles, KeyRangeOfRowsCoversEachRow) {
+  for (const Mask& mask : masks()) {
+    for (const Sequence& s : sequences()) {
+      const KeyRange keys = visible_keys(mask, s, 0, s.sq);
+      for (int64_t i = 0; i < s.sq; ++i) {
+        for (int64_t j = 0; j < s.sk; ++j) {
+          if (sees(mask, s, i, j)) {
+            ASSERT_TRUE(j >= keys.begin && j < keys.end);
+          }
+        }
+      }
+    }
+  }
+}
+
+class PlanNumbers : public EveryEngine {};
+
+TEST_P(PlanNumbers, TilesOfEachSequence) {
+  Dense q(DType::kF32, {30, 1, 16}), k(DType::kF32, {50, 1, 16}), out(DType::kF32, {30, 1, 16});
+  Dense cu_q(DType::kI32, {4}), cu_k(DType::kI32, {4});
+  write(cu_q, std::vector{0.0, 10.0, 10.0, 30.0});
+  write(cu_k, std::vector{0.0, 20.0, 30.0, 50.0});
+  Options options{.mask = causal(), .cu_seqlens_q = cu_q, .cu_seqlens_k = cu_k};
+  options.engine = engine();
+  const Plan p = plan(ForwardArgs{q, k, k, out, {}}, options);
+  EXPECT_EQ(p.engine(), engine());
+  const int64_t sq[] = {10, 0, 20}, sk[] = {20, 10, 20};
+  for (int64_t b = 0; b < 3; ++b) {
+    const TileMap map = p.tiles(b);
+    const Sequence s{0, 0, sq[b], sk[b]};
+    ASSERT_GT(map.Br, 0);
+    ASSERT_GT(map.Bc, 0);
+    EXPECT_EQ(map.tiles, tile_map(causal(), s, map.Br, map.Bc).tiles);
+  }
+  EXPECT_EQ(status_of([&] { p.tiles(3); }), Status::kInvalidArgument);
+  EXPECT_EQ(status_of([&] { p.tiles(-1); }), Status::kInvalidArgument);
+}
+
+TEST_P(PlanNumbers, FlopsAndBytes) {
+  Dense q(DType::kF32, {2, 8, 4, 16}), k(DType::kF32, {2, 8, 2, 16}), v(DType::kF32, {2, 8, 2, 24}),
+      out(DType::kF32, {2, 8, 4, 24}), lse(DType::kF32, {2, 4, 8});
+  Dense dk(DType::kF32, {2, 8, 2, 16}), dv(DType::kF32, {2, 8, 2, 24}),
+      dq(DType::kF32, {2, 8, 4, 16}), dout(DType::kF32, {2, 8, 4, 24});
+  Options options{.mask = causal()};
+  options.engine = engine();
+  const double scores = 2 * 4 * (8 * 9 / 2);
+  const Plan f = plan(ForwardArgs{q, k, v, out, lse}, options);
+  EXPECT_EQ(f.flops(), scores * 2 * (16 + 24));
+  const double tensors = 4.0 * (2 * 8 * (4 * 16 + 2 * 16 + 2 * 24 + 4 * 24));
+  EXPECT_EQ(f.bytes(), tensors + 4 * 2 * 4 * 8);
+  const Plan b = plan(BackwardArgs{dout, q, k, v, out, lse, dq, dk, dv}, options);
+  EXPECT_EQ(b.flops(), scores * (6 * 16 + 4 * 24));
+  EXPECT_EQ(b.bytes(), 2 * tensors + 4 * 2 * 4 * 8);
+}
+
+TEST_P(PlanNumbers, ExplainNamesTheEngine) {
+  Dense q(DType::kF32, {1, 8, 1, 16}), k(DType::kF32, {1, 8, 1, 16}),
+      out(DType::kF32, {1, 8, 1, 16});
+  Options options{.mask = causal()};
+  options.engine = engine();
+  const std::string words = plan(ForwardArgs{q, k, k, out, {}}, options).explain();
+  for (const std::string& part : {engine(), std::string("causal"), std::string("f32")}) {
+    EXPECT_NE(words.find(part), std::string::npos) << words;
+  }
+}
+
+FULGUR_EVERY_ENGINE(PlanNumbers);
+
+TEST(ChooseEngine, ByDtypeAndDevice) {
+  Dense f32(DType::kF32, {1, 8, 1, 16}), out(DType::kF32, {1, 8, 1, 16});
+  Dense f64(DType::kF64, {1, 8, 1, 16}), out64(DType::kF64, {1, 8, 1, 16});
+  EXPECT_EQ(plan(ForwardArgs{f32, f32, f32, out, {}}).engine(), "cpu");
+  EXPECT_EQ(plan(ForwardArgs{f64, f64, f64, out64, {}}).engine(), "reference");
+}
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,287 @@
+#include "workload.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "fulgur/cuda.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr int64_t kPackedPadding = 3;  // rows behind the last packed sequence
+
+// Packed sequences: the longest, one without queries, one without keys, a short one.
+std::vector<Rows> packed_lengths(const Case& c) {
+  return {{0, 0, c.sq, c.sk},
+          {0, 0, 0, (c.sk + 1) / 2},
+          {0, 0, (c.sq + 2) / 3, 0},
+          {0, 0, (c.sq + 1) / 2, (c.sk + 2) / 3}};
+}
+
+void set_nan(const Tensor& t, int64_t row, int64_t rows) {
+  // Row `row` of all rows, batch and sequence flattened.
+  Tensor one = t;
+  const int at = t.rank == 4 ? 1 : 0;
+  int64_t offset =
+      t.rank == 4 ? row / rows * t.strides[0] + row % rows * t.strides[1] : row * t.strides[0];
+  one.shape[at] = 1;
+  if (t.rank == 4) one.shape[0] = 1;
+  one.data = static_cast<std::byte*>(t.data) + offset * size_of(t.dtype);
+  write(one, std::vector<double>(static_cast<size_t>(one.numel()),
+                                 std::numeric_limits<double>::quiet_NaN()));
+}
+
+}  // namespace
+
+Workload::Workload(const Case& c, uint64_t seed) : c(c) {
+  make_sequences();
+  const DType lse_dtype = c.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (c.layout == Layout::kQkv) {
+    interleaved(false, &forward.q, &forward.k, &forward.v);
+    interleaved(true, &backward.dq, &backward.dk, &backward.dv);
+  } else {
+    forward.q = tensor(total_q, c.sq, c.hq, c.d, false);
+    forward.k = tensor(total_k, c.sk, c.hk, c.d, false);
+    forward.v = tensor(total_k, c.sk, c.hk, c.dv, false);
+    backward.dq = tensor(total_q, c.sq, c.hq, c.d, true);
+    backward.dk = tensor(total_k, c.sk, c.hk, c.d, true);
+    backward.dv = tensor(total_k, c.sk, c.hk, c.dv, true);
+  }
+  forward.out = tensor(total_q, c.sq, c.hq, c.dv, true);
+  backward.dout = tensor(total_q, c.sq, c.hq, c.dv, false);
+
+  const int64_t gap = c.layout == Layout::kPadded || c.layout == Layout::kPackedPadded ? 5 : 0;
+  if (c.packed()) {
+    const std::array shape{c.hq, total_q}, strides{total_q + gap, int64_t{1}};
+    forward.lse = storage(lse_dtype, c.hq * (total_q + gap), true).view(0, shape, strides);
+  } else {
+    const std::array shape{c.batch, c.hq, c.sq};
+    const std::array strides{c.hq * (c.sq + gap) + gap, c.sq + gap, int64_t{1}};
+    forward.lse = storage(lse_dtype, c.batch * strides[0], true).view(0, shape, strides);
+  }
+  backward.q = forward.q;
+  backward.k = forward.k;
+  backward.v = forward.v;
+  backward.out = forward.out;
+  backward.lse = forward.lse;
+
+  std::mt19937_64 random(seed);
+  for (const Tensor* t : {&forward.q, &forward.k, &forward.v, &backward.dout}) {
+    randomize(*t, random);
+  }
+  make_options(seed);
+  poison_missing_rows();
+  seal();
+}
+
+void Workload::seal() {
+  for (Storage& s : inputs_) s.seal();
+  for (Storage& s : outputs_) s.poison();
+}
+
+// Copies of all buffers on cuda:0, and the arguments that refer to them.
+class Workload::OnDevice {
+ public:
+  explicit OnDevice(Workload& w) : w_(w) {
+    for (auto* storages : {&w.inputs_, &w.outputs_}) {
+      for (Storage& s : *storages) {
+        const auto size = static_cast<int64_t>(s.bytes().size());
+        copies_.push_back({s.bytes(), static_cast<std::byte*>(cuda::allocate(size))});
+        cuda::copy(copies_.back().device, s.bytes().data(), size);
+      }
+    }
+  }
+  ~OnDevice() {
+    for (const Copy& c : copies_) cuda::deallocate(c.device);
+  }
+  OnDevice(const OnDevice&) = delete;
+
+  void run_forward() {
+    const ForwardArgs& a = w_.forward;
+    fulgur::forward({there(a.q), there(a.k), there(a.v), there(a.out), there(a.lse)}, options());
+    copy_back();
+  }
+  void run_backward() {
+    const BackwardArgs& a = w_.backward;
+    fulgur::backward({there(a.dout), there(a.q), there(a.k), there(a.v), there(a.out), there(a.lse),
+                      there(a.dq), there(a.dk), there(a.dv)},
+                     options());
+    copy_back();
+  }
+
+ private:
+  struct Copy {
+    std::span<std::byte> host;
+    std::byte* device;
+  };
+
+  Tensor there(Tensor t) const {
+    const auto* data = static_cast<const std::byte*>(t.data);
+    for (const auto& [host, device] : copies_) {
+      if (data < host.data() || data >= host.data() + host.size()) continue;
+      t.data = device + (data - host.data());
+      t.device = {DeviceType::kCuda, 0};
+    }
+    return t;
+  }
+  Options options() const {
+    Options o = w_.options;
+    for (Tensor* t : {&o.alibi_slopes, &o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k}) {
+      *t = there(*t);
+    }
+    if (w_.c.packed()) {
+      o.max_seqlen_q = std::max<int64_t>(1, w_.c.sq);
+      o.max_seqlen_k = std::max<int64_t>(1, w_.c.sk);
+    }
+    return o;
+  }
+  void copy_back() {
+    cuda::synchronize();
+    for (const auto& [host, device] : copies_) {
+      cuda::copy(host.data(), device, static_cast<int64_t>(host.size()));
+    }
+  }
+
+  Workload& w_;
+  std::vector<Copy> copies_;
+};
+
+void Workload::run_forward() {
+  if (options.engine == "cuda") return OnDevice(*this).run_forward();
+  fulgur::forward(forward, options);
+}
+
+void Workload::run_backward() {
+  if (options.engine == "cuda") return OnDevice(*this).run_backward();
+  fulgur::backward(backward, options);
+}
+
+testing::AssertionResult Workload::check_memory() const {
+  for (const Storage& s : inputs_) {
+    if (auto result = s.all_unchanged(); !result) return result << " (inputs)";
+  }
+  for (const Storage& s : outputs_) {
+    if (auto result = s.padding_unchanged(); !result) return result << " (padding of outputs)";
+  }
+  return testing::AssertionSuccess();
+}
+
+testing::AssertionResult Workload::nothing_written() const {
+  for (const auto* storages : {&inputs_, &outputs_}) {
+    for (const Storage& s : *storages) {
+      if (auto result = s.all_unchanged(); !result) return result;
+    }
+  }
+  return testing::AssertionSuccess();
+}
+
+int64_t Workload::lse_index(size_t b, int64_t h, int64_t r) const {
+  return c.packed() ? h * total_q + sequences[b].q_begin + r
+                    : (static_cast<int64_t>(b) * c.hq + h) * c.sq + r;
+}
+
+Storage& Workload::storage(DType dtype, int64_t elements, bool output) {
+  return (output ? outputs_ : inputs_).emplace_back(dtype, elements);
+}
+
+// Four dimensions (batch, max_len, heads, dim), or three (rows, heads, dim) when packed.
+Tensor Workload::tensor(int64_t rows, int64_t max_len, int64_t heads, int64_t dim, bool output) {
+  const bool padded = c.layout == Layout::kPadded || c.layout == Layout::kPackedPadded;
+  int64_t head = dim + (padded ? 3 : 0), row = heads * head + (padded ? 5 : 0);
+  if (c.packed()) {
+    const std::array shape{rows, heads, dim}, strides{row, head, int64_t{1}};
+    return storage(c.dtype, rows * row, output).view(0, shape, strides);
+  }
+  int64_t batch = max_len * row + (padded ? 7 : 0);
+  if (c.layout == Layout::kBhsd) {
+    row = dim;
+    head = max_len * dim;
+    batch = heads * head;
+  }
+  const std::array shape{c.batch, max_len, heads, dim}, strides{batch, row, head, int64_t{1}};
+  return storage(c.dtype, c.batch * batch, output).view(0, shape, strides);
+}
+
+// (batch, seqlen, hq + 2 hk, dim) in one buffer: heads of q, then of k, then of v.
+void Workload::interleaved(bool output, Tensor* q, Tensor* k, Tensor* v) {
+  const int64_t heads = c.hq + 2 * c.hk;
+  const std::array strides{c.sq * heads * c.d, heads * c.d, c.d, int64_t{1}};
+  Storage& buffer = storage(c.dtype, c.batch * strides[0], output);
+  const std::array q_shape{c.batch, c.sq, c.hq, c.d}, k_shape{c.batch, c.sq, c.hk, c.d};
+  *q = buffer.view(0, q_shape, strides);
+  *k = buffer.view(c.hq * c.d, k_shape, strides);
+  *v = buffer.view((c.hq + c.hk) * c.d, k_shape, strides);
+}
+
+Tensor Workload::lengths(const std::vector<int64_t>& values) {
+  const std::array shape{static_cast<int64_t>(values.size())}, strides{int64_t{1}};
+  Tensor t = storage(DType::kI32, shape[0], false).view(0, shape, strides);
+  write(t, std::vector<double>(values.begin(), values.end()));
+  return t;
+}
+
+void Workload::make_sequences() {
+  sequences = c.packed() ? packed_lengths(c)
+                         : std::vector<Rows>(static_cast<size_t>(c.batch), {0, 0, c.sq, c.sk});
+  std::vector<int64_t> cu_q{0}, cu_k{0}, used;
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    Rows& s = sequences[b];
+    s.q_begin = cu_q.back();
+    s.k_begin = cu_k.back();
+    cu_q.push_back(s.q_begin + s.sq);
+    cu_k.push_back(s.k_begin + s.sk);
+    if (c.seqused) s.sk = b % 3 == 0 ? s.sk - s.sk / 3 : b % 3 == 1 ? s.sk : 0;
+    used.push_back(s.sk);
+  }
+  total_q = cu_q.back();
+  total_k = cu_k.back();
+  if (c.packed()) {
+    total_q += kPackedPadding;
+    total_k += kPackedPadding;
+    options.cu_seqlens_q = lengths(cu_q);
+    options.cu_seqlens_k = lengths(cu_k);
+  }
+  if (c.seqused) options.seqused_k = lengths(used);
+}
+
+void Workload::make_options(uint64_t seed) {
+  options.mask = c.mask;
+  options.softcap = c.softcap;
+  options.dropout = {c.dropout, seed, 12345};
+  if (c.alibi == Alibi::kNone) return;
+  const bool batched = c.alibi == Alibi::kBatchHeads;
+  const auto batch = batched ? static_cast<int64_t>(sequences.size()) : 1;
+  std::vector<double> slopes;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < c.hq; ++h) {
+      slopes.push_back(0.3 / static_cast<double>((b + 1) * (h + 1)));
+    }
+  }
+  const std::array shape{batch, c.hq}, strides{c.hq, int64_t{1}};
+  const std::span dims(shape), steps(strides);
+  Storage& s = storage(DType::kF32, batch * c.hq, false);
+  options.alibi_slopes = batched ? s.view(0, dims, steps) : s.view(0, dims.last(1), steps.last(1));
+  write(options.alibi_slopes, slopes);
+}
+
+// Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.
+void Workload::poison_missing_rows() {
+  std::vector<bool> q_row(static_cast<size_t>(total_q)), k_row(static_cast<size_t>(total_k));
+  for (const Rows& s : sequences) {
+    for (int64_t i = 0; i < s.sq; ++i) q_row[static_cast<size_t>(s.q_begin + i)] = true;
+    for (int64_t j = 0; j < s.sk; ++j) k_row[static_cast<size_t>(s.k_begin + j)] = true;
+  }
+  for (int64_t i = 0; i < total_q; ++i) {
+    if (q_row[static_cast<size_t>(i)]) continue;
+    set_nan(forward.q, i, c.sq);
+    set_nan(backward.dout, i, c.sq);
+  }
+  for (int64_t j = 0; j < total_k; ++j) {
+    if (k_row[static_cast<size_t>(j)]) continue;
+    set_nan(forward.k, j, c.sk);
+    set_nan(forward.v, j, c.sk);
+  }
+}
+
+}  // namespace fulgur::test

@@ -1,0 +1,13 @@
+#!/bin/sh
+# Copies what a GPU report runs, and the Debian libraries it needs, into one folder that works on a
+# machine without them: tools/gpu_pack.sh BUILD_FOLDER TO
+set -eu
+build=$1
+to=$2
+mkdir -p "$to"
+for file in tests/attention_test tests/cuda_device_test apps/fulgur/fulgur src/libfulgur.so.0; do
+  cp -L "$build/$file" "$to/"
+  strip "$to/$(basename "$file")"
+done
+ldd "$to/attention_test" "$to/fulgur" | awk '/lib(hwy|gomp|stdc\+\+)\.so/ { print $3 }' | sort -u |
+  while read -r library; do cp -L "$library" "$to/"; done

@@ -1,0 +1,43 @@
+#!/bin/sh
+# On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
+# sanitizers, measures, and writes docs/performance/h200.{json,md,svg}.
+#   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
+# GPU_REPORT_TO names another folder for the report.
+set -eu
+root=$(cd "$(dirname "$0")/.." && pwd)
+to=${GPU_REPORT_TO:-$root/docs/performance}
+packed=${1:-$root/build/gpu}
+if [ $# = 0 ]; then
+  cmake -S "$root" --preset release
+  cmake --build --preset release
+  "$root/tools/gpu_pack.sh" "$root/build/release" "$packed"
+fi
+mkdir -p "$to"
+checks=$(mktemp)
+trap 'rm -f "$checks"' EXIT
+with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
+
+# check NAME COMMAND...: runs it, keeps its last words for the report, and fails with it.
+check() {
+  name=$1
+  shift
+  log="$to/$name.log"
+  if with_libraries "$@" >"$log" 2>&1; then
+    echo "$name: passed" >>"$checks"
+    rm "$log"
+  else
+    tail -40 "$log"
+    echo "gpu_report.sh: $name failed; see $log" >&2
+    exit 1
+  fi
+}
+
+check tests_device "$packed/cuda_device_test" --gtest_brief=1
+check tests_attention "$packed/attention_test" --gtest_brief=1 --gtest_filter='*/cuda_*'
+for tool in memcheck synccheck racecheck; do
+  check "sanitizer_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$packed/cuda_device_test" \
+    --gtest_brief=1 --gtest_filter='OnGpu.GraphReplays*'
+done
+with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" \
+  --checks "$checks"
+python3 "$root/tools/gpu_table.py" --write "$to/h200.json"

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""The table and the plot of a GPU report, made from docs/performance/h200.json.
+
+Checks that h200.md and h200.svg beside it are those of the json: exit status 1 if they are not. 77,
+which CTest shows as skipped, says that the kernels have changed since, or that there is no report.
+With --write, makes the files.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from kernel_hash import kernel_hash  # noqa: E402
+
+NAMES = {"fulgur": "fulgur", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+COLORS = {"fulgur": "#c0392b", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
+
+
+def length(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def mask(causal):
+    return "causal" if causal else "full"
+
+
+def markdown(report):
+    rows = report["results"]
+    wins = sum(r["fulgur_tflops"] > r["cudnn_tflops"] for r in rows)
+    text = [
+        f"# Forward on {report['gpu']}, bf16",
+        "",
+        f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
+        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, kernels"
+        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns: the card's clock follows its"
+        " load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
+        "",
+        f"fulgur is faster than cuDNN in {wins} of {len(rows)} lines.",
+        "",
+        "| d | S | mask | fulgur | cuDNN | FlashAttention-2 | GEMM | fulgur / cuDNN | fulgur / GEMM | SM MHz |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in rows:
+        ours, gemm = r["fulgur_tflops"], r["gemm_tflops"]
+        text.append(
+            f"| {r['d']} | {length(r['s'])} | {mask(r['causal'])} | **{ours:.0f}** | {r['cudnn_tflops']:.0f} |"
+            f" {r['flash2_tflops']:.0f} | {gemm:.0f} | {ours / r['cudnn_tflops']:.2f} | {ours / gemm:.2f} | {r['sm_mhz']} |"
+        )
+    text += ["", *(f"- {line}" for line in report["checks"])]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def panel(rows, x0, y0, title, top):
+    """One set of axes: speeds over lengths."""
+    width, height = 250, 150
+    lengths = [r["s"] for r in rows]
+
+    def at(i, speed):
+        return x0 + 40 + i * (width - 50) / max(1, len(lengths) - 1), y0 + 20 + height * (1 - speed / top)
+
+    out = [f'<text x="{x0 + 40}" y="{y0 + 12}" font-weight="bold">{title}</text>']
+    for speed in range(0, top + 1, 200):
+        y = at(0, speed)[1]
+        out.append(f'<path d="M{x0 + 35:.1f} {y:.1f}H{x0 + width - 5:.1f}" stroke="#ddd"/>')
+        out.append(f'<text x="{x0 + 30}" y="{y + 4:.1f}" text-anchor="end">{speed}</text>')
+    for i, s in enumerate(lengths):
+        out.append(f'<text x="{at(i, 0)[0]:.1f}" y="{y0 + height + 34}" text-anchor="middle">{length(s)}</text>')
+    for name, color in COLORS.items():
+        points = " ".join("{:.1f},{:.1f}".format(*at(i, r[f"{name}_tflops"])) for i, r in enumerate(rows))
+        out.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+    return out
+
+
+def svg(report):
+    rows = report["results"]
+    top = -(-int(max(r[f"{n}_tflops"] for r in rows for n in NAMES)) // 200) * 200
+    dims = sorted({r["d"] for r in rows})
+    body = []
+    for row, causal in enumerate((False, True)):
+        for column, d in enumerate(dims):
+            cells = [r for r in rows if r["d"] == d and r["causal"] == causal]
+            body += panel(cells, 260 * column, 200 * row, f"d {d}, {mask(causal)}: TFLOP/s by length", top)
+    for i, (name, label) in enumerate(NAMES.items()):
+        body.append(f'<path d="M{40 + 150 * i} 410h20" stroke="{COLORS[name]}" stroke-width="2"/>')
+        body.append(f'<text x="{65 + 150 * i}" y="414">{label}</text>')
+    size = f'width="{260 * len(dims)}" height="425"'
+    style = 'font-family="sans-serif" font-size="11" fill="#222"'
+    lines = "\n".join(body)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<rect {size} fill="white"/>\n<g {style}>\n'
+            f"{lines}\n</g>\n</svg>\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", nargs="?", type=pathlib.Path, default=ROOT / "docs/performance/h200.json")
+    parser.add_argument("--write", action="store_true", help="make the table and the plot")
+    args = parser.parse_args()
+    if not args.json.exists():
+        print(f"{args.json}: not measured yet; run `make gpu-report` on a machine with a GPU")
+        return 77
+    report = json.loads(args.json.read_text())
+    wrong = False
+    for suffix, text in ((".md", markdown(report)), (".svg", svg(report))):
+        path = args.json.with_suffix(suffix)
+        if args.write:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{path.name} is not that of {args.json.name}; run tools/gpu_table.py --write")
+            wrong = True
+    now = kernel_hash()
+    stale = report["kernels_sha256"] != now
+    if stale:
+        print(f"{args.json.name} was measured with other kernels ({report['kernels_sha256'][:12]}, now {now[:12]});"
+              " run `make gpu-report` on a machine with a GPU")
+    return 1 if wrong else 77 if stale and not args.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

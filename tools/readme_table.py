@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""The speed tables of README.md, made from docs/performance/cpu.json (`fulgur bench --json`).
+
+Checks that README.md has the tables of the measurement: exit status 1 if it does not. With --write,
+puts them there.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+JSON = "docs/performance/cpu.json"
+BEGIN = f"<!-- begin table: {JSON} -->\n"
+END = "<!-- end table -->\n"
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def length(n):
+    return f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def than_torch(row):
+    return f", {row['fulgur_speedup']:.1f}x" if "fulgur_speedup" in row else ""
+
+
+def cell(row):
+    return f"{row['gflop_per_s']:.0f} ({row['percent_of_fma_peak']:.0f}%{than_torch(row)})"
+
+
+def products(rows, threads):
+    """Forward and backward on `threads` threads: a line per pass, dtype and head dim."""
+    rows = [r for r in rows if r["pass"] != "decode" and r["threads"] == threads and not r["causal"]]
+    lengths = sorted({r["sq"] for r in rows})
+    lines = {}
+    for r in rows:
+        lines.setdefault((r["pass"], r["dtype"], str(r["d"])), {})[r["sq"]] = cell(r)
+    head = ["pass", "dtype", "d", *(f"N = {length(n)}" for n in lengths)]
+    return table(head, [[*key, *(cells.get(n, "") for n in lengths)] for key, cells in lines.items()])
+
+
+def causal(rows):
+    """Causal beside full, where both were measured."""
+
+    def key(r):
+        return r["pass"], r["dtype"], r["d"], r["sq"], r["threads"]
+
+    full = {key(r): r["ms"] for r in rows if not r["causal"]}
+    lines = [
+        [r["pass"], r["dtype"], str(r["d"]), length(r["sq"]), f"{full[key(r)]:.1f} ms", f"{r['ms']:.1f} ms",
+         f"{full[key(r)] / r['ms']:.2f}x"]
+        for r in rows if r["causal"] and key(r) in full
+    ]
+    return table(["pass", "dtype", "d", "N", "full", "causal", "faster by"], lines)
+
+
+def decode(rows):
+    lines = [
+        [r["dtype"], str(r["hq"] // r["hk"]), str(r["d"]), length(r["sk"]), f"{1e3 * r['ms']:.0f} µs",
+         f"{r['gbytes_per_s']:.1f} GB/s ({r['percent_of_read_bandwidth']:.0f}%)"]
+        for r in rows if r["pass"] == "decode"
+    ]
+    return table(["dtype", "query heads per key head", "d", "keys", "time", "of memory's read rate"], lines)
+
+
+def threads_in_words(n):
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
+def render(report):
+    machine, peaks, rows = report["machine"], report["peaks"], report["results"]
+    text = (
+        f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
+        f"{machine['time'][:10]}. Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
+        f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
+        f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians; 2 heads, sq = sk = N.\n"
+    )
+    if "torch" in machine:
+        text += (
+            f"\nThe factor in brackets is how many times faster fulgur is than scaled_dot_product_attention of "
+            f"torch {machine['torch']} on the CPU, on the same shape, dtype and threads.\n"
+        )
+    for threads in sorted({r["threads"] for r in rows if r["pass"] != "decode"}):
+        text += f"\nOn {threads_in_words(threads)}:\n\n{products(rows, threads)}"
+    text += f"\nCausal against full, on {threads_in_words(machine['threads'])}:\n\n{causal(rows)}"
+    text += f"\nDecoding, 1 query and 2 sequences, on {threads_in_words(machine['threads'])}:\n\n{decode(rows)}"
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the tables instead of checking them")
+    write = parser.parse_args().write
+
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        sys.exit(f"README.md: want the lines {BEGIN.strip()} and {END.strip()} once each")
+    before, rest = text.split(BEGIN)
+    old, after = rest.split(END)
+    new = render(json.loads((ROOT / JSON).read_text()))
+    if write:
+        readme.write_text(before + BEGIN + new + END + after)
+    elif old != new:
+        sys.exit(f"README.md: its tables are not those of {JSON}; run tools/readme_table.py --write")
+
+
+if __name__ == "__main__":
+    main()

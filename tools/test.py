@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Builds and runs every test; a step that fails does not keep the others from running.
+
+tools/test.py [STEP...] runs only these steps. The last line counts the tests that passed, failed
+and were skipped; a step that fails without a test of its own failing counts as one. Logs and
+results are in build/tests/. Python packages come from PyPI, everything else from the system.
+"""
+
+import argparse
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as ET
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+RESULTS = BUILD / "tests"
+VENV_PYTHON = BUILD / "venv/bin/python"
+FUZZ_TARGETS = ("fuzz_npy", "fuzz_safetensors", "fuzz_c_api")
+FUZZ_SECONDS = 20  # of each target
+
+
+class StepFailed(Exception):
+    pass
+
+
+def cpu_seconds():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def run(*command, env=None):
+    print("$", " ".join(map(str, command)), flush=True)
+    code = subprocess.run([*map(str, command)], cwd=ROOT, stdin=subprocess.DEVNULL,
+                          env={**os.environ, **(env or {})}).returncode
+    if code != 0:
+        raise StepFailed(f"{command[0]} ended with status {code}")
+
+
+def build(preset, *settings):
+    run("cmake", "--preset", preset, *settings)
+    run("cmake", "--build", "--preset", preset)
+
+
+def ctest(preset, env=None):
+    run("ctest", "--preset", preset, "--output-junit", RESULTS / f"{preset}.xml", env=env)
+
+
+def pip_install(*what):
+    run(VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what)
+
+
+def pytest(name, *arguments, env=None):
+    run(VENV_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        f"--junitxml={RESULTS / name}.xml", *arguments, env=env)
+
+
+def venv():
+    """build/venv with what the Python tests import."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    if not VENV_PYTHON.exists():
+        run("python3", "-m", "venv", BUILD / "venv")
+    pip_install(*project["dependencies"], *project["optional-dependencies"]["test"])
+
+
+def release():
+    """The release build: every C++ test, installation, symbols, layers, README.md's C++."""
+    build("release", "-DFULGUR_TESTS=ON", "-DFULGUR_BENCH=ON")
+    ctest("release")
+
+
+def program():
+    """The program from outside."""
+    build("release")
+    venv()
+    pytest("program", "tests/program_test.py",
+           env={"FULGUR_PROGRAM": str(BUILD / "release/apps/fulgur/fulgur")})
+
+
+def python():
+    """The Python package, installed into build/venv, and the Python in the documents."""
+    venv()
+    pip_install(ROOT)
+    pytest("python", "tests/python")
+
+
+def static():
+    """A static library, not optimized, found by find_package and by pkg-config after installation."""
+    folder = BUILD / "static"
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Debug",
+        "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
+    run("cmake", "--build", folder)
+    run("tools/check_install.sh", folder)
+
+
+def asan():
+    """The small tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    build("asan")
+    ctest("asan")
+
+
+def tsan():
+    """The small tests under ThreadSanitizer."""
+    build("tsan")
+    ctest("tsan")
+
+
+def fuzz():
+    """Each libFuzzer target, from the shipped corpus, in the asan build."""
+    run("cmake", "--preset", "asan")
+    run("cmake", "--build", "--preset", "fuzz")
+    suite = ET.Element("testsuite")
+    for target in FUZZ_TARGETS:
+        corpus = BUILD / "asan/corpus" / target
+        shutil.rmtree(corpus, ignore_errors=True)
+        shutil.copytree(ROOT / "tests/fuzz/corpus" / target, corpus)
+        case = ET.SubElement(suite, "testcase", name=target)
+        try:
+            run(BUILD / "asan/tests/fuzz" / target, f"-max_total_time={FUZZ_SECONDS}", "-malloc_limit_mb=256",
+                "-timeout=25", "-print_final_stats=1", "-verbosity=0",
+                f"-artifact_prefix={RESULTS}/{target}-", corpus,
+                env={"LSAN_OPTIONS": f"suppressions={ROOT}/tests/lsan.supp:print_suppressions=0"})
+        except StepFailed as error:
+            ET.SubElement(case, "failure", message=str(error))
+            print(f"{target}: {error}", flush=True)
+    ET.ElementTree(suite).write(RESULTS / "fuzz.xml")
+    if suite.find("testcase/failure") is not None:
+        raise StepFailed("a fuzz target failed")
+
+
+STEPS = {step.__name__: step for step in (release, program, python, static, asan, tsan, fuzz)}
+
+
+def count(name):
+    """(passed, failed, skipped) of the step's result file."""
+    path = RESULTS / f"{name}.xml"
+    if not path.exists():
+        return 0, 0, 0
+    cases = list(ET.parse(path).iter("testcase"))
+    failed = sum(c.find("failure") is not None or c.find("error") is not None for c in cases)
+    skipped = sum(c.find("skipped") is not None for c in cases)
+    return len(cases) - failed - skipped, failed, skipped
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description="Builds and runs every test.", epilog="\n".join(
+            f"  {name:9} {step.__doc__}" for name, step in STEPS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
+    steps = parser.parse_args().steps or list(STEPS)
+    if unknown := [name for name in steps if name not in STEPS]:
+        parser.error(f"unknown step {unknown[0]}, want some of {', '.join(STEPS)}")
+
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    lines, totals = [], [0, 0, 0]
+    for name in steps:
+        print(f"\n== {name}: {STEPS[name].__doc__}", flush=True)
+        (RESULTS / f"{name}.xml").unlink(missing_ok=True)
+        start, start_cpu, problem = time.monotonic(), cpu_seconds(), ""
+        try:
+            STEPS[name]()
+        except StepFailed as error:
+            problem = str(error)
+        passed, failed, skipped = count(name)
+        if problem and not failed:
+            failed = 1
+        elif not problem and not passed + skipped:
+            passed = 1  # the step is the test
+        lines.append(f"{name:9} {time.monotonic() - start:5.0f} s ({cpu_seconds() - start_cpu:5.0f} s of CPU)"
+                     f"  {passed:5} passed {failed:4} failed {skipped:4} skipped  {problem}".rstrip())
+        totals = [a + b for a, b in zip(totals, (passed, failed, skipped))]
+    print("\n" + "\n".join(lines))
+    print(f"{totals[0]} passed, {totals[1]} failed, {totals[2]} skipped")
+    return 1 if totals[1] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
