@@ -131,6 +131,9 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   expect_map(p.v_map, args.v, static_cast<unsigned>(tiles.Bc), 9);
   expect_map(p.o_map, args.out, 16, 9);
   EXPECT_EQ(p.o, args.out.data);
+  EXPECT_EQ(p.o_batch_stride, 1000 * 8 * 64);
+  EXPECT_EQ(p.o_row_stride, 8 * 64);
+  EXPECT_EQ(p.o_head_stride, 64);
   EXPECT_EQ(p.lse, args.lse.data);
   EXPECT_EQ(p.lse_batch_stride, 8 * 1000);
   EXPECT_EQ(p.lse_head_stride, 1000);
@@ -161,6 +164,7 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   EXPECT_EQ(p.cu_seqlens_q, call.options.cu_seqlens_q.data);
   EXPECT_EQ(p.cu_seqlens_k, call.options.cu_seqlens_k.data);
   EXPECT_EQ(p.seqused_k, call.options.seqused_k.data);
+  EXPECT_EQ(p.o_batch_stride, 0);
   EXPECT_EQ(p.lse_batch_stride, 0);
   const auto padding = params<ForwardPaddingParams>(1);
   EXPECT_EQ(padding.o, args.out.data);
@@ -262,9 +266,9 @@ TEST_F(OnFakeGpu, HostTimeOfRun) {
 TEST_F(OnFakeGpu, ExplainTellsDecisionsAndRejections) {
   const ForwardCall call = forward_call({.sq = 16384, .sk = 16384, .mask = causal()});
   const std::string text = fulgur::plan(call.args, call.options).explain();
-  for (const char* part :
-       {"engine    cuda: Hopper kernels", "warpgroups of 64 rows", "Fake GPU", "longest first",
-        "times as long", "made for d and dv up to 256", "rejected  engine cpu: computes tensors on cpu"}) {
+  for (const char* part : {"engine    cuda: Hopper kernels", "warpgroups of 64 rows", "Fake GPU",
+                           "longest first", "times as long", "made for d and dv up to 256",
+                           "rejected  engine cpu: computes tensors on cpu"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }
 }

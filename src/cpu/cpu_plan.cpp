@@ -71,15 +71,16 @@ CpuPlan make_plan(const Problem& p, const Kernels& k, std::vector<std::string>* 
   }
   rejected->push_back(
       fmt::format("decode split over keys: {} rows a kv head, more than {}", rows, most));
-  plan.Br = kPanels * k.panel_rows;
+  // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
+  const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
+  plan.Br = most_rows;
   // Fewer panels a block where blocks would be too few to share out.
   const int64_t heads = std::max<int64_t>(1, p.batch * p.hk);
   while (plan.Br > k.panel_rows && heads * ceil_div(rows, plan.Br) < 4 * plan.threads) {
     plan.Br /= 2;
   }
-  if (plan.Br < kPanels * k.panel_rows) {
-    rejected->push_back(
-        fmt::format("blocks of {} rows: fewer than 4 tasks a thread", kPanels * k.panel_rows));
+  if (plan.Br < most_rows) {
+    rejected->push_back(fmt::format("blocks of {} rows: fewer than 4 tasks a thread", most_rows));
   }
   plan.scratch = k.forward_scratch(p);
   return plan;

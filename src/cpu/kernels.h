@@ -8,7 +8,7 @@
 namespace fulgur::cpu {
 
 constexpr int64_t kBc = 64;     ///< keys of a tile
-constexpr int64_t kPanels = 4;  ///< row panels that share a widened K/V tile
+constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
 constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
 
 /// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq

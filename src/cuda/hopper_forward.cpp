@@ -72,6 +72,7 @@ void HopperForward::set_params(const Problem& p) {
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
   }
   constexpr double kLog2e = std::numbers::log2e;
+  params_.o_batch_stride = p.out.batch;
   params_.o_row_stride = p.out.row;
   params_.o_head_stride = p.out.head;
   params_.lse_batch_stride = p.lse.batch;

@@ -13,7 +13,8 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kMostDim = 256;
-constexpr int kMostParts = 8;                         // the kernel keeps a part's number in 3 bits
+constexpr int kTwoQStagesDim = 128;  // every tile up to here leaves room for two buffers of Q
+constexpr int kMostParts = 8;        // the kernel keeps a part's number in 3 bits
 constexpr int64_t kSectionBytes = int64_t{32} << 20;  // of K and V that stay in L2 together
 constexpr int kPanelRowBytes = 128;                   // tiles lie as panels of 64 columns
 constexpr int kBarrierBytes = 1024;
@@ -205,6 +206,12 @@ std::string hopper_forward_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout.p > 0) return "computes without dropout";
+  // There O is stored by 8 columns, not by the copy engine, which stops at dv.
+  if (p.dv % 8 != 0 && (p.packed || std::max(p.d, p.dv) > kTwoQStagesDim)) {
+    return fmt::format(
+        "computes dv in multiples of 8 for packed sequences and d or dv above {}, got {}",
+        kTwoQStagesDim, p.dv);
+  }
   const ForwardMaps maps = forward_maps(p, 64);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
