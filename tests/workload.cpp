@@ -121,8 +121,10 @@ class Workload::OnDevice {
     for (const auto& [host, device] : copies_) {
       if (data < host.data() || data >= host.data() + host.size()) continue;
       t.data = device + (data - host.data());
-      t.device = {DeviceType::kCuda, 0};
+      break;
     }
+    // A tensor without elements may point anywhere; it is on the device all the same.
+    if (t.given()) t.device = {DeviceType::kCuda, 0};
     return t;
   }
   Options options() const {

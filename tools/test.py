@@ -122,7 +122,7 @@ def fuzz():
         case = ET.SubElement(suite, "testcase", name=target)
         try:
             run(BUILD / "asan/tests/fuzz" / target, f"-max_total_time={FUZZ_SECONDS}", "-malloc_limit_mb=256",
-                "-timeout=25", "-print_final_stats=1", "-verbosity=0",
+                "-timeout=100", "-print_final_stats=1", "-verbosity=0",
                 f"-artifact_prefix={RESULTS}/{target}-", corpus,
                 env={"LSAN_OPTIONS": f"suppressions={ROOT}/tests/lsan.supp:print_suppressions=0"})
         except StepFailed as error:
