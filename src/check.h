@@ -40,8 +40,8 @@ void check_device(const char* name, const Tensor& t, Device want);
 /// Data that is there and aligned to its dtype, unless there are no elements.
 void check_data(const char* name, const Tensor& t);
 
-/// Whether two tensors have a byte in common. Interleaved ones (q, k and v in one buffer) have none;
-/// where that cannot be told, as in exotic interleavings, true.
+/// Whether two tensors have a byte in common. Interleaved ones (q, k and v in one buffer) have
+/// none; where that cannot be told, as in exotic interleavings, true.
 bool share_memory(const Tensor& a, const Tensor& b);
 
 /// Where the rows of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor lie, in elements.

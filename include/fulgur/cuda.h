@@ -8,8 +8,8 @@
 
 namespace fulgur::cuda {
 
-// Device memory for programs that have no CUDA of their own. All throw Error: kUnavailable without a
-// driver or such a device, kOutOfMemory, kInvalidArgument.
+// Device memory for programs that have no CUDA of their own. All throw Error: kUnavailable without
+// a driver or such a device, kOutOfMemory, kInvalidArgument.
 
 /// `bytes` (>= 0) of uninitialized memory of a device, aligned to 256; null for 0.
 FULGUR_API void* allocate(int64_t bytes, int device = 0);
@@ -27,9 +27,9 @@ struct Prewarmed {
   int present = 0;   ///< kernels that were there
 };
 
-/// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need on
-/// an H100 or H200. Fills `folder` (empty: the default cache, see FULGUR_CACHE_DIR). Needs NVRTC but
-/// no GPU; the tensors need no data, and their device is taken to be such a card. Throws Error:
+/// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need
+/// on an H100 or H200. Fills `folder` (empty: the default cache, see FULGUR_CACHE_DIR). Needs NVRTC
+/// but no GPU; the tensors need no data, and their device is taken to be such a card. Throws Error:
 /// kUnavailable without NVRTC, kUnsupported where the kernels do not compute the call,
 /// kInternal when the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,

@@ -41,29 +41,51 @@ inline int64_t forward_scratch(const Problem& p) {
 }
 
 /// S -> P in place, m and l updated; alpha takes the factor that O must be rescaled by
-/// (Alg. 1, lines 8 to 10, in powers of 2).
+/// (Alg. 1, lines 8 to 10, in powers of 2). kVectors chains of max and sum run side by side.
+template <int kVectors>
+HWY_INLINE void online_softmax_of(int64_t n, float* HWY_RESTRICT S, int64_t ld,
+                                  float* HWY_RESTRICT m, float* HWY_RESTRICT l,
+                                  float* HWY_RESTRICT alpha) {
+  const F32 f;
+  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
+  V32 m_new[kVectors], shift[kVectors], sum[kVectors];
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) m_new[v] = hn::Load(f, m + v * kLanes);
+  for (int64_t jj = 0; jj < n; ++jj) {
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      m_new[v] = hn::Max(m_new[v], hn::Load(f, S + jj * ld + v * kLanes));
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
+    shift[v] = hn::IfThenZeroElse(hn::Eq(m_new[v], none), m_new[v]);
+    sum[v] = hn::Zero(f);
+  }
+  for (int64_t jj = 0; jj < n; ++jj) {
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* at = S + jj * ld + v * kLanes;
+      const V32 p = exp2(hn::Sub(hn::Load(f, at), shift[v]));
+      hn::Store(p, f, at);
+      sum[v] = hn::Add(sum[v], p);
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const V32 rescale = exp2(hn::Sub(hn::Load(f, m + v * kLanes), shift[v]));
+    hn::Store(m_new[v], f, m + v * kLanes);
+    hn::Store(rescale, f, alpha + v * kLanes);
+    hn::Store(hn::MulAdd(hn::Load(f, l + v * kLanes), rescale, sum[v]), f, l + v * kLanes);
+  }
+}
+
 HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRICT S, int64_t ld,
                                float* HWY_RESTRICT m, float* HWY_RESTRICT l,
                                float* HWY_RESTRICT alpha) {
-  const F32 f;
-  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
-  for (int64_t v = 0; v < panel.vectors; ++v) {
-    float* s = S + v * kLanes;
-    const V32 m_old = hn::Load(f, m + v * kLanes);
-    V32 m_new = m_old;
-    for (int64_t jj = 0; jj < n; ++jj) m_new = hn::Max(m_new, hn::Load(f, s + jj * ld));
-    // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
-    const V32 shift = hn::IfThenZeroElse(hn::Eq(m_new, none), m_new);
-    V32 sum = hn::Zero(f);
-    for (int64_t jj = 0; jj < n; ++jj) {
-      const V32 p = exp2(hn::Sub(hn::Load(f, s + jj * ld), shift));
-      hn::Store(p, f, s + jj * ld);
-      sum = hn::Add(sum, p);
-    }
-    const V32 rescale = exp2(hn::Sub(m_old, shift));
-    hn::Store(m_new, f, m + v * kLanes);
-    hn::Store(rescale, f, alpha + v * kLanes);
-    hn::Store(hn::MulAdd(hn::Load(f, l + v * kLanes), rescale, sum), f, l + v * kLanes);
+  switch (panel.vectors) {
+    case 1:
+      return online_softmax_of<1>(n, S, ld, m, l, alpha);
+    case 2:
+      return online_softmax_of<2>(n, S, ld, m, l, alpha);
+    default:
+      return online_softmax_of<3>(n, S, ld, m, l, alpha);
   }
 }
 

@@ -47,11 +47,12 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 /// x = n + r with |r| <= 1/2, 2^r by a relative-minimax polynomial, 2^n by the exponent bits.
 HWY_INLINE V32 exp2(V32 x) {
   const F32 f;
-  const I32 i;
   // max(a, b) is b where a comparison with NaN fails: x second, so that NaN stays.
   x = hn::Max(hn::Set(f, -127.0f), x);
-  const V32 n = hn::Round(x);
-  const V32 r = hn::Sub(x, n);
+  // Adding 1.5 * 2^23 rounds to an integer; 127 more, and its lowest bits are the exponent of 2^n.
+  const V32 shifter = hn::Set(f, 0x1.8p23f + 127.0f);
+  const V32 biased = hn::Add(x, shifter);
+  const V32 r = hn::Sub(x, hn::Sub(biased, shifter));
   V32 p = hn::Set(f, 0.00015345774590969086f);
   p = hn::MulAdd(p, r, hn::Set(f, 0.0013399930903688073f));
   p = hn::MulAdd(p, r, hn::Set(f, 0.009618489071726799f));
@@ -60,8 +61,7 @@ HWY_INLINE V32 exp2(V32 x) {
   p = hn::MulAdd(p, r, hn::Set(f, 0.6931471824645996f));
   p = hn::MulAdd(p, r, hn::Set(f, 1.0f));
   // At n = -127 the exponent field is 0 and the factor is 0.
-  const auto bits = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(i, n), hn::Set(i, 127)));
-  return hn::Mul(p, hn::BitCast(f, bits));
+  return hn::Mul(p, hn::BitCast(f, hn::ShiftLeft<23>(hn::BitCast(I32(), biased))));
 }
 
 /// kLanes elements of `dtype` at `src`, widened.
