@@ -865,7 +865,7 @@ def rectangles(path, colour):
 
 def test_explain_draws_the_tile_map(tmp_path):
     svg = tmp_path / "tiles.svg"
-    succeeds("explain", "--sq", "2048", "--causal", "--svg", svg)
+    succeeds("explain", "--sq", "12288", "--causal", "--svg", svg)  # a multiple of every Br
     text = svg.read_text()
     legend = dict(re.findall(r">(empty|partial|full)[^(]*\(([\d.]+)%\)", text))
     colours = dict(zip(legend, re.findall(r'height="14" fill="(#\w+)"', text)))
@@ -873,7 +873,7 @@ def test_explain_draws_the_tile_map(tmp_path):
     for name, percent in legend.items():
         assert float(percent) > 0
         assert abs(areas[name] / sum(areas.values()) - float(percent) / 100) < 0.03
-    assert "sq = 2048" in text and "Br = " in text and "Bc = " in text
+    assert "sq = 12288" in text and "Br = " in text and "Bc = " in text
     assert listing(tmp_path) == ["tiles.svg"]
 
 

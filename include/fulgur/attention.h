@@ -40,7 +40,7 @@ struct Options {
   Tensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
-  int threads = 0;             ///< CPU threads; 0 = OMP_NUM_THREADS or all cores
+  int threads = 0;             ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
   std::string engine{};    ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
   void* stream = nullptr;  ///< CUDA stream (cudaStream_t); null = the default stream
 };
