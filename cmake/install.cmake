@@ -19,7 +19,7 @@ install(FILES ${PROJECT_BINARY_DIR}/fulgurConfig.cmake
 
 # A static library leaves it to the program to link what it uses.
 if(NOT BUILD_SHARED_LIBS)
-  set(pc_static_libs "-lhwy ${OpenMP_CXX_FLAGS} -lstdc++")
+  set(pc_static_libs "-lfmt -lhwy ${OpenMP_CXX_FLAGS} -lstdc++")
 endif()
 file(RELATIVE_PATH pc_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(${CMAKE_CURRENT_LIST_DIR}/fulgur.pc.in ${PROJECT_BINARY_DIR}/fulgur.pc @ONLY)

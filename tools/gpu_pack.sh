@@ -9,5 +9,5 @@ for file in tests/attention_test tests/cuda_device_test apps/fulgur/fulgur src/l
   cp -L "$build/$file" "$to/"
   strip "$to/$(basename "$file")"
 done
-ldd "$to/attention_test" "$to/fulgur" | awk '/lib(hwy|gomp|stdc\+\+)\.so/ { print $3 }' | sort -u |
+ldd "$to/attention_test" "$to/fulgur" | awk '/lib(fmt|hwy|gomp|stdc\+\+)\.so/ { print $3 }' | sort -u |
   while read -r library; do cp -L "$library" "$to/"; done
