@@ -2,7 +2,6 @@
 
 #include <omp.h>
 
-#include <atomic>
 #include <cstdint>
 #include <exception>
 
@@ -20,21 +19,15 @@ template <class Body>
 void parallel_for(int64_t n, int threads, const Body& body) {
   const int used = static_cast<int>(n < thread_count(threads) ? n : thread_count(threads));
   std::exception_ptr error;
-  // OpenMP's barriers order the caller and the bodies, but ThreadSanitizer does not always see
-  // them.
-  std::atomic<int64_t> left = n;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(used) if (used > 1)
   for (int64_t i = 0; i < n; ++i) {
-    left.load(std::memory_order_acquire);
     try {
       body(i);
     } catch (...) {
 #pragma omp critical(fulgur_parallel_for)
       if (!error) error = std::current_exception();
     }
-    left.fetch_sub(1, std::memory_order_release);
   }
-  left.load(std::memory_order_acquire);
   if (error) std::rethrow_exception(error);
 }
 
