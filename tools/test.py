@@ -133,7 +133,6 @@ def fuzz():
         raise StepFailed("a fuzz target failed")
 
 
-# Run by name only: tsan, as LLVM's OpenMP runtime, which is not instrumented, makes it report races of its own.
 STEPS = {step.__name__: step for step in (release, program, python, static, asan, tsan, fuzz)}
 
 
@@ -154,7 +153,7 @@ def main():
             f"  {name:9} {step.__doc__}" for name, step in STEPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
-    steps = parser.parse_args().steps or [name for name in STEPS if name != "tsan"]
+    steps = parser.parse_args().steps or list(STEPS)
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"unknown step {unknown[0]}, want some of {', '.join(STEPS)}")
 
