@@ -38,139 +38,187 @@ HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> sum_lanes(V32 a, V32 b, V32 c, V32 d)
   return fold_blocks(f, hn::Add(hn::InterleaveLower(f, ac, bd), hn::InterleaveUpper(f, ac, bd)));
 }
 
-/// Asks for the next tile of K and V in the order of memory, as four streams side by side: the
-/// hardware's own prefetching follows such streams, and one alone keeps too few reads in flight.
-class Ahead {
- public:
-  Ahead(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key) : heads_(heads) {
-    const Problem& p = first.problem;
-    for (int64_t i = 0; i < 4; ++i) {  // both halves of the tile, K and V in turn
-      const int64_t row = first.s.k_begin + key + i / 2 * (kBc / 2), size = size_of(p.dtype);
-      const Tensor& t = i % 2 == 0 ? args.k : args.v;
-      const Layout& layout = i % 2 == 0 ? p.k : p.v;
-      streams_[i].row = address<const char>(t, layout.offset(first.b, row, first.kv));
-      streams_[i].next_head = layout.head * size;
-      streams_[i].next_key = (layout.row - (heads - 1) * layout.head) * size;
-      streams_[i].bytes = (i % 2 == 0 ? p.d : p.dv) * size;
-    }
+/// Keys read side by side, each from its own run of the tile's keys and that in the order of
+/// memory: the hardware's prefetching follows such streams, and one alone keeps too few reads in
+/// flight.
+constexpr int kStreams = kRegisters == 32 ? 4 : 2;
+
+/// Calls body(keys, step) for all n keys of a tile: keys j, j + step, ... of which there are
+/// decltype(keys)::value.
+template <class Body>
+HWY_INLINE void for_streams(int64_t n, const Body& body) {
+  const int64_t run = n / kStreams;
+  for (int64_t j = 0; j < run; ++j) body(std::integral_constant<int, kStreams>(), j, run);
+  for (int64_t j = run * kStreams; j < n; ++j) body(std::integral_constant<int, 1>(), j, 0);
+}
+
+/// A tile of K or V: its rows of all heads of the task.
+struct DecodeTile {
+  const char* first;
+  int64_t key, head;  // bytes from a row to that of the next key, of the next head
+  int64_t bytes;      // of a row
+  int64_t ahead;      // bytes to what is asked for while a row is used
+
+  DecodeTile(const Task& task, const Tensor& t, const Layout& layout, int64_t dim, int64_t j) {
+    const int64_t size = size_of(task.problem.dtype);
+    first = address<const char>(t, layout.offset(task.b, task.s.k_begin + j, task.kv));
+    key = layout.row * size;
+    head = layout.head * size;
+    bytes = dim * size;
+    const int64_t step = std::max<int64_t>(1, std::abs(key));
+    ahead = key * ((kAhead + step - 1) / step);
   }
-  HWY_INLINE void next_row() {
-    Stream& s = streams_[turn_++ % 4];
-    for (int64_t at = 0; at < s.bytes; at += 64) hwy::Prefetch(s.row + at);
-    const bool last = ++s.head == heads_;
-    s.row += last ? s.next_key : s.next_head;
-    if (last) s.head = 0;
+
+  /// The row; asks for one further on, which past the last key may not exist: a prefetch may.
+  HWY_INLINE const char* row(int64_t j, int64_t i) const {
+    const char* at = first + j * key + i * head;
+    for (int64_t byte = 0; byte < bytes; byte += 64) hwy::Prefetch(at + ahead + byte);
+    return at;
   }
 
  private:
-  struct Stream {
-    const char* row;
-    int64_t next_head, next_key, bytes, head = 0;
-  };
-  Stream streams_[4];
-  int64_t heads_;
-  uint64_t turn_ = 0;
+  static constexpr int64_t kAhead = 1024;
 };
 
-/// S[key][row] = K[key] . Q[row] for n keys and a multiple of kDecodeRows rows.
-template <DType kDType>
-HWY_INLINE void dot_keys(const char* K, int64_t stride_bytes, int64_t n, int64_t d,
-                         const float* HWY_RESTRICT Q, int64_t ldq, int64_t rows,
-                         float* HWY_RESTRICT S, int64_t lds, Ahead& ahead) {
-  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
-  constexpr int kKeys = kRegisters == 32 ? 4 : 2;
+/// What a kv head of a task keeps from tile to tile, and its scores of the current one.
+struct DecodeHead {
+  Panel panel;
+  float *Q, *O, *m, *l;  // [rows][round_up(d)], [rows][round_up(dv)], [width], [width]
+  float* S;              // [kBc][width]
+  float* alpha;          // [width]
+
+  DecodeHead(const Task& task, int64_t rows, Arena& arena) {
+    make_panel(task, 0, task.rows(), &panel);
+    Q = arena.take(rows * round_up(task.problem.d, kLanes));
+    O = arena.take(rows * round_up(task.problem.dv, kLanes));
+    m = arena.take(panel.width());
+    l = arena.take(panel.width());
+    S = arena.take(kBc * panel.width());
+    alpha = arena.take(panel.width());
+  }
+};
+
+/// O = diag(alpha) O.
+HWY_INLINE void scale_rows(const float* HWY_RESTRICT alpha, float* HWY_RESTRICT O, int64_t ldo,
+                           int64_t rows) {
   const F32 f;
-  const auto block = [&]<int kCount>(int64_t jj) HWY_ATTR {
-    for (int k = 0; k < kCount; ++k) ahead.next_row();
-    for (int64_t r = 0; r < rows; r += kDecodeRows) {
-      V32 acc[kCount][kDecodeRows];
-      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-        FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) acc[k][i] = hn::Zero(f);
-      }
-      const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
-        V32 q[kDecodeRows];
-        FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-          q[i] = hn::Load(f, Q + (r + i) * ldq + c);
-        }
-        FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-          const V32 key = load(K + (jj + k) * stride_bytes + c * kSize);
-          FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-            acc[k][i] = hn::MulAdd(key, q[i], acc[k][i]);
-          }
-        }
-      };
-      int64_t c = 0;
-      for (; c + kLanes <= d; c += kLanes) {
-        step(c, [](const char* at) HWY_ATTR { return load_wide<kDType>(at); });
-      }
-      if (c < d) {
-        step(c, [&](const char* at) HWY_ATTR {
-          alignas(64) char tail[kLanes * sizeof(float)] = {};
-          std::memcpy(tail, at, (d - c) * kSize);
-          return load_wide<kDType>(tail);
-        });
-      }
-      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-        hn::StoreU(sum_lanes(acc[k][0], acc[k][1], acc[k][2], acc[k][3]), hn::FixedTag<float, 4>(),
-                   S + (jj + k) * lds + r);
-      }
-    }
-  };
-  int64_t jj = 0;
-  for (; jj + kKeys <= n; jj += kKeys) block.template operator()<kKeys>(jj);
-  for (; jj < n; ++jj) block.template operator()<1>(jj);
+  for (int64_t r = 0; r < rows; ++r, O += ldo) {
+    if (alpha[r] == 1) continue;
+    const V32 scale = hn::Set(f, alpha[r]);
+    for (int64_t c = 0; c < ldo; c += kLanes)
+      hn::Store(hn::Mul(scale, hn::Load(f, O + c)), f, O + c);
+  }
 }
 
-/// O[row][c] = alpha[row] O[row][c] + sum_key P[key][row] V[key][c] for a multiple of kDecodeRows
-/// rows.
-template <DType kDType>
-HWY_INLINE void add_values(const char* V, int64_t stride_bytes, int64_t n, int64_t dv,
-                           const float* HWY_RESTRICT P, int64_t ldp,
-                           const float* HWY_RESTRICT alpha, float* HWY_RESTRICT O, int64_t ldo,
-                           int64_t rows, Ahead& ahead) {
+/// S[k][row] = K_k . Q[row] for kCount keys, rows apart by `lds` in S, and a multiple of
+/// kDecodeRows rows.
+template <DType kDType, int kCount>
+HWY_INLINE void dot_rows(const char* const (&K)[kCount], int64_t d, const float* HWY_RESTRICT Q,
+                         int64_t ldq, int64_t rows, float* HWY_RESTRICT S, int64_t lds) {
   constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
-  constexpr int kWide = kRegisters == 32 ? 4 : 2;
   const F32 f;
-  const auto block = [&]<int kCount>(int64_t c, const auto& load) HWY_ATTR {
-    for (int64_t r = 0; r < rows; r += kDecodeRows) {
-      V32 acc[kDecodeRows][kCount];
+  for (int64_t r = 0; r < rows; r += kDecodeRows, Q += kDecodeRows * ldq) {
+    V32 acc[kCount][kDecodeRows];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) acc[k][i] = hn::Zero(f);
+    }
+    const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
+      V32 key[kCount];
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k] + c * kSize);
       FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-        const V32 scale = hn::Set(f, alpha[r + i]);
-        FULGUR_UNROLL for (int v = 0; v < kCount; ++v) {
-          acc[i][v] = hn::Mul(scale, hn::Load(f, O + (r + i) * ldo + c + v * kLanes));
+        const V32 query = hn::Load(f, Q + i * ldq + c);
+        FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+          acc[k][i] = hn::MulAdd(key[k], query, acc[k][i]);
         }
       }
-      for (int64_t jj = 0; jj < n; ++jj) {
-        if (r == 0 && c == 0) ahead.next_row();
-        V32 value[kCount];
-        FULGUR_UNROLL for (int v = 0; v < kCount; ++v) {
-          value[v] = load(V + jj * stride_bytes + (c + v * kLanes) * kSize);
-        }
-        FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-          const V32 p = hn::Set(f, P[jj * ldp + r + i]);
-          FULGUR_UNROLL for (int v = 0; v < kCount; ++v) {
-            acc[i][v] = hn::MulAdd(p, value[v], acc[i][v]);
-          }
-        }
-      }
-      FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-        FULGUR_UNROLL for (int v = 0; v < kCount; ++v) {
-          hn::Store(acc[i][v], f, O + (r + i) * ldo + c + v * kLanes);
-        }
+    };
+    int64_t c = 0;
+    for (; c + kLanes <= d; c += kLanes) {
+      step(c, [](const char* at) HWY_ATTR { return load_wide<kDType>(at); });
+    }
+    if (c < d) step(c, [&](const char* at) HWY_ATTR { return load_tail<kDType>(at, d - c); });
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      hn::StoreU(sum_lanes(acc[k][0], acc[k][1], acc[k][2], acc[k][3]), hn::FixedTag<float, 4>(),
+                 S + k * lds + r);
+    }
+  }
+}
+
+/// O[row][c] += sum_k P[k][row] V_k[c] for kVectors vectors of kCount keys, and a multiple of
+/// kDecodeRows rows.
+template <int kVectors, int kCount>
+HWY_INLINE void add_vectors(const V32 (&V)[kCount][kVectors], const float* HWY_RESTRICT P,
+                            int64_t ldp, float* HWY_RESTRICT O, int64_t ldo, int64_t rows) {
+  const F32 f;
+  for (int64_t r = 0; r < rows; ++r, O += ldo) {
+    V32 acc[kVectors];
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) acc[v] = hn::Load(f, O + v * kLanes);
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      const V32 p = hn::Set(f, P[k * ldp + r]);
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) acc[v] = hn::MulAdd(p, V[k][v], acc[v]);
+    }
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) hn::Store(acc[v], f, O + v * kLanes);
+  }
+}
+
+/// O[row] += sum_k P[k][row] V_k for kCount keys.
+template <DType kDType, int kCount>
+HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float* HWY_RESTRICT P,
+                         int64_t ldp, float* HWY_RESTRICT O, int64_t ldo, int64_t rows) {
+  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
+  constexpr int kWide = 4;
+  int64_t c = 0;
+  for (; c + kWide * kLanes <= dv; c += kWide * kLanes) {
+    V32 value[kCount][kWide];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      FULGUR_UNROLL for (int v = 0; v < kWide; ++v) {
+        value[k][v] = load_wide<kDType>(V[k] + (c + v * kLanes) * kSize);
       }
     }
-  };
-  const auto whole = [](const char* at) HWY_ATTR { return load_wide<kDType>(at); };
-  int64_t c = 0;
-  for (; c + kWide * kLanes <= dv; c += kWide * kLanes) block.template operator()<kWide>(c, whole);
-  for (; c + kLanes <= dv; c += kLanes) block.template operator()<1>(c, whole);
-  if (c < dv) {
-    block.template operator()<1>(c, [&](const char* at) HWY_ATTR {
-      alignas(64) char tail[kLanes * sizeof(float)] = {};
-      std::memcpy(tail, at, (dv - c) * kSize);
-      return load_wide<kDType>(tail);
-    });
+    add_vectors<kWide, kCount>(value, P, ldp, O + c, ldo, rows);
   }
+  for (; c < dv; c += kLanes) {
+    V32 value[kCount][1];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      const char* const at = V[k] + c * kSize;
+      value[k][0] = c + kLanes <= dv ? load_wide<kDType>(at) : load_tail<kDType>(at, dv - c);
+    }
+    add_vectors<1, kCount>(value, P, ldp, O + c, ldo, rows);
+  }
+}
+
+/// S = K Q^T of n keys of every head.
+template <DType kDType>
+HWY_INLINE void dot_keys(const DecodeTile& K, int64_t n, int64_t d, int64_t rows,
+                         const std::vector<DecodeHead>& heads) {
+  for_streams(n, [&](auto keys, int64_t j, int64_t stream) HWY_ATTR {
+    constexpr int kCount = decltype(keys)::value;
+    for (size_t i = 0; i < heads.size(); ++i) {
+      const int64_t width = heads[i].panel.width();
+      const char* row[kCount];
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = K.row(j + k * stream, i);
+      dot_rows<kDType, kCount>(row, d, heads[i].Q, round_up(d, kLanes), rows,
+                               heads[i].S + j * width, stream * width);
+    }
+  });
+}
+
+/// O = diag(alpha) O + P^T V with n keys, of every head.
+template <DType kDType>
+HWY_INLINE void add_values(const DecodeTile& V, int64_t n, int64_t dv, int64_t rows,
+                           const std::vector<DecodeHead>& heads) {
+  const int64_t ldo = round_up(dv, kLanes);
+  for (const DecodeHead& s : heads) scale_rows(s.alpha, s.O, ldo, rows);
+  for_streams(n, [&](auto keys, int64_t j, int64_t stream) HWY_ATTR {
+    constexpr int kCount = decltype(keys)::value;
+    for (size_t i = 0; i < heads.size(); ++i) {
+      const int64_t width = heads[i].panel.width();
+      const char* row[kCount];
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = V.row(j + k * stream, i);
+      add_rows<kDType, kCount>(row, dv, heads[i].S + j * width, stream * width, heads[i].O, ldo,
+                               rows);
+    }
+  });
 }
 
 /// add_values where some row does not see some key: a masked key must not touch the row, as
@@ -182,9 +230,7 @@ HWY_NOINLINE void add_visible_values(const Task& task, const ForwardArgs& args, 
   const F32 f;
   const Problem& p = task.problem;
   HWY_ALIGN float value[512 + kLanes];
-  for (int64_t r = 0; r < panel.count; ++r) {
-    for (int64_t c = 0; c < ldo; ++c) O[r * ldo + c] *= alpha[r];
-  }
+  scale_rows(alpha, O, ldo, panel.count);
   for (int64_t jj = 0; jj < n; ++jj) {
     load_keys(task, args.v, p.v, p.dv, j + jj, 1, value, ldo);
     for (int64_t r = 0; r < panel.count; ++r) {
@@ -198,34 +244,17 @@ HWY_NOINLINE void add_visible_values(const Task& task, const ForwardArgs& args, 
   }
 }
 
-/// What a kv head of a task keeps from tile to tile.
-struct DecodeHead {
-  Panel panel;
-  float *Q, *O, *m, *l;  // [rows][round_up(d)], [rows][round_up(dv)], [width], [width]
-
-  DecodeHead(const Task& task, int64_t rows, Arena& arena) {
-    make_panel(task, 0, task.rows(), &panel);
-    Q = arena.take(rows * round_up(task.problem.d, kLanes));
-    O = arena.take(rows * round_up(task.problem.dv, kLanes));
-    m = arena.take(panel.width());
-    l = arena.take(panel.width());
-  }
-};
-
 template <DType kDType>
 HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t heads,
                           int64_t key_begin, int64_t key_end, float* states, float* scratch) {
   const Problem& p = first.problem;
   const int64_t ldq = round_up(p.d, kLanes), ldo = round_up(p.dv, kLanes);
-  const int64_t size = size_of(p.dtype), rows = round_up(first.rows(), kDecodeRows);
+  const int64_t rows = round_up(first.rows(), kDecodeRows);
   const DropoutMask dropout(p.dropout.p, p.dropout.seed, p.dropout.offset);
   const float factor = query_factor(p);
-  HWY_ALIGN float alpha[kPanelRows];
   const auto task = [&](int64_t i) { return Task{p, first.s, first.b, first.kv + i}; };
 
   Arena arena(scratch);
-  float* const S = arena.take(kBc * kPanelRows);
-  std::fill_n(S, kBc * kPanelRows, 0.0f);
   std::vector<DecodeHead> state;
   state.reserve(heads);
   for (int64_t i = 0; i < heads; ++i) {
@@ -235,31 +264,30 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
     std::fill_n(s.O, rows * ldo, 0.0f);
     std::fill_n(s.m, s.panel.width(), -std::numeric_limits<float>::infinity());
     std::fill_n(s.l, s.panel.width(), 0.0f);
+    std::fill_n(s.S, kBc * s.panel.width(), 0.0f);
   }
 
   const KeyRange any = state[0].panel.any;  // the same for every head
   const int64_t begin = std::max(key_begin, any.begin / kBc * kBc),
                 end = std::min(key_end, any.end);
   for (int64_t j = begin; j < end; j += kBc) {
-    const int64_t n = std::min(kBc, key_end - j), row = first.s.k_begin + j;
-    // Past the last tile this asks for memory that may not exist, which a prefetch may.
-    Ahead ahead(first, args, heads, j + kBc);
-    for (int64_t i = 0; i < heads; ++i) {
-      const DecodeHead& s = state[i];
-      const int64_t width = s.panel.width();
-      const auto* K = address<const char>(args.k, p.k.offset(first.b, row, first.kv + i));
-      const auto* V = address<const char>(args.v, p.v.offset(first.b, row, first.kv + i));
-      dot_keys<kDType>(K, p.k.row * size, n, p.d, s.Q, ldq, rows, S, width, ahead);
-      score_rule(p, s.panel, j, n, S, width, nullptr);
-      online_softmax(s.panel, n, S, width, s.m, s.l, alpha);
+    const int64_t n = std::min(kBc, key_end - j);
+    dot_keys<kDType>(DecodeTile(first, args.k, p.k, p.d, j), n, p.d, rows, state);
+    for (const DecodeHead& s : state) {
+      score_rule(p, s.panel, j, n, s.S, s.panel.width(), nullptr);
+      online_softmax(s.panel, n, s.S, s.panel.width(), s.m, s.l, s.alpha);
       if (p.dropout.p > 0) {
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout.p)), s.panel, j, n, width, S, nullptr);
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout.p)), s.panel, j, n, s.panel.width(),
+             s.S, nullptr);
       }
-      if (s.panel.partial(j, n)) {
-        add_visible_values(task(i), args, s.panel, j, n, S, width, alpha, s.O, ldo);
-      } else {
-        add_values<kDType>(V, p.v.row * size, n, p.dv, S, width, alpha, s.O, ldo, rows, ahead);
+    }
+    if (state[0].panel.partial(j, n)) {
+      for (int64_t i = 0; i < heads; ++i) {
+        const DecodeHead& s = state[i];
+        add_visible_values(task(i), args, s.panel, j, n, s.S, s.panel.width(), s.alpha, s.O, ldo);
       }
+    } else {
+      add_values<kDType>(DecodeTile(first, args.v, p.v, p.dv, j), n, p.dv, rows, state);
     }
   }
   for (int64_t i = 0; i < heads; ++i) {
@@ -273,8 +301,7 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
 
 inline int64_t decode_scratch(const Problem& p, int64_t heads) {
   const int64_t rows = round_up(p.group() * p.sq, kLanes);
-  return kBc * kPanelRows +
-         heads * (rows * (round_up(p.d, kLanes) + round_up(p.dv, kLanes)) + 2 * rows + 4 * 16);
+  return heads * (rows * (round_up(p.d, kLanes) + round_up(p.dv, kLanes) + kBc + 3) + 6 * 16);
 }
 
 void decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,

@@ -84,6 +84,14 @@ HWY_INLINE V32 load_wide(const void* src) {
   }
 }
 
+/// The first n < kLanes elements as floats, zeros after them.
+template <DType kDType>
+HWY_INLINE V32 load_tail(const char* src, int64_t n) {
+  alignas(64) char tail[kLanes * sizeof(float)] = {};
+  std::memcpy(tail, src, n * (kDType == DType::kF32 ? 4 : 2));
+  return load_wide<kDType>(tail);
+}
+
 /// Rounds kLanes floats to `dtype` at `dst`: to nearest, ties to even.
 template <DType kDType>
 HWY_INLINE void store_narrow(V32 x, void* dst) {
