@@ -1,4 +1,5 @@
-// The cubin cache and its hash: what is kept, when it is rebuilt, and what is left behind.
+// The cache folder, its kernels and its tunings: what is kept, when it is rebuilt or ignored, and
+// what is left behind.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -15,6 +16,8 @@
 
 #include "cuda/cubin_cache.h"
 #include "cuda/sha256.h"
+#include "cuda/tuning.h"
+#include "fulgur/error.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -211,6 +214,156 @@ TEST_F(Cache, FolderOthersMayWriteIsNotTrusted) {
   EXPECT_EQ(built_, 2);
 }
 
+// ------------------------------------------------------------------------------- tunings
+
+const std::vector<MeasuredTile> kTiles = {{3, 80, 812.25}, {3, 64, 845}};
+const std::string kKey = "device X\nkernels abc\nbf16 d 128\n";
+
+class TuningCache : public Cache {
+ protected:
+  /// What another process finds.
+  std::vector<MeasuredTile> found() { return Tunings(folder()).find(kKey); }
+  /// That nothing is found, and what is said about it.
+  std::string complaint() {
+    testing::internal::CaptureStderr();
+    Tunings tunings(folder());
+    EXPECT_TRUE(tunings.find(kKey).empty());
+    EXPECT_TRUE(tunings.find(kKey).empty());
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+    EXPECT_NE(said.find("fulgur: tiles are chosen as if they had not been tuned"),
+              std::string::npos);
+    EXPECT_NE(said.find(folder().string()), std::string::npos) << said;
+    return said;
+  }
+};
+
+TEST_F(TuningCache, KeepsTheLastOfAKey) {
+  testing::internal::CaptureStderr();
+  Tunings tunings(folder());
+  EXPECT_TRUE(tunings.find(kKey).empty());
+  tunings.keep(kKey, {{3, 80, 900}});
+  EXPECT_EQ(tunings.find(kKey), (std::vector<MeasuredTile>{{3, 80, 900}}));
+  tunings.keep(kKey, kTiles);
+  EXPECT_EQ(tunings.find(kKey), kTiles);
+  EXPECT_EQ(found(), kTiles);
+  for (const char* other : {"device Y\nkernels abc\nbf16 d 128\n", "device X\nkernels abd\n", ""}) {
+    EXPECT_TRUE(Tunings(folder()).find(other).empty()) << other;
+  }
+  EXPECT_EQ(files(), std::vector<std::string>{tunings.path(kKey).filename()});
+  struct stat info;
+  ASSERT_EQ(stat(tunings.path(kKey).c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST_F(TuningCache, ReadsAFileOnce) {
+  Tunings tunings(folder());
+  tunings.keep(kKey, kTiles);
+  Tunings other(folder());
+  EXPECT_EQ(other.find(kKey), kTiles);
+  fs::remove_all(folder());
+  EXPECT_EQ(other.find(kKey), kTiles);
+  EXPECT_TRUE(found().empty());
+}
+
+TEST_F(TuningCache, DamagedOneIsNotUsed) {
+  Tunings tunings(folder());
+  tunings.keep(kKey, kTiles);
+  std::string whole;
+  {
+    std::ifstream file(tunings.path(kKey), std::ios::binary);
+    whole.assign(std::istreambuf_iterator<char>(file), {});
+  }
+  for (size_t i = 0; i < whole.size(); ++i) {
+    for (const bool cut : {false, true}) {
+      std::string bytes = whole;
+      if (cut) {
+        bytes.resize(i);
+      } else {
+        bytes[i] ^= 1;
+      }
+      std::ofstream(tunings.path(kKey), std::ios::binary) << bytes;
+      EXPECT_NE(complaint().find("is damaged"), std::string::npos) << i;
+    }
+  }
+}
+
+TEST_F(TuningCache, ContentIsReadStrictly) {
+  Tunings tunings(folder());
+  tunings.keep(kKey, kTiles);
+  const std::string name = tunings.path(kKey).filename();
+  for (const std::string tiles :
+       {"", "\n", "3", "3 80", "3 80 812", "3 80 812 \n", " 3 80 812\n", "3  80 812\n",
+        "3 80 812\n\n", "3 80 812\n3", "x 80 812\n", "3 80 0\n", "3 80 -1\n", "3 80 nan\n",
+        "3 80 inf\n", "3 80 1e999\n", "99999999999 80 812\n"}) {
+    ASSERT_EQ(tunings.folder().store(name, kKey + tiles), "");
+    EXPECT_NE(complaint().find("holds something else"), std::string::npos) << tiles;
+  }
+  ASSERT_EQ(tunings.folder().store(name, "device Y\n3 80 812\n"), "");
+  EXPECT_NE(complaint().find("holds something else"), std::string::npos);
+  ASSERT_EQ(tunings.folder().store(name, kKey + "3 80 812.25\n3 64 845\n"), "");
+  EXPECT_EQ(found(), kTiles);
+}
+
+TEST_F(TuningCache, FolderOfOthersIsNotTrusted) {
+  Tunings(folder()).keep(kKey, kTiles);
+  fs::permissions(folder(), fs::perms::all);
+  EXPECT_NE(complaint().find("writable by other users"), std::string::npos);
+  EXPECT_THROW(Tunings(folder()).keep(kKey, kTiles), Error);
+  fs::permissions(folder(), fs::perms::owner_all);
+  EXPECT_EQ(found(), kTiles);
+  if (geteuid() != 0) return;  // only root can give it to another user
+  ASSERT_EQ(chown(folder().c_str(), 65534, 65534), 0);
+  EXPECT_NE(complaint().find("belongs to another user"), std::string::npos);
+  EXPECT_THROW(Tunings(folder()).keep(kKey, kTiles), Error);
+}
+
+TEST_F(TuningCache, UnwritableFolderIsAnError) {
+  std::ofstream(root_ / "a") << "a file where a folder should be";
+  Tunings tunings(folder());
+  EXPECT_TRUE(tunings.find(kKey).empty());
+  try {
+    tunings.keep(kKey, kTiles);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::kInternal);
+    EXPECT_NE(std::string(error.what()).find(folder().string()), std::string::npos);
+  }
+  EXPECT_TRUE(tunings.find(kKey).empty()) << "what was not kept is used";
+}
+
+TEST_F(TuningCache, WritersAtOnceLeaveOneWhole) {
+  Tunings(folder()).keep(kKey, kTiles);
+  std::vector<pid_t> children;
+  for (int i = 1; i <= 4; ++i) {
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      Tunings tunings(folder());
+      // Of different lengths: a mixture would be seen.
+      for (int n = 0; n < 20; ++n) tunings.keep(kKey, std::vector(i, MeasuredTile{i, 64, 1.0 * i}));
+      _exit(0);
+    }
+    children.push_back(child);
+  }
+  testing::internal::CaptureStderr();
+  for (int n = 0; n < 50; ++n) {
+    const std::vector<MeasuredTile> tiles = found();
+    ASSERT_FALSE(tiles.empty());
+    const int writer = tiles[0].block_keys == 64 ? tiles[0].consumers : 0;
+    EXPECT_EQ(tiles,
+              writer == 0 ? kTiles : std::vector(writer, MeasuredTile{writer, 64, 1.0 * writer}));
+  }
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(files().size(), 1u);
+}
+
 TEST(CacheFolder, FollowsEnvironment) {
   const auto with = [](const char* own, const char* xdg, const char* home) {
     const auto set = [](const char* name, const char* value) {
@@ -219,7 +372,7 @@ TEST(CacheFolder, FollowsEnvironment) {
     set("FULGUR_CACHE_DIR", own);
     set("XDG_CACHE_HOME", xdg);
     set("HOME", home);
-    return CubinCache::default_folder().string();
+    return CacheFolder::default_path().string();
   };
   EXPECT_EQ(with("/own", "/xdg", "/home/x"), "/own");
   EXPECT_EQ(with("", "/xdg", "/home/x"), "/xdg/fulgur");

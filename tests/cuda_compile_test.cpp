@@ -93,7 +93,11 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   std::set<std::string> seen;
   for (const Problem& problem : problems()) {
     ASSERT_EQ(hopper_forward_rejects(problem), "");
-    for (KernelRequest& request : forward_kernels(problem, HopperTarget{})) {
+    std::vector<KernelRequest> reachable = forward_kernels(problem, HopperTarget{});
+    for (const HopperForwardPlan& plan : hopper_forward_candidates(problem, HopperTarget{})) {
+      reachable.push_back(kernel_request(plan));  // by tuning
+    }
+    for (KernelRequest& request : reachable) {
       if (seen.insert(name(request)).second) requests.push_back(std::move(request));
     }
   }

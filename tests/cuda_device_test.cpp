@@ -6,6 +6,8 @@
 #include <chrono>
 #include <numeric>
 
+#include "cuda/cuda_engine.h"
+#include "cuda/hopper_forward.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
 #include "oracle.h"
@@ -63,6 +65,58 @@ TEST_F(OnGpu, EveryHeadDim) {
                        .d = d,
                        .dv = dv,
                        .mask = d % 5 == 0 ? full() : causal()}));
+  }
+}
+
+/// A copy of a contiguous tensor in device memory.
+class Copied {
+ public:
+  explicit Copied(const Tensor& host) : host_(host), device_(host) {
+    device_.data = cuda::allocate(bytes());
+    device_.device = {DeviceType::kCuda, 0};
+    cuda::copy(device_.data, host.data, bytes());
+  }
+  ~Copied() { cuda::deallocate(device_.data); }
+  Copied(const Copied&) = delete;
+  operator const Tensor&() const { return device_; }
+  void bring_back() const { cuda::copy(host_.data, device_.data, bytes()); }
+
+ private:
+  int64_t bytes() const { return host_.numel() * size_of(host_.dtype); }
+  Tensor host_, device_;
+};
+
+// Whichever tile tuning finds fastest, the result is right.
+TEST_F(OnGpu, EveryTileThatFits) {
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
+  for (const int64_t d : {16, 64, 96, 128, 192, 256}) {
+    for (const Mask& mask : {full(), causal(), window(150, 0)}) {
+      Workload w({.dtype = DType::kBF16,
+                  .batch = 2,
+                  .sq = 700,
+                  .sk = 777,
+                  .hq = 4,
+                  .hk = 2,
+                  .d = d,
+                  .dv = d,
+                  .mask = mask},
+                 static_cast<uint64_t>(d));
+      const auto expected = expect(w);
+      const Copied q(w.forward.q), k(w.forward.k), v(w.forward.v);
+      for (const cuda::HopperForwardPlan& plan : cuda::hopper_forward_candidates(
+               make_problem(ForwardArgs{q, k, v, w.forward.out, w.forward.lse}, w.options),
+               cuda::target_of(gpu))) {
+        w.seal();
+        const Copied out(w.forward.out), lse(w.forward.lse);
+        const ForwardArgs args{q, k, v, out, lse};
+        cuda::HopperForward(make_problem(args, w.options), gpu, plan, {}).run(args);
+        cuda::synchronize();
+        out.bring_back();
+        lse.bring_back();
+        EXPECT_TRUE(forward_is_right(w, expected))
+            << "d " << d << ": " << plan.block_rows() << " x " << plan.block_keys;
+      }
+    }
   }
 }
 

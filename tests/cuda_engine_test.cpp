@@ -7,12 +7,15 @@
 
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 
 #include "cuda/nvrtc.h"
+#include "cuda/tuning.h"
 #include "cuda_fake_driver.h"
 #include "cuda_problem.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
+#include "fulgur/version.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/sm90/forward_params.h"
 
@@ -297,6 +300,152 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   call.args.q.device.index = call.args.k.device.index = call.args.v.device.index = 3;
   call.args.out.device.index = call.args.lse.device.index = 3;
   EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find("cuda:3"), std::string::npos);
+}
+
+/// A process of its own, whose cache folder no other test looks into.
+class Tune : public OnFakeGpu {
+ protected:
+  static void SetUpTestSuite() {  // what earlier runs of this program kept
+    for (const std::filesystem::path& file : kept()) std::filesystem::remove(file);
+  }
+  void TearDown() override {
+    if (state_ != nullptr) state_->fast_block = 0;
+  }
+  static std::vector<std::filesystem::path> kept() {
+    std::vector<std::filesystem::path> files;
+    std::error_code none;
+    for (const auto& entry :
+         std::filesystem::directory_iterator(cuda::CacheFolder::default_path(), none)) {
+      if (entry.path().extension() == ".tuning") files.push_back(entry.path());
+    }
+    return files;
+  }
+  static cuda::Tuned tune(const ForwardShape& shape) {
+    const ForwardCall call = forward_call(shape);
+    return cuda::tune(placed(call.args, kBase), call.options);
+  }
+  static std::string explained(const ForwardShape& shape) {
+    const ForwardCall call = forward_call(shape);
+    return fulgur::plan(call.args, call.options).explain();
+  }
+  using Tile = std::pair<unsigned, unsigned>;  // Br and Bc
+  Tile tile(size_t launch) const {
+    return {(state_->launches.at(launch).block / 128 - 1) * 64, k_map(launch).box[1]};
+  }
+  /// Of the kernel that a plan launches.
+  Tile launched(const ForwardShape& shape) {
+    const ForwardCall call = forward_call(shape);
+    fulgur::forward(placed(call.args, kBase), call.options);
+    return tile(state_->launches.size() - 1);
+  }
+};
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
+  const ForwardShape shape{.sq = 2048, .sk = 2048};
+  const Tile predicted = launched(shape);
+  EXPECT_TRUE(contains(explained(shape), "plan      tile chosen by the cost model"));
+  const auto all = cuda::hopper_forward_candidates(forward_problem(shape), {});
+  ASSERT_GE(all.size(), 3u);
+  for (const cuda::HopperForwardPlan& winner : all) {
+    const Tile fastest(winner.block_rows(), winner.block_keys);
+    state_->fast_block = static_cast<unsigned>(winner.threads());
+    state_->fast_keys = fastest.second;
+    const cuda::Tuned tuned = tune(shape);
+    EXPECT_EQ(tuned.shape_class, cuda::shape_class(forward_problem(shape)));
+    EXPECT_EQ(tuned.device, "cuda:0 Fake GPU");
+    EXPECT_EQ(std::vector<std::filesystem::path>{tuned.path}, kept());
+    ASSERT_EQ(tuned.tiles.size(), all.size());
+    EXPECT_EQ(Tile(tuned.tiles[0].Br, tuned.tiles[0].Bc), fastest);
+    EXPECT_NEAR(tuned.tiles[0].microseconds, 500, 1e-3);
+    EXPECT_NEAR(tuned.tiles[1].microseconds, 1000, 1e-3);
+    EXPECT_EQ(tuned.tiles[0].predicted, fastest == predicted);
+    const std::string text = explained(shape);
+    EXPECT_TRUE(contains(text, fmt::format("Bc {} keys", winner.block_keys))) << text;
+    EXPECT_TRUE(contains(text, "plan      tile tuned on this device: measured 500 us")) << text;
+    EXPECT_TRUE(contains(text, "measured 2 times as long")) << text;
+    EXPECT_EQ(launched(shape), fastest);
+  }
+}
+
+TEST_F(Tune, HoldsForTheClassAlone) {
+  const ForwardShape shape{.batch = 3, .sq = 1024, .sk = 1024};
+  tune(shape);
+  const char* tuned = "tuned on this device: measured";
+  ForwardShape near = shape, longer = shape, other = shape, invariant = shape;
+  near.sq = 1000;
+  near.lse = false;
+  longer.sq = 1100;
+  other.mask = causal();
+  invariant.invariant = true;
+  EXPECT_TRUE(contains(explained(shape), tuned));
+  EXPECT_TRUE(contains(explained(near), tuned));
+  EXPECT_FALSE(contains(explained(longer), tuned));
+  EXPECT_FALSE(contains(explained(other), tuned));
+  EXPECT_FALSE(contains(explained(invariant), tuned));
+  EXPECT_TRUE(contains(explained(invariant), "rejected  tile tuned on this device: it depends on"));
+}
+
+TEST_F(Tune, OtherProcessesFindItOnThisDeviceWithTheseKernels) {
+  const ForwardShape shape{.batch = 5, .d = 64};
+  const cuda::Tuned tuned = tune(shape);
+  const std::string key =
+      cuda::tuning_key(cuda::Gpu::at(0), make_problem(forward_call(shape).args, {}));
+  const auto found = [](const std::string& text) {
+    return cuda::Tunings(cuda::CacheFolder::default_path()).find(text);
+  };
+  EXPECT_EQ(found(key).size(), tuned.tiles.size());
+  EXPECT_EQ(cuda::Tunings::here().path(key), tuned.path);
+  for (const std::string& part :
+       {std::string("Fake GPU"), std::string("132 multiprocessors"), std::string("232448 bytes"),
+        cuda::digest(cuda::kernel_sources()), cuda::nvrtc_identity(), std::string(FULGUR_VERSION),
+        tuned.shape_class}) {
+    std::string other = key;
+    ASSERT_TRUE(contains(key, part)) << key;
+    other.replace(key.find(part), part.size(), "another");
+    EXPECT_TRUE(found(other).empty()) << part;
+  }
+}
+
+TEST_F(Tune, TilesTakeTurns) {
+  tune({.batch = 6});
+  std::vector<Tile> turns;  // whose burst it was
+  for (size_t i = 0; i < state_->launches.size(); ++i) {
+    if (turns.empty() || turns.back() != tile(i)) turns.push_back(tile(i));
+  }
+  const size_t tiles = cuda::hopper_forward_candidates(forward_problem({.batch = 6}), {}).size();
+  ASSERT_GE(turns.size(), 8 * tiles);
+  for (size_t i = tiles; i < turns.size(); ++i) EXPECT_EQ(turns[i], turns[i - tiles]);
+}
+
+TEST_F(Tune, PackedCallsOfTheirStream) {
+  ForwardCall call = forward_call({.batch = 7, .mask = causal(), .packed = true, .seqused = true});
+  call.options.stream = reinterpret_cast<void*>(0x1230);
+  EXPECT_FALSE(cuda::tune(placed(call.args, kBase), call.options).tiles.empty());
+  ASSERT_FALSE(state_->launches.empty());
+  for (const FakeLaunch& launch : state_->launches) EXPECT_EQ(launch.stream, call.options.stream);
+  EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
+}
+
+TEST_F(Tune, RefusesWhatItCannotMeasure) {
+  const auto before = kept();
+  const auto refused = [&](const ForwardShape& shape, Status status, const std::string& says) {
+    EXPECT_EQ(status_of([&] { tune(shape); }), status);
+    EXPECT_TRUE(contains(message_of([&] { tune(shape); }), says)) << says;
+  };
+  refused({.invariant = true}, Status::kInvalidArgument, "invariant: got true, want false");
+  refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
+  refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
+  const ForwardCall call = forward_call({});
+  EXPECT_TRUE(contains(message_of([&] { cuda::tune(call.args); }), "q: data is null"));
+  ForwardArgs host = placed(call.args, kBase);
+  for (Tensor* t : {&host.q, &host.k, &host.v, &host.out, &host.lse}) t->device = {};
+  EXPECT_TRUE(contains(message_of([&] { cuda::tune(host); }), "computes tensors on cuda"));
+  EXPECT_TRUE(state_->launches.empty());
+  EXPECT_EQ(kept(), before);
 }
 
 TEST_F(OnFakeGpu, Memory) {

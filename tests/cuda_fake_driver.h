@@ -32,6 +32,8 @@ static_assert(sizeof(FakeMap) <= 128);
 struct FakeState {
   int encoded = 0, allocated = 0, freed = 0, loaded = 0, contexts = 0;
   bool record = true;
+  double clock_ms = 0;                     ///< as events see it
+  unsigned fast_block = 0, fast_keys = 0;  ///< threads and Bc of launches that take half as long
   std::vector<FakeLaunch> launches;
 };
 

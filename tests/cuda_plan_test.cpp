@@ -21,7 +21,7 @@ using test::forward_problem;
 
 HopperForwardPlan plan_of(const Problem& problem, const HopperTarget& target = {}) {
   std::vector<std::string> rejected;
-  return make_hopper_forward_plan(problem, target, &rejected);
+  return make_hopper_forward_plan(problem, target, {}, &rejected);
 }
 
 std::vector<Problem> many_problems() {
@@ -79,8 +79,8 @@ TEST(HopperPlan, SharesOutEveryTile) {
 TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
   std::vector<std::string> rejected;
   const Problem p = forward_problem({.sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
-  const HopperForwardPlan plan = make_hopper_forward_plan(p, {}, &rejected);
-  EXPECT_EQ(plan, hopper_forward_candidates(p, {}).at(0));
+  const HopperForwardPlan plan = make_hopper_forward_plan(p, {}, {}, &rejected);
+  EXPECT_EQ(describe(plan).at(1), "tile chosen by the cost model");
   int slower = 0, wider = 0;
   for (const std::string& why : rejected) {
     slower += why.find("times as long") != std::string::npos;
@@ -88,6 +88,120 @@ TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
   }
   EXPECT_EQ(slower, 1);
   EXPECT_EQ(wider, 1);
+}
+
+/// Times of every tile of a problem; `fastest` takes 10 us, the others 20, 30 and so on.
+std::vector<MeasuredTile> measured(const Problem& p, size_t fastest) {
+  std::vector<MeasuredTile> tiles;
+  for (const HopperForwardPlan& plan : hopper_forward_candidates(p, {})) {
+    const double us = tiles.size() == fastest ? 10 : 20 + 10.0 * static_cast<double>(tiles.size());
+    tiles.push_back({plan.consumers, plan.block_keys, us});
+  }
+  return tiles;
+}
+
+bool any_says(const std::vector<std::string>& rejected, const std::string& what) {
+  return std::any_of(rejected.begin(), rejected.end(),
+                     [&](const std::string& why) { return why.find(what) != std::string::npos; });
+}
+
+TEST(HopperPlan, TakesTheTileThatWasMeasuredToBeFastest) {
+  int other = 0;
+  for (const Problem& p : many_problems()) {
+    const std::vector<HopperForwardPlan> all = hopper_forward_candidates(p, {});
+    const HopperForwardPlan predicted = plan_of(p);
+    for (size_t i = 0; i < all.size(); ++i) {
+      std::vector<std::string> rejected;
+      HopperForwardPlan plan = make_hopper_forward_plan(p, {}, measured(p, i), &rejected);
+      EXPECT_EQ(plan.measured_us, 10);
+      EXPECT_EQ(describe(plan).at(1),
+                "tile tuned on this device: measured 10 us for a call of this class");
+      EXPECT_EQ(rejected.size(), all.size() - 1);
+      EXPECT_TRUE(all.size() == 1 || any_says(rejected, ": measured 3 times as long") ||
+                  any_says(rejected, ": measured 2 times as long"));
+      plan.measured_us = 0;  // all else is as that tile would have it
+      EXPECT_EQ(plan, all[i]);
+      other += plan != predicted;
+    }
+  }
+  EXPECT_GT(other, 100);
+}
+
+TEST(HopperPlan, TunedTilesThatAreNotItsOwnAreNamed) {
+  const Problem p = forward_problem({});
+  std::vector<MeasuredTile> less = measured(p, 1), more = less, others = less;
+  ASSERT_GE(less.size(), 2u);
+  less.pop_back();
+  more.push_back({1, 16, 1});
+  others[0].block_keys += 16;
+  for (const auto& tiles : {less, more, others}) {
+    std::vector<std::string> rejected;
+    EXPECT_EQ(make_hopper_forward_plan(p, {}, tiles, &rejected), plan_of(p));
+    EXPECT_TRUE(any_says(rejected, "tile tuned on this device: other tiles were measured"));
+  }
+}
+
+TEST(HopperPlan, InvariantTakesNoTunedTile) {
+  for (const int64_t batch : {1, 64}) {
+    const Problem p = forward_problem({.batch = batch, .invariant = true});
+    for (size_t i = 0; i < hopper_forward_candidates(p, {}).size(); ++i) {
+      std::vector<std::string> rejected;
+      EXPECT_EQ(make_hopper_forward_plan(p, {}, measured(p, i), &rejected), plan_of(p));
+      EXPECT_TRUE(any_says(rejected, "tile tuned on this device: it depends on the batch"));
+    }
+  }
+}
+
+TEST(ShapeClass, NamesAllThatTheTileDependsOn) {
+  const auto of = [](const test::ForwardShape& shape) {
+    return shape_class(forward_problem(shape));
+  };
+  EXPECT_EQ(of({}), "bf16 d 128 dv 128 sq 1024 sk 1024 heads 16 group 4");
+  EXPECT_EQ(of({.sq = 1000, .sk = 900, .lse = false}), of({}));
+  EXPECT_EQ(of({.d = 120}), of({}));
+  EXPECT_EQ(of({.scale = 0.3}), of({}));
+  EXPECT_EQ(of({.mask = window(1023, -1)}), of({}));  // binds nothing
+  EXPECT_EQ(of({.mask = window(100, 0)}), of({}) + " left 112 right 0");
+  EXPECT_EQ(of({.softcap = 30, .alibi = true, .packed = true, .seqused = true}),
+            of({}) + " transformed softcap alibi packed seqused_k");
+  std::set<std::string> different;
+  const std::vector<test::ForwardShape> shapes = {{},
+                                                  {.dtype = DType::kF16},
+                                                  {.batch = 3},
+                                                  {.sq = 1025},
+                                                  {.sq = 896},
+                                                  {.sk = 1025},
+                                                  {.hq = 10},
+                                                  {.hk = 4},
+                                                  {.d = 112},
+                                                  {.dv = 64},
+                                                  {.mask = causal()},
+                                                  {.mask = window(100, -1)},
+                                                  {.mask = window(200, -1)},
+                                                  {.mask = window(-1, 7)},
+                                                  {.scale = -1.0},
+                                                  {.softcap = 1},
+                                                  {.alibi = true},
+                                                  {.packed = true},
+                                                  {.seqused = true}};
+  for (const test::ForwardShape& shape : shapes) different.insert(of(shape));
+  EXPECT_EQ(different.size(), shapes.size());
+}
+
+TEST(ShapeClass, FourClassesAnOctave) {
+  std::vector<int64_t> last;  // of each class
+  std::string before;
+  for (int64_t sq = 1; sq <= 5000; ++sq) {
+    const std::string now =
+        shape_class(forward_problem({.batch = 1, .sq = sq, .hq = 2, .lse = false}));
+    if (now != before && sq > 1) last.push_back(sq - 1);
+    before = now;
+  }
+  EXPECT_EQ(last,
+            (std::vector<int64_t>{1,   2,   3,    4,    5,    6,    7,    8,    10,   12,   14,
+                                  16,  20,  24,   28,   32,   40,   48,   56,   64,   80,   96,
+                                  112, 128, 160,  192,  224,  256,  320,  384,  448,  512,  640,
+                                  768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096}));
 }
 
 // What was measured to be fastest on an H200.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "fulgur/attention.h"
 #include "fulgur/export.h"
@@ -34,5 +35,28 @@ struct Prewarmed {
 /// kInternal when the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
                              const std::string& folder = {});
+
+/// How long a forward pass took with a tile Br x Bc of the score matrix.
+struct TileTime {
+  int64_t Br = 0, Bc = 0;
+  double microseconds = 0;  ///< median
+  bool predicted = false;   ///< the cost model's choice
+};
+
+/// What tune() measured.
+struct Tuned {
+  std::vector<TileTime> tiles;  ///< every one that fits, the fastest first
+  std::string shape_class;      ///< the calls that take it from now on
+  std::string device;           ///< where
+  std::string path;             ///< the file that says so
+};
+
+/// Measures every tile that can compute this call, on its tensors (out and lse take the result),
+/// and keeps the times in the default cache folder. From then on, plans of the same class of shapes
+/// take the fastest tile: in this process, and in those to come with the same model of device,
+/// fulgur and NVRTC; but not with Options::invariant. Takes about a second, best on an idle device.
+/// Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or empty call;
+/// kInternal when the folder cannot be used.
+FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {});
 
 }  // namespace fulgur::cuda

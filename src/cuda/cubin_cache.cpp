@@ -7,20 +7,13 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <iterator>
-
-#include "cuda/sha256.h"
 
 namespace fulgur::cuda {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr char kFormat[] = "fulgur-cubin 1";
 
 class File {
  public:
@@ -65,113 +58,36 @@ class EntryLock {
   std::optional<File> file_;
 };
 
-std::string errno_text(const char* what, const fs::path& path) {
-  return fmt::format("cannot {} {}: {}", what, path.string(), std::strerror(errno));
-}
-
-/// Why the folder may hold what others wrote, which would be run; empty when it may not.
-std::string distrusted(const fs::path& folder) {
-  struct stat info;
-  if (stat(folder.c_str(), &info) != 0) return {};
-  if (info.st_uid != geteuid() && info.st_uid != 0) {
-    return fmt::format("{} belongs to another user", folder.string());
-  }
-  if ((info.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-    return fmt::format("{} is writable by other users (mode {:o})", folder.string(),
-                       info.st_mode & 0777);
-  }
-  return {};
-}
-
-std::string checksum(std::string_view log, std::string_view image) {
-  return Sha256().add(log).add(image).hex();
-}
-
 }  // namespace
 
-fs::path CubinCache::default_folder() {
-  const auto environment = [](const char* name) {
-    const char* value = std::getenv(name);
-    return fs::path(value == nullptr ? "" : value);
-  };
-  if (const fs::path folder = environment("FULGUR_CACHE_DIR"); !folder.empty()) return folder;
-  // The XDG specification: a relative path is to be ignored.
-  if (const fs::path cache = environment("XDG_CACHE_HOME"); cache.is_absolute()) {
-    return cache / "fulgur";
-  }
-  return environment("HOME") / ".cache" / "fulgur";
-}
-
 std::optional<Cubin> CubinCache::load(const std::string& key) const {
-  std::ifstream file(folder_ / (key + ".cubin"), std::ios::binary);
-  if (!file || !distrusted(folder_).empty()) return std::nullopt;
-  std::string header;
-  std::getline(file, header);
-  const std::string rest(std::istreambuf_iterator<char>(file), {});
-  char sum[65];
-  unsigned long long log = 0, image = 0;
-  if (!header.starts_with(kFormat) ||
-      std::sscanf(header.c_str() + sizeof(kFormat) - 1, " %64s %llu %llu", sum, &log, &image) !=
-          3 ||
-      log > rest.size() || image != rest.size() - log) {
-    return std::nullopt;
-  }
-  Cubin cubin{rest.substr(log), rest.substr(0, log)};
-  if (checksum(cubin.log, cubin.image) != sum) return std::nullopt;
-  return cubin;
-}
-
-std::string CubinCache::unusable() const {
-  std::error_code error;
-  if (!fs::is_directory(folder_, error)) {
-    fs::create_directories(folder_.parent_path(), error);
-    if (mkdir(folder_.c_str(), 0700) != 0 && errno != EEXIST) {
-      return errno_text("make the folder", folder_);
-    }
-  }
-  return distrusted(folder_);
-}
-
-std::string CubinCache::store(const std::string& key, const Cubin& cubin) const {
-  std::string name = folder_ / (key + ".XXXXXX");
-  const int made = mkostemp(name.data(), O_CLOEXEC);
-  if (made < 0) return errno_text("write to", folder_);
-  const std::string header = fmt::format("{} {} {} {}\n", kFormat, checksum(cubin.log, cubin.image),
-                                         cubin.log.size(), cubin.image.size());
-  const std::string all = header + cubin.log + cubin.image;
-  size_t written = 0;
-  while (written < all.size()) {
-    const ssize_t n = write(made, all.data() + written, all.size() - written);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
-    written += static_cast<size_t>(n);
-  }
-  // The name must not become visible before the bytes are there, even across a crash.
-  const bool complete = written == all.size() && fsync(made) == 0;
-  std::string why;
-  if (!complete) why = errno_text("write", name);
-  close(made);
-  if (complete && rename(name.c_str(), (folder_ / (key + ".cubin")).c_str()) != 0) {
-    why = errno_text("rename", name);
-  }
-  if (!why.empty()) unlink(name.c_str());
-  return why;
+  std::string why;  // a damaged entry is made anew, and `get` says what is wrong with the folder
+  const std::optional<std::string> content = folder_.load(key + ".cubin", &why);
+  if (!content) return std::nullopt;
+  // The size of the log, the log, the image.
+  size_t log = 0;
+  const char *begin = content->data(), *end = begin + content->size();
+  const char* const after = std::from_chars(begin, end, log).ptr;
+  const auto rest = static_cast<size_t>(end - after);
+  if (rest == 0 || *after != '\n' || log > rest - 1) return std::nullopt;
+  return Cubin{std::string(after + 1 + log, end), std::string(after + 1, log)};
 }
 
 Cubin CubinCache::get(const std::string& key, const std::function<Cubin()>& build) {
   if (auto cubin = load(key)) return *std::move(cubin);
-  if (const std::string why = unusable(); !why.empty()) {
+  if (const std::string why = folder_.unusable(); !why.empty()) {
     warn(why);
     return build();
   }
-  const EntryLock lock(folder_ / (key + ".lock"));
+  const EntryLock lock(folder_.path() / (key + ".lock"));
   if (!lock) {
-    warn(errno_text("write to", folder_));
+    warn(errno_text("write to", folder_.path()));
     return build();
   }
   if (auto cubin = load(key)) return *std::move(cubin);  // another process was faster
   Cubin cubin = build();
-  if (const std::string why = store(key, cubin); !why.empty()) warn(why);
+  const std::string content = fmt::format("{}\n{}", cubin.log.size(), cubin.log + cubin.image);
+  if (const std::string why = folder_.store(key + ".cubin", content); !why.empty()) warn(why);
   return cubin;
 }
 

@@ -2,9 +2,9 @@
 
 #include <fmt/format.h>
 
-#include "cuda/gpu.h"
 #include "cuda/hopper_forward.h"
 #include "cuda/nvrtc.h"
+#include "cuda/tuning.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -68,18 +68,25 @@ class CudaEngine final : public Engine {
     return hopper_forward_rejects(p);
   }
   std::unique_ptr<Executable> plan(const Problem& p) const override {
-    Gpu& gpu = Gpu::at(p.device.index);
-    if (const std::string why = unsuitable(gpu, p.device.index); !why.empty()) {
-      throw Error(Status::kUnavailable, why);
-    }
-    const HopperTarget target{gpu.multiprocessors(), gpu.shared_bytes()};
+    Gpu& gpu = hopper_gpu(p.device.index);
+    const std::vector<MeasuredTile> tuned = Tunings::here().find(tuning_key(gpu, p));
     std::vector<std::string> rejected;
-    const HopperForwardPlan plan = make_hopper_forward_plan(p, target, &rejected);
+    const HopperForwardPlan plan = make_hopper_forward_plan(p, target_of(gpu), tuned, &rejected);
     return std::make_unique<HopperForward>(p, gpu, plan, std::move(rejected));
   }
 };
 
 }  // namespace
+
+Gpu& hopper_gpu(int index) {
+  Gpu& gpu = Gpu::at(index);
+  if (const std::string why = unsuitable(gpu, index); !why.empty()) {
+    throw Error(Status::kUnavailable, why);
+  }
+  return gpu;
+}
+
+HopperTarget target_of(const Gpu& gpu) { return {gpu.multiprocessors(), gpu.shared_bytes()}; }
 
 const Engine& engine() {
   static const CudaEngine kEngine;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <map>
 
@@ -137,60 +138,80 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& t
   return best;
 }
 
-struct Candidate {
-  HopperForwardPlan plan;
-  double cycles;
-};
+/// Cycles by which tiles are compared. Schedules the plan.
+double predict(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
+  const double cycles = schedule(plan, p, target);
+  if (!p.invariant) return cycles;
+  // The order must not depend on the batch either: that of one long sequence.
+  Problem one = p;
+  one.packed = false;
+  one.batch = 1;
+  one.sq = one.sk = 8192;
+  HopperForwardPlan other = plan;
+  other.heads = target.multiprocessors;
+  return schedule(other, one, target);
+}
 
 std::string tile_name(const HopperForwardPlan& plan) {
   return fmt::format("tile {} x {}", plan.block_rows(), plan.block_keys);
 }
 
-/// Feasible plans, the fastest first. `rejected` takes the tiles that do not fit.
-std::vector<Candidate> candidates(const Problem& p, const HopperTarget& target,
-                                  std::vector<std::string>* rejected) {
-  std::vector<Candidate> feasible;
-  const int64_t dim = std::max(p.d, p.dv);
-  int nearest = 0;  // the least most_dim that serves
+struct Candidate {
+  HopperForwardPlan plan;  // not scheduled yet
+  int most_dim = 0;        // of the tile
+  double cost = 0;
+};
+
+/// Every tile that fits, with its stages. `rejected` takes the others.
+std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
+                               std::vector<std::string>* rejected) {
+  std::vector<Candidate> candidates;
+  const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
   for (const Tile& tile : kTiles) {
-    const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
-    if (tile.most_dim < dim || (tile.scores & scores) == 0) continue;
-    if (nearest == 0) nearest = tile.most_dim;
+    if (tile.most_dim < std::max(p.d, p.dv) || (tile.scores & scores) == 0) continue;
     HopperForwardPlan plan = common(p);
     plan.consumers = tile.consumers;
     plan.block_keys = tile.block_keys;
     plan.producer_registers = registers_of(tile.consumers).producer;
     plan.consumer_registers = registers_of(tile.consumers).consumer;
-    std::string why;
-    if (tile.most_dim > nearest) {
-      why = fmt::format("made for d and dv up to {}, slower than one made for {}", tile.most_dim,
-                        nearest);
-    } else if (!derive_stages(plan, target.shared_bytes)) {
-      why = fmt::format("two stages of K and V do not fit {} bytes of shared memory",
-                        target.shared_bytes);
-    }
-    if (!why.empty()) {
-      rejected->push_back(fmt::format("{}: {}", tile_name(plan), why));
-      continue;
-    }
-    const double cycles = schedule(plan, p, target);
-    feasible.push_back({plan, cycles});
-  }
-  if (p.invariant) {
-    // The order must not depend on the batch either: that of one long sequence.
-    Problem one = p;
-    one.packed = false;
-    one.batch = 1;
-    one.sq = one.sk = 8192;
-    for (Candidate& c : feasible) {
-      HopperForwardPlan plan = c.plan;
-      plan.heads = target.multiprocessors;
-      c.cycles = schedule(plan, one, target);
+    if (derive_stages(plan, target.shared_bytes)) {
+      candidates.push_back({plan, tile.most_dim});
+    } else {
+      rejected->push_back(
+          fmt::format("{}: two stages of K and V do not fit {} bytes of shared memory",
+                      tile_name(plan), target.shared_bytes));
     }
   }
-  std::stable_sort(feasible.begin(), feasible.end(),
-                   [](const Candidate& x, const Candidate& y) { return x.cycles < y.cycles; });
-  return feasible;
+  return candidates;
+}
+
+/// Leaves the tiles made for the least dims that serve: among those the model was fitted.
+void keep_nearest(std::vector<Candidate>& candidates, std::vector<std::string>* rejected) {
+  const int nearest = candidates.at(0).most_dim;
+  std::erase_if(candidates, [&](const Candidate& c) {
+    if (c.most_dim == nearest) return false;
+    rejected->push_back(fmt::format("{}: made for d and dv up to {}, slower than one made for {}",
+                                    tile_name(c.plan), c.most_dim, nearest));
+    return true;
+  });
+}
+
+/// Sets the costs to what was measured; false when that was of other tiles.
+bool set_costs(std::vector<Candidate>& candidates, std::span<const MeasuredTile> measured) {
+  for (Candidate& c : candidates) {
+    const auto found = std::find_if(measured.begin(), measured.end(), [&](const MeasuredTile& m) {
+      return m.consumers == c.plan.consumers && m.block_keys == c.plan.block_keys;
+    });
+    if (found == measured.end()) return false;
+    c.cost = found->microseconds;
+  }
+  return candidates.size() == measured.size();
+}
+
+/// Rounded up to three significant binary digits; what is not positive stays.
+int64_t rounded(int64_t n) {
+  const int shift = n <= 8 ? 0 : std::bit_width(static_cast<uint64_t>(n - 1)) - 3;
+  return (((n - 1) >> shift) + 1) << shift;
 }
 
 }  // namespace
@@ -229,21 +250,60 @@ std::string hopper_forward_rejects(const Problem& p) {
 }
 
 HopperForwardPlan make_hopper_forward_plan(const Problem& p, const HopperTarget& target,
+                                           std::span<const MeasuredTile> measured,
                                            std::vector<std::string>* rejected) {
-  const std::vector<Candidate> all = candidates(p, target, rejected);
-  for (size_t i = 1; i < all.size(); ++i) {
-    rejected->push_back(fmt::format("{}: predicted {:.3g} times as long", tile_name(all[i].plan),
-                                    all[i].cycles / std::max(1.0, all[0].cycles)));
+  std::vector<Candidate> all = fitting(p, target, rejected);
+  bool tuned = false;
+  if (p.invariant && !measured.empty()) {
+    rejected->push_back("tile tuned on this device: it depends on the batch, `invariant` must not");
+  } else if (!measured.empty()) {
+    tuned = set_costs(all, measured);
+    if (!tuned) rejected->push_back("tile tuned on this device: other tiles were measured");
   }
-  return all.at(0).plan;
+  if (!tuned) {
+    keep_nearest(all, rejected);
+    for (Candidate& c : all) c.cost = predict(c.plan, p, target);
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Candidate& x, const Candidate& y) { return x.cost < y.cost; });
+  for (size_t i = 1; i < all.size(); ++i) {
+    const double ratio = all[0].cost > 0 ? all[i].cost / all[0].cost : 1;
+    rejected->push_back(fmt::format("{}: {} {:.3g} times as long", tile_name(all[i].plan),
+                                    tuned ? "measured" : "predicted", ratio));
+  }
+  HopperForwardPlan plan = all.at(0).plan;
+  if (tuned) {
+    schedule(plan, p, target);
+    plan.measured_us = all[0].cost;
+  }
+  return plan;
 }
 
 std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& p,
                                                          const HopperTarget& target) {
   std::vector<std::string> rejected;
   std::vector<HopperForwardPlan> plans;
-  for (const Candidate& c : candidates(p, target, &rejected)) plans.push_back(c.plan);
+  for (Candidate& c : fitting(p, target, &rejected)) {
+    schedule(c.plan, p, target);
+    plans.push_back(c.plan);
+  }
   return plans;
+}
+
+std::string shape_class(const Problem& p) {
+  const HopperForwardPlan plan = common(p);
+  std::string text =
+      fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype), plan.head_dim,
+                  plan.value_dim, rounded(p.sq), rounded(p.sk), rounded(plan.heads), p.group());
+  if (plan.has_left) text += fmt::format(" left {}", rounded(p.mask.left));
+  if (plan.has_right) text += fmt::format(" right {}", rounded(p.mask.right));
+  for (const auto& [is, name] :
+       {std::pair{plan.transforms_scores, "transformed"}, std::pair{plan.softcap, "softcap"},
+        std::pair{plan.alibi, "alibi"}, std::pair{plan.packed, "packed"},
+        std::pair{plan.seqused_k, "seqused_k"}}) {
+    if (is) text += fmt::format(" {}", name);
+  }
+  return text;
 }
 
 std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
@@ -261,7 +321,7 @@ std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
         p.sq = sq;
         p.sk = sk;
         std::vector<std::string> rejected;
-        const HopperForwardPlan plan = candidates(p, target, &rejected).at(0).plan;
+        const HopperForwardPlan plan = make_hopper_forward_plan(p, target, {}, &rejected);
         by_header.emplace(plan_header(plan), plan);
       }
     }
@@ -305,6 +365,10 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
                   "computed",
                   plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim,
                   plan.value_dim),
+      plan.measured_us > 0
+          ? fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
+                        plan.measured_us)
+          : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
       fmt::format("{} blocks take {} tiles{}, in sections of {} heads", plan.grid, plan.tiles(),

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,8 +36,9 @@ struct HopperForwardPlan {
   int section_heads = 0;     ///< heads whose K and V stay in L2 together
   int first_split_tile = 0;  ///< tiles from here on are cut into split_parts runs of keys
   int split_parts = 1;
-  int items = 0;  ///< units of work: tiles, and parts of split tiles
-  int grid = 0;   ///< blocks
+  int items = 0;           ///< units of work: tiles, and parts of split tiles
+  int grid = 0;            ///< blocks
+  double measured_us = 0;  ///< what the tile was chosen by; 0: chosen by the cost model
   bool operator==(const HopperForwardPlan&) const = default;
 
   int block_rows() const { return 64 * consumers; }  ///< Br
@@ -53,14 +55,30 @@ struct HopperForwardPlan {
 /// does.
 std::string hopper_forward_rejects(const Problem& problem);
 
+/// A tile Br x Bc of a forward pass, and how long the pass took on a device.
+struct MeasuredTile {
+  int consumers = 0, block_keys = 0;
+  double microseconds = 0;
+  bool operator==(const MeasuredTile&) const = default;
+};
+
 /// Decides: derives the stages of each tile Br x Bc from the shared memory and takes the one that a
-/// cost model predicts to be fastest. `rejected` takes the others and why.
+/// cost model predicts to be fastest, or that was, where all of them were `measured`. `rejected`
+/// takes the others and why.
 HopperForwardPlan make_hopper_forward_plan(const Problem& problem, const HopperTarget& target,
+                                           std::span<const MeasuredTile> measured,
                                            std::vector<std::string>* rejected);
 
-/// Every feasible plan of a problem, the one that the model predicts to be fastest first.
+/// A plan for every tile that fits: those that may be measured.
 std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& problem,
                                                          const HopperTarget& target);
+
+/// The class of a problem: problems whose best tile is taken to be the same. It names all that the
+/// choice of the tile depends on: dtype, d and dv as computed, what happens to scores, where
+/// lengths come from, heads a group; and the longest sq and sk, batch * hq, and the mask's bounds
+/// where they bind, rounded up to three significant binary digits (1 to 8, 10, 12, 14, 16, 20,
+/// ...), so that four classes cover an octave. Strides, LSE and the value of scale are left out.
+std::string shape_class(const Problem& problem);
 
 /// A plan for each text of plan.h that calls like `problem` can lead to: with its dims, dtype,
 /// heads a group and options, and any lengths and batch.

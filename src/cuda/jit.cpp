@@ -14,18 +14,18 @@ std::vector<std::string> options_of(const KernelRequest& request) {
           "--modify-stack-limit=false", "--ptxas-options=-v"};
 }
 
-const std::string& sources_digest() {
-  static const std::string kDigest = digest(kernel_sources());
-  return kDigest;
-}
-
 }  // namespace
+
+const std::string& kernels_identity() {
+  static const std::string kIdentity = digest(kernel_sources()) + " by NVRTC " + nvrtc_identity();
+  return kIdentity;
+}
 
 std::string cache_key(const KernelRequest& request) {
   Sha256 hash;
   const auto add = [&](const std::string& part) { hash.add(part).add(std::string_view("\0", 1)); };
-  for (const auto* part : {&sources_digest(), &request.source, &request.plan_header,
-                           &request.architecture, &nvrtc_identity()}) {
+  for (const auto* part :
+       {&kernels_identity(), &request.source, &request.plan_header, &request.architecture}) {
     add(*part);
   }
   for (const std::string& option : options_of(request)) add(option);
@@ -37,7 +37,7 @@ Cubin compile(const KernelRequest& request) {
 }
 
 Cubin cached(const KernelRequest& request) {
-  static CubinCache cache(CubinCache::default_folder());
+  static CubinCache cache(CacheFolder::default_path());
   return cache.get(cache_key(request), [&] { return compile(request); });
 }
 

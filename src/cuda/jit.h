@@ -15,6 +15,9 @@ struct KernelRequest {
   bool operator==(const KernelRequest&) const = default;
 };
 
+/// The sources and the compiler of every kernel. Throws as nvrtc_identity does.
+const std::string& kernels_identity();
+
 /// The key of a request in a cache: sources, plan, options, compiler and architecture, no path.
 std::string cache_key(const KernelRequest& request);
 

@@ -12,8 +12,9 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
   if (const std::string why = hopper_forward_rejects(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
-  CubinCache cache(folder.empty() ? CubinCache::default_folder() : std::filesystem::path(folder));
-  if (const std::string why = cache.unusable(); !why.empty()) throw Error(Status::kInternal, why);
+  CubinCache cache(folder.empty() ? CacheFolder::default_path() : std::filesystem::path(folder));
+  if (const std::string why = cache.folder().unusable(); !why.empty())
+    throw Error(Status::kInternal, why);
   Prewarmed result;
   for (const KernelRequest& request : forward_kernels(problem, HopperTarget{})) {
     const std::string key = cache_key(request);
@@ -23,7 +24,7 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
     }
     cache.get(key, [&] { return compile(request); });
     if (!cache.load(key)) {  // the cache has said why
-      throw Error(Status::kInternal, "cannot write to " + cache.folder().string());
+      throw Error(Status::kInternal, "cannot write to " + cache.folder().path().string());
     }
     ++result.compiled;
   }

@@ -1,0 +1,128 @@
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "check.h"
+#include "cuda/cuda_engine.h"
+#include "cuda/hopper_forward.h"
+#include "cuda/tuning.h"
+#include "fulgur/cuda.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kRounds = 7;
+constexpr double kBurstMicroseconds = 20000;  // long enough for the clock to follow the load
+constexpr double kMostRuns = 1000;
+
+class Event {
+ public:
+  Event() { check(driver().cuEventCreate(&event_, 0), "cuEventCreate"); }
+  ~Event() { driver().cuEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(CUstream stream) { check(driver().cuEventRecord(event_, stream), "cuEventRecord"); }
+  /// Waits for it.
+  double microseconds_since(const Event& earlier) const {
+    check(driver().cuEventSynchronize(event_), "measuring a tile");
+    float milliseconds = 0;
+    check(driver().cuEventElapsedTime(&milliseconds, earlier.event_, event_), "cuEventElapsedTime");
+    return 1e3 * milliseconds;
+  }
+
+ private:
+  CUevent event_ = nullptr;
+};
+
+/// Measures plans of one call on its tensors.
+class Stopwatch {
+ public:
+  Stopwatch(const Problem& problem, Gpu& gpu, const ForwardArgs& args)
+      : problem_(problem), gpu_(gpu), args_(args), current_(gpu.context()) {}
+
+  /// Microseconds of a run, in a burst of `runs` after one that warms up.
+  double burst(const HopperForwardPlan& plan, int runs) const {
+    HopperForward forward(problem_, gpu_, plan, {});
+    const auto stream = static_cast<CUstream>(problem_.stream);
+    forward.run(args_);
+    Event start, end;
+    start.record(stream);
+    for (int i = 0; i < runs; ++i) forward.run(args_);
+    end.record(stream);
+    return end.microseconds_since(start) / runs;
+  }
+
+ private:
+  const Problem& problem_;
+  Gpu& gpu_;
+  const ForwardArgs& args_;
+  CurrentContext current_;
+};
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+/// Median microseconds of each plan. They take turns: the device's clock drifts with its load and
+/// temperature.
+std::vector<double> measure(const Stopwatch& stopwatch, std::span<const HopperForwardPlan> plans) {
+  std::vector<int> runs;
+  for (const HopperForwardPlan& plan : plans) {
+    const double once = std::max(1.0, stopwatch.burst(plan, 1));
+    runs.push_back(static_cast<int>(std::clamp(kBurstMicroseconds / once, 1.0, kMostRuns)));
+  }
+  std::vector<std::vector<double>> times(plans.size());
+  for (int round = 0; round < kRounds; ++round) {
+    for (size_t i = 0; i < plans.size(); ++i) {
+      times[i].push_back(stopwatch.burst(plans[i], runs[i]));
+    }
+  }
+  std::vector<double> medians;
+  for (const auto& t : times) medians.push_back(median(t));
+  return medians;
+}
+
+}  // namespace
+
+Tuned tune(const ForwardArgs& args, const Options& options) {
+  Problem problem = make_problem(args, options);
+  problem.engine = "cuda";
+  std::vector<std::string> rejected;
+  choose_engine(problem, &rejected);
+  if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");
+  check_run(args, args);
+  Gpu& gpu = hopper_gpu(problem.device.index);
+  const std::vector<HopperForwardPlan> plans = hopper_forward_candidates(problem, target_of(gpu));
+  const HopperForwardPlan predicted =
+      make_hopper_forward_plan(problem, target_of(gpu), {}, &rejected);
+  if (predicted.items == 0) fail("q", "got no row, want some: there is nothing to measure");
+  Tunings& tunings = Tunings::here();
+  if (const std::string why = tunings.folder().unusable(); !why.empty()) {
+    throw Error(Status::kInternal, why);
+  }
+
+  const std::vector<double> microseconds = measure(Stopwatch(problem, gpu, args), plans);
+  const std::string key = tuning_key(gpu, problem);
+  Tuned tuned{{},
+              shape_class(problem),
+              fmt::format("cuda:{} {}", problem.device.index, gpu.name()),
+              tunings.path(key).string()};
+  std::vector<MeasuredTile> tiles;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    const HopperForwardPlan& plan = plans[i];
+    tiles.push_back({plan.consumers, plan.block_keys, microseconds[i]});
+    tuned.tiles.push_back({plan.block_rows(), plan.block_keys, microseconds[i], plan == predicted});
+  }
+  std::stable_sort(
+      tuned.tiles.begin(), tuned.tiles.end(),
+      [](const TileTime& x, const TileTime& y) { return x.microseconds < y.microseconds; });
+  tunings.keep(key, std::move(tiles));
+  return tuned;
+}
+
+}  // namespace fulgur::cuda
