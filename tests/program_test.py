@@ -449,6 +449,11 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (FORWARD + ["extra"], ["extra"]),
         (["explain", "--sq", "-3"], ["--sq", "-3"]),
         (["explain", "--dtype", "f64"], ["--dtype", "f64"]),
+        (["explain", "--device", "tpu"], ["--device", "tpu"]),
+        (["tune", "--dtype", "f32"], ["--dtype", "f32"]),
+        (["tune", "--sq", "-3"], ["--sq", "-3"]),
+        (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
+        (["tune", "--svg", "x.svg"], ["--svg"]),
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
@@ -491,6 +496,8 @@ def test_cuda_that_cannot_be_used_says_why(folder):
         pytest.skip("this machine has a usable cuda engine")
     before = listing(folder)
     fails(*FORWARD, "--device", "cuda", says=["--device cuda: "], cwd=folder)
+    fails("explain", "--device", "cuda", says=["--device cuda: "], cwd=folder)
+    fails("tune", says=["tune: "], cwd=folder)
     assert listing(folder) == before
 
 
@@ -504,6 +511,82 @@ def test_cuda_equals_the_reference(folder):
     want = attention(**{n: from_bf16(to_bf16(x)) for n, x in arrays.items()}, right=0)
     for name, got in load(folder, want).items():
         assert_close(got, want[name], "bf16")
+
+
+@pytest.fixture
+def on_gpu(tmp_path):
+    """An environment with a cache folder of its own and a GPU, or the fake one of the C++ tests."""
+    env = {**os.environ, "FULGUR_CACHE_DIR": str(tmp_path / "cache")}
+    if not has_cuda():
+        env["LD_LIBRARY_PATH"] = str(pathlib.Path(PROGRAM).resolve().parents[2] / "tests/fake_cuda")
+        if not re.search(r"^cuda +available", fulgur("devices", env=env).stdout, re.M):
+            pytest.skip("neither a GPU, nor NVRTC and the fake driver of the C++ tests")
+    return env
+
+
+TUNED = ["--sq", "700", "--hq", "4", "--hk", "2", "--d", "128", "--causal"]
+
+
+def test_tune_is_seen_by_later_runs(on_gpu):
+    explain = ["explain", "--device", "cuda", "--dtype", "bf16", *TUNED]
+    assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
+    lines = succeeds("tune", *TUNED, env=on_gpu).splitlines()
+    assert "bf16 d 128 dv 128 sq 768 sk 768 heads 4 group 2 right 0" in lines[0]
+    tiles = [re.fullmatch(r"tile +(\d+) x (\d+) +([\d.]+) us +([\d.]+).*", line) for line in lines[1:-1]]
+    assert len(tiles) >= 2 and all(tiles)
+    times = [float(tile[3]) for tile in tiles]
+    assert times == sorted(times) and times[0] > 0
+    assert ["taken from now on" in line for line in lines[1:-1]] == [True] + [False] * (len(tiles) - 1)
+    assert sum("the cost model's choice" in line for line in lines) == 1
+    kept = pathlib.Path(lines[-1].removeprefix("kept in "))
+    assert kept.parent == pathlib.Path(on_gpu["FULGUR_CACHE_DIR"])
+
+    stdout = succeeds(*explain, env=on_gpu)
+    assert "tile tuned on this device: measured" in stdout
+    assert f"(Br {tiles[0][1]}), Bc {tiles[0][2]} keys" in stdout
+    assert stdout.count("times as long") == len(tiles) - 1
+    assert "tile chosen by the cost model" in succeeds(*explain, "--softcap", "9", env=on_gpu)
+    stdout = succeeds(*explain, "--invariant", env=on_gpu)
+    assert "tile chosen by the cost model" in stdout and "`invariant` must not" in stdout
+
+    kept.write_text(kept.read_text() + "1")
+    done = fulgur(*explain, env=on_gpu)
+    assert done.returncode == 0 and "tile chosen by the cost model" in done.stdout
+    assert len(done.stderr.splitlines()) == 1 and f"{kept} is damaged" in done.stderr
+    succeeds("tune", *TUNED, env=on_gpu)
+    assert "tile tuned on this device" in succeeds(*explain, env=on_gpu)
+
+
+def test_tune_of_packed_sequences(on_gpu):
+    flags = ["--packed", "--seqused-k", "--alibi", "--softcap", "20", "--dtype", "f16", "--batch", "3"]
+    stdout = succeeds("tune", "--sq", "100", *flags, env=on_gpu)
+    assert "f16 d 64 dv 64 sq 112 sk 112 heads 24" in stdout
+    assert "transformed softcap alibi packed seqused_k" in stdout
+
+
+@pytest.mark.parametrize(
+    "flags,says",
+    [
+        (["--invariant"], ["invariant: got true"]),
+        (["--sq", "0"], ["q: got no row"]),
+        (["--batch", "0"], ["q: got no row"]),
+        (["--d", "512"], ["computes d and dv up to 256, got 512"]),
+        (["--d", "0"], ["head dim 0"]),
+        (["--hq", "3", "--hk", "2"], ["3 heads"]),
+        (["--dropout", "0.5"], ["without dropout"]),
+        (["--softcap", "-1"], ["softcap", "-1"]),
+        (["--batch", "1000000000", "--sq", "1000000000"], ["q: shape"]),
+    ],
+)
+def test_tune_refuses_what_it_cannot_measure(on_gpu, flags, says):
+    fails("tune", *flags, says=says, env=on_gpu)
+    assert not list(pathlib.Path(on_gpu["FULGUR_CACHE_DIR"]).glob("*.tuning"))
+
+
+def test_tune_needs_its_cache_folder(on_gpu, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    for folder in (tmp_path / "file/cache", "/proc/cache"):
+        fails("tune", says=[str(folder)], env={**on_gpu, "FULGUR_CACHE_DIR": str(folder)})
 
 
 def npy(descr, shape, data=b"", version=1, order=False, header=None):
@@ -802,7 +885,7 @@ def test_stdout_that_cannot_be_written_is_an_error():
 def test_help_and_version():
     assert re.fullmatch(r"fulgur \d+\.\d+\.\d+\n", succeeds("--version"))
     assert "Examples" in succeeds("--help")
-    for command in ("attend", "check", "bench", "explain", "devices"):
+    for command in ("attend", "check", "bench", "explain", "devices", "prewarm", "tune"):
         assert command in succeeds("--help")
         assert "Example" in succeeds(command, "--help")
 

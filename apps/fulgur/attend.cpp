@@ -74,18 +74,6 @@ void check_usage(const Request& r) {
   }
 }
 
-/// The device called "cpu" or "cuda". Throws if the engine, which goes by its name, cannot be used.
-Device device_called(const std::string& name) {
-  for (const EngineInfo& engine : engines()) {
-    if (engine.name != name) continue;
-    if (!engine.unavailable.empty()) {
-      throw Error(Status::kUnavailable, fmt::format("--device {}: {}", name, engine.unavailable));
-    }
-    return {name == "cuda" ? DeviceType::kCuda : DeviceType::kCpu, 0};
-  }
-  throw Error(Status::kUnavailable, fmt::format("--device {}: not in this build", name));
-}
-
 Arrays read_inputs(const Request& r) {
   Arrays arrays;
   if (!r.input.empty()) {
@@ -200,7 +188,7 @@ void report(const char* pass, double flops, double seconds, const std::string& e
 
 void attend(const Request& r) {
   check_usage(r);
-  const Device device = device_called(r.device);
+  const Device device = device_called(r.device, "--device " + r.device);
   const Arrays inputs = read_inputs(r), extras = read_extras(r);
   const bool backward = inputs.contains("dout");
 
@@ -264,9 +252,7 @@ void add_attend(CLI::App& app) {
   input->type_name("F.safetensors")->needs(output);
   output->type_name("F.safetensors")->needs(input);
   add_dtype(*command, r->dtype, "Convert the inputs to this dtype; default: keep theirs");
-  command->add_option("--device", r->device, "Where to compute; default cpu")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->type_name("D");
+  add_device(*command, r->device, "Where to compute; default cpu");
   r->flags.add_to(*command);
   file("alibi-slopes", "ALiBi slopes, float32 (hq) or (batch, hq)");
   auto* cu_q = file("cu-seqlens-q",

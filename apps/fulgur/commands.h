@@ -12,5 +12,6 @@ void add_bench(CLI::App& app);
 void add_explain(CLI::App& app);
 void add_devices(CLI::App& app);
 void add_prewarm(CLI::App& app);
+void add_tune(CLI::App& app);
 
 }  // namespace fulgur::app

@@ -1,6 +1,10 @@
 #include "flags.h"
 
+#include <fmt/format.h>
+
 #include <charconv>
+
+#include "fulgur/error.h"
 
 namespace fulgur::app {
 namespace {
@@ -55,6 +59,27 @@ Options OptionFlags::options() const {
   return options;
 }
 
+void ShapeFlags::add_to(CLI::App& command) {
+  const auto size = [&](const char* name, int64_t& value, const char* help) {
+    command.add_option(name, value, help)->type_name("N")->check(CLI::NonNegativeNumber);
+  };
+  size("--batch", batch, "Sequences; default 1");
+  size("--sq", sq, "Queries of a sequence; default 1024");
+  size("--sk", sk, "Keys of a sequence; default sq");
+  size("--hq", hq, "Heads of q; default 8");
+  size("--hk", hk, "Heads of k and v; default hq");
+  size("--d", d, "Head dim of q and k; default 64");
+  size("--dv", dv, "Head dim of v; default d");
+}
+
+ShapeFlags ShapeFlags::complete() const {
+  ShapeFlags shape = *this;
+  if (sk == kDefault) shape.sk = sq;
+  if (hk == kDefault) shape.hk = hq;
+  if (dv == kDefault) shape.dv = d;
+  return shape;
+}
+
 CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help) {
   return command.add_option("--dtype", name, help)
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
@@ -63,6 +88,22 @@ CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& 
 
 DType dtype_called(const std::string& name) {
   return name == "bf16" ? DType::kBF16 : name == "f16" ? DType::kF16 : DType::kF32;
+}
+
+CLI::Option* add_device(CLI::App& command, std::string& name, const std::string& help) {
+  return command.add_option("--device", name, help)
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->type_name("D");
+}
+
+Device device_called(const std::string& name, const std::string& user) {
+  for (const EngineInfo& engine : engines()) {
+    if (engine.name != name) continue;
+    if (!engine.unavailable.empty()) {
+      throw Error(Status::kUnavailable, fmt::format("{}: {}", user, engine.unavailable));
+    }
+  }
+  return {name == "cuda" ? DeviceType::kCuda : DeviceType::kCpu, 0};
 }
 
 }  // namespace fulgur::app

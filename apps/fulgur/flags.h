@@ -25,9 +25,28 @@ class OptionFlags {
   int threads_ = 0;
 };
 
+/// The sizes of a call, as explain and tune take them.
+class ShapeFlags {
+ public:
+  int64_t batch = 1, sq = 1024, sk = kDefault, hq = 8, hk = kDefault, d = 64, dv = kDefault;
+
+  void add_to(CLI::App& command);
+  /// With sk, hk and dv in place of their defaults.
+  ShapeFlags complete() const;
+
+ private:
+  static constexpr int64_t kDefault = -1;  // sq, hq, d
+};
+
 /// Adds --dtype, a choice of f32, bf16 and f16.
 CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help);
 /// "f32", "bf16" or "f16".
 DType dtype_called(const std::string& name);
+
+/// Adds --device, cpu or cuda.
+CLI::Option* add_device(CLI::App& command, std::string& name, const std::string& help);
+/// "cpu" or "cuda". Throws Error(kUnavailable), on behalf of `user`, if the engine of that name
+/// cannot be used.
+Device device_called(const std::string& name, const std::string& user);
 
 }  // namespace fulgur::app

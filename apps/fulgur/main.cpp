@@ -31,6 +31,7 @@ int run(int argc, char** argv) {
   fulgur::app::add_explain(app);
   fulgur::app::add_devices(app);
   fulgur::app::add_prewarm(app);
+  fulgur::app::add_tune(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {  // --help, --version
