@@ -576,6 +576,7 @@ def test_tune_of_packed_sequences(on_gpu):
         (["--dropout", "0.5"], ["without dropout"]),
         (["--softcap", "-1"], ["softcap", "-1"]),
         (["--batch", "1000000000", "--sq", "1000000000"], ["q: shape"]),
+        (["--batch", "4294967296", "--sq", "4294967296", "--packed"], ["q: shape"]),
     ],
 )
 def test_tune_refuses_what_it_cannot_measure(on_gpu, flags, says):

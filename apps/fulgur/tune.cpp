@@ -53,18 +53,19 @@ cuda::Tuned measure(const Request& r) {
   Placement place(device_called("cuda", "tune"));
   const ShapeFlags s = r.shape.complete();
   const DType dtype = dtype_called(r.dtype);
-  const auto shape = [&](int64_t length, int64_t heads, int64_t dim) -> std::vector<int64_t> {
-    if (r.packed) return {s.batch * length, heads, dim};
-    return {s.batch, length, heads, dim};
+  const auto shape = [&](const char* name, int64_t length, int64_t heads, int64_t dim) {
+    const std::vector<int64_t> whole = {s.batch, length, heads, dim};
+    io::size_bytes(dtype, whole, name);  // or it is too large
+    return r.packed ? std::vector<int64_t>{s.batch * length, heads, dim} : whole;
   };
   const auto input = [&](const char* name, int64_t length, int64_t heads, int64_t dim) {
-    return place.input(random_array(name, dtype, shape(length, heads, dim)));
+    return place.input(random_array(name, dtype, shape(name, length, heads, dim)));
   };
   ForwardArgs args;
   args.q = input("q", s.sq, s.hq, s.d);
   args.k = input("k", s.sk, s.hk, s.d);
   args.v = input("v", s.sk, s.hk, s.dv);
-  Array out(dtype, shape(s.sq, s.hq, s.dv), "out");  // never collected
+  Array out(dtype, shape("out", s.sq, s.hq, s.dv));  // never collected
   args.out = place.output(out);
   const auto starts = [&](int64_t length) {  // of packed sequences
     return place.input(

@@ -54,7 +54,7 @@ struct Tuned {
 /// Measures every tile that can compute this call, on its tensors (out and lse take the result),
 /// and keeps the times in the default cache folder. From then on, plans of the same class of shapes
 /// take the fastest tile: in this process, and in those to come with the same model of device,
-/// fulgur and NVRTC; but not with Options::invariant. Takes about a second, best on an idle device.
+/// fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an idle device.
 /// Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or empty call;
 /// kInternal when the folder cannot be used.
 FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {});
