@@ -81,7 +81,7 @@ std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& problem,
 std::string shape_class(const Problem& problem);
 
 /// A plan for each text of plan.h that calls like `problem` can lead to: with its dims, dtype,
-/// heads a group and options, and any lengths and batch.
+/// heads a group and options, any lengths and batch, and no tuning.
 std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
                                                        const HopperTarget& target);
 
