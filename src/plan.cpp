@@ -111,7 +111,8 @@ int64_t Plan::workspace_bytes() const { return impl_->executable->explain().work
 TileMap Plan::tiles(int64_t b) const {
   const Problem& p = impl_->problem;
   if (b < 0 || b >= p.batch) {
-    throw Error(Status::kInvalidArgument, fmt::format("b: got {}, want 0 to {}", b, p.batch - 1));
+    throw Error(Status::kInvalidArgument,
+                fmt::format("b: got {}, want a sequence of the batch of {}", b, p.batch));
   }
   if ((p.packed && p.cu_q.empty()) || (p.seqused_k.given() && p.used_k.empty())) {
     throw Error(Status::kUnsupported, "tiles: the lengths of the sequences are on the device");
