@@ -9,6 +9,8 @@
 #include <nanobind/stl/vector.h>
 #include <omp.h>
 
+#include <regex>
+
 #include "fulgur/fulgur.h"
 
 namespace nb = nanobind;
@@ -176,13 +178,23 @@ std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   return result;
 }
 
-/// kInvalidArgument is a ValueError, every other failure a fulgur.Error; the message is unchanged.
+/// The message with the names of the Python arguments.
+std::string in_python(std::string message) {
+  static const std::pair<std::regex, const char*> kNames[] = {
+      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"},
+      {std::regex(R"(\bdropout\.p\b)"), "dropout_p"}};
+  for (const auto& [name, python] : kNames) message = std::regex_replace(message, name, python);
+  return message;
+}
+
+/// kInvalidArgument is a ValueError, every other failure a fulgur.Error.
 void translate(const std::exception_ptr& thrown, void* error_type) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
     const bool invalid = error.status() == Status::kInvalidArgument;
-    PyErr_SetString(invalid ? PyExc_ValueError : static_cast<PyObject*>(error_type), error.what());
+    PyErr_SetString(invalid ? PyExc_ValueError : static_cast<PyObject*>(error_type),
+                    in_python(error.what()).c_str());
   }
 }
 

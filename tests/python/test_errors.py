@@ -190,8 +190,7 @@ def test_wrong_kinds(case):
 @pytest.mark.parametrize("case", VALUE_ERRORS, ids=name_of)
 def test_wrong_values(case):
     function, changes = case
-    name = next(iter(changes)).replace("_", "[._]")  # the C++ API says dropout.p
-    with pytest.raises(ValueError, match=rf"^{name}\b.*: "):
+    with pytest.raises(ValueError, match=rf"^{next(iter(changes))}\b.*: "):
         function(**changes)
 
 
@@ -203,9 +202,9 @@ def test_merge_names_the_part():
         fulgur.merge([good.astype(np.int32)], [lse])
     with pytest.raises(ValueError, match=r"^lses?: got i32"):
         fulgur.merge([good], [lse.astype(np.int32)])
-    with pytest.raises(ValueError, match=r"parts\[1\]\.out"):
+    with pytest.raises(ValueError, match=r"^outs\[1\]: "):
         fulgur.merge([good, zeros(2, 5, 4, 9)], [lse, lse])
-    with pytest.raises(ValueError, match=r"parts\[1\]\.lse"):
+    with pytest.raises(ValueError, match=r"^lses\[1\]: "):
         fulgur.merge([good, good], [lse, zeros(2, 5, 4)])
 
 
