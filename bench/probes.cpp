@@ -106,7 +106,7 @@ double now() {
 }  // namespace
 
 double fma_peak(int threads) {
-  constexpr int kRuns = 10;
+  constexpr int kRuns = 4;
   constexpr int64_t kRounds = 2'000'000;  // 10 to 50 ms
   double best = 0;
   for (int run = 0; run < kRuns; ++run) {
@@ -125,12 +125,12 @@ double fma_peak(int threads) {
 }
 
 double read_bandwidth(int threads) {
-  constexpr int kPasses = 5;
+  constexpr int kPasses = 3;
   constexpr int64_t kChunk = 1 << 20;  // floats: 4 MiB, the streams of one thread at a time
   const int64_t cache_bytes = std::max<int64_t>(0, ::sysconf(_SC_LEVEL3_CACHE_SIZE));
   const int64_t memory_bytes = ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE);
   const int64_t bytes =
-      std::min(memory_bytes / 4, std::max<int64_t>(int64_t{512} << 20, 8 * cache_bytes));
+      std::min(memory_bytes / 4, std::max<int64_t>(int64_t{256} << 20, 2 * cache_bytes));
   const int64_t chunks = std::max<int64_t>(threads, bytes / (4 * kChunk));
   constexpr std::align_val_t kAlign{64};
   const auto free = [](float* p) { ::operator delete[](p, kAlign); };

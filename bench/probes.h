@@ -11,7 +11,7 @@ namespace fulgur::bench {
 /// chains of FMA in registers, the best of several short runs.
 double fma_peak(int threads);
 /// Bytes per second read from memory by `threads` threads that each sum several streams of a buffer
-/// much larger than the last-level cache; the best of several passes.
+/// at least twice as large as the last-level cache; the best of several passes.
 double read_bandwidth(int threads);
 
 /// The widest SIMD target of this machine, e.g. "AVX3".

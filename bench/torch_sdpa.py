@@ -6,7 +6,7 @@
 
 Adds torch_ms and the ratio fulgur_speedup to every result of the file and prints both side by side.
 Threads, dtype, mask and layout (batch, seqlen, heads, dim) are those of the result; times are
-medians.
+medians over rounds in which the shapes take turns.
 """
 
 import argparse
@@ -23,19 +23,22 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def median_ms(run):
-    """Median of at least five runs and half a second, after one to warm up; as fulgur bench does."""
+ROUNDS = 5
+
+
+def burst_ms(run):
+    """Median of a tenth of a second or one run, after one to warm up; as fulgur bench does."""
     run()
     seconds = []
-    while len(seconds) < 5 or (sum(seconds) < 0.5 and len(seconds) < 1000):
+    while not seconds or (sum(seconds) < 0.1 and len(seconds) < 1000):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
     return 1e3 * statistics.median(seconds)
 
 
-def torch_ms(row):
-    torch.set_num_threads(row["threads"])
+def workload(row):
+    """What computes the row's attention once."""
 
     def random(rows, heads):
         x = torch.randn(row["batch"], rows, heads, row["d"], dtype=DTYPES[row["dtype"]])
@@ -50,13 +53,23 @@ def torch_ms(row):
     else:
         sys.exit("torch_sdpa.py: grouped heads with several queries are not in the grid")
     if row["pass"] != "backward":
-        with torch.no_grad():
-            return median_ms(lambda: sdpa(q, k, v, is_causal=row["causal"]))
+        return lambda: sdpa(q, k, v, is_causal=row["causal"])
     for x in (q, k, v):
         x.requires_grad_(True)
     out = sdpa(q, k, v, is_causal=row["causal"])
     dout = torch.randn_like(out)
-    return median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def measure(rows):
+    """Median ms of each row; the rows take turns."""
+    runs = [workload(row) for row in rows]
+    times = [[] for _ in rows]
+    for _ in range(ROUNDS):
+        for row, run, ms in zip(rows, runs, times):
+            torch.set_num_threads(row["threads"])
+            ms.append(burst_ms(run))
+    return [statistics.median(ms) for ms in times]
 
 
 def replace(path, text):
@@ -79,8 +92,7 @@ def main():
         sys.exit(f"torch_sdpa.py: {path}: {error!r}; want a file of `fulgur bench --json`")
     report["machine"]["torch"] = torch.__version__
     print(f"torch {torch.__version__}\n{'':<52} {'fulgur ms':>10} {'torch ms':>10}")
-    for row in rows:
-        row["torch_ms"] = torch_ms(row)
+    for row, row["torch_ms"] in zip(rows, measure(rows)):
         row["fulgur_speedup"] = row["torch_ms"] / row["ms"]
         mask = "causal" if row["causal"] else "full"
         name = (

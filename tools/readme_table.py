@@ -62,7 +62,7 @@ def causal(rows):
 def decode(rows):
     lines = [
         [r["dtype"], str(r["hq"] // r["hk"]), str(r["d"]), length(r["sk"]), f"{1e3 * r['ms']:.0f} µs",
-         f"{r['gbytes_per_s']:.1f} GB/s ({r['percent_of_read_bandwidth']:.0f}%)"]
+         f"{r['gbytes_per_s']:.1f} GB/s ({r['percent_of_read_bandwidth']:.0f}%{than_torch(r)})"]
         for r in rows if r["pass"] == "decode"
     ]
     return table(["dtype", "query heads per key head", "d", "keys", "time", "of memory's read rate"], lines)
@@ -78,7 +78,7 @@ def render(report):
         f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
         f"{machine['time'][:10]}. Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
         f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
-        f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians; 2 heads, sq = sk = N.\n"
+        f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians over five rounds; 2 heads, sq = sk = N.\n"
     )
     if "torch" in machine:
         text += (

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <ctime>
+#include <deque>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -12,27 +13,32 @@
 #include "commands.h"
 #include "fulgur/version.h"
 #include "io/file.h"
+#include "progress.h"
 
 namespace fulgur::app {
 namespace {
 
 using nlohmann::ordered_json;
 
-/// Median seconds of a run: at least five runs and half a second, after one to warm up.
-double median_seconds(const bench::Workload& workload) {
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+/// Median seconds of a run, after one to warm up, in a tenth of a second or one run.
+double burst_seconds(const bench::Workload& workload) {
   workload.run();
   std::vector<double> seconds;
   double sum = 0;
-  while (seconds.size() < 5 || (sum < 0.5 && seconds.size() < 1000)) {
+  while (seconds.empty() || (sum < 0.1 && seconds.size() < 1000)) {
     const auto start = std::chrono::steady_clock::now();
     workload.run();
     seconds.push_back(
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     sum += seconds.back();
   }
-  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return *middle;
+  return median(seconds);
 }
 
 std::string cpu_model() {
@@ -72,12 +78,11 @@ ordered_json machine(int threads) {
 }
 
 struct Peaks {
-  double flops_1, flops_all, bandwidth;
+  double flops_1 = 0, flops_all = 0, bandwidth = 0;
 };
 
-ordered_json measure(const bench::Case& c, const Peaks& peaks) {
-  const bench::Workload workload(c);
-  const double seconds = median_seconds(workload);
+ordered_json result(const bench::Case& c, const bench::Workload& workload, double seconds,
+                    const Peaks& peaks) {
   ordered_json row = {{"pass", c.pass},     {"dtype", name_of(c.dtype)},
                       {"batch", c.batch},   {"sq", c.sq},
                       {"sk", c.sk},         {"hq", c.hq},
@@ -96,6 +101,33 @@ ordered_json measure(const bench::Case& c, const Peaks& peaks) {
   return row;
 }
 
+/// Cases and probes take turns, so that what disturbs the machine for some seconds touches few of
+/// the times of a case; medians over the rounds.
+ordered_json measure(const std::vector<bench::Case>& cases, int rounds, int threads, Peaks* peaks) {
+  std::deque<bench::Workload> workloads;
+  for (const bench::Case& c : cases) workloads.emplace_back(c);
+  std::vector<std::vector<double>> seconds(cases.size());
+  std::vector<double> flops_1, flops_all, bandwidth;
+  {
+    Progress progress("bench", rounds * static_cast<int64_t>(cases.size()));
+    for (int round = 0; round < rounds; ++round) {
+      flops_1.push_back(bench::fma_peak(1));
+      flops_all.push_back(bench::fma_peak(threads));
+      bandwidth.push_back(bench::read_bandwidth(threads));
+      for (size_t i = 0; i < cases.size(); ++i) {
+        seconds[i].push_back(burst_seconds(workloads[i]));
+        progress.step();
+      }
+    }
+  }
+  *peaks = {median(flops_1), median(flops_all), median(bandwidth)};
+  ordered_json rows = ordered_json::array();
+  for (size_t i = 0; i < cases.size(); ++i) {
+    rows.push_back(result(cases[i], workloads[i], median(seconds[i]), *peaks));
+  }
+  return rows;
+}
+
 void print(const bench::Case& c, const ordered_json& row) {
   const bool decode = c.pass == "decode";
   fmt::print("{:<45} {:>10.3f} ms {:>8.1f} {:<7} {:>5.1f}% of {}\n", c.name(),
@@ -103,7 +135,6 @@ void print(const bench::Case& c, const ordered_json& row) {
              decode ? "GB/s" : "GFLOP/s",
              row[decode ? "percent_of_read_bandwidth" : "percent_of_fma_peak"].get<double>(),
              decode ? "read bandwidth" : "FMA peak");
-  std::fflush(stdout);
 }
 
 /// Causal against full and all threads against one, where the grid has both.
@@ -148,7 +179,9 @@ void run_bench(const std::string& grid, const std::string& json_path) {
     fmt::print("note: other work runs on this machine (load average {:.1f}); expect lower speeds\n",
                before);
   }
-  const Peaks peaks{bench::fma_peak(1), bench::fma_peak(threads), bench::read_bandwidth(threads)};
+  const std::vector<bench::Case> cases = bench::grid(grid, threads);
+  Peaks peaks;
+  ordered_json rows = measure(cases, grid == "quick" ? 3 : 5, threads, &peaks);
   report["peaks"] = {{"fma_gflop_per_s_1_thread", peaks.flops_1 * 1e-9},
                      {"fma_gflop_per_s_all_threads", peaks.flops_all * 1e-9},
                      {"read_gbytes_per_s_all_threads", peaks.bandwidth * 1e-9}};
@@ -156,12 +189,7 @@ void run_bench(const std::string& grid, const std::string& json_path) {
       "measured: f32 FMA peak {:.1f} GFLOP/s on 1 thread, {:.1f} on {}; memory read {:.1f} "
       "GB/s\n",
       peaks.flops_1 * 1e-9, peaks.flops_all * 1e-9, threads, peaks.bandwidth * 1e-9);
-  const std::vector<bench::Case> cases = bench::grid(grid, threads);
-  ordered_json rows = ordered_json::array();
-  for (const bench::Case& c : cases) {
-    rows.push_back(measure(c, peaks));
-    print(c, rows.back());
-  }
+  for (size_t i = 0; i < cases.size(); ++i) print(cases[i], rows[i]);
   print_ratios(cases, rows);
   report["grid"] = grid;
   report["results"] = std::move(rows);
@@ -187,7 +215,8 @@ void add_bench(CLI::App& app) {
       ->type_name("G");
   command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
   command->footer(
-      "Times are medians. Flops count the matrix products of the visible scores.\n"
+      "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
+      "products of the visible scores.\n"
       "Examples:\n"
       "  fulgur bench\n"
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json");
