@@ -134,8 +134,9 @@ bool share_memory(const Tensor& a, const Tensor& b) {
 }
 
 Layout rows_layout(const Tensor& t) {
-  if (t.rank == 4) return {used_stride(t, 0), used_stride(t, 1), used_stride(t, 2)};
-  return {0, used_stride(t, 0), used_stride(t, 1)};
+  const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  if (t.rank == 4) return {used_stride(t, 0), used_stride(t, 1), used_stride(t, 2), aligned};
+  return {0, used_stride(t, 0), used_stride(t, 1), aligned};
 }
 
 Layout lse_layout(const Tensor& t) {

@@ -48,6 +48,7 @@ bool share_memory(const Tensor& a, const Tensor& b);
 /// Packed tensors have batch stride 0: their rows are addressed from the start of the tensor.
 struct Layout {
   int64_t batch = 0, row = 0, head = 0;
+  bool aligned = true;  ///< the data lies at a multiple of 16 bytes, or is not there yet
   int64_t offset(int64_t b, int64_t r, int64_t h) const { return b * batch + r * row + h * head; }
   bool operator==(const Layout&) const = default;
 };

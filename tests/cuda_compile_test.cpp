@@ -63,6 +63,10 @@ std::vector<Problem> problems() {
   for (const auto& [d, dv] : {std::pair{192, 128}, {128, 64}, {64, 256}, {256, 16}, {16, 256}}) {
     all.push_back(forward_problem({.d = d, .dv = dv, .mask = causal()}));
   }
+  for (const int64_t d : {17, 65, 120, 129, 250}) {  // O leaves by elements, or strides are copied
+    all.push_back(forward_problem({.d = d, .mask = causal()}));
+    all.push_back(forward_problem({.d = d, .packed = true}));
+  }
   for (const int64_t d : {64, 128, 256}) {
     for (const Mask& mask : masks) {
       all.push_back(forward_problem({.d = d, .mask = mask}));

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <numeric>
 
 #include "cuda/cuda_engine.h"
@@ -53,10 +55,10 @@ TEST_F(OnGpu, TilesSplitOverKeys) {
       {.dtype = bf16, .batch = 10, .sq = 192, .sk = 700, .hq = 16, .hk = 4, .d = 32, .dv = 32}));
 }
 
-// Every head dim and the tiles they choose, in rows that the copy engine can address.
-TEST_F(OnGpu, EveryHeadDim) {
-  for (int64_t d = 8; d <= 256; d += 8) {
-    const int64_t dv = d % 16 == 0 ? d : 264 - d;
+// Head dims of every tile, packed and not; most rows are none that the copy engine can address.
+TEST_F(OnGpu, EvenAndOddHeadDims) {
+  for (const int64_t d : {1, 7, 8, 17, 31, 40, 63, 65, 80, 96, 100, 127, 129, 160, 191, 200, 255}) {
+    const int64_t dv = d % 16 == 0 ? d : 257 - d;
     EXPECT_TRUE(right({.dtype = d % 3 == 0 ? DType::kF16 : DType::kBF16,
                        .batch = 2,
                        .sq = 300,
@@ -64,7 +66,87 @@ TEST_F(OnGpu, EveryHeadDim) {
                        .hq = 2,
                        .d = d,
                        .dv = dv,
-                       .mask = d % 5 == 0 ? full() : causal()}));
+                       .mask = d % 5 == 0 ? full() : causal(),
+                       .layout = d % 4 == 3 ? Layout::kPacked : Layout::kBshd}));
+  }
+}
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+/// A case with `key` of K or V, or of both, set to `value`, in every column or in every third.
+testing::AssertionResult right_with_poison(const Case& c, int64_t key, double value, bool in_k,
+                                           bool in_v, int64_t step) {
+  Workload w(c, c.seed());
+  w.options.engine = "cuda";
+  for (const auto& [tensor, poisoned] : {std::pair{w.forward.k, in_k}, {w.forward.v, in_v}}) {
+    if (!poisoned) continue;
+    std::vector<double> values = read(tensor);
+    const int64_t row = tensor.shape[2] * tensor.shape[3];
+    for (int64_t i = 0; i < row; i += step) values[static_cast<size_t>(key * row + i)] = value;
+    write(tensor, values);
+  }
+  w.seal();
+  w.run_forward();
+  if (auto result = w.check_memory(); !result) return result;
+  return forward_is_right(w, expect(w)) << " in " << c.name() << ", key " << key;
+}
+
+// NaN and infinity at keys that the mask hides from some rows of a tile, and from whole tiles.
+TEST_F(OnGpu, PoisonInHiddenKeysReachesNoOtherRow) {
+  struct {
+    int64_t sq, sk;
+    Mask mask;
+  } const cases[] = {{300, 300, causal()},       {300, 300, window(20, 5)},
+                     {130, 400, window(33, -1)}, {3, 300, causal()},
+                     {300, 120, causal()},       {700, 700, window(-1, 3)},
+                     {200, 500, window(100, 64)}};
+  for (const int64_t d : {24, 65, 128, 256}) {
+    for (const auto& [sq, sk, mask] : cases) {
+      for (const int64_t key : {sk - 1, sk / 2, int64_t{0}}) {
+        const Case c{.dtype = d == 65 ? DType::kF16 : DType::kBF16,
+                     .sq = sq,
+                     .sk = sk,
+                     .hq = 2,
+                     .hk = 1,
+                     .d = d,
+                     .dv = d,
+                     .mask = mask};
+        EXPECT_TRUE(right_with_poison(c, key, kNan, true, true, 1));
+        EXPECT_TRUE(right_with_poison(c, key, kNan, false, true, 3));
+        EXPECT_TRUE(right_with_poison(c, key, -kInf, false, true, 3));
+      }
+    }
+  }
+}
+
+// The same with scores that are more than scaled, which the rows are computed again from, too.
+TEST_F(OnGpu, PoisonBesideTransformedScores) {
+  for (const int64_t key : {299, 150}) {
+    const Case c{.dtype = DType::kBF16,
+                 .sq = 300,
+                 .sk = 300,
+                 .hq = 2,
+                 .hk = 2,
+                 .mask = causal(),
+                 .softcap = 2,
+                 .alibi = Alibi::kHeads};
+    EXPECT_TRUE(right_with_poison(c, key, kNan, false, true, 3));
+  }
+}
+
+// Scores of -inf that no mask made: a row of them is a row without keys.
+TEST_F(OnGpu, ScoresOfMinusInfinity) {
+  for (const int64_t dead : {1, 64, 150}) {
+    Workload w({.dtype = DType::kBF16, .sq = 20, .sk = 150, .d = 8, .dv = 8}, 4);
+    w.options.engine = "cuda";
+    write(w.forward.q, std::vector<double>(20 * 8, 0.5));
+    std::vector<double> k = read(w.forward.k);
+    std::fill_n(k.begin(), dead * 8, -kInf);
+    write(w.forward.k, k);
+    w.seal();
+    w.run_forward();
+    EXPECT_TRUE(forward_is_right(w, expect(w))) << dead << " keys of -inf";
   }
 }
 
@@ -227,11 +309,53 @@ TEST_F(OnGpu, EveryRunGivesTheSameBits) {
   }
 }
 
-TEST_F(OnGpu, BroadcastHeadsAreRefusedNotMisread) {
+TEST_F(OnGpu, BroadcastHeadsAreThoseOfOneKeyHead) {
   Problem p(1, 256, 4, 64);
   ForwardArgs args = p.args();
   args.k.strides[2] = args.v.strides[2] = 0;
-  EXPECT_EQ(status_of([&] { forward(args); }), Status::kUnsupported);
+  forward(args);
+  const auto out = p.out.bits(), lse = p.lse.bits();
+  args.k.shape[2] = args.v.shape[2] = 1;
+  forward(args);
+  EXPECT_EQ(p.out.bits(), out);
+  EXPECT_EQ(p.lse.bits(), lse);
+}
+
+// Views that begin at odd addresses, of all tensors, give the bits of those that do not.
+TEST_F(OnGpu, OddAddresses) {
+  constexpr int64_t kBatch = 2, kLength = 300, kHeads = 2;
+  for (const int64_t room : {64, 200}) {
+    const int64_t d = room - 8;
+    Problem p(kBatch, kLength, kHeads, room);
+    // Moves the d values of each row by a number of elements.
+    const auto move = [&](const Tensor& t, int64_t from, int64_t to) {
+      std::vector<uint16_t> values(static_cast<size_t>(t.numel()));
+      cuda::copy(values.data(), t.data, t.numel() * 2);
+      for (auto row = values.begin(); row != values.end(); row += room) {
+        const std::vector<uint16_t> kept(row + from, row + from + d);
+        std::copy(kept.begin(), kept.end(), row + to);
+      }
+      cuda::copy(t.data, values.data(), t.numel() * 2);
+    };
+    const auto view = [&](Tensor t, int64_t at) {
+      t.shape[3] = d;
+      t.data = static_cast<uint16_t*>(t.data) + at;
+      return t;
+    };
+    const auto run = [&](int64_t at) {
+      forward({view(p.q, at), view(p.k, at), view(p.v, at), view(p.out, at), p.lse});
+    };
+    run(0);
+    const auto lse = p.lse.bits();
+    const auto even = p.out.bits();
+    for (const Tensor& t : {Tensor(p.q), Tensor(p.k), Tensor(p.v)}) move(t, 0, 3);
+    run(3);
+    EXPECT_EQ(p.lse.bits(), lse);
+    const auto odd = p.out.bits();
+    for (size_t row = 0; row < odd.size(); row += 2 * room) {
+      for (int64_t i = 0; i < 2 * d; ++i) ASSERT_EQ(odd[row + 6 + i], even[row + i]);
+    }
+  }
 }
 
 TEST_F(OnGpu, HostTime) {

@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
+#include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/sm90/forward_params.h"
 
@@ -16,6 +18,15 @@ namespace {
 
 using fulgur::test::FakeMap;
 using fulgur::test::FakeState;
+
+/// The kernels there are, and the bytes of their arguments.
+struct Kernel {
+  const char* name;
+  size_t params;
+};
+constexpr Kernel kKernels[] = {{"fulgur_forward", sizeof(ForwardParams)},
+                               {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
+                               {"fulgur_forward_padding", sizeof(ForwardPaddingParams)}};
 
 FakeState state;
 void* current = nullptr;
@@ -91,9 +102,13 @@ int cuModuleLoadData(void** module, const void*) {
   *module = &state;
   return 0;
 }
-int cuModuleGetFunction(void** function, void*, const char*) {
-  *function = &state;
-  return 0;
+int cuModuleGetFunction(void** function, void*, const char* name) {
+  for (const Kernel& kernel : kKernels) {
+    if (std::strcmp(name, kernel.name) != 0) continue;
+    *function = const_cast<Kernel*>(&kernel);
+    return 0;
+  }
+  return 500;
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
@@ -153,18 +168,18 @@ int cuTensorMapEncodeTiled(void* blob, int type, unsigned rank, void* address,
   std::memcpy(blob, &map, sizeof(map));
   return 0;
 }
-int cuLaunchKernel(void*, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                   void** arguments, void**) {
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                   void* stream, void** arguments, void**) {
   if (current == nullptr) return 201;
   if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return 1;
   const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
-  const FakeMap k_map = FakeMap::of(bytes + offsetof(ForwardParams, k_map));
-  state.clock_ms += block_x == state.fast_block && k_map.box[1] == state.fast_keys ? 0.5 : 1;
+  const size_t size = static_cast<const Kernel*>(function)->params;
+  const bool forward = size == sizeof(ForwardParams);
+  const unsigned keys = forward ? FakeMap::of(bytes + offsetof(ForwardParams, k_map)).box[1] : 0;
+  state.clock_ms += block_x == state.fast_block && keys == state.fast_keys ? 0.5 : 1;
   if (!state.record) return 0;
-  // The size of the largest parameters; the padding kernel's are smaller but lie in a larger
-  // object.
-  state.launches.push_back({grid_x, block_x, shared_bytes, stream, {bytes, bytes + 704}});
+  state.launches.push_back({grid_x, block_x, shared_bytes, stream, {bytes, bytes + size}});
   return 0;
 }
 

@@ -49,7 +49,7 @@ TEST(HopperPlan, FitsTheMachine) {
                 plan.q_stages * plan.consumers * 64 * 128 * std::max(dp, vp) +
                     plan.block_keys * 128 * (plan.k_stages * dp + plan.v_stages * vp) + 1024);
       EXPECT_LE(plan.shared_bytes, 232448);
-      EXPECT_TRUE(plan.q_stages == 2 || p.d > 128);  // hopper_forward_rejects counts on it
+      EXPECT_TRUE(plan.q_stages == 2 || p.d > 128);
       EXPECT_GE(plan.k_stages, 2);
       EXPECT_GE(plan.v_stages, 2);
       EXPECT_EQ(plan.block_keys % 16, 0);
@@ -70,9 +70,10 @@ TEST(HopperPlan, SharesOutEveryTile) {
     EXPECT_TRUE(!plan.split_tail || (plan.split_parts >= 2 && plan.split_parts <= 8));
     EXPECT_LT(plan.split_tiles(), 132);
     EXPECT_EQ(plan.grid, std::min(132, plan.items));
-    EXPECT_GE(plan.section_heads, 1);
-    EXPECT_LE(plan.section_heads, plan.heads);
-    EXPECT_TRUE(plan.section_heads % p.group() == 0 || plan.section_heads == plan.heads);
+    EXPECT_EQ(plan.section_heads, p.group());
+    EXPECT_GE(plan.bulk_heads, 0);
+    EXPECT_LT(plan.bulk_heads, plan.heads);  // there is a last section
+    EXPECT_EQ(plan.bulk_heads % plan.section_heads, 0);
   }
 }
 
@@ -296,12 +297,41 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   EXPECT_EQ(why({}), "");
   EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");
   EXPECT_EQ(why({.d = 264}), "computes d and dv up to 256, got 264 and 264");
-  EXPECT_EQ(
-      why({.d = 17}),
-      "q has a stride of 17 elements between heads, want a positive multiple of 8 (16 bytes)");
-  EXPECT_EQ(
-      why({.dv = 20}),
-      "v has a stride of 20 elements between heads, want a positive multiple of 8 (16 bytes)");
+  for (int64_t d = 1; d <= 256; d += d < 32 ? 1 : 15) {
+    EXPECT_EQ(why({.d = d}), "");
+    EXPECT_EQ(why({.dv = d, .packed = true}), "");
+  }
+}
+
+// What the copy engine cannot address is copied or stored otherwise, and said.
+TEST(HopperPlan, OddRowsAreCopied) {
+  using Store = HopperForwardPlan::Store;
+  const auto copies = [](const HopperForwardPlan& plan) {
+    return std::array{!plan.copies_q.empty(), !plan.copies_k.empty(), !plan.copies_v.empty()};
+  };
+  const HopperForwardPlan even = plan_of(forward_problem({.d = 72}));
+  EXPECT_FALSE(even.copies());
+  EXPECT_EQ(even.store, Store::kTiles);
+  EXPECT_EQ(plan_of(forward_problem({.d = 256})).store, Store::kRows);
+  const HopperForwardPlan odd = plan_of(forward_problem({.d = 17, .dv = 64}));
+  EXPECT_EQ(copies(odd), (std::array{true, true, false}));
+  EXPECT_EQ(odd.store, Store::kTiles);
+  const HopperForwardPlan odd_v = plan_of(forward_problem({.dv = 20}));
+  EXPECT_EQ(copies(odd_v), (std::array{false, false, true}));
+  EXPECT_EQ(odd_v.store, Store::kElements);
+  std::string text;
+  for (const std::string& sentence : describe(odd_v)) text += sentence + "\n";
+  EXPECT_NE(text.find("v is copied to rows of multiples of 16 bytes, which the copy engine can "
+                      "address: a stride of 20 elements between heads"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("O is stored by elements"), std::string::npos) << text;
+  const HopperForwardPlan shifted = plan_of(forward_problem({.base = 0x7f0000000008}));
+  EXPECT_EQ(copies(shifted), (std::array{true, true, true}));
+  EXPECT_EQ(shifted.store, Store::kElements);
+  // A box of one row, head and sequence has no strides.
+  EXPECT_FALSE(
+      plan_of(forward_problem({.batch = 1, .sq = 1, .sk = 1, .hq = 1, .hk = 1, .d = 17})).copies());
 }
 
 // ------------------------------------------------------------------------------- tensor layouts
@@ -370,20 +400,36 @@ TEST(Descriptors, OperandWithKAlongItsRows) {  // V: 16 rows are a step, panels 
 
 TEST(TensorMaps, SayWhatTheyCannotAddress) {
   TensorMapShape shape{DType::kBF16, 64, 100, 4, 2, {100 * 256, 256, 64}, 64};
-  EXPECT_EQ(map_unsupported(shape), "");
+  EXPECT_EQ(not_addressable(shape), "");
   TensorMapShape odd = shape;
   odd.strides.head = 68;
-  EXPECT_NE(map_unsupported(odd).find("a stride of 68 elements between heads"), std::string::npos);
+  EXPECT_NE(not_addressable(odd).find("a stride of 68 elements between heads"), std::string::npos);
   odd.heads = 1;  // then it is never used
-  EXPECT_EQ(map_unsupported(odd), "");
-  TensorMapShape backwards = shape;
-  backwards.strides.row = -256;
-  EXPECT_NE(map_unsupported(backwards).find("between seqlen"), std::string::npos);
+  EXPECT_EQ(not_addressable(odd), "");
+  for (const int64_t stride : {-256, 0}) {
+    TensorMapShape backwards = shape;
+    backwards.strides.row = stride;
+    EXPECT_NE(not_addressable(backwards).find("between seqlen"), std::string::npos);
+  }
+  TensorMapShape shifted = shape;
+  shifted.strides.aligned = false;
+  EXPECT_NE(not_addressable(shifted).find("no multiple of 16 bytes"), std::string::npos);
+  shifted.batch = 0;
+  EXPECT_EQ(not_addressable(shifted), "");
   TensorMapShape long_one = shape;
   long_one.rows = int64_t{1} << 31;
   EXPECT_NE(map_unsupported(long_one).find("less than 2^31"), std::string::npos);
   long_one.batch = 0;
   EXPECT_EQ(map_unsupported(long_one), "");
+}
+
+TEST(TensorMaps, CopiesHaveAddressableRows) {
+  const TensorMapShape odd{DType::kBF16, 17, 100, 4, 2, {-7000, 0, 17, false}, 64};
+  EXPECT_EQ(not_addressable(copied(odd)), "");
+  EXPECT_EQ(copied(odd).strides, (Layout{100 * 4 * 24, 4 * 24, 24}));
+  EXPECT_EQ(copied(odd).dim, 17);
+  EXPECT_GE(copied_bytes(odd), 2 * 100 * 4 * 24 * 2);
+  EXPECT_EQ(copied_bytes(odd) % 256, 0);
 }
 
 }  // namespace

@@ -40,8 +40,8 @@ sanitize() {
 }
 check sanitizer_memcheck sanitize memcheck
 check sanitizer_synccheck sanitize synccheck
-# racecheck does not follow the copy engine's and the tensor cores' asynchronous accesses to shared
-# memory through mbarriers, so what it reports is recorded for a reader to judge, not passed over.
+# racecheck follows the mbarriers of ordinary instructions, not the copy engine's and the tensor
+# cores' accesses: what it counts is recorded, and should be 0.
 with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
 echo "sanitizer_racecheck: $(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')" >>"$checks"
 with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" \

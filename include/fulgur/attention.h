@@ -80,7 +80,8 @@ class FULGUR_API Plan {
   explicit Plan(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
   /// Computes. The tensors must have the shapes, strides, dtypes and devices planned for; the data
-  /// may be elsewhere. Throws Error(kInvalidArgument) otherwise, before anything is written.
+  /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was null.
+  /// Throws Error(kInvalidArgument) otherwise, before anything is written.
   void run(const ForwardArgs& args) const;
   void run(const BackwardArgs& args) const;
 
@@ -102,8 +103,8 @@ class FULGUR_API Plan {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Validates and plans. Data pointers are not looked at, but for cu_seqlens_*, seqused_k and
-/// alibi_slopes on the CPU.
+/// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_*,
+/// seqused_k and alibi_slopes on the CPU.
 FULGUR_API Plan plan(const ForwardArgs& args, const Options& options = {});
 FULGUR_API Plan plan(const BackwardArgs& args, const Options& options = {});
 

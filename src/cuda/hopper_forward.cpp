@@ -11,9 +11,11 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kPaddingThreads = 256;
+constexpr int kThreads = 256;   // of a block of the kernels beside
+constexpr int kCopyBlocks = 8;  // a multiprocessor
 
 const KernelRequest kPaddingRequest{"forward_padding.cu", "", "sm_90a"};
+const KernelRequest kCopyRequest{"forward_copy.cu", "", "sm_90a"};
 
 template <class T>
 const T* device_data(const char* name, const Tensor& t) {
@@ -21,11 +23,11 @@ const T* device_data(const char* name, const Tensor& t) {
   return static_cast<const T*>(t.data);
 }
 
-/// A run's data, where the copy engine can address it.
-void* copy_data(const char* name, const Tensor& t, const TensorMapShape& shape) {
+/// A run's data, where it is aligned as the plan was told.
+void* aligned_data(const char* name, const Tensor& t, const TensorMapShape& shape) {
   if (!shape.empty() && reinterpret_cast<uintptr_t>(t.data) % kCopyAlignment != 0) {
-    fail(name, "data {} is not aligned to the {} bytes that the cuda engine needs", t.data,
-         kCopyAlignment);
+    fail(name, "data {} is not aligned to {} bytes, as that of the tensor was that was planned for",
+         t.data, kCopyAlignment);
   }
   return t.data;
 }
@@ -38,10 +40,13 @@ KernelRequest kernel_request(const HopperForwardPlan& plan) {
 
 std::vector<KernelRequest> forward_kernels(const Problem& problem, const HopperTarget& target) {
   std::vector<KernelRequest> requests;
+  bool copies = false;
   for (const HopperForwardPlan& plan : reachable_forward_plans(problem, target)) {
     requests.push_back(kernel_request(plan));
+    copies = copies || plan.copies();
   }
   if (problem.packed) requests.push_back(kPaddingRequest);
+  if (copies) requests.push_back(kCopyRequest);
   return requests;
 }
 
@@ -57,11 +62,20 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
     kernel_ = gpu_.kernel(kernel_request(plan_), "fulgur_forward", plan_.shared_bytes);
   }
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingRequest, "fulgur_forward_padding", 0);
-  workspace_ =
-      gpu_.take_workspace(stream_, Gpu::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)});
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyRequest, "fulgur_forward_copy", 0);
+  set_inputs();
+  int64_t bytes = Gpu::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
+  for (const Input& input : inputs_) bytes += input.copied ? copied_bytes(input.shape) : 0;
+  workspace_ = gpu_.take_workspace(stream_, bytes);
   params_.counters = reinterpret_cast<int*>(workspace_.data);
   params_.tickets = params_.counters + 2;
   params_.partial = reinterpret_cast<float*>(workspace_.data + Gpu::kZeroed);
+  char* copies = reinterpret_cast<char*>(params_.partial + plan_.partial_floats());
+  for (Input& input : inputs_) {
+    if (!input.copied) continue;
+    input.copy.to = copies;
+    copies += copied_bytes(input.shape);
+  }
 }
 
 HopperForward::~HopperForward() { gpu_.give_back(workspace_); }
@@ -72,9 +86,7 @@ void HopperForward::set_params(const Problem& p) {
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
   }
   constexpr double kLog2e = std::numbers::log2e;
-  params_.o_batch_stride = p.out.batch;
-  params_.o_row_stride = p.out.row;
-  params_.o_head_stride = p.out.head;
+  params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
   params_.cu_seqlens_q = device_data<int>("cu_seqlens_q", p.cu_seqlens_q);
@@ -85,6 +97,7 @@ void HopperForward::set_params(const Problem& p) {
       p.alibi_slopes.rank == 2 ? static_cast<int>(p.alibi_slopes.strides[0]) : 0;
   params_.sq = static_cast<int>(p.sq);
   params_.sk = static_cast<int>(p.sk);
+  params_.d = static_cast<int>(p.d);
   params_.dv = static_cast<int>(p.dv);
   params_.hq = static_cast<int>(p.hq);
   params_.group = static_cast<int>(p.group());
@@ -98,6 +111,7 @@ void HopperForward::set_params(const Problem& p) {
   params_.row_tiles = plan_.row_tiles;
   params_.heads = plan_.heads;
   params_.section_heads = plan_.section_heads;
+  params_.bulk_heads = plan_.bulk_heads;
   params_.items = plan_.items;
   params_.first_split_tile = plan_.first_split_tile;
   params_.split_parts = plan_.split_parts;
@@ -112,44 +126,75 @@ void HopperForward::set_params(const Problem& p) {
   padding_.dv = params_.dv;
 }
 
-void HopperForward::set_pointers(const ForwardArgs& args) {
-  // An empty q or out launches nothing; empty k and v are never read, but their maps must be valid.
-  const auto set = [&](const char* name, const Tensor& t, const TensorMapShape& shape, Tensor* last,
-                       TensorMapBlob* map) {
-    void* data = copy_data(name, t, shape);
-    if (last->given() && last->data == data) return;
-    encode(shape, data, args.out.data, map);
-    *last = t;
+void HopperForward::set_inputs() {
+  const auto input = [](const char* name, const TensorMapShape& shape, bool copied,
+                        TensorMapBlob* map, StridedTensor* tensor) {
+    const Layout& from = shape.strides;
+    Input in{name, copied ? fulgur::cuda::copied(shape) : shape, copied, {}, map, tensor};
+    const Layout& to = in.shape.strides;
+    *tensor = {nullptr, to.batch, to.row, to.head};
+    in.copy = {nullptr,     from.batch,  from.row,   from.head,   nullptr,
+               to.head / 8, shape.batch, shape.rows, shape.heads, shape.dim};
+    return in;
   };
-  void* out = copy_data("out", args.out, maps_.o);
-  if (params_.o != out) {
-    if (maps_.k.empty() || maps_.v.empty()) k_ = v_ = {};  // their maps lie around out
-    encode(maps_.o, out, out, &params_.o_map);
-    params_.o = out;
-    padding_.o = static_cast<unsigned short*>(out);
+  inputs_ = {input("q", maps_.q, !plan_.copies_q.empty(), &params_.q_map, &params_.q),
+             input("k", maps_.k, !plan_.copies_k.empty(), &params_.k_map, &params_.k),
+             input("v", maps_.v, !plan_.copies_v.empty(), &params_.v_map, &params_.v)};
+}
+
+void HopperForward::set_pointers(const ForwardArgs& args) {
+  const bool tiles = plan_.store == HopperForwardPlan::Store::kTiles;
+  const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
+  void* out = elements ? args.out.data : aligned_data("out", args.out, maps_.o);
+  const std::array<const Tensor*, 3> tensors = {&args.q, &args.k, &args.v};
+  std::array<void*, 3> data;
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    Input& in = inputs_[i];
+    in.copy.from = static_cast<const unsigned short*>(tensors[i]->data);
+    data[i] = in.copied ? in.copy.to : aligned_data(in.name, *tensors[i], in.shape);
+    // An empty q or out launches nothing; empty k and v are never read, but their maps must be
+    // valid: they lie around out.
+    if (in.shape.empty())
+      data[i] = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) / kCopyAlignment *
+                                        kCopyAlignment);
   }
-  set("q", args.q, maps_.q, &q_, &params_.q_map);
-  set("k", args.k, maps_.k, &k_, &params_.k_map);
-  set("v", args.v, maps_.v, &v_, &params_.v_map);
+  if (params_.o.data != out) {
+    if (tiles) encode(maps_.o, out, &params_.o_map);
+    params_.o.data = padding_.o = static_cast<unsigned short*>(out);
+  }
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    Input& in = inputs_[i];
+    if (in.tensor->data == data[i]) continue;
+    encode(in.shape, data[i], in.map);
+    in.tensor->data = static_cast<unsigned short*>(data[i]);
+  }
   params_.lse = padding_.lse = static_cast<float*>(args.lse.data);
+}
+
+void HopperForward::launch(CUfunction kernel, void* params, int grid, int threads, int shared_bytes,
+                           const char* what) {
+  check(driver().cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, shared_bytes, stream_, &params,
+                                nullptr),
+        what);
 }
 
 void HopperForward::run(const ForwardArgs& args) {
   if (maps_.o.empty()) return;
   const CurrentContext current(gpu_.context());
   set_pointers(args);
-  const Driver& api = driver();
+  for (Input& in : inputs_) {
+    if (in.copied) {
+      launch(copy_kernel_, &in.copy, kCopyBlocks * gpu_.multiprocessors(), kThreads, 0,
+             "launching the kernel that copies rows");
+    }
+  }
   if (plan_.items > 0) {
-    std::array<void*, 1> arguments = {&params_};
-    check(api.cuLaunchKernel(kernel_, plan_.grid, 1, 1, plan_.threads(), 1, 1, plan_.shared_bytes,
-                             stream_, arguments.data(), nullptr),
-          "launching the forward kernel");
+    launch(kernel_, &params_, plan_.grid, plan_.threads(), plan_.shared_bytes,
+           "launching the forward kernel");
   }
   if (plan_.packed) {
-    std::array<void*, 1> arguments = {&padding_};
-    check(api.cuLaunchKernel(padding_kernel_, gpu_.multiprocessors(), 1, 1, kPaddingThreads, 1, 1,
-                             0, stream_, arguments.data(), nullptr),
-          "launching the kernel of padding rows");
+    launch(padding_kernel_, &padding_, gpu_.multiprocessors(), kThreads, 0,
+           "launching the kernel of padding rows");
   }
 }
 

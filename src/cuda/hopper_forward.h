@@ -1,11 +1,13 @@
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "cuda/gpu.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/tensor_map.h"
 #include "engine.h"
+#include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 
 namespace fulgur::cuda {
@@ -31,19 +33,32 @@ class HopperForward final : public Executable {
   Explanation explain() const override;
 
  private:
+  /// q, k or v: its map, and how it gets where the map says.
+  struct Input {
+    const char* name = "";
+    TensorMapShape shape;  ///< of the copy where it is copied
+    bool copied = false;
+    ForwardCopyParams copy{};
+    TensorMapBlob* map = nullptr;
+    StridedTensor* tensor = nullptr;  ///< with the data that the map was encoded for
+  };
+
   void set_params(const Problem& problem);
+  void set_inputs();
   void set_pointers(const ForwardArgs& args);
+  void launch(CUfunction kernel, void* params, int grid, int threads, int shared_bytes,
+              const char* what);
 
   Gpu& gpu_;
   HopperForwardPlan plan_;
   std::vector<std::string> rejected_;
   ForwardMaps maps_;
   CUstream stream_ = nullptr;
-  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   Gpu::Workspace workspace_;
   ForwardParams params_{};
   ForwardPaddingParams padding_{};
-  Tensor q_, k_, v_;  // of the last run
+  std::array<Input, 3> inputs_;
 };
 
 }  // namespace fulgur::cuda

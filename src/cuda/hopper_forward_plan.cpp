@@ -14,10 +14,9 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kMostDim = 256;
-constexpr int kTwoQStagesDim = 128;  // every tile up to here leaves room for two buffers of Q
-constexpr int kMostParts = 8;        // the kernel keeps a part's number in 3 bits
-constexpr int64_t kSectionBytes = int64_t{32} << 20;  // of K and V that stay in L2 together
-constexpr int kPanelRowBytes = 128;                   // tiles lie as panels of 64 columns
+constexpr int kMostParts = 8;  // the kernel keeps a part's number in 3 bits
+constexpr int kLongKeys = 2048;
+constexpr int kPanelRowBytes = 128;  // tiles lie as panels of 64 columns
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
@@ -51,6 +50,16 @@ bool transforms(const Problem& p) {
   return p.scale <= 0 || p.softcap > 0 || p.alibi_slopes.given();
 }
 
+constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
+
+/// How O leaves. The copy engine writes multiples of 16 bytes.
+HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
+  if (p.dv % 8 != 0 || !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
+    return HopperForwardPlan::Store::kElements;
+  }
+  return q_stages == 1 ? HopperForwardPlan::Store::kRows : HopperForwardPlan::Store::kTiles;
+}
+
 /// What the problem fixes for every tile.
 HopperForwardPlan common(const Problem& p) {
   HopperForwardPlan plan;
@@ -67,6 +76,10 @@ HopperForwardPlan common(const Problem& p) {
   plan.seqused_k = p.seqused_k.given();
   plan.has_lse = p.want_lse;
   plan.heads = static_cast<int>(p.batch * p.hq);
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  plan.copies_q = not_addressable(maps.q);
+  plan.copies_k = not_addressable(maps.k);
+  plan.copies_v = not_addressable(maps.v);
   return plan;
 }
 
@@ -90,32 +103,22 @@ bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
   return plan.k_stages >= 2 && plan.v_stages >= 2;
 }
 
-/// Heads that are worked on together, so that their K and V stay in L2, yet enough of them to keep
-/// all multiprocessors busy, and in sections of about the same size: a small last one would not.
-int section_heads(const HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
-  if (plan.heads == 0) return 1;
-  const int64_t kv_bytes = 2 * std::max<int64_t>(p.sk, 1) * (p.d + p.dv);
-  int64_t most = p.group() * std::max<int64_t>(1, kSectionBytes / kv_bytes);
-  if (plan.has_left || plan.has_right) {
-    const int tiles = p.sk >= 2048 ? 5 : 3;  // a multiprocessor
-    most = std::max<int64_t>(most, ceil_div(tiles * multiprocessors, plan.row_tiles));
-  }
-  const auto size = [&](int64_t sections) {
-    const int64_t even = ceil_div(plan.heads, sections);
-    return std::min<int64_t>(ceil_div(even, p.group()) * p.group(), plan.heads);
-  };
-  int64_t sections = std::max<int64_t>(1, plan.heads / std::min<int64_t>(most, plan.heads));
-  for (; sections > 1; --sections) {
-    const int64_t last = plan.heads - size(sections) * (ceil_div(plan.heads, size(sections)) - 1);
-    if (4 * last >= 3 * size(sections)) break;
-  }
-  return static_cast<int>(size(sections));
+/// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
+/// that K and V come to L2 once and little by little, beside the copies of other heads. The last
+/// one is as long as it takes to leave the multiprocessors with short tiles at the end.
+void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
+  const bool band = plan.has_left || plan.has_right;
+  const int tiles = !band ? 1 : p.sk < kLongKeys ? 3 : 5;  // a multiprocessor
+  const int64_t heads = ceil_div(int64_t{tiles} * multiprocessors, std::max(plan.row_tiles, 1));
+  const int64_t last = ceil_div(heads, p.group()) * p.group();
+  plan.section_heads = static_cast<int>(p.group());
+  plan.bulk_heads = 2 * last > plan.heads ? 0 : static_cast<int>(plan.heads - last);
 }
 
 /// Decides how tiles are shared out, and returns the predicted cycles.
 double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
   plan.row_tiles = ceil_div(p.sq, plan.block_rows());
-  plan.section_heads = plan.row_tiles == 0 ? 1 : section_heads(plan, p, target.multiprocessors);
+  divide_heads(plan, p, target.multiprocessors);
   const int tiles = plan.first_split_tile = plan.items = plan.tiles();
   const TileCost cost = tile_cost(plan, p);
   double best = predicted_cycles(cost, tiles, tiles, 1, target.multiprocessors);
@@ -175,6 +178,7 @@ std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
     plan.producer_registers = registers_of(tile.consumers).producer;
     plan.consumer_registers = registers_of(tile.consumers).consumer;
     if (derive_stages(plan, target.shared_bytes)) {
+      plan.store = store_of(p, plan.q_stages);
       candidates.push_back({plan, tile.most_dim});
     } else {
       rejected->push_back(
@@ -227,13 +231,7 @@ std::string hopper_forward_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout.p > 0) return "computes without dropout";
-  // There O is stored by 8 columns, not by the copy engine, which stops at dv.
-  if (p.dv % 8 != 0 && (p.packed || std::max(p.d, p.dv) > kTwoQStagesDim)) {
-    return fmt::format(
-        "computes dv in multiples of 8 for packed sequences and d or dv above {}, got {}",
-        kTwoQStagesDim, p.dv);
-  }
-  const ForwardMaps maps = forward_maps(p, 64);
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
     if (const std::string why = map_unsupported(*shape); !why.empty()) {
@@ -355,6 +353,7 @@ std::string plan_header(const HopperForwardPlan& plan) {
   add("kSeqUsedK", plan.seqused_k);
   add("kHasLse", plan.has_lse);
   add("kSplitTail", plan.split_tail);
+  add("kStore", static_cast<int>(plan.store));
   add("kGuardBySum", 1);  // the faster way for every tile
   return text + "};\n";
 }
@@ -371,11 +370,24 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
           : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format("{} blocks take {} tiles{}, in sections of {} heads", plan.grid, plan.tiles(),
-                  plan.has_right ? ", longest first" : "", plan.section_heads)};
+      fmt::format("{} blocks take {} tiles{}, in sections of {} heads and a last one of {}",
+                  plan.grid, plan.tiles(), plan.has_right ? ", longest first" : "",
+                  plan.section_heads, plan.heads - plan.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format("the last {} tiles are cut into {} parts of their keys",
                                     plan.split_tiles(), plan.split_parts));
+  }
+  for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
+                                  std::pair{"v", &plan.copies_v}}) {
+    if (!why->empty()) {
+      sentences.push_back(
+          fmt::format("{} is copied to rows of multiples of 16 bytes, which the "
+                      "copy engine can address: {}",
+                      name, *why));
+    }
+  }
+  if (plan.store == HopperForwardPlan::Store::kElements) {
+    sentences.emplace_back("O is stored by elements: its rows are no multiples of 16 bytes");
   }
   return sentences;
 }

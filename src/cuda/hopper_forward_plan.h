@@ -29,11 +29,16 @@ struct HopperForwardPlan {
   bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, seqused_k = false, has_lse = false;
   bool split_tail = false;
+  enum class Store : uint8_t { kTiles, kRows, kElements };
+  Store store = Store::kTiles;  ///< how O leaves
 
+  /// Why q, k and v are copied to where the copy engine can address them; empty where they are not.
+  std::string copies_q, copies_k, copies_v;
   int shared_bytes = 0;
   int row_tiles = 0;         ///< row blocks of the longest sequence
   int heads = 0;             ///< batch * hq
-  int section_heads = 0;     ///< heads whose K and V stay in L2 together
+  int section_heads = 0;     ///< heads whose row blocks are worked on together
+  int bulk_heads = 0;        ///< heads in such sections; the rest is the last section
   int first_split_tile = 0;  ///< tiles from here on are cut into split_parts runs of keys
   int split_parts = 1;
   int items = 0;           ///< units of work: tiles, and parts of split tiles
@@ -41,6 +46,7 @@ struct HopperForwardPlan {
   double measured_us = 0;  ///< what the tile was chosen by; 0: chosen by the cost model
   bool operator==(const HopperForwardPlan&) const = default;
 
+  bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
   int block_rows() const { return 64 * consumers; }  ///< Br
   int threads() const { return 128 * (consumers + 1); }
   int tiles() const { return row_tiles * heads; }

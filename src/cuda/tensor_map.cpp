@@ -13,7 +13,11 @@ constexpr int64_t kElementBytes = 2;
 constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMostExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
 
+constexpr int64_t kWorkspaceAlignment = 256;
+
 constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
+
+int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }
 
 struct Dimension {
   const char* name;
@@ -44,18 +48,35 @@ std::string map_unsupported(const TensorMapShape& shape) {
     if (d.extent >= kMostExtent) {
       return fmt::format("has {} of {}, want less than 2^31", d.name, d.extent);
     }
-    if (d.extent == 1) continue;  // its stride is never used
-    const int64_t bytes = d.stride * kElementBytes;
-    if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMostStrideBytes) {
-      return fmt::format(
-          "has a stride of {} elements between {}, want a positive multiple of {} (16 bytes)",
-          d.stride, d.name, kCopyAlignment / kElementBytes);
-    }
   }
   return {};
 }
 
-void encode(const TensorMapShape& shape, void* data, void* any, TensorMapBlob* map) {
+std::string not_addressable(const TensorMapShape& shape) {
+  if (shape.empty()) return {};
+  for (const Dimension& d : outer(shape)) {
+    if (d.extent == 1) continue;  // its stride is never used
+    const int64_t bytes = d.stride * kElementBytes;
+    if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMostStrideBytes) {
+      return fmt::format("a stride of {} elements between {} is no positive multiple of 16 bytes",
+                         d.stride, d.name);
+    }
+  }
+  return shape.strides.aligned ? "" : "its data lies at no multiple of 16 bytes";
+}
+
+TensorMapShape copied(const TensorMapShape& shape) {
+  TensorMapShape copy = shape;
+  const int64_t row = round_up(shape.dim, kCopyAlignment / kElementBytes);
+  copy.strides = {shape.rows * shape.heads * row, shape.heads * row, row};
+  return copy;
+}
+
+int64_t copied_bytes(const TensorMapShape& shape) {
+  return round_up(shape.batch * copied(shape).strides.batch * kElementBytes, kWorkspaceAlignment);
+}
+
+void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map) {
   std::array<unsigned long long, 4> dims{1, 1, 1, 1};
   std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
   if (!shape.empty()) {
@@ -73,8 +94,8 @@ void encode(const TensorMapShape& shape, void* data, void* any, TensorMapBlob* m
             map,
             shape.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            4, shape.empty() ? any : data, dims.data(), byte_strides.data(), box.data(),
-            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            4, data, dims.data(), byte_strides.data(), box.data(), every.data(),
+            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
 }

@@ -30,11 +30,19 @@ struct ForwardMaps {
 };
 ForwardMaps forward_maps(const Problem& problem, int block_keys);
 
-/// Why the copy engine cannot address a tensor of this shape; empty when it can.
+/// Why the kernels do not count the rows of a tensor of this shape; empty when they do.
 std::string map_unsupported(const TensorMapShape& shape);
 
-/// Encodes the map of a tensor at `data`, which is a multiple of kCopyAlignment. An empty tensor
-/// gets a map of nothing around `any`, memory of the device.
-void encode(const TensorMapShape& shape, void* data, void* any, TensorMapBlob* map);
+/// Why the copy engine cannot address a tensor of this shape; empty when it can.
+std::string not_addressable(const TensorMapShape& shape);
+
+/// The same tensor in contiguous rows, each a multiple of 16 bytes.
+TensorMapShape copied(const TensorMapShape& shape);
+/// Bytes of that, rounded up for whatever follows.
+int64_t copied_bytes(const TensorMapShape& shape);
+
+/// Encodes the map of a tensor at `data`, which is a multiple of kCopyAlignment. The map of an
+/// empty tensor shows nothing, around any memory of the device.
+void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map);
 
 }  // namespace fulgur::cuda

@@ -44,6 +44,12 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return packed;
 }
 
+__device__ __forceinline__ float to_float(unsigned short x) {
+  float y;
+  asm("cvt.f32." FULGUR_INPUT " %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
 // Past the first-level cache: data that another multiprocessor wrote during this launch.
 __device__ __forceinline__ float load_shared_by_all(const float* at) {
   float x;
@@ -58,8 +64,14 @@ __device__ __forceinline__ void store_matrix_x4(u32 shared, u32 a, u32 b, u32 c,
 __device__ __forceinline__ void shared_store4(u32 shared, int a, int b, int c, int d) {
   asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-__device__ __forceinline__ void shared_load4(u32 shared, int& a, int& b, int& c, int& d) {
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(shared) : "memory");
+// Read by the first lane, for the whole warp.
+__device__ __forceinline__ void shared_load4_uniform(u32 shared, int& a, int& b, int& c, int& d) {
+  a = b = c = d = 0;
+  asm volatile("{.reg .pred p; .reg .u32 lane; mov.u32 lane, %%laneid; setp.eq.u32 p, lane, 0; @p ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(a), "+r"(b), "+r"(c), "+r"(d)
+               : "r"(shared)
+               : "memory");
+  a = uniform(a), b = uniform(b), c = uniform(c), d = uniform(d);
 }
 
 __device__ __forceinline__ void shared_store_zero16(u32 shared) {

@@ -6,10 +6,14 @@ __device__ __forceinline__ void tma_prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrier, int dim, int row, int head, int batch) {
+// How long L2 keeps what is loaded: cache policies as createpolicy.fractional makes them for all of it.
+enum class Keep : u64 { kShort = 0x12f0000000000000, kLong = 0x14f0000000000000 };
+
+__device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrier, int dim, int row, int head, int batch, Keep keep) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
-      "l"(map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(
+          shared),
+      "l"(map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(u64(keep))
       : "memory");
 }
 
@@ -20,6 +24,9 @@ __device__ __forceinline__ void tma_store(const void* map, u32 shared, int dim, 
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's stores are done.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Waits until this thread's stores have read their shared memory.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -9,6 +9,7 @@
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Ring q_ring(1), k_ring(1), v_ring(1);
   u32 tail_parity = 0;
+  bool flip = false;
   const u32 lane = threadIdx.x % 32;
   int item = blockIdx.x;
   for (;;) {
@@ -20,12 +21,17 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       const KeyTiles keys = block_key_tiles(p, n, tile);
       const int kv_head = tile.head / p.group;
 
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom.
+      flip = (kHasLeft || kHasRight) && !flip;
+      auto group_row = [&](int group) { return row + 64 * (flip ? kConsumers - 1 - group : group); };
+
       auto load_q = [&] {
         mbarrier_wait(smem + sQEmpty + 8 * q_ring.stage(), q_ring.parity());
         const u32 full = smem + sQFull + 8 * q_ring.stage(), buffer = smem + sQ + q_ring.stage() * kQBytes;
-        if (lane < kConsumers) write_view(p, tile, n, keys, view_address(smem, q_ring.stage(), lane), lane);
-        __syncwarp();
         if (elect_one()) {
+#pragma unroll
+          for (int group = 0; group < kConsumers; ++group)
+            write_view(p, tile, n, keys, view_address(smem, q_ring.stage(), group), group_row(group));
           if (tile.block < 0) {
             mbarrier_arrive(full);
           } else {
@@ -34,8 +40,8 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
             for (int group = 0; group < kConsumers; ++group)
 #pragma unroll
               for (int panel = 0; panel < kHeadPanels; ++panel)
-                tma_load(buffer + group * kQGroupBytes + panel * 64 * kPanelRowBytes, &p.q_map, full, 64 * panel, n.q_start + row + 64 * group,
-                         tile.head, kPacked ? 0 : tile.batch);
+                tma_load(buffer + group * kQGroupBytes + panel * 64 * kPanelRowBytes, &p.q_map, full, 64 * panel, n.q_start + group_row(group),
+                         tile.head, kPacked ? 0 : tile.batch, Keep::kShort);
           }
         }
         q_ring.advance(kQStages);
@@ -43,7 +49,8 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       auto load_panels = [&](u32 shared, const void* map, u32 barrier, int panels, int key_tile) {
 #pragma unroll
         for (int panel = 0; panel < panels; ++panel)
-          tma_load(shared + panel * kPanelBytes, map, barrier, 64 * panel, n.k_start + key_tile * kBlockKeys, kv_head, kPacked ? 0 : tile.batch);
+          tma_load(shared + panel * kPanelBytes, map, barrier, 64 * panel, n.k_start + key_tile * kBlockKeys, kv_head, kPacked ? 0 : tile.batch,
+                   Keep::kLong);
       };
       auto load_k = [&](int key_tile) {
         mbarrier_wait(smem + sKEmpty + 8 * k_ring.stage(), k_ring.parity());
@@ -81,8 +88,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         load_q();
         break;
       }
-      // With one buffer of Q, the rings fill first: the previous tile still leaves through that buffer.
-      const int q_after = max(keys.end - kVStages, keys.begin);
+      // With one buffer of Q, which the previous tile may still be using, the first K comes before.
       if (kQStages > 1 || keys.end <= keys.begin) load_q();
 #pragma unroll 1
       for (int key_tile = keys.end - 1; key_tile >= keys.begin; --key_tile) {
@@ -145,28 +151,26 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     mbarrier_wait(smem + sQFull + 8 * q_ring.stage(), q_ring.parity());
     const u32 view = view_address(smem, q_ring.stage(), threadIdx.x / 128 - 1);
     int key_tile, last_tile, skip_front, skip_back, clear_begin, clear_end, sk, diagonal;
-    shared_load4(view, key_tile, last_tile, skip_front, skip_back);
-    shared_load4(view + 16, clear_begin, clear_end, sk, diagonal);
-    key_tile = uniform(key_tile), last_tile = uniform(last_tile), skip_front = uniform(skip_front);
-    clear_begin = uniform(clear_begin), clear_end = uniform(clear_end);
+    shared_load4_uniform(view, key_tile, last_tile, skip_front, skip_back);
+    shared_load4_uniform(view + 16, clear_begin, clear_end, sk, diagonal);
     if (skip_front < 0) break;
     skip(skip_front);
     const u32 q = q_tile();
     float S[kBlockKeys / 2], O[kValueDim / 2];
     u32 P[kBlockKeys / 4];
     auto adjust_scores = [&](bool rightmost) {
-      if (kScoreMode) transform_scores(p, S, view, key_tile);
+      if (kScoreMode) transform_scores(p, S, view, diagonal, key_tile);
       bool partial = rightmost || kHasRight ? key_tile >= clear_end : false;
       if (kHasLeft) partial = partial || key_tile < clear_begin;
-      if (partial) mask_tile(p, S, view, key_tile);
+      if (partial) mask_tile(p, S, sk, diagonal, key_tile);
     };
     Rows rows = {{__int_as_float(0x7f800000), __int_as_float(0x7f800000)}, {0, 0}};
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
 
-    Tile tile;
+    Place place;
     auto leave_q = [&] {  // O needs no shared memory: the next Q, and its view, may come at once
-      tile = read_tile(view);
+      place = read_place(view);
       mbarrier_arrive_if(smem + sQEmpty, leader);
     };
 
@@ -220,10 +224,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
     if (kQStages > 1) {
-      tile = read_tile(view);
+      place = read_place(view);
       named_barrier_sync(kBarrierConsumer + threadIdx.x / 128 - 1, 128);  // every warp has read Q
     }
-    if (!kSplitTail || combine_parts(p, tile, rows, O, smem)) finish(p, tile, rows, O, smem, q_ring.stage());
+    if (!kSplitTail || combine_parts(p, place, rows, O, smem)) finish(p, place, rows, O, smem, q_ring.stage());
     leaving = sQEmpty + 8 * q_ring.stage();
     q_ring.advance(kQStages);
   }
@@ -240,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const _
     for (int i = 0; i < kVStages; ++i) mbarrier_init(smem + sVFull + 8 * i, 1), mbarrier_init(smem + sVEmpty + 8 * i, 4 * kConsumers);
     mbarrier_init(smem + sVTail, 1);
     fence_mbarrier_init();
-    tma_prefetch_map(&p.q_map), tma_prefetch_map(&p.k_map), tma_prefetch_map(&p.v_map), tma_prefetch_map(&p.o_map);
+    tma_prefetch_map(&p.q_map), tma_prefetch_map(&p.k_map), tma_prefetch_map(&p.v_map);
+    if (kStore == kStoreTiles) tma_prefetch_map(&p.o_map);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

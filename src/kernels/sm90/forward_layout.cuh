@@ -18,6 +18,8 @@ enum : int {
   kSumLimit = FULGUR_INPUT[0] == 'b' ? 1 << 24 : 1 << 12,  // the same by row sums; f16 holds 65504 at most
 };
 
+enum Store { kStoreTiles, kStoreRows, kStoreElements };
+
 // Shared memory, byte offsets from a base aligned to 1024.
 enum : u32 {
   sQ = 0,

@@ -7,7 +7,7 @@
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups, 64 rows of Q each: Br = 64 * kConsumers
 //   kBlockKeys      Bc, a multiple of 16, <= 256
-//   kQStages        buffers of Q (1 or 2); O leaves through the same buffer
+//   kQStages        buffers of Q (1 or 2); O leaves through the same buffer with kStoreTiles
 //   kKStages        buffers of K        kVStages   buffers of V
 //   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
 //                   2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
@@ -18,6 +18,9 @@
 //   kPacked         1: packed variable length, cu_seqlens_q and cu_seqlens_k
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kHasLse         1: write LSE
+//   kStore          how O leaves. kStoreTiles: by the copy engine. kStoreRows: from registers, 16 bytes at a time, where there is one buffer of
+//                   Q, which is wanted back. kStoreElements: from registers by elements, where rows of O are not multiples of 16 bytes,
+//                   strides and base included: the copy engine cannot address those strides, and writes multiples of 16 bytes
 //   kGuardBySum     how the running maximum is kept: 1 by looking at row sums (faster, everywhere), 0 by looking at scores
 //   kSplitTail      1: items from first_split_tile on are split over keys (see below)
 //
@@ -42,6 +45,12 @@ struct alignas(64) TensorMapBlob {
   unsigned long long words[16];
 };
 
+// A tensor [batch, row, head, dim]; strides in elements, of any sign. Packed: no batch stride.
+struct StridedTensor {
+  unsigned short* data;
+  long long batch, row, head;
+};
+
 struct ForwardParams {
   // Tensor maps: 16-bit elements, rank 4, dims innermost first {dim, seqlen, heads, batch}, element strides 1, interleave none, swizzle 128B,
   // L2 promotion 256B, out-of-bounds fill zero. Byte strides are those of seqlen, heads and batch (multiples of 16; the base too).
@@ -49,12 +58,10 @@ struct ForwardParams {
   TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {64, 64, 1, 1}
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBlockKeys, 1, 1}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBlockKeys, 1, 1}
-  TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {64, 16, 1, 1}
+  TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {64, 16, 1, 1}; unused unless kStoreTiles
 
-  void* o;                    // same tensor as o_map; used for the last rows of a packed sequence, and always where kQStages is 1
-  long long o_batch_stride;   // elements (0 when packed); strides are multiples of 8 elements
-  long long o_row_stride;     // elements, between rows of one head
-  long long o_head_stride;    // elements
+  StridedTensor q, k, v;      // the tensors of the maps, for rows that are computed again (forward_repair.cuh)
+  StridedTensor o;            // for O that leaves from registers
   float* lse;                 // [b, hq, sq] or packed [hq, total_q]; natural logarithm
   long long lse_batch_stride; // elements (0 when packed)
   long long lse_head_stride;  // elements
@@ -66,7 +73,7 @@ struct ForwardParams {
   int alibi_batch_stride;     // 0 or hq
 
   int sq, sk;                 // not packed: the lengths
-  int dv;                     // true value width
+  int d, dv;                  // true widths
   int hq;
   int group;                  // hq / hk
   int window_left, window_right;  // >= 0 where kHasLeft / kHasRight
@@ -74,15 +81,15 @@ struct ForwardParams {
   float softcap_scale;        // kSoftcap: 2 * log2(e) * scale / softcap
   float softcap_log2;         // kSoftcap: softcap * log2(e)
 
-  // Scheduling. A tile is Br rows of one (batch, head). Tiles are numbered by sections of section_heads consecutive heads (batch-major:
-  // batch * hq + head) whose K and V fit in L2 together; inside a section row blocks are outermost, longest first where kHasRight, and
-  // heads innermost. A block takes item blockIdx.x first, then grid + atomicAdd(counters, 1).
+  // Scheduling. A tile is Br rows of one (batch, head). Tiles are numbered by sections of consecutive heads (batch-major: batch * hq + head);
+  // inside a section row blocks are outermost, longest first where kHasRight, and heads innermost. A block takes item blockIdx.x first, then
+  // grid + atomicAdd(counters, 1).
   int row_tiles;              // ceil(longest sq / Br)
   int heads;                  // b * hq
-  int section_heads;          // heads a section: group * max(1, 32 MiB / bytes of K and V of a kv head), and with a band at least enough for
-                              // 3 tiles a multiprocessor (5 from 2048 keys on): ceil(5 * multiprocessors / row_tiles). Then evened out, since a
-                              // small last section leaves multiprocessors idle: n = heads / that, section_heads = ceil(heads / n), n lowered
-                              // while the last section holds less than 3/4 of the others. A multiple of group, at most heads
+  int section_heads;          // heads a section: those of a kv head. Its row blocks are worked on together, so that K and V come to L2 once,
+                              // little by little, beside the copies of the sections before
+  int bulk_heads;             // heads in such sections; all others are the last section, which is long enough to leave the multiprocessors
+                              // with short tiles at the end
   int items;                  // tiles, or with kSplitTail first_split_tile + (tiles - first_split_tile) * split_parts
   int* counters;              // [2] zero before the first launch; every launch leaves them zero. One launch at a time may use them.
 

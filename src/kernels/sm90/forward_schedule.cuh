@@ -34,9 +34,9 @@ __device__ __forceinline__ Tile tile_of(const ForwardParams& p, int item) {
     tile.part = rest % p.split_parts, tile.split = rest / p.split_parts;
     item = p.first_split_tile + tile.split;
   }
-  const int section = item / (p.section_heads * p.row_tiles);
-  const int first_head = section * p.section_heads;
-  const int section_heads = min(p.section_heads, p.heads - first_head);
+  const bool last = item >= p.bulk_heads * p.row_tiles;
+  const int section_heads = last ? p.heads - p.bulk_heads : p.section_heads;
+  const int first_head = last ? p.bulk_heads : item / (section_heads * p.row_tiles) * section_heads;
   const int rest = item - first_head * p.row_tiles;
   const int head = first_head + rest % section_heads;
   tile.block = rest / section_heads;
@@ -46,16 +46,23 @@ __device__ __forceinline__ Tile tile_of(const ForwardParams& p, int item) {
   return tile;
 }
 
+// Keys [begin, end) that a row may see; none when begin >= end.
+struct KeyRange {
+  int begin, end;
+};
+
+__device__ __forceinline__ KeyRange visible_keys(const ForwardParams& p, const Lengths& n, int row) {
+  const int diagonal = row + n.sk - n.sq;
+  return {kHasLeft ? max(0, diagonal - p.window_left) : 0, kHasRight ? min(n.sk, diagonal + p.window_right + 1) : n.sk};
+}
+
 // Key tiles [begin, end) that rows [first, last] may see.
 struct KeyTiles {
   int begin, end;
 };
 
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardParams& p, const Lengths& n, int first, int last) {
-  const int shift = n.sk - n.sq;
-  int key_begin = 0, key_end = n.sk;
-  if (kHasRight) key_end = min(key_end, last + shift + p.window_right + 1);
-  if (kHasLeft) key_begin = max(0, first + shift - p.window_left);
+  const int key_begin = visible_keys(p, n, first).begin, key_end = visible_keys(p, n, last).end;
   if (first >= n.sq || key_end <= key_begin) return {0, 0};
   return {key_begin / kBlockKeys, (key_end + kBlockKeys - 1) / kBlockKeys};
 }
@@ -72,8 +79,14 @@ __device__ __forceinline__ KeyTiles block_key_tiles(const ForwardParams& p, cons
   return keys;
 }
 
+// Where the 64 rows of a warpgroup lie.
+struct Place {
+  int row, head, batch, part;  // the first row in its sequence; part of a split tile, < 0: not split
+  int split;                   // which split tile
+};
+
 // What one warpgroup must know about its 64 rows of a tile. The producer computes it, and the consumers keep little of it in registers: the
-// main loop has none to spare.
+// main loop has none to spare. One lane writes it and one lane of each warp reads it, those that arrive at the barriers of Q.
 struct View {
   int first, last;  // key tiles these rows see: from `first` down to `last`; none when first < last
   int skip_front;   // tiles before `first` that only other warpgroups see; < 0: no more work
@@ -81,17 +94,16 @@ struct View {
   int clear_begin, clear_end;  // tiles in [clear_begin, clear_end) are visible to all rows
   int sk;
   int diagonal;  // key index on the diagonal of the first row
-  Tile tile;
+  Place place;   // part and split in one word
 };
 
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 group) { return smem + sView + 48 * (stage * kConsumers + group); }
 
-__device__ __forceinline__ void write_view(const ForwardParams& p, const Tile& tile, const Lengths& n, const KeyTiles& block, u32 address, int group) {
-  const int row = tile.block * kBlockRows + group * 64;
+__device__ __forceinline__ void write_view(const ForwardParams& p, const Tile& tile, const Lengths& n, const KeyTiles& block, u32 address, int row) {
   KeyTiles keys = key_tiles(p, n, row, min(row + 64, n.sq) - 1);
   keys.end = min(keys.end, block.end);
   keys.begin = max(keys.begin, block.begin);
-  if (keys.end <= keys.begin) keys.begin = keys.end = block.begin;
+  if (tile.block < 0 || keys.end <= keys.begin) keys.begin = keys.end = block.begin;
   const int diagonal = row + n.sk - n.sq;
   int clear_end = n.sk;
   if (kHasRight) clear_end = min(clear_end, diagonal + p.window_right + 1);
@@ -99,14 +111,13 @@ __device__ __forceinline__ void write_view(const ForwardParams& p, const Tile& t
   const int clear_begin = kHasLeft ? (max(0, diagonal + 63 - p.window_left) + kBlockKeys - 1) / kBlockKeys : 0;
   shared_store4(address, keys.end - 1, keys.begin, tile.block < 0 ? -1 : block.end - keys.end, keys.begin - block.begin);
   shared_store4(address + 16, clear_begin, clear_end, n.sk, diagonal);
-  shared_store4(address + 32, tile.block, tile.head, tile.batch, tile.part < 0 ? -1 : tile.split * 8 + tile.part);
+  shared_store4(address + 32, row, tile.head, tile.batch, tile.part < 0 ? -1 : tile.split * 8 + tile.part);
 }
 
-__device__ __forceinline__ Tile read_tile(u32 view) {
-  Tile tile;
-  shared_load4(view + 32, tile.block, tile.head, tile.batch, tile.part);
-  tile.block = uniform(tile.block);  // and the load is complete before anything that follows
-  tile.split = tile.part >> 3;
-  if (tile.part >= 0) tile.part &= 7;
-  return tile;
+__device__ __forceinline__ Place read_place(u32 view) {
+  Place place;
+  shared_load4_uniform(view + 32, place.row, place.head, place.batch, place.part);
+  place.split = place.part >> 3;
+  if (place.part >= 0) place.part &= 7;
+  return place;
 }

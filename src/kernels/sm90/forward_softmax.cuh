@@ -76,28 +76,30 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   rows.sum[0] += sum0, rows.sum[1] += sum1;
 }
 
-// Scores in units of log2: softcap * tanh(scale * s / softcap), ALiBi.
-__device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view, int key_tile) {
+// A score in units of log2: softcap * tanh(scale * s / softcap), ALiBi.
+__device__ __forceinline__ float transform_score(const ForwardParams& p, float s, float slope, float distance) {
+  if (kSoftcap) {
+    const float e = exp2_fast(fminf(s * p.softcap_scale, 126.f));  // tanh(x) = 1 - 2 / (exp(2x) + 1)
+    s = p.softcap_log2 - 2 * p.softcap_log2 * reciprocal_fast(e + 1);
+  } else {
+    s *= p.scale_log2;
+  }
+  if (kAlibi) s -= slope * fabsf(distance);
+  return s;
+}
+
+__device__ __forceinline__ float alibi_slope(const ForwardParams& p, const Place& place) {
+  return p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head] * 1.4426950408889634f;
+}
+
+__device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view, int diagonal, int key_tile) {
   float slope = 0, distance = 0;
   if (kAlibi) {
-    const Tile tile = read_tile(view);
-    int sk, diagonal, clear_begin, clear_end;
-    shared_load4(view + 16, clear_begin, clear_end, sk, diagonal);
-    slope = p.alibi_slopes[tile.batch * p.alibi_batch_stride + tile.head] * 1.4426950408889634f;
+    slope = alibi_slope(p, read_place(view));
     distance = float(diagonal + int(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) - key_tile * kBlockKeys - int(threadIdx.x) % 4 * 2);
   }
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) {
-    float s = S[i];
-    if (kSoftcap) {
-      const float e = exp2_fast(fminf(s * p.softcap_scale, 126.f));  // tanh(x) = 1 - 2 / (exp(2x) + 1)
-      s = p.softcap_log2 - 2 * p.softcap_log2 * reciprocal_fast(e + 1);
-    } else {
-      s *= p.scale_log2;
-    }
-    if (kAlibi) s -= slope * fabsf(distance + float((i & 2 ? 8 : 0) - i / 4 * 8 - (i & 1)));
-    S[i] = s;
-  }
+  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = transform_score(p, S[i], slope, distance + float((i & 2 ? 8 : 0) - i / 4 * 8 - (i & 1)));
 }
 
 // Keys outside [low, high) of each row score -inf. Bounds are relative to this thread's first column.
@@ -111,9 +113,7 @@ __device__ __forceinline__ void mask_scores(float (&S)[kBlockKeys / 2], int low0
   }
 }
 
-__device__ __forceinline__ void mask_tile(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view, int key_tile) {
-  int sk, diagonal, clear_begin, clear_end;
-  shared_load4(view + 16, clear_begin, clear_end, sk, diagonal);
+__device__ __forceinline__ void mask_tile(const ForwardParams& p, float (&S)[kBlockKeys / 2], int sk, int diagonal, int key_tile) {
   diagonal += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int key = key_tile * kBlockKeys + threadIdx.x % 4 * 2;
   int high0 = sk - key, high1 = high0, low = 0;
