@@ -110,37 +110,53 @@ HWY_INLINE void scale_rows(const float* HWY_RESTRICT alpha, float* HWY_RESTRICT 
   }
 }
 
-/// S[k][row] = K_k . Q[row] for kCount keys, rows apart by `lds` in S, and a multiple of
-/// kDecodeRows rows.
+/// S[k][row] = K_k . Q[row] for kCount keys, apart by `lds` in S, and kRows rows.
+template <DType kDType, int kCount, int kRows>
+HWY_INLINE void dot_block(const char* const* K, int64_t d, const float* HWY_RESTRICT Q, int64_t ldq,
+                          float* HWY_RESTRICT S, int64_t lds) {
+  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
+  const F32 f;
+  V32 acc[kCount][kRows];
+  FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+    FULGUR_UNROLL for (int i = 0; i < kRows; ++i) acc[k][i] = hn::Zero(f);
+  }
+  const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
+    V32 key[kCount];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k] + c * kSize);
+    FULGUR_UNROLL for (int i = 0; i < kRows; ++i) {
+      const V32 query = hn::Load(f, Q + i * ldq + c);
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+        acc[k][i] = hn::MulAdd(key[k], query, acc[k][i]);
+      }
+    }
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= d; c += kLanes) {
+    step(c, [](const char* at) HWY_ATTR { return load_wide<kDType>(at); });
+  }
+  if (c < d) step(c, [&](const char* at) HWY_ATTR { return load_tail<kDType>(at, d - c); });
+  FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+    FULGUR_UNROLL for (int i = 0; i < kRows; i += 4) {
+      hn::StoreU(sum_lanes(acc[k][i], acc[k][i + 1], acc[k][i + 2], acc[k][i + 3]),
+                 hn::FixedTag<float, 4>(), S + k * lds + i);
+    }
+  }
+}
+
+/// S[k][row] = K_k . Q[row] for kCount keys and a multiple of kDecodeRows rows.
 template <DType kDType, int kCount>
 HWY_INLINE void dot_rows(const char* const (&K)[kCount], int64_t d, const float* HWY_RESTRICT Q,
                          int64_t ldq, int64_t rows, float* HWY_RESTRICT S, int64_t lds) {
-  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
-  const F32 f;
-  for (int64_t r = 0; r < rows; r += kDecodeRows, Q += kDecodeRows * ldq) {
-    V32 acc[kCount][kDecodeRows];
-    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-      FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) acc[k][i] = hn::Zero(f);
+  int64_t r = 0;
+  // Where there are registers for it, eight rows share a load of K, two keys at a time.
+  if constexpr (kCount == 4) {
+    for (; r + 8 <= rows; r += 8) {
+      dot_block<kDType, 2, 8>(K, d, Q + r * ldq, ldq, S + r, lds);
+      dot_block<kDType, 2, 8>(K + 2, d, Q + r * ldq, ldq, S + 2 * lds + r, lds);
     }
-    const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
-      V32 key[kCount];
-      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k] + c * kSize);
-      FULGUR_UNROLL for (int i = 0; i < kDecodeRows; ++i) {
-        const V32 query = hn::Load(f, Q + i * ldq + c);
-        FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-          acc[k][i] = hn::MulAdd(key[k], query, acc[k][i]);
-        }
-      }
-    };
-    int64_t c = 0;
-    for (; c + kLanes <= d; c += kLanes) {
-      step(c, [](const char* at) HWY_ATTR { return load_wide<kDType>(at); });
-    }
-    if (c < d) step(c, [&](const char* at) HWY_ATTR { return load_tail<kDType>(at, d - c); });
-    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-      hn::StoreU(sum_lanes(acc[k][0], acc[k][1], acc[k][2], acc[k][3]), hn::FixedTag<float, 4>(),
-                 S + k * lds + r);
-    }
+  }
+  for (; r < rows; r += kDecodeRows) {
+    dot_block<kDType, kCount, kDecodeRows>(K, d, Q + r * ldq, ldq, S + r, lds);
   }
 }
 
