@@ -80,8 +80,8 @@ class FULGUR_API Plan {
   explicit Plan(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
   /// Computes. The tensors must have the shapes, strides, dtypes and devices planned for; the data
-  /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was null.
-  /// Throws Error(kInvalidArgument) otherwise, before anything is written.
+  /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was
+  /// null. Throws Error(kInvalidArgument) otherwise, before anything is written.
   void run(const ForwardArgs& args) const;
   void run(const BackwardArgs& args) const;
 
