@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Times fulgur's forward pass on a GPU beside PyTorch's SDPA and a cuBLAS product, in one run.
+"""Times fulgur's forward pass on a GPU beside PyTorch's SDPA, FlashAttention-3 where its Python
+package is installed, and a cuBLAS product, in one run.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
@@ -12,6 +13,7 @@ are timed. Needs torch; fulgur is called through its C API.
 import argparse
 import ctypes
 import datetime
+import importlib
 import json
 import pathlib
 import statistics
@@ -30,6 +32,7 @@ DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 GEMM = 8192
 BURST_MS, ROUNDS = 25, 7
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+FLASH3 = ("flash_attn_interface", "fa3_fwd_interface")  # modules: built from its sources, from PyPI
 
 
 class DLTensor(ctypes.Structure):
@@ -95,6 +98,18 @@ class Fulgur:
         return run
 
 
+def find_flash3():
+    """The first of FLASH3 that is installed; None, and a word about it, if none is."""
+    for name in FLASH3:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+    print(f"no FlashAttention-3: python3 has none of {', '.join(FLASH3)}", flush=True)
+    return None
+
+
 def burst_ms(run, count):
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -118,7 +133,7 @@ def turns(candidates):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def cell(fulgur, d, s, causal, gemm):
+def cell(fulgur, flash3, d, s, causal, gemm):
     heads, batch = HIDDEN // d, TOKENS // s
     q, k, v = (torch.randn(batch, s, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
@@ -132,6 +147,8 @@ def cell(fulgur, d, s, causal, gemm):
 
     ours = fulgur.forward(q, k, v, causal)
     candidates = {"fulgur": ours, **{name: peer(b) for name, b in PEERS.items()}, "gemm": gemm}
+    if flash3:
+        candidates["flash3"] = lambda: flash3.flash_attn_func(q, k, v, causal=causal)
     difference = (ours()[0].float() - candidates["cudnn"]().transpose(1, 2).float()).abs().max().item()
     if not difference < 0.05:
         sys.exit(f"gpu_report.py: d {d} S {s} causal {causal}: differs from cuDNN by {difference}")
@@ -156,7 +173,7 @@ def main():
     parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
     args = parser.parse_args()
-    fulgur = Fulgur(args.library)
+    fulgur, flash3 = Fulgur(args.library), find_flash3()
     a, b = (torch.randn(GEMM, GEMM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def gemm():
@@ -169,6 +186,7 @@ def main():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "flash3": flash3.__name__ if flash3 else None,
         "fulgur": fulgur.version(),
         "kernels_sha256": kernel_hash(),
         "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
@@ -177,7 +195,7 @@ def main():
     for d in args.d:
         for s in args.s:
             for causal in (False, True):
-                row = cell(fulgur, d, s, causal, gemm)
+                row = cell(fulgur, flash3, d, s, causal, gemm)
                 report["results"].append(row)
                 speeds = ", ".join(f"{k[:-7]} {v:.0f}" for k, v in row.items() if k.endswith("_tflops"))
                 print(f"d {d} S {s} {'causal' if causal else 'full'}: {speeds}", flush=True)

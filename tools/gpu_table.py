@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from kernel_hash import kernel_hash  # noqa: E402
 
-NAMES = {"fulgur": "fulgur", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
-COLORS = {"fulgur": "#c0392b", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
+NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
 
 def length(n):
@@ -27,9 +27,20 @@ def mask(causal):
     return "causal" if causal else "full"
 
 
+def measured(report):
+    """Keys of NAMES in the report: FlashAttention-3 is there where it was installed."""
+    return [name for name in NAMES if f"{name}_tflops" in report["results"][0]]
+
+
 def markdown(report):
     rows = report["results"]
-    wins = sum(r["fulgur_tflops"] > r["cudnn_tflops"] for r in rows)
+    peers = [name for name in measured(report) if name != "fulgur"]
+
+    def wins(name):
+        return sum(r["fulgur_tflops"] > r[f"{name}_tflops"] for r in rows)
+
+    headings = [*(NAMES[n] for n in peers), "GEMM", *(f"fulgur / {NAMES[n]}" for n in peers if n != "flash2"),
+                "fulgur / GEMM"]
     text = [
         f"# Forward on {report['gpu']}, bf16",
         "",
@@ -38,22 +49,22 @@ def markdown(report):
         f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns: the card's clock follows its"
         " load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
         "",
-        f"fulgur is faster than cuDNN in {wins} of {len(rows)} lines.",
+        "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of {len(rows)} lines.",
         "",
-        "| d | S | mask | fulgur | cuDNN | FlashAttention-2 | GEMM | fulgur / cuDNN | fulgur / GEMM | SM MHz |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| d | S | mask | fulgur | {' | '.join(headings)} | SM MHz |",
+        f"| ---: | ---: | --- | ---: |{' ---: |' * len(headings)} ---: |",
     ]
     for r in rows:
-        ours, gemm = r["fulgur_tflops"], r["gemm_tflops"]
-        text.append(
-            f"| {r['d']} | {length(r['s'])} | {mask(r['causal'])} | **{ours:.0f}** | {r['cudnn_tflops']:.0f} |"
-            f" {r['flash2_tflops']:.0f} | {gemm:.0f} | {ours / r['cudnn_tflops']:.2f} | {ours / gemm:.2f} | {r['sm_mhz']} |"
-        )
+        ours = r["fulgur_tflops"]
+        speeds = [r[f"{n}_tflops"] for n in (*peers, "gemm")]
+        ratios = [ours / r[f"{n}_tflops"] for n in (*peers, "gemm") if n != "flash2"]
+        cells = [*(f"{x:.0f}" for x in speeds), *(f"{x:.2f}" for x in ratios)]
+        text.append(f"| {r['d']} | {length(r['s'])} | {mask(r['causal'])} | **{ours:.0f}** | {' | '.join(cells)} | {r['sm_mhz']} |")
     text += ["", *(f"- {line}" for line in report["checks"])]
     return "\n".join(text).rstrip() + "\n"
 
 
-def panel(rows, x0, y0, title, top):
+def panel(rows, names, x0, y0, title, top):
     """One set of axes: speeds over lengths."""
     width, height = 250, 150
     lengths = [r["s"] for r in rows]
@@ -68,24 +79,24 @@ def panel(rows, x0, y0, title, top):
         out.append(f'<text x="{x0 + 30}" y="{y + 4:.1f}" text-anchor="end">{speed}</text>')
     for i, s in enumerate(lengths):
         out.append(f'<text x="{at(i, 0)[0]:.1f}" y="{y0 + height + 34}" text-anchor="middle">{length(s)}</text>')
-    for name, color in COLORS.items():
+    for name in names:
         points = " ".join("{:.1f},{:.1f}".format(*at(i, r[f"{name}_tflops"])) for i, r in enumerate(rows))
-        out.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        out.append(f'<polyline points="{points}" fill="none" stroke="{COLORS[name]}" stroke-width="2"/>')
     return out
 
 
 def svg(report):
-    rows = report["results"]
-    top = -(-int(max(r[f"{n}_tflops"] for r in rows for n in NAMES)) // 200) * 200
+    rows, names = report["results"], measured(report)
+    top = -(-int(max(r[f"{n}_tflops"] for r in rows for n in names)) // 200) * 200
     dims = sorted({r["d"] for r in rows})
     body = []
     for row, causal in enumerate((False, True)):
         for column, d in enumerate(dims):
             cells = [r for r in rows if r["d"] == d and r["causal"] == causal]
-            body += panel(cells, 260 * column, 200 * row, f"d {d}, {mask(causal)}: TFLOP/s by length", top)
-    for i, (name, label) in enumerate(NAMES.items()):
+            body += panel(cells, names, 260 * column, 200 * row, f"d {d}, {mask(causal)}: TFLOP/s by length", top)
+    for i, name in enumerate(names):
         body.append(f'<path d="M{40 + 150 * i} 410h20" stroke="{COLORS[name]}" stroke-width="2"/>')
-        body.append(f'<text x="{65 + 150 * i}" y="414">{label}</text>')
+        body.append(f'<text x="{65 + 150 * i}" y="414">{NAMES[name]}</text>')
     size = f'width="{260 * len(dims)}" height="425"'
     style = 'font-family="sans-serif" font-size="11" fill="#222"'
     lines = "\n".join(body)
