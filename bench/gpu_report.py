@@ -5,8 +5,9 @@ package is installed, and a cuBLAS product, in one run.
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
 bf16, 16k tokens, hidden size 2048, inputs from the standard normal distribution. All candidates of a
-shape take turns in bursts of back-to-back launches (25 ms a burst, 7 rounds), as the card's clock
-moves with its load; the median burst counts. Results of fulgur are compared with cuDNN's before they
+shape take turns in bursts of back-to-back launches (25 ms a burst, 15 rounds), as the card's clock
+moves with its load; the order of every round is drawn anew, as the load before a burst moves it too
+(by up to 5%); the median burst counts. Results of fulgur are compared with cuDNN's before they
 are timed. Needs torch; fulgur is called through its C API.
 """
 
@@ -16,6 +17,7 @@ import datetime
 import importlib
 import json
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from kernel_hash import kernel_hash  # noqa: E402
 TOKENS, HIDDEN = 16384, 2048
 DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 GEMM = 8192
-BURST_MS, ROUNDS = 25, 7
+BURST_MS, ROUNDS = 25, 15
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
 FLASH3 = ("flash_attn_interface", "fa3_fwd_interface")  # modules: built from its sources, from PyPI
 
@@ -128,8 +130,8 @@ def turns(candidates):
         counts[name] = max(2, round(BURST_MS / burst_ms(run, 3)))
     times = {name: [] for name in candidates}
     for _ in range(ROUNDS):
-        for name, run in candidates.items():
-            times[name].append(burst_ms(run, counts[name]))
+        for name in random.sample(list(candidates), len(candidates)):
+            times[name].append(burst_ms(candidates[name], counts[name]))
     return {name: statistics.median(t) for name, t in times.items()}
 
 

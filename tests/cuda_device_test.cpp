@@ -156,11 +156,12 @@ class Copied {
   explicit Copied(const Tensor& host) : host_(host), device_(host) {
     device_.data = cuda::allocate(bytes());
     device_.device = {DeviceType::kCuda, 0};
-    cuda::copy(device_.data, host.data, bytes());
+    send();
   }
   ~Copied() { cuda::deallocate(device_.data); }
   Copied(const Copied&) = delete;
   operator const Tensor&() const { return device_; }
+  void send() const { cuda::copy(device_.data, host_.data, bytes()); }
   void bring_back() const { cuda::copy(host_.data, device_.data, bytes()); }
 
  private:
@@ -184,14 +185,16 @@ TEST_F(OnGpu, EveryTileThatFits) {
                   .mask = mask},
                  static_cast<uint64_t>(d));
       const auto expected = expect(w);
-      const Copied q(w.forward.q), k(w.forward.k), v(w.forward.v);
-      for (const cuda::HopperForwardPlan& plan : cuda::hopper_forward_candidates(
-               make_problem(ForwardArgs{q, k, v, w.forward.out, w.forward.lse}, w.options),
-               cuda::target_of(gpu))) {
+      const Copied q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out),
+          lse(w.forward.lse);
+      const ForwardArgs args{q, k, v, out, lse};
+      const Problem problem = make_problem(args, w.options);
+      for (const cuda::HopperForwardPlan& plan :
+           cuda::hopper_forward_candidates(problem, cuda::target_of(gpu))) {
         w.seal();
-        const Copied out(w.forward.out), lse(w.forward.lse);
-        const ForwardArgs args{q, k, v, out, lse};
-        cuda::HopperForward(make_problem(args, w.options), gpu, plan, {}).run(args);
+        out.send();
+        lse.send();
+        cuda::HopperForward(problem, gpu, plan, {}).run(args);
         cuda::synchronize();
         out.bring_back();
         lse.bring_back();
