@@ -319,7 +319,7 @@ TEST_F(OnFakeGpu, ExplainTellsDecisionsAndRejections) {
   const ForwardCall call = forward_call({.sq = 16384, .sk = 16384, .mask = causal()});
   const std::string text = fulgur::plan(call.args, call.options).explain();
   for (const char* part : {"engine    cuda: Hopper kernels", "warpgroups of 64 rows", "Fake GPU",
-                           "longest first", "times as long", "made for d and dv up to 256",
+                           "longest first", "times as long", "made for d or dv above 128",
                            "rejected  engine cpu: computes tensors on cpu"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }

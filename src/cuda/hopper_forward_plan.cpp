@@ -33,17 +33,18 @@ constexpr Registers registers_of(int consumers) {
                           : Registers{40, 232};
 }
 
-/// Tiles for d and dv up to most_dim, and beyond those of the line before. The compiler keeps their
-/// S, O and P in registers whatever the options; with more keys or dims it would spill.
+/// Tiles for d and dv up to most_dim. The compiler keeps their S, O and P in registers whatever the
+/// options; with more keys or dims it would spill. Up to least_dim others are always faster.
 struct Tile {
   enum Scores { kPlain = 1, kTransformed = 2, kAny = 3 };  // transforming takes registers
-  int most_dim, consumers, block_keys;
+  int least_dim, most_dim, consumers, block_keys;
   Scores scores;
 };
-constexpr Tile kTiles[] = {
-    {32, 3, 112, Tile::kAny}, {64, 3, 128, Tile::kPlain}, {64, 3, 112, Tile::kTransformed},
-    {64, 4, 64, Tile::kAny},  {96, 3, 96, Tile::kAny},    {128, 3, 80, Tile::kAny},
-    {128, 3, 64, Tile::kAny}, {192, 2, 80, Tile::kAny},   {256, 2, 64, Tile::kAny}};
+constexpr Tile kTiles[] = {{0, 32, 3, 112, Tile::kAny},          {32, 64, 3, 128, Tile::kPlain},
+                           {32, 64, 3, 112, Tile::kTransformed}, {32, 64, 4, 64, Tile::kAny},
+                           {64, 96, 3, 96, Tile::kAny},          {96, 128, 3, 80, Tile::kAny},
+                           {64, 128, 3, 64, Tile::kAny},         {128, 192, 2, 80, Tile::kAny},
+                           {128, 256, 2, 64, Tile::kAny}};
 
 /// Whether scores are more than scaled: a positive scale goes into the exponent.
 bool transforms(const Problem& p) {
@@ -161,7 +162,7 @@ std::string tile_name(const HopperForwardPlan& plan) {
 
 struct Candidate {
   HopperForwardPlan plan;  // not scheduled yet
-  int most_dim = 0;        // of the tile
+  int least_dim = 0;       // of the tile
   double cost = 0;
 };
 
@@ -179,7 +180,7 @@ std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
     plan.consumer_registers = registers_of(tile.consumers).consumer;
     if (derive_stages(plan, target.shared_bytes)) {
       plan.store = store_of(p, plan.q_stages);
-      candidates.push_back({plan, tile.most_dim});
+      candidates.push_back({plan, tile.least_dim});
     } else {
       rejected->push_back(
           fmt::format("{}: two stages of K and V do not fit {} bytes of shared memory",
@@ -189,13 +190,13 @@ std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
   return candidates;
 }
 
-/// Leaves the tiles made for the least dims that serve: among those the model was fitted.
-void keep_nearest(std::vector<Candidate>& candidates, std::vector<std::string>* rejected) {
-  const int nearest = candidates.at(0).most_dim;
+/// Leaves the tiles made for such dims: among those the model was fitted.
+void keep_nearest(std::vector<Candidate>& candidates, const Problem& p,
+                  std::vector<std::string>* rejected) {
   std::erase_if(candidates, [&](const Candidate& c) {
-    if (c.most_dim == nearest) return false;
-    rejected->push_back(fmt::format("{}: made for d and dv up to {}, slower than one made for {}",
-                                    tile_name(c.plan), c.most_dim, nearest));
+    if (c.least_dim < std::max(p.d, p.dv)) return false;
+    rejected->push_back(
+        fmt::format("{}: made for d or dv above {}", tile_name(c.plan), c.least_dim));
     return true;
   });
 }
@@ -259,7 +260,7 @@ HopperForwardPlan make_hopper_forward_plan(const Problem& p, const HopperTarget&
     if (!tuned) rejected->push_back("tile tuned on this device: other tiles were measured");
   }
   if (!tuned) {
-    keep_nearest(all, rejected);
+    keep_nearest(all, p, rejected);
     for (Candidate& c : all) c.cost = predict(c.plan, p, target);
   }
   std::stable_sort(all.begin(), all.end(),
@@ -370,9 +371,9 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
           : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format("{} blocks take {} tiles{}, in sections of {} heads and a last one of {}",
-                  plan.grid, plan.tiles(), plan.has_right ? ", longest first" : "",
-                  plan.section_heads, plan.heads - plan.bulk_heads)};
+      fmt::format("{} blocks take {} tiles, longest first, in sections of {} heads and a last one "
+                  "of {}",
+                  plan.grid, plan.tiles(), plan.section_heads, plan.heads - plan.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format("the last {} tiles are cut into {} parts of their keys",
                                     plan.split_tiles(), plan.split_parts));

@@ -40,6 +40,12 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
           plan.consumers * (product / 2 + scores / rate)};
 }
 
+/// The first row of a block, as the kernel cuts sequences (sm90/forward_schedule.cuh).
+int64_t first_row(const HopperForwardPlan& plan, int64_t sq, int64_t block) {
+  const int64_t missing = plan.row_tiles * plan.consumers - (sq + 63) / 64;
+  return 64 * (plan.consumers * block - std::min(block, missing));
+}
+
 }  // namespace
 
 TileCost tile_cost(const HopperForwardPlan& plan, const Problem& p) {
@@ -49,9 +55,8 @@ TileCost tile_cost(const HopperForwardPlan& plan, const Problem& p) {
   TileCost cost;
   cost.leave_part = 512.0 * plan.consumers * (plan.value_dim / 2 + 4) / kPartBytes;
   for (int block = 0; block < plan.row_tiles; ++block) {
-    const int64_t first = int64_t{block} * plan.block_rows();
-    const KeyRange keys =
-        visible_keys(p.mask, longest, first, std::min(p.sq, first + plan.block_rows()));
+    const KeyRange keys = visible_keys(p.mask, longest, first_row(plan, p.sq, block),
+                                       std::min(p.sq, first_row(plan, p.sq, block + 1)));
     const int64_t count = keys.empty() ? 0
                                        : (keys.end + plan.block_keys - 1) / plan.block_keys -
                                              keys.begin / plan.block_keys;

@@ -16,14 +16,17 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const Tile tile = tile_of(p, item);
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;  // in flight while this tile is loaded
     const Lengths n = lengths_of(p, tile.batch);
-    const int row = tile.block * kBlockRows;
-    if (tile.block < 0 || row < n.sq) {
+    const int strip = first_strip(n, tile.block), end = first_strip(n, tile.block + 1);
+    if (tile.block < 0 || 64 * strip < n.sq) {
       const KeyTiles keys = block_key_tiles(p, n, tile);
       const int kv_head = tile.head / p.group;
 
       // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom.
       flip = (kHasLeft || kHasRight) && !flip;
-      auto group_row = [&](int group) { return row + 64 * (flip ? kConsumers - 1 - group : group); };
+      auto group_row = [&](int group) {  // n.sq: this warpgroup has none
+        const int mine = strip + (flip ? kConsumers - 1 - group : group);
+        return mine < end ? 64 * mine : n.sq;
+      };
 
       auto load_q = [&] {
         mbarrier_wait(smem + sQEmpty + 8 * q_ring.stage(), q_ring.parity());
@@ -156,13 +159,14 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (skip_front < 0) break;
     skip(skip_front);
     const u32 q = q_tile();
+    const Visible visible = visible_of_thread(p, sk, diagonal);
     float S[kBlockKeys / 2], O[kValueDim / 2];
     u32 P[kBlockKeys / 4];
     auto adjust_scores = [&](bool rightmost) {
       if (kScoreMode) transform_scores(p, S, view, diagonal, key_tile);
       bool partial = rightmost || kHasRight ? key_tile >= clear_end : false;
       if (kHasLeft) partial = partial || key_tile < clear_begin;
-      if (partial) mask_tile(p, S, sk, diagonal, key_tile);
+      if (partial) mask_scores(S, visible, key_tile);
     };
     Rows rows = {{__int_as_float(0x7f800000), __int_as_float(0x7f800000)}, {0, 0}};
 #pragma unroll
@@ -237,7 +241,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 extern __shared__ __align__(1024) unsigned char raw[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const __grid_constant__ ForwardParams p) {
-  u32 smem = u32(__cvta_generic_to_shared(raw));
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQStages; ++i) mbarrier_init(smem + sQFull + 8 * i, 1), mbarrier_init(smem + sQEmpty + 8 * i, 4 * kConsumers);
     for (int i = 0; i < kKStages; ++i) mbarrier_init(smem + sKFull + 8 * i, 1), mbarrier_init(smem + sKEmpty + 8 * i, 4 * kConsumers);

@@ -4,7 +4,6 @@
 #include "shared/mbarrier.cuh"
 
 enum : int {
-  kBlockRows = 64 * kConsumers,
   kThreads = 128 * (kConsumers + 1),
   kHeadPanels = (kHeadDim + 63) / 64,  // tiles lie in shared memory as panels of 64 columns = 128 bytes, swizzled
   kValuePanels = (kValueDim + 63) / 64,

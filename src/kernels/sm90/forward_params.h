@@ -24,12 +24,7 @@
 //   kGuardBySum     how the running maximum is kept: 1 by looking at row sums (faster, everywhere), 0 by looking at scores
 //   kSplitTail      1: items from first_split_tile on are split over keys (see below)
 //
-// Tiles that compile without spills and were measured (max(d, dv) rounded up to the first column):
-//   d <= 32    kConsumers 3, kBlockKeys 112, kQStages 2, kKStages 4, kVStages 4
-//   d <= 64    3, 128, 2, 4, 4; keys < 8192 with a band, or < 4096: kConsumers 4, kBlockKeys 64, 2, 6, 6
-//   d <= 96    3,  96, 2, 3, 2
-//   d <= 128   3,  80, 2, 3, 3; keys < 8192: kBlockKeys 64, 2, 4, 4
-//   d <= 192   2,  80, 1, 3, 2            d <= 256    2, 64, 1, 3, 2
+// The tiles that compile without spills are in cuda/hopper_forward_plan.cpp.
 //
 // Embedded text: sm90/forward.cu includes plan.h, sm90/forward_{layout,schedule,softmax,output}.cuh, sm90/forward_params.h and
 // shared/{mbarrier,misc,tma,wgmma}.cuh by these names. NVRTC: --gpu-architecture=sm_90a --std=c++20 --modify-stack-limit=false -default-device.
@@ -82,7 +77,7 @@ struct ForwardParams {
   float softcap_log2;         // kSoftcap: softcap * log2(e)
 
   // Scheduling. A tile is Br rows of one (batch, head). Tiles are numbered by sections of consecutive heads (batch-major: batch * hq + head);
-  // inside a section row blocks are outermost, longest first where kHasRight, and heads innermost. A block takes item blockIdx.x first, then
+  // inside a section row blocks are outermost, the last first, and heads innermost. A block takes item blockIdx.x first, then
   // grid + atomicAdd(counters, 1).
   int row_tiles;              // ceil(longest sq / Br)
   int heads;                  // b * hq

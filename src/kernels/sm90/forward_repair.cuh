@@ -68,9 +68,9 @@ __device__ __forceinline__ void compute_row(const ForwardParams& p, const Place&
   }
 }
 
-// The 16 rows of a warp from `row` on, which it has stored; rows whose scores are NaN stay as they are. No part of the caller, whose registers
-// it would disturb.
-__device__ __noinline__ void repair_rows(const ForwardParams& p, Place place, Lengths n, int row, Rows rows) {
+// The 16 rows of a warp from `row` on, which it has stored; rows whose scores are NaN stay as they are. Part of the caller: a call would take
+// the uniform registers of the main loop.
+__device__ __forceinline__ void repair_rows(const ForwardParams& p, const Place& place, const Lengths& n, int row, const Rows& rows) {
   const float infinity = __int_as_float(0x7f800000);
   if (!hidden_poison(p, place, n, row)) return;
   tma_store_wait();

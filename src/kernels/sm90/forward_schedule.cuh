@@ -5,7 +5,7 @@
 #include "shared/misc.cuh"
 
 struct Tile {
-  int block, head, batch, part;  // row block of Br rows, < 0: no more work; part of a split tile, < 0: not split
+  int block, head, batch, part;  // block of up to Br rows, < 0: no more work; part of a split tile, < 0: not split
   int split;                     // which split tile
 };
 
@@ -39,11 +39,17 @@ __device__ __forceinline__ Tile tile_of(const ForwardParams& p, int item) {
   const int first_head = last ? p.bulk_heads : item / (section_heads * p.row_tiles) * section_heads;
   const int rest = item - first_head * p.row_tiles;
   const int head = first_head + rest % section_heads;
-  tile.block = rest / section_heads;
-  if (kHasRight) tile.block = p.row_tiles - 1 - tile.block;  // longest first
+  tile.block = p.row_tiles - 1 - rest / section_heads;  // longest first
   tile.head = head % p.hq;
   tile.batch = head / p.hq;
   return tile;
+}
+
+// The rows of a sequence are cut into strips of 64, one for each warpgroup of a block. Where they do not come out even, blocks at the beginning
+// have one less: under a band their tiles are the shortest.
+__device__ __forceinline__ int first_strip(const Lengths& n, int block) {
+  const int strips = (n.sq + 63) / 64, missing = (kConsumers - strips % kConsumers) % kConsumers;
+  return kConsumers * block - min(block, missing);
 }
 
 // Keys [begin, end) that a row may see; none when begin >= end.
@@ -69,8 +75,7 @@ __device__ __forceinline__ KeyTiles key_tiles(const ForwardParams& p, const Leng
 
 // The key tiles that a tile loads, or one part of it.
 __device__ __forceinline__ KeyTiles block_key_tiles(const ForwardParams& p, const Lengths& n, const Tile& tile) {
-  const int first = tile.block * kBlockRows;
-  KeyTiles keys = key_tiles(p, n, first, min(first + kBlockRows, n.sq) - 1);
+  KeyTiles keys = key_tiles(p, n, 64 * first_strip(n, tile.block), min(64 * first_strip(n, tile.block + 1), n.sq) - 1);
   if (kSplitTail && tile.part >= 0) {
     const int count = keys.end - keys.begin;
     keys.end = keys.begin + count * (tile.part + 1) / p.split_parts;

@@ -11,12 +11,13 @@ struct Rows {
 
 __device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4], float c, float shift0, float shift1,
                                              float& sum0, float& sum1) {
-  float a0 = 0, a1 = 0, b0 = 0, b1 = 0;
+  float a0, a1, b0, b1;  // four short sums
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 4) {
     const float p0 = exp2_fast(__fmaf_rn(S[i], c, shift0)), p1 = exp2_fast(__fmaf_rn(S[i + 1], c, shift0));
     const float p2 = exp2_fast(__fmaf_rn(S[i + 2], c, shift1)), p3 = exp2_fast(__fmaf_rn(S[i + 3], c, shift1));
-    a0 += p0, a1 += p1, b0 += p2, b1 += p3;
+    if (i == 0) a0 = p0, a1 = p1, b0 = p2, b1 = p3;
+    else a0 += p0, a1 += p1, b0 += p2, b1 += p3;
     P[i / 2] = pack(p0, p1);
     P[i / 2 + 1] = pack(p2, p3);
   }
@@ -102,25 +103,31 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
   for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = transform_score(p, S[i], slope, distance + float((i & 2 ? 8 : 0) - i / 4 * 8 - (i & 1)));
 }
 
-// Keys outside [low, high) of each row score -inf. Bounds are relative to this thread's first column.
-__device__ __forceinline__ void mask_scores(float (&S)[kBlockKeys / 2], int low0, int high0, int low1, int high1) {
+// The keys that rows r and r + 8 of this thread may see, [low, high0) and [low + 8, high1), relative to its first column.
+struct Visible {
+  int low, high0, high1;
+};
+
+__device__ __forceinline__ Visible visible_of_thread(const ForwardParams& p, int sk, int diagonal) {
+  const int column = threadIdx.x % 4 * 2;
+  diagonal += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  Visible visible = {0, sk - column, sk - column};
+  if (kHasRight) {
+    visible.high0 = min(visible.high0, diagonal + p.window_right + 1 - column);
+    visible.high1 = min(visible.high1, diagonal + 8 + p.window_right + 1 - column);
+  }
+  if (kHasLeft) visible.low = diagonal - p.window_left - column;
+  return visible;
+}
+
+// All other keys score -inf.
+__device__ __forceinline__ void mask_scores(float (&S)[kBlockKeys / 2], const Visible& visible, int key_tile) {
+  const int key = key_tile * kBlockKeys, low = visible.low - key, high0 = visible.high0 - key, high1 = visible.high1 - key;
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
     const int column = i / 4 * 8 + (i & 1);
-    bool visible = column < (i & 2 ? high1 : high0);
-    if (kHasLeft) visible = visible && column >= (i & 2 ? low1 : low0);
-    S[i] = visible ? S[i] : -__int_as_float(0x7f800000);
+    bool seen = column < (i & 2 ? high1 : high0);
+    if (kHasLeft) seen = seen && column >= (i & 2 ? low + 8 : low);
+    S[i] = seen ? S[i] : -__int_as_float(0x7f800000);
   }
-}
-
-__device__ __forceinline__ void mask_tile(const ForwardParams& p, float (&S)[kBlockKeys / 2], int sk, int diagonal, int key_tile) {
-  diagonal += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  const int key = key_tile * kBlockKeys + threadIdx.x % 4 * 2;
-  int high0 = sk - key, high1 = high0, low = 0;
-  if (kHasRight) {
-    high1 = min(high0, diagonal + 8 + p.window_right + 1 - key);
-    high0 = min(high0, diagonal + p.window_right + 1 - key);
-  }
-  if (kHasLeft) low = diagonal - p.window_left - key;
-  mask_scores(S, low, high0, low + 8, high1);
 }
