@@ -23,7 +23,7 @@ check() {
   shift
   log="$to/$name.log"
   if with_libraries "$@" >"$log" 2>&1; then
-    echo "$name: passed" >>"$checks"
+    { echo "$name: passed"; sed -n 's/^host time: /host_time: /p' "$log"; } >>"$checks"
     rm "$log"
   else
     tail -40 "$log"

@@ -16,6 +16,7 @@ namespace {
 constexpr int kMostDim = 256;
 constexpr int kMostParts = 8;  // the kernel keeps a part's number in 3 bits
 constexpr int kLongKeys = 2048;
+constexpr int kSharers = 4;          // multiprocessors at the same K and V, or memory binds
 constexpr int kPanelRowBytes = 128;  // tiles lie as panels of 64 columns
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
@@ -106,14 +107,16 @@ bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
 /// that K and V come to L2 once and little by little, beside the copies of other heads. The last
-/// one is as long as it takes to leave the multiprocessors with short tiles at the end.
+/// one is as long as it takes to leave the multiprocessors with short tiles at the end. Under a
+/// band all heads may be in it, if enough multiprocessors share the K and V of each.
 void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
   const bool band = plan.has_left || plan.has_right;
-  const int tiles = !band ? 1 : p.sk < kLongKeys ? 3 : 5;  // a multiprocessor
+  const int tiles = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // a multiprocessor
   const int64_t heads = ceil_div(int64_t{tiles} * multiprocessors, std::max(plan.row_tiles, 1));
   const int64_t last = ceil_div(heads, p.group()) * p.group();
+  const bool shared = p.batch * p.hk * kSharers <= multiprocessors;
   plan.section_heads = static_cast<int>(p.group());
-  plan.bulk_heads = 2 * last > plan.heads ? 0 : static_cast<int>(plan.heads - last);
+  plan.bulk_heads = (band && shared) || last > plan.heads ? 0 : static_cast<int>(plan.heads - last);
 }
 
 /// Decides how tiles are shared out, and returns the predicted cycles.
