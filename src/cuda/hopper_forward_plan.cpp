@@ -358,7 +358,6 @@ std::string plan_header(const HopperForwardPlan& plan) {
   add("kHasLse", plan.has_lse);
   add("kSplitTail", plan.split_tail);
   add("kStore", static_cast<int>(plan.store));
-  add("kGuardBySum", 1);  // the faster way for every tile
   return text + "};\n";
 }
 

@@ -13,8 +13,7 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,
   kKBytes = kHeadPanels * kPanelBytes,
   kVBytes = kValuePanels * kPanelBytes,
-  kLag = 8,  // log2 of how far P may outgrow 1 before the maximum moves, by scores
-  kSumLimit = FULGUR_INPUT[0] == 'b' ? 1 << 24 : 1 << 12,  // the same by row sums; f16 holds 65504 at most
+  kSumLimit = FULGUR_INPUT[0] == 'b' ? 1 << 24 : 1 << 12,  // of a row of P before the maximum moves; f16 holds 65504 at most
 };
 
 enum Store { kStoreTiles, kStoreRows, kStoreElements };

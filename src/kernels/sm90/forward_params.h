@@ -21,7 +21,6 @@
 //   kStore          how O leaves. kStoreTiles: by the copy engine. kStoreRows: from registers, 16 bytes at a time, where there is one buffer of
 //                   Q, which is wanted back. kStoreElements: from registers by elements, where rows of O are not multiples of 16 bytes,
 //                   strides and base included: the copy engine cannot address those strides, and writes multiples of 16 bytes
-//   kGuardBySum     how the running maximum is kept: 1 by looking at row sums (faster, everywhere), 0 by looking at scores
 //   kSplitTail      1: items from first_split_tile on are split over keys (see below)
 //
 // The tiles that compile without spills are in cuda/hopper_forward_plan.cpp.
@@ -88,10 +87,8 @@ struct ForwardParams {
   int items;                  // tiles, or with kSplitTail first_split_tile + (tiles - first_split_tile) * split_parts
   int* counters;              // [2] zero before the first launch; every launch leaves them zero. One launch at a time may use them.
 
-  // kSplitTail (full masks, long keys, d <= 128): worth it when rest = tiles % multiprocessors can be cut into k <= 4 parts with
-  // ceil(rest * k / multiprocessors) / k <= 1 - 0.03 * waves: +4% at 10.4 waves, nothing for causal.
-  // The last tiles, too few to fill the multiprocessors, are cut into split_parts runs of keys; each part leaves its O and its
-  // row statistics in `partial`, and the part that finishes last combines them in order and writes O and LSE.
+  // kSplitTail (full masks): the last tiles, too few to fill the multiprocessors, are cut into split_parts runs of keys; each part leaves its O
+  // and its row statistics in `partial`, and the part that finishes last combines them in order and writes O and LSE.
   int first_split_tile;
   int split_parts;            // <= 8
   float* partial;             // [split tiles][kConsumers][split_parts][kValueDim / 2 + 4][128] floats

@@ -48,19 +48,17 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
   rows.sum[0] *= factor0, rows.sum[1] *= factor1;
 }
 
-// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag behind and moves only when some row of the warp asks.
-// kGuardBySum: rows ask when their sum says that P has outgrown kSumLimit, and no maximum is computed until then; otherwise when a score
-// exceeds the maximum in use by 2^kLag. Rows without a key so far (shift = +inf) and non-finite scores always ask.
+// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag behind. No new one is computed until the sum of some row of
+// the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf) and non-finite scores always say so.
 template <bool first>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4], float (&O)[kValueDim / 2], Rows& rows,
                                              float c) {
   const float infinity = __int_as_float(0x7f800000);
   float sum0, sum1;
-  bool settled = false;
-  if (kGuardBySum && !first) {
+  if (!first) {
     exponentials(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1);
-    settled = sum0 + sum1 <= float(kSumLimit);
-    if (!__any_sync(0xffffffff, !settled)) {
+    const bool settled = sum0 + sum1 <= float(kSumLimit);
+    if (!__any_sync(0xffffffff, !settled)) {  // __all_sync(settled) takes more registers
       rows.sum[0] += sum0, rows.sum[1] += sum1;
       return;
     }
@@ -71,8 +69,7 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
     max0 = fmaxf(max0, fmaxf(S[i], S[i + 1]));
     max1 = fmaxf(max1, fmaxf(S[i + 2], S[i + 3]));
   }
-  if (!kGuardBySum) settled = __fmaf_rn(max0, c, rows.shift[0]) <= kLag && __fmaf_rn(max1, c, rows.shift[1]) <= kLag;
-  if (first || kGuardBySum || __any_sync(0xffffffff, !settled)) rescale<first>(O, rows, max0, max1, c);
+  rescale<first>(O, rows, max0, max1, c);
   exponentials(S, P, c, rows.shift[0] == infinity ? 0 : rows.shift[0], rows.shift[1] == infinity ? 0 : rows.shift[1], sum0, sum1);
   rows.sum[0] += sum0, rows.sum[1] += sum1;
 }
