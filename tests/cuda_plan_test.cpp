@@ -214,8 +214,10 @@ TEST(HopperPlan, TakesTheMeasuredTiles) {
     return std::pair(plan.consumers, plan.block_keys);
   };
   for (const Mask& mask : {full(), causal()}) {
-    EXPECT_EQ(tile(64, 16384, mask), std::pair(3, 128));
-    EXPECT_EQ(tile(64, 1024, mask), std::pair(4, 64));
+    for (const int64_t s : {2048, 4096, 8192, 16384}) {
+      EXPECT_EQ(tile(64, s, mask), std::pair(3, 128));
+    }
+    for (const int64_t s : {512, 1024}) EXPECT_EQ(tile(64, s, mask), std::pair(4, 64));
     EXPECT_EQ(tile(96, 16384, mask), std::pair(3, 96));
     EXPECT_EQ(tile(96, 512, mask), std::pair(3, 64));
     EXPECT_EQ(tile(128, 16384, mask), std::pair(3, 80));

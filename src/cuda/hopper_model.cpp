@@ -10,12 +10,12 @@ namespace {
 
 // Measured on an H200.
 constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
-constexpr double kSoftmaxScores = 10.5;   // scores a cycle beside busy tensor cores, all warpgroups
+constexpr double kSoftmaxScores = 11.2;   // scores a cycle beside busy tensor cores, all warpgroups
 constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
 constexpr double kTransformScores = 5;    // the same with softcap or ALiBi
 constexpr double kCopyBytes = 43;         // from L2 a cycle
 constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
-constexpr double kSoftmaxTurn = 16;       // the same where softmax binds
+constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
 constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
 constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
 constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
@@ -24,7 +24,7 @@ constexpr double kSplitLoop = 1.03;  // whole tiles of a kernel that can split t
 
 struct KeyTile {
   double steady;  // cycles between two of them
-  double ends;    // first S and softmax of a tile, where all warpgroups wait for the same units
+  double ends;    // first S and softmax of a tile, where warpgroups wait for the same units
 };
 
 KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
@@ -34,10 +34,12 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
   const double rate = plan.transforms_scores ? kTransformScores : kSoftmaxScores;
   const double alone = plan.transforms_scores ? kTransformScores : kSoftmaxAlone;
   const double copy = 2 * plan.block_keys * dims / kCopyBytes;
-  return {std::max({plan.consumers * (product + kProductTurn),
-                    plan.consumers * (scores / rate + kSoftmaxTurn), copy,
-                    product + scores / alone + kChainCycles}),
-          plan.consumers * (product / 2 + scores / rate)};
+  const double products = plan.consumers * (product + kProductTurn);
+  const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);
+  // Where softmax binds, that of the other warpgroups goes on meanwhile.
+  const int waiting = softmax > products ? 1 : plan.consumers;
+  return {std::max({products, softmax, copy, product + scores / alone + kChainCycles}),
+          waiting * (product / 2 + scores / rate)};
 }
 
 /// The first row of a block, as the kernel cuts sequences (sm90/forward_schedule.cuh).
