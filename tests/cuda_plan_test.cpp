@@ -295,6 +295,41 @@ TEST(HopperModel, IsSane) {
   EXPECT_NEAR(predicted_cycles({100, 100}, 133, 133, 1, 132), 200, 1e-9);
 }
 
+// 1024 rows are 16 strips of 64: with three warpgroups 2, 2, 3, 3, 3 and 3 a block.
+TEST(HopperModel, ShortBlocksComeFirst) {
+  const auto cost = [](int64_t sk, const Mask& mask) {
+    const Problem p = forward_problem({.sq = 1024, .sk = sk, .mask = mask});
+    HopperForwardPlan plan = plan_of(p);
+    plan.consumers = 3;
+    plan.block_keys = 64;
+    plan.row_tiles = 6;
+    return tile_cost(plan, p);
+  };
+  const double key_tile = (cost(1024, full()).mean - cost(512, full()).mean) / 8;
+  const TileCost causal_cost = cost(1024, causal());
+  const double mean_tiles = (2 + 4 + 7 + 10 + 13 + 16) / 6.0;
+  EXPECT_NEAR((causal_cost.longest - causal_cost.mean) / key_tile, 16 - mean_tiles, 1e-6);
+}
+
+// All heads at once under a band only where enough multiprocessors share each.
+TEST(HopperPlan, HeadsInOneSection) {
+  const auto bulk = [](int64_t s, int64_t hk, const Mask& mask) {
+    return plan_of(forward_problem({.batch = 16384 / s,
+                                    .sq = s,
+                                    .sk = s,
+                                    .hq = 8,
+                                    .hk = hk,
+                                    .d = 256,
+                                    .mask = mask}))
+        .bulk_heads;
+  };
+  EXPECT_EQ(bulk(16384, 8, causal()), 0);
+  EXPECT_EQ(bulk(4096, 8, causal()), 0);
+  EXPECT_GT(bulk(2048, 8, causal()), 0);
+  EXPECT_EQ(bulk(2048, 4, causal()), 0);  // query heads share, too
+  EXPECT_GT(bulk(16384, 8, full()), 0);
+}
+
 TEST(HopperRejects, NamesWhatAndWhatInstead) {
   const auto why = [](const test::ForwardShape& shape) {
     return hopper_forward_rejects(forward_problem(shape));

@@ -36,8 +36,11 @@ check() {
 check tests_device "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='-*.HostTime' &
 device=$!
 check tests_attention "$packed/attention_test" --gtest_brief=1 --gtest_filter='*/cuda_*' &
-wait $device
-wait $!
+attention=$!
+status=0
+wait $device || status=1
+wait $attention || status=1
+[ $status = 0 ]
 check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
 sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_device_test" --gtest_brief=1 \

@@ -39,27 +39,27 @@ def markdown(report):
     def wins(name):
         return sum(r["fulgur_tflops"] > r[f"{name}_tflops"] for r in rows)
 
-    headings = [*(NAMES[n] for n in peers), "GEMM", *(f"fulgur / {NAMES[n]}" for n in peers if n != "flash2"),
-                "fulgur / GEMM"]
+    speeds = {**{f"{n}_tflops": NAMES[n] for n in peers}, "gemm_tflops": "GEMM"}
+    ratios = {key: f"fulgur / {heading}" for key, heading in speeds.items() if key != "flash2_tflops"}
+    flash3 = f", FlashAttention-3 of {report['flash3']}" if "flash3" in peers else ""
     text = [
         f"# Forward on {report['gpu']}, bf16",
         "",
         f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
-        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, kernels"
+        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3}, kernels"
         f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns: the card's clock follows its"
         " load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
         "",
         "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of {len(rows)} lines.",
         "",
-        f"| d | S | mask | fulgur | {' | '.join(headings)} | SM MHz |",
-        f"| ---: | ---: | --- | ---: |{' ---: |' * len(headings)} ---: |",
+        f"| d | S | mask | fulgur | {' | '.join([*speeds.values(), *ratios.values()])} | SM MHz |",
+        f"| ---: | ---: | --- | ---: |{' ---: |' * len([*speeds, *ratios])} ---: |",
     ]
     for r in rows:
         ours = r["fulgur_tflops"]
-        speeds = [r[f"{n}_tflops"] for n in (*peers, "gemm")]
-        ratios = [ours / r[f"{n}_tflops"] for n in (*peers, "gemm") if n != "flash2"]
-        cells = [*(f"{x:.0f}" for x in speeds), *(f"{x:.2f}" for x in ratios)]
-        text.append(f"| {r['d']} | {length(r['s'])} | {mask(r['causal'])} | **{ours:.0f}** | {' | '.join(cells)} | {r['sm_mhz']} |")
+        cells = [r["d"], length(r["s"]), mask(r["causal"]), f"**{ours:.0f}**", *(f"{r[key]:.0f}" for key in speeds),
+                 *(f"{ours / r[key]:.2f}" for key in ratios), r["sm_mhz"]]
+        text.append(f"| {' | '.join(map(str, cells))} |")
     text += ["", *(f"- {line}" for line in report["checks"])]
     return "\n".join(text).rstrip() + "\n"
 

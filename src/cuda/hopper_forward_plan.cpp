@@ -35,10 +35,11 @@ constexpr Registers registers_of(int consumers) {
 }
 
 /// Tiles for d and dv up to most_dim. The compiler keeps their S, O and P in registers whatever the
-/// options; with more keys or dims it would spill. Up to least_dim others are always faster.
+/// options; with more keys or dims it would spill. The model was fitted to those above above_dim;
+/// for less only tuning takes them.
 struct Tile {
   enum Scores { kPlain = 1, kTransformed = 2, kAny = 3 };  // transforming takes registers
-  int least_dim, most_dim, consumers, block_keys;
+  int above_dim, most_dim, consumers, block_keys;
   Scores scores;
 };
 constexpr Tile kTiles[] = {{0, 32, 3, 112, Tile::kAny},          {32, 64, 3, 128, Tile::kPlain},
@@ -165,7 +166,7 @@ std::string tile_name(const HopperForwardPlan& plan) {
 
 struct Candidate {
   HopperForwardPlan plan;  // not scheduled yet
-  int least_dim = 0;       // of the tile
+  int above_dim = 0;       // of the tile
   double cost = 0;
 };
 
@@ -183,7 +184,7 @@ std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
     plan.consumer_registers = registers_of(tile.consumers).consumer;
     if (derive_stages(plan, target.shared_bytes)) {
       plan.store = store_of(p, plan.q_stages);
-      candidates.push_back({plan, tile.least_dim});
+      candidates.push_back({plan, tile.above_dim});
     } else {
       rejected->push_back(
           fmt::format("{}: two stages of K and V do not fit {} bytes of shared memory",
@@ -193,13 +194,13 @@ std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
   return candidates;
 }
 
-/// Leaves the tiles made for such dims: among those the model was fitted.
-void keep_nearest(std::vector<Candidate>& candidates, const Problem& p,
-                  std::vector<std::string>* rejected) {
+/// Leaves the tiles that the model was fitted to.
+void keep_fitted(std::vector<Candidate>& candidates, const Problem& p,
+                 std::vector<std::string>* rejected) {
   std::erase_if(candidates, [&](const Candidate& c) {
-    if (c.least_dim < std::max(p.d, p.dv)) return false;
+    if (c.above_dim < std::max(p.d, p.dv)) return false;
     rejected->push_back(
-        fmt::format("{}: made for d or dv above {}", tile_name(c.plan), c.least_dim));
+        fmt::format("{}: made for d or dv above {}", tile_name(c.plan), c.above_dim));
     return true;
   });
 }
@@ -263,7 +264,7 @@ HopperForwardPlan make_hopper_forward_plan(const Problem& p, const HopperTarget&
     if (!tuned) rejected->push_back("tile tuned on this device: other tiles were measured");
   }
   if (!tuned) {
-    keep_nearest(all, p, rejected);
+    keep_fitted(all, p, rejected);
     for (Candidate& c : all) c.cost = predict(c.plan, p, target);
   }
   std::stable_sort(all.begin(), all.end(),
@@ -373,9 +374,9 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
           : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format("{} blocks take {} tiles, longest first, in sections of {} heads and a last one "
-                  "of {}",
-                  plan.grid, plan.tiles(), plan.section_heads, plan.heads - plan.bulk_heads)};
+      fmt::format("{} blocks take {} tiles{}, in sections of {} heads and a last one of {}",
+                  plan.grid, plan.tiles(), plan.has_right ? ", longest first" : "",
+                  plan.section_heads, plan.heads - plan.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format("the last {} tiles are cut into {} parts of their keys",
                                     plan.split_tiles(), plan.split_parts));

@@ -12,7 +12,7 @@ struct TileCost {
 
 /// Predicts the tiles of a plan whose tile and stages are set: each key tile takes as long as the
 /// slowest of tensor cores, softmax, copies, and one warpgroup's own chain of the first two; at the
-/// ends of a tile nothing overlaps.
+/// ends of a tile the tensor cores' work overlaps with nothing, where they bind.
 TileCost tile_cost(const HopperForwardPlan& plan, const Problem& problem);
 
 /// Predicts a launch of `tiles` tiles, those from `first_split` on cut into `parts`.
