@@ -6,7 +6,7 @@
 
 #include "cuda/hopper_forward.h"
 #include "cuda/hopper_model.h"
-#include "cuda_problem.h"
+#include "forward_call.h"
 
 // The device text, read by the host's compiler: the instructions in it are never emitted.
 #define __device__

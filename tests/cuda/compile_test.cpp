@@ -14,7 +14,7 @@
 
 #include "cuda/hopper_forward.h"
 #include "cuda/jit.h"
-#include "cuda_problem.h"
+#include "forward_call.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
 

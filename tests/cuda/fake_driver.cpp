@@ -2,7 +2,7 @@
 // FAKE_CUDA_CAPABILITY (default 90), whose memory is the host's and whose kernels do nothing, in a
 // millisecond. It records what it is asked. FAKE_CUDA_DEVICES is the number of devices,
 // FAKE_CUDA_INIT the result of cuInit.
-#include "cuda_fake_driver.h"
+#include "fake_driver.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -11,8 +11,8 @@
 
 #include "cuda/nvrtc.h"
 #include "cuda/tuning.h"
-#include "cuda_fake_driver.h"
-#include "cuda_problem.h"
+#include "fake_driver.h"
+#include "forward_call.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
 #include "fulgur/version.h"
