@@ -54,17 +54,37 @@ def dl(t):
                     dims(*t.stride()), 0)
 
 
-class Options(ctypes.Structure):
-    """fulgur_options of include/fulgur/c.h."""
+class Struct(ctypes.Structure):
+    """A struct of include/fulgur/c.h: its size first, then all 0 but what is given."""
 
+    def __init__(self, **given):
+        super().__init__(struct_size=ctypes.sizeof(self), **given)
+
+
+def fields(*names, of=ctypes.c_void_p):
+    return [(name, of) for name in names]
+
+
+class Options(Struct):
     _fields_ = [
-        ("struct_size", ctypes.c_size_t), ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64),
-        ("scale", ctypes.c_void_p), ("softcap", ctypes.c_double), ("alibi_slopes", ctypes.c_void_p),
-        ("dropout_p", ctypes.c_double), ("dropout_seed", ctypes.c_uint64), ("dropout_offset", ctypes.c_uint64),
-        ("cu_seqlens_q", ctypes.c_void_p), ("cu_seqlens_k", ctypes.c_void_p), ("max_seqlen_q", ctypes.c_int64),
-        ("max_seqlen_k", ctypes.c_int64), ("seqused_k", ctypes.c_void_p), ("deterministic", ctypes.c_int),
-        ("invariant", ctypes.c_int), ("threads", ctypes.c_int), ("engine", ctypes.c_char_p),
-        ("stream", ctypes.c_void_p),
+        *fields("struct_size", of=ctypes.c_size_t),
+        *fields("window_left", "window_right", of=ctypes.c_int64), *fields("scale"),
+        *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
+        *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
+    ]
+
+
+class ForwardArgs(Struct):
+    _fields_ = [
+        *fields("struct_size", of=ctypes.c_size_t), *fields("q", "k", "v", "out", "lse"),
+        *fields("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+    ]
+
+
+class Run(Struct):
+    _fields_ = [
+        *fields("struct_size", of=ctypes.c_size_t), *fields("stream", "workspace"),
+        *fields("workspace_bytes", of=ctypes.c_int64), *fields("dropout_seed", "dropout_offset", of=ctypes.c_uint64),
     ]
 
 
@@ -82,21 +102,18 @@ class Fulgur:
         out = torch.full_like(q, float("nan"))
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), device=q.device)
         tensors = [dl(t) for t in (q, k, v, out, lse)]
-        arguments = [ctypes.byref(t) for t in tensors]
-        options = Options()
-        self.lib.fulgur_options_init(ctypes.byref(options))
-        if options.struct_size != ctypes.sizeof(options):
-            sys.exit(f"gpu_report.py: fulgur_options has {options.struct_size} bytes, want {ctypes.sizeof(options)}")
-        options.window_right = 0 if causal else -1
-        options.engine = b"cuda"
-        options.stream = torch.cuda.current_stream().cuda_stream
+        names = ("q", "k", "v", "out", "lse")
+        args = ForwardArgs(**{name: ctypes.addressof(t) for name, t in zip(names, tensors)})
+        options = Options(window_left=-1, window_right=0 if causal else -1, engine=b"cuda")
+        stream = Run(stream=torch.cuda.current_stream().cuda_stream)
+        arguments = [ctypes.byref(s) for s in (args, options, stream)]
 
         def run():
-            if self.lib.fulgur_forward(*arguments, ctypes.byref(options)) != 0:
+            if self.lib.fulgur_forward(*arguments) != 0:
                 sys.exit(f"gpu_report.py: {self.lib.fulgur_last_error().decode()}")
             return out, lse
 
-        run.keep = tensors
+        run.keep = (tensors, args, options, stream)
         return run
 
 

@@ -72,7 +72,7 @@ Picture nonlocal_means(const Picture& noisy, float sigma, Cost* cost) {
   const fulgur::ForwardArgs args{
       .q = Tensor::contiguous(q.data(), DType::kF32, {1, N, 1, kDim}),
       .k = Tensor::contiguous(k.data(), DType::kF32, {1, N, 1, kDim}),
-      .v = Tensor::contiguous(noisy.rgb.data(), DType::kF32, {1, N, 1, 3}),
+      .v = fulgur::ConstTensor::contiguous(noisy.rgb.data(), DType::kF32, {1, N, 1, 3}),
       .out = Tensor::contiguous(result.rgb.data(), DType::kF32, {1, N, 1, 3}),
       .lse = Tensor::contiguous(lse.data(), DType::kF32, {1, 1, N})};
   const auto start = std::chrono::steady_clock::now();

@@ -31,7 +31,7 @@ struct View {
   nb::ndarray<nb::ro> memory;
 };
 
-/// A plan and the Python options it was made of: they own the tensors that the plan points to.
+/// A plan and the Python options it was made of: they own the tensors that every run takes.
 struct PlanOf {
   fulgur::Plan plan;
   nb::dict options;
@@ -123,22 +123,13 @@ BackwardArgs backward_args(const View& dout, const View& q, const View& k, const
 
 /// The options of __init__.py's _options, types and integer ranges checked there.
 fulgur::Options read_options(const nb::dict& from) {
-  const auto tensor = [&](const char* name) {
-    return tensor_of(nb::cast<const View*>(from[name]));
-  };
   fulgur::Options to;
   to.mask = {.left = nb::cast<int64_t>(from["left"]), .right = nb::cast<int64_t>(from["right"])};
   if (!from["scale"].is_none()) to.scale = nb::cast<double>(from["scale"]);
   to.softcap = nb::cast<double>(from["softcap"]);
-  to.alibi_slopes = tensor("alibi_slopes");
-  to.dropout = {.p = nb::cast<double>(from["dropout_p"]),
-                .seed = nb::cast<uint64_t>(from["seed"]),
-                .offset = nb::cast<uint64_t>(from["offset"])};
-  to.cu_seqlens_q = tensor("cu_seqlens_q");
-  to.cu_seqlens_k = tensor("cu_seqlens_k");
+  to.dropout_p = nb::cast<double>(from["dropout_p"]);
   to.max_seqlen_q = nb::cast<int64_t>(from["max_seqlen_q"]);
   to.max_seqlen_k = nb::cast<int64_t>(from["max_seqlen_k"]);
-  to.seqused_k = tensor("seqused_k");
   to.deterministic = nb::cast<bool>(from["deterministic"]);
   to.invariant = nb::cast<bool>(from["invariant"]);
   to.threads = nb::cast<int>(from["threads"]);
@@ -146,8 +137,22 @@ fulgur::Options read_options(const nb::dict& from) {
   return to;
 }
 
+/// The tensors and numbers among them that belong to a call.
 template <class Args>
-PlanOf make_plan(const Args& args, const nb::dict& options) {
+Args with_extras(Args args, const nb::dict& from) {
+  const auto tensor = [&](const char* name) {
+    return tensor_of(nb::cast<const View*>(from[name]));
+  };
+  args.alibi_slopes = tensor("alibi_slopes");
+  args.cu_seqlens_q = tensor("cu_seqlens_q");
+  args.cu_seqlens_k = tensor("cu_seqlens_k");
+  args.seqused_k = tensor("seqused_k");
+  return args;
+}
+
+template <class Args>
+PlanOf make_plan(const Args& tensors, const nb::dict& options) {
+  const Args args = with_extras(tensors, options);
   const fulgur::Options read = read_options(options);
   const auto plan_unlocked = [&] {
     nb::gil_scoped_release unlocked;
@@ -157,9 +162,12 @@ PlanOf make_plan(const Args& args, const nb::dict& options) {
 }
 
 template <class Args>
-void run(const PlanOf& of, const Args& args) {
+void run(const PlanOf& of, const Args& tensors) {
+  const Args args = with_extras(tensors, of.options);
+  const fulgur::Run run{.dropout_seed = nb::cast<uint64_t>(of.options["seed"]),
+                        .dropout_offset = nb::cast<uint64_t>(of.options["offset"])};
   nb::gil_scoped_release unlocked;
-  of.plan.run(args);
+  of.plan.run(args, run);
 }
 
 void merge(const std::vector<const View*>& outs, const std::vector<const View*>& lses,
@@ -181,8 +189,7 @@ std::vector<std::tuple<std::string, std::string, std::string>> engines() {
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
-      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"},
-      {std::regex(R"(\bdropout\.p\b)"), "dropout_p"}};
+      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"}};
   for (const auto& [name, python] : kNames) message = std::regex_replace(message, name, python);
   return message;
 }

@@ -1,35 +1,44 @@
 #include "fulgur/attention.h"
+#include "parallel.h"
 #include "plan.h"
+#include "plan_cache.h"
 
 namespace fulgur {
 namespace {
 
-/// The spine: validate, choose, plan.
-std::shared_ptr<Plan::Impl> make_plan(Problem problem) {
-  auto impl = std::make_shared<Plan::Impl>();
-  impl->problem = std::move(problem);
-  impl->engine = &choose_engine(impl->problem, &impl->rejected);
-  impl->executable = impl->engine->plan(impl->problem);
-  return impl;
+constexpr size_t kMostPlans = 1024;
+
+/// The spine: validate, plan or find the plan, run.
+template <class Args>
+void call(const Args& args, const Options& options, const Run& run) {
+  static auto& cache = *new PlanCache(kMostPlans);  // other threads may call while the process ends
+  Problem problem = make_problem(args, options);
+  const PlanCache::Key key{problem, options.engine, thread_count(checked_threads(options))};
+  std::shared_ptr<const Plan::Impl> plan = cache.find(key);
+  if (plan == nullptr) {
+    plan = make_plan(std::move(problem), args, options, &run);
+    cache.keep(key, plan);
+  }
+  run_plan(*plan, args, run);
 }
 
 }  // namespace
 
 Plan plan(const ForwardArgs& args, const Options& options) {
-  auto impl = make_plan(make_problem(args, options));
-  impl->forward = args;
-  return Plan(std::move(impl));
+  return Plan(make_plan(make_problem(args, options), args, options, nullptr));
 }
 
 Plan plan(const BackwardArgs& args, const Options& options) {
-  auto impl = make_plan(make_problem(args, options));
-  impl->backward = args;
-  return Plan(std::move(impl));
+  return Plan(make_plan(make_problem(args, options), args, options, nullptr));
 }
 
-void forward(const ForwardArgs& args, const Options& options) { plan(args, options).run(args); }
+void forward(const ForwardArgs& args, const Options& options, const Run& run) {
+  call(args, options, run);
+}
 
-void backward(const BackwardArgs& args, const Options& options) { plan(args, options).run(args); }
+void backward(const BackwardArgs& args, const Options& options, const Run& run) {
+  call(args, options, run);
+}
 
 std::vector<EngineInfo> engines() {
   std::vector<EngineInfo> infos;

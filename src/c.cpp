@@ -2,128 +2,283 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cstring>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "fulgur/attention.h"
+#include "fulgur/cuda.h"
 #include "fulgur/error.h"
 #include "fulgur/merge.h"
 #include "fulgur/version.h"
 
+struct fulgur_plan {
+  fulgur::Plan plan;
+};
+
 namespace {
 
-using fulgur::Tensor;
+using fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
+using fulgur::ConstTensor, fulgur::Tensor;
 
 thread_local std::string last_error;
 
+fulgur_status failed(fulgur_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {
+    last_error.clear();  // no memory for the words
+  }
+  return status;
+}
+
 template <class Call>
-fulgur_status guarded(Call call) {
+fulgur_status guarded(Call call) noexcept {
   try {
     call();
     return FULGUR_OK;
   } catch (const fulgur::Error& e) {
-    last_error = e.what();
-    return static_cast<fulgur_status>(e.status());
+    return failed(static_cast<fulgur_status>(e.status()), e.what());
   } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-    return FULGUR_OUT_OF_MEMORY;
+    return failed(FULGUR_OUT_OF_MEMORY, "out of memory");
   } catch (const std::exception& e) {
-    last_error = e.what();
-    return FULGUR_INTERNAL;
+    return failed(FULGUR_INTERNAL, e.what());
+  } catch (...) {
+    return failed(FULGUR_INTERNAL, "an exception of unknown type");
   }
 }
 
-Tensor optional(const DLTensor* t, const char* name) {
-  return t == nullptr ? Tensor{} : Tensor::from_dlpack(*t, name);
+template <class... Args>
+[[noreturn]] void fail(const char* name, fmt::format_string<Args...> what, Args&&... args) {
+  throw fulgur::Error(fulgur::Status::kInvalidArgument,
+                      fmt::format("{}: {}", name, fmt::format(what, std::forward<Args>(args)...)));
 }
 
-Tensor required(const DLTensor* t, const char* name) {
-  if (t == nullptr) {
-    throw fulgur::Error(fulgur::Status::kInvalidArgument,
-                        fmt::format("{}: got null, want a tensor", name));
+/// The caller's struct as this library knows it, by the size at its beginning.
+template <class Struct>
+Struct known(const char* name, const Struct* given) {
+  Struct mine{};
+  if (given == nullptr) fail(name, "got null, want a struct");
+  const size_t size = given->struct_size;
+  if (size < sizeof(size_t)) fail(name, "struct_size is {}, want sizeof({})", size, name);
+  std::memcpy(&mine, given, std::min(size, sizeof(Struct)));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  if (size > sizeof(Struct) &&
+      std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
+    fail(name,
+         "struct_size is {}, this library knows {}, and what is behind is not 0: it is newer than "
+         "the library",
+         size, sizeof(Struct));
   }
-  return Tensor::from_dlpack(*t, name);
+  return mine;
 }
 
-fulgur::Options convert(const fulgur_options* o) {
-  fulgur::Options options;
-  if (o == nullptr) return options;
-  if (o->struct_size != sizeof(fulgur_options)) {
-    throw fulgur::Error(fulgur::Status::kInvalidArgument,
-                        fmt::format("options: struct_size is {}, want {}; call fulgur_options_init",
-                                    o->struct_size, sizeof(fulgur_options)));
-  }
-  options.mask = fulgur::window(o->window_left, o->window_right);
-  if (o->scale != nullptr) options.scale = *o->scale;
-  options.softcap = o->softcap;
-  options.alibi_slopes = optional(o->alibi_slopes, "alibi_slopes");
-  options.dropout = {o->dropout_p, o->dropout_seed, o->dropout_offset};
-  options.cu_seqlens_q = optional(o->cu_seqlens_q, "cu_seqlens_q");
-  options.cu_seqlens_k = optional(o->cu_seqlens_k, "cu_seqlens_k");
-  options.max_seqlen_q = o->max_seqlen_q;
-  options.max_seqlen_k = o->max_seqlen_k;
-  options.seqused_k = optional(o->seqused_k, "seqused_k");
-  options.deterministic = o->deterministic != 0;
-  options.invariant = o->invariant != 0;
-  options.threads = o->threads;
-  if (o->engine != nullptr) options.engine = o->engine;
-  options.stream = o->stream;
+template <class T>
+T optional(const DLTensor* t, const char* name) {
+  return t == nullptr ? T{} : T::from_dlpack(*t, name);
+}
+
+template <class T>
+T required(const DLTensor* t, const char* name) {
+  if (t == nullptr) fail(name, "got null, want a tensor");
+  return T::from_dlpack(*t, name);
+}
+
+/// The tensors that both passes take besides.
+template <class Args, class Given>
+void set_extras(const Given& given, Args& args) {
+  args.alibi_slopes = optional<ConstTensor>(given.alibi_slopes, "alibi_slopes");
+  args.cu_seqlens_q = optional<ConstTensor>(given.cu_seqlens_q, "cu_seqlens_q");
+  args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
+  args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
+}
+
+ForwardArgs convert(const fulgur_forward_args* given) {
+  const fulgur_forward_args a = known("args", given);
+  ForwardArgs args{.q = required<ConstTensor>(a.q, "q"),
+                   .k = required<ConstTensor>(a.k, "k"),
+                   .v = required<ConstTensor>(a.v, "v"),
+                   .out = required<Tensor>(a.out, "out"),
+                   .lse = optional<Tensor>(a.lse, "lse")};
+  set_extras(a, args);
+  return args;
+}
+
+BackwardArgs convert(const fulgur_backward_args* given) {
+  const fulgur_backward_args a = known("args", given);
+  BackwardArgs args{.dout = required<ConstTensor>(a.dout, "dout"),
+                    .q = required<ConstTensor>(a.q, "q"),
+                    .k = required<ConstTensor>(a.k, "k"),
+                    .v = required<ConstTensor>(a.v, "v"),
+                    .out = required<ConstTensor>(a.out, "out"),
+                    .lse = required<ConstTensor>(a.lse, "lse"),
+                    .dq = required<Tensor>(a.dq, "dq"),
+                    .dk = required<Tensor>(a.dk, "dk"),
+                    .dv = required<Tensor>(a.dv, "dv")};
+  set_extras(a, args);
+  return args;
+}
+
+fulgur_options defaults() {
+  fulgur_options options{};
+  options.struct_size = sizeof(fulgur_options);
+  options.window_left = options.window_right = -1;
   return options;
+}
+
+Options convert(const fulgur_options* given) {
+  const fulgur_options o = given == nullptr ? defaults() : known("options", given);
+  Options options;
+  options.mask = fulgur::window(o.window_left, o.window_right);
+  if (o.scale != nullptr) options.scale = *o.scale;
+  options.softcap = o.softcap;
+  options.dropout_p = o.dropout_p;
+  options.max_seqlen_q = o.max_seqlen_q;
+  options.max_seqlen_k = o.max_seqlen_k;
+  options.deterministic = o.deterministic != 0;
+  options.invariant = o.invariant != 0;
+  options.threads = o.threads;
+  if (o.engine != nullptr) options.engine = o.engine;
+  return options;
+}
+
+Run convert(const fulgur_run* given) {
+  if (given == nullptr) return {};
+  const fulgur_run r = known("run", given);
+  return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
+}
+
+void give_text(const std::string& from, char* text, size_t size, size_t* length) {
+  if (length != nullptr) *length = from.size();
+  if (text == nullptr || size == 0) return;
+  const size_t count = std::min(from.size(), size - 1);
+  std::memcpy(text, from.data(), count);
+  text[count] = 0;
+}
+
+/// A plan of a handle.
+const fulgur::Plan& required(const fulgur_plan* plan) {
+  if (plan == nullptr) fail("plan", "got null, want a plan");
+  return plan->plan;
+}
+
+template <class Args>
+fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan) {
+  return guarded([&] {
+    if (plan == nullptr) fail("plan", "got null, want where to put it");
+    *plan = nullptr;
+    *plan = new fulgur_plan{fulgur::plan(convert(args), convert(options))};
+  });
 }
 
 }  // namespace
 
-void fulgur_options_init(fulgur_options* options) {
-  *options = fulgur_options{};
-  options->struct_size = sizeof(fulgur_options);
-  options->window_left = options->window_right = -1;
-}
-
-fulgur_status fulgur_forward(const DLTensor* q, const DLTensor* k, const DLTensor* v,
-                             const DLTensor* out, const DLTensor* lse,
-                             const fulgur_options* options) {
+fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
   return guarded([&] {
-    fulgur::forward({.q = required(q, "q"),
-                     .k = required(k, "k"),
-                     .v = required(v, "v"),
-                     .out = required(out, "out"),
-                     .lse = optional(lse, "lse")},
-                    convert(options));
+    if (options == nullptr) fail("options", "got null, want a struct");
+    if (struct_size < sizeof(size_t))
+      fail("struct_size", "got {}, want sizeof(fulgur_options)", struct_size);
+    std::memset(options, 0, struct_size);
+    const fulgur_options mine = defaults();
+    std::memcpy(options, &mine, std::min(struct_size, sizeof(mine)));
+    std::memcpy(options, &struct_size, sizeof(struct_size));
   });
 }
 
-fulgur_status fulgur_backward(const DLTensor* dout, const DLTensor* q, const DLTensor* k,
-                              const DLTensor* v, const DLTensor* out, const DLTensor* lse,
-                              const DLTensor* dq, const DLTensor* dk, const DLTensor* dv,
-                              const fulgur_options* options) {
+fulgur_status fulgur_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                             const fulgur_run* run) {
+  return guarded([&] { fulgur::forward(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                              const fulgur_run* run) {
+  return guarded([&] { fulgur::backward(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_plan_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                  fulgur_plan** plan) {
+  return make_plan(args, options, plan);
+}
+
+fulgur_status fulgur_plan_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                                   fulgur_plan** plan) {
+  return make_plan(args, options, plan);
+}
+
+void fulgur_plan_free(fulgur_plan* plan) { delete plan; }
+
+fulgur_status fulgur_plan_run_forward(const fulgur_plan* plan, const fulgur_forward_args* args,
+                                      const fulgur_run* run) {
+  return guarded([&] { required(plan).run(convert(args), convert(run)); });
+}
+
+fulgur_status fulgur_plan_run_backward(const fulgur_plan* plan, const fulgur_backward_args* args,
+                                       const fulgur_run* run) {
+  return guarded([&] { required(plan).run(convert(args), convert(run)); });
+}
+
+fulgur_status fulgur_plan_workspace(const fulgur_plan* plan, fulgur_workspace_need* need) {
   return guarded([&] {
-    fulgur::backward({.dout = required(dout, "dout"),
-                      .q = required(q, "q"),
-                      .k = required(k, "k"),
-                      .v = required(v, "v"),
-                      .out = required(out, "out"),
-                      .lse = required(lse, "lse"),
-                      .dq = required(dq, "dq"),
-                      .dk = required(dk, "dk"),
-                      .dv = required(dv, "dv")},
-                     convert(options));
+    const size_t size = known("need", need).struct_size;
+    const fulgur::WorkspaceNeed n = required(plan).workspace();
+    const fulgur_workspace_need mine{size, n.bytes, n.alignment, n.zeroed_bytes};
+    std::memcpy(need, &mine, std::min(size, sizeof(mine)));
+  });
+}
+
+fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
+                                  size_t* length) {
+  return guarded([&] { give_text(required(plan).explain(), text, size, length); });
+}
+
+fulgur_status fulgur_engines(char* text, size_t size, size_t* length) {
+  return guarded([&] {
+    std::string lines;
+    for (const fulgur::EngineInfo& engine : fulgur::engines()) {
+      lines += fmt::format("{}\t{}", engine.name, engine.description);
+      if (!engine.unavailable.empty()) lines += "\t" + engine.unavailable;
+      lines += "\n";
+    }
+    give_text(lines, text, size, length);
+  });
+}
+
+fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                     const char* folder, int* compiled, int* present) {
+  return guarded([&] {
+    const fulgur::cuda::Prewarmed done =
+        fulgur::cuda::prewarm(convert(args), convert(options), folder == nullptr ? "" : folder);
+    if (compiled != nullptr) *compiled = done.compiled;
+    if (present != nullptr) *present = done.present;
+  });
+}
+
+fulgur_status fulgur_tune_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                  const fulgur_run* run, char* text, size_t size, size_t* length) {
+  return guarded([&] {
+    std::string lines;
+    for (const fulgur::cuda::TileTime& tile :
+         fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
+      lines += fmt::format("{} {} {}\n", tile.Br, tile.Bc, tile.microseconds);
+    }
+    give_text(lines, text, size, length);
   });
 }
 
 fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* const* part_lses,
                            size_t count, const DLTensor* out, const DLTensor* lse) {
   return guarded([&] {
-    if (count > 0 && (part_outs == nullptr || part_lses == nullptr)) {
-      throw fulgur::Error(fulgur::Status::kInvalidArgument,
-                          fmt::format("parts: got null, want {} tensors", count));
-    }
+    if (count > 0 && (part_outs == nullptr || part_lses == nullptr))
+      fail("parts", "got null, want {} tensors", count);
     std::vector<fulgur::Partial> parts;
     for (size_t i = 0; i < count; ++i) {
-      parts.push_back({required(part_outs[i], fmt::format("parts[{}].out", i).c_str()),
-                       required(part_lses[i], fmt::format("parts[{}].lse", i).c_str())});
+      parts.push_back(
+          {required<ConstTensor>(part_outs[i], fmt::format("parts[{}].out", i).c_str()),
+           required<ConstTensor>(part_lses[i], fmt::format("parts[{}].lse", i).c_str())});
     }
-    fulgur::merge(parts, {required(out, "out"), optional(lse, "lse")});
+    fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")});
   });
 }
 

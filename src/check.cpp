@@ -5,18 +5,19 @@
 
 namespace fulgur {
 
-std::string list(const Tensor& t, const std::array<int64_t, Tensor::kMaxRank>& values) {
+std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kMaxRank>& values) {
   return fmt::format("({})", fmt::join(values.begin(), values.begin() + t.rank, ", "));
 }
 
 namespace {
 
 /// The stride of a dimension; 0 where its one index is never stepped from and it may be anything.
-int64_t used_stride(const Tensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
+int64_t used_stride(const ConstTensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
 
 }  // namespace
 
-void check_tensor(const char* name, const Tensor& t, const char* dims, int rank, bool written) {
+void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank,
+                  bool written) {
   if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
   if (t.rank != rank)
     fail(name, "got {} dimensions {}, want {} {}", t.rank, t.describe(), rank, dims);
@@ -44,7 +45,7 @@ void check_tensor(const char* name, const Tensor& t, const char* dims, int rank,
          list(t, t.strides));
   }
   if (!written) return;
-  std::array<std::pair<int64_t, int64_t>, Tensor::kMaxRank> by_stride;  // (|stride|, size)
+  std::array<std::pair<int64_t, int64_t>, ConstTensor::kMaxRank> by_stride;  // (|stride|, size)
   for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(used_stride(t, i)), t.shape[i]};
   std::sort(by_stride.begin(), by_stride.begin() + rank);
   int64_t reach = 0;
@@ -59,7 +60,7 @@ void check_tensor(const char* name, const Tensor& t, const char* dims, int rank,
   }
 }
 
-void check_shape(const char* name, const Tensor& t, const char* dims,
+void check_shape(const char* name, const ConstTensor& t, const char* dims,
                  std::initializer_list<int64_t> want, bool written) {
   check_tensor(name, t, dims, static_cast<int>(want.size()), written);
   if (!std::equal(want.begin(), want.end(), t.shape.begin())) {
@@ -67,17 +68,17 @@ void check_shape(const char* name, const Tensor& t, const char* dims,
   }
 }
 
-void check_dtype(const char* name, const Tensor& t, DType want, const char* why) {
+void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why) {
   if (t.dtype != want) fail(name, "got {}, want {} ({})", name_of(t.dtype), name_of(want), why);
 }
 
-void check_device(const char* name, const Tensor& t, Device want) {
+void check_device(const char* name, const ConstTensor& t, Device want) {
   if (t.device != want) {
     fail(name, "on {}, want {} as q", name_of(t.device), name_of(want));
   }
 }
 
-void check_data(const char* name, const Tensor& t) {
+void check_data(const char* name, const ConstTensor& t) {
   if (t.numel() == 0) return;
   if (t.data == nullptr) fail(name, "data is null");
   if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
@@ -94,7 +95,7 @@ struct Extent {
 };
 
 /// The dimensions whose stride is no multiple of `pitch` bytes; all of them when it is 0.
-Extent extent(const Tensor& t, int64_t pitch) {
+Extent extent(const ConstTensor& t, int64_t pitch) {
   const int64_t element = size_of(t.dtype);
   Extent e{reinterpret_cast<uintptr_t>(t.data), static_cast<uint64_t>(element)};
   for (int i = 0; i < t.rank; ++i) {
@@ -118,11 +119,11 @@ bool intersect(const Extent& a, const Extent& b, uint64_t pitch) {
 
 }  // namespace
 
-bool share_memory(const Tensor& a, const Tensor& b) {
+bool share_memory(const ConstTensor& a, const ConstTensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (!intersect(extent(a, 0), extent(b, 0))) return false;
   // Disjoint still if they take different parts of every period of some pitch.
-  for (const Tensor* t : {&a, &b}) {
+  for (const ConstTensor* t : {&a, &b}) {
     for (int i = 0; i < t->rank; ++i) {
       const int64_t pitch = t->shape[i] > 1 ? std::abs(t->strides[i]) * size_of(t->dtype) : 0;
       if (pitch == 0) continue;
@@ -133,13 +134,13 @@ bool share_memory(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-Layout rows_layout(const Tensor& t) {
+Layout rows_layout(const ConstTensor& t) {
   const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
   if (t.rank == 4) return {used_stride(t, 0), used_stride(t, 1), used_stride(t, 2), aligned};
   return {0, used_stride(t, 0), used_stride(t, 1), aligned};
 }
 
-Layout lse_layout(const Tensor& t) {
+Layout lse_layout(const ConstTensor& t) {
   if (t.rank == 3) return {used_stride(t, 0), used_stride(t, 2), used_stride(t, 1)};
   return {0, used_stride(t, 1), used_stride(t, 0)};
 }

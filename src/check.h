@@ -22,27 +22,27 @@ template <class... Args>
 }
 
 /// The first `rank` of a tensor's shape or strides: "(2, 128, 64)".
-std::string list(const Tensor& t, const std::array<int64_t, Tensor::kMaxRank>& values);
+std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kMaxRank>& values);
 
 /// Rank, sizes >= 0, strides that address without overflow, the last one 1. A `written` tensor must
 /// not overlap itself. `dims` names the dimensions: "(batch, seqlen, heads, dim)".
-void check_tensor(const char* name, const Tensor& t, const char* dims, int rank, bool written);
+void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank, bool written);
 
 /// check_tensor, and the shape is `want`.
-void check_shape(const char* name, const Tensor& t, const char* dims,
+void check_shape(const char* name, const ConstTensor& t, const char* dims,
                  std::initializer_list<int64_t> want, bool written);
 
-void check_dtype(const char* name, const Tensor& t, DType want, const char* why);
+void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why);
 
 /// `t` lies on q's device.
-void check_device(const char* name, const Tensor& t, Device want);
+void check_device(const char* name, const ConstTensor& t, Device want);
 
 /// Data that is there and aligned to its dtype, unless there are no elements.
-void check_data(const char* name, const Tensor& t);
+void check_data(const char* name, const ConstTensor& t);
 
 /// Whether two tensors have a byte in common. Interleaved ones (q, k and v in one buffer) have
 /// none; where that cannot be told, as in exotic interleavings, true.
-bool share_memory(const Tensor& a, const Tensor& b);
+bool share_memory(const ConstTensor& a, const ConstTensor& b);
 
 /// Where the rows of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor lie, in elements.
 /// Packed tensors have batch stride 0: their rows are addressed from the start of the tensor.
@@ -54,8 +54,8 @@ struct Layout {
 };
 
 /// Of a (batch, seqlen, heads, dim) or (total, heads, dim) tensor.
-Layout rows_layout(const Tensor& t);
+Layout rows_layout(const ConstTensor& t);
 /// Of a (batch, heads, seqlen) or (heads, total) tensor.
-Layout lse_layout(const Tensor& t);
+Layout lse_layout(const ConstTensor& t);
 
 }  // namespace fulgur

@@ -17,16 +17,18 @@ std::span<const Engine* const> all_engines() {
   return kEngines;
 }
 
-const Engine& choose_engine(const Problem& problem, std::vector<std::string>* rejected) {
+const Engine& choose_engine(const Problem& problem, const std::string& name,
+                            std::vector<std::string>* rejected) {
   std::string names, reasons;
-  bool unavailable = false, known = problem.engine.empty();
+  bool unavailable = false, known = name.empty();
   const Engine* chosen = nullptr;
   for (const Engine* engine : all_engines()) {
     names += (names.empty() ? "" : ", ") + engine->name();
-    if (!problem.engine.empty() && engine->name() != problem.engine) continue;
+    if (!name.empty() && engine->name() != name) continue;
     known = true;
     // In this order, so that a problem on the CPU never looks for a GPU.
     std::string why = engine->rejects(problem);
+    if (why.empty() && name.empty()) why = engine->only_by_name(problem);
     if (why.empty()) {
       why = engine->unavailable();
       unavailable |= !why.empty();
@@ -41,7 +43,7 @@ const Engine& choose_engine(const Problem& problem, std::vector<std::string>* re
   }
   if (!known) {
     throw Error(Status::kInvalidArgument,
-                fmt::format("engine: got \"{}\", want one of {}", problem.engine, names));
+                fmt::format("engine: got \"{}\", want one of {}", name, names));
   }
   if (chosen == nullptr) {
     throw Error(unavailable ? Status::kUnavailable : Status::kUnsupported,

@@ -16,15 +16,16 @@ struct Checked {
   Layout out, lse;
 };
 
-void check_on_cpu(const std::string& name, const Tensor& t) {
+void check_on_cpu(const std::string& name, const ConstTensor& t) {
   if (t.device.type == DeviceType::kCpu) return;
   throw Error(Status::kUnsupported,
               fmt::format("{}: on {}, merge works on cpu", name, name_of(t.device)));
 }
 
-Checked check_partial(const std::string& name, const Partial& p, const Tensor& like, bool written) {
+Checked check_partial(const std::string& name, const Partial& p, const ConstTensor& like,
+                      bool written) {
   const std::string out_name = name + "out", lse_name = name + "lse";
-  const Tensor &out = p.out, &lse = p.lse;
+  const ConstTensor &out = p.out, &lse = p.lse;
   const bool packed = like.rank == 3;
   check_tensor(out_name.c_str(), out,
                packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", like.rank, written);
@@ -54,8 +55,8 @@ Checked check_partial(const std::string& name, const Partial& p, const Tensor& l
 
 /// A result may be the very tensor of a part (each row is read before it is written), but not lie
 /// across one.
-void check_apart(const char* name, const Tensor& result, const std::string& part_name,
-                 const Tensor& part) {
+void check_apart(const char* name, const ConstTensor& result, const std::string& part_name,
+                 const ConstTensor& part) {
   const bool same = result.data == part.data && result.dtype == part.dtype &&
                     result.rank == part.rank && result.strides == part.strides;
   if (!same && share_memory(result, part)) {
@@ -65,13 +66,13 @@ void check_apart(const char* name, const Tensor& result, const std::string& part
 
 }  // namespace
 
-void merge(std::span<const Partial> parts, const Partial& result) {
-  const Tensor& like = result.out;
+void merge(std::span<const Partial> parts, const Merged& result) {
+  const ConstTensor like = result.out;
   if (like.rank != 3 && like.rank != 4) {
     fail("out", "got {}, want (batch, seqlen, heads, dim) or (total, heads, dim)", like.describe());
   }
   if (parts.empty()) fail("parts", "got none, want at least one");
-  const Checked to = check_partial("", result, like, true);
+  const Checked to = check_partial("", {result.out, result.lse}, like, true);
   std::vector<Checked> from;
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = fmt::format("parts[{}].", i);
@@ -93,7 +94,7 @@ void merge(std::span<const Partial> parts, const Partial& result) {
     for (int64_t h = 0; h < heads; ++h) {
       double m = -std::numeric_limits<double>::infinity(), total = 0;
       for (size_t i = 0; i < from.size(); ++i) {
-        const Tensor& lse = from[i].tensors.lse;
+        const ConstTensor& lse = from[i].tensors.lse;
         weight[i] = load_element(lse.data, lse.dtype, from[i].lse.offset(b, r, h));
         m = std::fmax(m, weight[i]);
       }
@@ -103,7 +104,7 @@ void merge(std::span<const Partial> parts, const Partial& result) {
       std::fill(sum.begin(), sum.end(), 0.0);
       for (size_t i = 0; i < from.size(); ++i) {
         if (weight[i] == 0) continue;  // an unseen part may hold anything
-        const Tensor& out = from[i].tensors.out;
+        const ConstTensor& out = from[i].tensors.out;
         const int64_t at = from[i].out.offset(b, r, h);
         for (int64_t c = 0; c < dim; ++c) {
           sum[c] += weight[i] / total * load_element(out.data, out.dtype, at + c);
@@ -111,10 +112,10 @@ void merge(std::span<const Partial> parts, const Partial& result) {
       }
       const int64_t at = to.out.offset(b, r, h);
       for (int64_t c = 0; c < dim; ++c) {
-        store_element(to.tensors.out.data, to.tensors.out.dtype, at + c, sum[c]);
+        store_element(result.out.data, result.out.dtype, at + c, sum[c]);
       }
-      if (to.tensors.lse.given()) {
-        store_element(to.tensors.lse.data, to.tensors.lse.dtype, to.lse.offset(b, r, h),
+      if (result.lse.given()) {
+        store_element(result.lse.data, result.lse.dtype, to.lse.offset(b, r, h),
                       shift + std::log(total));
       }
     }

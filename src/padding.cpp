@@ -21,8 +21,8 @@ void zero_rows(const Tensor& t, const Layout& layout, int64_t b, int64_t begin, 
 
 }  // namespace
 
-void write_padding(const Problem& p, const ForwardArgs& args) {
-  const Sequence rest = p.padding();
+void write_padding(const Problem& p, const Sequences& sequences, const ForwardArgs& args) {
+  const Sequence rest = sequences.padding();
   zero_rows(args.out, p.out, 0, rest.q_begin, rest.sq, p.hq, p.dv);
   if (!p.want_lse) return;
   for (int64_t r = rest.q_begin; r < rest.q_begin + rest.sq; ++r) {
@@ -33,17 +33,17 @@ void write_padding(const Problem& p, const ForwardArgs& args) {
   }
 }
 
-void write_padding(const Problem& p, const BackwardArgs& args) {
-  const Sequence rest = p.padding();
+void write_padding(const Problem& p, const Sequences& sequences, const BackwardArgs& args) {
+  const Sequence rest = sequences.padding();
   zero_rows(args.dq, p.dq, 0, rest.q_begin, rest.sq, p.hq, p.d);
   zero_rows(args.dk, p.dk, 0, rest.k_begin, rest.sk, p.hk, p.d);
   zero_rows(args.dv, p.dv_grad, 0, rest.k_begin, rest.sk, p.hk, p.dv);
-  if (p.used_k.empty()) return;
+  if (!p.seqused_k) return;
   for (int64_t b = 0; b < p.batch; ++b) {
-    const Sequence s = p.sequence(b);
-    const int64_t length = p.packed ? p.cu_k[b + 1] - p.cu_k[b] : p.sk;
-    zero_rows(args.dk, p.dk, b, s.k_begin + s.sk, length - s.sk, p.hk, p.d);
-    zero_rows(args.dv, p.dv_grad, b, s.k_begin + s.sk, length - s.sk, p.hk, p.dv);
+    const Sequence s = sequences[b];
+    const int64_t missing = sequences.room_k(b) - s.sk;
+    zero_rows(args.dk, p.dk, b, s.k_begin + s.sk, missing, p.hk, p.d);
+    zero_rows(args.dv, p.dv_grad, b, s.k_begin + s.sk, missing, p.hk, p.dv);
   }
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "problem.h"
+#include "sequences.h"
 
 namespace fulgur {
 
@@ -8,7 +8,7 @@ namespace fulgur {
 // rows behind the last sequence get out = 0, lse = -inf and zero gradients; keys past seqused_k get
 // dk = dv = 0.
 
-void write_padding(const Problem& problem, const ForwardArgs& args);
-void write_padding(const Problem& problem, const BackwardArgs& args);
+void write_padding(const Problem& problem, const Sequences& sequences, const ForwardArgs& args);
+void write_padding(const Problem& problem, const Sequences& sequences, const BackwardArgs& args);
 
 }  // namespace fulgur

@@ -2,26 +2,23 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "fulgur/error.h"
 #include "tiles.h"
 
 namespace fulgur {
 
-double visible_scores(const Problem& p) {
-  if (p.packed && p.cu_q.empty()) {  // lengths known on the device only: the longest stand for all
-    return static_cast<double>(p.batch * p.hq) * visible_scores(p.mask, {0, 0, p.sq, p.sk});
-  }
-  if (!p.packed && p.used_k.empty()) {
-    return static_cast<double>(p.batch * p.hq) * visible_scores(p.mask, {0, 0, p.sq, p.sk});
-  }
+double visible_scores(const Problem& p, const std::vector<Sequence>& lengths) {
   double n = 0;
-  for (int64_t b = 0; b < p.batch; ++b) n += visible_scores(p.mask, p.sequence(b));
-  return n * static_cast<double>(p.hq);
+  for (const Sequence& s : lengths) n += visible_scores(p.mask, s);
+  const bool alike = !p.packed && !p.seqused_k;
+  return n * static_cast<double>(p.hq) * (alike ? static_cast<double>(p.batch) : 1);
 }
 
-double flops(const Problem& p) {
+double flops(const Problem& p, const std::vector<Sequence>& lengths) {
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
-  return visible_scores(p) * (p.pass == Pass::kForward ? 2 * d + 2 * dv : 6 * d + 4 * dv);
+  return visible_scores(p, lengths) * (p.pass == Pass::kForward ? 2 * d + 2 * dv : 6 * d + 4 * dv);
 }
 
 double bytes(const Problem& p) {
@@ -44,6 +41,31 @@ void require(const Plan::Impl& impl, Pass pass) {
                   : "args: got tensors of the backward pass, want ForwardArgs as planned");
 }
 
+void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
+  if (given.data == nullptr) return;
+  if (given.bytes < need.bytes) fail("workspace", "got {} bytes, want {}", given.bytes, need.bytes);
+  if (reinterpret_cast<uintptr_t>(given.data) % static_cast<uintptr_t>(need.alignment) != 0) {
+    fail("workspace", "data {} is not aligned to {} bytes", given.data, need.alignment);
+  }
+}
+
+/// The lengths of a call, where the host can read them; of one sequence where all are alike.
+template <class Args>
+std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
+  if (!lengths_on_host(args)) return std::nullopt;
+  const Sequences sequences(p, args);
+  std::vector<Sequence> lengths;
+  const int64_t count = p.packed || p.seqused_k ? p.batch : std::min<int64_t>(p.batch, 1);
+  for (int64_t b = 0; b < count; ++b) lengths.push_back(sequences[b]);
+  return lengths;
+}
+
+const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* what) {
+  if (impl.lengths) return *impl.lengths;
+  throw Error(Status::kUnsupported,
+              fmt::format("{}: the lengths of the sequences are on the device", what));
+}
+
 std::string summary(const Problem& p) {
   std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
                               p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
@@ -61,9 +83,9 @@ std::string summary(const Problem& p) {
   }
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
-  if (p.alibi_slopes.given()) s += ", ALiBi";
-  if (p.dropout.p > 0) s += fmt::format(", dropout {}", p.dropout.p);
-  if (p.seqused_k.given()) s += ", seqused_k";
+  if (p.has_alibi()) s += ", ALiBi";
+  if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
+  if (p.seqused_k) s += ", seqused_k";
   return s;
 }
 
@@ -76,37 +98,73 @@ std::string amount(double x, const char* unit) {
 
 }  // namespace
 
-void Plan::run(const ForwardArgs& args) const {
-  require(*impl_, Pass::kForward);
-  check_run(impl_->forward, args);
-  impl_->executable->run(args);
+template <class Args>
+std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
+                                            const Options& options, const Run* run) {
+  auto impl = std::make_shared<Plan::Impl>();
+  impl->problem = std::move(problem);
+  impl->planned = args;
+  impl->lengths = lengths_of(impl->problem, args);
+  const int threads = checked_threads(options);
+  impl->engine = &choose_engine(impl->problem, options.engine, &impl->rejected);
+  if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
+  impl->executable = impl->engine->plan(impl->problem, threads);
+  return impl;
 }
 
-void Plan::run(const BackwardArgs& args) const {
+template std::shared_ptr<const Plan::Impl> make_plan(Problem, const ForwardArgs&, const Options&,
+                                                     const Run*);
+template std::shared_ptr<const Plan::Impl> make_plan(Problem, const BackwardArgs&, const Options&,
+                                                     const Run*);
+
+template <class Args>
+void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
+  check_pointers(args);
+  check_workspace(plan.executable->workspace(), run.workspace);
+  plan.executable->run(&args, run);
+}
+
+template void run_plan(const Plan::Impl&, const ForwardArgs&, const Run&);
+template void run_plan(const Plan::Impl&, const BackwardArgs&, const Run&);
+
+void Plan::run(const ForwardArgs& args, const Run& run) const {
+  require(*impl_, Pass::kForward);
+  check_shapes(std::get<ForwardArgs>(impl_->planned), args);
+  run_plan(*impl_, args, run);
+}
+
+void Plan::run(const BackwardArgs& args, const Run& run) const {
   require(*impl_, Pass::kBackward);
-  check_run(impl_->backward, args);
-  impl_->executable->run(args);
+  check_shapes(std::get<BackwardArgs>(impl_->planned), args);
+  run_plan(*impl_, args, run);
 }
 
 std::string Plan::explain() const {
+  const Problem& p = impl_->problem;
   const Explanation e = impl_->executable->explain();
-  const double work = flops(), moved = bytes();
-  std::string s = fmt::format("{}\nengine    {}: {}\n", summary(impl_->problem),
-                              impl_->engine->name(), impl_->engine->description());
+  std::string s = fmt::format("{}\nengine    {}: {}\n", summary(p), impl_->engine->name(),
+                              impl_->engine->description());
   for (const std::string& decision : e.decisions) s += fmt::format("plan      {}\n", decision);
   for (const std::string& why : impl_->rejected) s += fmt::format("rejected  {}\n", why);
   for (const std::string& why : e.rejected) s += fmt::format("rejected  {}\n", why);
-  s += fmt::format("work      {}, {} of tensors, {:.1f} flop per byte\n", amount(work, "flop"),
-                   amount(moved, "B"), moved > 0 ? work / moved : 0);
+  const double moved = bytes();
+  if (impl_->lengths) {
+    const double work = flops();
+    s += fmt::format("work      {}, {} of tensors, {:.1f} flop per byte\n", amount(work, "flop"),
+                     amount(moved, "B"), moved > 0 ? work / moved : 0);
+  } else {
+    s += fmt::format("work      as the lengths on the device say, up to {} of tensors\n",
+                     amount(moved, "B"));
+  }
   s += fmt::format("memory    {} besides the tensors\n",
-                   amount(static_cast<double>(e.workspace_bytes), "B"));
+                   amount(static_cast<double>(workspace().bytes), "B"));
   return s;
 }
 
 std::string Plan::engine() const { return impl_->engine->name(); }
-double Plan::flops() const { return fulgur::flops(impl_->problem); }
+double Plan::flops() const { return fulgur::flops(impl_->problem, known_lengths(*impl_, "flops")); }
 double Plan::bytes() const { return fulgur::bytes(impl_->problem); }
-int64_t Plan::workspace_bytes() const { return impl_->executable->explain().workspace_bytes; }
+WorkspaceNeed Plan::workspace() const { return impl_->executable->workspace(); }
 
 TileMap Plan::tiles(int64_t b) const {
   const Problem& p = impl_->problem;
@@ -114,11 +172,9 @@ TileMap Plan::tiles(int64_t b) const {
     throw Error(Status::kInvalidArgument,
                 fmt::format("b: got {}, want a sequence of the batch of {}", b, p.batch));
   }
-  if ((p.packed && p.cu_q.empty()) || (p.seqused_k.given() && p.used_k.empty())) {
-    throw Error(Status::kUnsupported, "tiles: the lengths of the sequences are on the device");
-  }
+  const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
   const Explanation e = impl_->executable->explain();
-  return tile_map(p.mask, p.sequence(b), e.Br, e.Bc);
+  return tile_map(p.mask, lengths[std::min<size_t>(b, lengths.size() - 1)], e.Br, e.Bc);
 }
 
 }  // namespace fulgur

@@ -1,31 +1,44 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "engine.h"
 #include "fulgur/attention.h"
-#include "problem.h"
+#include "sequences.h"
 
 namespace fulgur {
 
-/// What a Plan holds: the problem, the tensors it was planned for, and the engine's program.
+/// What a Plan holds: the problem, the tensors it was planned for, and the engine's executable.
 struct Plan::Impl {
   Problem problem;
-  ForwardArgs forward;    ///< pass forward: shapes that run() must meet
-  BackwardArgs backward;  ///< pass backward
+  std::variant<ForwardArgs, BackwardArgs> planned;  ///< shapes that run() must meet
+  /// Of each sequence planned for, or of all alike; none where the host cannot read them.
+  std::optional<std::vector<Sequence>> lengths;
   const Engine* engine = nullptr;
   std::vector<std::string> rejected;  ///< engines not chosen, and why
-  std::unique_ptr<Executable> executable;
+  std::unique_ptr<const Executable> executable;
 };
 
+/// Chooses an engine for a problem and lets it plan. `run`: of the call that waits for the plan, if
+/// one does.
+template <class Args>
+std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
+                                            const Options& options, const Run* run);
+
+/// Runs a call whose shapes are those of the plan.
+template <class Args>
+void run_plan(const Plan::Impl& plan, const Args& args, const Run& run);
+
 /// Visible scores of all heads and sequences.
-double visible_scores(const Problem& problem);
+double visible_scores(const Problem& problem, const std::vector<Sequence>& lengths);
 
 /// 2 flops per multiply-add of the products over visible scores: S and O forward; S, dP, dQ, dK and
 /// dV backward.
-double flops(const Problem& problem);
+double flops(const Problem& problem, const std::vector<Sequence>& lengths);
 
 /// Bytes of all tensors of the pass, each counted once.
 double bytes(const Problem& problem);

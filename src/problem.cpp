@@ -1,9 +1,12 @@
 #include "problem.h"
 
-#include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
+#include <numbers>
 
 #include "check.h"
+#include "sequences.h"
 
 namespace fulgur {
 namespace {
@@ -11,59 +14,43 @@ namespace {
 constexpr int kMostThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
                                     // it cannot start one
 
-std::vector<int32_t> read_on_cpu(const char* name, const Tensor& t) {
-  if (t.device.type != DeviceType::kCpu) return {};
-  check_data(name, t);
-  const auto* values = static_cast<const int32_t*>(t.data);
-  std::vector<int32_t> out(t.shape[0]);
-  for (int64_t i = 0; i < t.shape[0]; ++i) out[i] = values[i * t.strides[0]];
-  return out;
-}
-
 /// An int32 vector of `size`, on q's device, or (lengths only steer the plan) on the CPU.
-void check_lengths(const char* name, const Tensor& t, int64_t size, const char* dims,
+void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
                    Device device) {
   check_shape(name, t, dims, {size}, false);
   check_dtype(name, t, DType::kI32, "lengths are int32");
   check_device(name, t, device);
 }
 
-void check_cumulative(const char* name, const std::vector<int32_t>& cu, const char* tensor,
-                      int64_t total) {
-  if (cu.empty()) return;
-  if (cu[0] != 0) fail(name, "starts with {}, want 0", cu[0]);
-  for (size_t i = 1; i < cu.size(); ++i) {
-    if (cu[i] < cu[i - 1]) {
-      fail(name, "decreases at {}: {} after {}, want non-decreasing", i, cu[i], cu[i - 1]);
-    }
-  }
-  if (cu.back() > total) {
-    fail(name, "ends with {}, want at most {} (rows of {})", cu.back(), total, tensor);
-  }
-}
-
-int64_t longest(const char* name, const std::vector<int32_t>& cu, int64_t given) {
-  if (given < 0) fail(name, "got {}, want >= 0", given);
-  if (cu.empty()) {
-    if (given == 0) fail(name, "not given, want the longest length (cu_seqlens is not on the CPU)");
+/// The longest sequence of packed tensors: what the user says, or what host memory says.
+int64_t longest(const char* name, const ConstTensor& cu, const char* tensor, int64_t total,
+                const char* max_name, int64_t given) {
+  if (given < 0) fail(max_name, "got {}, want >= 0", given);
+  const bool readable = cu.device.type == DeviceType::kCpu && (cu.data != nullptr || given == 0);
+  if (!readable) {
+    if (given == 0)
+      fail(max_name, "not given, want the longest length (cu_seqlens is not on the CPU)");
     return given;
   }
-  int64_t longest = 0;
-  for (size_t i = 1; i < cu.size(); ++i) longest = std::max<int64_t>(longest, cu[i] - cu[i - 1]);
-  if (given > 0 && given < longest) {
-    fail(name, "got {}, want at least the longest sequence {}", given, longest);
-  }
-  return longest;
+  const int64_t longest = longest_sequence(name, cu, tensor, total);
+  if (given > 0 && given < longest)
+    fail(max_name, "got {}, want at least the longest sequence {}", given, longest);
+  return given > 0 ? given : longest;
 }
 
-struct Inputs {
-  const Tensor &q, &k, &v;
-};
+/// Scores are computed in f32, in units of log2.
+void check_f32(const char* name, double value, const char* what, double used) {
+  if (std::isfinite(static_cast<float>(used))) return;
+  fail(name, "got {}, want {} within the range of f32", value, what);
+}
 
-Problem make_shared(const Inputs& in, const Options& options) {
+/// What both passes have.
+template <class Args>
+Problem make_shared(const Args& args, const Options& options) {
   Problem p;
-  const Tensor &q = in.q, &k = in.k, &v = in.v;
-  p.packed = options.cu_seqlens_q.given() || options.cu_seqlens_k.given();
+  const ConstTensor &q = args.q, &k = args.k, &v = args.v;
+  const ConstTensor &cu_q = args.cu_seqlens_q, &cu_k = args.cu_seqlens_k;
+  p.packed = cu_q.given() || cu_k.given();
   const char* dims = p.packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)";
   const int rank = p.packed ? 3 : 4;
   check_tensor("q", q, dims, rank, false);
@@ -93,7 +80,6 @@ Problem make_shared(const Inputs& in, const Options& options) {
   if (p.packed) {
     p.total_q = q.shape[0];
     p.total_k = k.shape[0];
-    const Tensor &cu_q = options.cu_seqlens_q, &cu_k = options.cu_seqlens_k;
     if (!cu_q.given()) fail("cu_seqlens_q", "not given, want it beside cu_seqlens_k");
     if (!cu_k.given()) fail("cu_seqlens_k", "not given, want it beside cu_seqlens_q");
     if (cu_q.rank != 1 || cu_q.shape[0] < 1) {
@@ -102,14 +88,8 @@ Problem make_shared(const Inputs& in, const Options& options) {
     p.batch = cu_q.shape[0] - 1;
     check_lengths("cu_seqlens_q", cu_q, p.batch + 1, "(batch + 1)", q.device);
     check_lengths("cu_seqlens_k", cu_k, p.batch + 1, "(batch + 1)", q.device);
-    p.cu_seqlens_q = cu_q;
-    p.cu_seqlens_k = cu_k;
-    p.cu_q = read_on_cpu("cu_seqlens_q", cu_q);
-    p.cu_k = read_on_cpu("cu_seqlens_k", cu_k);
-    check_cumulative("cu_seqlens_q", p.cu_q, "q", p.total_q);
-    check_cumulative("cu_seqlens_k", p.cu_k, "k", p.total_k);
-    p.sq = longest("max_seqlen_q", p.cu_q, options.max_seqlen_q);
-    p.sk = longest("max_seqlen_k", p.cu_k, options.max_seqlen_k);
+    p.sq = longest("cu_seqlens_q", cu_q, "q", p.total_q, "max_seqlen_q", options.max_seqlen_q);
+    p.sk = longest("cu_seqlens_k", cu_k, "k", p.total_k, "max_seqlen_k", options.max_seqlen_k);
     check_shape("k", k, "(total_k, hk, d)", {p.total_k, p.hk, p.d}, false);
     check_shape("v", v, "(total_k, hk, dv)", {p.total_k, p.hk, p.dv}, false);
   } else {
@@ -123,17 +103,8 @@ Problem make_shared(const Inputs& in, const Options& options) {
     p.total_q = p.batch * p.sq;
     p.total_k = p.batch * p.sk;
   }
-  if (options.seqused_k.given()) {
-    check_lengths("seqused_k", options.seqused_k, p.batch, "(batch)", q.device);
-    p.seqused_k = options.seqused_k;
-    p.used_k = read_on_cpu("seqused_k", options.seqused_k);
-    for (size_t b = 0; b < p.used_k.size(); ++b) {
-      const int64_t most = p.cu_k.empty() ? p.sk : p.cu_k[b + 1] - p.cu_k[b];
-      if (p.used_k[b] < 0 || p.used_k[b] > most) {
-        fail("seqused_k", "got {} at {}, want 0 to {}", p.used_k[b], b, most);
-      }
-    }
-  }
+  p.seqused_k = args.seqused_k.given();
+  if (p.seqused_k) check_lengths("seqused_k", args.seqused_k, p.batch, "(batch)", q.device);
   p.q = rows_layout(q);
   p.k = rows_layout(k);
   p.v = rows_layout(v);
@@ -147,35 +118,35 @@ Problem make_shared(const Inputs& in, const Options& options) {
   if (!std::isfinite(p.softcap) || p.softcap < 0) {
     fail("softcap", "got {}, want a finite number >= 0 (0 = off)", p.softcap);
   }
-  p.dropout = options.dropout;
-  if (!(p.dropout.p >= 0 && p.dropout.p < 1)) {
-    fail("dropout.p", "got {}, want 0 <= p < 1", p.dropout.p);
+  if (p.dtype != DType::kF64) {
+    check_f32("scale", p.scale, "scale * log2(e)", p.scale * std::numbers::log2e);
+    check_f32("softcap", p.softcap, "softcap * log2(e)", p.softcap * std::numbers::log2e);
+    if (p.softcap > 0)
+      check_f32("softcap", p.softcap, "scale / softcap",
+                2 * std::numbers::log2e * p.scale / p.softcap);
   }
-  if (options.alibi_slopes.given()) {
-    const Tensor& slopes = options.alibi_slopes;
+  p.dropout_p = options.dropout_p;
+  if (!(p.dropout_p >= 0 && p.dropout_p < 1))
+    fail("dropout_p", "got {}, want 0 <= p < 1", p.dropout_p);
+  if (const ConstTensor& slopes = args.alibi_slopes; slopes.given()) {
+    p.alibi = slopes.rank == 2 ? Problem::Alibi::kBatchHeads : Problem::Alibi::kHeads;
     if (slopes.rank == 2) {
       check_shape("alibi_slopes", slopes, "(batch, hq)", {p.batch, p.hq}, false);
+      p.slopes_batch = slopes.strides[0];
     } else {
       check_shape("alibi_slopes", slopes, "(hq) or (batch, hq)", {p.hq}, false);
     }
+    p.slopes_head = slopes.strides[slopes.rank - 1];
     check_dtype("alibi_slopes", slopes, DType::kF32, "slopes are f32");
     check_device("alibi_slopes", slopes, q.device);
-    check_data("alibi_slopes", slopes);
-    p.alibi_slopes = slopes;
   }
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
-  if (options.threads < 0 || options.threads > kMostThreads) {
-    fail("threads", "got {}, want >= 0 (0 = all) and <= {}", options.threads, kMostThreads);
-  }
-  p.threads = options.threads;
-  p.engine = options.engine;
-  p.stream = options.stream;
   return p;
 }
 
 /// A tensor with the rows and heads of q (out, dout, dq) or of k (dk, dv).
-Layout check_like(const char* name, const Tensor& t, const Problem& p, bool of_q, int64_t dim,
+Layout check_like(const char* name, const ConstTensor& t, const Problem& p, bool of_q, int64_t dim,
                   bool written) {
   const int64_t heads = of_q ? p.hq : p.hk;
   if (p.packed) {
@@ -190,7 +161,7 @@ Layout check_like(const char* name, const Tensor& t, const Problem& p, bool of_q
   return rows_layout(t);
 }
 
-Layout check_lse(const Tensor& t, const Problem& p, bool written) {
+Layout check_lse(const ConstTensor& t, const Problem& p, bool written) {
   if (p.packed) {
     check_shape("lse", t, "(hq, total_q)", {p.hq, p.total_q}, written);
   } else {
@@ -208,7 +179,7 @@ void drop_sequences(Problem& p) {
 }
 
 /// Strides that address the same elements: those of single rows and of empty tensors do not count.
-bool same_strides(const Tensor& a, const Tensor& b) {
+bool same_strides(const ConstTensor& a, const ConstTensor& b) {
   if (a.numel() == 0) return true;
   for (int i = 0; i < a.rank; ++i) {
     if (a.shape[i] > 1 && a.strides[i] != b.strides[i]) return false;
@@ -218,26 +189,65 @@ bool same_strides(const Tensor& a, const Tensor& b) {
 
 struct Named {
   const char* name;
-  const Tensor* tensor;
-  bool written;
+  ConstTensor tensor;
+  bool written = false;
 };
 
-void check_pointers(std::initializer_list<std::pair<Named, const Tensor*>> tensors) {
-  for (const auto& [now, planned] : tensors) {
-    const Tensor &t = *now.tensor, &want = *planned;
-    if (t.rank != want.rank || t.dtype != want.dtype || t.device != want.device ||
-        t.shape != want.shape || !same_strides(t, want)) {
-      fail(now.name, "got {} strides {} on {}, want {} strides {} on {} as planned", t.describe(),
-           list(t, t.strides), name_of(t.device), want.describe(), list(want, want.strides),
-           name_of(want.device));
+/// The tensors of a call by name.
+std::array<Named, 9> named(const ForwardArgs& a) {
+  return {{{"q", a.q},
+           {"k", a.k},
+           {"v", a.v},
+           {"out", a.out, true},
+           {"lse", a.lse, true},
+           {"alibi_slopes", a.alibi_slopes},
+           {"cu_seqlens_q", a.cu_seqlens_q},
+           {"cu_seqlens_k", a.cu_seqlens_k},
+           {"seqused_k", a.seqused_k}}};
+}
+
+std::array<Named, 13> named(const BackwardArgs& a) {
+  return {{{"dout", a.dout},
+           {"q", a.q},
+           {"k", a.k},
+           {"v", a.v},
+           {"out", a.out},
+           {"lse", a.lse},
+           {"dq", a.dq, true},
+           {"dk", a.dk, true},
+           {"dv", a.dv, true},
+           {"alibi_slopes", a.alibi_slopes},
+           {"cu_seqlens_q", a.cu_seqlens_q},
+           {"cu_seqlens_k", a.cu_seqlens_k},
+           {"seqused_k", a.seqused_k}}};
+}
+
+template <class Args>
+void check_shapes_of(const Args& planned, const Args& args) {
+  const auto all = named(args), wanted = named(planned);
+  for (size_t i = 0; i < all.size(); ++i) {
+    const ConstTensor &t = all[i].tensor, &want = wanted[i].tensor;
+    if (t.rank == want.rank && t.dtype == want.dtype && t.device == want.device &&
+        t.shape == want.shape && same_strides(t, want)) {
+      continue;
     }
-    check_data(now.name, t);
+    fail(all[i].name, "got {} strides {} on {}, want {} strides {} on {} as planned", t.describe(),
+         list(t, t.strides), name_of(t.device), want.describe(), list(want, want.strides),
+         name_of(want.device));
   }
-  for (const auto& [now, unused] : tensors) {
-    if (!now.written) continue;
-    for (const auto& [other, unused2] : tensors) {
-      if (now.tensor != other.tensor && share_memory(*now.tensor, *other.tensor)) {
-        fail(now.name, "shares its memory with {}; an output needs its own", other.name);
+}
+
+template <class Args>
+void check_pointers_of(const Args& args) {
+  const auto all = named(args);
+  for (const Named& t : all) {
+    if (t.tensor.given()) check_data(t.name, t.tensor);
+  }
+  for (const Named& t : all) {
+    if (!t.written || !t.tensor.given()) continue;
+    for (const Named& other : all) {
+      if (&t != &other && other.tensor.given() && share_memory(t.tensor, other.tensor)) {
+        fail(t.name, "shares its memory with {}; an output needs its own", other.name);
       }
     }
   }
@@ -245,29 +255,34 @@ void check_pointers(std::initializer_list<std::pair<Named, const Tensor*>> tenso
 
 }  // namespace
 
-Sequence Problem::sequence(int64_t b) const {
-  Sequence s{0, 0, sq, sk};
-  if (packed) {
-    s = {cu_q[b], cu_k[b], cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]};
+bool Problem::nothing_to_do() const {
+  return total_q == 0 && (pass == Pass::kForward || total_k == 0);
+}
+
+size_t HashOfProblem::operator()(const Problem& p) const {
+  size_t hash = 0;
+  const auto add = [&](auto... values) {
+    ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
+  };
+  add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
+  add(p.packed, p.seqused_k, p.total_q, p.total_k, p.want_lse, p.mask.left, p.mask.right);
+  for (const Layout* l : {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse}) {
+    add(l->batch, l->row, l->head, l->aligned);
   }
-  if (!used_k.empty()) s.sk = used_k[b];
-  return s;
+  for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
+  add(p.alibi, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant);
+  return hash;
 }
 
-Sequence Problem::padding() const {
-  if (!packed) return {};
-  return {cu_q.back(), cu_k.back(), total_q - cu_q.back(), total_k - cu_k.back()};
-}
-
-double Problem::slope(int64_t b, int64_t h) const {
-  if (!alibi_slopes.given()) return 0;
-  const auto* slopes = static_cast<const float*>(alibi_slopes.data);
-  return alibi_slopes.rank == 1 ? slopes[h * alibi_slopes.strides[0]]
-                                : slopes[b * alibi_slopes.strides[0] + h * alibi_slopes.strides[1]];
+int checked_threads(const Options& options) {
+  if (options.threads < 0 || options.threads > kMostThreads) {
+    fail("threads", "got {}, want >= 0 (0 = all) and <= {}", options.threads, kMostThreads);
+  }
+  return options.threads;
 }
 
 Problem make_problem(const ForwardArgs& args, const Options& options) {
-  Problem p = make_shared({args.q, args.k, args.v}, options);
+  Problem p = make_shared(args, options);
   p.out = check_like("out", args.out, p, true, p.dv, true);
   p.want_lse = args.lse.given();
   if (p.want_lse) p.lse = check_lse(args.lse, p, true);
@@ -276,7 +291,7 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
 }
 
 Problem make_problem(const BackwardArgs& args, const Options& options) {
-  Problem p = make_shared({args.q, args.k, args.v}, options);
+  Problem p = make_shared(args, options);
   p.pass = Pass::kBackward;
   p.dout = check_like("dout", args.dout, p, true, p.dv, false);
   p.out = check_like("out", args.out, p, true, p.dv, false);
@@ -289,24 +304,13 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   return p;
 }
 
-void check_run(const ForwardArgs& planned, const ForwardArgs& args) {
-  check_pointers({{{"q", &args.q, false}, &planned.q},
-                  {{"k", &args.k, false}, &planned.k},
-                  {{"v", &args.v, false}, &planned.v},
-                  {{"out", &args.out, true}, &planned.out},
-                  {{"lse", &args.lse, true}, &planned.lse}});
+void check_shapes(const ForwardArgs& planned, const ForwardArgs& args) {
+  check_shapes_of(planned, args);
 }
-
-void check_run(const BackwardArgs& planned, const BackwardArgs& args) {
-  check_pointers({{{"dout", &args.dout, false}, &planned.dout},
-                  {{"q", &args.q, false}, &planned.q},
-                  {{"k", &args.k, false}, &planned.k},
-                  {{"v", &args.v, false}, &planned.v},
-                  {{"out", &args.out, false}, &planned.out},
-                  {{"lse", &args.lse, false}, &planned.lse},
-                  {{"dq", &args.dq, true}, &planned.dq},
-                  {{"dk", &args.dk, true}, &planned.dk},
-                  {{"dv", &args.dv, true}, &planned.dv}});
+void check_shapes(const BackwardArgs& planned, const BackwardArgs& args) {
+  check_shapes_of(planned, args);
 }
+void check_pointers(const ForwardArgs& args) { check_pointers_of(args); }
+void check_pointers(const BackwardArgs& args) { check_pointers_of(args); }
 
 }  // namespace fulgur

@@ -1,30 +1,26 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "check.h"
 #include "fulgur/attention.h"
 
 namespace fulgur {
 
-/// One sequence: its first row in q and in k (0 unless packed) and its lengths.
-struct Sequence {
-  int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
-  bool operator==(const Sequence&) const = default;
-};
-
 enum class Pass : uint8_t { kForward, kBackward };
 
-/// A validated call: everything that is computed, nothing about how. Immutable once made.
+/// A validated shape of call: everything that is computed, nothing about how, and nothing that may
+/// change from call to call. Immutable once made; equal problems have the same plan.
 struct Problem {
+  enum class Alibi : uint8_t { kNone, kHeads, kBatchHeads };
+
   Pass pass = Pass::kForward;
   DType dtype = DType::kF32;
   Device device;
-  int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence
+  int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence that a call may have
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
-  bool packed = false;
+  bool packed = false, seqused_k = false;
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
@@ -32,32 +28,39 @@ struct Problem {
   bool want_lse = false;
 
   Mask mask;
-  double scale = 1, softcap = 0;
-  Dropout dropout;
-  Tensor alibi_slopes;                           ///< not given, (hq) or (batch, hq)
-  Tensor cu_seqlens_q, cu_seqlens_k, seqused_k;  ///< as passed: engines on a device read them there
-  std::vector<int32_t> cu_q, cu_k, used_k;       ///< their values when they are on the CPU
+  double scale = 1, softcap = 0, dropout_p = 0;
+  Alibi alibi = Alibi::kNone;
+  int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
   bool deterministic = false, invariant = false;
-  int threads = 0;
-  std::string engine;
-  void* stream = nullptr;
+
+  bool operator==(const Problem&) const = default;
 
   int64_t group() const { return hq / hk; }
-  /// Sequence b; needs the lengths on the CPU.
-  Sequence sequence(int64_t b) const;
-  /// First row and count of the packed rows behind the last sequence, or of no rows.
-  Sequence padding() const;
-  /// Slope of head h in sequence b, 0 without ALiBi. CPU tensors only.
-  double slope(int64_t b, int64_t h) const;
+  bool has_alibi() const { return alibi != Alibi::kNone; }
+  /// No row and no key: nothing is written.
+  bool nothing_to_do() const;
 };
 
-/// Checks all that a user passes, once for every engine; data pointers of the big tensors aside.
-/// Throws Error(kInvalidArgument) that names the argument, what it got and what it wants.
+/// What a hash table needs.
+struct HashOfProblem {
+  size_t operator()(const Problem& problem) const;
+};
+
+/// Checks all that a user passes, once for every engine; what only a call knows aside: data, and
+/// the values of lengths. Throws Error(kInvalidArgument) that names the argument, what it got and
+/// what it wants.
 Problem make_problem(const ForwardArgs& args, const Options& options);
 Problem make_problem(const BackwardArgs& args, const Options& options);
 
-/// Checks the pointers of a call, and that its tensors are those `planned` was made for.
-void check_run(const ForwardArgs& planned, const ForwardArgs& args);
-void check_run(const BackwardArgs& planned, const BackwardArgs& args);
+/// The threads that options ask for, checked.
+int checked_threads(const Options& options);
+
+/// Checks that the tensors of a call are shaped as those `planned` was made for.
+void check_shapes(const ForwardArgs& planned, const ForwardArgs& args);
+void check_shapes(const BackwardArgs& planned, const BackwardArgs& args);
+
+/// Checks the pointers of a call.
+void check_pointers(const ForwardArgs& args);
+void check_pointers(const BackwardArgs& args);
 
 }  // namespace fulgur

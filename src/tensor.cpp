@@ -44,17 +44,28 @@ std::string name_of(Device device) {
   return device.type == DeviceType::kCpu ? "cpu" : fmt::format("cuda:{}", device.index);
 }
 
-Tensor Tensor::contiguous(const void* data, DType dtype, std::span<const int64_t> shape,
-                          Device device) {
-  if (shape.empty() || shape.size() > kMaxRank) {
-    throw Error(Status::kInvalidArgument,
-                fmt::format("shape: got {} dimensions, want 1 to {}", shape.size(), int{kMaxRank}));
-  }
-  Tensor t;
-  t.data = const_cast<void*>(data);
+template <class Void>
+size_t BasicTensor<Void>::checked_rank(size_t rank) {
+  if (rank >= 1 && rank <= kMaxRank) return rank;
+  throw Error(Status::kInvalidArgument,
+              fmt::format("shape: got {} dimensions, want 1 to {}", rank, int{kMaxRank}));
+}
+
+template <class Void>
+void BasicTensor<Void>::check_count(const BasicTensor& t, size_t count) {
+  if (static_cast<size_t>(t.numel()) == count) return;
+  throw Error(Status::kInvalidArgument,
+              fmt::format("elements: got {}, want the {} of {}", count, t.numel(), t.describe()));
+}
+
+template <class Void>
+BasicTensor<Void> BasicTensor<Void>::contiguous(Void* data, DType dtype,
+                                                std::span<const int64_t> shape, Device device) {
+  BasicTensor t;
+  t.data = data;
   t.dtype = dtype;
   t.device = device;
-  t.rank = static_cast<int>(shape.size());
+  t.rank = static_cast<int>(checked_rank(shape.size()));
   int64_t stride = 1;
   for (int i = t.rank - 1; i >= 0; --i) {
     t.shape[i] = shape[i];
@@ -65,11 +76,12 @@ Tensor Tensor::contiguous(const void* data, DType dtype, std::span<const int64_t
   return t;
 }
 
-Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
+template <class Void>
+BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char* name) {
   const auto fail = [&](const std::string& what) {
     throw Error(Status::kInvalidArgument, fmt::format("{}: {}", name, what));
   };
-  Tensor t;
+  BasicTensor t;
   const DLDataType type = in.dtype;
   const auto is = [&](int code, int bits) {
     return type.code == code && type.bits == bits && type.lanes == 1;
@@ -107,7 +119,7 @@ Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
     fail(fmt::format("got {} dimensions, want 1 to {}", in.ndim, int{kMaxRank}));
   }
   if (in.shape == nullptr) fail("shape is null");
-  const Tensor rows =
+  const BasicTensor rows =
       contiguous(nullptr, t.dtype, std::span<const int64_t>(in.shape, in.ndim), t.device);
   t.rank = rows.rank;
   t.shape = rows.shape;
@@ -117,7 +129,8 @@ Tensor Tensor::from_dlpack(const DLTensor& in, const char* name) {
   return t;
 }
 
-int64_t Tensor::numel() const {
+template <class Void>
+int64_t BasicTensor<Void>::numel() const {
   if (rank == 0) return 0;
   // Looked for first: the product of the others may overflow.
   if (std::find(shape.begin(), shape.begin() + rank, 0) != shape.begin() + rank) return 0;
@@ -126,10 +139,14 @@ int64_t Tensor::numel() const {
   return n;
 }
 
-std::string Tensor::describe() const {
+template <class Void>
+std::string BasicTensor<Void>::describe() const {
   if (!given()) return "no tensor";
   return fmt::format("{} ({})", name_of(dtype),
                      fmt::join(shape.begin(), shape.begin() + rank, ", "));
 }
+
+template struct BasicTensor<void>;
+template struct BasicTensor<const void>;
 
 }  // namespace fulgur

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "fulgur/attention.h"
-#include "problem.h"
+#include "sequences.h"
 
 namespace fulgur {
 

@@ -9,7 +9,7 @@ PUBLIC = re.compile(
     r"(fulgur_\w+"
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
-    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|Tensor|Plan|forward|backward|plan|merge|engines|size_of|name_of)\b.*)"
+    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|forward|backward|plan|merge|engines|size_of|name_of)\b.*)"
 )
 WANTED = ("fulgur_forward", "fulgur_merge", "fulgur::forward(", "fulgur::plan(", "fulgur::merge(")
 

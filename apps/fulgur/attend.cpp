@@ -19,7 +19,7 @@ using io::Arrays;
 
 const std::vector<std::string> kInputs = {"q", "k", "v", "dout"};
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv"};
-// Options::alibi_slopes and its like, always .npy.
+// ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {"alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",
                                           "seqused-k"};
 
@@ -108,19 +108,6 @@ Arrays read_extras(const Request& r) {
   return arrays;
 }
 
-/// `options` with the extras in it.
-Options with_extras(Options options, const Arrays& extras, Placement& place) {
-  const auto set = [&](const char* name, Tensor& tensor) {
-    const auto found = extras.find(name);
-    if (found != extras.end()) tensor = place.input(found->second);
-  };
-  set("alibi-slopes", options.alibi_slopes);
-  set("cu-seqlens-q", options.cu_seqlens_q);
-  set("cu-seqlens-k", options.cu_seqlens_k);
-  set("seqused-k", options.seqused_k);
-  return options;
-}
-
 /// The longest sequence of a valid cu_seqlens; 0 without one.
 int64_t longest(const Arrays& extras, const char* name) {
   const auto found = extras.find(name);
@@ -134,6 +121,13 @@ int64_t longest(const Arrays& extras, const char* name) {
 }
 
 using Tensors = std::map<std::string, Tensor>;
+
+/// The extras where the call is computed.
+Tensors placed_extras(const Arrays& extras, Placement& place) {
+  Tensors tensors;
+  for (const auto& [name, array] : extras) tensors[name] = place.input(array);
+  return tensors;
+}
 
 /// The tensors of the call on `device` without their data: what can be planned.
 Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
@@ -161,10 +155,32 @@ Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
   return t;
 }
 
-ForwardArgs forward_args(Tensors& t) { return {t["q"], t["k"], t["v"], t["out"], t["lse"]}; }
+ForwardArgs forward_args(Tensors& t, Tensors& extras) {
+  return {t["q"],
+          t["k"],
+          t["v"],
+          t["out"],
+          t["lse"],
+          extras["alibi-slopes"],
+          extras["cu-seqlens-q"],
+          extras["cu-seqlens-k"],
+          extras["seqused-k"]};
+}
 
-BackwardArgs backward_args(Tensors& t) {
-  return {t["dout"], t["q"], t["k"], t["v"], t["out"], t["lse"], t["dq"], t["dk"], t["dv"]};
+BackwardArgs backward_args(Tensors& t, Tensors& extras) {
+  return {t["dout"],
+          t["q"],
+          t["k"],
+          t["v"],
+          t["out"],
+          t["lse"],
+          t["dq"],
+          t["dk"],
+          t["dv"],
+          extras["alibi-slopes"],
+          extras["cu-seqlens-q"],
+          extras["cu-seqlens-k"],
+          extras["seqused-k"]};
 }
 
 void write_outputs(const Request& r, Arrays outputs) {
@@ -195,18 +211,19 @@ void attend(const Request& r) {
   // Everything is checked on the shapes alone before memory is taken or time spent, and as CPU
   // tensors, whose lengths are read too; then whether the device's engine computes it.
   Placement host({}), place(device);
-  Options options = with_extras(r.flags.options(), extras, host);
+  Options options = r.flags.options();
+  Tensors e = placed_extras(extras, host);
   Tensors t = shapes_of_call(r, inputs, {});
-  const Plan forward_plan = plan(forward_args(t), options);
+  const Plan forward_plan = plan(forward_args(t, e), options);
   const double flops = forward_plan.flops();
-  const double backward_flops = backward ? plan(backward_args(t), options).flops() : 0;
+  const double backward_flops = backward ? plan(backward_args(t, e), options).flops() : 0;
   if (device.type != DeviceType::kCpu) {
-    options = with_extras(r.flags.options(), extras, place);
+    e = placed_extras(extras, place);
     options.max_seqlen_q = longest(extras, "cu-seqlens-q");
     options.max_seqlen_k = longest(extras, "cu-seqlens-k");
     t = shapes_of_call(r, inputs, device);
-    plan(forward_args(t), options);
-    if (backward) plan(backward_args(t), options);
+    plan(forward_args(t, e), options);
+    if (backward) plan(backward_args(t, e), options);
   }
   for (const auto& path : r.output_paths()) io::check_writable(path);
 
@@ -219,8 +236,9 @@ void attend(const Request& r) {
       tensor = place.output(outputs.emplace(name, Array(tensor.dtype, shape, name)).first->second);
     }
   }
-  const double seconds = run_in_steps(forward_args(t), options);
-  const double backward_seconds = backward ? run_in_steps(backward_args(t), options) : 0;
+  const double seconds = run_in_steps(forward_args(t, e), options, r.flags.run());
+  const double backward_seconds =
+      backward ? run_in_steps(backward_args(t, e), options, r.flags.run()) : 0;
   place.collect();
   write_outputs(r, std::move(outputs));
   const std::string engine =

@@ -65,7 +65,8 @@ Tensors random_inputs(const CheckCase& c, DType dtype, std::mt19937& random) {
 }
 
 /// out, lse, dq, dk, dv of the engine that `options` picks.
-Tensors compute(const CheckCase& c, const Tensors& inputs, const Options& options) {
+Tensors compute(const CheckCase& c, const Tensors& inputs, const ConstTensor& slopes,
+                const Options& options) {
   const DType dtype = inputs.at("q").dtype();
   Tensors out;
   std::map<std::string, Tensor> t;
@@ -77,9 +78,10 @@ Tensors compute(const CheckCase& c, const Tensors& inputs, const Options& option
     std::memset(array.data(), 0xff, array.bytes().size());  // NaN: what is not written is found
     t[name] = array.tensor();
   }
-  forward({t["q"], t["k"], t["v"], t["out"], t["lse"]}, options);
-  backward({t["dout"], t["q"], t["k"], t["v"], t["out"], t["lse"], t["dq"], t["dk"], t["dv"]},
-           options);
+  forward({t["q"], t["k"], t["v"], t["out"], t["lse"], slopes}, options);
+  backward(
+      {t["dout"], t["q"], t["k"], t["v"], t["out"], t["lse"], t["dq"], t["dk"], t["dv"], slopes},
+      options);
   return out;
 }
 
@@ -164,15 +166,16 @@ bool check_one(const CheckCase& c, DType dtype, int threads, std::mt19937& rando
   options.softcap = c.softcap;
   options.threads = threads;
   std::vector<float> slopes;
+  ConstTensor slopes_tensor;
   if (c.alibi) {
     for (int64_t h = 0; h < c.hq; ++h) slopes.push_back(std::exp2(-static_cast<float>(h + 1)));
-    options.alibi_slopes = Tensor::contiguous(slopes.data(), DType::kF32, {c.hq});
+    slopes_tensor = ConstTensor::contiguous(slopes.data(), DType::kF32, {c.hq});
   }
-  const Tensors got = compute(c, inputs, options);
+  const Tensors got = compute(c, inputs, slopes_tensor, options);
   Tensors wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Tensors want = compute(c, wide, options);
+  const Tensors want = compute(c, wide, slopes_tensor, options);
   auto expected = naive(c, inputs, options, c.alibi ? slopes.data() : nullptr);
 
   bool passed = true;

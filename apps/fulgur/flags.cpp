@@ -33,11 +33,11 @@ void OptionFlags::add_to(CLI::App& command) {
       ->excludes(causal);
   command.add_option("--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
   command.add_option("--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
-  auto* dropout = command.add_option("--dropout", dropout_.p,
+  auto* dropout = command.add_option("--dropout", dropout_,
                                      "Probability that an entry of the "
                                      "softmax is dropped");
   dropout->type_name("P");
-  command.add_option("--seed", dropout_.seed, "Seed of the dropout; default 0")
+  command.add_option("--seed", seed_, "Seed of the dropout; default 0")
       ->type_name("N")
       ->needs(dropout);
   command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");
@@ -52,7 +52,7 @@ Options OptionFlags::options() const {
   options.mask = causal_ ? causal() : window_.empty() ? full() : parse_window(window_);
   options.scale = scale_;
   options.softcap = softcap_;
-  options.dropout = dropout_;
+  options.dropout_p = dropout_;
   options.deterministic = deterministic_;
   options.invariant = invariant_;
   options.threads = threads_;

@@ -14,13 +14,16 @@ class OptionFlags {
   void add_to(CLI::App& command);
   /// Throws CLI::ValidationError for a malformed --window.
   Options options() const;
+  /// Those of fulgur::Run.
+  Run run() const { return {.dropout_seed = seed_}; }
 
  private:
   bool causal_ = false;
   std::string window_;
   std::optional<double> scale_;
   double softcap_ = 0;
-  Dropout dropout_;
+  double dropout_ = 0;
+  uint64_t seed_ = 0;
   bool deterministic_ = false, invariant_ = false;
   int threads_ = 0;
 };

@@ -21,21 +21,21 @@ cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options op
   constexpr int64_t kLength = 1024, kHeads = 1;  // none of them is part of a kernel
   constexpr Device kDevice{DeviceType::kCuda, 0};
   const int64_t dv = r.dv < 0 ? d : r.dv;
-  static int32_t unread = 0;  // stands for lengths and slopes on the device
   const auto rows = [&](int64_t heads, int64_t dim) {
     if (r.packed) return Tensor::contiguous(nullptr, dtype, {kLength, heads, dim}, kDevice);
     return Tensor::contiguous(nullptr, dtype, {1, kLength, heads, dim}, kDevice);
   };
   const auto vector = [&](DType type, int64_t size) {
-    return Tensor::contiguous(&unread, type, {size}, kDevice);
+    return Tensor::contiguous(nullptr, type, {size}, kDevice);
   };
+  ForwardArgs args{
+      .q = rows(kHeads, d), .k = rows(1, d), .v = rows(1, dv), .out = rows(kHeads, dv)};
   if (r.packed) {
-    options.cu_seqlens_q = options.cu_seqlens_k = vector(DType::kI32, 2);
+    args.cu_seqlens_q = args.cu_seqlens_k = vector(DType::kI32, 2);
     options.max_seqlen_q = options.max_seqlen_k = kLength;
   }
-  if (r.seqused) options.seqused_k = vector(DType::kI32, 1);
-  if (r.alibi) options.alibi_slopes = vector(DType::kF32, kHeads);
-  ForwardArgs args{rows(kHeads, d), rows(1, d), rows(1, dv), rows(kHeads, dv), {}};
+  if (r.seqused) args.seqused_k = vector(DType::kI32, 1);
+  if (r.alibi) args.alibi_slopes = vector(DType::kF32, kHeads);
   cuda::Prewarmed sum;
   for (const bool lse : {false, true}) {
     if (lse && r.packed) {

@@ -72,17 +72,17 @@ cuda::Tuned measure(const Request& r) {
         vector_of<int32_t>(DType::kI32, s.batch + 1, [&](int64_t b) { return b * length; }));
   };
   if (r.packed) {
-    options.cu_seqlens_q = starts(s.sq);
-    options.cu_seqlens_k = starts(s.sk);
+    args.cu_seqlens_q = starts(s.sq);
+    args.cu_seqlens_k = starts(s.sk);
     options.max_seqlen_q = s.sq;
     options.max_seqlen_k = s.sk;
   }
   if (r.seqused) {
-    options.seqused_k =
+    args.seqused_k =
         place.input(vector_of<int32_t>(DType::kI32, s.batch, [&](int64_t) { return s.sk; }));
   }
   if (r.alibi) {
-    options.alibi_slopes = place.input(vector_of<float>(DType::kF32, s.hq, [&](int64_t h) {
+    args.alibi_slopes = place.input(vector_of<float>(DType::kF32, s.hq, [&](int64_t h) {
       return std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(s.hq));
     }));
   }

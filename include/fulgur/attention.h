@@ -12,37 +12,25 @@
 
 namespace fulgur {
 
-/// Dropout of the attention probabilities: an entry is dropped with probability p (0 <= p < 1) and
-/// the kept ones are scaled by 1 / (1 - p). Whether an entry is kept depends on (seed, offset,
-/// batch, q head, query, key) alone (Philox4x32-10), never on tiling, threads or engine.
-struct Dropout {
-  double p = 0;
-  uint64_t seed = 0;
-  uint64_t offset = 0;
-  bool operator==(const Dropout&) const = default;
-};
-
-/// What is computed. Defaults give plain softmax(q k^T / sqrt(d)) v.
+/// What is computed, the same in every call of a plan. Defaults give plain softmax(q k^T / sqrt(d))
+/// v.
 ///
 ///   scores = scale * q k^T, then softcap * tanh(scores / softcap), then the ALiBi bias
 ///   -slope * |i + sk - sq - j|, then the mask, then softmax, then dropout, then v.
 struct Options {
   Mask mask{};                    ///< full(), causal() or window(left, right)
-  std::optional<double> scale{};  ///< finite; default 1 / sqrt(d_qk)
+  std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
   double softcap = 0;             ///< >= 0; 0 = off
-  Tensor alibi_slopes{};          ///< f32 (hq) or (batch, hq)
-  Dropout dropout{};
-  /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
-  /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1. CPU tensors are read when planning.
-  Tensor cu_seqlens_q{}, cu_seqlens_k{};
-  /// Upper bounds of the packed sequence lengths. 0 = read from cu_seqlens (CPU tensors only).
+  /// Dropout of the probabilities: an entry is dropped with this probability (0 <= p < 1), the kept
+  /// ones are scaled by 1 / (1 - p). Run says which random numbers.
+  double dropout_p = 0;
+  /// Upper bounds of the packed sequence lengths, which no call may exceed. 0 = the longest in the
+  /// cu_seqlens that are planned for (on the CPU only).
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
-  Tensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
   int threads = 0;             ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
-  std::string engine{};    ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
-  void* stream = nullptr;  ///< CUDA stream (cudaStream_t); null = the default stream
+  std::string engine{};  ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
 };
 
 /// Tensors of the forward pass, in layout (batch, seqlen, heads, dim) or packed (total, heads,
@@ -54,13 +42,47 @@ struct Options {
 /// hq % hk == 0; 1 <= d, dv <= 512; any strides whose last is 1. A row that sees no key has out = 0
 /// and lse = -inf.
 struct ForwardArgs {
-  Tensor q{}, k{}, v{}, out{}, lse{};
+  ConstTensor q{}, k{}, v{};
+  Tensor out{}, lse{};
+  ConstTensor alibi_slopes{};  ///< f32 (hq) or (batch, hq)
+  /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
+  /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
+  ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
+  ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
 /// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v.
 struct BackwardArgs {
-  Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
+  ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
+  Tensor dq{}, dk{}, dv{};
+  ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};  ///< as in ForwardArgs
+};
+
+/// Memory for a run besides its tensors. One run at a time may use it.
+struct Workspace {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+/// What a workspace must be.
+struct WorkspaceNeed {
+  int64_t bytes = 0;         ///< at least
+  int64_t alignment = 1;     ///< of its first byte
+  int64_t zeroed_bytes = 0;  ///< at its beginning: 0 before the first run; every run leaves them 0
+  bool operator==(const WorkspaceNeed&) const = default;
+};
+
+/// What else may change from call to call.
+struct Run {
+  void* stream =
+      nullptr;  ///< cuda: the stream (cudaStream_t) that the work is put on; null = the default one
+  /// The caller's memory, as Plan::workspace() wants it, on the device that computes. Not given:
+  /// the library's own, which a run has for as long as it can need it, captured ones included.
+  Workspace workspace{};
+  /// Which random numbers dropout uses: whether an entry is kept depends on (seed, offset, batch, q
+  /// head, query, key) alone (Philox4x32-10), never on tiling, threads or engine.
+  uint64_t dropout_seed = 0, dropout_offset = 0;
 };
 
 /// What a tile of the score matrix needs: nothing, a mask, or no mask.
@@ -72,46 +94,51 @@ struct TileMap {
   std::vector<Tile> tiles;
 };
 
-/// Every decision about one shape of call, made once: validate, choose, allocate. Running it only
-/// computes. A Plan is a cheap handle; copies share it. Runs of one plan may not overlap in time.
+/// Every decision about one shape of call, made once: validate, choose, compile. Running it only
+/// computes. A Plan is a cheap handle; copies share it. It belongs to no stream and holds no memory
+/// of a run: runs of one plan may overlap, in threads and on streams.
 class FULGUR_API Plan {
  public:
   struct Impl;
-  explicit Plan(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
+  explicit Plan(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
 
   /// Computes. The tensors must have the shapes, strides, dtypes and devices planned for; the data
   /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was
-  /// null. Throws Error(kInvalidArgument) otherwise, before anything is written.
-  void run(const ForwardArgs& args) const;
-  void run(const BackwardArgs& args) const;
+  /// null. Lengths on the CPU are read and checked. On cuda it only launches, and may be captured
+  /// into a graph. Throws Error(kInvalidArgument) otherwise, before anything is written.
+  void run(const ForwardArgs& args, const Run& run = {}) const;
+  void run(const BackwardArgs& args, const Run& run = {}) const;
 
   /// The plan in words: engine, tiles, splits, bytes moved, flops, and what was rejected and why.
   std::string explain() const;
   /// "cpu", "cuda" or "reference".
   std::string engine() const;
   /// Floating-point operations of the matrix products over the visible scores: 4 (forward) or 10
-  /// (backward) per visible score and dim (2 (d + dv) and 6 d + 4 dv where they differ).
+  /// (backward) per visible score and dim (2 (d + dv) and 6 d + 4 dv where they differ); of the
+  /// lengths that were planned for. Throws Error(kUnsupported) where they are on a device.
   double flops() const;
   /// Bytes of the tensors read and written once.
   double bytes() const;
-  /// Bytes the plan allocates besides the caller's tensors.
-  int64_t workspace_bytes() const;
-  /// The tiles of sequence b.
+  /// What a run needs besides the caller's tensors.
+  WorkspaceNeed workspace() const;
+  /// The tiles of sequence b, of the lengths that were planned for. Throws as flops() does.
   TileMap tiles(int64_t b = 0) const;
 
  private:
-  std::shared_ptr<Impl> impl_;
+  std::shared_ptr<const Impl> impl_;
 };
 
-/// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_*,
-/// seqused_k and alibi_slopes on the CPU.
+/// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_* and
+/// seqused_k on the CPU, which are read if they are there.
 FULGUR_API Plan plan(const ForwardArgs& args, const Options& options = {});
 FULGUR_API Plan plan(const BackwardArgs& args, const Options& options = {});
 
-/// plan(args, options).run(args): exact attention (FlashAttention-2, Alg. 1).
-FULGUR_API void forward(const ForwardArgs& args, const Options& options = {});
-/// plan(args, options).run(args): its gradient (FlashAttention-2, Alg. 2).
-FULGUR_API void backward(const BackwardArgs& args, const Options& options = {});
+/// Exact attention (FlashAttention-2, Alg. 1): plans, or finds the plan of an earlier call of this
+/// shape, and runs it. On a stream that is being captured such a call must have been made before.
+FULGUR_API void forward(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
+/// Its gradient (FlashAttention-2, Alg. 2), likewise.
+FULGUR_API void backward(const BackwardArgs& args, const Options& options = {},
+                         const Run& run = {});
 
 /// An engine and whether it can be used on this machine.
 struct EngineInfo {

@@ -1,8 +1,18 @@
 #ifndef FULGUR_C_H_
 #define FULGUR_C_H_
 
-/// The C API, on DLPack tensors. Every function returns a status; the message of the last failure
-/// in this thread is fulgur_last_error(). Shapes, dtypes and meaning are those of attention.h.
+/// The C API, on DLPack tensors. Shapes, dtypes and meaning are those of attention.h.
+///
+/// Errors. Functions return a status; no exception leaves them. After one other than FULGUR_OK,
+/// fulgur_last_error() says in words what was wrong, in the thread that made the call; nothing has
+/// been written.
+///
+/// Threads. Every function may be called from any thread at any time. Plans may be run by several
+/// threads at once; only fulgur_plan_free must come after all else.
+///
+/// Versions. Each struct begins with its size, as the caller was compiled to know it. A newer
+/// library takes an older, shorter struct: what it lacks is not given. An older library refuses a
+/// longer one if anything behind what it knows is not 0. Fields are only ever added at the end.
 
 #include <dlpack/dlpack.h>
 #include <stddef.h>
@@ -23,38 +33,115 @@ typedef enum fulgur_status {
   FULGUR_INTERNAL = 5
 } fulgur_status;
 
-/// Set up by fulgur_options_init; then change what you need. Null tensors are "not given".
+/// What is computed (fulgur::Options). Set up by fulgur_options_init; then change what you need.
 typedef struct fulgur_options {
-  size_t struct_size;                 ///< sizeof(fulgur_options), set by fulgur_options_init
-  int64_t window_left, window_right;  ///< -1 = unbounded; causal is right = 0
-  const double* scale;                ///< null = 1 / sqrt(d_qk)
-  double softcap;                     ///< 0 = off
-  const DLTensor* alibi_slopes;       ///< f32 (hq) or (batch, hq)
-  double dropout_p;                   ///< 0 = off
-  uint64_t dropout_seed, dropout_offset;
-  const DLTensor* cu_seqlens_q;  ///< i32 (batch + 1); with cu_seqlens_k: packed layout
-  const DLTensor* cu_seqlens_k;
+  size_t struct_size;
+  int64_t window_left, window_right;   ///< -1 = unbounded; causal is right = 0
+  const double* scale;                 ///< null = 1 / sqrt(d_qk)
+  double softcap;                      ///< 0 = off
+  double dropout_p;                    ///< 0 = off
   int64_t max_seqlen_q, max_seqlen_k;  ///< 0 = read from cu_seqlens
-  const DLTensor* seqused_k;           ///< i32 (batch)
   int deterministic, invariant;
   int threads;         ///< 0 = all
   const char* engine;  ///< null or "" picks
-  void* stream;
 } fulgur_options;
 
-FULGUR_API void fulgur_options_init(fulgur_options* options);
+/// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows
+/// it.
+FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size);
 
-/// out, lse <- attention(q, k, v). lse may be null; options may be null for the defaults.
-FULGUR_API fulgur_status fulgur_forward(const DLTensor* q, const DLTensor* k, const DLTensor* v,
-                                        const DLTensor* out, const DLTensor* lse,
-                                        const fulgur_options* options);
+/// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
+/// Null tensors are "not given".
+typedef struct fulgur_forward_args {
+  size_t struct_size;  ///< sizeof(fulgur_forward_args)
+  const DLTensor *q, *k, *v;
+  const DLTensor *out, *lse;                    ///< written; lse may be null
+  const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
+  const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout; both or none
+  const DLTensor* seqused_k;                    ///< i32 (batch)
+} fulgur_forward_args;
+
+/// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
+typedef struct fulgur_backward_args {
+  size_t struct_size;  ///< sizeof(fulgur_backward_args)
+  const DLTensor *dout, *q, *k, *v, *out, *lse;
+  const DLTensor *dq, *dk, *dv;  ///< written
+  const DLTensor* alibi_slopes;
+  const DLTensor *cu_seqlens_q, *cu_seqlens_k;
+  const DLTensor* seqused_k;
+} fulgur_backward_args;
+
+/// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.
+typedef struct fulgur_run {
+  size_t struct_size;       ///< sizeof(fulgur_run)
+  void* stream;             ///< cuda: cudaStream_t; null = the default stream
+  void* workspace;          ///< null = the library's own
+  int64_t workspace_bytes;  ///< of `workspace`
+  uint64_t dropout_seed, dropout_offset;
+} fulgur_run;
+
+/// What a workspace must be (fulgur::WorkspaceNeed).
+typedef struct fulgur_workspace_need {
+  size_t struct_size;    ///< sizeof(fulgur_workspace_need), set by the caller
+  int64_t bytes;         ///< at least
+  int64_t alignment;     ///< of its first byte
+  int64_t zeroed_bytes;  ///< at its beginning: 0 before the first run; every run leaves them 0
+} fulgur_workspace_need;
+
+/// out, lse <- attention(q, k, v). `options` and `run` may be null for the defaults.
+FULGUR_API fulgur_status fulgur_forward(const fulgur_forward_args* args,
+                                        const fulgur_options* options, const fulgur_run* run);
 
 /// dq, dk, dv <- gradients, given dout and the forward pass's out and lse.
-FULGUR_API fulgur_status fulgur_backward(const DLTensor* dout, const DLTensor* q, const DLTensor* k,
-                                         const DLTensor* v, const DLTensor* out,
-                                         const DLTensor* lse, const DLTensor* dq,
-                                         const DLTensor* dk, const DLTensor* dv,
-                                         const fulgur_options* options);
+FULGUR_API fulgur_status fulgur_backward(const fulgur_backward_args* args,
+                                         const fulgur_options* options, const fulgur_run* run);
+
+/// Every decision about one shape of call (fulgur::Plan).
+typedef struct fulgur_plan fulgur_plan;
+
+/// `*plan` <- a new plan, to be freed; null on failure. Tensors may lack their data.
+FULGUR_API fulgur_status fulgur_plan_forward(const fulgur_forward_args* args,
+                                             const fulgur_options* options, fulgur_plan** plan);
+FULGUR_API fulgur_status fulgur_plan_backward(const fulgur_backward_args* args,
+                                              const fulgur_options* options, fulgur_plan** plan);
+/// Frees a plan that no run uses any more on the host; what it has put on streams goes on. Null is
+/// fine.
+FULGUR_API void fulgur_plan_free(fulgur_plan* plan);
+
+/// Runs a plan of that pass on tensors shaped as planned. `run` may be null.
+FULGUR_API fulgur_status fulgur_plan_run_forward(const fulgur_plan* plan,
+                                                 const fulgur_forward_args* args,
+                                                 const fulgur_run* run);
+FULGUR_API fulgur_status fulgur_plan_run_backward(const fulgur_plan* plan,
+                                                  const fulgur_backward_args* args,
+                                                  const fulgur_run* run);
+
+/// What a run needs besides its tensors.
+FULGUR_API fulgur_status fulgur_plan_workspace(const fulgur_plan* plan,
+                                               fulgur_workspace_need* need);
+
+// Functions that give text write at most `size` bytes to `text`, its end marked by 0, and the
+// length of the whole to `*length` (both may be null, or size 0).
+
+/// The plan in words.
+FULGUR_API fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
+                                             size_t* length);
+
+/// The engines, a line each: name, tab, description, and where it cannot be used another tab and
+/// why.
+FULGUR_API fulgur_status fulgur_engines(char* text, size_t size, size_t* length);
+
+/// Compiles ahead what calls like this one can need (fulgur::cuda::prewarm). `folder` may be null
+/// for the default cache; `compiled` and `present`, which take counts of kernels, may be null.
+FULGUR_API fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args,
+                                                const fulgur_options* options, const char* folder,
+                                                int* compiled, int* present);
+
+/// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune). The text:
+/// a line for each tile, the fastest first: Br, Bc, microseconds.
+FULGUR_API fulgur_status fulgur_tune_forward(const fulgur_forward_args* args,
+                                             const fulgur_options* options, const fulgur_run* run,
+                                             char* text, size_t size, size_t* length);
 
 /// Combines `count` partial results over disjoint keys into out, lse (lse may be null); see
 /// merge.h.
@@ -62,7 +149,8 @@ FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const DLTensor* const* part_lses, size_t count,
                                       const DLTensor* out, const DLTensor* lse);
 
-/// The message of the last failure in this thread ("" before any). Valid until the next call.
+/// The message of the last failure in this thread ("" before any). Valid until the thread's next
+/// failure.
 FULGUR_API const char* fulgur_last_error(void);
 /// "0.1.0".
 FULGUR_API const char* fulgur_version(void);

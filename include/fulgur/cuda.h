@@ -57,6 +57,6 @@ struct Tuned {
 /// fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an idle device.
 /// Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or empty call;
 /// kInternal when the folder cannot be used.
-FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {});
+FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur::cuda

@@ -10,6 +10,11 @@ namespace fulgur {
 /// Attention over a part of the keys: out [b, sq, h, dv] and lse [b, h, sq] (packed [total, h, dv]
 /// and [h, total]).
 struct Partial {
+  ConstTensor out{}, lse{};
+};
+
+/// Where the combination goes.
+struct Merged {
   Tensor out{}, lse{};
 };
 
@@ -18,6 +23,6 @@ struct Partial {
 /// out_i. Parts with lse = -inf count nothing; where all do, out = 0 and lse = -inf. Parts and
 /// result share a shape; out may have any float dtype in each, lse is f32 (or f64). `lse` may be
 /// not given. A result may be the very tensor of a part. Throws Error(kInvalidArgument).
-FULGUR_API void merge(std::span<const Partial> parts, const Partial& result);
+FULGUR_API void merge(std::span<const Partial> parts, const Merged& result);
 
 }  // namespace fulgur

@@ -30,7 +30,7 @@ struct BackwardScratch {
     dOt = arena.take(kPanelRows * p.dv);
     P = arena.take(kBc * kPanelRows);
     dS = arena.take(kBc * kPanelRows);
-    Pz = p.dropout.p > 0 ? arena.take(kBc * kPanelRows) : P;
+    Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
     cap_slope = p.softcap > 0 ? arena.take(kBc * kPanelRows) : nullptr;
   }
 };
@@ -129,7 +129,7 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   const Problem& p = task.problem;
   Arena arena(scratch);
   const BackwardScratch s(p, arena);
-  const DropoutMask dropout(p.dropout.p, p.dropout.seed, p.dropout.offset);
+  const DropoutMask dropout = task.dropout();
   HWY_ALIGN float lse2[kPanelRows], d_row[kPanelRows];
 
   const int64_t keys = key_end - key_begin;
@@ -169,9 +169,9 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
       probabilities(panel, j, n, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);
-      if (p.dropout.p > 0) {
+      if (p.dropout_p > 0) {
         std::copy_n(s.P, n * width, s.Pz);
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout.p)), panel, j, n, width, s.Pz, s.dS);
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, j, n, width, s.Pz, s.dS);
       }
       score_gradient(panel, j, n, s.P, d_row, s.cap_slope, s.dS);
       if (panel.partial(j, n) && !finite) {
@@ -193,9 +193,9 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   for (int64_t key = 0; key < keys; ++key) {
     const int64_t row = task.s.k_begin + key_begin + key;
     store_row(args.dk.dtype, s.dK + key * s.ldk, p.d,
-              address<void>(args.dk, p.dk.offset(task.b, row, task.kv)));
+              address(args.dk, p.dk.offset(task.b, row, task.kv)));
     store_row(args.dv.dtype, s.dV + key * s.ldv, p.dv,
-              address<void>(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
+              address(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
   }
 }
 
@@ -211,7 +211,7 @@ void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin, 
       for (int64_t i = 0; i < parts; ++i) total = hn::Add(total, hn::Load(f, dq[i] + r * ld + c));
       hn::Store(hn::Mul(total, hn::Set(f, static_cast<float>(p.scale))), f, sum + c);
     }
-    store_row(args.dq.dtype, sum, p.d, address<void>(args.dq, row_offset(task, p.dq, r)));
+    store_row(args.dq.dtype, sum, p.d, address(args.dq, row_offset(task, p.dq, r)));
   }
 }
 

@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
-#include <new>
+#include <vector>
 
 #include "cpu/cpu_plan.h"
 #include "cpu/kernels.h"
+#include "cpu/scratch_memory.h"
 #include "fulgur/error.h"
 #include "padding.h"
 #include "parallel.h"
@@ -18,62 +18,45 @@
 namespace fulgur::cpu {
 namespace {
 
-/// Uninitialized floats on a cache line.
-class Buffer {
- public:
-  explicit Buffer(int64_t floats) {
-    if (floats == 0) return;
-    const auto bytes = static_cast<size_t>((floats * 4 + 63) / 64 * 64);
-    data_.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
-    if (!data_) {
-      throw Error(Status::kOutOfMemory, fmt::format("workspace: {} bytes not available", bytes));
-    }
-  }
-  float* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(float* data) const { std::free(data); }
-  };
-  std::unique_ptr<float, Free> data_;
-};
-
 /// A part of the work of a kv head: rows of a block (kPanels), keys (kDecode), or one of the splits
 /// (kBackward).
 struct Item {
   int64_t b, kv, begin, end, work;
 };
 
-class Program final : public Executable {
+/// One call.
+template <class Args>
+class Work {
  public:
-  explicit Program(const Problem& problem)
+  Work(const Problem& problem, const Kernels& kernels, const CpuPlan& plan, const Args& args,
+       const Run& run, float* memory)
       : p_(problem),
-        k_(kernels()),
-        plan_(make_plan(p_, k_, &rejected_)),
-        scratch_(plan_.threads * plan_.scratch),
-        shared_(plan_.shared) {}
+        k_(kernels),
+        plan_(plan),
+        args_(args),
+        sequences_(problem, args),
+        given_{static_cast<const float*>(args.alibi_slopes.data), run.dropout_seed,
+               run.dropout_offset},
+        scratch_(memory),
+        shared_(memory + plan.threads * plan.scratch) {}
 
-  void run(const ForwardArgs& args) override {
+  void forward() const {
     if (plan_.schedule == Schedule::kDecode) {
-      decode(args);
+      decode();
     } else {
-      panels(args);
+      panels();
     }
-    write_padding(p_, args);
+    write_padding(p_, sequences_, args_);
   }
 
-  void run(const BackwardArgs& args) override {
-    gradients(args);
-    write_padding(p_, args);
-  }
-
-  Explanation explain() const override {
-    return {describe(plan_, p_), rejected_, plan_.Br, plan_.Bc, plan_.workspace_bytes()};
+  void backward() const {
+    gradients();
+    write_padding(p_, sequences_, args_);
   }
 
  private:
-  Task task(int64_t b, int64_t kv) const { return {p_, p_.sequence(b), b, kv}; }
-  float* scratch() const { return scratch_.data() + thread_index() * plan_.scratch; }
+  Task task(int64_t b, int64_t kv) const { return {p_, given_, sequences_[b], b, kv}; }
+  float* scratch() const { return scratch_ + thread_index() * plan_.scratch; }
 
   template <class Body>
   void each(int64_t n, const Body& body) const {
@@ -88,7 +71,7 @@ class Program final : public Executable {
     }
   }
 
-  void panels(const ForwardArgs& args) const {
+  void panels() const {
     std::vector<Item> items;
     each_head([&](const Task& t) {
       for (int64_t row = 0; row < t.rows(); row += plan_.Br) {
@@ -102,11 +85,11 @@ class Program final : public Executable {
                      [](const Item& x, const Item& y) { return x.work > y.work; });
     each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      k_.forward(task(item.b, item.kv), args, item.begin, item.end, scratch());
+      k_.forward(task(item.b, item.kv), args_, item.begin, item.end, scratch());
     });
   }
 
-  void decode(const ForwardArgs& args) const {
+  void decode() const {
     const int64_t heads = plan_.heads, state = p_.group() * p_.sq * (p_.dv + 2);
     std::vector<Item> items;
     std::vector<int64_t> first;  // of the items of each run of kv heads
@@ -121,24 +104,23 @@ class Program final : public Executable {
     first.push_back(static_cast<int64_t>(items.size()));
     each(static_cast<int64_t>(items.size()), [&](int64_t i) {
       const Item& item = items[i];
-      k_.decode(task(item.b, item.kv), args, heads, item.begin, item.end,
-                shared_.data() + i * heads * state, scratch());
+      k_.decode(task(item.b, item.kv), args_, heads, item.begin, item.end,
+                shared_ + i * heads * state, scratch());
     });
     each(p_.batch * p_.hk, [&](int64_t head) {
       const Task t = task(head / p_.hk, head % p_.hk);
       const int64_t run = head / heads, part = t.rows() * (p_.dv + 2);
       const int64_t parts = first[run + 1] - first[run];
-      const float* states = parts == 0
-                                ? nullptr  // no keys: there may be no memory either
-                                : shared_.data() + first[run] * heads * state + head % heads * part;
-      k_.decode_merge(t, args, states, parts, heads * state);
+      const float* states = parts == 0 ? nullptr  // no keys: there may be no memory either
+                                       : shared_ + first[run] * heads * state + head % heads * part;
+      k_.decode_merge(t, args_, states, parts, heads * state);
     });
   }
 
-  void gradients(const BackwardArgs& args) const {
+  void gradients() const {
     const int64_t heads = p_.batch * p_.hk, splits = plan_.splits;
     const int64_t stride = k_.dq_stride(p_), accumulator = p_.group() * p_.sq * stride;
-    float* const D = shared_.data();  // [batch, hk, group * sq] of the longest sequence
+    float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
     float* const dq = D + plan_.dq_offset;
     const auto D_of = [&](const Task& t) {
       return D +
@@ -153,7 +135,7 @@ class Program final : public Executable {
     });
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
       const Task t = task(blocks[i].b, blocks[i].kv);
-      k_.backward_d(t, args, blocks[i].begin, blocks[i].end, D_of(t));
+      k_.backward_d(t, args_, blocks[i].begin, blocks[i].end, D_of(t));
     });
 
     each(heads * splits, [&](int64_t i) {
@@ -163,9 +145,9 @@ class Program final : public Executable {
       std::fill_n(part, t.rows() * stride, 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
-        k_.backward(t, args, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
+        k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
       }
-      if (splits == 1) k_.backward_dq(t, args, 0, t.rows(), &part, 1);
+      if (splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
     });
     if (splits == 1) return;
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
@@ -174,17 +156,50 @@ class Program final : public Executable {
       for (int64_t split = 0; split < splits; ++split) {
         parts[split] = dq + ((block.b * p_.hk + block.kv) * splits + split) * accumulator;
       }
-      k_.backward_dq(task(block.b, block.kv), args, block.begin, block.end, parts.data(), splits);
+      k_.backward_dq(task(block.b, block.kv), args_, block.begin, block.end, parts.data(), splits);
     });
   }
 
   static constexpr int64_t kRowBlock = 1024;  // rows of a task that only streams memory
 
+  const Problem& p_;
+  const Kernels& k_;
+  const CpuPlan& plan_;
+  const Args& args_;
+  Sequences sequences_;
+  Given given_;
+  float *scratch_, *shared_;
+};
+
+class CpuExecutable final : public Executable {
+ public:
+  CpuExecutable(const Problem& problem, int threads)
+      : p_(problem), k_(kernels()), plan_(make_plan(p_, threads, k_, &rejected_)) {}
+
+  void run(const Call& call, const Run& run) const override {
+    const bool own = run.workspace.data == nullptr;
+    const ScratchMemory memory(own ? plan_.workspace_bytes() : 0);
+    auto* const floats = static_cast<float*>(own ? memory.data() : run.workspace.data);
+    if (p_.pass == Pass::kForward) {
+      Work(p_, k_, plan_, *std::get<const ForwardArgs*>(call), run, floats).forward();
+    } else {
+      Work(p_, k_, plan_, *std::get<const BackwardArgs*>(call), run, floats).backward();
+    }
+  }
+
+  Explanation explain() const override {
+    return {describe(plan_, p_), rejected_, plan_.Br, plan_.Bc};
+  }
+
+  WorkspaceNeed workspace() const override {
+    return {plan_.workspace_bytes(), ScratchMemory::kAlignment, 0};
+  }
+
+ private:
   Problem p_;
   const Kernels& k_;
   std::vector<std::string> rejected_;
   CpuPlan plan_;
-  Buffer scratch_, shared_;
 };
 
 class CpuEngine final : public Engine {
@@ -207,8 +222,8 @@ class CpuEngine final : public Engine {
     if (p.dtype == DType::kF64) return "computes f32, bf16 and f16";
     return {};
   }
-  std::unique_ptr<Executable> plan(const Problem& problem) const override {
-    return std::make_unique<Program>(problem);
+  std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
+    return std::make_unique<CpuExecutable>(problem, threads);
   }
 };
 

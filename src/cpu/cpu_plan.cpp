@@ -58,9 +58,10 @@ CpuPlan plan_backward(const Problem& p, const Kernels& k, CpuPlan plan) {
 
 }  // namespace
 
-CpuPlan make_plan(const Problem& p, const Kernels& k, std::vector<std::string>* rejected) {
+CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
+                  std::vector<std::string>* rejected) {
   CpuPlan plan;
-  plan.threads = thread_count(p.threads);
+  plan.threads = thread_count(threads);
   if (p.pass == Pass::kBackward) return plan_backward(p, k, plan);
 
   const int64_t rows = p.group() * p.sq;

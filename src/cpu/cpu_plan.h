@@ -34,7 +34,7 @@ struct CpuPlan {
 };
 
 /// Decides. `rejected` takes the alternatives and why not.
-CpuPlan make_plan(const Problem& problem, const Kernels& kernels,
+CpuPlan make_plan(const Problem& problem, int threads, const Kernels& kernels,
                   std::vector<std::string>* rejected);
 
 /// The plan in sentences.

@@ -59,9 +59,10 @@ struct DecodeTile {
   int64_t bytes;      // of a row
   int64_t ahead;      // bytes to what is asked for while a row is used
 
-  DecodeTile(const Task& task, const Tensor& t, const Layout& layout, int64_t dim, int64_t j) {
+  DecodeTile(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim, int64_t j) {
     const int64_t size = size_of(task.problem.dtype);
-    first = address<const char>(t, layout.offset(task.b, task.s.k_begin + j, task.kv));
+    first =
+        static_cast<const char*>(address(t, layout.offset(task.b, task.s.k_begin + j, task.kv)));
     key = layout.row * size;
     head = layout.head * size;
     bytes = dim * size;
@@ -266,9 +267,9 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
   const Problem& p = first.problem;
   const int64_t ldq = round_up(p.d, kLanes), ldo = round_up(p.dv, kLanes);
   const int64_t rows = round_up(first.rows(), kDecodeRows);
-  const DropoutMask dropout(p.dropout.p, p.dropout.seed, p.dropout.offset);
+  const DropoutMask dropout = first.dropout();
   const float factor = query_factor(p);
-  const auto task = [&](int64_t i) { return Task{p, first.s, first.b, first.kv + i}; };
+  const auto task = [&](int64_t i) { return Task{p, first.given, first.s, first.b, first.kv + i}; };
 
   Arena arena(scratch);
   std::vector<DecodeHead> state;
@@ -292,8 +293,8 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
     for (const DecodeHead& s : state) {
       score_rule(p, s.panel, j, n, s.S, s.panel.width(), nullptr);
       online_softmax(s.panel, n, s.S, s.panel.width(), s.m, s.l, s.alpha);
-      if (p.dropout.p > 0) {
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout.p)), s.panel, j, n, s.panel.width(),
+      if (p.dropout_p > 0) {
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), s.panel, j, n, s.panel.width(),
              s.S, nullptr);
       }
     }
@@ -350,7 +351,7 @@ void decode_merge(const Task& task, const ForwardArgs& args, const float* states
       for (int64_t c = 0; c < p.dv; ++c) o[c] += weight * part[c];
     }
     for (int64_t c = 0; c < p.dv; ++c) o[c] = l == 0 ? 0 : o[c] / l;
-    store_row(args.out.dtype, o, p.dv, address<void>(args.out, row_offset(task, p.out, r)));
+    store_row(args.out.dtype, o, p.dv, address(args.out, row_offset(task, p.out, r)));
     if (!p.want_lse) continue;
     static_cast<float*>(args.lse.data)[row_offset(task, p.lse, r)] =
         l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;

@@ -131,8 +131,7 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
       hn::Store(hn::Mul(o, scale), f, rows + c);
     }
     for (; c < ld; ++c) rows[c] = c < p.dv ? Ot[c * width + r] * hn::GetLane(scale) : 0;
-    store_row(args.out.dtype, rows, p.dv,
-              address<void>(args.out, row_offset(task, p.out, row + r)));
+    store_row(args.out.dtype, rows, p.dv, address(args.out, row_offset(task, p.out, row + r)));
     if (!p.want_lse) continue;
     static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] =
         l[r] == 0 ? -std::numeric_limits<float>::infinity() : (m[r] + std::log2(l[r])) * kLn2;
@@ -145,7 +144,7 @@ void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64
   Arena arena(scratch);
   const ForwardScratch s(p, arena);
   const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
-  const DropoutMask dropout(p.dropout.p, p.dropout.seed, p.dropout.offset);
+  const DropoutMask dropout = task.dropout();
   HWY_ALIGN float alpha[kPanelRows];
 
   Panel panels[kPanels];
@@ -176,8 +175,8 @@ void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64
                         nullptr);
       score_rule(p, panel, j, n, s.S, width, nullptr);
       online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
-      if (p.dropout.p > 0) {
-        const auto keep_scale = static_cast<float>(1 / (1 - p.dropout.p));
+      if (p.dropout_p > 0) {
+        const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
         drop(dropout, keep_scale, panel, j, n, width, s.S, nullptr);
       }
       if (finite || !panel.partial(j, n)) {

@@ -3,7 +3,8 @@
 #include <cstdint>
 
 #include "fulgur/attention.h"
-#include "problem.h"
+#include "philox.h"
+#include "sequences.h"
 
 namespace fulgur::cpu {
 
@@ -11,16 +12,32 @@ constexpr int64_t kBc = 64;     ///< keys of a tile
 constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
 constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
 
+/// What a call gives besides its tensors of rows.
+struct Given {
+  const float* slopes;  ///< ALiBi; null without
+  uint64_t dropout_seed, dropout_offset;
+};
+
 /// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq
 /// of head kv * group + r / sq, so that short queries of grouped heads still fill the vectors.
 struct Task {
   const Problem& problem;
+  const Given& given;
   Sequence s;
   int64_t b, kv;
 
   int64_t rows() const { return problem.group() * s.sq; }
   int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }
   int64_t query(int64_t r) const { return r % s.sq; }
+  /// Slope of q head h, 0 without ALiBi.
+  float slope(int64_t h) const {
+    return given.slopes == nullptr
+               ? 0
+               : given.slopes[b * problem.slopes_batch + h * problem.slopes_head];
+  }
+  DropoutMask dropout() const {
+    return {problem.dropout_p, given.dropout_seed, given.dropout_offset};
+  }
 };
 
 /// The kernels of one instruction set. Scratch is aligned to 64 bytes and belongs to one thread.

@@ -67,7 +67,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     panel->begin[lane] = keys.begin;
     panel->end[lane] = used ? keys.end : keys.begin;
     panel->diagonal[lane] = i + task.s.sk - task.s.sq;
-    panel->slope[lane] = static_cast<float>(p.slope(task.b, h)) * kLog2e;
+    panel->slope[lane] = task.slope(h) * kLog2e;
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
@@ -123,7 +123,7 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, int64_t j, int6
       }
     }
   }
-  if (p.alibi_slopes.given()) {
+  if (p.has_alibi()) {
     for (int64_t v = 0; v < panel.vectors; ++v) {
       HWY_ALIGN float diagonal[kLanes];
       for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -202,13 +202,15 @@ HWY_INLINE void drop(const DropoutMask& mask, float keep_scale, const Panel& pan
 }
 
 /// The address of element `offset` of a tensor.
-template <class T = const void>
-T* address(const Tensor& t, int64_t offset) {
+inline const void* address(const ConstTensor& t, int64_t offset) {
+  return static_cast<const char*>(t.data) + offset * size_of(t.dtype);
+}
+inline void* address(const Tensor& t, int64_t offset) {
   return static_cast<char*>(t.data) + offset * size_of(t.dtype);
 }
 
 /// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
-HWY_INLINE bool load_keys(const Task& task, const Tensor& t, const Layout& layout, int64_t dim,
+HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld) {
   const int64_t at = layout.offset(task.b, task.s.k_begin + j, task.kv);
   return load_rows(t.dtype, address(t, at), layout.row, n, dim, dst, ld);
@@ -221,9 +223,9 @@ inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {
 
 /// Rows [row, row + count) of q, out or dout, widened to dst [width][ld], the rows behind them
 /// zero; whether all are finite.
-HWY_INLINE bool load_queries(const Task& task, const Tensor& t, const Layout& layout, int64_t dim,
-                             int64_t row, int64_t count, int64_t width, float* HWY_RESTRICT dst,
-                             int64_t ld) {
+HWY_INLINE bool load_queries(const Task& task, const ConstTensor& t, const Layout& layout,
+                             int64_t dim, int64_t row, int64_t count, int64_t width,
+                             float* HWY_RESTRICT dst, int64_t ld) {
   bool finite = true;
   for (int64_t r = 0; r < count; ++r) {
     const void* from = address(t, row_offset(task, layout, row + r));

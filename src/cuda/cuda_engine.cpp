@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "check.h"
 #include "cuda/hopper_forward.h"
 #include "cuda/nvrtc.h"
 #include "cuda/tuning.h"
@@ -67,13 +68,22 @@ class CudaEngine final : public Engine {
     if (p.pass == Pass::kBackward) return "computes the forward pass";
     return hopper_forward_rejects(p);
   }
-  std::unique_ptr<Executable> plan(const Problem& p) const override {
+  std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
     Gpu& gpu = hopper_gpu(p.device.index);
     const std::vector<MeasuredTile> tuned = Tunings::here().find(tuning_key(gpu, p));
     std::vector<std::string> rejected;
     const HopperForwardPlan plan = make_hopper_forward_plan(p, target_of(gpu), tuned, &rejected);
     return std::make_unique<HopperForward>(p, gpu, plan, std::move(rejected));
   }
+  void check_plannable(const Problem& p, const Run& run) const override {
+    const CurrentContext current(hopper_gpu(p.device.index).context());
+    if (!is_capturing(static_cast<CUstream>(run.stream))) return;
+    fail(
+        "stream",
+        "is being captured, and this is the first call of its shape, which compiles and allocates; "
+        "make one before the capture, or a plan");
+  }
+  uint64_t generation() const override { return Tunings::generation(); }
 };
 
 }  // namespace

@@ -15,6 +15,9 @@ using CUmodule = struct ModuleHandle*;
 using CUfunction = struct FunctionHandle*;
 using CUstream = struct StreamHandle*;
 using CUevent = struct EventHandle*;
+using CUgraph = struct GraphHandle*;
+using CUgraphNode = struct GraphNodeHandle*;
+using CUuserObject = struct UserObjectHandle*;
 
 inline constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2;
 
@@ -25,6 +28,14 @@ enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97,
 };
 enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
+enum CUstream_flags : unsigned { CU_STREAM_NON_BLOCKING = 1 };
+enum CUstreamCaptureStatus : int {
+  CU_STREAM_CAPTURE_STATUS_NONE = 0,
+  CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+};
+enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+enum CUuserObject_flags : unsigned { CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1 };
+enum CUuserObjectRetain_flags : unsigned { CU_GRAPH_USER_OBJECT_MOVE = 1 };
 enum CUtensorMapDataType : int {
   CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
@@ -60,6 +71,18 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
   F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                        \
   F(cuMemsetD8Async, "cuMemsetD8Async",                                                            \
     (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                          \
+  F(cuStreamCreate, "cuStreamCreate", (CUstream * stream, CUstream_flags flags))                   \
+  F(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                 \
+  F(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                           \
+    (CUstream stream, CUstreamCaptureStatus * status, unsigned long long* id, CUgraph* graph,      \
+     const CUgraphNode** dependencies, size_t* count))                                             \
+  F(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",                        \
+    (CUstreamCaptureMode * mode))                                                                  \
+  F(cuUserObjectCreate, "cuUserObjectCreate",                                                      \
+    (CUuserObject * object, void* data, void (*destroy)(void*), unsigned references,               \
+     CUuserObject_flags flags))                                                                    \
+  F(cuGraphRetainUserObject, "cuGraphRetainUserObject",                                            \
+    (CUgraph graph, CUuserObject object, unsigned count, CUuserObjectRetain_flags flags))          \
   F(cuStreamGetId, "cuStreamGetId", (CUstream stream, unsigned long long* id))                     \
   F(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                             \
   F(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                          \
@@ -75,6 +98,9 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
     (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments, \
      void** extra))
+
+/// The handle of the calling thread's default stream.
+inline const CUstream CU_STREAM_PER_THREAD = reinterpret_cast<CUstream>(2);
 
 /// The driver's functions.
 struct Driver {

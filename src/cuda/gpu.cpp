@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -80,6 +78,7 @@ CUfunction Gpu::kernel(const KernelRequest& request, const char* entry, int shar
   const Cubin cubin = cached(request);
   const Driver& api = driver();
   const CurrentContext current(context());
+  const OutsideCapture outside;
   CUmodule module = nullptr;
   if (const CUresult result = api.cuModuleLoadData(&module, cubin.image.data()); result != 0) {
     check(result, fmt::format("loading {} (compiled by NVRTC {}) into {} (driver for CUDA {})",
@@ -93,36 +92,6 @@ CUfunction Gpu::kernel(const KernelRequest& request, const char* entry, int shar
         "cuFuncSetAttribute");
   kernel->function = function;
   return function;
-}
-
-// A workspace goes from plan to plan on one stream only, where their launches follow each other:
-// planning anew for every call then neither allocates nor waits for the device.
-Gpu::Workspace Gpu::take_workspace(CUstream stream, int64_t bytes) {
-  const Driver& api = driver();
-  const CurrentContext current(context());
-  unsigned long long stream_id = 0;
-  check(api.cuStreamGetId(stream, &stream_id), "stream");
-  {
-    const std::scoped_lock lock(mutex_);
-    const auto found = std::find_if(free_.begin(), free_.end(), [&](const Workspace& w) {
-      return w.stream_id == stream_id && w.bytes >= bytes;
-    });
-    if (found != free_.end()) {
-      const Workspace workspace = *found;
-      free_.erase(found);
-      return workspace;
-    }
-  }
-  Workspace workspace{0, std::max(bytes, kZeroed), stream_id};
-  check(api.cuMemAlloc(&workspace.data, static_cast<size_t>(workspace.bytes)),
-        fmt::format("workspace of {} bytes on {}", workspace.bytes, name_).c_str());
-  check(api.cuMemsetD8Async(workspace.data, 0, kZeroed, stream), "cuMemsetD8Async");
-  return workspace;
-}
-
-void Gpu::give_back(const Workspace& workspace) {
-  const std::scoped_lock lock(mutex_);
-  free_.push_back(workspace);
 }
 
 }  // namespace fulgur::cuda

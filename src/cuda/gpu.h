@@ -5,10 +5,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "cuda/driver.h"
 #include "cuda/jit.h"
+#include "cuda/launch_memory.h"
 
 namespace fulgur::cuda {
 
@@ -43,16 +43,8 @@ class Gpu {
   /// A kernel, compiled or found in the cache at first, that may use `shared_bytes`.
   CUfunction kernel(const KernelRequest& request, const char* entry, int shared_bytes);
 
-  /// Memory for a plan on `stream`. Its first kZeroed bytes are zero, and whoever gives it back has
-  /// left them zero.
-  struct Workspace {
-    CUdeviceptr data = 0;
-    int64_t bytes = 0;
-    unsigned long long stream_id = 0;  // never that of another stream, even after its end
-  };
-  static constexpr int64_t kZeroed = 4096;
-  Workspace take_workspace(CUstream stream, int64_t bytes);
-  void give_back(const Workspace& workspace);
+  /// Workspaces for launches, in the context.
+  LaunchMemory& launch_memory() { return launch_memory_; }
 
  private:
   explicit Gpu(int index);
@@ -70,7 +62,7 @@ class Gpu {
   std::once_flag context_made_;
   std::mutex mutex_;
   std::map<std::string, Kernel> kernels_;
-  std::vector<Workspace> free_;
+  LaunchMemory launch_memory_;
 };
 
 /// Devices of this machine. Throws Error(kUnavailable) without a driver.

@@ -17,19 +17,13 @@ constexpr int kCopyBlocks = 8;  // a multiprocessor
 const KernelRequest kPaddingRequest{"forward_padding.cu", "", "sm_90a"};
 const KernelRequest kCopyRequest{"forward_copy.cu", "", "sm_90a"};
 
-template <class T>
-const T* device_data(const char* name, const Tensor& t) {
-  if (t.given() && t.data == nullptr && t.numel() > 0) fail(name, "data is null");
-  return static_cast<const T*>(t.data);
-}
-
 /// A run's data, where it is aligned as the plan was told.
-void* aligned_data(const char* name, const Tensor& t, const TensorMapShape& shape) {
+void* aligned_data(const char* name, const ConstTensor& t, const TensorMapShape& shape) {
   if (!shape.empty() && reinterpret_cast<uintptr_t>(t.data) % kCopyAlignment != 0) {
     fail(name, "data {} is not aligned to {} bytes, as that of the tensor was that was planned for",
          t.data, kCopyAlignment);
   }
-  return t.data;
+  return const_cast<void*>(t.data);  // a map does not say what it is for
 }
 
 }  // namespace
@@ -55,33 +49,18 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
     : gpu_(gpu),
       plan_(plan),
       rejected_(std::move(rejected)),
-      maps_(forward_maps(problem, plan.block_keys)),
-      stream_(static_cast<CUstream>(problem.stream)) {
-  set_params(problem);  // may throw: nothing is held yet
+      maps_(forward_maps(problem, plan.block_keys)) {
+  set_params(problem);
+  set_inputs();
   if (plan_.items > 0) {
     kernel_ = gpu_.kernel(kernel_request(plan_), "fulgur_forward", plan_.shared_bytes);
   }
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingRequest, "fulgur_forward_padding", 0);
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyRequest, "fulgur_forward_copy", 0);
-  set_inputs();
-  int64_t bytes = Gpu::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
-  for (const Input& input : inputs_) bytes += input.copied ? copied_bytes(input.shape) : 0;
-  workspace_ = gpu_.take_workspace(stream_, bytes);
-  params_.counters = reinterpret_cast<int*>(workspace_.data);
-  params_.tickets = params_.counters + 2;
-  params_.partial = reinterpret_cast<float*>(workspace_.data + Gpu::kZeroed);
-  char* copies = reinterpret_cast<char*>(params_.partial + plan_.partial_floats());
-  for (Input& input : inputs_) {
-    if (!input.copied) continue;
-    input.copy.to = copies;
-    copies += copied_bytes(input.shape);
-  }
 }
 
-HopperForward::~HopperForward() { gpu_.give_back(workspace_); }
-
 void HopperForward::set_params(const Problem& p) {
-  if (plan_.counters() * int64_t{sizeof(int)} > Gpu::kZeroed) {
+  if (plan_.counters() * int64_t{sizeof(int)} > LaunchMemory::kZeroed) {
     throw Error(Status::kInternal,
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
   }
@@ -89,12 +68,7 @@ void HopperForward::set_params(const Problem& p) {
   params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
-  params_.cu_seqlens_q = device_data<int>("cu_seqlens_q", p.cu_seqlens_q);
-  params_.cu_seqlens_k = device_data<int>("cu_seqlens_k", p.cu_seqlens_k);
-  params_.seqused_k = device_data<int>("seqused_k", p.seqused_k);
-  params_.alibi_slopes = device_data<float>("alibi_slopes", p.alibi_slopes);
-  params_.alibi_batch_stride =
-      p.alibi_slopes.rank == 2 ? static_cast<int>(p.alibi_slopes.strides[0]) : 0;
+  params_.alibi_batch_stride = static_cast<int>(p.slopes_batch);
   params_.sq = static_cast<int>(p.sq);
   params_.sk = static_cast<int>(p.sk);
   params_.d = static_cast<int>(p.d);
@@ -119,91 +93,113 @@ void HopperForward::set_params(const Problem& p) {
   padding_.o_row_stride = p.out.row;
   padding_.o_head_stride = p.out.head;
   padding_.lse_head_stride = p.lse.head;
-  padding_.cu_seqlens_q = params_.cu_seqlens_q;
   padding_.batch = static_cast<int>(p.batch);
   padding_.total_q = static_cast<int>(p.total_q);
   padding_.hq = params_.hq;
   padding_.dv = params_.dv;
 }
 
+// The workspace: counters and tickets, partial results, copies.
 void HopperForward::set_inputs() {
-  const auto input = [](const char* name, const TensorMapShape& shape, bool copied,
-                        TensorMapBlob* map, StridedTensor* tensor) {
+  workspace_bytes_ = LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
+  const auto input = [&](const char* name, const TensorMapShape& shape, bool copied,
+                         TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
     const Layout& from = shape.strides;
-    Input in{name, copied ? fulgur::cuda::copied(shape) : shape, copied, {}, map, tensor};
+    Input in{name,  copied ? fulgur::cuda::copied(shape) : shape, copied, workspace_bytes_, {}, map,
+             tensor};
     const Layout& to = in.shape.strides;
-    *tensor = {nullptr, to.batch, to.row, to.head};
+    params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = {nullptr,     from.batch,  from.row,   from.head,   nullptr,
                to.head / 8, shape.batch, shape.rows, shape.heads, shape.dim};
+    if (copied) workspace_bytes_ += copied_bytes(in.shape);
     return in;
   };
-  inputs_ = {input("q", maps_.q, !plan_.copies_q.empty(), &params_.q_map, &params_.q),
-             input("k", maps_.k, !plan_.copies_k.empty(), &params_.k_map, &params_.k),
-             input("v", maps_.v, !plan_.copies_v.empty(), &params_.v_map, &params_.v)};
+  inputs_ = {
+      input("q", maps_.q, !plan_.copies_q.empty(), &ForwardParams::q_map, &ForwardParams::q),
+      input("k", maps_.k, !plan_.copies_k.empty(), &ForwardParams::k_map, &ForwardParams::k),
+      input("v", maps_.v, !plan_.copies_v.empty(), &ForwardParams::v_map, &ForwardParams::v)};
 }
 
-void HopperForward::set_pointers(const ForwardArgs& args) {
-  const bool tiles = plan_.store == HopperForwardPlan::Store::kTiles;
+HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, char* workspace) const {
+  Arguments a{params_, padding_, {}};
+  ForwardParams& p = a.forward;
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.tickets = p.counters + 2;
+  p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
+  p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
+  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
+
   const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
-  void* out = elements ? args.out.data : aligned_data("out", args.out, maps_.o);
-  const std::array<const Tensor*, 3> tensors = {&args.q, &args.k, &args.v};
-  std::array<void*, 3> data;
-  for (size_t i = 0; i < inputs_.size(); ++i) {
-    Input& in = inputs_[i];
-    in.copy.from = static_cast<const unsigned short*>(tensors[i]->data);
-    data[i] = in.copied ? in.copy.to : aligned_data(in.name, *tensors[i], in.shape);
-    // An empty q or out launches nothing; empty k and v are never read, but their maps must be
-    // valid: they lie around out.
-    if (in.shape.empty())
-      data[i] = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) / kCopyAlignment *
-                                        kCopyAlignment);
-  }
-  if (params_.o.data != out) {
-    if (tiles) encode(maps_.o, out, &params_.o_map);
-    params_.o.data = padding_.o = static_cast<unsigned short*>(out);
-  }
-  for (size_t i = 0; i < inputs_.size(); ++i) {
-    Input& in = inputs_[i];
-    if (in.tensor->data == data[i]) continue;
-    encode(in.shape, data[i], in.map);
-    in.tensor->data = static_cast<unsigned short*>(data[i]);
-  }
-  params_.lse = padding_.lse = static_cast<float*>(args.lse.data);
-}
+  void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o);
+  if (plan_.store == HopperForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
+  p.o.data = a.padding.o = static_cast<unsigned short*>(out);
 
-void HopperForward::launch(CUfunction kernel, void* params, int grid, int threads, int shared_bytes,
-                           const char* what) {
-  check(driver().cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, shared_bytes, stream_, &params,
-                                nullptr),
-        what);
-}
-
-void HopperForward::run(const ForwardArgs& args) {
-  if (maps_.o.empty()) return;
-  const CurrentContext current(gpu_.context());
-  set_pointers(args);
-  for (Input& in : inputs_) {
-    if (in.copied) {
-      launch(copy_kernel_, &in.copy, kCopyBlocks * gpu_.multiprocessors(), kThreads, 0,
-             "launching the kernel that copies rows");
+  const std::array<const ConstTensor*, 3> tensors = {&args.q, &args.k, &args.v};
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const Input& in = inputs_[i];
+    a.copies[i] = in.copy;
+    a.copies[i].from = static_cast<const unsigned short*>(tensors[i]->data);
+    a.copies[i].to = workspace + in.offset;
+    void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape);
+    if (in.shape.empty()) {
+      // An empty q or out launches nothing; empty k and v are never read, but their maps must be
+      // valid: they lie around out.
+      data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) / kCopyAlignment *
+                                     kCopyAlignment);
     }
+    encode(in.shape, data, &(p.*in.map));
+    (p.*in.tensor).data = static_cast<unsigned short*>(data);
+  }
+  return a;
+}
+
+void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
+  const auto launch = [&](CUfunction kernel, const void* params, int grid, int threads,
+                          int shared_bytes, const char* what) {
+    void* values[] = {const_cast<void*>(params)};
+    check(driver().cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, shared_bytes, stream, values,
+                                  nullptr),
+          what);
+  };
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    if (!inputs_[i].copied) continue;
+    launch(copy_kernel_, &arguments.copies[i], kCopyBlocks * gpu_.multiprocessors(), kThreads, 0,
+           "launching the kernel that copies rows");
   }
   if (plan_.items > 0) {
-    launch(kernel_, &params_, plan_.grid, plan_.threads(), plan_.shared_bytes,
+    launch(kernel_, &arguments.forward, plan_.grid, plan_.threads(), plan_.shared_bytes,
            "launching the forward kernel");
   }
   if (plan_.packed) {
-    launch(padding_kernel_, &padding_, gpu_.multiprocessors(), kThreads, 0,
+    launch(padding_kernel_, &arguments.padding, gpu_.multiprocessors(), kThreads, 0,
            "launching the kernel of padding rows");
   }
 }
 
-void HopperForward::run(const BackwardArgs&) {
-  throw Error(Status::kInternal, "a forward plan was run on tensors of the backward pass");
+void HopperForward::run(const Call& call, const Run& run) const {
+  if (maps_.o.empty()) return;
+  const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+  const CurrentContext current(gpu_.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  LaunchMemory::Lease lease;
+  auto* workspace = static_cast<char*>(run.workspace.data);
+  if (workspace == nullptr) {
+    lease = gpu_.launch_memory().take(stream, workspace_bytes_);
+    workspace = reinterpret_cast<char*>(lease.data);
+  }
+  launch(arguments(args, workspace), stream);
 }
 
 Explanation HopperForward::explain() const {
-  return {describe(plan_), rejected_, plan_.block_rows(), plan_.block_keys, workspace_.bytes};
+  return {describe(plan_), rejected_, plan_.block_rows(), plan_.block_keys};
+}
+
+WorkspaceNeed HopperForward::workspace() const {
+  if (maps_.o.empty()) return {};
+  return {workspace_bytes_, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
 }  // namespace fulgur::cuda

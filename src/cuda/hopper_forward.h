@@ -18,45 +18,47 @@ KernelRequest kernel_request(const HopperForwardPlan& plan);
 /// Every kernel that calls like `problem` can need.
 std::vector<KernelRequest> forward_kernels(const Problem& problem, const HopperTarget& target);
 
-/// The host's half of sm90/forward.cu: a plan with its compiled kernel and workspace on a device.
+/// The host's half of sm90/forward.cu: a plan with its compiled kernels on a device.
 class HopperForward final : public Executable {
  public:
   HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan,
                 std::vector<std::string> rejected);
-  ~HopperForward() override;
-  HopperForward(const HopperForward&) = delete;
-  HopperForward& operator=(const HopperForward&) = delete;
 
-  /// Encodes tensor maps of pointers it has not seen last time, and launches on the stream.
-  void run(const ForwardArgs& args) override;
-  [[noreturn]] void run(const BackwardArgs& args) override;
+  /// Encodes the tensor maps and launches on the stream.
+  void run(const Call& call, const Run& run) const override;
   Explanation explain() const override;
+  WorkspaceNeed workspace() const override;
 
  private:
-  /// q, k or v: its map, and how it gets where the map says.
+  /// q, k or v, and how it gets where its map says.
   struct Input {
     const char* name = "";
     TensorMapShape shape;  ///< of the copy where it is copied
     bool copied = false;
-    ForwardCopyParams copy{};
-    TensorMapBlob* map = nullptr;
-    StridedTensor* tensor = nullptr;  ///< with the data that the map was encoded for
+    int64_t offset = 0;        ///< of the copy in the workspace
+    ForwardCopyParams copy{};  ///< without addresses
+    TensorMapBlob ForwardParams::*map = nullptr;
+    StridedTensor ForwardParams::*tensor = nullptr;
+  };
+  /// The arguments of one run's kernels.
+  struct Arguments {
+    ForwardParams forward;
+    ForwardPaddingParams padding;
+    std::array<ForwardCopyParams, 3> copies;
   };
 
   void set_params(const Problem& problem);
   void set_inputs();
-  void set_pointers(const ForwardArgs& args);
-  void launch(CUfunction kernel, void* params, int grid, int threads, int shared_bytes,
-              const char* what);
+  Arguments arguments(const ForwardArgs& args, char* workspace) const;
+  void launch(const Arguments& arguments, CUstream stream) const;
 
   Gpu& gpu_;
   HopperForwardPlan plan_;
   std::vector<std::string> rejected_;
   ForwardMaps maps_;
-  CUstream stream_ = nullptr;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
-  Gpu::Workspace workspace_;
-  ForwardParams params_{};
+  int64_t workspace_bytes_ = 0;
+  ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
   std::array<Input, 3> inputs_;
 };

@@ -49,9 +49,7 @@ constexpr Tile kTiles[] = {{0, 32, 3, 112, Tile::kAny},          {32, 64, 3, 128
                            {128, 256, 2, 64, Tile::kAny}};
 
 /// Whether scores are more than scaled: a positive scale goes into the exponent.
-bool transforms(const Problem& p) {
-  return p.scale <= 0 || p.softcap > 0 || p.alibi_slopes.given();
-}
+bool transforms(const Problem& p) { return p.scale <= 0 || p.softcap > 0 || p.has_alibi(); }
 
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
@@ -73,10 +71,10 @@ HopperForwardPlan common(const Problem& p) {
   plan.has_left = p.mask.left >= 0 && p.mask.left < p.sk - 1;
   plan.has_right = p.mask.right >= 0 && p.mask.right < p.sq - 1;
   plan.softcap = p.softcap > 0;
-  plan.alibi = p.alibi_slopes.given();
+  plan.alibi = p.has_alibi();
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
-  plan.seqused_k = p.seqused_k.given();
+  plan.seqused_k = p.seqused_k;
   plan.has_lse = p.want_lse;
   plan.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
@@ -235,7 +233,7 @@ std::string hopper_forward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
-  if (p.dropout.p > 0) return "computes without dropout";
+  if (p.dropout_p > 0) return "computes without dropout";
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {

@@ -13,8 +13,6 @@ constexpr int64_t kElementBytes = 2;
 constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMostExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
 
-constexpr int64_t kWorkspaceAlignment = 256;
-
 constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
 
 int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }

@@ -24,6 +24,9 @@ struct TensorMapShape {
 /// The copy engine counts strides and addresses in units of 16 bytes.
 inline constexpr int64_t kCopyAlignment = 16;
 
+/// Of a workspace, and of what lies in it.
+inline constexpr int64_t kWorkspaceAlignment = 256;
+
 /// The maps of a forward pass.
 struct ForwardMaps {
   TensorMapShape q, k, v, o;

@@ -40,17 +40,17 @@ class Event {
 /// Measures plans of one call on its tensors.
 class Stopwatch {
  public:
-  Stopwatch(const Problem& problem, Gpu& gpu, const ForwardArgs& args)
-      : problem_(problem), gpu_(gpu), args_(args), current_(gpu.context()) {}
+  Stopwatch(const Problem& problem, Gpu& gpu, const ForwardArgs& args, const Run& run)
+      : problem_(problem), gpu_(gpu), args_(args), run_(run), current_(gpu.context()) {}
 
   /// Microseconds of a run, in a burst of `runs` after one that warms up.
   double burst(const HopperForwardPlan& plan, int runs) const {
     HopperForward forward(problem_, gpu_, plan, {});
-    const auto stream = static_cast<CUstream>(problem_.stream);
-    forward.run(args_);
+    const auto stream = static_cast<CUstream>(run_.stream);
+    forward.run(&args_, run_);
     Event start, end;
     start.record(stream);
-    for (int i = 0; i < runs; ++i) forward.run(args_);
+    for (int i = 0; i < runs; ++i) forward.run(&args_, run_);
     end.record(stream);
     return end.microseconds_since(start) / runs;
   }
@@ -59,6 +59,7 @@ class Stopwatch {
   const Problem& problem_;
   Gpu& gpu_;
   const ForwardArgs& args_;
+  const Run& run_;
   CurrentContext current_;
 };
 
@@ -89,13 +90,12 @@ std::vector<double> measure(const Stopwatch& stopwatch, std::span<const HopperFo
 
 }  // namespace
 
-Tuned tune(const ForwardArgs& args, const Options& options) {
-  Problem problem = make_problem(args, options);
-  problem.engine = "cuda";
+Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
+  const Problem problem = make_problem(args, options);
   std::vector<std::string> rejected;
-  choose_engine(problem, &rejected);
+  choose_engine(problem, engine().name(), &rejected);
   if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");
-  check_run(args, args);
+  check_pointers(args);
   Gpu& gpu = hopper_gpu(problem.device.index);
   const std::vector<HopperForwardPlan> plans = hopper_forward_candidates(problem, target_of(gpu));
   const HopperForwardPlan predicted =
@@ -106,7 +106,7 @@ Tuned tune(const ForwardArgs& args, const Options& options) {
     throw Error(Status::kInternal, why);
   }
 
-  const std::vector<double> microseconds = measure(Stopwatch(problem, gpu, args), plans);
+  const std::vector<double> microseconds = measure(Stopwatch(problem, gpu, args, run), plans);
   const std::string key = tuning_key(gpu, problem);
   Tuned tuned{{},
               shape_class(problem),

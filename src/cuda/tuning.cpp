@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -15,6 +16,8 @@ namespace fulgur::cuda {
 namespace {
 
 std::string file_name(const std::string& key) { return Sha256().add(key).hex() + ".tuning"; }
+
+std::atomic<uint64_t> kept = 0;
 
 /// One line a tile.
 std::string text_of(const std::vector<MeasuredTile>& tiles) {
@@ -56,6 +59,8 @@ std::string tuning_key(const Gpu& gpu, const Problem& problem) {
       shape_class(problem));
 }
 
+uint64_t Tunings::generation() { return kept; }
+
 Tunings& Tunings::here() {
   static auto& tunings = *new Tunings(CacheFolder::default_path());  // outlives every plan
   return tunings;
@@ -95,6 +100,7 @@ void Tunings::keep(const std::string& key, std::vector<MeasuredTile> tiles) {
   if (!why.empty()) throw Error(Status::kInternal, why);
   const std::scoped_lock lock(mutex_);
   known_[key] = std::move(tiles);
+  ++kept;
 }
 
 }  // namespace fulgur::cuda

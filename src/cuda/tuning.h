@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -32,6 +33,9 @@ class Tunings {
 
   /// Where a key's tiles are kept.
   std::filesystem::path path(const std::string& key) const;
+
+  /// A number that changes when any measurement of this process is kept.
+  static uint64_t generation();
 
   const CacheFolder& folder() const { return folder_; }
 

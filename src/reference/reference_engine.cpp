@@ -1,5 +1,7 @@
 #include "reference/reference_engine.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "convert.h"
@@ -13,7 +15,7 @@ namespace {
 constexpr int64_t kFastMemory = 32 * 1024;  // elements: half of a common L2 cache
 
 /// Rows [begin, begin + count) of one head, dense.
-std::vector<double> gather(const Tensor& t, const Layout& layout, int64_t b, int64_t begin,
+std::vector<double> gather(const ConstTensor& t, const Layout& layout, int64_t b, int64_t begin,
                            int64_t count, int64_t h, int64_t dim) {
   std::vector<double> dense(count * dim);
   for (int64_t r = 0; r < count; ++r) {
@@ -32,59 +34,58 @@ void scatter(const std::vector<double>& dense, const Tensor& t, const Layout& la
   }
 }
 
-class Program final : public Executable {
+/// One call.
+template <class Args>
+class Work {
  public:
-  explicit Program(const Problem& problem) : p_(problem) {}
+  Work(const Problem& problem, int threads, const Args& args, const Run& run)
+      : p_(problem), threads_(threads), args_(args), run_(run), sequences_(problem, args) {}
 
-  void run(const ForwardArgs& args) override {
-    parallel_for(p_.batch * p_.hq, p_.threads, [&](int64_t item) {
+  void forward() const {
+    parallel_for(p_.batch * p_.hq, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
-      const Sequence s = p_.sequence(b);
-      const auto q = gather(args.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
-      const auto k = gather(args.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
-      const auto v = gather(args.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      const Sequence s = sequences_[b];
+      const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+      const auto k = gather(args_.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
+      const auto v = gather(args_.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
       const Forward f = flash2_forward(head(b, h, s, q, k, v), kFastMemory);
-      scatter(f.o, args.out, p_.out, b, s.q_begin, h, p_.dv);
-      if (p_.want_lse) scatter(f.lse, args.lse, p_.lse, b, s.q_begin, h, 1);
+      scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
+      if (p_.want_lse) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
     });
-    write_padding(p_, args);
+    write_padding(p_, sequences_, args_);
   }
 
-  void run(const BackwardArgs& args) override {
+  void backward() const {
     // One task owns a kv head, so that the gradients of its q heads add up in a fixed order.
-    parallel_for(p_.batch * p_.hk, p_.threads, [&](int64_t item) {
+    parallel_for(p_.batch * p_.hk, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
-      const Sequence s = p_.sequence(b);
-      const auto k = gather(args.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
-      const auto v = gather(args.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      const Sequence s = sequences_[b];
+      const auto k = gather(args_.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
+      const auto v = gather(args_.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
       std::vector<double> dk(k.size()), dv(v.size());
       for (int64_t h = kv * p_.group(); h < (kv + 1) * p_.group(); ++h) {
-        const auto q = gather(args.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
-        const auto dout = gather(args.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
-        const Forward f{gather(args.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
-                        gather(args.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
+        const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+        const auto dout = gather(args_.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
+        const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
+                        gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
         const Backward g = flash2_backward(head(b, h, s, q, k, v), f, dout.data(), kFastMemory);
-        scatter(g.dq, args.dq, p_.dq, b, s.q_begin, h, p_.d);
+        scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
         std::transform(dv.begin(), dv.end(), g.dv.begin(), dv.begin(), std::plus<>());
       }
-      scatter(dk, args.dk, p_.dk, b, s.k_begin, kv, p_.d);
-      scatter(dv, args.dv, p_.dv_grad, b, s.k_begin, kv, p_.dv);
+      scatter(dk, args_.dk, p_.dk, b, s.k_begin, kv, p_.d);
+      scatter(dv, args_.dv, p_.dv_grad, b, s.k_begin, kv, p_.dv);
     });
-    write_padding(p_, args);
-  }
-
-  Explanation explain() const override {
-    const int64_t rows = p_.sq + p_.sk, threads = thread_count(p_.threads);
-    const int64_t copies = p_.pass == Pass::kForward ? 1 : 2;  // of every tensor of a head
-    return {{"FlashAttention-2 in double precision, one head a task"},
-            {},
-            64,
-            64,
-            threads * copies * rows * (p_.d + p_.dv) * 8};
+    write_padding(p_, sequences_, args_);
   }
 
  private:
+  double slope(int64_t b, int64_t h) const {
+    if (!p_.has_alibi()) return 0;
+    return load_element(args_.alibi_slopes.data, DType::kF32,
+                        b * p_.slopes_batch + h * p_.slopes_head);
+  }
+
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,
             const std::vector<double>& k, const std::vector<double>& v) const {
     return {s.sq,
@@ -96,13 +97,47 @@ class Program final : public Executable {
             v.data(),
             Rule{.scale = p_.scale,
                  .softcap = p_.softcap,
-                 .slope = p_.slope(b, h),
+                 .slope = slope(b, h),
                  .band = {p_.mask.left, p_.mask.right},
-                 .dropout = {p_.dropout.p, p_.dropout.seed, p_.dropout.offset},
+                 .dropout = {p_.dropout_p, run_.dropout_seed, run_.dropout_offset},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h)}};
   }
 
+  const Problem& p_;
+  int threads_;
+  const Args& args_;
+  const Run& run_;
+  Sequences sequences_;
+};
+
+class ReferenceExecutable final : public Executable {
+ public:
+  ReferenceExecutable(const Problem& problem, int threads) : p_(problem), threads_(threads) {}
+
+  void run(const Call& call, const Run& run) const override {
+    if (p_.pass == Pass::kForward) {
+      Work(p_, threads_, *std::get<const ForwardArgs*>(call), run).forward();
+    } else {
+      Work(p_, threads_, *std::get<const BackwardArgs*>(call), run).backward();
+    }
+  }
+
+  Explanation explain() const override {
+    const int64_t rows = p_.sq + p_.sk, threads = thread_count(threads_);
+    const int64_t copies = p_.pass == Pass::kForward ? 1 : 2;  // of every tensor of a head
+    return {{"FlashAttention-2 in double precision, one head a task",
+             fmt::format("copies heads to {} bytes of its own",
+                         threads * copies * rows * (p_.d + p_.dv) * 8)},
+            {},
+            64,
+            64};
+  }
+
+  WorkspaceNeed workspace() const override { return {}; }
+
+ private:
   Problem p_;
+  int threads_;
 };
 
 class ReferenceEngine final : public Engine {
@@ -112,11 +147,13 @@ class ReferenceEngine final : public Engine {
   std::string unavailable() const override { return {}; }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
-    if (p.dtype != DType::kF64 && p.engine.empty()) return "computes f64 unless asked for by name";
     return {};
   }
-  std::unique_ptr<Executable> plan(const Problem& problem) const override {
-    return std::make_unique<Program>(problem);
+  std::string only_by_name(const Problem& p) const override {
+    return p.dtype == DType::kF64 ? "" : "computes f64 unless asked for by name";
+  }
+  std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
+    return std::make_unique<ReferenceExecutable>(problem, threads);
   }
 };
 

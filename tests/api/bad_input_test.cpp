@@ -217,8 +217,7 @@ const std::vector<Wrong>& wrongs() {
       {"lse_on_cuda", [](Call& c) { c.lse = on_cuda(c.lse); }, "lse: on cuda:0, want cpu"},
       {"dq_on_cuda", [](Call& c) { c.dq = on_cuda(c.dq); }, "dq: on cuda:0, want cpu",
        kBackwardOnly},
-      {"cu_seqlens_on_cuda",
-       [](Call& c) { c.options.cu_seqlens_q = on_cuda(c.options.cu_seqlens_q); },
+      {"cu_seqlens_on_cuda", [](Call& c) { c.cu_seqlens_q = on_cuda(c.cu_seqlens_q); },
        "cu_seqlens_q: on cuda:0, want cpu", kBoth, true},
       // Data.
       {"null_q", [](Call& c) { c.q.data = nullptr; }, "q: data is null"},
@@ -250,57 +249,57 @@ const std::vector<Wrong>& wrongs() {
       {"dk_inside_dout", [](Call& c) { c.dk.data = static_cast<float*>(c.dout.data) + 8; },
        "dk: .*memory.* dout", kBackwardOnly},
       // Packed lengths.
-      {"only_cu_seqlens_q", [](Call& c) { c.options.cu_seqlens_k = {}; }, "cu_seqlens_k: not given",
-       kBoth, true},
-      {"only_cu_seqlens_k", [](Call& c) { c.options.cu_seqlens_q = {}; }, "cu_seqlens_q: not given",
-       kBoth, true},
-      {"cu_seqlens_of_f32", [](Call& c) { c.options.cu_seqlens_q.dtype = DType::kF32; },
+      {"only_cu_seqlens_q", [](Call& c) { c.cu_seqlens_k = {}; }, "cu_seqlens_k: not given", kBoth,
+       true},
+      {"only_cu_seqlens_k", [](Call& c) { c.cu_seqlens_q = {}; }, "cu_seqlens_q: not given", kBoth,
+       true},
+      {"cu_seqlens_of_f32", [](Call& c) { c.cu_seqlens_q.dtype = DType::kF32; },
        "cu_seqlens_q: got f32, want i32", kBoth, true},
-      {"cu_seqlens_k_of_f32", [](Call& c) { c.options.cu_seqlens_k.dtype = DType::kF32; },
+      {"cu_seqlens_k_of_f32", [](Call& c) { c.cu_seqlens_k.dtype = DType::kF32; },
        "cu_seqlens_k: got f32, want i32", kBoth, true},
       {"cu_seqlens_of_rank_2",
        [](Call& c) {
-         c.options.cu_seqlens_q = resized(c.options.cu_seqlens_q, {1, 5});
+         c.cu_seqlens_q = resized(c.cu_seqlens_q, {1, 5});
        },
        "cu_seqlens_q: got .*\\(1, 5\\).*want", kBoth, true},
-      {"cu_seqlens_empty", [](Call& c) { c.options.cu_seqlens_q.shape[0] = 0; },
+      {"cu_seqlens_empty", [](Call& c) { c.cu_seqlens_q.shape[0] = 0; },
        "cu_seqlens_q: got .*\\(0\\).*want", kBoth, true},
-      {"cu_seqlens_negative_size", [](Call& c) { c.options.cu_seqlens_k.shape[0] = -3; },
+      {"cu_seqlens_negative_size", [](Call& c) { c.cu_seqlens_k.shape[0] = -3; },
        "cu_seqlens_k: got negative size -3", kBoth, true},
-      {"cu_seqlens_of_another_batch", [](Call& c) { c.options.cu_seqlens_k.shape[0] = 4; },
+      {"cu_seqlens_of_another_batch", [](Call& c) { c.cu_seqlens_k.shape[0] = 4; },
        "cu_seqlens_k: got .*\\(4\\).*want .*5", kBoth, true},
-      {"cu_seqlens_strided", [](Call& c) { c.options.cu_seqlens_k.strides[0] = 2; },
+      {"cu_seqlens_strided", [](Call& c) { c.cu_seqlens_k.strides[0] = 2; },
        "cu_seqlens_k: .*stride.* 2", kBoth, true},
-      {"cu_seqlens_null", [](Call& c) { c.options.cu_seqlens_q.data = nullptr; },
+      {"cu_seqlens_null", [](Call& c) { c.cu_seqlens_q.data = nullptr; },
        "cu_seqlens_q: data is null", kBoth, true},
       {"cu_seqlens_starting_late",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_q, {1, 8, 8, 11, 15});
+         set_lengths(c.cu_seqlens_q, {1, 8, 8, 11, 15});
        },
        "cu_seqlens_q: .*1.*want 0", kBoth, true},
       {"cu_seqlens_starting_negative",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_k, {-1, 10, 15, 15, 19});
+         set_lengths(c.cu_seqlens_k, {-1, 10, 15, 15, 19});
        },
        "cu_seqlens_k: .*-1.*want 0", kBoth, true},
       {"cu_seqlens_decreasing",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_q, {0, 8, 7, 11, 15});
+         set_lengths(c.cu_seqlens_q, {0, 8, 7, 11, 15});
        },
        "cu_seqlens_q: .*7 after 8", kBoth, true},
       {"cu_seqlens_k_decreasing",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_k, {0, 10, 15, 2, 19});
+         set_lengths(c.cu_seqlens_k, {0, 10, 15, 2, 19});
        },
        "cu_seqlens_k: .*2 after 15", kBoth, true},
       {"cu_seqlens_beyond_q",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_q, {0, 8, 8, 11, 19});
+         set_lengths(c.cu_seqlens_q, {0, 8, 8, 11, 19});
        },
        "cu_seqlens_q: .*19.*18", kBoth, true},
       {"cu_seqlens_beyond_k",
        [](Call& c) {
-         set_lengths(c.options.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX});
+         set_lengths(c.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX});
        },
        "cu_seqlens_k: .*2147483647.*22", kBoth, true},
       {"max_seqlen_q_negative", [](Call& c) { c.options.max_seqlen_q = -1; },
@@ -312,34 +311,30 @@ const std::vector<Wrong>& wrongs() {
       {"max_seqlen_without_cu_seqlens", [](Call& c) { c.options.max_seqlen_k = 10; },
        "max_seqlen_k: .*cu_seqlens"},
       // Used keys.
-      {"seqused_negative", [](Call& c) { set_lengths(c.options.seqused_k, {3, -1}); },
+      {"seqused_negative", [](Call& c) { set_lengths(c.seqused_k, {3, -1}); },
        "seqused_k: got -1.*0 to 10"},
-      {"seqused_too_long", [](Call& c) { set_lengths(c.options.seqused_k, {11, 0}); },
+      {"seqused_too_long", [](Call& c) { set_lengths(c.seqused_k, {11, 0}); },
        "seqused_k: got 11.*0 to 10"},
-      {"seqused_of_another_batch", [](Call& c) { c.options.seqused_k.shape[0] = 1; },
+      {"seqused_of_another_batch", [](Call& c) { c.seqused_k.shape[0] = 1; },
        "seqused_k: got .*\\(1\\).*want .*2"},
-      {"seqused_of_f32", [](Call& c) { c.options.seqused_k.dtype = DType::kF32; },
+      {"seqused_of_f32", [](Call& c) { c.seqused_k.dtype = DType::kF32; },
        "seqused_k: got f32, want i32"},
-      {"seqused_null", [](Call& c) { c.options.seqused_k.data = nullptr; },
-       "seqused_k: data is null"},
-      {"seqused_on_cuda", [](Call& c) { c.options.seqused_k = on_cuda(c.options.seqused_k); },
+      {"seqused_null", [](Call& c) { c.seqused_k.data = nullptr; }, "seqused_k: data is null"},
+      {"seqused_on_cuda", [](Call& c) { c.seqused_k = on_cuda(c.seqused_k); },
        "seqused_k: on cuda:0, want cpu"},
-      {"packed_seqused_too_long", [](Call& c) { set_lengths(c.options.seqused_k, {10, 5, 1, 4}); },
+      {"packed_seqused_too_long", [](Call& c) { set_lengths(c.seqused_k, {10, 5, 1, 4}); },
        "seqused_k: got 1 .*0 to 0", kBoth, true},
       // ALiBi.
-      {"alibi_of_other_heads", [](Call& c) { c.options.alibi_slopes.shape[0] = 3; },
+      {"alibi_of_other_heads", [](Call& c) { c.alibi_slopes.shape[0] = 3; },
        "alibi_slopes: got .*\\(3\\).*want .*4"},
-      {"alibi_of_another_batch",
-       [](Call& c) { c.options.alibi_slopes = resized(c.options.alibi_slopes, {3, 4}); },
+      {"alibi_of_another_batch", [](Call& c) { c.alibi_slopes = resized(c.alibi_slopes, {3, 4}); },
        "alibi_slopes: got .*\\(3, 4\\).*want .*2, 4"},
-      {"alibi_of_rank_3",
-       [](Call& c) { c.options.alibi_slopes = resized(c.options.alibi_slopes, {1, 1, 4}); },
+      {"alibi_of_rank_3", [](Call& c) { c.alibi_slopes = resized(c.alibi_slopes, {1, 1, 4}); },
        "alibi_slopes: got 3 dim.*want"},
-      {"alibi_of_f64", [](Call& c) { c.options.alibi_slopes.dtype = DType::kF64; },
+      {"alibi_of_f64", [](Call& c) { c.alibi_slopes.dtype = DType::kF64; },
        "alibi_slopes: got f64, want f32"},
-      {"alibi_null", [](Call& c) { c.options.alibi_slopes.data = nullptr; },
-       "alibi_slopes: data is null"},
-      {"alibi_on_cuda", [](Call& c) { c.options.alibi_slopes = on_cuda(c.options.alibi_slopes); },
+      {"alibi_null", [](Call& c) { c.alibi_slopes.data = nullptr; }, "alibi_slopes: data is null"},
+      {"alibi_on_cuda", [](Call& c) { c.alibi_slopes = on_cuda(c.alibi_slopes); },
        "alibi_slopes: on cuda:0, want cpu"},
       // Numbers.
       {"scale_nan", [](Call& c) { c.options.scale = kNan; }, "scale: got nan, want .*finite"},
@@ -348,13 +343,13 @@ const std::vector<Wrong>& wrongs() {
       {"softcap_nan", [](Call& c) { c.options.softcap = kNan; }, "softcap: got nan, want"},
       {"softcap_negative", [](Call& c) { c.options.softcap = -3; }, "softcap: got -3.*want"},
       {"softcap_infinite", [](Call& c) { c.options.softcap = kInf; }, "softcap: got inf, want"},
-      {"dropout_negative", [](Call& c) { c.options.dropout.p = -0.25; },
+      {"dropout_negative", [](Call& c) { c.options.dropout_p = -0.25; },
        "dropout.*: got -0.25, want 0 <= p < 1"},
-      {"dropout_of_one", [](Call& c) { c.options.dropout.p = 1; },
+      {"dropout_of_one", [](Call& c) { c.options.dropout_p = 1; },
        "dropout.*: got 1.*want 0 <= p < 1"},
-      {"dropout_above_one", [](Call& c) { c.options.dropout.p = 1.5; },
+      {"dropout_above_one", [](Call& c) { c.options.dropout_p = 1.5; },
        "dropout.*: got 1.5, want 0 <= p < 1"},
-      {"dropout_nan", [](Call& c) { c.options.dropout.p = kNan; },
+      {"dropout_nan", [](Call& c) { c.options.dropout_p = kNan; },
        "dropout.*: got nan, want 0 <= p < 1"},
       {"mask_left", [](Call& c) { c.options.mask.left = -2; }, "mask.left: got -2, want -1.*>= 0"},
       {"mask_right", [](Call& c) { c.options.mask.right = INT64_MIN; },

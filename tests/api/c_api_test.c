@@ -63,30 +63,44 @@ int main(void) {
                  tdo = tensor(dout, 4, q_shape), tdq = tensor(dq, 4, q_shape),
                  tdk = tensor(dk, 4, k_shape), tdv = tensor(dv, 4, k_shape);
   double want[kRows * kDim], want_lse[kRows];
+  fulgur_forward_args args = {
+      .struct_size = sizeof args, .q = &tq, .k = &tk, .v = &tv, .out = &to, .lse = &tl};
 
   CHECK(strcmp(fulgur_version(), "0.1.0") == 0);
   CHECK(strcmp(fulgur_last_error(), "") == 0);
 
   /* Defaults. */
-  CHECK(fulgur_forward(&tq, &tk, &tv, &to, &tl, NULL) == FULGUR_OK);
+  CHECK(fulgur_forward(&args, NULL, NULL) == FULGUR_OK);
   expected(q, k, v, 0, want, want_lse);
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
   for (int n = 0; n < kRows; ++n) CHECK(near(lse[n], want_lse[n]));
 
   /* Options, and no lse. */
   fulgur_options options;
-  fulgur_options_init(&options);
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
   CHECK(options.struct_size == sizeof options);
   CHECK(options.window_left == -1 && options.window_right == -1);
   options.window_right = 0;
   options.engine = "cpu";
-  CHECK(fulgur_forward(&tq, &tk, &tv, &to, NULL, &options) == FULGUR_OK);
+  args.lse = NULL;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  args.lse = &tl;
   expected(q, k, v, 1, want, want_lse);
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
 
   /* The gradient of sum(dout * out), by central differences of the definition. */
-  CHECK(fulgur_forward(&tq, &tk, &tv, &to, &tl, &options) == FULGUR_OK);
-  CHECK(fulgur_backward(&tdo, &tq, &tk, &tv, &to, &tl, &tdq, &tdk, &tdv, &options) == FULGUR_OK);
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  const fulgur_backward_args gradient = {.struct_size = sizeof gradient,
+                                         .dout = &tdo,
+                                         .q = &tq,
+                                         .k = &tk,
+                                         .v = &tv,
+                                         .out = &to,
+                                         .lse = &tl,
+                                         .dq = &tdq,
+                                         .dk = &tdk,
+                                         .dv = &tdv};
+  CHECK(fulgur_backward(&gradient, &options, NULL) == FULGUR_OK);
   struct {
     float *input, *gradient;
     int count;
@@ -112,7 +126,9 @@ int main(void) {
   tail.shape = two.shape = two_shape;
   tail.strides = strides;
   expected(q, k, v, 0, want, want_lse);
-  CHECK(fulgur_forward(&tail, &tk, &tv, &two, NULL, NULL) == FULGUR_OK);
+  const fulgur_forward_args backwards = {
+      .struct_size = sizeof backwards, .q = &tail, .k = &tk, .v = &tv, .out = &two};
+  CHECK(fulgur_forward(&backwards, NULL, NULL) == FULGUR_OK);
   for (int c = 0; c < kDim; ++c) {
     CHECK(near(out[c], want[(kRows - 1) * kDim + c]));
     CHECK(near(out[kDim + c], want[(kRows - 2) * kDim + c]));
@@ -125,8 +141,12 @@ int main(void) {
            va = tensor(v, 4, half_shape), vb = tensor(v + kKeys, 4, half_shape),
            oa = tensor(out_a, 4, q_shape), ob = tensor(out_b, 4, q_shape),
            la = tensor(lse_a, 3, lse_shape), lb = tensor(lse_b, 3, lse_shape);
-  CHECK(fulgur_forward(&tq, &ka, &va, &oa, &la, NULL) == FULGUR_OK);
-  CHECK(fulgur_forward(&tq, &kb, &vb, &ob, &lb, NULL) == FULGUR_OK);
+  const fulgur_forward_args half_a = {
+      .struct_size = sizeof half_a, .q = &tq, .k = &ka, .v = &va, .out = &oa, .lse = &la};
+  const fulgur_forward_args half_b = {
+      .struct_size = sizeof half_b, .q = &tq, .k = &kb, .v = &vb, .out = &ob, .lse = &lb};
+  CHECK(fulgur_forward(&half_a, NULL, NULL) == FULGUR_OK);
+  CHECK(fulgur_forward(&half_b, NULL, NULL) == FULGUR_OK);
   const DLTensor *outs[] = {&oa, &ob}, *lses[] = {&la, &lb};
   CHECK(fulgur_merge(outs, lses, 2, &to, &tl) == FULGUR_OK);
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
@@ -134,10 +154,12 @@ int main(void) {
 
   /* Errors: a status, a message, and no output touched. */
   memset(out, 0x7f, sizeof out);
-  CHECK(fulgur_forward(NULL, &tk, &tv, &to, &tl, NULL) == FULGUR_INVALID_ARGUMENT);
+  args.q = NULL;
+  CHECK(fulgur_forward(&args, NULL, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(strncmp(fulgur_last_error(), "q: ", 3) == 0);
+  args.q = &tq;
   options.engine = "abacus";
-  CHECK(fulgur_forward(&tq, &tk, &tv, &to, &tl, &options) == FULGUR_INVALID_ARGUMENT);
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(strstr(fulgur_last_error(), "abacus") != NULL);
   for (size_t n = 0; n < sizeof out; ++n) CHECK(((const char*)out)[n] == 0x7f);
 

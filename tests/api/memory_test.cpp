@@ -85,7 +85,7 @@ TEST_P(Memory, MoreThan2To31Elements) {
   Workload w(c, 2);
   w.options.engine = engine();
   const Expected e = expect(w);
-  ForwardArgs args = w.forward;
+  ForwardTensors args = w.forward;
   for (auto [tensor, buffer] : {std::pair{&args.k, &k}, {&args.v, &v}}) {
     const Tensor tail = *tensor;
     *tensor = Tensor::contiguous(buffer->data(), c.dtype, {1, sk, 1, d});
@@ -112,8 +112,8 @@ TEST_P(Memory, GrowsWithTheSequenceNotItsSquare) {
   const int64_t before = peak_kib();
   w.run();
   EXPECT_LE(peak_kib() - before, 64 * 1024);
-  for (const int64_t bytes : {plan(w.forward, w.options).workspace_bytes(),
-                              plan(w.backward, w.options).workspace_bytes()}) {
+  for (const int64_t bytes : {plan(w.forward, w.options).workspace().bytes,
+                              plan(w.backward, w.options).workspace().bytes}) {
     EXPECT_LE(bytes, 64 << 20);
   }
 }
@@ -131,8 +131,8 @@ TEST_P(Memory, WorkspaceIsLinear) {
         options.engine = engine();
         options.deterministic = true;
         options.threads = 4;
-        return backward ? plan(BackwardArgs{q, q, k, k, q, lse, q, k, k}, options).workspace_bytes()
-                        : plan(ForwardArgs{q, k, k, q, lse}, options).workspace_bytes();
+        return backward ? plan(BackwardArgs{q, q, k, k, q, lse, q, k, k}, options).workspace().bytes
+                        : plan(ForwardArgs{q, k, k, q, lse}, options).workspace().bytes;
       };
       for (const bool backward : {false, true}) {
         const int64_t one = bytes(16384, backward), two = bytes(32768, backward);

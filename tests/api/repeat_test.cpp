@@ -61,11 +61,11 @@ TEST_P(Repeat, ForwardNeedsNoOption) {
     SCOPED_TRACE(c.name());
     Workload w(c, 1);
     w.options.engine = engine();
-    forward(w.forward, w.options);
+    forward(w.forward, w.options, w.run_options);
     const Bits out = bits(w.forward.out), lse = bits(w.forward.lse);
     for (int run = 0; run < 3; ++run) {
       w.seal();
-      forward(w.forward, w.options);
+      forward(w.forward, w.options, w.run_options);
       ASSERT_EQ(bits(w.forward.out), out);
       ASSERT_EQ(bits(w.forward.lse), lse);
     }
@@ -108,15 +108,15 @@ TEST_P(Repeat, InvariantToTheBatch) {
     w.run();
     const auto all = all_bits(w);
     for (int64_t b : {0, 2, 3}) {
-      ForwardArgs f = w.forward;
-      BackwardArgs g = w.backward;
+      ForwardTensors f = w.forward;
+      BackwardTensors g = w.backward;
       for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &g.dout, &g.q, &g.k, &g.v, &g.out, &g.lse,
                         &g.dq, &g.dk, &g.dv}) {
         *t = alone(*t, b);
       }
       w.seal();
-      forward(f, w.options);
-      backward(g, w.options);
+      forward(f, w.options, w.run_options);
+      backward(g, w.options, w.run_options);
       const Bits parts[] = {bits(f.out), bits(f.lse), bits(g.dq), bits(g.dk), bits(g.dv)};
       for (size_t i = 0; i < all.size(); ++i) {
         const size_t size = parts[i].size();
@@ -180,13 +180,13 @@ TEST_P(Repeat, PlanServesOtherData) {
     Workload a(c, 5), b(c, 6);
     a.options.engine = engine();
     a.options.deterministic = true;
-    a.options.dropout.seed = b.options.dropout.seed;
+    a.run_options = b.run_options;
     const Plan forward_plan = plan(a.forward, a.options);
     const Plan backward_plan = plan(a.backward, a.options);
-    forward_plan.run(a.forward);
-    backward_plan.run(a.backward);
-    forward_plan.run(b.forward);
-    backward_plan.run(b.backward);
+    forward_plan.run(a.forward, a.run_options);
+    backward_plan.run(a.backward, a.run_options);
+    forward_plan.run(b.forward, b.run_options);
+    backward_plan.run(b.backward, b.run_options);
     const auto planned = all_bits(b);
     b.options.engine = engine();
     b.options.deterministic = true;
@@ -208,16 +208,17 @@ struct DropoutProbe {
       identity[n] = n / kKeys % kKeys == n % kKeys;
     }
     write(w.forward.v, identity);
-    w.options.dropout = {p, seed, offset};
+    w.options.dropout_p = p;
+    w.run_options = {.dropout_seed = seed, .dropout_offset = offset};
     w.seal();
   }
 
   // [b, i, h, j]: what each probability was multiplied with, times 1 - p.
   std::vector<bool> kept() {
-    forward(w.forward, w.options);
+    forward(w.forward, w.options, w.run_options);
     std::vector<bool> mask;
     for (const double o : read(w.forward.out)) {
-      const double z = o * kKeys * (1 - w.options.dropout.p);
+      const double z = o * kKeys * (1 - w.options.dropout_p);
       EXPECT_TRUE(std::fabs(z) < 1e-5 || std::fabs(z - 1) < 1e-5) << z;
       mask.push_back(z > 0.5);
     }
@@ -301,14 +302,15 @@ TEST_P(Repeat, DropoutMasksDiffer) {
 TEST_P(Repeat, DropoutKeepsTheExpectation) {
   Workload w({.sq = 4, .sk = 100, .d = 16, .dv = 16}, 8);
   w.options.engine = engine();
-  forward(w.forward, w.options);
+  forward(w.forward, w.options, w.run_options);
   const auto out = read(w.forward.out), lse = read(w.forward.lse);
   const double p = 0.3;
   constexpr int kRuns = 600;
   std::vector<double> sum(out.size()), squares(out.size());
   for (int run = 0; run < kRuns; ++run) {
-    w.options.dropout = {p, static_cast<uint64_t>(run), 0};
-    forward(w.forward, w.options);
+    w.options.dropout_p = p;
+    w.run_options = {.dropout_seed = static_cast<uint64_t>(run)};
+    forward(w.forward, w.options, w.run_options);
     const auto sample = read(w.forward.out);
     for (size_t n = 0; n < out.size(); ++n) {
       sum[n] += sample[n];

@@ -14,8 +14,8 @@
 
 #include "cuda/hopper_forward.h"
 #include "cuda/jit.h"
-#include "forward_call.h"
 #include "engines.h"
+#include "forward_call.h"
 #include "fulgur/cuda.h"
 
 namespace fulgur::cuda {

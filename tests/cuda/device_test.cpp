@@ -161,6 +161,7 @@ class Copied {
   ~Copied() { cuda::deallocate(device_.data); }
   Copied(const Copied&) = delete;
   operator const Tensor&() const { return device_; }
+  operator ConstTensor() const { return device_; }
   void send() const { cuda::copy(device_.data, host_.data, bytes()); }
   void bring_back() const { cuda::copy(host_.data, device_.data, bytes()); }
 
@@ -194,7 +195,7 @@ TEST_F(OnGpu, EveryTileThatFits) {
         w.seal();
         out.send();
         lse.send();
-        cuda::HopperForward(problem, gpu, plan, {}).run(args);
+        cuda::HopperForward(problem, gpu, plan, {}).run(&args, {});
         cuda::synchronize();
         out.bring_back();
         lse.bring_back();
@@ -221,6 +222,7 @@ class OnDevice {
   ~OnDevice() { cuda::deallocate(tensor_.data); }
   OnDevice(const OnDevice&) = delete;
   operator const Tensor&() const { return tensor_; }
+  operator ConstTensor() const { return tensor_; }
   std::vector<std::byte> bits() const {
     std::vector<std::byte> now(host_.size());
     cuda::copy(now.data(), tensor_.data, static_cast<int64_t>(now.size()));
@@ -275,16 +277,16 @@ TEST_F(OnGpu, GraphReplaysWhatWasCaptured) {
   const Stream stream;
   Problem p(2, 777, 5, 128);
   Options options;
-  options.stream = stream.get();
+  const fulgur::Run run{.stream = stream.get()};
   for (const Mask& mask : {full(), causal()}) {
     options.mask = mask;
     const Plan plan = fulgur::plan(p.args(), options);
-    plan.run(p.args());
+    plan.run(p.args(), run);
     cuda::synchronize();
     const auto out = p.out.bits(), lse = p.lse.bits();
     void *graph = nullptr, *replay = nullptr;
     call_driver("cuStreamBeginCapture_v2", stream.get(), 0);  // the strictest mode
-    plan.run(p.args());
+    plan.run(p.args(), run);
     call_driver("cuStreamEndCapture", stream.get(), &graph);
     call_driver("cuGraphInstantiateWithFlags", &replay, graph, 0ull);
     for (int i = 0; i < 3; ++i) {

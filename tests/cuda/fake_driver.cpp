@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <utility>
 
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
@@ -18,6 +20,7 @@ namespace {
 
 using fulgur::test::FakeMap;
 using fulgur::test::FakeState;
+using fulgur::test::FakeUserObject;
 
 /// The kernels there are, and the bytes of their arguments.
 struct Kernel {
@@ -29,7 +32,12 @@ constexpr Kernel kKernels[] = {{"fulgur_forward", sizeof(ForwardParams)},
                                {"fulgur_forward_padding", sizeof(ForwardPaddingParams)}};
 
 FakeState state;
-void* current = nullptr;
+std::mutex launching;
+thread_local void* current = nullptr;
+thread_local int capture_mode = 0;  // global
+
+/// A call that a capture does not bear, unless its thread says that it has nothing to do with it.
+void unsafe() { state.unsafe_in_capture += state.capturing != nullptr && capture_mode != 2; }
 
 int number(const char* name, int otherwise) {
   const char* text = std::getenv(name);
@@ -98,6 +106,7 @@ int cuCtxPopCurrent_v2(void** context) {
 }
 int cuCtxSynchronize() { return 0; }
 int cuModuleLoadData(void** module, const void*) {
+  unsafe();
   ++state.loaded;
   *module = &state;
   return 0;
@@ -112,6 +121,7 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
 }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
+  unsafe();
   ++state.allocated;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
   return *pointer == 0 ? 2 : 0;
@@ -131,6 +141,31 @@ int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, vo
 }
 int cuStreamGetId(void* stream, unsigned long long* id) {
   *id = reinterpret_cast<uintptr_t>(stream);
+  return 0;
+}
+int cuStreamCreate(void** stream, unsigned) {
+  *stream = new char;
+  return 0;
+}
+int cuStreamSynchronize(void*) { return 0; }
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long*, void** graph,
+                              const void**, size_t*) {
+  *status = stream != nullptr && stream == state.capturing ? 1 : 0;
+  *graph = &state;
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+int cuUserObjectCreate(FakeUserObject** object, void* data, void (*destroy)(void*), unsigned,
+                       unsigned) {
+  *object = new FakeUserObject{data, destroy};
+  return 0;
+}
+int cuGraphRetainUserObject(void*, FakeUserObject* object, unsigned, unsigned) {
+  state.held.push_back(*object);
+  delete object;
   return 0;
 }
 int cuEventCreate(double** event, unsigned) {
@@ -179,6 +214,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   const unsigned keys = forward ? FakeMap::of(bytes + offsetof(ForwardParams, k_map)).box[1] : 0;
   state.clock_ms += block_x == state.fast_block && keys == state.fast_keys ? 0.5 : 1;
   if (!state.record) return 0;
+  const std::scoped_lock lock(launching);
   state.launches.push_back({grid_x, block_x, shared_bytes, stream, {bytes, bytes + size}});
   return 0;
 }

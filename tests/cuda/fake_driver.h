@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace fulgur::test {
@@ -28,6 +29,12 @@ struct FakeMap {
 };
 static_assert(sizeof(FakeMap) <= 128);
 
+/// What a graph holds until it is destroyed.
+struct FakeUserObject {
+  void* data;
+  void (*destroy)(void*);
+};
+
 /// Counts since the start of the process, and launches since the last look.
 struct FakeState {
   int encoded = 0, allocated = 0, freed = 0, loaded = 0, contexts = 0;
@@ -35,6 +42,13 @@ struct FakeState {
   double clock_ms = 0;                     ///< as events see it
   unsigned fast_block = 0, fast_keys = 0;  ///< threads and Bc of launches that take half as long
   std::vector<FakeLaunch> launches;
+  const void* capturing = nullptr;   ///< the stream that is being captured, into one graph
+  std::vector<FakeUserObject> held;  ///< by that graph
+  int unsafe_in_capture = 0;         ///< calls that would have ended the capture
+
+  void destroy_graph() {
+    for (const FakeUserObject& object : std::exchange(held, {})) object.destroy(object.data);
+  }
 };
 
 }  // namespace fulgur::test

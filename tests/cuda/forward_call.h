@@ -22,6 +22,7 @@ struct ForwardShape {
 struct ForwardCall {
   ForwardArgs args;
   Options options;
+  Run run;
 };
 
 /// Tensors without data: contiguous (batch, seqlen, heads, dim), or packed with sq and sk the
@@ -41,8 +42,10 @@ inline ForwardCall forward_call(const ForwardShape& s) {
     return Tensor::contiguous(&anything, dtype, {size}, kDevice);
   };
   ForwardCall call;
-  call.args = {rows(s.sq, s.hq, s.d), rows(s.sk, s.hk, s.d), rows(s.sk, s.hk, dv),
-               rows(s.sq, s.hq, dv)};
+  call.args = {.q = rows(s.sq, s.hq, s.d),
+               .k = rows(s.sk, s.hk, s.d),
+               .v = rows(s.sk, s.hk, dv),
+               .out = rows(s.sq, s.hq, dv)};
   if (s.lse && s.packed) {
     call.args.lse = Tensor::contiguous(data, DType::kF32, {s.hq, s.batch * s.sq}, kDevice);
   } else if (s.lse) {
@@ -52,10 +55,10 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.scale = s.scale;
   call.options.softcap = s.softcap;
   call.options.invariant = s.invariant;
-  if (s.alibi) call.options.alibi_slopes = vector(DType::kF32, s.hq);
-  if (s.seqused) call.options.seqused_k = vector(DType::kI32, s.batch);
+  if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
+  if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);
   if (s.packed) {
-    call.options.cu_seqlens_q = call.options.cu_seqlens_k = vector(DType::kI32, s.batch + 1);
+    call.args.cu_seqlens_q = call.args.cu_seqlens_k = vector(DType::kI32, s.batch + 1);
     call.options.max_seqlen_q = s.sq;
     call.options.max_seqlen_k = s.sk;
   }

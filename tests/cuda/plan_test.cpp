@@ -56,7 +56,7 @@ TEST(HopperPlan, FitsTheMachine) {
       EXPECT_LE(plan.block_keys, 256);
       // All registers of a multiprocessor, as setmaxnreg shares them out.
       EXPECT_LE(128 * (plan.producer_registers + plan.consumers * plan.consumer_registers), 65536);
-      EXPECT_LE(plan.counters() * 4, Gpu::kZeroed);
+      EXPECT_LE(plan.counters() * 4, LaunchMemory::kZeroed);
     }
   }
 }

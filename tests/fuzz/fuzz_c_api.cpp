@@ -202,7 +202,9 @@ void fuzz(Reader& in) {
   o[kLse].is_null = (flags & 16) != 0;
 
   fulgur_options options;
-  fulgur_options_init(&options);
+  fulgur_options_init(&options, sizeof options);
+  fulgur_run run{};
+  run.struct_size = sizeof run;
   double scale = 0.5;
   const char* const engines[] = {"", "cpu", "reference", "cuda", "none", nullptr};
   for (int changes = in.byte() % 6; changes > 0; --changes) {
@@ -222,7 +224,7 @@ void fuzz(Reader& in) {
         break;
       case 4:
         options.dropout_p = in.byte() / 200.0;
-        options.dropout_seed = in.value<uint64_t>();
+        run.dropout_seed = in.value<uint64_t>();
         break;
       case 5:
         options.engine = engines[in.byte() % std::size(engines)];
@@ -257,18 +259,16 @@ void fuzz(Reader& in) {
   fill_ints(o[kUsed], in, wild_ints, 1);
   std::vector<const DLTensor*> p;
   for (Owned& owned : o) p.push_back(owned.pointer());
-  options.cu_seqlens_q = p[kCuQ];
-  options.cu_seqlens_k = p[kCuK];
-  options.seqused_k = p[kUsed];
-  options.alibi_slopes = p[kSlopes];
 
   if (what == kForward) {
-    check(fulgur_forward(p[kQ], p[kK], p[kV], p[kOut], p[kLse], flags & 64 ? nullptr : &options),
-          {&o[kOut], &o[kLse]});
+    const fulgur_forward_args args{sizeof args, p[kQ],      p[kK],   p[kV],   p[kOut],
+                                   p[kLse],     p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
+    check(fulgur_forward(&args, flags & 64 ? nullptr : &options, &run), {&o[kOut], &o[kLse]});
   } else if (what == kBackward) {
-    check(fulgur_backward(p[kDout], p[kQ], p[kK], p[kV], p[kOut], p[kLse], p[kDq], p[kDk], p[kDv],
-                          &options),
-          {&o[kDq], &o[kDk], &o[kDv]});
+    const fulgur_backward_args args{sizeof args, p[kDout], p[kQ],   p[kK],   p[kV],
+                                    p[kOut],     p[kLse],  p[kDq],  p[kDk],  p[kDv],
+                                    p[kSlopes],  p[kCuQ],  p[kCuK], p[kUsed]};
+    check(fulgur_backward(&args, &options, &run), {&o[kDq], &o[kDk], &o[kDv]});
   } else {
     // Parts (dout, lse), twice; the result may be the first part itself.
     Owned result_lse = lse_like();

@@ -1,7 +1,10 @@
 // Wrong inputs that are no single argument of a call; and odd ones that are not wrong.
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstring>
 #include <functional>
+#include <memory>
 
 #include "call.h"
 #include "engines.h"
@@ -83,20 +86,134 @@ TEST(BadInputs, DlpackThatFulgurLacks) {
   for (const auto& [message, change] : changes) {
     DLTensor bad = good;
     change(bad);
-    EXPECT_EQ(fulgur_forward(&bad, &good, &good, &good, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+    auto args = c_struct<fulgur_forward_args>();
+    args.q = &bad;
+    args.k = &good;
+    args.v = &good;
+    args.out = &good;
+    EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
     EXPECT_TRUE(starts_like(fulgur_last_error(), message));
   }
 }
 
-TEST(BadInputs, OptionsOfAnotherVersion) {
+// A caller that was compiled against another version of the library has structs of another size.
+TEST(BadInputs, StructsOfAnotherVersion) {
   Workload w({.sq = 8, .sk = 8}, 1);
   const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
-  fulgur_options options;
-  fulgur_options_init(&options);
-  options.struct_size = 3;
-  EXPECT_EQ(fulgur_forward(q, k, v, out, nullptr, &options), FULGUR_INVALID_ARGUMENT);
-  EXPECT_TRUE(starts_like(fulgur_last_error(), "options: struct_size is 3, want"));
+  auto args = c_struct<fulgur_forward_args>();
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.out = out;
+  struct Newer {
+    fulgur_options known;
+    int64_t unknown;
+  } newer;
+  std::memset(&newer, 0xff, sizeof(newer));
+  ASSERT_EQ(fulgur_options_init(&newer.known, sizeof(newer)), FULGUR_OK);
+  EXPECT_EQ(newer.known.struct_size, sizeof(newer));
+  EXPECT_EQ(newer.unknown, 0);
+  EXPECT_EQ(fulgur_forward(&args, &newer.known, nullptr), FULGUR_OK);
+  w.seal();
+  newer.unknown = 1;
+  EXPECT_EQ(fulgur_forward(&args, &newer.known, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(
+      starts_like(fulgur_last_error(), "options: struct_size is .* newer than the library"));
   EXPECT_TRUE(w.nothing_written());
+
+  // An older one: the library writes and reads no more than it says.
+  constexpr size_t kOlder = offsetof(fulgur_options, dropout_p);
+  alignas(fulgur_options) unsigned char bytes[sizeof(fulgur_options)];
+  std::memset(bytes, 0xff, sizeof(bytes));
+  auto* const older = reinterpret_cast<fulgur_options*>(bytes);
+  ASSERT_EQ(fulgur_options_init(older, kOlder), FULGUR_OK);
+  for (size_t i = kOlder; i < sizeof(bytes); ++i) ASSERT_EQ(bytes[i], 0xff);
+  older->window_right = 0;
+  EXPECT_EQ(fulgur_forward(&args, older, nullptr), FULGUR_OK);
+  const auto causal_out = bits(w.forward.out);
+  w.seal();
+  w.options.mask = causal();
+  w.run_forward();
+  EXPECT_EQ(bits(w.forward.out), causal_out);
+
+  w.seal();
+  fulgur_options options;
+  ASSERT_EQ(fulgur_options_init(&options, sizeof(options)), FULGUR_OK);
+  options.struct_size = 3;
+  EXPECT_EQ(fulgur_forward(&args, &options, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "options: struct_size is 3, want"));
+  EXPECT_EQ(fulgur_options_init(nullptr, sizeof(options)), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_options_init(&options, 4), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_forward(nullptr, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(w.nothing_written());
+}
+
+// Plans through the C API: made, run on other data, explained, freed.
+TEST(GoodInput, PlansOfTheCApi) {
+  Workload w({.sq = 20, .sk = 30}, 1);
+  w.run();
+  const auto out = bits(w.forward.out), dq = bits(w.backward.dq);
+  w.seal();
+  const Call call(w);
+  const Dl q(call.q), k(call.k), v(call.v), o(call.out), lse(call.lse), dout(call.dout),
+      tdq(call.dq), tdk(call.dk), tdv(call.dv);
+  auto args = c_struct<fulgur_forward_args>();
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.out = o;
+  args.lse = lse;
+  auto gradient = c_struct<fulgur_backward_args>();
+  gradient.dout = dout;
+  gradient.q = q;
+  gradient.k = k;
+  gradient.v = v;
+  gradient.out = o;
+  gradient.lse = lse;
+  gradient.dq = tdq;
+  gradient.dk = tdk;
+  gradient.dv = tdv;
+  fulgur_plan *plan = nullptr, *backward = nullptr;
+  ASSERT_EQ(fulgur_plan_forward(&args, nullptr, &plan), FULGUR_OK);
+  ASSERT_EQ(fulgur_plan_backward(&gradient, nullptr, &backward), FULGUR_OK);
+  EXPECT_EQ(fulgur_plan_run_forward(plan, &args, nullptr), FULGUR_OK);
+
+  auto need = c_struct<fulgur_workspace_need>();
+  ASSERT_EQ(fulgur_plan_workspace(backward, &need), FULGUR_OK);
+  ASSERT_GT(need.bytes, 0);
+  std::vector<std::max_align_t> memory(
+      static_cast<size_t>(need.bytes + need.alignment) / sizeof(std::max_align_t) + 1);
+  void* aligned = memory.data();
+  size_t room = memory.size() * sizeof(std::max_align_t);
+  ASSERT_NE(std::align(static_cast<size_t>(need.alignment), static_cast<size_t>(need.bytes),
+                       aligned, room),
+            nullptr);
+  auto run = c_struct<fulgur_run>();
+  run.workspace = aligned;
+  run.workspace_bytes = need.bytes;
+  EXPECT_EQ(fulgur_plan_run_backward(backward, &gradient, &run), FULGUR_OK);
+  EXPECT_EQ(bits(w.forward.out), out);
+  EXPECT_EQ(bits(w.backward.dq), dq);
+  run.workspace_bytes = need.bytes - 1;
+  EXPECT_EQ(fulgur_plan_run_backward(backward, &gradient, &run), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "workspace: got .* bytes, want"));
+  EXPECT_EQ(fulgur_plan_run_forward(backward, &args, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_plan_run_forward(nullptr, &args, nullptr), FULGUR_INVALID_ARGUMENT);
+
+  size_t length = 0;
+  ASSERT_EQ(fulgur_plan_explain(plan, nullptr, 0, &length), FULGUR_OK);
+  std::string text(length + 1, 'x');
+  ASSERT_EQ(fulgur_plan_explain(plan, text.data(), text.size(), nullptr), FULGUR_OK);
+  EXPECT_EQ(std::strlen(text.c_str()), length);
+  EXPECT_TRUE(text.starts_with("forward attention, f32 on cpu"));
+  char few[8];
+  ASSERT_EQ(fulgur_plan_explain(plan, few, sizeof(few), nullptr), FULGUR_OK);
+  EXPECT_STREQ(few, "forward");
+  ASSERT_EQ(fulgur_engines(text.data(), text.size(), nullptr), FULGUR_OK);
+  EXPECT_TRUE(text.starts_with("cuda\t"));
+  fulgur_plan_free(plan);
+  fulgur_plan_free(backward);
+  fulgur_plan_free(nullptr);
 }
 
 TEST(BadInputs, Merge) {
@@ -105,50 +222,53 @@ TEST(BadInputs, Merge) {
   using Parts = std::vector<Partial>;
   struct {
     const char* message;
-    std::function<void(Parts&, Partial&)> change;
+    std::function<void(Parts&, Merged&)> change;
   } const wrong[] = {
-      {"parts: got none, want .*", [](Parts& p, Partial&) { p.clear(); }},
-      {"parts\\[0\\].out: .*", [](Parts& p, Partial&) { p[0].out = {}; }},
-      {"parts\\[1\\].lse: .*", [](Parts& p, Partial&) { p[1].lse = {}; }},
-      {"parts\\[1\\].out: .*4.*5.*", [](Parts& p, Partial&) { p[1].out.shape[1] = 4; }},
-      {"parts\\[1\\].lse: .*\\(2, 3, 4\\).*", [](Parts& p, Partial&) { p[1].lse.shape[2] = 4; }},
+      {"parts: got none, want .*", [](Parts& p, Merged&) { p.clear(); }},
+      {"parts\\[0\\].out: .*", [](Parts& p, Merged&) { p[0].out = {}; }},
+      {"parts\\[1\\].lse: .*", [](Parts& p, Merged&) { p[1].lse = {}; }},
+      {"parts\\[1\\].out: .*4.*5.*", [](Parts& p, Merged&) { p[1].out.shape[1] = 4; }},
+      {"parts\\[1\\].lse: .*\\(2, 3, 4\\).*", [](Parts& p, Merged&) { p[1].lse.shape[2] = 4; }},
       {"parts\\[0\\].out: .*3.*",
-       [](Parts& p, Partial&) {
-         p[0].out = resized(p[0].out, {10, 3, 7});
+       [](Parts& p, Merged&) {
+         p[0].out = ConstTensor::contiguous(p[0].out.data, DType::kF32, {10, 3, 7});
        }},
-      {"parts\\[0\\].out: .*i32.*", [](Parts& p, Partial&) { p[0].out.dtype = DType::kI32; }},
-      {"parts\\[0\\].lse: .*bf16.*f32.*",
-       [](Parts& p, Partial&) { p[0].lse.dtype = DType::kBF16; }},
-      {"parts\\[1\\].out: .*null.*", [](Parts& p, Partial&) { p[1].out.data = nullptr; }},
-      {"parts\\[1\\].lse: .*null.*", [](Parts& p, Partial&) { p[1].lse.data = nullptr; }},
-      {"parts\\[0\\].out: .*stride.*", [](Parts& p, Partial&) { p[0].out.strides[3] = 2; }},
-      {"out: .*", [](Parts&, Partial& r) { r.out = {}; }},
-      {"out: .*i32.*", [](Parts&, Partial& r) { r.out.dtype = DType::kI32; }},
-      {"out: .*null.*", [](Parts&, Partial& r) { r.out.data = nullptr; }},
-      {"out: .*overlap.*", [](Parts&, Partial& r) { r.out.strides[0] = 0; }},
+      {"parts\\[0\\].out: .*i32.*", [](Parts& p, Merged&) { p[0].out.dtype = DType::kI32; }},
+      {"parts\\[0\\].lse: .*bf16.*f32.*", [](Parts& p, Merged&) { p[0].lse.dtype = DType::kBF16; }},
+      {"parts\\[1\\].out: .*null.*", [](Parts& p, Merged&) { p[1].out.data = nullptr; }},
+      {"parts\\[1\\].lse: .*null.*", [](Parts& p, Merged&) { p[1].lse.data = nullptr; }},
+      {"parts\\[0\\].out: .*stride.*", [](Parts& p, Merged&) { p[0].out.strides[3] = 2; }},
+      {"out: .*", [](Parts&, Merged& r) { r.out = {}; }},
+      {"out: .*i32.*", [](Parts&, Merged& r) { r.out.dtype = DType::kI32; }},
+      {"out: .*null.*", [](Parts&, Merged& r) { r.out.data = nullptr; }},
+      {"out: .*overlap.*", [](Parts&, Merged& r) { r.out.strides[0] = 0; }},
       {"lse: .*\\(2, 5, 3\\).*",
-       [](Parts&, Partial& r) {
+       [](Parts&, Merged& r) {
          r.lse = resized(r.lse, {2, 5, 3});
        }},
-      {"lse: .*f16.*", [](Parts&, Partial& r) { r.lse.dtype = DType::kF16; }},
-      {"lse: .*null.*", [](Parts&, Partial& r) { r.lse.data = nullptr; }},
+      {"lse: .*f16.*", [](Parts&, Merged& r) { r.lse.dtype = DType::kF16; }},
+      {"lse: .*null.*", [](Parts&, Merged& r) { r.lse.data = nullptr; }},
       {"out: .*parts\\[1\\].out.*memory.*",
-       [](Parts& p, Partial& r) { r.out.data = static_cast<float*>(p[1].out.data) + 1; }},
+       [](Parts& p, Merged& r) {
+         r.out.data = const_cast<float*>(static_cast<const float*>(p[1].out.data)) + 1;
+       }},
       {"lse: .*parts\\[0\\].lse.*memory.*",
-       [](Parts& p, Partial& r) { r.lse.data = static_cast<float*>(p[0].lse.data) - 5; }},
-      {"lse: .* out.*memory.*", [](Parts&, Partial& r) { r.lse.data = r.out.data; }},
+       [](Parts& p, Merged& r) {
+         r.lse.data = const_cast<float*>(static_cast<const float*>(p[0].lse.data)) - 5;
+       }},
+      {"lse: .* out.*memory.*", [](Parts&, Merged& r) { r.lse.data = r.out.data; }},
   };
   for (const auto& [message, change] : wrong) {
     Parts parts{{a, la}, {b, lb}};
-    Partial result{out, lse};
+    Merged result{out, lse};
     change(parts, result);
     EXPECT_TRUE(starts_like(message_of([&] { merge(parts, result); }), message));
     for (Dense* t : {&out, &lse}) EXPECT_TRUE(t->storage().all_unchanged()) << message;
 
-    const Dl outs[] = {Dl(parts.empty() ? Tensor{} : parts[0].out),
-                       Dl(parts.empty() ? Tensor{} : parts[1].out)};
-    const Dl lses[] = {Dl(parts.empty() ? Tensor{} : parts[0].lse),
-                       Dl(parts.empty() ? Tensor{} : parts[1].lse)};
+    const Dl outs[] = {Dl(parts.empty() ? ConstTensor{} : parts[0].out),
+                       Dl(parts.empty() ? ConstTensor{} : parts[1].out)};
+    const Dl lses[] = {Dl(parts.empty() ? ConstTensor{} : parts[0].lse),
+                       Dl(parts.empty() ? ConstTensor{} : parts[1].lse)};
     const DLTensor *part_outs[] = {outs[0], outs[1]}, *part_lses[] = {lses[0], lses[1]};
     EXPECT_EQ(fulgur_merge(part_outs, part_lses, parts.size(), Dl(result.out), Dl(result.lse)),
               FULGUR_INVALID_ARGUMENT)
@@ -162,7 +282,8 @@ TEST(BadInputs, MergeOnAnotherDevice) {
   Dense a(DType::kF32, {2, 5, 3, 7}), out(DType::kF32, {2, 5, 3, 7}), la(DType::kF32, {2, 3, 5});
   struct {
     const char* message;
-    Partial part, result;
+    Partial part;
+    Merged result;
   } const wrong[] = {{"parts\\[0\\].out: on cuda:0.*cpu", {on_cuda(a), la}, {out, {}}},
                      {"parts\\[0\\].lse: on cuda:0.*cpu", {a, on_cuda(la)}, {out, {}}},
                      {"out: on cuda:0.*cpu", {a, la}, {on_cuda(out), {}}}};

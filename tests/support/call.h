@@ -14,7 +14,9 @@ namespace fulgur::test {
 // All arguments of a forward and a backward call.
 struct Call {
   Tensor q, k, v, out, lse, dout, dq, dk, dv;
+  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k;
   Options options;
+  Run run;
 
   explicit Call(const Workload& w)
       : q(w.forward.q),
@@ -26,16 +28,26 @@ struct Call {
         dq(w.backward.dq),
         dk(w.backward.dk),
         dv(w.backward.dv),
-        options(w.options) {}
-  ForwardArgs forward() const { return {q, k, v, out, lse}; }
-  BackwardArgs backward() const { return {dout, q, k, v, out, lse, dq, dk, dv}; }
+        alibi_slopes(w.forward.alibi_slopes),
+        cu_seqlens_q(w.forward.cu_seqlens_q),
+        cu_seqlens_k(w.forward.cu_seqlens_k),
+        seqused_k(w.forward.seqused_k),
+        options(w.options),
+        run(w.run_options) {}
+  ForwardArgs forward() const {
+    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
+  }
+  BackwardArgs backward() const {
+    return {dout,         q,        k, v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_k, seqused_k};
+  }
 };
 
 // The same tensor for the C API.
 class Dl {
  public:
-  explicit Dl(const Tensor& t) : tensor_(t) {
-    dl_.data = t.data;
+  explicit Dl(const ConstTensor& t) : tensor_(t) {
+    dl_.data = const_cast<void*>(t.data);
     dl_.device = {t.device.type == DeviceType::kCpu ? kDLCPU : kDLCUDA, t.device.index};
     dl_.ndim = t.rank;
     dl_.shape = tensor_.shape.data();
@@ -50,32 +62,46 @@ class Dl {
   operator const DLTensor*() const { return dl_.ndim > 0 ? &dl_ : nullptr; }
 
  private:
-  Tensor tensor_;
+  ConstTensor tensor_;
   DLTensor dl_{};
 };
 
+/// A struct of the C API with nothing given.
+template <class Struct>
+Struct c_struct() {
+  Struct s{};
+  s.struct_size = sizeof(Struct);
+  return s;
+}
+
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
-      dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.options.alibi_slopes),
-      cu_q(call.options.cu_seqlens_q), cu_k(call.options.cu_seqlens_k),
-      used(call.options.seqused_k);
+      dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
+      cu_k(call.cu_seqlens_k), used(call.seqused_k);
   fulgur_options o;
-  fulgur_options_init(&o);
+  fulgur_options_init(&o, sizeof(o));
   o.window_left = call.options.mask.left;
   o.window_right = call.options.mask.right;
   o.scale = call.options.scale ? &*call.options.scale : nullptr;
   o.softcap = call.options.softcap;
-  o.alibi_slopes = alibi;
-  o.dropout_p = call.options.dropout.p;
-  o.cu_seqlens_q = cu_q;
-  o.cu_seqlens_k = cu_k;
+  o.dropout_p = call.options.dropout_p;
   o.max_seqlen_q = call.options.max_seqlen_q;
   o.max_seqlen_k = call.options.max_seqlen_k;
-  o.seqused_k = used;
   o.threads = call.options.threads;
   o.engine = call.options.engine.c_str();
-  return backward ? fulgur_backward(dout, q, k, v, out, lse, dq, dk, dv, &o)
-                  : fulgur_forward(q, k, v, out, lse, &o);
+  const fulgur_run run{sizeof(run),
+                       call.run.stream,
+                       call.run.workspace.data,
+                       call.run.workspace.bytes,
+                       call.run.dropout_seed,
+                       call.run.dropout_offset};
+  if (backward) {
+    const fulgur_backward_args args{sizeof(args), dout, q,  k,     v,    out,  lse,
+                                    dq,           dk,   dv, alibi, cu_q, cu_k, used};
+    return fulgur_backward(&args, &o, &run);
+  }
+  const fulgur_forward_args args{sizeof(args), q, k, v, out, lse, alibi, cu_q, cu_k, used};
+  return fulgur_forward(&args, &o, &run);
 }
 
 inline Tensor resized(Tensor t, std::initializer_list<int64_t> shape) {

@@ -216,7 +216,7 @@ Expected expect(const Workload& w) {
   const std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v),
                             dout = read(w.backward.dout);
   std::vector<double> slopes;
-  if (w.options.alibi_slopes.given()) slopes = read(w.options.alibi_slopes);
+  if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
   const double scale = w.options.scale.value_or(1 / std::sqrt(static_cast<double>(c.d)));
   const auto heads = static_cast<int64_t>(w.sequences.size()) * c.hq;
   std::vector<HeadResult> references(heads), naives(heads);
@@ -242,7 +242,7 @@ Expected expect(const Workload& w) {
                   o.softcap,
                   slope,
                   {o.mask.left, o.mask.right},
-                  {o.dropout.p, o.dropout.seed, o.dropout.offset},
+                  {o.dropout_p, w.run_options.dropout_seed, w.run_options.dropout_offset},
                   static_cast<uint64_t>(n)}};
     references[n] = reference_head(data);
     naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, &sizes[n])

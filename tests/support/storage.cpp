@@ -55,7 +55,7 @@ double f16_value(uint16_t bits) {
 
 // Calls `body(offset)` with the element offset of every element, row-major.
 template <class Body>
-void for_each_element(const Tensor& tensor, Body body) {
+void for_each_element(const ConstTensor& tensor, Body body) {
   const int64_t count = tensor.numel();
   std::array<int64_t, Tensor::kMaxRank> index{};
   for (int64_t n = 0; n < count; ++n) {
@@ -111,7 +111,7 @@ double normal(std::mt19937_64& random) {
   return std::sqrt(-2 * std::log(u)) * std::cos(2 * std::numbers::pi * w);
 }
 
-std::vector<double> read(const Tensor& tensor) {
+std::vector<double> read(const ConstTensor& tensor) {
   std::vector<double> values;
   values.reserve(static_cast<size_t>(tensor.numel()));
   for_each_element(
@@ -131,7 +131,7 @@ void randomize(const Tensor& tensor, std::mt19937_64& random, double scale) {
   });
 }
 
-std::vector<std::byte> bits(const Tensor& tensor) {
+std::vector<std::byte> bits(const ConstTensor& tensor) {
   const int64_t size = size_of(tensor.dtype);
   std::vector<std::byte> result(static_cast<size_t>(tensor.numel() * size));
   auto* to = result.data();

@@ -23,12 +23,12 @@ double rounded(double value, DType dtype);
 double normal(std::mt19937_64& random);
 
 /// The elements of a tensor as doubles, in row-major order of its shape; and their write.
-std::vector<double> read(const Tensor& tensor);
+std::vector<double> read(const ConstTensor& tensor);
 void write(const Tensor& tensor, std::span<const double> values);
 /// Every element drawn from the standard normal distribution, times `scale`.
 void randomize(const Tensor& tensor, std::mt19937_64& random, double scale = 1);
 /// The bits of a tensor's elements in row-major order, for bitwise comparison.
-std::vector<std::byte> bits(const Tensor& tensor);
+std::vector<std::byte> bits(const ConstTensor& tensor);
 
 /// A buffer of NaN (integers: a large odd number) with guard zones around it. Tensors are views
 /// into it; `seal()` takes a picture that later checks compare with.
@@ -64,6 +64,7 @@ class Dense {
   Dense(DType dtype, std::initializer_list<int64_t> shape);
   const Tensor& tensor() const { return tensor_; }
   operator const Tensor&() const { return tensor_; }
+  operator ConstTensor() const { return tensor_; }
   Storage& storage() { return storage_; }
 
  private:

@@ -71,6 +71,10 @@ Workload::Workload(const Case& c, uint64_t seed) : c(c) {
     randomize(*t, random);
   }
   make_options(seed);
+  backward.alibi_slopes = forward.alibi_slopes;
+  backward.cu_seqlens_q = forward.cu_seqlens_q;
+  backward.cu_seqlens_k = forward.cu_seqlens_k;
+  backward.seqused_k = forward.seqused_k;
   poison_missing_rows();
   seal();
 }
@@ -98,15 +102,35 @@ class Workload::OnDevice {
   OnDevice(const OnDevice&) = delete;
 
   void run_forward() {
-    const ForwardArgs& a = w_.forward;
-    fulgur::forward({there(a.q), there(a.k), there(a.v), there(a.out), there(a.lse)}, options());
+    const ForwardTensors& a = w_.forward;
+    const ForwardTensors there{at(a.q),
+                               at(a.k),
+                               at(a.v),
+                               at(a.out),
+                               at(a.lse),
+                               at(a.alibi_slopes),
+                               at(a.cu_seqlens_q),
+                               at(a.cu_seqlens_k),
+                               at(a.seqused_k)};
+    fulgur::forward(there, options(), w_.run_options);
     copy_back();
   }
   void run_backward() {
-    const BackwardArgs& a = w_.backward;
-    fulgur::backward({there(a.dout), there(a.q), there(a.k), there(a.v), there(a.out), there(a.lse),
-                      there(a.dq), there(a.dk), there(a.dv)},
-                     options());
+    const BackwardTensors& a = w_.backward;
+    const BackwardTensors there{at(a.dout),
+                                at(a.q),
+                                at(a.k),
+                                at(a.v),
+                                at(a.out),
+                                at(a.lse),
+                                at(a.dq),
+                                at(a.dk),
+                                at(a.dv),
+                                at(a.alibi_slopes),
+                                at(a.cu_seqlens_q),
+                                at(a.cu_seqlens_k),
+                                at(a.seqused_k)};
+    fulgur::backward(there, options(), w_.run_options);
     copy_back();
   }
 
@@ -116,7 +140,7 @@ class Workload::OnDevice {
     std::byte* device;
   };
 
-  Tensor there(Tensor t) const {
+  Tensor at(Tensor t) const {
     const auto* data = static_cast<const std::byte*>(t.data);
     for (const auto& [host, device] : copies_) {
       if (data < host.data() || data >= host.data() + host.size()) continue;
@@ -129,9 +153,6 @@ class Workload::OnDevice {
   }
   Options options() const {
     Options o = w_.options;
-    for (Tensor* t : {&o.alibi_slopes, &o.cu_seqlens_q, &o.cu_seqlens_k, &o.seqused_k}) {
-      *t = there(*t);
-    }
     if (w_.c.packed()) {
       o.max_seqlen_q = std::max<int64_t>(1, w_.c.sq);
       o.max_seqlen_k = std::max<int64_t>(1, w_.c.sk);
@@ -151,12 +172,12 @@ class Workload::OnDevice {
 
 void Workload::run_forward() {
   if (options.engine == "cuda") return OnDevice(*this).run_forward();
-  fulgur::forward(forward, options);
+  fulgur::forward(forward, options, run_options);
 }
 
 void Workload::run_backward() {
   if (options.engine == "cuda") return OnDevice(*this).run_backward();
-  fulgur::backward(backward, options);
+  fulgur::backward(backward, options, run_options);
 }
 
 testing::AssertionResult Workload::check_memory() const {
@@ -241,16 +262,18 @@ void Workload::make_sequences() {
   if (c.packed()) {
     total_q += kPackedPadding;
     total_k += kPackedPadding;
-    options.cu_seqlens_q = lengths(cu_q);
-    options.cu_seqlens_k = lengths(cu_k);
+    forward.cu_seqlens_q = lengths(cu_q);
+    forward.cu_seqlens_k = lengths(cu_k);
   }
-  if (c.seqused) options.seqused_k = lengths(used);
+  if (c.seqused) forward.seqused_k = lengths(used);
 }
 
 void Workload::make_options(uint64_t seed) {
   options.mask = c.mask;
   options.softcap = c.softcap;
-  options.dropout = {c.dropout, seed, 12345};
+  options.dropout_p = c.dropout;
+  run_options.dropout_seed = seed;
+  run_options.dropout_offset = 12345;
   if (c.alibi == Alibi::kNone) return;
   const bool batched = c.alibi == Alibi::kBatchHeads;
   const auto batch = batched ? static_cast<int64_t>(sequences.size()) : 1;
@@ -263,8 +286,8 @@ void Workload::make_options(uint64_t seed) {
   const std::array shape{batch, c.hq}, strides{c.hq, int64_t{1}};
   const std::span dims(shape), steps(strides);
   Storage& s = storage(DType::kF32, batch * c.hq, false);
-  options.alibi_slopes = batched ? s.view(0, dims, steps) : s.view(0, dims.last(1), steps.last(1));
-  write(options.alibi_slopes, slopes);
+  forward.alibi_slopes = batched ? s.view(0, dims, steps) : s.view(0, dims.last(1), steps.last(1));
+  write(forward.alibi_slopes, slopes);
 }
 
 // Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.

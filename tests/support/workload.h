@@ -18,6 +18,22 @@ struct Rows {
   int64_t q_begin, k_begin, sq, sk;
 };
 
+/// The tensors of a call, all of which the tests may write.
+struct ForwardTensors {
+  Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
+  operator ForwardArgs() const {
+    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
+  }
+};
+struct BackwardTensors {
+  Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
+  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
+  operator BackwardArgs() const {
+    return {dout,         q,        k, v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_k, seqused_k};
+  }
+};
+
 class Workload {
  public:
   Workload(const Case& c, uint64_t seed);
@@ -43,9 +59,10 @@ class Workload {
   Case c;
   std::vector<Rows> sequences;
   int64_t total_q = 0, total_k = 0;  ///< rows in all, packed padding included
-  ForwardArgs forward;
-  BackwardArgs backward;
+  ForwardTensors forward;
+  BackwardTensors backward;
   Options options;
+  Run run_options;  ///< of every run
 
  private:
   Storage& storage(DType dtype, int64_t elements, bool output);

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "problem.h"
+
+namespace fulgur {
+
+/// One sequence: its first row in q and in k (0 unless packed) and its lengths.
+struct Sequence {
+  int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
+  bool operator==(const Sequence&) const = default;
+};
+
+/// The sequences of one call whose lengths are in the host's memory, where they stay.
+class Sequences {
+ public:
+  /// Checks the lengths against the problem: from 0, non-decreasing, within the tensors, no longer
+  /// than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
+  template <class Args>
+  Sequences(const Problem& problem, const Args& args)
+      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k) {}
+
+  int64_t size() const { return p_->batch; }
+  Sequence operator[](int64_t b) const;
+  /// First row and count of the packed rows behind the last sequence, or of no rows.
+  Sequence padding() const;
+  /// The keys of sequence b that tensors have room for, seqused_k or not.
+  int64_t room_k(int64_t b) const;
+
+ private:
+  Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
+            const ConstTensor& used_k);
+
+  const Problem* p_;
+  const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_k_ = nullptr;
+};
+
+/// Whether the host can read the lengths of a call, if it has any.
+template <class Args>
+bool lengths_on_host(const Args& args) {
+  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_k}) {
+    if (t->given() && (t->device.type != DeviceType::kCpu || t->data == nullptr)) return false;
+  }
+  return true;
+}
+
+/// The longest of the cu_seqlens, checked, in host memory: that of a plan without max_seqlen.
+int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* tensor,
+                         int64_t total);
+
+}  // namespace fulgur
