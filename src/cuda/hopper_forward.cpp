@@ -58,7 +58,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
       maps_(forward_maps(problem, plan.block_keys)),
       stream_(static_cast<CUstream>(problem.stream)) {
   set_params(problem);  // may throw: nothing is held yet
-  if (plan_.items > 0) {
+  if (plan_.work.items > 0) {
     kernel_ = gpu_.kernel(kernel_request(plan_), "fulgur_forward", plan_.shared_bytes);
   }
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingRequest, "fulgur_forward_padding", 0);
@@ -68,7 +68,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
   for (const Input& input : inputs_) bytes += input.copied ? copied_bytes(input.shape) : 0;
   workspace_ = gpu_.take_workspace(stream_, bytes);
   params_.counters = reinterpret_cast<int*>(workspace_.data);
-  params_.tickets = params_.counters + 2;
+  params_.tickets = params_.counters + kernels::kSchedulerCounters;
   params_.partial = reinterpret_cast<float*>(workspace_.data + Gpu::kZeroed);
   char* copies = reinterpret_cast<char*>(params_.partial + plan_.partial_floats());
   for (Input& input : inputs_) {
@@ -108,13 +108,7 @@ void HopperForward::set_params(const Problem& p) {
     params_.softcap_scale = static_cast<float>(2 * kLog2e * p.scale / p.softcap);
     params_.softcap_log2 = static_cast<float>(p.softcap * kLog2e);
   }
-  params_.row_tiles = plan_.row_tiles;
-  params_.heads = plan_.heads;
-  params_.section_heads = plan_.section_heads;
-  params_.bulk_heads = plan_.bulk_heads;
-  params_.items = plan_.items;
-  params_.first_split_tile = plan_.first_split_tile;
-  params_.split_parts = plan_.split_parts;
+  params_.work = plan_.work;
 
   padding_.o_row_stride = p.out.row;
   padding_.o_head_stride = p.out.head;
@@ -188,7 +182,7 @@ void HopperForward::run(const ForwardArgs& args) {
              "launching the kernel that copies rows");
     }
   }
-  if (plan_.items > 0) {
+  if (plan_.work.items > 0) {
     launch(kernel_, &params_, plan_.grid, plan_.threads(), plan_.shared_bytes,
            "launching the forward kernel");
   }
