@@ -1,7 +1,9 @@
 """Includes point one way: api -> plan -> engine -> kernel -> problem -> basics -> public headers.
 
 A file may include files of its own layer and of those behind it; the engines' folders know nothing
-of each other. A file that no layer names is an error, so that a new one gets its place on purpose.
+of each other. Inside src/cuda: engine -> families -> gpu -> jit -> loader. Inside src/kernels: an
+architecture's folder -> shared, and headers that the host reads, too, include no device text. A file
+that no layer names is an error, so that a new one gets its place on purpose.
 """
 
 import pathlib
@@ -11,10 +13,12 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 ENGINES = ("cpu", "cuda", "reference")
+SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
+GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
-    ("basics", r"src/(tensor|check|convert|parallel|philox)\.(h|cpp)|src/kernels/(\w+/)?\w+\.h"),
+    ("basics", r"src/(tensor|check|convert|parallel|philox)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
     ("problem", r"src/(problem|sequences|padding|tiles)\.(h|cpp)"),
     ("kernel", r"src/cpu/(kernels\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
@@ -22,10 +26,28 @@ LAYERS = [
     ("api", r"src/(api|c|merge)\.cpp"),
 ]
 
+# Layers inside a folder, for its files that include each other.
+INNER = {
+    "src/cuda/": [
+        ("loader", r"(shared_library|driver|sha256)\.\w+"),
+        ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
+        ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
+        ("families", r"(tensor_map|hopper_\w+)\.\w+"),
+        ("engine", r"(tuning|tune|prewarm|cuda_engine)\.\w+"),
+    ],
+    "src/kernels/": [
+        ("shared header", r"shared/\w+\.h"),
+        ("shared", r"shared/\w+\.cuh"),
+        ("header", r"(sm\d+/)?\w+\.h"),
+        ("architecture", r"sm\d+/\w+\.cuh"),
+        ("kernel", r"(sm\d+/)?\w+\.cu"),
+    ],
+}
 
-def layer(path):
+
+def layer(path, layers=LAYERS):
     """The index of the first layer that names `path`, or None."""
-    return next((n for n, (_, files) in enumerate(LAYERS) if re.fullmatch(files, path)), None)
+    return next((n for n, (_, files) in enumerate(layers) if re.fullmatch(files, path)), None)
 
 
 def engine(path):
@@ -33,27 +55,46 @@ def engine(path):
     return parts[1] if parts[0] == "src" and parts[1] in ENGINES else None
 
 
+def resolve(included, files):
+    """The file that an include names, or None."""
+    folders = ("src/", "include/", "src/kernels/")
+    return next((folder + included for folder in folders if folder + included in files), None)
+
+
+def above(path, target, layers):
+    """The error of an include of `target`, which lies above `path` or nowhere, in a list."""
+    mine, its = layer(path[1], layers), layer(target[1], layers)
+    if mine is None or its is None or its <= mine:
+        return []
+    return [f"{path[0]} ({layers[mine][0]}) includes {target[0]} ({layers[its][0]}), which is above it"]
+
+
 def check(files):
     """The errors of a {path: text} of source files."""
     errors = []
     for path, text in sorted(files.items()):
-        if layer(path) is None:
+        folder = next((f for f in INNER if path.startswith(f)), None)
+        inner = INNER.get(folder, [])
+        if layer(path) is None or (inner and layer(path.removeprefix(folder), inner) is None):
             errors.append(f"{path}: in no layer; give it one in tests/layers.py")
             continue
         for included in INCLUDE.findall(text):
-            target = next((p for p in (f"src/{included}", f"include/{included}") if p in files), None)
+            if included in GENERATED and path.endswith((".cuh", ".cu")):
+                continue
+            target = resolve(included, files)
             if target is None:
                 errors.append(f'{path}: includes "{included}", which is neither in src/ nor in include/')
                 continue
-            if layer(target) is None:
-                continue  # said above
-            if layer(target) > layer(path):
-                errors.append(
-                    f"{path} ({LAYERS[layer(path)][0]}) includes {target} ({LAYERS[layer(target)][0]}),"
-                    " which is above it"
-                )
+            errors += above((path, path), (target, target), LAYERS)
             if engine(path) and engine(target) not in (None, engine(path)):
                 errors.append(f"{path} includes {target} of another engine")
+            if folder and target.startswith(folder):
+                names = [(p, p.removeprefix(folder)) for p in (path, target)]
+                errors += above(*names, inner)
+            if folder == "src/kernels/" and path.endswith(".h") and target.endswith((".cuh", ".cu")):
+                errors.append(f"{path} includes {target}, which the host cannot read")
+            if not path.startswith("src/kernels/") and target.endswith((".cuh", ".cu")):
+                errors.append(f"{path} includes {target}, which the host cannot read")
     return errors
 
 
@@ -66,11 +107,26 @@ def self_test():
     assert len(check(clean | {"src/plan.h": '#include "missing.h"'})) == 1
     engines = {"src/cpu/engine.cpp": '#include "reference/engine.h"', "src/reference/engine.h": ""}
     assert len(check(engines)) == 1
+    cuda = {"src/cuda/gpu.h": '#include "cuda/driver.h"', "src/cuda/driver.h": ""}
+    assert check(cuda) == []
+    assert len(check(cuda | {"src/cuda/driver.h": '#include "cuda/gpu.h"'})) == 1
+    assert len(check(cuda | {"src/cuda/stray.h": ""})) == 1
+    kernels = {
+        "src/kernels/shared/band.h": "",
+        "src/kernels/shared/softmax.cuh": '#include "plan.h"\n#include "shared/band.h"',
+        "src/kernels/sm90/forward.cu": '#include "shared/softmax.cuh"',
+        "src/cuda/hopper_model.cpp": '#include "kernels/shared/band.h"',
+    }
+    assert check(kernels) == []
+    assert len(check(kernels | {"src/kernels/shared/softmax.cuh": '#include "sm90/forward.cu"'})) == 1
+    assert len(check(kernels | {"src/kernels/shared/band.h": '#include "shared/softmax.cuh"'})) == 2
+    assert len(check(kernels | {"src/cuda/hopper_model.cpp": '#include "kernels/shared/softmax.cuh"'})) == 1
+    assert len(check(kernels | {"src/cuda/hopper_model.cpp": '#include "plan.h"'})) == 1
 
 
 def main():
     self_test()
-    sources = [p for folder in ("include", "src") for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cpp")]
+    sources = [p for folder in ("include", "src") for p in (ROOT / folder).rglob("*") if p.suffix in SUFFIXES]
     files = {p.relative_to(ROOT).as_posix(): p.read_text() for p in sources}
     errors = check(files)
     print("\n".join(errors) or f"{len(files)} files, includes point one way")

@@ -48,7 +48,7 @@ sanitize() {
 }
 check sanitizer_memcheck sanitize memcheck
 check sanitizer_synccheck sanitize synccheck
-# racecheck follows the mbarriers of ordinary instructions, not the copy engine's and the tensor
+# racecheck follows the mbarriers of ordinary instructions, not TMA's and the tensor
 # cores' accesses: what it counts is recorded, and should be 0.
 with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
 echo "sanitizer_racecheck: $(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')" >>"$checks"

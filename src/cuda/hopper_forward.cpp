@@ -52,7 +52,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
       maps_(forward_maps(problem, plan.block_keys)) {
   set_params(problem);
   set_inputs();
-  if (plan_.items > 0) {
+  if (plan_.work.items > 0) {
     kernel_ = gpu_.kernel(kernel_request(plan_), "fulgur_forward", plan_.shared_bytes);
   }
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingRequest, "fulgur_forward_padding", 0);
@@ -82,13 +82,7 @@ void HopperForward::set_params(const Problem& p) {
     params_.softcap_scale = static_cast<float>(2 * kLog2e * p.scale / p.softcap);
     params_.softcap_log2 = static_cast<float>(p.softcap * kLog2e);
   }
-  params_.row_tiles = plan_.row_tiles;
-  params_.heads = plan_.heads;
-  params_.section_heads = plan_.section_heads;
-  params_.bulk_heads = plan_.bulk_heads;
-  params_.items = plan_.items;
-  params_.first_split_tile = plan_.first_split_tile;
-  params_.split_parts = plan_.split_parts;
+  params_.work = plan_.work;
 
   padding_.o_row_stride = p.out.row;
   padding_.o_head_stride = p.out.head;
@@ -124,7 +118,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, char*
   Arguments a{params_, padding_, {}};
   ForwardParams& p = a.forward;
   p.counters = reinterpret_cast<int*>(workspace);
-  p.tickets = p.counters + 2;
+  p.tickets = p.counters + kernels::kSchedulerCounters;
   p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
   p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
@@ -169,7 +163,7 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
     launch(copy_kernel_, &arguments.copies[i], kCopyBlocks * gpu_.multiprocessors(), kThreads, 0,
            "launching the kernel that copies rows");
   }
-  if (plan_.items > 0) {
+  if (plan_.work.items > 0) {
     launch(kernel_, &arguments.forward, plan_.grid, plan_.threads(), plan_.shared_bytes,
            "launching the forward kernel");
   }

@@ -9,12 +9,13 @@
 
 #include "cuda/hopper_model.h"
 #include "cuda/tensor_map.h"
+#include "kernels/shared/strips.h"
 
 namespace fulgur::cuda {
 namespace {
 
 constexpr int kMostDim = 256;
-constexpr int kMostParts = 8;  // the kernel keeps a part's number in 3 bits
+constexpr int kMostParts = 8;  // more have not been measured
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;          // multiprocessors at the same K and V, or memory binds
 constexpr int kPanelRowBytes = 128;  // tiles lie as panels of 64 columns
@@ -22,6 +23,8 @@ constexpr int kBarrierBytes = 1024;
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+using kernels::Work;
+
 int panels(int dim) { return ceil_div(dim, 64); }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
@@ -53,7 +56,7 @@ bool transforms(const Problem& p) { return p.scale <= 0 || p.softcap > 0 || p.ha
 
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
-/// How O leaves. The copy engine writes multiples of 16 bytes.
+/// How O leaves. TMA writes multiples of 16 bytes.
 HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
   if (p.dv % 8 != 0 || !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
     return HopperForwardPlan::Store::kElements;
@@ -76,7 +79,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.packed = p.packed;
   plan.seqused_k = p.seqused_k;
   plan.has_lse = p.want_lse;
-  plan.heads = static_cast<int>(p.batch * p.hq);
+  plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
@@ -106,41 +109,46 @@ bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
 /// that K and V come to L2 once and little by little, beside the copies of other heads. The last
-/// one is as long as it takes to leave the multiprocessors with short tiles at the end. Under a
+/// one is as long as it takes to leave the multiprocessors with short blocks at the end. Under a
 /// band all heads may be in it, if enough multiprocessors share the K and V of each.
 void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
   const bool band = plan.has_left || plan.has_right;
-  const int tiles = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // a multiprocessor
-  const int64_t heads = ceil_div(int64_t{tiles} * multiprocessors, std::max(plan.row_tiles, 1));
+  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // a multiprocessor
+  const int64_t heads =
+      ceil_div(int64_t{blocks} * multiprocessors, std::max(plan.work.row_blocks, 1));
   const int64_t last = ceil_div(heads, p.group()) * p.group();
   const bool shared = p.batch * p.hk * kSharers <= multiprocessors;
-  plan.section_heads = static_cast<int>(p.group());
-  plan.bulk_heads = (band && shared) || last > plan.heads ? 0 : static_cast<int>(plan.heads - last);
+  Work& work = plan.work;
+  work.section_heads = static_cast<int>(p.group());
+  work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
 }
 
-/// Decides how tiles are shared out, and returns the predicted cycles.
+/// Decides how blocks are shared out, and returns the predicted cycles.
 double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
-  plan.row_tiles = ceil_div(p.sq, plan.block_rows());
+  Work& work = plan.work;
+  work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
+  work.split_parts = 1;
   divide_heads(plan, p, target.multiprocessors);
-  const int tiles = plan.first_split_tile = plan.items = plan.tiles();
-  const TileCost cost = tile_cost(plan, p);
-  double best = predicted_cycles(cost, tiles, tiles, 1, target.multiprocessors);
-  const bool equal_tiles = !plan.has_left && !plan.has_right && !plan.packed;
-  // Parts of a tile would depend on how many tiles there are, that is on the batch.
-  if (equal_tiles && !p.invariant) {
-    const int first = tiles - tiles % target.multiprocessors;
+  const int blocks = kernels::blocks_of(work);
+  work.first_split = work.items = blocks;
+  const BlockCost cost = block_cost(plan, p);
+  double best = predicted_cycles(cost, blocks, blocks, 1, target.multiprocessors);
+  const bool equal_blocks = !plan.has_left && !plan.has_right && !plan.packed;
+  // Parts of a block would depend on how many blocks there are, that is on the batch.
+  if (equal_blocks && !p.invariant) {
+    const int first = blocks - blocks % target.multiprocessors;
     const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
-    for (int parts = 2; parts <= most && first < tiles; ++parts) {
-      const double cycles = predicted_cycles(cost, tiles, first, parts, target.multiprocessors);
+    for (int parts = 2; parts <= most && first < blocks; ++parts) {
+      const double cycles = predicted_cycles(cost, blocks, first, parts, target.multiprocessors);
       if (cycles >= best) continue;
       best = cycles;
       plan.split_tail = true;
-      plan.first_split_tile = first;
-      plan.split_parts = parts;
-      plan.items = first + (tiles - first) * parts;
+      work.first_split = first;
+      work.split_parts = parts;
+      work.items = first + (blocks - first) * parts;
     }
   }
-  plan.grid = std::min(target.multiprocessors, plan.items);
+  plan.grid = std::min(target.multiprocessors, work.items);
   return best;
 }
 
@@ -154,7 +162,7 @@ double predict(HopperForwardPlan& plan, const Problem& p, const HopperTarget& ta
   one.batch = 1;
   one.sq = one.sk = 8192;
   HopperForwardPlan other = plan;
-  other.heads = target.multiprocessors;
+  other.work.heads = target.multiprocessors;
   return schedule(other, one, target);
 }
 
@@ -225,7 +233,12 @@ int64_t rounded(int64_t n) {
 
 int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;
-  return int64_t{split_tiles()} * split_parts * consumers * (value_dim / 2 + 4) * 128;
+  return int64_t{kernels::split_blocks(work)} * work.split_parts * consumers *
+         kernels::partial_floats(value_dim);
+}
+
+int HopperForwardPlan::counters() const {
+  return kernels::kSchedulerCounters + kernels::split_blocks(work) * consumers;
 }
 
 std::string hopper_forward_rejects(const Problem& p) {
@@ -241,7 +254,7 @@ std::string hopper_forward_rejects(const Problem& p) {
       return fmt::format("{} {}", name, why);
     }
   }
-  // The least rows of a block bound the count of tiles; the kernel numbers them with ints.
+  // The least rows of a block bound the count of items; the kernel numbers them with ints.
   const int64_t blocks = (p.sq + 127) / 128;
   if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
@@ -293,9 +306,9 @@ std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& p,
 
 std::string shape_class(const Problem& p) {
   const HopperForwardPlan plan = common(p);
-  std::string text =
-      fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype), plan.head_dim,
-                  plan.value_dim, rounded(p.sq), rounded(p.sk), rounded(plan.heads), p.group());
+  std::string text = fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype),
+                                 plan.head_dim, plan.value_dim, rounded(p.sq), rounded(p.sk),
+                                 rounded(plan.work.heads), p.group());
   if (plan.has_left) text += fmt::format(" left {}", rounded(p.mask.left));
   if (plan.has_right) text += fmt::format(" right {}", rounded(p.mask.right));
   for (const auto& [is, name] :
@@ -333,7 +346,7 @@ std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
 }
 
 std::string plan_header(const HopperForwardPlan& plan) {
-  std::string text = fmt::format("#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
                                  plan.dtype == DType::kBF16 ? "bf16" : "f16");
   const auto add = [&](const char* name, int value) {
     text += fmt::format("  {} = {},\n", name, value);
@@ -361,6 +374,7 @@ std::string plan_header(const HopperForwardPlan& plan) {
 }
 
 std::vector<std::string> describe(const HopperForwardPlan& plan) {
+  const Work& work = plan.work;
   std::vector<std::string> sentences = {
       fmt::format("Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as "
                   "computed",
@@ -372,19 +386,20 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
           : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format("{} blocks take {} tiles{}, in sections of {} heads and a last one of {}",
-                  plan.grid, plan.tiles(), plan.has_right ? ", longest first" : "",
-                  plan.section_heads, plan.heads - plan.bulk_heads)};
+      fmt::format(
+          "{} thread blocks take {} blocks of rows{}, in sections of {} heads and a last one of {}",
+          plan.grid, kernels::blocks_of(work), plan.has_right ? ", longest first" : "",
+          work.section_heads, work.heads - work.bulk_heads)};
   if (plan.split_tail) {
-    sentences.push_back(fmt::format("the last {} tiles are cut into {} parts of their keys",
-                                    plan.split_tiles(), plan.split_parts));
+    sentences.push_back(fmt::format("the last {} blocks are cut into {} parts of their keys",
+                                    kernels::split_blocks(work), work.split_parts));
   }
   for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
                                   std::pair{"v", &plan.copies_v}}) {
     if (!why->empty()) {
       sentences.push_back(
-          fmt::format("{} is copied to rows of multiples of 16 bytes, which the "
-                      "copy engine can address: {}",
+          fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA "
+                      "can address: {}",
                       name, *why));
     }
   }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/shared/work.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
@@ -32,29 +33,21 @@ struct HopperForwardPlan {
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
 
-  /// Why q, k and v are copied to where the copy engine can address them; empty where they are not.
+  /// Why q, k and v are copied to where TMA can address them; empty where they are not.
   std::string copies_q, copies_k, copies_v;
   int shared_bytes = 0;
-  int row_tiles = 0;         ///< row blocks of the longest sequence
-  int heads = 0;             ///< batch * hq
-  int section_heads = 0;     ///< heads whose row blocks are worked on together
-  int bulk_heads = 0;        ///< heads in such sections; the rest is the last section
-  int first_split_tile = 0;  ///< tiles from here on are cut into split_parts runs of keys
-  int split_parts = 1;
-  int items = 0;           ///< units of work: tiles, and parts of split tiles
-  int grid = 0;            ///< blocks
+  kernels::Work work{};    ///< how rows, heads and keys are cut into items
+  int grid = 0;            ///< thread blocks
   double measured_us = 0;  ///< what the tile was chosen by; 0: chosen by the cost model
   bool operator==(const HopperForwardPlan&) const = default;
 
   bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
   int block_rows() const { return 64 * consumers; }  ///< Br
   int threads() const { return 128 * (consumers + 1); }
-  int tiles() const { return row_tiles * heads; }
-  int split_tiles() const { return tiles() - first_split_tile; }
-  /// Floats that parts of split tiles leave for the last one.
+  /// Floats that parts of split blocks leave for the last one.
   int64_t partial_floats() const;
   /// Counters that are zero between launches: two of the scheduler, and the tickets.
-  int counters() const { return 2 + split_tiles() * consumers; }
+  int counters() const;
 };
 
 /// Why sm90/forward.cu does not compute a forward problem, and what it does compute; empty when it

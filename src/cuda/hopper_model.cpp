@@ -20,7 +20,7 @@ constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, 
 constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
 constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
 constexpr double kPartBytes = 16;         // of partial results, written or read a cycle
-constexpr double kSplitLoop = 1.03;  // whole tiles of a kernel that can split take so much longer
+constexpr double kSplitLoop = 1.03;  // whole blocks of a kernel that can split take so much longer
 
 struct KeyTile {
   double steady;  // cycles between two of them
@@ -44,38 +44,38 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
 
 /// The first row of a block, as the kernel cuts sequences (sm90/forward_schedule.cuh).
 int64_t first_row(const HopperForwardPlan& plan, int64_t sq, int64_t block) {
-  const int64_t missing = plan.row_tiles * plan.consumers - (sq + 63) / 64;
+  const int64_t missing = plan.work.row_blocks * plan.consumers - (sq + 63) / 64;
   return 64 * (plan.consumers * block - std::min(block, missing));
 }
 
 }  // namespace
 
-TileCost tile_cost(const HopperForwardPlan& plan, const Problem& p) {
+BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   const KeyTile key_tile = key_tile_cycles(plan);
   const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
   const Sequence longest{0, 0, p.sq, p.sk};
-  TileCost cost;
+  BlockCost cost;
   cost.leave_part = 512.0 * plan.consumers * (plan.value_dim / 2 + 4) / kPartBytes;
-  for (int block = 0; block < plan.row_tiles; ++block) {
+  for (int block = 0; block < plan.work.row_blocks; ++block) {
     const KeyRange keys = visible_keys(p.mask, longest, first_row(plan, p.sq, block),
                                        std::min(p.sq, first_row(plan, p.sq, block + 1)));
     const int64_t count = keys.empty() ? 0
                                        : (keys.end + plan.block_keys - 1) / plan.block_keys -
                                              keys.begin / plan.block_keys;
     const double cycles = end + key_tile.steady * static_cast<double>(count);
-    cost.mean += cycles / plan.row_tiles;
+    cost.mean += cycles / plan.work.row_blocks;
     cost.longest = std::max(cost.longest, cycles);
   }
   return cost;
 }
 
-double predicted_cycles(const TileCost& cost, int tiles, int first_split, int parts,
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
                         int multiprocessors) {
   const bool equal = cost.longest <= cost.mean * 1.0001;
   if (!equal) {  // longest first: what is left over at the end is short
-    return std::max(cost.longest, (tiles + 0.5 * multiprocessors) / multiprocessors * cost.mean);
+    return std::max(cost.longest, (blocks + 0.5 * multiprocessors) / multiprocessors * cost.mean);
   }
-  const int split = tiles - first_split;
+  const int split = blocks - first_split;
   const double waves = std::ceil(static_cast<double>(first_split) / multiprocessors);
   const double part_waves = std::ceil(static_cast<double>(split) * parts / multiprocessors);
   const double part = cost.mean / parts + (parts > 1 ? (parts + 1) * cost.leave_part : 0);

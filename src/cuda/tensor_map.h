@@ -21,7 +21,7 @@ struct TensorMapShape {
   bool empty() const { return dim * rows * heads * batch == 0; }
 };
 
-/// The copy engine counts strides and addresses in units of 16 bytes.
+/// TMA counts strides and addresses in units of 16 bytes.
 inline constexpr int64_t kCopyAlignment = 16;
 
 /// Of a workspace, and of what lies in it.
@@ -36,7 +36,7 @@ ForwardMaps forward_maps(const Problem& problem, int block_keys);
 /// Why the kernels do not count the rows of a tensor of this shape; empty when they do.
 std::string map_unsupported(const TensorMapShape& shape);
 
-/// Why the copy engine cannot address a tensor of this shape; empty when it can.
+/// Why TMA cannot address a tensor of this shape; empty when it can.
 std::string not_addressable(const TensorMapShape& shape);
 
 /// The same tensor in contiguous rows, each a multiple of 16 bytes.

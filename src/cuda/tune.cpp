@@ -100,7 +100,7 @@ Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
   const std::vector<HopperForwardPlan> plans = hopper_forward_candidates(problem, target_of(gpu));
   const HopperForwardPlan predicted =
       make_hopper_forward_plan(problem, target_of(gpu), {}, &rejected);
-  if (predicted.items == 0) fail("q", "got no row, want some: there is nothing to measure");
+  if (predicted.work.items == 0) fail("q", "got no row, want some: there is nothing to measure");
   Tunings& tunings = Tunings::here();
   if (const std::string why = tunings.folder().unusable(); !why.empty()) {
     throw Error(Status::kInternal, why);

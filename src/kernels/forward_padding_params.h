@@ -1,4 +1,4 @@
-// Arguments of forward_padding.cu, shared verbatim by the host and the device text.
+// Arguments of forward_padding.cu, the same for the host and the device.
 #pragma once
 
 struct ForwardPaddingParams {

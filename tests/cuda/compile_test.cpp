@@ -131,6 +131,48 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   fmt::print("{} kernels, {} compiled now, {:.1f} s\n", requests.size(), compiled.load(), seconds);
 }
 
+// Products with every transposition and place of A that a backward pass needs; the forward kernel
+// has two of them.
+TEST_F(Compile, EveryProduct) {
+  const auto registers = [](const char* b) {
+    return fmt::format("  Wgmma<64>::multiply<{}>(D, A, b, keep);\n", b);
+  };
+  const auto shared = [](const char* a, const char* b) {
+    return fmt::format("  Wgmma<64>::multiply<{}, {}>(D, a, b, keep);\n", a, b);
+  };
+  const std::string products[] = {registers("kAlongK"),          registers("kAcrossK"),
+                                  shared("kAlongK", "kAlongK"),  shared("kAlongK", "kAcrossK"),
+                                  shared("kAcrossK", "kAlongK"), shared("kAcrossK", "kAcrossK")};
+  const std::vector<std::string> options = {"--gpu-architecture=sm_90a", "--std=c++20",
+                                            "--modify-stack-limit=false", "--ptxas-options=-v"};
+  std::set<std::string> images;
+  for (const char* type : {"bf16", "f16"}) {
+    for (const std::string& product : products) {
+      KernelSources sources = embedded_sources();
+      sources["product.cu"] =
+          "#include \"plan.h\"\n"
+          "#include \"shared/wgmma.cuh\"\n"
+          "extern \"C\" __global__ void __launch_bounds__(128)\n"
+          "    product(float* out, u32 a, u32 b, int keep) {\n"
+          "  float D[32];\n"
+          "  u32 A[4] = {a, a + 1, a + 2, a + 3};\n"
+          "  for (float& d : D) d = 1;\n"
+          "  register_fence(D);\n"
+          "  wgmma_fence();\n" +
+          product +
+          "  wgmma_commit();\n"
+          "  wgmma_wait<0>();\n"
+          "  register_fence(D);\n"
+          "  for (int i = 0; i < 32; ++i) out[128 * i + threadIdx.x] = D[i];\n"
+          "}\n";
+      const Cubin cubin = nvrtc_compile(
+          sources, "product.cu", fmt::format("#define FULGUR_INPUT \"{}\"\n", type), options);
+      EXPECT_EQ(complaint(cubin.log), "") << product << cubin.log;
+      EXPECT_TRUE(images.insert(cubin.image).second) << product << " is as one before it";
+    }
+  }
+}
+
 TEST_F(Compile, ColdAndWarmTimes) {
   const KernelRequest request = forward_kernels(forward_problem({.d = 128}), {}).at(0);
   std::string folder = (fs::temp_directory_path() / "fulgur_times_XXXXXX").string();

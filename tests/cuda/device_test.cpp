@@ -55,7 +55,7 @@ TEST_F(OnGpu, TilesSplitOverKeys) {
       {.dtype = bf16, .batch = 10, .sq = 192, .sk = 700, .hq = 16, .hk = 4, .d = 32, .dv = 32}));
 }
 
-// Head dims of every tile, packed and not; most rows are none that the copy engine can address.
+// Head dims of every tile, packed and not; most rows are none that TMA can address.
 TEST_F(OnGpu, EvenAndOddHeadDims) {
   for (const int64_t d : {1, 7, 8, 17, 31, 40, 63, 65, 80, 96, 100, 127, 129, 160, 191, 200, 255}) {
     const int64_t dv = d % 16 == 0 ? d : 257 - d;

@@ -162,9 +162,9 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   EXPECT_EQ(p.window_left, 300);
   EXPECT_EQ(p.window_right, 5);
   EXPECT_NEAR(p.scale_log2, 1.4426950408889634 / std::sqrt(128.0), 1e-7);
-  EXPECT_EQ(p.heads, 16);
-  EXPECT_EQ(p.row_tiles, tiles.rows);
-  EXPECT_EQ(p.items, 16 * tiles.rows);
+  EXPECT_EQ(p.work.heads, 16);
+  EXPECT_EQ(p.work.row_blocks, tiles.rows);
+  EXPECT_EQ(p.work.items, 16 * tiles.rows);
   ASSERT_NE(p.counters, nullptr);
   for (int i = 0; i < 1024; ++i) ASSERT_EQ(p.counters[i], 0);  // the fake's memory is the host's
 }

@@ -1,5 +1,5 @@
 // What the CUDA engine decides: tiles, stages, shares of work, tensor maps, and that descriptors
-// and swizzles agree with a model of the copy engine and the tensor cores.
+// and swizzles agree with a model of TMA and the tensor cores.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -12,6 +12,8 @@
 #define __device__
 #define __forceinline__ inline
 #define FULGUR_INPUT "bf16"
+#include "kernels/shared/host_device.h"
+using namespace fulgur::kernels;
 #include "kernels/shared/wgmma.cuh"
 
 namespace fulgur::cuda {
@@ -64,16 +66,18 @@ TEST(HopperPlan, FitsTheMachine) {
 TEST(HopperPlan, SharesOutEveryTile) {
   for (const Problem& p : many_problems()) {
     const HopperForwardPlan plan = plan_of(p);
-    EXPECT_EQ(plan.tiles(), (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
-    EXPECT_EQ(plan.items, plan.first_split_tile + plan.split_tiles() * plan.split_parts);
-    EXPECT_EQ(plan.split_tail, plan.split_tiles() > 0);
-    EXPECT_TRUE(!plan.split_tail || (plan.split_parts >= 2 && plan.split_parts <= 8));
-    EXPECT_LT(plan.split_tiles(), 132);
-    EXPECT_EQ(plan.grid, std::min(132, plan.items));
-    EXPECT_EQ(plan.section_heads, p.group());
-    EXPECT_GE(plan.bulk_heads, 0);
-    EXPECT_LT(plan.bulk_heads, plan.heads);  // there is a last section
-    EXPECT_EQ(plan.bulk_heads % plan.section_heads, 0);
+    EXPECT_EQ(kernels::blocks_of(plan.work),
+              (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
+    EXPECT_EQ(plan.work.items,
+              plan.work.first_split + kernels::split_blocks(plan.work) * plan.work.split_parts);
+    EXPECT_EQ(plan.split_tail, kernels::split_blocks(plan.work) > 0);
+    EXPECT_TRUE(!plan.split_tail || (plan.work.split_parts >= 2 && plan.work.split_parts <= 8));
+    EXPECT_LT(kernels::split_blocks(plan.work), 132);
+    EXPECT_EQ(plan.grid, std::min(132, plan.work.items));
+    EXPECT_EQ(plan.work.section_heads, p.group());
+    EXPECT_GE(plan.work.bulk_heads, 0);
+    EXPECT_LT(plan.work.bulk_heads, plan.work.heads);  // there is a last section
+    EXPECT_EQ(plan.work.bulk_heads % plan.work.section_heads, 0);
   }
 }
 
@@ -255,7 +259,7 @@ TEST(HopperPlan, FewTilesAreSplit) {
   const HopperForwardPlan decode =
       plan_of(forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8}));
   EXPECT_TRUE(decode.split_tail);
-  EXPECT_GE(decode.items, 100);
+  EXPECT_GE(decode.work.items, 100);
   const HopperForwardPlan invariant = plan_of(
       forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8, .invariant = true}));
   EXPECT_FALSE(invariant.split_tail);
@@ -277,8 +281,9 @@ TEST(HopperModel, IsSane) {
   const auto cycles = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
     const HopperForwardPlan plan = plan_of(p);
-    const TileCost cost = tile_cost(plan, p);
-    return predicted_cycles(cost, plan.tiles(), plan.first_split_tile, plan.split_parts, 132);
+    const BlockCost cost = block_cost(plan, p);
+    return predicted_cycles(cost, kernels::blocks_of(plan.work), plan.work.first_split,
+                            plan.work.split_parts, 132);
   };
   const double full_16k = cycles({.batch = 1, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
   const double causal_16k =
@@ -302,11 +307,11 @@ TEST(HopperModel, ShortBlocksComeFirst) {
     HopperForwardPlan plan = plan_of(p);
     plan.consumers = 3;
     plan.block_keys = 64;
-    plan.row_tiles = 6;
-    return tile_cost(plan, p);
+    plan.work.row_blocks = 6;
+    return block_cost(plan, p);
   };
   const double key_tile = (cost(1024, full()).mean - cost(512, full()).mean) / 8;
-  const TileCost causal_cost = cost(1024, causal());
+  const BlockCost causal_cost = cost(1024, causal());
   const double mean_tiles = (2 + 4 + 7 + 10 + 13 + 16) / 6.0;
   EXPECT_NEAR((causal_cost.longest - causal_cost.mean) / key_tile, 16 - mean_tiles, 1e-6);
 }
@@ -321,7 +326,7 @@ TEST(HopperPlan, HeadsInOneSection) {
                                     .hk = hk,
                                     .d = 256,
                                     .mask = mask}))
-        .bulk_heads;
+        .work.bulk_heads;
   };
   EXPECT_EQ(bulk(16384, 8, causal()), 0);
   EXPECT_EQ(bulk(4096, 8, causal()), 0);
@@ -343,7 +348,7 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   }
 }
 
-// What the copy engine cannot address is copied or stored otherwise, and said.
+// What TMA cannot address is copied or stored otherwise, and said.
 TEST(HopperPlan, OddRowsAreCopied) {
   using Store = HopperForwardPlan::Store;
   const auto copies = [](const HopperForwardPlan& plan) {
@@ -361,7 +366,7 @@ TEST(HopperPlan, OddRowsAreCopied) {
   EXPECT_EQ(odd_v.store, Store::kElements);
   std::string text;
   for (const std::string& sentence : describe(odd_v)) text += sentence + "\n";
-  EXPECT_NE(text.find("v is copied to rows of multiples of 16 bytes, which the copy engine can "
+  EXPECT_NE(text.find("v is copied to rows of multiples of 16 bytes, which TMA can "
                       "address: a stride of 20 elements between heads"),
             std::string::npos)
       << text;
@@ -376,7 +381,7 @@ TEST(HopperPlan, OddRowsAreCopied) {
 
 // ------------------------------------------------------------------------------- tensor layouts
 
-/// Where the copy engine puts element (row, column) of a box of 64 16-bit columns, swizzled by 128
+/// Where TMA puts element (row, column) of a box of 64 16-bit columns, swizzled by 128
 /// bytes: the 16-byte chunk's number is xored with the row's in its group of 8 (CUDA driver API).
 int swizzled(int row, int column) {
   return row * 128 + ((column / 8) ^ (row % 8)) * 16 + column % 8 * 2;
@@ -408,7 +413,7 @@ TEST(Descriptors, OperandsWithKAlongTheirColumns) {  // Q and K: a panel is rows
     for (int step = 0; step < 16; ++step) {  // as issue_scores advances
       const int panel = step / 4, inside = step % 4 * 32;
       const Descriptor d =
-          descriptor(tile_descriptor(base, 0) + ((panel * rows * 128 + inside) >> 4));
+          descriptor(operand_descriptor(base, 0) + ((panel * rows * 128 + inside) >> 4));
       ASSERT_EQ(d.swizzle(), 1);  // 128 bytes
       ASSERT_EQ(d.stride(), 1024u);
       for (int row = 0; row < rows; ++row) {
@@ -426,7 +431,8 @@ TEST(Descriptors, OperandWithKAlongItsRows) {  // V: 16 rows are a step, panels 
   for (const int rows : {80, 96, 128}) {
     const u32 base = 5 * 1024 * 8;
     for (int step = 0; step < rows / 16; ++step) {
-      const Descriptor d = descriptor(tile_descriptor(base, rows * 128) + (step * 16 * 128 >> 4));
+      const Descriptor d =
+          descriptor(operand_descriptor(base, rows * 128) + (step * 16 * 128 >> 4));
       ASSERT_EQ(d.leading(), static_cast<u32>(rows * 128));
       for (int k = 0; k < 16; ++k) {
         for (int column = 0; column < 256; ++column) {

@@ -1,14 +1,15 @@
-// Shared-memory barriers (mbarrier). Addresses are 32-bit shared addresses.
+// Barriers in shared memory (mbarrier) and rings of buffers. Addresses are 32-bit shared addresses.
 #pragma once
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "shared/host_device.h"
 
 __device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialized barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes initialized barriers visible to TMA.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -16,7 +17,12 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
 
 // Arrives where `on` is set, without a branch: a divergent branch beside wgmmas in flight would serialize them.
 __device__ __forceinline__ void mbarrier_arrive_if(u32 barrier, u32 on) {
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier), "r"(on) : "memory");
+  asm volatile(
+      "{.reg .pred p;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
+      "r"(on)
+      : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
@@ -27,7 +33,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}" ::"r"(barrier), "r"(parity)
+      "@!done bra again;}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
 

@@ -1,26 +1,33 @@
-// Bulk tensor copies between global and shared memory.
+// TMA: bulk copies of boxes of tensors between global and shared memory.
 #pragma once
-#include "shared/mbarrier.cuh"
+#include "shared/host_device.h"
 
 __device__ __forceinline__ void tma_prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Where a box begins in a tensor [batch, row, head, dim].
+struct BoxStart {
+  int dim, row, head, batch;
+};
+
 // How long L2 keeps what is loaded: cache policies as createpolicy.fractional makes them for all of it.
 enum class Keep : u64 { kShort = 0x12f0000000000000, kLong = 0x14f0000000000000 };
 
-__device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrier, int dim, int row, int head, int batch, Keep keep) {
+__device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrier, const BoxStart& at, Keep keep) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(
-          shared),
-      "l"(map), "r"(barrier), "r"(dim), "r"(row), "r"(head), "r"(batch), "l"(u64(keep))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint\n"
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
+      "l"(map), "r"(barrier), "r"(at.dim), "r"(at.row), "r"(at.head), "r"(at.batch), "l"(u64(keep))
       : "memory");
 }
 
-__device__ __forceinline__ void tma_store(const void* map, u32 shared, int dim, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(shared), "r"(dim),
-               "r"(row), "r"(head), "r"(batch)
-               : "memory");
+__device__ __forceinline__ void tma_store(const void* map, u32 shared, const BoxStart& at) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group\n"
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared), "r"(at.dim), "r"(at.row), "r"(at.head), "r"(at.batch)
+      : "memory");
 }
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -29,7 +36,9 @@ __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Waits until this thread's stores have read their shared memory.
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
-// Orders ordinary shared-memory accesses before later ones by the copy engine or the tensor cores.
+// Orders ordinary accesses to shared memory before later ones by TMA or the tensor cores.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,12 +1,15 @@
-// Warpgroup matrix products: D[64, N] += A[64, 16] B[16, N], D in fp32 registers, A in shared memory or registers, B in shared memory.
-// One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
+// Warpgroup matrix products: D[64, N] += A[64, 16] B[16, N], D in fp32 registers, A in registers or shared memory, B in
+// shared memory. An operand in shared memory lies along k (Q and K: k runs along its rows of 128 bytes) or across (V:
+// k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
 #pragma once
 #include "shared/mbarrier.cuh"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory"); }
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
 
 // Ties registers to this point of the program, so that no use moves above the wait before it.
 template <int count>
@@ -15,11 +18,16 @@ __device__ __forceinline__ void register_fence(float (&x)[count]) {
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Low word of the matrix descriptor of a 128-byte-swizzled tile; the high word is the same for all (1024 bytes between groups of 8 rows).
-// `leading_bytes` lie between panels of 64 columns of an operand whose rows run along k (V); an operand whose columns do (Q, K) ignores it.
-// To advance by x bytes add x >> 4.
-__device__ __forceinline__ u32 tile_descriptor(u32 shared, u32 leading_bytes) { return (leading_bytes >> 4) << 16 | (shared & 0x3ffff) >> 4; }
+// Low word of the matrix descriptor of a 128-byte-swizzled operand; the high word is the same for all (1024 bytes
+// between groups of 8 rows). `leading_bytes` lie between panels of 64 columns of an operand that lies across; one that
+// lies along k ignores it. To advance by x bytes add x >> 4.
+__device__ __forceinline__ u32 operand_descriptor(u32 shared, u32 leading_bytes) {
+  return (leading_bytes >> 4) << 16 | (shared & 0x3ffff) >> 4;
+}
 #define FULGUR_DESCRIPTOR_HIGH "0x40000040"
+
+// How an operand lies in shared memory; the instruction's transpose bit.
+enum Lies : int { kAlongK = 0, kAcrossK = 1 };
 
 template <int N>
 struct Wgmma;
@@ -41,7 +49,8 @@ struct Wgmma;
 #define FULGUR_T112 FULGUR_T104 ", " "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FULGUR_T120 FULGUR_T112 ", " "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FULGUR_T128 FULGUR_T120 ", " "%120, %121, %122, %123, %124, %125, %126, %127"
-#define FULGUR_O(b) "+f"(D[b]), "+f"(D[b + 1]), "+f"(D[b + 2]), "+f"(D[b + 3]), "+f"(D[b + 4]), "+f"(D[b + 5]), "+f"(D[b + 6]), "+f"(D[b + 7])
+#define FULGUR_O4(b) "+f"(D[b]), "+f"(D[b + 1]), "+f"(D[b + 2]), "+f"(D[b + 3])
+#define FULGUR_O(b) FULGUR_O4(b), FULGUR_O4(b + 4)
 #define FULGUR_O8 FULGUR_O(0)
 #define FULGUR_O16 FULGUR_O8, FULGUR_O(8)
 #define FULGUR_O24 FULGUR_O16, FULGUR_O(16)
@@ -60,39 +69,43 @@ struct Wgmma;
 #define FULGUR_O128 FULGUR_O120, FULGUR_O(120)
 
 #define FULGUR_MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." FULGUR_INPUT "." FULGUR_INPUT " {"
-// R = N / 2 accumulators; a b c d e: the numbers of the operands behind them.
-#define FULGUR_WGMMA(N, R, a, b, c, d, e)                                                                                                 \
-  template <>                                                                                                                             \
-  struct Wgmma<N> {                                                                                                                       \
-    /* A and B in shared memory, both with k along their columns. `keep` = 0 starts the sum from zero. */                                 \
-    static __device__ __forceinline__ void shared(float (&D)[R], u32 A, u32 B, int keep) {                                                \
-      asm volatile("{.reg .pred keep; .reg .b64 A, B; setp.ne.b32 keep, %" #c ", 0;\n"                                                    \
-                   "mov.b64 A, {%" #a ", " FULGUR_DESCRIPTOR_HIGH "}; mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                \
-                   FULGUR_MMA(N) FULGUR_T##R "}, A, B, keep, 1, 1, 0, 0;}"                                                                \
-                   : FULGUR_O##R                                                                                                          \
-                   : "r"(A), "r"(B), "r"(keep));                                                                                          \
-    }                                                                                                                                     \
-    /* A in registers, B in shared memory with k along its rows. Always adds. */                                                          \
-    static __device__ __forceinline__ void registers(float (&D)[R], const u32* A, u32 B) {                                                \
-      asm volatile("{.reg .pred keep; .reg .b64 B; setp.eq.b32 keep, 0, 0; mov.b64 B, {%" #e ", " FULGUR_DESCRIPTOR_HIGH "};\n"           \
-                   FULGUR_MMA(N) FULGUR_T##R "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1, 1;}"                                \
-                   : FULGUR_O##R                                                                                                          \
-                   : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B));                                                                 \
-    }                                                                                                                                     \
+// R = N / 2 accumulators; a to g: the numbers of the operands behind them. `keep` = 0 starts the sum from zero.
+#define FULGUR_WGMMA(N, R, a, b, c, d, e, f, g)                                                                        \
+  template <>                                                                                                          \
+  struct Wgmma<N> {                                                                                                    \
+    /* A in shared memory. */                                                                                          \
+    template <Lies A_lies, Lies B_lies>                                                                                \
+    static __device__ __forceinline__ void multiply(float (&D)[R], u32 A, u32 B, int keep) {                           \
+      asm volatile("{.reg .pred keep; .reg .b64 A, B; setp.ne.b32 keep, %" #c ", 0;\n"                                 \
+                   "mov.b64 A, {%" #a ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
+                   "mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
+                   FULGUR_MMA(N) FULGUR_T##R "}, A, B, keep, 1, 1, %" #d ", %" #e ";}"                                 \
+                   : FULGUR_O##R                                                                                       \
+                   : "r"(A), "r"(B), "r"(keep), "n"(int(A_lies)), "n"(int(B_lies)));                                             \
+    }                                                                                                                  \
+    /* A in registers, as the accumulators of a product hold it once they are packed in pairs. */                      \
+    template <Lies B_lies>                                                                                             \
+    static __device__ __forceinline__ void multiply(float (&D)[R], const u32* A, u32 B, int keep) {                    \
+      asm volatile("{.reg .pred keep; .reg .b64 B; setp.ne.b32 keep, %" #f ", 0;\n"                                    \
+                   "mov.b64 B, {%" #e ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
+                   FULGUR_MMA(N) FULGUR_T##R "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1, %" #g ";}"       \
+                   : FULGUR_O##R                                                                                       \
+                   : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(int(B_lies)));                      \
+    }                                                                                                                  \
   };
-FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12)
-FULGUR_WGMMA(32, 16, 16, 17, 18, 19, 20)
-FULGUR_WGMMA(48, 24, 24, 25, 26, 27, 28)
-FULGUR_WGMMA(64, 32, 32, 33, 34, 35, 36)
-FULGUR_WGMMA(80, 40, 40, 41, 42, 43, 44)
-FULGUR_WGMMA(96, 48, 48, 49, 50, 51, 52)
-FULGUR_WGMMA(112, 56, 56, 57, 58, 59, 60)
-FULGUR_WGMMA(128, 64, 64, 65, 66, 67, 68)
-FULGUR_WGMMA(144, 72, 72, 73, 74, 75, 76)
-FULGUR_WGMMA(160, 80, 80, 81, 82, 83, 84)
-FULGUR_WGMMA(176, 88, 88, 89, 90, 91, 92)
-FULGUR_WGMMA(192, 96, 96, 97, 98, 99, 100)
-FULGUR_WGMMA(208, 104, 104, 105, 106, 107, 108)
-FULGUR_WGMMA(224, 112, 112, 113, 114, 115, 116)
-FULGUR_WGMMA(240, 120, 120, 121, 122, 123, 124)
-FULGUR_WGMMA(256, 128, 128, 129, 130, 131, 132)
+FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
+FULGUR_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+FULGUR_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
+FULGUR_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+FULGUR_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+FULGUR_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+FULGUR_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+FULGUR_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+FULGUR_WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
+FULGUR_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+FULGUR_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+FULGUR_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+FULGUR_WGMMA(208, 104, 104, 105, 106, 107, 108, 109, 110)
+FULGUR_WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
+FULGUR_WGMMA(240, 120, 120, 121, 122, 123, 124, 125, 126)
+FULGUR_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)

@@ -1,0 +1,38 @@
+// What every forward kernel is told of a call, the same for the host and the device.
+#pragma once
+#include "shared/work.h"
+
+// A tensor [batch, row, head, dim] of 16-bit elements; strides in elements, of any sign. Packed: no batch stride.
+struct StridedTensor {
+  unsigned short* data;
+  long long batch, row, head;
+};
+
+struct AttentionParams {
+  StridedTensor q, k, v;       // for rows that are computed again (shared/repair.cuh)
+  StridedTensor o;             // for O that leaves from registers
+  float* lse;                  // [b, hq, sq] or packed [hq, total_q]; natural logarithm
+  long long lse_batch_stride;  // elements (0 when packed)
+  long long lse_head_stride;   // elements
+
+  const int* cu_seqlens_q;     // [b + 1], packed
+  const int* cu_seqlens_k;     // [b + 1], packed
+  const int* seqused_k;        // [b], kSeqUsedK
+  const float* alibi_slopes;   // [hq] or [b, hq], kAlibi
+  int alibi_batch_stride;      // 0 or hq
+
+  int sq, sk;                  // not packed: the lengths
+  int d, dv;                   // true widths
+  int hq;
+  int group;                   // hq / hk
+  int window_left;             // >= 0 where kHasLeft
+  int window_right;            // >= 0 where kHasRight
+  float scale_log2;            // scale * log2(e)
+  float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap
+  float softcap_log2;          // kSoftcap: softcap * log2(e)
+
+  fulgur::kernels::Work work;
+  int* counters;  // [kSchedulerCounters] zero before the first launch; every launch leaves them zero. One launch at a time may use them
+  float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
+  int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
+};

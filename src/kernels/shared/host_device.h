@@ -1,0 +1,23 @@
+// For text that the host's compiler and the device's both read: plain constexpr C++, in the namespace fulgur::kernels,
+// so that a formula that both sides need stands once.
+#pragma once
+
+#ifdef __CUDACC__
+#define FULGUR_SHARED __device__ __forceinline__ constexpr
+#else
+#define FULGUR_SHARED inline constexpr
+#endif
+
+namespace fulgur::kernels {
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+FULGUR_SHARED int least(int a, int b) { return a < b ? a : b; }
+FULGUR_SHARED int most(int a, int b) { return a > b ? a : b; }
+
+}  // namespace fulgur::kernels
+
+#ifdef __CUDACC__
+using namespace fulgur::kernels;
+#endif

@@ -1,0 +1,131 @@
+// How Q, K and V pass from the producer warp to the consumer warpgroups: rings of buffers in shared memory, each buffer
+// with a barrier that says it is full and one that says it is empty.
+#pragma once
+#include "shared/mbarrier.cuh"
+#include "shared/schedule.cuh"
+#include "shared/tma.cuh"
+#include "shared/wgmma.cuh"
+#include "sm90/forward_layout.cuh"
+#include "sm90/forward_params.h"
+
+// One side's position in a ring: of `kStages` buffers of `kBytes` from sBuffers on.
+template <u32 sBuffers, u32 kBytes, u32 sFull, u32 sEmpty, u32 kStages>
+struct Buffers {
+  u32 smem;
+  Ring ring;
+  __device__ __forceinline__ Buffers(u32 smem, u32 first_parity) : smem(smem), ring(first_parity) {}
+  __device__ __forceinline__ u32 address() const { return smem + sBuffers + ring.stage() * kBytes; }
+  __device__ __forceinline__ u32 full() const { return smem + sFull + 8 * ring.stage(); }
+  __device__ __forceinline__ u32 empty() const { return smem + sEmpty + 8 * ring.stage(); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), ring.parity()); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), ring.parity()); }
+  __device__ __forceinline__ void advance() { ring.advance(kStages); }
+  __device__ __forceinline__ void release(u32 leader) {
+    mbarrier_arrive_if(empty(), leader);
+    advance();
+  }
+  static __device__ __forceinline__ void init(u32 smem) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(smem + sFull + 8 * i, 1);
+      mbarrier_init(smem + sEmpty + 8 * i, 4 * kConsumers);  // the first lane of each warp arrives
+    }
+  }
+};
+using QBuffers = Buffers<sQ, kQBytes, sQFull, sQEmpty, kQStages>;
+using KBuffers = Buffers<sK, kKBytes, sKFull, sKEmpty, kKStages>;
+using VBuffers = Buffers<sV, kVBytes, sVFull, sVEmpty, kVStages>;
+
+__device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
+  return smem + sView + sizeof(View) * (stage * kConsumers + strip);
+}
+
+// Low word of the descriptor of an operand, in a uniform register.
+__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
+  return u32(uniform(operand_descriptor(shared, leading_bytes)));
+}
+
+// The producer's side: waits until a buffer is empty, and asks for it to be filled.
+struct Loader {
+  const ForwardParams& p;
+  u32 smem;
+  QBuffers q;
+  KBuffers k;
+  VBuffers v;
+  u32 tail_parity = 0;
+
+  __device__ __forceinline__ Loader(const ForwardParams& p, u32 smem)
+      : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
+
+  // The strips of an item and a view of each; strip_row says where a warpgroup's begins. The end of all work is views
+  // without Q.
+  template <class StripRow>
+  __device__ __forceinline__ void load_q(const Item& item, const Lengths& n, const KeyTiles& keys,
+                                         StripRow strip_row) {
+    q.wait_empty();
+    const u32 full = q.full();
+    const u32 buffer = q.address();
+    if (elect_one()) {
+#pragma unroll
+      for (int strip = 0; strip < kConsumers; ++strip)
+        store_shared_struct(view_address(smem, q.ring.stage(), strip), view_of(p, item, n, keys, strip_row(strip)));
+      if (item.block < 0) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_arrive_expect(full, kConsumers * kHeadPanels * kStripPanelBytes);
+#pragma unroll
+        for (int strip = 0; strip < kConsumers; ++strip)
+#pragma unroll
+          for (int panel = 0; panel < kHeadPanels; ++panel)
+            tma_load(buffer + strip * kStripBytes + panel * kStripPanelBytes, &p.q_map, full,
+                     {64 * panel, n.q_start + strip_row(strip), item.head, kPacked ? 0 : item.batch}, Keep::kShort);
+      }
+    }
+    q.advance();
+  }
+
+  __device__ __forceinline__ void load_panels(u32 buffer, const void* map, u32 barrier, int panels, const Item& item,
+                                              const Lengths& n, int key_tile) {
+#pragma unroll
+    for (int panel = 0; panel < panels; ++panel)
+      tma_load(buffer + panel * kPanelBytes, map, barrier,
+               {64 * panel, n.k_start + key_tile * kBlockKeys, item.head / p.group, kPacked ? 0 : item.batch},
+               Keep::kLong);
+  }
+
+  __device__ __forceinline__ void load_k(const Item& item, const Lengths& n, int key_tile) {
+    k.wait_empty();
+    const u32 full = k.full();
+    const u32 buffer = k.address();
+    if (elect_one()) {
+      mbarrier_arrive_expect(full, kKBytes);
+      load_panels(buffer, &p.k_map, full, kHeadPanels, item, n, key_tile);
+    }
+    k.advance();
+  }
+
+  // Rows of V beyond this sequence would meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+  __device__ __forceinline__ void load_v(const Item& item, const Lengths& n, int key_tile) {
+    v.wait_empty();
+    const u32 full = v.full();
+    const u32 buffer = v.address();
+    const int valid = n.sk - key_tile * kBlockKeys;
+    const bool clear = (kPacked || kSeqUsedK) && valid < kBlockKeys;
+    const u32 landed = clear ? smem + sVTail : full;
+    if (elect_one()) {
+      mbarrier_arrive_expect(landed, kVBytes);
+      load_panels(buffer, &p.v_map, landed, kValuePanels, item, n, key_tile);
+    }
+    if (clear) {
+      const u32 lane = threadIdx.x % 32;
+      mbarrier_wait(landed, tail_parity);
+      tail_parity ^= 1;
+      for (int panel = 0; panel < kValuePanels; ++panel)
+        for (int at = valid * kPanelRowBytes + 16 * lane; at < kPanelBytes; at += 512)
+          store_shared_zero16(buffer + panel * kPanelBytes + at);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(full);
+    }
+    v.advance();
+  }
+};
