@@ -261,7 +261,7 @@ fulgur_status fulgur_tune_forward(const fulgur_forward_args* args, const fulgur_
     std::string lines;
     for (const fulgur::cuda::TileTime& tile :
          fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
-      lines += fmt::format("{} {} {}\n", tile.Br, tile.Bc, tile.microseconds);
+      lines += fmt::format("{} {} {} {}\n", tile.family, tile.Br, tile.Bc, tile.microseconds);
     }
     give_text(lines, text, size, length);
   });

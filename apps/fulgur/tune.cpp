@@ -93,8 +93,9 @@ void tune(const Request& r) {
   const cuda::Tuned tuned = measure(r);
   fmt::print("{}: {}\n", tuned.device, tuned.shape_class);
   for (const cuda::TileTime& tile : tuned.tiles) {
-    fmt::print("tile {:>9} {:>12.2f} us {:>6.2f}{}{}\n", fmt::format("{} x {}", tile.Br, tile.Bc),
-               tile.microseconds, tile.microseconds / tuned.tiles[0].microseconds,
+    fmt::print("tile {:>22} {:>12.2f} us {:>6.2f}{}{}\n",
+               fmt::format("{} {} x {}", tile.family, tile.Br, tile.Bc), tile.microseconds,
+               tile.microseconds / tuned.tiles[0].microseconds,
                &tile == &tuned.tiles[0] ? "  taken from now on" : "",
                tile.predicted ? "  the cost model's choice" : "");
   }

@@ -138,7 +138,7 @@ FULGUR_API fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args,
                                                 int* compiled, int* present);
 
 /// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune). The text:
-/// a line for each tile, the fastest first: Br, Bc, microseconds.
+/// a line for each tile, the fastest first: family of kernels, Br, Bc, microseconds.
 FULGUR_API fulgur_status fulgur_tune_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, const fulgur_run* run,
                                              char* text, size_t size, size_t* length);

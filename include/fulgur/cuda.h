@@ -38,6 +38,7 @@ FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
 
 /// How long a forward pass took with a tile Br x Bc of the score matrix.
 struct TileTime {
+  std::string family;  ///< of kernels: "sm90_forward"
   int64_t Br = 0, Bc = 0;
   double microseconds = 0;  ///< median
   bool predicted = false;   ///< the cost model's choice

@@ -3,7 +3,8 @@
 #include <fmt/format.h>
 
 #include "check.h"
-#include "cuda/hopper_forward.h"
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
 #include "cuda/nvrtc.h"
 #include "cuda/tuning.h"
 #include "fulgur/error.h"
@@ -11,13 +12,11 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kHopper = 90;  // code of sm_90a runs on this compute capability and no other
-
 /// Why a device cannot be used; empty when it can.
 std::string unsuitable(const Gpu& gpu, int index) {
-  if (gpu.capability() == kHopper) return {};
-  return fmt::format("cuda:{} ({}) has compute capability {}.{}; want 9.0 (Hopper)", index,
-                     gpu.name(), gpu.capability() / 10, gpu.capability() % 10);
+  if (architecture_of(gpu.capability()) != nullptr) return {};
+  return fmt::format("cuda:{} ({}) has compute capability {}.{}; want {}", index, gpu.name(),
+                     gpu.capability() / 10, gpu.capability() % 10, known_capabilities());
 }
 
 struct Machine {
@@ -65,18 +64,18 @@ class CudaEngine final : public Engine {
   std::string unavailable() const override { return machine().unavailable; }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
-    if (p.pass == Pass::kBackward) return "computes the forward pass";
-    return hopper_forward_rejects(p);
+    return no_family_computes(p);
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
-    Gpu& gpu = hopper_gpu(p.device.index);
-    const std::vector<MeasuredTile> tuned = Tunings::here().find(tuning_key(gpu, p));
-    std::vector<std::string> rejected;
-    const HopperForwardPlan plan = make_hopper_forward_plan(p, target_of(gpu), tuned, &rejected);
-    return std::make_unique<HopperForward>(p, gpu, plan, std::move(rejected));
+    Gpu& gpu = usable_gpu(p.device.index);
+    Reasons reasons;
+    const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
+    const Candidates candidates =
+        ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, &reasons);
+    return load_best(candidates, gpu, std::move(reasons));
   }
   void check_plannable(const Problem& p, const Run& run) const override {
-    const CurrentContext current(hopper_gpu(p.device.index).context());
+    const CurrentContext current(usable_gpu(p.device.index).context());
     if (!is_capturing(static_cast<CUstream>(run.stream))) return;
     fail(
         "stream",
@@ -88,7 +87,7 @@ class CudaEngine final : public Engine {
 
 }  // namespace
 
-Gpu& hopper_gpu(int index) {
+Gpu& usable_gpu(int index) {
   Gpu& gpu = Gpu::at(index);
   if (const std::string why = unsuitable(gpu, index); !why.empty()) {
     throw Error(Status::kUnavailable, why);
@@ -96,7 +95,7 @@ Gpu& hopper_gpu(int index) {
   return gpu;
 }
 
-HopperTarget target_of(const Gpu& gpu) { return {gpu.multiprocessors(), gpu.shared_bytes()}; }
+Target target_of(const Gpu& gpu) { return {gpu.multiprocessors(), gpu.shared_bytes()}; }
 
 const Engine& engine() {
   static const CudaEngine kEngine;

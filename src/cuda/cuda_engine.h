@@ -1,7 +1,7 @@
 #pragma once
 
+#include "cuda/family.h"
 #include "cuda/gpu.h"
-#include "cuda/hopper_forward_plan.h"
 #include "engine.h"
 
 namespace fulgur::cuda {
@@ -10,9 +10,9 @@ namespace fulgur::cuda {
 const Engine& engine();
 
 /// Device `index`, where it can compute. Throws Error(kUnavailable) otherwise.
-Gpu& hopper_gpu(int index);
+Gpu& usable_gpu(int index);
 
 /// What planning must know of it.
-HopperTarget target_of(const Gpu& gpu);
+Target target_of(const Gpu& gpu);
 
 }  // namespace fulgur::cuda

@@ -65,16 +65,18 @@ CUcontext Gpu::context() {
   return context_;
 }
 
-CUfunction Gpu::kernel(const KernelRequest& request, const char* entry, int shared_bytes) {
+const Gpu::Kernel& Gpu::kernel(const KernelUse& use) {
+  const KernelRequest& request = use.request;
   const std::string key =
-      fmt::format("{} {} {}\n{}", request.source, entry, shared_bytes, request.plan_header);
-  Kernel* kernel = nullptr;
+      fmt::format("{} {} {}\n{}", request.source, use.entry, use.shared_bytes, request.plan_header);
+  Slot* slot = nullptr;
   {
     const std::scoped_lock lock(mutex_);
-    kernel = &kernels_[key];
+    slot = &kernels_[key];
   }
-  const std::scoped_lock lock(kernel->making);
-  if (kernel->function != nullptr) return kernel->function;
+  const std::scoped_lock lock(slot->making);
+  Kernel& kernel = slot->kernel;
+  if (kernel.function != nullptr) return kernel;
   const Cubin cubin = cached(request);
   const Driver& api = driver();
   const CurrentContext current(context());
@@ -86,12 +88,12 @@ CUfunction Gpu::kernel(const KernelRequest& request, const char* entry, int shar
                       .c_str());
   }
   CUfunction function = nullptr;
-  check(api.cuModuleGetFunction(&function, module, entry), "cuModuleGetFunction");
+  check(api.cuModuleGetFunction(&function, module, use.entry), "cuModuleGetFunction");
   check(api.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                               shared_bytes),
+                               use.shared_bytes),
         "cuFuncSetAttribute");
-  kernel->function = function;
-  return function;
+  kernel = {function, defect_of(cubin)};
+  return kernel;
 }
 
 }  // namespace fulgur::cuda

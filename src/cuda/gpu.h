@@ -40,8 +40,13 @@ class Gpu {
   /// The primary context, made on first use: it takes time and device memory.
   CUcontext context();
 
-  /// A kernel, compiled or found in the cache at first, that may use `shared_bytes`.
-  CUfunction kernel(const KernelRequest& request, const char* entry, int shared_bytes);
+  /// A kernel on this device.
+  struct Kernel {
+    CUfunction function = nullptr;
+    std::string defect;  ///< what makes it slower than its text looks; empty when nothing does
+  };
+  /// The kernel of a request, compiled or found in the cache at first.
+  const Kernel& kernel(const KernelUse& use);
 
   /// Workspaces for launches, in the context.
   LaunchMemory& launch_memory() { return launch_memory_; }
@@ -50,9 +55,9 @@ class Gpu {
   explicit Gpu(int index);
 
   /// Compiled once; others wait for it without holding up other kernels.
-  struct Kernel {
+  struct Slot {
     std::mutex making;
-    CUfunction function = nullptr;
+    Kernel kernel;
   };
 
   CUdevice device_ = 0;
@@ -61,7 +66,7 @@ class Gpu {
   CUcontext context_ = nullptr;
   std::once_flag context_made_;
   std::mutex mutex_;
-  std::map<std::string, Kernel> kernels_;
+  std::map<std::string, Slot> kernels_;
   LaunchMemory launch_memory_;
 };
 

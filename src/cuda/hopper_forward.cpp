@@ -14,8 +14,12 @@ namespace {
 constexpr int kThreads = 256;   // of a block of the kernels beside
 constexpr int kCopyBlocks = 8;  // a multiprocessor
 
-const KernelRequest kPaddingRequest{"forward_padding.cu", "", "sm_90a"};
-const KernelRequest kCopyRequest{"forward_copy.cu", "", "sm_90a"};
+const KernelUse kPaddingKernel{{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
+const KernelUse kCopyKernel{{"forward_copy.cu", "", "sm_90a"}, "fulgur_forward_copy", 0};
+
+KernelUse main_kernel(const HopperForwardPlan& plan) {
+  return {{"sm90/forward.cu", plan_header(plan), "sm_90a"}, "fulgur_forward", plan.shared_bytes};
+}
 
 /// A run's data, where it is aligned as the plan was told.
 void* aligned_data(const char* name, const ConstTensor& t, const TensorMapShape& shape) {
@@ -28,35 +32,25 @@ void* aligned_data(const char* name, const ConstTensor& t, const TensorMapShape&
 
 }  // namespace
 
-KernelRequest kernel_request(const HopperForwardPlan& plan) {
-  return {"sm90/forward.cu", plan_header(plan), "sm_90a"};
-}
-
-std::vector<KernelRequest> forward_kernels(const Problem& problem, const HopperTarget& target) {
-  std::vector<KernelRequest> requests;
-  bool copies = false;
-  for (const HopperForwardPlan& plan : reachable_forward_plans(problem, target)) {
-    requests.push_back(kernel_request(plan));
-    copies = copies || plan.copies();
-  }
-  if (problem.packed) requests.push_back(kPaddingRequest);
-  if (copies) requests.push_back(kCopyRequest);
-  return requests;
+std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
+  std::vector<KernelUse> kernels;
+  if (plan.work.items > 0) kernels.push_back(main_kernel(plan));
+  if (plan.packed) kernels.push_back(kPaddingKernel);
+  if (plan.copies()) kernels.push_back(kCopyKernel);
+  return kernels;
 }
 
 HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan,
-                             std::vector<std::string> rejected)
+                             Reasons reasons)
     : gpu_(gpu),
       plan_(plan),
-      rejected_(std::move(rejected)),
+      reasons_(std::move(reasons)),
       maps_(forward_maps(problem, plan.block_keys)) {
   set_params(problem);
   set_inputs();
-  if (plan_.work.items > 0) {
-    kernel_ = gpu_.kernel(kernel_request(plan_), "fulgur_forward", plan_.shared_bytes);
-  }
-  if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingRequest, "fulgur_forward_padding", 0);
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyRequest, "fulgur_forward_copy", 0);
+  if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
+  if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
 }
 
 void HopperForward::set_params(const Problem& p) {
@@ -188,7 +182,11 @@ void HopperForward::run(const Call& call, const Run& run) const {
 }
 
 Explanation HopperForward::explain() const {
-  return {describe(plan_), rejected_, plan_.block_rows(), plan_.block_keys};
+  std::vector<std::string> decisions = describe(plan_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows() / plan_.consumers,
+          plan_.block_keys};
 }
 
 WorkspaceNeed HopperForward::workspace() const {

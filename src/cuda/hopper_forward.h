@@ -12,17 +12,13 @@
 
 namespace fulgur::cuda {
 
-/// The kernel that a plan compiles to.
-KernelRequest kernel_request(const HopperForwardPlan& plan);
-
-/// Every kernel that calls like `problem` can need.
-std::vector<KernelRequest> forward_kernels(const Problem& problem, const HopperTarget& target);
+/// What a plan launches: the forward kernel first, if there is work, then those beside it.
+std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan);
 
 /// The host's half of sm90/forward.cu: a plan with its compiled kernels on a device.
 class HopperForward final : public Executable {
  public:
-  HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan,
-                std::vector<std::string> rejected);
+  HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan, Reasons reasons);
 
   /// Encodes the tensor maps and launches on the stream.
   void run(const Call& call, const Run& run) const override;
@@ -54,7 +50,7 @@ class HopperForward final : public Executable {
 
   Gpu& gpu_;
   HopperForwardPlan plan_;
-  std::vector<std::string> rejected_;
+  Reasons reasons_;
   ForwardMaps maps_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   int64_t workspace_bytes_ = 0;

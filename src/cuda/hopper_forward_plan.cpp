@@ -3,9 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 #include <limits>
-#include <map>
 
 #include "cuda/hopper_model.h"
 #include "cuda/tensor_map.h"
@@ -37,19 +35,20 @@ constexpr Registers registers_of(int consumers) {
                           : Registers{40, 232};
 }
 
-/// Tiles for d and dv up to most_dim. The compiler keeps their S, O and P in registers whatever the
-/// options; with more keys or dims it would spill. The model was fitted to those above above_dim;
-/// for less only tuning takes them.
+/// Tiles for d and dv up to most_dim, and dv up to most_value_dim. The compiler keeps their S, O
+/// and P in registers whatever the options; with more keys or dims it would spill. The model was
+/// fitted to those above above_dim; for less only tuning takes them.
 struct Tile {
   enum Scores { kPlain = 1, kTransformed = 2, kAny = 3 };  // transforming takes registers
-  int above_dim, most_dim, consumers, block_keys;
+  int above_dim, most_dim, most_value_dim, consumers, block_keys;
   Scores scores;
 };
-constexpr Tile kTiles[] = {{0, 32, 3, 112, Tile::kAny},          {32, 64, 3, 128, Tile::kPlain},
-                           {32, 64, 3, 112, Tile::kTransformed}, {32, 64, 4, 64, Tile::kAny},
-                           {64, 96, 3, 96, Tile::kAny},          {96, 128, 3, 80, Tile::kAny},
-                           {64, 128, 3, 64, Tile::kAny},         {128, 192, 2, 80, Tile::kAny},
-                           {128, 256, 2, 64, Tile::kAny}};
+constexpr Tile kTiles[] = {
+    {0, 32, 32, 3, 112, Tile::kAny},          {32, 64, 64, 3, 128, Tile::kPlain},
+    {32, 64, 64, 3, 112, Tile::kTransformed}, {32, 64, 64, 4, 64, Tile::kAny},
+    {64, 96, 96, 3, 96, Tile::kAny},          {96, 128, 128, 3, 80, Tile::kAny},
+    {64, 128, 128, 3, 64, Tile::kAny},        {64, 192, 128, 2, 128, Tile::kAny},
+    {128, 192, 192, 2, 80, Tile::kAny},       {128, 256, 256, 2, 64, Tile::kAny}};
 
 /// Whether scores are more than scaled: a positive scale goes into the exponent.
 bool transforms(const Problem& p) { return p.scale <= 0 || p.softcap > 0 || p.has_alibi(); }
@@ -124,7 +123,7 @@ void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors
 }
 
 /// Decides how blocks are shared out, and returns the predicted cycles.
-double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
+double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
   work.split_parts = 1;
@@ -153,7 +152,7 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const HopperTarget& t
 }
 
 /// Cycles by which tiles are compared. Schedules the plan.
-double predict(HopperForwardPlan& plan, const Problem& p, const HopperTarget& target) {
+double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) {
   const double cycles = schedule(plan, p, target);
   if (!p.invariant) return cycles;
   // The order must not depend on the batch either: that of one long sequence.
@@ -164,69 +163,6 @@ double predict(HopperForwardPlan& plan, const Problem& p, const HopperTarget& ta
   HopperForwardPlan other = plan;
   other.work.heads = target.multiprocessors;
   return schedule(other, one, target);
-}
-
-std::string tile_name(const HopperForwardPlan& plan) {
-  return fmt::format("tile {} x {}", plan.block_rows(), plan.block_keys);
-}
-
-struct Candidate {
-  HopperForwardPlan plan;  // not scheduled yet
-  int above_dim = 0;       // of the tile
-  double cost = 0;
-};
-
-/// Every tile that fits, with its stages. `rejected` takes the others.
-std::vector<Candidate> fitting(const Problem& p, const HopperTarget& target,
-                               std::vector<std::string>* rejected) {
-  std::vector<Candidate> candidates;
-  const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
-  for (const Tile& tile : kTiles) {
-    if (tile.most_dim < std::max(p.d, p.dv) || (tile.scores & scores) == 0) continue;
-    HopperForwardPlan plan = common(p);
-    plan.consumers = tile.consumers;
-    plan.block_keys = tile.block_keys;
-    plan.producer_registers = registers_of(tile.consumers).producer;
-    plan.consumer_registers = registers_of(tile.consumers).consumer;
-    if (derive_stages(plan, target.shared_bytes)) {
-      plan.store = store_of(p, plan.q_stages);
-      candidates.push_back({plan, tile.above_dim});
-    } else {
-      rejected->push_back(
-          fmt::format("{}: two stages of K and V do not fit {} bytes of shared memory",
-                      tile_name(plan), target.shared_bytes));
-    }
-  }
-  return candidates;
-}
-
-/// Leaves the tiles that the model was fitted to.
-void keep_fitted(std::vector<Candidate>& candidates, const Problem& p,
-                 std::vector<std::string>* rejected) {
-  std::erase_if(candidates, [&](const Candidate& c) {
-    if (c.above_dim < std::max(p.d, p.dv)) return false;
-    rejected->push_back(
-        fmt::format("{}: made for d or dv above {}", tile_name(c.plan), c.above_dim));
-    return true;
-  });
-}
-
-/// Sets the costs to what was measured; false when that was of other tiles.
-bool set_costs(std::vector<Candidate>& candidates, std::span<const MeasuredTile> measured) {
-  for (Candidate& c : candidates) {
-    const auto found = std::find_if(measured.begin(), measured.end(), [&](const MeasuredTile& m) {
-      return m.consumers == c.plan.consumers && m.block_keys == c.plan.block_keys;
-    });
-    if (found == measured.end()) return false;
-    c.cost = found->microseconds;
-  }
-  return candidates.size() == measured.size();
-}
-
-/// Rounded up to three significant binary digits; what is not positive stays.
-int64_t rounded(int64_t n) {
-  const int shift = n <= 8 ? 0 : std::bit_width(static_cast<uint64_t>(n - 1)) - 3;
-  return (((n - 1) >> shift) + 1) << shift;
 }
 
 }  // namespace
@@ -242,6 +178,7 @@ int HopperForwardPlan::counters() const {
 }
 
 std::string hopper_forward_rejects(const Problem& p) {
+  if (p.pass != Pass::kForward) return "computes the forward pass";
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
@@ -263,89 +200,35 @@ std::string hopper_forward_rejects(const Problem& p) {
   return {};
 }
 
-HopperForwardPlan make_hopper_forward_plan(const Problem& p, const HopperTarget& target,
-                                           std::span<const MeasuredTile> measured,
-                                           std::vector<std::string>* rejected) {
-  std::vector<Candidate> all = fitting(p, target, rejected);
-  bool tuned = false;
-  if (p.invariant && !measured.empty()) {
-    rejected->push_back("tile tuned on this device: it depends on the batch, `invariant` must not");
-  } else if (!measured.empty()) {
-    tuned = set_costs(all, measured);
-    if (!tuned) rejected->push_back("tile tuned on this device: other tiles were measured");
-  }
-  if (!tuned) {
-    keep_fitted(all, p, rejected);
-    for (Candidate& c : all) c.cost = predict(c.plan, p, target);
-  }
-  std::stable_sort(all.begin(), all.end(),
-                   [](const Candidate& x, const Candidate& y) { return x.cost < y.cost; });
-  for (size_t i = 1; i < all.size(); ++i) {
-    const double ratio = all[0].cost > 0 ? all[i].cost / all[0].cost : 1;
-    rejected->push_back(fmt::format("{}: {} {:.3g} times as long", tile_name(all[i].plan),
-                                    tuned ? "measured" : "predicted", ratio));
-  }
-  HopperForwardPlan plan = all.at(0).plan;
-  if (tuned) {
-    schedule(plan, p, target);
-    plan.measured_us = all[0].cost;
-  }
-  return plan;
-}
-
-std::vector<HopperForwardPlan> hopper_forward_candidates(const Problem& p,
-                                                         const HopperTarget& target) {
-  std::vector<std::string> rejected;
-  std::vector<HopperForwardPlan> plans;
-  for (Candidate& c : fitting(p, target, &rejected)) {
-    schedule(c.plan, p, target);
-    plans.push_back(c.plan);
-  }
-  return plans;
-}
-
-std::string shape_class(const Problem& p) {
-  const HopperForwardPlan plan = common(p);
-  std::string text = fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype),
-                                 plan.head_dim, plan.value_dim, rounded(p.sq), rounded(p.sk),
-                                 rounded(plan.work.heads), p.group());
-  if (plan.has_left) text += fmt::format(" left {}", rounded(p.mask.left));
-  if (plan.has_right) text += fmt::format(" right {}", rounded(p.mask.right));
-  for (const auto& [is, name] :
-       {std::pair{plan.transforms_scores, "transformed"}, std::pair{plan.softcap, "softcap"},
-        std::pair{plan.alibi, "alibi"}, std::pair{plan.packed, "packed"},
-        std::pair{plan.seqused_k, "seqused_k"}}) {
-    if (is) text += fmt::format(" {}", name);
-  }
-  return text;
-}
-
-std::vector<HopperForwardPlan> reachable_forward_plans(const Problem& problem,
-                                                       const HopperTarget& target) {
-  std::map<std::string, HopperForwardPlan> by_header;
-  Problem p = problem;
-  std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
-  std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
-  // A window bounds only what is longer.
-  if (p.mask.right >= 0) rows.push_back(p.mask.right + 2);
-  if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
-  for (p.batch = 1; p.batch <= 1024; p.batch *= 4) {
-    for (const int64_t sq : rows) {
-      for (const int64_t sk : keys) {
-        p.sq = sq;
-        p.sk = sk;
-        std::vector<std::string> rejected;
-        const HopperForwardPlan plan = make_hopper_forward_plan(p, target, {}, &rejected);
-        by_header.emplace(plan_header(plan), plan);
-      }
+std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Target& target,
+                                                    std::vector<std::string>* rejected) {
+  std::vector<HopperForwardTile> tiles;
+  const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
+  for (const Tile& tile : kTiles) {
+    const bool fits = std::max(p.d, p.dv) <= tile.most_dim && p.dv <= tile.most_value_dim;
+    if (!fits || (tile.scores & scores) == 0) continue;
+    HopperForwardTile t{common(p), 0, {}};
+    t.plan.consumers = tile.consumers;
+    t.plan.block_keys = tile.block_keys;
+    t.plan.producer_registers = registers_of(tile.consumers).producer;
+    t.plan.consumer_registers = registers_of(tile.consumers).consumer;
+    if (!derive_stages(t.plan, target.shared_bytes)) {
+      rejected->push_back(
+          fmt::format("tile {}: two stages of K and V do not fit {} bytes of shared memory",
+                      t.plan.tile().text(), target.shared_bytes));
+      continue;
     }
+    t.plan.store = store_of(p, t.plan.q_stages);
+    t.cycles = predict(t.plan, p, target);
+    if (std::max(p.d, p.dv) <= tile.above_dim) {
+      t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
+    }
+    tiles.push_back(std::move(t));
   }
-  std::vector<HopperForwardPlan> plans;
-  for (auto& [header, plan] : by_header) plans.push_back(plan);
-  return plans;
+  return tiles;
 }
 
-std::string plan_header(const HopperForwardPlan& plan) {
+std::string plan_header(const HopperForwardKey& plan) {
   std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
                                  plan.dtype == DType::kBF16 ? "bf16" : "f16");
   const auto add = [&](const char* name, int value) {
@@ -380,10 +263,6 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
                   "computed",
                   plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim,
                   plan.value_dim),
-      plan.measured_us > 0
-          ? fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
-                        plan.measured_us)
-          : "tile chosen by the cost model",
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
       fmt::format(

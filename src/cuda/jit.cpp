@@ -1,5 +1,6 @@
 #include "cuda/jit.h"
 
+#include <regex>
 #include <vector>
 
 #include "cuda/kernel_sources.h"
@@ -15,6 +16,16 @@ std::vector<std::string> options_of(const KernelRequest& request) {
 }
 
 }  // namespace
+
+std::string defect_of(const Cubin& cubin) {
+  static const std::regex kSpills("([1-9][0-9]*) bytes spill stores"), kSerialized("C75[0-9][0-9]");
+  std::smatch match;
+  if (std::regex_search(cubin.log, match, kSpills))
+    return "spills " + match.str(1) + " bytes of registers";
+  if (std::regex_search(cubin.log, kSerialized))
+    return "has tensor core products that wait for each other";
+  return {};
+}
 
 const std::string& kernels_identity() {
   static const std::string kIdentity = digest(kernel_sources()) + " by NVRTC " + nvrtc_identity();

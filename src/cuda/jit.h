@@ -15,6 +15,17 @@ struct KernelRequest {
   bool operator==(const KernelRequest&) const = default;
 };
 
+/// A kernel of a plan: what it is compiled from, and what launching it takes.
+struct KernelUse {
+  KernelRequest request;
+  const char* entry = nullptr;
+  int shared_bytes = 0;
+};
+
+/// What the compiler said that makes a kernel slower than its text looks: registers that spill to
+/// memory, products of the tensor cores that wait for each other. Empty when it said nothing such.
+std::string defect_of(const Cubin& cubin);
+
 /// The sources and the compiler of every kernel. Throws as nvrtc_identity does.
 const std::string& kernels_identity();
 

@@ -1,33 +1,47 @@
+#include <map>
+
+#include "cuda/architectures.h"
 #include "cuda/cubin_cache.h"
-#include "cuda/hopper_forward.h"
 #include "cuda/jit.h"
+#include "cuda/reachable.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
-
 Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
   const Problem problem = make_problem(args, options);
-  if (const std::string why = hopper_forward_rejects(problem); !why.empty()) {
+  if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::default_path() : std::filesystem::path(folder));
   if (const std::string why = cache.folder().unusable(); !why.empty())
     throw Error(Status::kInternal, why);
   Prewarmed result;
-  for (const KernelRequest& request : forward_kernels(problem, HopperTarget{})) {
+  std::map<std::string, Cubin> done;
+  const auto compiled = [&](const KernelRequest& request) -> const Cubin& {
     const std::string key = cache_key(request);
-    if (cache.load(key)) {
+    const auto found = done.find(key);
+    if (found != done.end()) return found->second;
+    if (auto cubin = cache.load(key)) {
       ++result.present;
-      continue;
+      return done[key] = *std::move(cubin);
     }
-    cache.get(key, [&] { return compile(request); });
+    Cubin cubin = cache.get(key, [&] { return compile(request); });
     if (!cache.load(key)) {  // the cache has said why
       throw Error(Status::kInternal, "cannot write to " + cache.folder().path().string());
     }
     ++result.compiled;
-  }
+    return done[key] = std::move(cubin);
+  };
+  for_reachable(problem, [&](const Candidates& candidates) {
+    for (const auto& candidate : candidates) {
+      const std::vector<KernelUse> kernels = candidate->kernels();
+      for (const KernelUse& use : kernels) compiled(use.request);
+      // A plan falls to the next tile where a kernel has a defect.
+      if (kernels.empty() || defect_of(compiled(kernels[0].request)).empty()) break;
+    }
+  });
   return result;
 }
 

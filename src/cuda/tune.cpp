@@ -4,8 +4,10 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
 #include "cuda/cuda_engine.h"
-#include "cuda/hopper_forward.h"
+#include "cuda/shape_class.h"
 #include "cuda/tuning.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
@@ -40,12 +42,11 @@ class Event {
 /// Measures plans of one call on its tensors.
 class Stopwatch {
  public:
-  Stopwatch(const Problem& problem, Gpu& gpu, const ForwardArgs& args, const Run& run)
-      : problem_(problem), gpu_(gpu), args_(args), run_(run), current_(gpu.context()) {}
+  Stopwatch(Gpu& gpu, const ForwardArgs& args, const Run& run)
+      : args_(args), run_(run), current_(gpu.context()) {}
 
   /// Microseconds of a run, in a burst of `runs` after one that warms up.
-  double burst(const HopperForwardPlan& plan, int runs) const {
-    HopperForward forward(problem_, gpu_, plan, {});
+  double burst(const Executable& forward, int runs) const {
     const auto stream = static_cast<CUstream>(run_.stream);
     forward.run(&args_, run_);
     Event start, end;
@@ -56,8 +57,6 @@ class Stopwatch {
   }
 
  private:
-  const Problem& problem_;
-  Gpu& gpu_;
   const ForwardArgs& args_;
   const Run& run_;
   CurrentContext current_;
@@ -71,16 +70,17 @@ double median(std::vector<double> values) {
 
 /// Median microseconds of each plan. They take turns: the device's clock drifts with its load and
 /// temperature.
-std::vector<double> measure(const Stopwatch& stopwatch, std::span<const HopperForwardPlan> plans) {
+std::vector<double> measure(const Stopwatch& stopwatch,
+                            const std::vector<std::unique_ptr<const Executable>>& plans) {
   std::vector<int> runs;
-  for (const HopperForwardPlan& plan : plans) {
-    const double once = std::max(1.0, stopwatch.burst(plan, 1));
+  for (const auto& plan : plans) {
+    const double once = std::max(1.0, stopwatch.burst(*plan, 1));
     runs.push_back(static_cast<int>(std::clamp(kBurstMicroseconds / once, 1.0, kMostRuns)));
   }
   std::vector<std::vector<double>> times(plans.size());
   for (int round = 0; round < kRounds; ++round) {
     for (size_t i = 0; i < plans.size(); ++i) {
-      times[i].push_back(stopwatch.burst(plans[i], runs[i]));
+      times[i].push_back(stopwatch.burst(*plans[i], runs[i]));
     }
   }
   std::vector<double> medians;
@@ -96,27 +96,30 @@ Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
   choose_engine(problem, engine().name(), &rejected);
   if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");
   check_pointers(args);
-  Gpu& gpu = hopper_gpu(problem.device.index);
-  const std::vector<HopperForwardPlan> plans = hopper_forward_candidates(problem, target_of(gpu));
-  const HopperForwardPlan predicted =
-      make_hopper_forward_plan(problem, target_of(gpu), {}, &rejected);
-  if (predicted.work.items == 0) fail("q", "got no row, want some: there is nothing to measure");
+  if (problem.nothing_to_do()) fail("q", "got no row, want some: there is nothing to measure");
+  Gpu& gpu = usable_gpu(problem.device.index);
+  const auto families = architecture_of(gpu.capability())->families;
+  const Candidates all = all_candidates(problem, families, target_of(gpu), &rejected);
+  Reasons reasons;
+  const TileId predicted = ranked(problem, families, target_of(gpu), {}, &reasons).at(0)->tile;
   Tunings& tunings = Tunings::here();
   if (const std::string why = tunings.folder().unusable(); !why.empty()) {
     throw Error(Status::kInternal, why);
   }
 
-  const std::vector<double> microseconds = measure(Stopwatch(problem, gpu, args, run), plans);
+  std::vector<std::unique_ptr<const Executable>> plans;
+  for (const auto& candidate : all) plans.push_back(candidate->executable(gpu, {}));
+  const std::vector<double> microseconds = measure(Stopwatch(gpu, args, run), plans);
   const std::string key = tuning_key(gpu, problem);
   Tuned tuned{{},
               shape_class(problem),
               fmt::format("cuda:{} {}", problem.device.index, gpu.name()),
               tunings.path(key).string()};
   std::vector<MeasuredTile> tiles;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    const HopperForwardPlan& plan = plans[i];
-    tiles.push_back({plan.consumers, plan.block_keys, microseconds[i]});
-    tuned.tiles.push_back({plan.block_rows(), plan.block_keys, microseconds[i], plan == predicted});
+  for (size_t i = 0; i < all.size(); ++i) {
+    const TileId& tile = all[i]->tile;
+    tiles.push_back({tile, microseconds[i]});
+    tuned.tiles.push_back({tile.family, tile.Br, tile.Bc, microseconds[i], tile == predicted});
   }
   std::stable_sort(
       tuned.tiles.begin(), tuned.tiles.end(),

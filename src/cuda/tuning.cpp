@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <cmath>
@@ -9,6 +10,7 @@
 
 #include "cuda/jit.h"
 #include "cuda/sha256.h"
+#include "cuda/shape_class.h"
 #include "fulgur/error.h"
 #include "fulgur/version.h"
 
@@ -23,7 +25,8 @@ std::atomic<uint64_t> kept = 0;
 std::string text_of(const std::vector<MeasuredTile>& tiles) {
   std::string text;
   for (const MeasuredTile& tile : tiles) {
-    text += fmt::format("{} {} {}\n", tile.consumers, tile.block_keys, tile.microseconds);
+    text += fmt::format("{} {} {} {}\n", tile.tile.family, tile.tile.Br, tile.tile.Bc,
+                        tile.microseconds);
   }
   return text;
 }
@@ -40,7 +43,11 @@ std::vector<MeasuredTile> tiles_of(const std::string& text) {
   };
   while (at != end) {
     MeasuredTile tile;
-    if (!number(tile.consumers, ' ') || !number(tile.block_keys, ' ') ||
+    const char* const word = std::find_if(at, end, [](char c) { return c == ' ' || c == '\n'; });
+    if (word == at || word == end || *word != ' ') return {};
+    tile.tile.family.assign(at, word);
+    at = word + 1;
+    if (!number(tile.tile.Br, ' ') || !number(tile.tile.Bc, ' ') ||
         !number(tile.microseconds, '\n') || !std::isfinite(tile.microseconds) ||
         tile.microseconds <= 0) {
       return {};

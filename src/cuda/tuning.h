@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cuda/cache_folder.h"
+#include "cuda/family.h"
 #include "cuda/gpu.h"
-#include "cuda/hopper_forward_plan.h"
 
 namespace fulgur::cuda {
 

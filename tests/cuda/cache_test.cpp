@@ -216,7 +216,7 @@ TEST_F(Cache, FolderOthersMayWriteIsNotTrusted) {
 
 // ------------------------------------------------------------------------------- tunings
 
-const std::vector<MeasuredTile> kTiles = {{3, 80, 812.25}, {3, 64, 845}};
+const std::vector<MeasuredTile> kTiles = {{{"a", 192, 80}, 812.25}, {{"b", 192, 64}, 845}};
 const std::string kKey = "device X\nkernels abc\nbf16 d 128\n";
 
 class TuningCache : public Cache {
@@ -242,8 +242,8 @@ TEST_F(TuningCache, KeepsTheLastOfAKey) {
   testing::internal::CaptureStderr();
   Tunings tunings(folder());
   EXPECT_TRUE(tunings.find(kKey).empty());
-  tunings.keep(kKey, {{3, 80, 900}});
-  EXPECT_EQ(tunings.find(kKey), (std::vector<MeasuredTile>{{3, 80, 900}}));
+  tunings.keep(kKey, {{{"a", 192, 80}, 900}});
+  EXPECT_EQ(tunings.find(kKey), (std::vector<MeasuredTile>{{{"a", 192, 80}, 900}}));
   tunings.keep(kKey, kTiles);
   EXPECT_EQ(tunings.find(kKey), kTiles);
   EXPECT_EQ(found(), kTiles);
@@ -293,16 +293,33 @@ TEST_F(TuningCache, ContentIsReadStrictly) {
   Tunings tunings(folder());
   tunings.keep(kKey, kTiles);
   const std::string name = tunings.path(kKey).filename();
-  for (const std::string tiles :
-       {"", "\n", "3", "3 80", "3 80 812", "3 80 812 \n", " 3 80 812\n", "3  80 812\n",
-        "3 80 812\n\n", "3 80 812\n3", "x 80 812\n", "3 80 0\n", "3 80 -1\n", "3 80 nan\n",
-        "3 80 inf\n", "3 80 1e999\n", "99999999999 80 812\n"}) {
+  for (const std::string tiles : {"",
+                                  "\n",
+                                  "a",
+                                  "a 3",
+                                  "a 3 80",
+                                  "a 3 80 812",
+                                  "a 3 80 812 \n",
+                                  " a 3 80 812\n",
+                                  "a  3 80 812\n",
+                                  "3 80 812\n",
+                                  "a 3  80 812\n",
+                                  "a 3 80 812\n\n",
+                                  "a 3 80 812\n3",
+                                  "a x 80 812\n",
+                                  "a\nb 3 80 812\n",
+                                  "a 3 80 0\n",
+                                  "a 3 80 -1\n",
+                                  "a 3 80 nan\n",
+                                  "a 3 80 inf\n",
+                                  "a 3 80 1e999\n",
+                                  "a 99999999999 80 812\n"}) {
     ASSERT_EQ(tunings.folder().store(name, kKey + tiles), "");
     EXPECT_NE(complaint().find("holds something else"), std::string::npos) << tiles;
   }
-  ASSERT_EQ(tunings.folder().store(name, "device Y\n3 80 812\n"), "");
+  ASSERT_EQ(tunings.folder().store(name, "device Y\na 3 80 812\n"), "");
   EXPECT_NE(complaint().find("holds something else"), std::string::npos);
-  ASSERT_EQ(tunings.folder().store(name, kKey + "3 80 812.25\n3 64 845\n"), "");
+  ASSERT_EQ(tunings.folder().store(name, kKey + "a 192 80 812.25\nb 192 64 845\n"), "");
   EXPECT_EQ(found(), kTiles);
 }
 
@@ -342,7 +359,8 @@ TEST_F(TuningCache, WritersAtOnceLeaveOneWhole) {
     if (child == 0) {
       Tunings tunings(folder());
       // Of different lengths: a mixture would be seen.
-      for (int n = 0; n < 20; ++n) tunings.keep(kKey, std::vector(i, MeasuredTile{i, 64, 1.0 * i}));
+      for (int n = 0; n < 20; ++n)
+        tunings.keep(kKey, std::vector(i, MeasuredTile{{"c", i, 64}, 1.0 * i}));
       _exit(0);
     }
     children.push_back(child);
@@ -351,9 +369,10 @@ TEST_F(TuningCache, WritersAtOnceLeaveOneWhole) {
   for (int n = 0; n < 50; ++n) {
     const std::vector<MeasuredTile> tiles = found();
     ASSERT_FALSE(tiles.empty());
-    const int writer = tiles[0].block_keys == 64 ? tiles[0].consumers : 0;
-    EXPECT_EQ(tiles,
-              writer == 0 ? kTiles : std::vector(writer, MeasuredTile{writer, 64, 1.0 * writer}));
+    const int writer = tiles[0].tile.family == "c" ? tiles[0].tile.Br : 0;
+    EXPECT_EQ(tiles, writer == 0
+                         ? kTiles
+                         : std::vector(writer, MeasuredTile{{"c", writer, 64}, 1.0 * writer}));
   }
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
   for (const pid_t child : children) {

@@ -12,8 +12,11 @@
 #include <set>
 #include <thread>
 
-#include "cuda/hopper_forward.h"
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
+#include "cuda/hopper_forward_plan.h"
 #include "cuda/jit.h"
+#include "cuda/reachable.h"
 #include "engines.h"
 #include "forward_call.h"
 #include "fulgur/cuda.h"
@@ -88,6 +91,16 @@ std::vector<Problem> problems() {
   return all;
 }
 
+/// A forward kernel of a head dim.
+KernelRequest some_kernel(int64_t d) {
+  std::vector<std::string> rejected;
+  return all_candidates(forward_problem({.d = d}), architectures()[0].families, {}, &rejected)
+      .at(0)
+      ->kernels()
+      .at(0)
+      .request;
+}
+
 std::string name(const KernelRequest& request) {
   return request.source + "\n" + request.plan_header;
 }
@@ -97,12 +110,16 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   std::set<std::string> seen;
   for (const Problem& problem : problems()) {
     ASSERT_EQ(hopper_forward_rejects(problem), "");
-    std::vector<KernelRequest> reachable = forward_kernels(problem, HopperTarget{});
-    for (const HopperForwardPlan& plan : hopper_forward_candidates(problem, HopperTarget{})) {
-      reachable.push_back(kernel_request(plan));  // by tuning
-    }
-    for (KernelRequest& request : reachable) {
-      if (seen.insert(name(request)).second) requests.push_back(std::move(request));
+    const auto add = [&](const Candidate& candidate) {
+      for (const KernelUse& use : candidate.kernels()) {
+        if (seen.insert(name(use.request)).second) requests.push_back(use.request);
+      }
+    };
+    for_reachable(problem, [&](const Candidates& candidates) { add(*candidates.at(0)); });
+    std::vector<std::string> rejected;
+    for (const Architecture& architecture : architectures()) {  // by tuning
+      for (const auto& candidate : all_candidates(problem, architecture.families, {}, &rejected))
+        add(*candidate);
     }
   }
   ASSERT_GT(requests.size(), 50u);
@@ -174,7 +191,7 @@ TEST_F(Compile, EveryProduct) {
 }
 
 TEST_F(Compile, ColdAndWarmTimes) {
-  const KernelRequest request = forward_kernels(forward_problem({.d = 128}), {}).at(0);
+  const KernelRequest request = some_kernel(128);
   std::string folder = (fs::temp_directory_path() / "fulgur_times_XXXXXX").string();
   CubinCache cache{fs::path(mkdtemp(folder.data()))};
   const auto seconds = [&] {
@@ -192,7 +209,7 @@ TEST_F(Compile, ColdAndWarmTimes) {
 TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
   std::string folder = (fs::temp_directory_path() / "fulgur_broken_XXXXXX").string();
   CubinCache cache{fs::path(mkdtemp(folder.data()))};
-  KernelRequest request = forward_kernels(forward_problem({.d = 64}), {}).at(0);
+  KernelRequest request = some_kernel(64);
   request.plan_header += "int broken = undeclared_name;\n";
   const auto get = [&] { cache.get(cache_key(request), [&] { return compile(request); }); };
   EXPECT_EQ(test::status_of(get), Status::kInternal);
@@ -204,7 +221,7 @@ TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
 }
 
 TEST_F(Compile, KeyDependsOnAllThatMatters) {
-  const KernelRequest base = forward_kernels(forward_problem({.d = 64}), {}).at(0);
+  const KernelRequest base = some_kernel(64);
   KernelRequest plan = base, source = base, architecture = base;
   plan.plan_header += "\n";
   source.source = "forward_padding.cu";

@@ -8,10 +8,12 @@
 #include <limits>
 #include <numeric>
 
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
 #include "cuda/cuda_engine.h"
-#include "cuda/hopper_forward.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
+#include "kernels/forward_padding_params.h"
 #include "oracle.h"
 
 namespace fulgur::test {
@@ -190,17 +192,18 @@ TEST_F(OnGpu, EveryTileThatFits) {
           lse(w.forward.lse);
       const ForwardArgs args{q, k, v, out, lse};
       const Problem problem = make_problem(args, w.options);
-      for (const cuda::HopperForwardPlan& plan :
-           cuda::hopper_forward_candidates(problem, cuda::target_of(gpu))) {
+      std::vector<std::string> rejected;
+      const auto families = cuda::architecture_of(gpu.capability())->families;
+      for (const auto& candidate :
+           cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
         w.seal();
         out.send();
         lse.send();
-        cuda::HopperForward(problem, gpu, plan, {}).run(&args, {});
+        candidate->executable(gpu, {})->run(&args, {});
         cuda::synchronize();
         out.bring_back();
         lse.bring_back();
-        EXPECT_TRUE(forward_is_right(w, expected))
-            << "d " << d << ": " << plan.block_rows() << " x " << plan.block_keys;
+        EXPECT_TRUE(forward_is_right(w, expected)) << "d " << d << ": " << candidate->tile.text();
       }
     }
   }
@@ -382,7 +385,7 @@ TEST_F(OnGpu, HostTime) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   const cuda::CurrentContext current(gpu.context());
   const cuda::CUfunction kernel =
-      gpu.kernel({"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0);
+      gpu.kernel({{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0}).function;
   int32_t no_rows = 0;
   const Copied lengths(Tensor::contiguous(&no_rows, DType::kI32, {1}));
   ForwardPaddingParams nothing{};

@@ -4,15 +4,19 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <set>
 #include <thread>
 
+#include "cuda/hopper_forward_plan.h"
 #include "cuda/launch_memory.h"
 #include "cuda/nvrtc.h"
+#include "cuda/shape_class.h"
 #include "cuda/tuning.h"
 #include "engines.h"
 #include "fake_driver.h"
@@ -163,8 +167,10 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   EXPECT_EQ(p.window_right, 5);
   EXPECT_NEAR(p.scale_log2, 1.4426950408889634 / std::sqrt(128.0), 1e-7);
   EXPECT_EQ(p.work.heads, 16);
-  EXPECT_EQ(p.work.row_blocks, tiles.rows);
-  EXPECT_EQ(p.work.items, 16 * tiles.rows);
+  const int64_t Br =
+      (state_->launches[0].block / 128 - 1) * tiles.Br;  // a strip for each warpgroup but the first
+  EXPECT_EQ(p.work.row_blocks, (1000 + Br - 1) / Br);
+  EXPECT_EQ(p.work.items, 16 * p.work.row_blocks);
   ASSERT_NE(p.counters, nullptr);
   for (int i = 0; i < 1024; ++i) ASSERT_EQ(p.counters[i], 0);  // the fake's memory is the host's
 }
@@ -524,6 +530,11 @@ class Tune : public OnFakeGpu {
   }
 };
 
+std::vector<cuda::HopperForwardTile> tiles_of(const ForwardShape& shape) {
+  std::vector<std::string> rejected;
+  return cuda::hopper_forward_tiles(forward_problem(shape), {}, &rejected);
+}
+
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
@@ -532,9 +543,9 @@ TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
   const ForwardShape shape{.sq = 2048, .sk = 2048};
   const Tile predicted = launched(shape);
   EXPECT_TRUE(contains(explained(shape), "plan      tile chosen by the cost model"));
-  const auto all = cuda::hopper_forward_candidates(forward_problem(shape), {});
+  const auto all = tiles_of(shape);
   ASSERT_GE(all.size(), 3u);
-  for (const cuda::HopperForwardPlan& winner : all) {
+  for (const auto& [winner, cycles, tuned_only] : all) {
     const Tile fastest(winner.block_rows(), winner.block_keys);
     state_->fast_block = static_cast<unsigned>(winner.threads());
     state_->fast_keys = fastest.second;
@@ -600,7 +611,7 @@ TEST_F(Tune, TilesTakeTurns) {
   for (size_t i = 0; i < state_->launches.size(); ++i) {
     if (turns.empty() || turns.back() != tile(i)) turns.push_back(tile(i));
   }
-  const size_t tiles = cuda::hopper_forward_candidates(forward_problem({.batch = 6}), {}).size();
+  const size_t tiles = tiles_of({.batch = 6}).size();
   ASSERT_GE(turns.size(), 8 * tiles);
   for (size_t i = tiles; i < turns.size(); ++i) EXPECT_EQ(turns[i], turns[i - tiles]);
 }
@@ -630,6 +641,44 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
   EXPECT_TRUE(contains(message_of([&] { cuda::tune(host); }), "computes tensors on cuda"));
   EXPECT_TRUE(state_->launches.empty());
   EXPECT_EQ(kept(), before);
+}
+
+/// A process of its own, whose kernels of some tile spill: a copy of the device text, to which a
+/// kernel that needs more registers than it may have is added.
+class Spills : public OnFakeGpu {
+ protected:
+  static void SetUpTestSuite() {
+    namespace fs = std::filesystem;
+    const fs::path folder = fs::temp_directory_path() / fmt::format("fulgur_spills_{}", getpid());
+    fs::copy(FULGUR_KERNELS, folder, fs::copy_options::recursive);
+    std::ofstream(folder / "sm90/forward.cu", std::ios::app)
+        << "extern \"C\" __global__ void __launch_bounds__(1024, 2) spilling(volatile float* x) {\n"
+           "  if (kConsumers != 3) return;\n"
+           "  float y[64];\n"
+           "  for (int i = 0; i < 64; ++i) y[i] = x[i];\n"
+           "  for (int i = 0; i < 64; ++i) x[i] = y[i] + y[63 - i];\n"
+           "}\n";
+    setenv("FULGUR_KERNEL_DIR", folder.c_str(), 1);
+  }
+  static void TearDownTestSuite() { std::filesystem::remove_all(getenv("FULGUR_KERNEL_DIR")); }
+};
+
+TEST_F(Spills, PlansTakeTheNextTileAndSaySo) {
+  const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const std::string text = plan.explain();
+  EXPECT_NE(text.find("2 warpgroups of 64 rows"), std::string::npos) << text;
+  EXPECT_NE(text.find("rejected  tile sm90_forward 192 x 64: spills "), std::string::npos) << text;
+  EXPECT_NE(text.find("rejected  tile sm90_forward 192 x 80: spills "), std::string::npos) << text;
+  plan.run(placed(call.args, kBase));
+  EXPECT_EQ(state_->launches.at(0).block, 384u);
+}
+
+// Where every tile spills, the first is taken, and that is said.
+TEST_F(Spills, ThereMayBeNoBetterTile) {
+  const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .d = 32});
+  const std::string text = fulgur::plan(call.args, call.options).explain();
+  EXPECT_NE(text.find("is slower than it looks: spills "), std::string::npos) << text;
 }
 
 TEST_F(OnFakeGpu, Memory) {

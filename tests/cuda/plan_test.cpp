@@ -4,8 +4,12 @@
 
 #include <set>
 
+#include "cuda/choose.h"
 #include "cuda/hopper_forward.h"
+#include "cuda/hopper_forward_family.h"
 #include "cuda/hopper_model.h"
+#include "cuda/launch_memory.h"
+#include "cuda/shape_class.h"
 #include "forward_call.h"
 
 // The device text, read by the host's compiler: the instructions in it are never emitted.
@@ -21,9 +25,32 @@ namespace {
 
 using test::forward_problem;
 
-HopperForwardPlan plan_of(const Problem& problem, const HopperTarget& target = {}) {
+/// The plan that is chosen, and why.
+struct Choice {
+  HopperForwardPlan plan;
+  Reasons reasons;
+};
+
+Choice choose(const Problem& problem, const Target& target = {},
+              std::span<const MeasuredTile> measured = {}) {
+  const Family* const families[] = {&hopper_forward_family()};
+  Choice choice;
+  const Candidates candidates = ranked(problem, families, target, measured, &choice.reasons);
+  choice.plan = dynamic_cast<const HopperForwardCandidate&>(*candidates.at(0)).plan();
+  return choice;
+}
+
+HopperForwardPlan plan_of(const Problem& problem, const Target& target = {}) {
+  return choose(problem, target).plan;
+}
+
+/// The plans of the tiles that fit.
+std::vector<HopperForwardPlan> fitting(const Problem& problem) {
   std::vector<std::string> rejected;
-  return make_hopper_forward_plan(problem, target, {}, &rejected);
+  std::vector<HopperForwardPlan> plans;
+  for (const HopperForwardTile& tile : hopper_forward_tiles(problem, {}, &rejected))
+    plans.push_back(tile.plan);
+  return plans;
 }
 
 std::vector<Problem> many_problems() {
@@ -44,7 +71,7 @@ std::vector<Problem> many_problems() {
 
 TEST(HopperPlan, FitsTheMachine) {
   for (const Problem& p : many_problems()) {
-    for (const HopperForwardPlan& plan : hopper_forward_candidates(p, {})) {
+    for (const HopperForwardPlan& plan : fitting(p)) {
       const int dp = (plan.head_dim + 63) / 64, vp = (plan.value_dim + 63) / 64;
       // The formula of forward_params.h.
       EXPECT_EQ(plan.shared_bytes,
@@ -82,25 +109,24 @@ TEST(HopperPlan, SharesOutEveryTile) {
 }
 
 TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
-  std::vector<std::string> rejected;
-  const Problem p = forward_problem({.sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
-  const HopperForwardPlan plan = make_hopper_forward_plan(p, {}, {}, &rejected);
-  EXPECT_EQ(describe(plan).at(1), "tile chosen by the cost model");
+  const Reasons reasons =
+      choose(forward_problem({.sq = 16384, .sk = 16384, .hq = 16, .hk = 16})).reasons;
+  EXPECT_EQ(reasons.decisions, std::vector<std::string>{"tile chosen by the cost model"});
   int slower = 0, wider = 0;
-  for (const std::string& why : rejected) {
+  for (const std::string& why : reasons.rejected) {
     slower += why.find("times as long") != std::string::npos;
     wider += why.find("made for d or dv above 128") != std::string::npos;
   }
-  EXPECT_EQ(slower, 1);
+  EXPECT_EQ(slower, 2);
   EXPECT_EQ(wider, 2);
 }
 
 /// Times of every tile of a problem; `fastest` takes 10 us, the others 20, 30 and so on.
 std::vector<MeasuredTile> measured(const Problem& p, size_t fastest) {
   std::vector<MeasuredTile> tiles;
-  for (const HopperForwardPlan& plan : hopper_forward_candidates(p, {})) {
+  for (const HopperForwardPlan& plan : fitting(p)) {
     const double us = tiles.size() == fastest ? 10 : 20 + 10.0 * static_cast<double>(tiles.size());
-    tiles.push_back({plan.consumers, plan.block_keys, us});
+    tiles.push_back({plan.tile(), us});
   }
   return tiles;
 }
@@ -113,18 +139,17 @@ bool any_says(const std::vector<std::string>& rejected, const std::string& what)
 TEST(HopperPlan, TakesTheTileThatWasMeasuredToBeFastest) {
   int other = 0;
   for (const Problem& p : many_problems()) {
-    const std::vector<HopperForwardPlan> all = hopper_forward_candidates(p, {});
+    const std::vector<HopperForwardPlan> all = fitting(p);
     const HopperForwardPlan predicted = plan_of(p);
     for (size_t i = 0; i < all.size(); ++i) {
-      std::vector<std::string> rejected;
-      HopperForwardPlan plan = make_hopper_forward_plan(p, {}, measured(p, i), &rejected);
-      EXPECT_EQ(plan.measured_us, 10);
-      EXPECT_EQ(describe(plan).at(1),
-                "tile tuned on this device: measured 10 us for a call of this class");
+      const auto [plan, reasons] = choose(p, {}, measured(p, i));
+      const std::vector<std::string>& rejected = reasons.rejected;
+      EXPECT_EQ(reasons.decisions,
+                std::vector<std::string>{
+                    "tile tuned on this device: measured 10 us for a call of this class"});
       EXPECT_EQ(rejected.size(), all.size() - 1);
       EXPECT_TRUE(all.size() == 1 || any_says(rejected, ": measured 3 times as long") ||
                   any_says(rejected, ": measured 2 times as long"));
-      plan.measured_us = 0;  // all else is as that tile would have it
       EXPECT_EQ(plan, all[i]);
       other += plan != predicted;
     }
@@ -137,22 +162,24 @@ TEST(HopperPlan, TunedTilesThatAreNotItsOwnAreNamed) {
   std::vector<MeasuredTile> less = measured(p, 1), more = less, others = less;
   ASSERT_GE(less.size(), 2u);
   less.pop_back();
-  more.push_back({1, 16, 1});
-  others[0].block_keys += 16;
+  more.push_back({{"sm90_forward", 64, 16}, 1});
+  others[0].tile.Bc += 16;
   for (const auto& tiles : {less, more, others}) {
-    std::vector<std::string> rejected;
-    EXPECT_EQ(make_hopper_forward_plan(p, {}, tiles, &rejected), plan_of(p));
-    EXPECT_TRUE(any_says(rejected, "tile tuned on this device: other tiles were measured"));
+    const Choice choice = choose(p, {}, tiles);
+    EXPECT_EQ(choice.plan, plan_of(p));
+    EXPECT_TRUE(
+        any_says(choice.reasons.rejected, "tile tuned on this device: other tiles were measured"));
   }
 }
 
 TEST(HopperPlan, InvariantTakesNoTunedTile) {
   for (const int64_t batch : {1, 64}) {
     const Problem p = forward_problem({.batch = batch, .invariant = true});
-    for (size_t i = 0; i < hopper_forward_candidates(p, {}).size(); ++i) {
-      std::vector<std::string> rejected;
-      EXPECT_EQ(make_hopper_forward_plan(p, {}, measured(p, i), &rejected), plan_of(p));
-      EXPECT_TRUE(any_says(rejected, "tile tuned on this device: it depends on the batch"));
+    for (size_t i = 0; i < fitting(p).size(); ++i) {
+      const Choice choice = choose(p, {}, measured(p, i));
+      EXPECT_EQ(choice.plan, plan_of(p));
+      EXPECT_TRUE(
+          any_says(choice.reasons.rejected, "tile tuned on this device: it depends on the batch"));
     }
   }
 }

@@ -1,0 +1,106 @@
+#include "cuda/choose.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace fulgur::cuda {
+namespace {
+
+/// The microseconds of each candidate; none where other tiles were measured.
+std::optional<std::vector<double>> times_of(const Candidates& candidates,
+                                            std::span<const MeasuredTile> measured) {
+  if (candidates.size() != measured.size()) return std::nullopt;
+  std::vector<double> times;
+  for (const auto& candidate : candidates) {
+    const auto found = std::find_if(measured.begin(), measured.end(), [&](const MeasuredTile& m) {
+      return m.tile == candidate->tile;
+    });
+    if (found == measured.end()) return std::nullopt;
+    times.push_back(found->microseconds);
+  }
+  return times;
+}
+
+/// Sorts by cost, and says how much longer the others take.
+Candidates sorted(const Candidates& candidates, const std::vector<double>& costs, const char* how,
+                  Reasons* reasons) {
+  std::vector<size_t> order(candidates.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t x, size_t y) { return costs[x] < costs[y]; });
+  Candidates result;
+  for (const size_t i : order) {
+    result.push_back(candidates[i]);
+    if (i == order[0]) continue;
+    const double ratio = costs[order[0]] > 0 ? costs[i] / costs[order[0]] : 1;
+    reasons->rejected.push_back(
+        fmt::format("tile {}: {} {:.3g} times as long", candidates[i]->tile.text(), how, ratio));
+  }
+  return result;
+}
+
+}  // namespace
+
+Candidates all_candidates(const Problem& problem, std::span<const Family* const> families,
+                          const Target& target, std::vector<std::string>* rejected) {
+  Candidates all;
+  for (const Family* family : families) {
+    if (const std::string why = family->rejects(problem); !why.empty()) {
+      rejected->push_back(why);
+      continue;
+    }
+    std::ranges::move(family->candidates(problem, target, rejected), std::back_inserter(all));
+  }
+  return all;
+}
+
+Candidates ranked(const Problem& problem, std::span<const Family* const> families,
+                  const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
+  Candidates all = all_candidates(problem, families, target, &reasons->rejected);
+  if (problem.invariant && !measured.empty()) {
+    reasons->rejected.push_back(
+        "tile tuned on this device: it depends on the batch, `invariant` must not");
+  } else if (!measured.empty()) {
+    if (const auto times = times_of(all, measured)) {
+      const Candidates best = sorted(all, *times, "measured", reasons);
+      reasons->decisions.push_back(
+          fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
+                      *std::min_element(times->begin(), times->end())));
+      return best;
+    }
+    reasons->rejected.push_back("tile tuned on this device: other tiles were measured");
+  }
+  std::vector<double> cycles;
+  std::erase_if(all, [&](const std::shared_ptr<const Candidate>& c) {
+    if (c->tuned_only.empty())
+      cycles.push_back(c->cycles);
+    else
+      reasons->rejected.push_back(fmt::format("tile {}: {}", c->tile.text(), c->tuned_only));
+    return !c->tuned_only.empty();
+  });
+  reasons->decisions.push_back("tile chosen by the cost model");
+  return sorted(all, cycles, "predicted", reasons);
+}
+
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, Gpu& gpu,
+                                            Reasons reasons) {
+  const auto defect_of = [&](const Candidate& candidate) {
+    const std::vector<KernelUse> kernels = candidate.kernels();
+    return kernels.empty() ? std::string() : gpu.kernel(kernels[0]).defect;
+  };
+  Reasons passed = reasons;
+  for (const auto& candidate : candidates) {
+    const std::string defect = defect_of(*candidate);
+    if (defect.empty()) return candidate->executable(gpu, std::move(passed));
+    passed.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), defect));
+  }
+  const Candidate& first = *candidates.at(0);
+  reasons.decisions.push_back("the compiled kernel is slower than it looks: " + defect_of(first) +
+                              ", and so is that of every other tile");
+  return first.executable(gpu, std::move(reasons));
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <span>
+
+#include "cuda/family.h"
+
+namespace fulgur::cuda {
+
+/// Every tile of the families that compute a problem: those that may be measured.
+Candidates all_candidates(const Problem& problem, std::span<const Family* const> families,
+                          const Target& target, std::vector<std::string>* rejected);
+
+/// Those that may be taken, the fastest first: as they were `measured`, where all of them were, or
+/// as the cost model predicts. `reasons` takes how the first was chosen, and why not the others.
+Candidates ranked(const Problem& problem, std::span<const Family* const> families,
+                  const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons);
+
+/// The plan of the first candidate whose kernel the compiler keeps in registers and in order; of
+/// the very first, where that is true of none.
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, Gpu& gpu,
+                                            Reasons reasons);
+
+}  // namespace fulgur::cuda

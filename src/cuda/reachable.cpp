@@ -1,0 +1,40 @@
+#include "cuda/reachable.h"
+
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
+
+namespace fulgur::cuda {
+namespace {
+
+/// Calls visit(problem) for problems like `p` with lengths and batches of every kind.
+void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
+  std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
+  std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
+  // A window bounds only what is longer.
+  if (p.mask.right >= 0) rows.push_back(p.mask.right + 2);
+  if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
+  for (p.batch = 1; p.batch <= 1024; p.batch *= 4) {
+    for (const int64_t sq : rows) {
+      for (const int64_t sk : keys) {
+        p.sq = sq;
+        p.sk = sk;
+        visit(p);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit) {
+  for (const Architecture& architecture : architectures()) {
+    for (const Target& target : architecture.targets) {
+      for_lengths(problem, [&](const Problem& p) {
+        Reasons reasons;
+        visit(ranked(p, architecture.families, target, {}, &reasons));
+      });
+    }
+  }
+}
+
+}  // namespace fulgur::cuda
