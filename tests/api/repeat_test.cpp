@@ -374,6 +374,24 @@ TEST_P(Repeat, InvariantToNeighbours) {
   }
 }
 
+// Where heads and rows lie in memory decides what is read together, not what is computed.
+TEST_P(Repeat, InvariantToLayout) {
+  for (Case c : shapes()) {
+    if (c.packed()) continue;
+    SCOPED_TRACE(c.name());
+    std::vector<Bits> first;
+    for (const Layout layout : {Layout::kBshd, Layout::kBhsd, Layout::kPadded}) {
+      c.layout = layout;
+      Workload w(c, 7);
+      w.options.engine = engine();
+      w.options.invariant = w.options.deterministic = true;
+      w.run();
+      if (first.empty()) first = all_bits(w);
+      ASSERT_EQ(all_bits(w), first) << c.name();
+    }
+  }
+}
+
 TEST_P(Repeat, PlanServesOtherData) {
   for (const Case& c : shapes()) {
     SCOPED_TRACE(c.name());
