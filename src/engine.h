@@ -16,7 +16,9 @@ namespace fulgur {
 struct Explanation {
   std::vector<std::string> decisions;  ///< one sentence each
   std::vector<std::string> rejected;   ///< alternatives: what and why not
-  int64_t Br = 0, Bc = 0;              ///< tile of the score matrix
+  /// Tile of the score matrix of a head. Where q heads of a kv head share tiles, the first of them
+  /// is meant: the tiles of the others begin where it ends.
+  int64_t Br = 0, Bc = 0;
 };
 
 /// The tensors of one call, which outlive it.

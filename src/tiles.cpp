@@ -19,21 +19,17 @@ KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i_begin, int6
   return {visible_keys(mask, s, i_begin).begin, visible_keys(mask, s, i_end - 1).end};
 }
 
-Tile classify(const Mask& mask, const Sequence& s, int64_t i_begin, int64_t i_end, int64_t j_begin,
-              int64_t j_end) {
-  const KeyRange first = visible_keys(mask, s, i_begin), last = visible_keys(mask, s, i_end - 1);
-  if (j_begin >= last.end || j_end <= first.begin) return Tile::kEmpty;
-  if (j_begin >= last.begin && j_end <= first.end) return Tile::kFull;
-  return Tile::kPartial;
-}
-
 TileMap tile_map(const Mask& mask, const Sequence& s, int64_t Br, int64_t Bc) {
   TileMap map{Br, Bc, (s.sq + Br - 1) / Br, (s.sk + Bc - 1) / Bc, {}};
-  map.tiles.reserve(map.rows * map.cols);
+  map.tiles.resize(map.rows * map.cols, Tile::kEmpty);
   for (int64_t r = 0; r < map.rows; ++r) {
-    for (int64_t c = 0; c < map.cols; ++c) {
-      map.tiles.push_back(classify(mask, s, r * Br, std::min(s.sq, (r + 1) * Br), c * Bc,
-                                   std::min(s.sk, (c + 1) * Bc)));
+    // Both ends of what a row sees grow with the row.
+    const KeyRange first = visible_keys(mask, s, r * Br);
+    const KeyRange last = visible_keys(mask, s, std::min(s.sq, (r + 1) * Br) - 1);
+    KeyTiles tiles({0, s.sk}, {first.begin, last.end}, {last.begin, first.end}, Bc);
+    for (; !tiles.done(); tiles.next()) {
+      const auto [j, n, partial] = tiles.tile();
+      map.tiles[r * map.cols + j / Bc] = partial ? Tile::kPartial : Tile::kFull;
     }
   }
   return map;

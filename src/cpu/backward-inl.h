@@ -63,28 +63,30 @@ void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, i
 
 /// P = exp(S - LSE) in place (line 11) and dS = P o (dP - D) over dP (line 14), times the slope of
 /// the softcap. Masked entries are set to 0, whatever the row or key holds.
-HWY_INLINE void probabilities(const Panel& panel, int64_t j, int64_t n, float* HWY_RESTRICT P,
+HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
-  const bool partial = panel.partial(j, n);
-  const Visible visible(panel, j, n);
+  const auto [j, n, partial] = tile;
+  const Visible visible(panel, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 shift = hn::Load(f, lse2 + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
       float* at = P + jj * panel.width() + v * kLanes;
-      V32 p = exp2(hn::Sub(hn::Load(f, at), shift));
+      // No P is above 1. Large scores and their LSE are rounded apart, by more than exp2 bears
+      // where they are huge; a NaN comes second in Min to stay.
+      V32 p = exp2(hn::Min(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
       if (partial) p = hn::IfThenElseZero(visible.mask(v, jj), p);
       hn::Store(p, f, at);
     }
   }
 }
 
-HWY_INLINE void score_gradient(const Panel& panel, int64_t j, int64_t n,
-                               const float* HWY_RESTRICT P, const float* HWY_RESTRICT D,
-                               const float* HWY_RESTRICT cap_slope, float* HWY_RESTRICT dS) {
+HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
+                               const float* HWY_RESTRICT D, const float* HWY_RESTRICT cap_slope,
+                               float* HWY_RESTRICT dS) {
   const F32 f;
-  const bool partial = panel.partial(j, n);
-  const Visible visible(panel, j, n);
+  const auto [j, n, partial] = tile;
+  const Visible visible(panel, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 d = hn::Load(f, D + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
@@ -109,14 +111,15 @@ HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
 /// only pairs that see each other touch.
-HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, int64_t j, int64_t n,
-                                               const BackwardScratch& s, int64_t tile,
+HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
+                                               const BackwardScratch& s, int64_t first_key,
                                                float* HWY_RESTRICT dq) {
+  const auto [j, n, partial] = tile;
   const int64_t width = panel.width();
   for (int64_t r = 0; r < panel.count; ++r) {
     for (int64_t jj = 0; jj < n; ++jj) {
       if (j + jj < panel.begin[r] || j + jj >= panel.end[r]) continue;
-      const int64_t key = tile * kBc + jj;
+      const int64_t key = j - first_key + jj;
       add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
       add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
       add_row(s.dS[jj * width + r], s.K + key * s.ldk, s.ldk, dq + r * s.ldk);
@@ -141,7 +144,8 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   for (int64_t row = 0; row < task.rows(); row += kPanelRows) {
     Panel panel;
     make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
-    if (panel.empty(key_begin, keys)) continue;
+    KeyTiles tiles = panel.tiles({key_begin, key_end});
+    if (tiles.done()) continue;
     const int64_t width = panel.width();
     bool finite = finite_k;
     finite &= load_queries(task, args.q, p.q, p.d, row, panel.count, width, s.Q, s.ldk);
@@ -159,23 +163,23 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
     }
     float* dq_panel = dq + row * s.ldk;
 
-    for (int64_t tile = 0; tile * kBc < keys; ++tile) {
-      const int64_t j = key_begin + tile * kBc, n = std::min(kBc, key_end - j);
-      if (panel.empty(j, n)) continue;
-      const float *K = s.K + tile * kBc * s.ldk, *V = s.V + tile * kBc * s.ldv;
-      float *dK = s.dK + tile * kBc * s.ldk, *dV = s.dV + tile * kBc * s.ldv;
+    for (; !tiles.done(); tiles.next()) {
+      const KeyTile tile = tiles.tile();
+      const int64_t n = tile.n, key = tile.j - key_begin;
+      const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
+      float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
       gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
-      score_rule(p, panel, j, n, s.P, width, s.cap_slope);
-      probabilities(panel, j, n, s.P, lse2);
+      score_rule(p, panel, tile, s.P, width, s.cap_slope);
+      probabilities(panel, tile, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);
       if (p.dropout_p > 0) {
         std::copy_n(s.P, n * width, s.Pz);
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, j, n, width, s.Pz, s.dS);
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
       }
-      score_gradient(panel, j, n, s.P, d_row, s.cap_slope, s.dS);
-      if (panel.partial(j, n) && !finite) {
-        accumulate_visible_gradients(panel, j, n, s, tile, dq_panel);
+      score_gradient(panel, tile, s.P, d_row, s.cap_slope, s.dS);
+      if (tile.partial && !finite) {
+        accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
         continue;
       }
       gemm<Init::kAdd>(n, s.ldv / kLanes, panel.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV, s.ldv,

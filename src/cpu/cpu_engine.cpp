@@ -18,10 +18,18 @@
 namespace fulgur::cpu {
 namespace {
 
-/// A part of the work of a kv head: rows of a block (kPanels), keys (kDecode), or one of the splits
-/// (kBackward).
+/// A part of the work of a kv head, [begin, end): rows of a block, or keys that leave `states`.
 struct Item {
-  int64_t b, kv, begin, end, work;
+  int64_t b, kv, begin, end;
+  int64_t work = 0;         // an estimate
+  float* states = nullptr;  // decode
+};
+
+/// The states that the parts of a run of kv heads left, to be merged.
+struct Merge {
+  int64_t b, kv;
+  const float* states;
+  int64_t parts;
 };
 
 /// One call.
@@ -40,12 +48,41 @@ class Work {
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
 
+  // With Options::invariant, nothing that decides in which order the sums of a row are taken may
+  // look beyond the row's own sequence and its heads: not the schedule (its number of rows picks
+  // it), not where panels and tiles begin (at multiples of their size, counted from the sequence's
+  // first row and key), not which tiles need care for values that are not finite, not the parts of
+  // its keys. What threads and neighbours decide, the panels of a block and the heads of a decode
+  // task, is only what shares loads of K and V. Without `invariant`, neighbours and threads also
+  // decide how many parts a sequence is cut into.
   void forward() const {
-    if (plan_.schedule == Schedule::kDecode) {
-      decode();
-    } else {
-      panels();
-    }
+    std::vector<Item> items;
+    std::vector<Merge> merges;
+    const int64_t decoded = keys_to_decode();
+    float* states = shared_;
+    each_head([&](const Task& t) {
+      if (!plan_.decodes(t)) return cut_rows(t, &items);
+      if (t.kv % plan_.decode_heads == 0) cut_keys(t, decoded, &states, &items, &merges);
+    });
+    // The longest first: what is left at the end is short.
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& x, const Item& y) { return x.work > y.work; });
+    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
+      const Item& item = items[i];
+      const Task t = task(item.b, item.kv);
+      if (item.states == nullptr) {
+        k_.forward(t, args_, item.begin, item.end, scratch());
+      } else {
+        k_.decode(t, args_, plan_.decode_heads, item.begin, item.end, item.states, scratch());
+      }
+    });
+    const int64_t heads = plan_.decode_heads;
+    each(static_cast<int64_t>(merges.size()) * heads, [&](int64_t i) {
+      const Merge& merge = merges[i / heads];
+      const Task t = task(merge.b, merge.kv + i % heads);
+      const int64_t state = t.rows() * (p_.dv + 2);
+      k_.decode_merge(t, args_, merge.states + i % heads * state, merge.parts, heads * state);
+    });
     write_padding(p_, sequences_, args_);
   }
 
@@ -63,62 +100,51 @@ class Work {
     parallel_for(n, plan_.threads, body);
   }
 
-  /// Calls add(task) for every kv head.
+  /// Calls add(task) for every kv head of every sequence of which something is written: beside no
+  /// rows there may be any number of heads.
   template <class Add>
   void each_head(const Add& add) const {
     for (int64_t b = 0; b < p_.batch; ++b) {
+      const Sequence s = sequences_[b];
+      if (s.sq == 0 && (p_.pass == Pass::kForward || s.sk == 0)) continue;
       for (int64_t kv = 0; kv < p_.hk; ++kv) add(task(b, kv));
     }
   }
 
-  void panels() const {
-    std::vector<Item> items;
+  /// Keys of all decode tasks together.
+  int64_t keys_to_decode() const {
+    int64_t sum = 0;
     each_head([&](const Task& t) {
-      for (int64_t row = 0; row < t.rows(); row += plan_.Br) {
-        const int64_t end = std::min(t.rows(), row + plan_.Br);
-        const int64_t last = t.query(end - 1);
-        items.push_back({t.b, t.kv, row, end, visible_keys(p_.mask, t.s, last).end});
-      }
+      if (!plan_.decodes(t) || t.kv % plan_.decode_heads != 0) return;
+      const KeyRange keys = decoded_keys(p_.mask, t.s);
+      sum += keys.end - keys.begin;
     });
-    // The longest first: what is left at the end is short.
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Item& x, const Item& y) { return x.work > y.work; });
-    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
-      const Item& item = items[i];
-      k_.forward(task(item.b, item.kv), args_, item.begin, item.end, scratch());
-    });
+    return sum;
   }
 
-  void decode() const {
-    const int64_t heads = plan_.heads, state = p_.group() * p_.sq * (p_.dv + 2);
-    std::vector<Item> items;
-    std::vector<int64_t> first;  // of the items of each run of kv heads
-    each_head([&](const Task& t) {
-      if (t.kv % heads != 0) return;
-      first.push_back(static_cast<int64_t>(items.size()));
-      if (t.rows() == 0) return;  // a packed sequence without queries
-      for (int64_t key = 0; key < t.s.sk; key += plan_.split_keys) {
-        items.push_back({t.b, t.kv, key, std::min(t.s.sk, key + plan_.split_keys), 0});
-      }
-    });
-    first.push_back(static_cast<int64_t>(items.size()));
-    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
-      const Item& item = items[i];
-      k_.decode(task(item.b, item.kv), args_, heads, item.begin, item.end,
-                shared_ + i * heads * state, scratch());
-    });
-    each(p_.batch * p_.hk, [&](int64_t head) {
-      const Task t = task(head / p_.hk, head % p_.hk);
-      const int64_t run = head / heads, part = t.rows() * (p_.dv + 2);
-      const int64_t parts = first[run + 1] - first[run];
-      const float* states = parts == 0 ? nullptr  // no keys: there may be no memory either
-                                       : shared_ + first[run] * heads * state + head % heads * part;
-      k_.decode_merge(t, args_, states, parts, heads * state);
-    });
+  void cut_rows(const Task& t, std::vector<Item>* items) const {
+    for (int64_t row = 0; row < t.rows(); row += plan_.block_rows) {
+      const int64_t end = std::min(t.rows(), row + plan_.block_rows);
+      const int64_t keys = visible_keys(p_.mask, t.s, t.query(end - 1)).end;
+      items->push_back({t.b, t.kv, row, end, (end - row) * keys});
+    }
+  }
+
+  void cut_keys(const Task& t, int64_t all_keys, float** states, std::vector<Item>* items,
+                std::vector<Merge>* merges) const {
+    const KeyRange keys = decoded_keys(p_.mask, t.s);
+    const int64_t part = plan_.part_keys(keys.end - keys.begin, all_keys);
+    merges->push_back({t.b, t.kv, *states, 0});
+    for (int64_t key = keys.begin; key < keys.end; key += part) {
+      const int64_t end = std::min(keys.end, key + part), rows = plan_.decode_heads * t.rows();
+      items->push_back({t.b, t.kv, key, end, rows * (end - key), *states});
+      *states += rows * (p_.dv + 2);
+      ++merges->back().parts;
+    }
   }
 
   void gradients() const {
-    const int64_t heads = p_.batch * p_.hk, splits = plan_.splits;
+    const int64_t splits = plan_.splits;
     const int64_t stride = k_.dq_stride(p_), accumulator = p_.group() * p_.sq * stride;
     float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
     float* const dq = D + plan_.dq_offset;
@@ -127,10 +153,11 @@ class Work {
              (p_.packed ? t.s.q_begin * p_.hq + t.kv * t.rows() : (t.b * p_.hk + t.kv) * t.rows());
     };
 
-    std::vector<Item> blocks;  // of rows
+    std::vector<Item> heads, blocks;  // whole, and in blocks of rows
     each_head([&](const Task& t) {
+      heads.push_back({t.b, t.kv, 0, t.rows()});
       for (int64_t row = 0; row < t.rows(); row += kRowBlock) {
-        blocks.push_back({t.b, t.kv, row, std::min(t.rows(), row + kRowBlock), 0});
+        blocks.push_back({t.b, t.kv, row, std::min(t.rows(), row + kRowBlock)});
       }
     });
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
@@ -138,10 +165,13 @@ class Work {
       k_.backward_d(t, args_, blocks[i].begin, blocks[i].end, D_of(t));
     });
 
-    each(heads * splits, [&](int64_t i) {
-      const int64_t head = i / splits, split = i % splits;
-      const Task t = task(head / p_.hk, head % p_.hk);
-      float* const part = dq + (splits > 1 ? i : thread_index()) * accumulator;
+    const auto part_of = [&](const Task& t, int64_t split) {
+      return dq + ((t.b * p_.hk + t.kv) * splits + split) * accumulator;
+    };
+    each(static_cast<int64_t>(heads.size()) * splits, [&](int64_t i) {
+      const int64_t split = i % splits;
+      const Task t = task(heads[i / splits].b, heads[i / splits].kv);
+      float* part = splits > 1 ? part_of(t, split) : dq + thread_index() * accumulator;
       std::fill_n(part, t.rows() * stride, 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
@@ -151,12 +181,10 @@ class Work {
     });
     if (splits == 1) return;
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
-      const Item& block = blocks[i];
+      const Task t = task(blocks[i].b, blocks[i].kv);
       std::vector<float*> parts(splits);
-      for (int64_t split = 0; split < splits; ++split) {
-        parts[split] = dq + ((block.b * p_.hk + block.kv) * splits + split) * accumulator;
-      }
-      k_.backward_dq(task(block.b, block.kv), args_, block.begin, block.end, parts.data(), splits);
+      for (int64_t split = 0; split < splits; ++split) parts[split] = part_of(t, split);
+      k_.backward_dq(t, args_, blocks[i].begin, blocks[i].end, parts.data(), splits);
     });
   }
 

@@ -10,37 +10,78 @@
 namespace fulgur::cpu {
 namespace {
 
-constexpr int64_t kDecodeMostRows = 16;       // more rows than this fill the panels' vectors well
-constexpr int64_t kLeastSplitKeys = 4 * kBc;  // below, merging costs more than it gains
-constexpr int64_t kInvariantSplitKeys = 1024;
+constexpr int64_t kDecodeMostRows = 16;      // more rows than this fill the panels' vectors well
+constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
+constexpr int64_t kInvariantPartKeys = 1024;
 constexpr int64_t kMostDecodeHeads = 16;  // a tile of so many heads still fits the L2 cache
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-CpuPlan plan_decode(const Problem& p, const Kernels& k, CpuPlan plan) {
-  plan.schedule = Schedule::kDecode;
-  plan.Br = p.group() * p.sq;
+/// Adds what it takes to decode sequences of at most `rows` rows a kv head.
+void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
   // Heads that lie side by side are read together, in the order of memory.
   if (std::abs(p.k.head) < std::abs(p.k.row)) {
-    plan.heads = p.hk;
-    while (plan.heads > kMostDecodeHeads && plan.heads % 2 == 0) plan.heads /= 2;
+    plan.decode_heads = p.hk;
+    while (plan.decode_heads > kMostDecodeHeads && plan.decode_heads % 2 == 0) {
+      plan.decode_heads /= 2;
+    }
   }
   if (p.invariant) {
-    plan.split_keys = kInvariantSplitKeys;
+    plan.least_part = kInvariantPartKeys;
   } else {
     // Several tasks a thread, so that a slow one does not keep the others waiting.
-    const int64_t runs = std::max<int64_t>(1, p.batch * p.hk / plan.heads);
-    const int64_t splits = ceil_div(8 * plan.threads, runs);
-    plan.split_keys = std::max(kLeastSplitKeys, ceil_div(ceil_div(p.sk, splits), kBc) * kBc);
+    plan.least_part = kLeastPartKeys;
+    plan.parts = 8 * plan.threads;
   }
-  plan.scratch = k.decode_scratch(p, plan.heads);
-  plan.shared = p.batch * p.hk * ceil_div(p.sk, plan.split_keys) * plan.Br * (p.dv + 2);
-  return plan;
+  plan.scratch = std::max(plan.scratch, k.decode_scratch(p, plan.decode_heads, rows));
+  // The lengths are known when the plan runs; no sequence to decode has more keys than the longest.
+  const int64_t queries = std::min(p.sq, rows / p.group());
+  const KeyRange longest = decoded_keys(p.mask, {0, 0, queries, p.sk});
+  const int64_t most_keys = std::min(p.sk, longest.end - longest.begin + kBc);
+  const int64_t runs = p.hk / plan.decode_heads;
+  const int64_t keys = runs * std::min(p.batch * most_keys, p.total_k);
+  int64_t parts = keys / plan.least_part;
+  if (plan.parts > 0) parts = std::min(parts, plan.parts);
+  parts += p.batch * runs;  // the last part of each may be shorter
+  plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
 }
 
-CpuPlan plan_backward(const Problem& p, const Kernels& k, CpuPlan plan) {
-  plan.schedule = Schedule::kBackward;
-  plan.Br = k.panel_rows;
+/// Adds what it takes to compute blocks of rows.
+void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
+                 CpuPlan& plan) {
+  // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
+  const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
+  plan.block_rows = most_rows;
+  // Fewer panels a block where blocks would be too few to share out.
+  const int64_t heads = p.batch * p.hk, rows = p.group() * p.sq;
+  while (plan.block_rows > k.panel_rows &&
+         heads * ceil_div(rows, plan.block_rows) < 4 * plan.threads) {
+    plan.block_rows /= 2;
+  }
+  if (plan.block_rows < most_rows) {
+    rejected->push_back(fmt::format("blocks of {} rows: fewer than 4 tasks a thread", most_rows));
+  }
+  plan.scratch = std::max(plan.scratch, k.forward_scratch(p));
+}
+
+void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
+                  CpuPlan& plan) {
+  plan.decode_rows = std::min(kDecodeMostRows, k.panel_rows);
+  // Packed sequences may be short beside a long one.
+  const int64_t rows = p.group() * p.sq, least_rows = p.packed ? p.group() : rows;
+  const bool decode = least_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
+  if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
+  if (blocks) plan_blocks(p, k, rejected, plan);
+  if (!blocks) {
+    rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
+  }
+  if (!decode) {
+    rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
+                                    least_rows, plan.decode_rows));
+  }
+}
+
+void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   const int64_t heads = std::max<int64_t>(1, p.batch * p.hk);
   // A split adds a dQ accumulator of the whole sequence: no more of them than keep all threads
   // busy.
@@ -53,60 +94,59 @@ CpuPlan plan_backward(const Problem& p, const Kernels& k, CpuPlan plan) {
   plan.scratch = k.backward_scratch(p);
   plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
   plan.shared = plan.dq_offset + accumulators * rows * k.dq_stride(p);
-  return plan;
 }
 
 }  // namespace
+
+int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
+  const int64_t most = parts == 0 ? least_part : std::max(least_part, ceil_div(all_keys, parts));
+  const int64_t count = std::max<int64_t>(1, ceil_div(keys, most));
+  return ceil_div(ceil_div(keys, count), kBc) * kBc;  // as even as tiles let them be
+}
+
+KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
+  const KeyRange keys = visible_keys(mask, s, 0, s.sq);
+  return {keys.begin / kBc * kBc, keys.end};
+}
 
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
                   std::vector<std::string>* rejected) {
   CpuPlan plan;
   plan.threads = thread_count(threads);
-  if (p.pass == Pass::kBackward) return plan_backward(p, k, plan);
-
-  const int64_t rows = p.group() * p.sq;
-  const int64_t most = std::min(kDecodeMostRows, k.panel_rows);
-  if (rows > 0 && rows <= most) {
-    rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
-    return plan_decode(p, k, plan);
+  // A tile holds at most all queries of a head, beside those of the other heads of its group.
+  plan.Br = std::clamp<int64_t>(p.sq, 1, k.panel_rows);
+  const int64_t written = p.total_q + (p.pass == Pass::kBackward ? p.total_k : 0);
+  if (written == 0) return plan;  // other sizes may be too large to multiply
+  if (p.pass == Pass::kForward) {
+    plan_forward(p, k, rejected, plan);
+  } else {
+    plan_backward(p, k, plan);
   }
-  rejected->push_back(
-      fmt::format("decode split over keys: {} rows a kv head, more than {}", rows, most));
-  // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
-  const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
-  plan.Br = most_rows;
-  // Fewer panels a block where blocks would be too few to share out.
-  const int64_t heads = std::max<int64_t>(1, p.batch * p.hk);
-  while (plan.Br > k.panel_rows && heads * ceil_div(rows, plan.Br) < 4 * plan.threads) {
-    plan.Br /= 2;
-  }
-  if (plan.Br < most_rows) {
-    rejected->push_back(fmt::format("blocks of {} rows: fewer than 4 tasks a thread", most_rows));
-  }
-  plan.scratch = k.forward_scratch(p);
   return plan;
 }
 
 std::vector<std::string> describe(const CpuPlan& plan, const Problem& p) {
-  const auto tile =
-      fmt::format("Br {} rows (q heads of a kv head packed), Bc {} keys", plan.Br, plan.Bc);
-  switch (plan.schedule) {
-    case Schedule::kPanels:
-      return {fmt::format("row blocks over all their keys: {}", tile),
-              fmt::format("{} threads take blocks, longest first", plan.threads)};
-    case Schedule::kDecode:
-      return {fmt::format("decode: {}, keys in parts of {}, merged by their LSE", tile,
-                          plan.split_keys),
-              fmt::format("{} threads take parts{}", plan.threads,
-                          p.invariant ? ", cut without regard to batch and threads" : "")};
-    case Schedule::kBackward:
-      return {
-          fmt::format("key tiles outside, row panels inside: {}, {} tiles a pass", tile, kTiles),
-          fmt::format("{} threads take {} parts of the keys of a kv head; dQ is added up in "
-                      "fixed order",
-                      plan.threads, plan.splits)};
+  std::vector<std::string> all = {fmt::format(
+      "tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys", plan.Br, plan.Bc)};
+  if (p.pass == Pass::kBackward) {
+    all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
+    all.push_back(fmt::format(
+        "{} threads take {} parts of the keys of a kv head; dQ is added up in fixed order",
+        plan.threads, plan.splits));
+    return all;
   }
-  return {};
+  if (plan.least_part > 0) {
+    all.push_back(fmt::format(
+        "decode, of at most {} rows a kv head: keys in {}, merged by LSE", plan.decode_rows,
+        plan.parts == 0
+            ? fmt::format("parts of {} whatever batch and threads are", plan.least_part)
+            : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.least_part)));
+  }
+  if (plan.block_rows > 0) {
+    all.push_back(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
+  }
+  all.push_back(fmt::format("{} threads take tasks, longest first", plan.threads));
+  return all;
 }
 
 }  // namespace fulgur::cpu

@@ -241,11 +241,12 @@ HWY_INLINE void add_values(const DecodeTile& V, int64_t n, int64_t dv, int64_t r
 /// add_values where some row does not see some key: a masked key must not touch the row, as
 /// 0 * NaN would.
 HWY_NOINLINE void add_visible_values(const Task& task, const ForwardArgs& args, const Panel& panel,
-                                     int64_t j, int64_t n, const float* HWY_RESTRICT P, int64_t ldp,
+                                     const KeyTile& tile, const float* HWY_RESTRICT P, int64_t ldp,
                                      const float* HWY_RESTRICT alpha, float* HWY_RESTRICT O,
                                      int64_t ldo) {
   const F32 f;
   const Problem& p = task.problem;
+  const auto [j, n, partial] = tile;
   HWY_ALIGN float value[512 + kLanes];
   scale_rows(alpha, O, ldo, panel.count);
   for (int64_t jj = 0; jj < n; ++jj) {
@@ -284,24 +285,23 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
     std::fill_n(s.S, kBc * s.panel.width(), 0.0f);
   }
 
-  const KeyRange any = state[0].panel.any;  // the same for every head
-  const int64_t begin = std::max(key_begin, any.begin / kBc * kBc),
-                end = std::min(key_end, any.end);
-  for (int64_t j = begin; j < end; j += kBc) {
-    const int64_t n = std::min(kBc, key_end - j);
+  KeyTiles tiles = state[0].panel.tiles({key_begin, key_end});  // the same for every head
+  for (; !tiles.done(); tiles.next()) {
+    const KeyTile tile = tiles.tile();
+    const auto [j, n, partial] = tile;
     dot_keys<kDType>(DecodeTile(first, args.k, p.k, p.d, j), n, p.d, rows, state);
     for (const DecodeHead& s : state) {
-      score_rule(p, s.panel, j, n, s.S, s.panel.width(), nullptr);
+      score_rule(p, s.panel, tile, s.S, s.panel.width(), nullptr);
       online_softmax(s.panel, n, s.S, s.panel.width(), s.m, s.l, s.alpha);
       if (p.dropout_p > 0) {
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), s.panel, j, n, s.panel.width(),
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), s.panel, tile, s.panel.width(),
              s.S, nullptr);
       }
     }
-    if (state[0].panel.partial(j, n)) {
+    if (partial) {
       for (int64_t i = 0; i < heads; ++i) {
         const DecodeHead& s = state[i];
-        add_visible_values(task(i), args, s.panel, j, n, s.S, s.panel.width(), s.alpha, s.O, ldo);
+        add_visible_values(task(i), args, s.panel, tile, s.S, s.panel.width(), s.alpha, s.O, ldo);
       }
     } else {
       add_values<kDType>(DecodeTile(first, args.v, p.v, p.dv, j), n, p.dv, rows, state);
@@ -316,8 +316,8 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
   }
 }
 
-inline int64_t decode_scratch(const Problem& p, int64_t heads) {
-  const int64_t rows = round_up(p.group() * p.sq, kLanes);
+inline int64_t decode_scratch(const Problem& p, int64_t heads, int64_t rows) {
+  rows = round_up(rows, kLanes);
   return heads * (rows * (round_up(p.d, kLanes) + round_up(p.dv, kLanes) + kBc + 3) + 6 * 16);
 }
 

@@ -91,18 +91,18 @@ HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRIC
 
 /// O^T += V^T P^T where V holds inf or NaN: a key adds to the rows that see it and to no other, as
 /// 0 * NaN would.
-HWY_NOINLINE void accumulate_visible(const Panel& panel, int64_t j, int64_t n, int64_t dv,
+HWY_NOINLINE void accumulate_visible(const Panel& panel, const KeyTile& tile, int64_t dv,
                                      const float* HWY_RESTRICT V, int64_t ldv,
                                      const float* HWY_RESTRICT P, int64_t ldp,
                                      const float* HWY_RESTRICT alpha, float* HWY_RESTRICT Ot) {
   const F32 f;
-  const Visible visible(panel, j, n);
+  const Visible visible(panel, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     for (int64_t c = 0; c < dv; ++c) {
       float* o = Ot + c * panel.width() + v * kLanes;
       hn::Store(hn::Mul(hn::Load(f, o), hn::Load(f, alpha + v * kLanes)), f, o);
     }
-    for (int64_t jj = 0; jj < n; ++jj) {
+    for (int64_t jj = 0; jj < tile.n; ++jj) {
       const auto seen = visible.mask(v, jj);
       const V32 p = hn::Load(f, P + jj * ldp + v * kLanes);
       for (int64_t c = 0; c < dv; ++c) {
@@ -148,12 +148,12 @@ void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64
   HWY_ALIGN float alpha[kPanelRows];
 
   Panel panels[kPanels];
+  KeyTiles tiles[kPanels];  // that each panel has yet to visit
   int64_t count = 0;
-  KeyRange keys{INT64_MAX, 0};
   for (int64_t row = row_begin; row < row_end; row += kPanelRows, ++count) {
     Panel& panel = panels[count];
     make_panel(task, row, std::min(row_end, row + kPanelRows), &panel);
-    keys = {std::min(keys.begin, panel.any.begin), std::max(keys.end, panel.any.end)};
+    tiles[count] = panel.tiles({0, task.s.sk});
     load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk);
     transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
     std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);
@@ -161,29 +161,35 @@ void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64
     std::fill_n(s.l[count], panel.width(), 0.0f);
   }
 
-  // Tiles lie on multiples of kBc whatever the rows, so that a row's sums never depend on its
-  // block.
-  for (int64_t j = keys.begin / kBc * kBc; j < keys.end; j += kBc) {
-    const int64_t n = std::min(kBc, task.s.sk - j);
+  // The panels walk side by side: a tile is widened once for all that visit it.
+  const auto next_tile = [&] {
+    return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
+      return x.tile().j < y.tile().j;
+    });
+  };
+  for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
+    const auto [j, n, unused] = next.tile();
     load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk);
     const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
     for (int64_t i = 0; i < count; ++i) {
       const Panel& panel = panels[i];
-      if (panel.empty(j, n)) continue;
+      const KeyTile tile = tiles[i].tile();
+      if (tile.j != j) continue;
+      tiles[i].next();
       const int64_t width = panel.width();
       gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
                         nullptr);
-      score_rule(p, panel, j, n, s.S, width, nullptr);
+      score_rule(p, panel, tile, s.S, width, nullptr);
       online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
       if (p.dropout_p > 0) {
         const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
-        drop(dropout, keep_scale, panel, j, n, width, s.S, nullptr);
+        drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
       }
-      if (finite || !panel.partial(j, n)) {
+      if (finite || !tile.partial) {
         gemm<Init::kScaleAdd>(p.dv, panel.vectors, n, {s.V, 1, ldv}, {s.S, width}, s.Ot[i], width,
                               alpha);
       } else {
-        accumulate_visible(panel, j, n, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
+        accumulate_visible(panel, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
       }
     }
   }

@@ -50,7 +50,8 @@ struct Kernels {
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 
-  int64_t (*decode_scratch)(const Problem&, int64_t heads);  ///< floats
+  int64_t (*decode_scratch)(const Problem&, int64_t heads,
+                            int64_t rows);  ///< floats, of a kv head's rows at most
   /// All rows of `heads` kv heads, from the task's on, over keys [key_begin, key_end): per row the
   /// unnormalized O, the maximum m (log2 units) and the sum l, as states [heads][rows][dv + 2].
   void (*decode)(const Task&, const ForwardArgs&, int64_t heads, int64_t key_begin, int64_t key_end,

@@ -48,8 +48,8 @@ struct Panel {
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
 
   int64_t width() const { return vectors * kLanes; }
-  bool partial(int64_t j, int64_t n) const { return j < all.begin || j + n > all.end; }
-  bool empty(int64_t j, int64_t n) const { return j >= any.end || j + n <= any.begin; }
+  /// The tiles of `keys` that the panel visits.
+  KeyTiles tiles(KeyRange keys) const { return {keys, any, all, kBc}; }
 };
 
 inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Panel* panel) {
@@ -84,7 +84,8 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
 struct Visible {
   HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];
 
-  Visible(const Panel& panel, int64_t j, int64_t n) {
+  Visible(const Panel& panel, const KeyTile& tile) {
+    const auto [j, n, partial] = tile;
     for (int64_t lane = 0; lane < panel.width(); ++lane) {
       begin[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.begin[lane] - j, 0, n));
       end[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.end[lane] - j, 0, n));
@@ -99,23 +100,28 @@ struct Visible {
   }
 };
 
-/// The factor of Q in front of the product with K: with softcap, tanh takes scores over the cap;
-/// without, scores come out in log2 units at once.
+/// The factor of Q in front of the product with K: the scale, and where no softcap follows, the
+/// way to log2 units.
 inline float query_factor(const Problem& p) {
-  return static_cast<float>(p.softcap > 0 ? p.scale / p.softcap : p.scale * 1.4426950408889634);
+  return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
 }
 
 /// Turns the products S [n][ld] into scores in log2 units: softcap, ALiBi, then -inf where masked.
 /// Where `slope_of_cap` is given it takes the derivative 1 - tanh^2 of the softcap.
-HWY_INLINE void score_rule(const Problem& p, const Panel& panel, int64_t j, int64_t n,
+HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& tile,
                            float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope_of_cap) {
   const F32 f;
+  const auto [j, n, partial] = tile;
   if (p.softcap > 0) {
-    const V32 cap = hn::Set(f, static_cast<float>(p.softcap * 1.4426950408889634));
+    // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
+    // nor its reciprocal would be a normal number.
+    const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
+    const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
+    const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
     for (int64_t jj = 0; jj < n; ++jj) {
       for (int64_t v = 0; v < panel.vectors; ++v) {
         float* at = S + jj * ld + v * kLanes;
-        const V32 t = hn::Tanh(f, hn::Load(f, at));
+        const V32 t = hn::Tanh(f, hn::Mul(per_cap, hn::Load(f, at)));
         hn::Store(hn::Mul(cap, t), f, at);
         if (slope_of_cap != nullptr) {
           hn::Store(hn::NegMulAdd(t, t, hn::Set(f, 1.0f)), f, slope_of_cap + (at - S));
@@ -137,8 +143,8 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, int64_t j, int6
       }
     }
   }
-  if (panel.partial(j, n)) {
-    const Visible visible(panel, j, n);
+  if (partial) {
+    const Visible visible(panel, tile);
     const V32 masked = hn::Set(f, -std::numeric_limits<float>::infinity());
     for (int64_t jj = 0; jj < n; ++jj) {
       for (int64_t v = 0; v < panel.vectors; ++v) {
@@ -164,9 +170,11 @@ HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* hig
 /// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped. j % 4 == 0.
 /// Where P and `second` are both given, both are treated alike. Philox runs lane by lane
 /// (philox.h).
-HWY_INLINE void drop(const DropoutMask& mask, float keep_scale, const Panel& panel, int64_t j,
-                     int64_t n, int64_t ld, float* HWY_RESTRICT P, float* HWY_RESTRICT second) {
+HWY_INLINE void drop(const DropoutMask& mask, float keep_scale, const Panel& panel,
+                     const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
+                     float* HWY_RESTRICT second) {
   const F32 f;
+  const auto [j, n, partial] = tile;
   const U32 u;
   const auto threshold = hn::Set(u, mask.threshold());
   const V32 kept = hn::Set(f, keep_scale);

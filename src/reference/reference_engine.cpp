@@ -42,6 +42,7 @@ class Work {
       : p_(problem), threads_(threads), args_(args), run_(run), sequences_(problem, args) {}
 
   void forward() const {
+    if (p_.total_q == 0) return;  // beside no rows there may be any number of heads
     parallel_for(p_.batch * p_.hq, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
       const Sequence s = sequences_[b];
@@ -56,6 +57,7 @@ class Work {
   }
 
   void backward() const {
+    if (p_.total_q == 0 && p_.total_k == 0) return;
     // One task owns a kv head, so that the gradients of its q heads add up in a fixed order.
     parallel_for(p_.batch * p_.hk, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
@@ -63,7 +65,8 @@ class Work {
       const auto k = gather(args_.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
       const auto v = gather(args_.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
       std::vector<double> dk(k.size()), dv(v.size());
-      for (int64_t h = kv * p_.group(); h < (kv + 1) * p_.group(); ++h) {
+      const int64_t heads = s.sq == 0 ? 0 : p_.group();
+      for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
         const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
         const auto dout = gather(args_.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),

@@ -253,6 +253,113 @@ TEST_P(Adversarial, ScoresOfMinusInfinity) {
   }
 }
 
+// Scales that f32 holds as 0, as a denormal number or near its end, of scores that stay in range.
+TEST_P(Adversarial, ScalesOfAnySize) {
+  const Case c{.sq = 40, .sk = 130, .hq = 2, .d = 24, .dv = 24, .mask = causal()};
+  for (const double scale : {0.0, 1e-40, -1e-40, 1e-46, 1e-300, -0.3}) {
+    SCOPED_TRACE(scale);
+    follows_reference(c, [&](Workload& w) { w.options.scale = scale; });
+  }
+  for (const double softcap : {0.0, 2.0}) {
+    for (const int64_t sq : {40, 3}) {
+      Case large = c;
+      large.sq = sq;
+      follows_reference(large, [&](Workload& w) {
+        const bool f16 = w.c.dtype == DType::kF16;
+        std::mt19937_64 random(6);
+        randomize(w.forward.q, random, f16 ? 1e-3 : 1e-19);
+        randomize(w.forward.k, random, f16 ? 1e-3 : 1e-19);
+        w.options.scale = f16 ? 2e5 : 2e37;
+        w.options.softcap = softcap;
+      });
+    }
+  }
+}
+
+// A score of -inf is one whatever it is scaled by.
+TEST_P(Adversarial, SmallScaleOfInfiniteKeys) {
+  for (const DType dtype : kDtypes) {
+    for (const int64_t sq : {20, 3}) {
+      Workload w({.dtype = dtype, .sq = sq, .sk = 150, .d = 8, .dv = 8}, 4);
+      w.options.engine = engine();
+      w.options.scale = 1e-40;
+      fill(w.forward.q, [](int64_t, int64_t, int64_t) { return 1; });
+      edit(w.forward.k, [](std::vector<double>& k) { std::fill_n(k.begin(), 77 * 8, -kInf); });
+      forward(w.forward, w.options);
+      EXPECT_TRUE(forward_is_right(w, expect(w)));
+    }
+  }
+}
+
+// A cap far above all scores is none.
+TEST_P(Adversarial, LargeSoftcaps) {
+  for (const DType dtype : kDtypes) {
+    for (const int64_t sq : {40, 3}) {
+      for (const double softcap : {1e6, 1e20, 1e30, 1e37, 1e38, 3e38, 1e39, 1e300}) {
+        SCOPED_TRACE(softcap);
+        Workload w({.dtype = dtype, .sq = sq, .sk = 130, .hq = 2, .mask = causal()}, 5);
+        w.options.engine = engine();
+        w.options.softcap = softcap;
+        w.run();
+        w.options.softcap = 0;
+        const Expected e = expect(w);
+        EXPECT_TRUE(forward_is_right(w, e));
+        EXPECT_TRUE(backward_is_right(w, e));
+      }
+    }
+  }
+}
+
+// A cap far below all scores leaves their signs; one among tiny scores bends them.
+TEST_P(Adversarial, SmallSoftcaps) {
+  for (const int64_t sq : {40, 3}) {
+    const Case c{.sq = sq, .sk = 130, .hq = 2, .d = 24, .dv = 24, .mask = causal()};
+    for (const double softcap : {1e-6, 1e-30, 1e-37, 1e-38, 1e-40, 1e-44}) {
+      for (const double scale : {0.2, 1e30}) {
+        SCOPED_TRACE(std::to_string(std::log10(softcap)) + ", " + std::to_string(scale));
+        follows_reference(c, [&](Workload& w) {
+          w.options.softcap = softcap;
+          w.options.scale = scale;
+        });
+      }
+    }
+    follows_reference(c, [&](Workload& w) {
+      const double size = w.c.dtype == DType::kF16 ? 1e-3 : 1e-15;
+      std::mt19937_64 random(7);
+      randomize(w.forward.q, random, size);
+      randomize(w.forward.k, random, size);
+      w.options.softcap = size * size;
+    });
+    Workload w(c, 5);
+    w.options.engine = engine();
+    w.options.softcap = 1e-300;
+    w.run();
+    w.options.softcap = 1e-44;  // 1e-300 is no cap to the naive computation in f32
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
+// The LSE of huge scores is rounded by more than they differ; P must not be above 1 for that.
+TEST(CpuNumbers, ProbabilitiesOfHugeScores) {
+  for (const double size : {1e3, 1e4, 1e6, 1e15}) {
+    Workload w({.sq = 50, .sk = 130, .hq = 2, .d = 24, .dv = 24}, 8);
+    w.options.engine = "cpu";
+    std::mt19937_64 random(8);
+    randomize(w.forward.q, random, size);
+    randomize(w.forward.k, random, size);
+    w.seal();
+    w.run();
+    const auto dout = read(w.backward.dout), dv = read(w.backward.dv);
+    std::vector<double> most(24);  // of dV = P^T dO in each dimension
+    for (size_t n = 0; n < dout.size(); ++n) most[n % 24] += std::fabs(dout[n]);
+    for (size_t n = 0; n < dv.size(); ++n) {
+      ASSERT_LE(std::fabs(dv[n]), 1.0001 * most[n % 24]) << "scores of " << size * size;
+    }
+  }
+}
+
 FULGUR_EVERY_ENGINE(Adversarial);
 
 }  // namespace

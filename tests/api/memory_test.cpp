@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <string>
@@ -140,6 +141,90 @@ TEST_P(Memory, WorkspaceIsLinear) {
         // At most a few copies of the tensors; the reference engine's are of doubles.
         EXPECT_LE(one, 64 * 16384 * heads * 64 * int64_t{sizeof(float)});
       }
+    }
+  }
+}
+
+// Beside a size of 0 there may be any number of heads and sequences: nothing walks over them.
+TEST_P(Memory, NothingToDoTakesNoTime) {
+  const int64_t many = int64_t{1} << 62;
+  std::vector<float> memory(64);
+  const auto tensor = [&](std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(memory.data(), DType::kF32, shape);
+  };
+  // The same element at every place but along the last dimension.
+  const auto broadcast = [&](std::initializer_list<int64_t> shape) {
+    Tensor t = tensor(shape);
+    std::fill_n(t.strides.begin(), t.rank - 1, 0);
+    return t;
+  };
+  Options options;
+  options.engine = engine();
+  Dense none(DType::kI32, {4}), keys(DType::kI32, {4});
+  write(none, std::vector<double>(4));
+  write(keys, std::vector{0.0, 1.0, 1.0, 4.0});
+
+  const Tensor no_q = broadcast({0, many, 8}), no_lse = broadcast({many, 0});
+  const auto run_forward = [&](const Tensor& q, const Tensor& k, const Tensor& lse,
+                               const Tensor& cu_q, const Tensor& cu_k) {
+    forward(ForwardTensors{.q = q,
+                           .k = k,
+                           .v = k,
+                           .out = q,
+                           .lse = lse,
+                           .cu_seqlens_q = cu_q,
+                           .cu_seqlens_k = cu_k},
+            options);
+  };
+  const auto run_backward = [&](const Tensor& q, const Tensor& k, const Tensor& lse,
+                                const Tensor& dk, const Tensor& dv, const Tensor& cu_q,
+                                const Tensor& cu_k) {
+    backward(BackwardTensors{.dout = q,
+                             .q = q,
+                             .k = k,
+                             .v = k,
+                             .out = q,
+                             .lse = lse,
+                             .dq = q,
+                             .dk = dk,
+                             .dv = dv,
+                             .cu_seqlens_q = cu_q,
+                             .cu_seqlens_k = cu_k},
+             options);
+  };
+  run_forward(no_q, no_q, no_lse, none, none);
+  run_backward(no_q, no_q, no_lse, no_q, no_q, none, none);
+
+  const int64_t heads = int64_t{1} << 40;
+  run_forward(broadcast({0, heads, 8}), broadcast({4, heads, 8}), broadcast({heads, 0}), none,
+              keys);
+  Dense dk(DType::kF32, {4, 1, 8}), dv(DType::kF32, {4, 1, 8});
+  run_backward(no_q, broadcast({4, 1, 8}), no_lse, dk, dv, none, keys);
+  for (const Dense* t : {&dk, &dv}) EXPECT_EQ(read(*t), std::vector<double>(4 * 8));
+
+  const Tensor empty = broadcast({many, 0, many, 8}), empty_lse = broadcast({many, many, 0});
+  run_forward(empty, empty, empty_lse, {}, {});
+  run_backward(empty, empty, empty_lse, empty, empty, {}, {});
+}
+
+// Of many keys, only those that a window shows are walked over, in blocks and in parts.
+TEST_P(Memory, HiddenKeysTakeNoTime) {
+  if (engine() == "reference") GTEST_SKIP() << "it would copy all keys";
+  std::vector<float> memory(64, 1);
+  Tensor k = Tensor::contiguous(memory.data(), DType::kF32, {1, int64_t{1} << 40, 1, 8});
+  k.strides = {0, 0, 0, 1};
+  for (const int64_t sq : {1, 3, 50}) {
+    for (const bool invariant : {false, true}) {
+      Workload w({.sq = sq, .d = 8, .dv = 8}, 1);
+      w.options.engine = engine();
+      w.options.mask = window(1000, 0);
+      w.options.invariant = invariant;
+      forward({w.forward.q, k, k, w.forward.out, w.forward.lse}, w.options);
+      for (const double x : read(w.forward.out)) ASSERT_NEAR(x, 1, 1e-5);
+      EXPECT_LE(plan(ForwardArgs{w.forward.q, k, k, w.forward.out, w.forward.lse}, w.options)
+                    .workspace()
+                    .bytes,
+                1 << 20);
     }
   }
 }

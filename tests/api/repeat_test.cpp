@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <set>
 
 #include "engines.h"
@@ -170,6 +172,227 @@ TEST_P(Repeat, InvariantToPacking) {
         EXPECT_EQ(bits(one.backward.dk), bits(k_rows(w.backward.dk)));
         EXPECT_EQ(bits(one.backward.dv), bits(k_rows(w.backward.dv)));
       }
+    }
+  }
+}
+
+// A sequence: its inputs as rows of [heads][dim].
+struct Sample {
+  int64_t sq, sk;
+  std::vector<double> q, k, v, dout;
+};
+
+// Sequences of one shape of heads under one set of options.
+struct Recipe {
+  DType dtype;
+  int64_t hq, hk, d, dv;
+  Options options;
+  Tensor slopes;
+
+  // Values of `size`; of size infinity or NaN, a few of them are that.
+  Sample sample(int64_t sq, int64_t sk, double size, std::mt19937_64& random) const {
+    const auto values = [&](int64_t n) {
+      std::vector<double> all(static_cast<size_t>(n));
+      for (double& x : all) {
+        x = std::isfinite(size)  ? size * normal(random)
+            : random() % 64 == 0 ? size
+                                 : normal(random);
+      }
+      return all;
+    };
+    return {sq,
+            sk,
+            values(sq * hq * d),
+            values(sk * hk * d),
+            values(sk * hk * dv),
+            values(sq * hq * dv)};
+  }
+};
+
+// Memory of a batch: NaN wherever no sequence lies.
+struct Batch {
+  Batch(const Recipe& s, int64_t rows, int64_t keys)
+      : q(s.dtype, {rows, s.hq, s.d}),
+        k(s.dtype, {keys, s.hk, s.d}),
+        v(s.dtype, {keys, s.hk, s.dv}),
+        out(s.dtype, {rows, s.hq, s.dv}),
+        dout(s.dtype, {rows, s.hq, s.dv}),
+        dq(s.dtype, {rows, s.hq, s.d}),
+        dk(s.dtype, {keys, s.hk, s.d}),
+        dv(s.dtype, {keys, s.hk, s.dv}),
+        lse(DType::kF32, {rows * s.hq}) {}
+
+  struct Lengths {
+    Tensor cu_q{}, cu_k{}, used_k{};
+  };
+
+  void run(const Recipe& s, int threads, const Lengths& lengths,
+           const std::function<Tensor(const Tensor&)>& of_q,
+           const std::function<Tensor(const Tensor&)>& of_k, const Tensor& lse_view) const {
+    Options options = s.options;
+    options.invariant = options.deterministic = true;
+    options.threads = threads;
+    const auto& [cu_q, cu_k, used_k] = lengths;
+    forward({of_q(q), of_k(k), of_k(v), of_q(out), lse_view, s.slopes, cu_q, cu_k, used_k},
+            options);
+    backward({of_q(dout), of_q(q), of_k(k), of_k(v), of_q(out), lse_view, of_q(dq), of_k(dk),
+              of_k(dv), s.slopes, cu_q, cu_k, used_k},
+             options);
+  }
+  // The inputs of a sequence whose first row and key are these.
+  void write_sample(const Sample& s, int64_t row, int64_t key) const {
+    write(slice(q, row, s.sq), s.q);
+    write(slice(dout, row, s.sq), s.dout);
+    write(slice(k, key, s.sk), s.k);
+    write(slice(v, key, s.sk), s.v);
+  }
+  // Its results, lse apart.
+  std::vector<Bits> read_sample(const Sample& s, int64_t row, int64_t key) const {
+    return {bits(slice(out, row, s.sq)), bits(slice(dq, row, s.sq)), bits(slice(dk, key, s.sk)),
+            bits(slice(dv, key, s.sk))};
+  }
+  static Tensor slice(Tensor t, int64_t begin, int64_t count) {
+    t.data = static_cast<std::byte*>(t.data) + begin * t.strides[0] * size_of(t.dtype);
+    t.shape[0] = count;
+    return t;
+  }
+
+  Dense q, k, v, out, dout, dq, dk, dv, lse;
+};
+
+// out, dq, dk, dv, lse of each sequence of a packed batch with rows behind the last.
+std::vector<std::vector<Bits>> run_packed(const Recipe& s, const std::vector<Sample>& samples,
+                                          int threads) {
+  std::vector<double> cu_q{0}, cu_k{0};
+  for (const Sample& one : samples) {
+    cu_q.push_back(cu_q.back() + static_cast<double>(one.sq));
+    cu_k.push_back(cu_k.back() + static_cast<double>(one.sk));
+  }
+  const auto size = static_cast<int64_t>(cu_q.size());
+  const auto rows = static_cast<int64_t>(cu_q.back()) + 5;
+  const Batch batch(s, rows, static_cast<int64_t>(cu_k.back()) + 70);
+  for (size_t b = 0; b < samples.size(); ++b) {
+    batch.write_sample(samples[b], static_cast<int64_t>(cu_q[b]), static_cast<int64_t>(cu_k[b]));
+  }
+  Dense lengths_q(DType::kI32, {size}), lengths_k(DType::kI32, {size});
+  write(lengths_q, cu_q);
+  write(lengths_k, cu_k);
+  const auto same = [](const Tensor& t) { return t; };
+  Tensor lse = Tensor::contiguous(batch.lse.tensor().data, DType::kF32, {s.hq, rows});
+  batch.run(s, threads, {lengths_q, lengths_k, {}}, same, same, lse);
+  std::vector<std::vector<Bits>> results;
+  for (size_t b = 0; b < samples.size(); ++b) {
+    const auto row = static_cast<int64_t>(cu_q[b]), key = static_cast<int64_t>(cu_k[b]);
+    results.push_back(batch.read_sample(samples[b], row, key));
+    Tensor part = lse;
+    part.data = static_cast<float*>(lse.data) + row;
+    part.shape[1] = samples[b].sq;
+    results.back().push_back(bits(part));
+  }
+  return results;
+}
+
+// The same of a padded batch: all sequences have the queries of the first and room for `keys` keys,
+// of which seqused_k says how many exist.
+std::vector<std::vector<Bits>> run_padded(const Recipe& s, const std::vector<Sample>& samples,
+                                          int64_t keys, int threads) {
+  const auto size = static_cast<int64_t>(samples.size());
+  const int64_t sq = samples[0].sq;
+  const Batch batch(s, size * sq, size * keys);
+  std::vector<double> used;
+  for (int64_t b = 0; b < size; ++b) {
+    batch.write_sample(samples[b], b * sq, b * keys);
+    used.push_back(static_cast<double>(samples[b].sk));
+  }
+  Dense lengths(DType::kI32, {size});
+  write(lengths, used);
+  Batch::Lengths given;
+  if (size > 1 || keys != samples[0].sk) given.used_k = lengths;
+  const auto with_batch = [size](int64_t rows) {
+    return [size, rows](const Tensor& t) {
+      return Tensor::contiguous(t.data, t.dtype, {size, rows, t.shape[1], t.shape[2]});
+    };
+  };
+  const Tensor lse = Tensor::contiguous(batch.lse.tensor().data, DType::kF32, {size, s.hq, sq});
+  batch.run(s, threads, given, with_batch(sq), with_batch(keys), lse);
+  std::vector<std::vector<Bits>> results;
+  for (int64_t b = 0; b < size; ++b) {
+    results.push_back(batch.read_sample(samples[b], b * sq, b * keys));
+    results.back().push_back(bits(Batch::slice(lse, b, 1)));
+  }
+  return results;
+}
+
+// What a sequence gives does not depend on its neighbours, whatever they are and hold, on how many
+// there are, on how the batch lies in memory, or on threads.
+TEST_P(Repeat, InvariantToNeighbours) {
+  constexpr int64_t kQueries[] = {1, 2, 5, 8, 9, 15, 16, 17, 33, 100, 200};
+  constexpr int64_t kGroups[] = {1, 2, 4};
+  constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+  constexpr double kSizes[] = {1,
+                               1,
+                               1,
+                               1e4,
+                               std::numeric_limits<double>::infinity(),
+                               std::numeric_limits<double>::quiet_NaN()};
+  const Mask masks[] = {full(), causal(), window(100, 0), window(700, 30)};
+  const char* const names[] = {"out", "dq", "dk", "dv", "lse"};
+  const int rounds = engine() == "reference" ? 4 : 60;
+  for (int round = 0; round < rounds; ++round) {
+    std::mt19937_64 random(static_cast<uint64_t>(round));
+    const auto pick = [&](const auto& values) { return values[random() % std::size(values)]; };
+    const int64_t hk = 1 + static_cast<int64_t>(random() % 2), hq = hk * pick(kGroups);
+    Recipe s{pick(kDtypes), hq, hk, 40, 24, {}, {}};
+    s.options.mask = pick(masks);
+    s.options.softcap = round % 5 == 0 ? 3 : 0;
+    s.options.engine = engine();
+    Dense slopes(DType::kF32, {hq});
+    write(slopes, std::vector<double>(static_cast<size_t>(hq), 0.1));
+    if (round % 4 == 0) s.slopes = slopes;
+
+    const bool packed = round % 4 != 3;  // else a padded batch: all have the same queries
+    int64_t sq = pick(kQueries), longest = 0;
+    std::vector<Sample> samples;
+    for (uint64_t n = 2 + random() % 5; n > 0; --n) {
+      if (packed) sq = random() % 8 == 0 ? 0 : pick(kQueries);
+      const int64_t most = sq > 33 || engine() == "reference" ? 400 : 2500;
+      const auto sk = static_cast<int64_t>(random()) & INT64_MAX;
+      samples.push_back(s.sample(sq, sk % 8 == 0 ? 0 : sk % most, pick(kSizes), random));
+      longest = std::max(longest, samples.back().sk);
+    }
+    const auto threads = [&] { return 1 + static_cast<int>(random() % 4); };
+    const auto whole = packed ? run_packed(s, samples, threads())
+                              : run_padded(s, samples, longest + 13, threads());
+    for (size_t b = 0; b < samples.size(); ++b) {
+      const Sample& one = samples[b];
+      const std::vector<Bits> alone[] = {run_packed(s, {one}, threads())[0],
+                                         run_padded(s, {one}, one.sk, threads())[0],
+                                         run_padded(s, {one}, one.sk + 100, threads())[0]};
+      for (size_t way = 0; way < std::size(alone); ++way) {
+        for (size_t i = 0; i < std::size(names); ++i) {
+          EXPECT_TRUE(whole[b][i] == alone[way][i])
+              << names[i] << " in round " << round << " of sequence " << b << ", " << one.sq
+              << " x " << one.sk << ", is not that of the sequence alone, way " << way;
+        }
+      }
+    }
+  }
+}
+
+// Where heads and rows lie in memory decides what is read together, not what is computed.
+TEST_P(Repeat, InvariantToLayout) {
+  for (Case c : shapes()) {
+    if (c.packed()) continue;
+    SCOPED_TRACE(c.name());
+    std::vector<Bits> first;
+    for (const Layout layout : {Layout::kBshd, Layout::kBhsd, Layout::kPadded}) {
+      c.layout = layout;
+      Workload w(c, 7);
+      w.options.engine = engine();
+      w.options.invariant = w.options.deterministic = true;
+      w.run();
+      if (first.empty()) first = all_bits(w);
+      ASSERT_EQ(all_bits(w), first) << c.name();
     }
   }
 }

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "cpu/kernels.h"
 #include "engines.h"
 #include "fulgur/attention.h"
 #include "storage.h"
@@ -101,6 +104,39 @@ TEST(Tiles, KeyRangeOfRowsCoversEachRow) {
   }
 }
 
+// A walk over some of the keys: the tiles that hold a visible score, and whether all of it is.
+TEST(Tiles, WalkVisitsWhatIsVisible) {
+  for (const Mask& mask : masks()) {
+    for (const Sequence& s : sequences()) {
+      const int64_t Bc = 4;
+      for (int64_t i0 = 0; i0 < s.sq; i0 += 8) {
+        const int64_t i1 = std::min(s.sq, i0 + 8);
+        KeyRange any{INT64_MAX, 0}, all{0, INT64_MAX};
+        for (int64_t i = i0; i < i1; ++i) {
+          const KeyRange keys = visible_keys(mask, s, i);
+          all = {std::max(all.begin, keys.begin), std::min(all.end, keys.end)};
+          if (!keys.empty()) {
+            any = {std::min(any.begin, keys.begin), std::max(any.end, keys.end)};
+          }
+        }
+        for (const KeyRange keys : {KeyRange{0, s.sk}, {4, std::min<int64_t>(s.sk, 12)}}) {
+          KeyTiles walk(keys, any, all, Bc);
+          for (int64_t j = keys.begin; j < keys.end; j += Bc) {
+            const int64_t end = std::min(keys.end, j + Bc);
+            const Tile tile = tile_of(mask, s, i0, i1, j, end);
+            if (tile == Tile::kEmpty) continue;
+            ASSERT_EQ(walk.tile().j, j);
+            ASSERT_EQ(walk.tile().n, end - j);
+            ASSERT_EQ(walk.tile().partial, tile == Tile::kPartial);
+            walk.next();
+          }
+          ASSERT_TRUE(walk.done());
+        }
+      }
+    }
+  }
+}
+
 class PlanNumbers : public EveryEngine {};
 
 TEST_P(PlanNumbers, TilesOfEachSequence) {
@@ -124,6 +160,31 @@ TEST_P(PlanNumbers, TilesOfEachSequence) {
   }
   EXPECT_EQ(status_of([&] { p.tiles(3); }), Status::kInvalidArgument);
   EXPECT_EQ(status_of([&] { p.tiles(-1); }), Status::kInvalidArgument);
+}
+
+// The CPU engine masks a panel of rows at a time; few queries do not fill one, whatever their
+// heads.
+TEST(CpuTiles, ArePanels) {
+  const int64_t panel = cpu::kernels().panel_rows;
+  struct {
+    int64_t sq, hq, Br;
+  } const cases[] = {{300, 2, panel}, {300, 8, panel}, {17, 2, std::min<int64_t>(17, panel)},
+                     {5, 8, 5},       {5, 2, 5},       {1, 8, 1}};
+  for (const auto& [sq, hq, Br] : cases) {
+    for (const bool backward : {false, true}) {
+      const auto q = Tensor::contiguous(nullptr, DType::kF32, {1, sq, hq, 16}),
+                 k = Tensor::contiguous(nullptr, DType::kF32, {1, 300, 2, 16}),
+                 lse = Tensor::contiguous(nullptr, DType::kF32, {1, hq, sq});
+      const Options options{.mask = causal(), .engine = "cpu"};
+      const Plan p = backward ? plan(BackwardArgs{q, q, k, k, q, lse, q, k, k}, options)
+                              : plan(ForwardArgs{q, k, k, q, lse}, options);
+      const TileMap map = p.tiles();
+      EXPECT_EQ(map.Br, Br) << sq << " queries of " << hq << " heads";
+      EXPECT_EQ(map.Bc, cpu::kBc);
+      EXPECT_NE(p.explain().find("Br " + std::to_string(Br) + " rows"), std::string::npos)
+          << p.explain();
+    }
+  }
 }
 
 TEST_P(PlanNumbers, FlopsAndBytes) {
