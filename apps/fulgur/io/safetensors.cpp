@@ -38,12 +38,12 @@ std::string quoted(const std::string& tensor) { return json(tensor).dump(-1, ' '
 
 json parse_header(Bytes header, std::string_view name) {
   std::set<std::string> keys;
-  const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
-    using enum json::parse_event_t;
-    if (depth >= kMaxDepth && (event == object_start || event == array_start)) {
+  using Event = json::parse_event_t;
+  const auto check = [&](int depth, Event event, json& parsed) {
+    if (depth >= kMaxDepth && (event == Event::object_start || event == Event::array_start)) {
       fail(name, "the header nests lists and objects more than {} deep", kMaxDepth);
     }
-    if (depth == 1 && event == key && !keys.insert(parsed.get<std::string>()).second) {
+    if (depth == 1 && event == Event::key && !keys.insert(parsed.get<std::string>()).second) {
       fail(name, "the header has the tensor {} twice", quoted(parsed.get<std::string>()));
     }
     return true;
