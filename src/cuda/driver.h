@@ -76,6 +76,9 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
      unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments, \
      void** extra))
 
+/// 12.0, as the driver counts: the first CUDA with tensor maps and cuStreamGetId.
+inline constexpr int kLeastVersion = 12000;
+
 /// The driver's functions.
 struct Driver {
 #define FULGUR_MEMBER(name, symbol, arguments) CUresult(*name) arguments = nullptr;

@@ -12,7 +12,7 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
   if (const std::string why = hopper_forward_rejects(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
-  CubinCache cache(folder.empty() ? CacheFolder::default_path() : std::filesystem::path(folder));
+  CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
   if (const std::string why = cache.folder().unusable(); !why.empty())
     throw Error(Status::kInternal, why);
   Prewarmed result;

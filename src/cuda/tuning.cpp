@@ -57,7 +57,7 @@ std::string tuning_key(const Gpu& gpu, const Problem& problem) {
 }
 
 Tunings& Tunings::here() {
-  static auto& tunings = *new Tunings(CacheFolder::default_path());  // outlives every plan
+  static auto& tunings = *new Tunings(CacheFolder::standard());  // outlives every plan
   return tunings;
 }
 
