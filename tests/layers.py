@@ -29,7 +29,7 @@ LAYERS = [
 # Layers inside a folder, for its files that include each other.
 INNER = {
     "src/cuda/": [
-        ("loader", r"(shared_library|driver|sha256)\.\w+"),
+        ("loader", r"(shared_library|trust|driver|sha256)\.\w+"),
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
         ("families", r"(family|tensor_map|hopper_\w+)\.\w+"),

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <string_view>
 
 #include "fulgur/error.h"
@@ -17,6 +19,15 @@
 #include "cpu/backward-inl.h"
 #include "cpu/decode-inl.h"
 #include "cpu/forward-inl.h"
+
+#ifndef FULGUR_CPU_KERNELS_OF
+#define FULGUR_CPU_KERNELS_OF
+namespace fulgur::cpu {
+/// The table of a Highway target; null for one that this build lacks.
+template <int64_t kTarget>
+constexpr const Kernels& (*kTableOf)() = nullptr;
+}  // namespace fulgur::cpu
+#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -42,6 +53,10 @@ const Kernels& table() {
 }  // namespace fulgur::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
+template <>
+constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kTableOf<HWY_TARGET>)() =
+    fulgur::cpu::HWY_NAMESPACE::table;
+
 #if HWY_ONCE
 namespace fulgur::cpu {
 
@@ -49,27 +64,32 @@ HWY_EXPORT(table);
 
 namespace {
 
-/// The bit of a target's name; 0 for a name that this build lacks.
-int64_t target_bit(std::string_view name) {
-  constexpr std::pair<std::string_view, int64_t> kNames[] = {
-      {"sse4", HWY_SSE4}, {"avx2", HWY_AVX2}, {"avx512", HWY_AVX3}, {"neon", HWY_NEON}};
-  for (const auto& [known, bit] : kNames) {
-    if (name == known) return bit & HWY_TARGETS;
-  }
-  return 0;
+/// A target that users may force.
+struct Target {
+  std::string_view name;
+  int64_t bit;
+  const Kernels& (*table)();
+};
+constexpr Target kTargets[] = {{"sse4", HWY_SSE4, kTableOf<HWY_SSE4>},
+                               {"avx2", HWY_AVX2, kTableOf<HWY_AVX2>},
+                               {"avx512", HWY_AVX3, kTableOf<HWY_AVX3>},
+                               {"neon", HWY_NEON, kTableOf<HWY_NEON>}};
+
+const Kernels& forced(std::string_view name) {
+  const auto* const target = std::find_if(std::begin(kTargets), std::end(kTargets),
+                                          [&](const Target& t) { return t.name == name; });
+  const bool built = target != std::end(kTargets) && target->table != nullptr;
+  // Highway's own choice stays as it is: other parts of the process may compute by it.
+  if (built && (target->bit & hwy::SupportedTargets()) != 0) return target->table();
+  throw Error(Status::kUnavailable,
+              fmt::format("FULGUR_CPU_TARGET: got \"{}\", which this {} lacks; want one of sse4, "
+                          "avx2, avx512, neon that it has",
+                          name, built ? "machine" : "build"));
 }
 
 const Kernels& select() {
-  if (const char* wanted = std::getenv("FULGUR_CPU_TARGET"); wanted != nullptr && *wanted != 0) {
-    const int64_t bit = target_bit(wanted);
-    if ((bit & hwy::SupportedTargets()) == 0) {
-      throw Error(Status::kUnavailable,
-                  fmt::format("FULGUR_CPU_TARGET: got \"{}\", which this {}; want one of sse4, "
-                              "avx2, avx512, neon that it has",
-                              wanted, bit == 0 ? "build lacks" : "machine lacks"));
-    }
-    hwy::SetSupportedTargetsForTest(bit);
-  }
+  const char* const wanted = std::getenv("FULGUR_CPU_TARGET");
+  if (wanted != nullptr && *wanted != 0) return forced(wanted);
   return HWY_DYNAMIC_DISPATCH(table)();
 }
 

@@ -10,52 +10,41 @@
 #include <charconv>
 #include <cstdio>
 
+#include "cuda/trust.h"
+
 namespace fulgur::cuda {
 namespace {
-
-namespace fs = std::filesystem;
-
-class File {
- public:
-  File(const fs::path& path, int flags) : fd_(open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int fd() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_;
-};
 
 /// Holds the right to make one entry, among threads and processes. The lock's file goes with it.
 class EntryLock {
  public:
-  explicit EntryLock(const fs::path& path) : path_(path) {
+  EntryLock(const Descriptor& folder, std::string name) : folder_(folder), name_(std::move(name)) {
     for (;;) {
-      file_.emplace(path_, O_RDWR | O_CREAT);
-      if (!*file_) return;
+      file_ = Descriptor(
+          openat(folder_.get(), name_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+      if (!file_) return;
       // A file system without locks: entries may be made twice, which only costs time.
-      while (flock(file_->fd(), LOCK_EX) != 0 && errno == EINTR) {
+      while (flock(file_.get(), LOCK_EX) != 0 && errno == EINTR) {
       }
       struct stat mine, there;
-      const bool current = fstat(file_->fd(), &mine) == 0 && stat(path_.c_str(), &there) == 0 &&
-                           mine.st_ino == there.st_ino;
+      const bool current =
+          fstat(file_.get(), &mine) == 0 &&
+          fstatat(folder_.get(), name_.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
+          mine.st_ino == there.st_ino;
       if (current) return;  // otherwise its last holder removed the file while this one waited
     }
   }
   ~EntryLock() {
-    if (*file_) unlink(path_.c_str());
+    if (file_) unlinkat(folder_.get(), name_.c_str(), 0);
   }
   EntryLock(const EntryLock&) = delete;
   EntryLock& operator=(const EntryLock&) = delete;
-  explicit operator bool() const { return static_cast<bool>(*file_); }
+  explicit operator bool() const { return static_cast<bool>(file_); }
 
  private:
-  fs::path path_;
-  std::optional<File> file_;
+  const Descriptor& folder_;
+  std::string name_;
+  Descriptor file_{-1};
 };
 
 }  // namespace
@@ -75,11 +64,13 @@ std::optional<Cubin> CubinCache::load(const std::string& key) const {
 
 Cubin CubinCache::get(const std::string& key, const std::function<Cubin()>& build) {
   if (auto cubin = load(key)) return *std::move(cubin);
-  if (const std::string why = folder_.unusable(); !why.empty()) {
+  std::string why;
+  const Descriptor folder = folder_.open(true, &why);
+  if (!folder) {
     warn(why);
     return build();
   }
-  const EntryLock lock(folder_.path() / (key + ".lock"));
+  const EntryLock lock(folder, key + ".lock");
   if (!lock) {
     warn(errno_text("write to", folder_.path()));
     return build();
@@ -87,7 +78,8 @@ Cubin CubinCache::get(const std::string& key, const std::function<Cubin()>& buil
   if (auto cubin = load(key)) return *std::move(cubin);  // another process was faster
   Cubin cubin = build();
   const std::string content = fmt::format("{}\n{}", cubin.log.size(), cubin.log + cubin.image);
-  if (const std::string why = folder_.store(key + ".cubin", content); !why.empty()) warn(why);
+  why = folder_.store(key + ".cubin", content);
+  if (!why.empty()) warn(why);
   return cubin;
 }
 

@@ -14,7 +14,7 @@ namespace fulgur::cuda {
 /// cannot be used costs a warning and a compilation.
 class CubinCache {
  public:
-  explicit CubinCache(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  explicit CubinCache(CacheFolder folder) : folder_(std::move(folder)) {}
 
   /// The entry of a key, or what `build` returns, stored. An exception of `build` stores nothing.
   Cubin get(const std::string& key, const std::function<Cubin()>& build);

@@ -10,18 +10,16 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kLeastVersion = 12000;  // the first with tensor maps and cuStreamGetId
-
 struct Loaded {
   Driver driver;
   std::string unavailable;
 
   Loaded() {
-    // Containers mount the driver here without telling the loader.
-    const std::array<std::filesystem::path, 3> folders = {
-        "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib"};
+    // The loader's path, then where containers mount the driver without telling the loader.
+    const std::array<std::filesystem::path, 4> places = {
+        "", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib"};
     const std::array<const char*, 1> names = {"libcuda.so.1"};
-    const SharedLibrary library = open_library(names, folders);
+    const SharedLibrary library = open_library(names, places);
     if (!library) {
       unavailable = fmt::format("no NVIDIA driver: looked for {}", library.searched);
       return;

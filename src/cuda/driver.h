@@ -102,6 +102,9 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 /// The handle of the calling thread's default stream.
 inline const CUstream CU_STREAM_PER_THREAD = reinterpret_cast<CUstream>(2);
 
+/// 12.0, as the driver counts: the first CUDA with tensor maps and cuStreamGetId.
+inline constexpr int kLeastVersion = 12000;
+
 /// The driver's functions.
 struct Driver {
 #define FULGUR_MEMBER(name, symbol, arguments) CUresult(*name) arguments = nullptr;

@@ -48,7 +48,7 @@ Cubin compile(const KernelRequest& request) {
 }
 
 Cubin cached(const KernelRequest& request) {
-  static CubinCache cache(CacheFolder::default_path());
+  static CubinCache cache(CacheFolder::standard());
   return cache.get(cache_key(request), [&] { return compile(request); });
 }
 

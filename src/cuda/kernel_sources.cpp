@@ -2,12 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 
 #include "cuda/sha256.h"
+#include "cuda/trust.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -15,21 +15,32 @@ namespace {
 
 namespace fs = std::filesystem;
 
+[[noreturn]] void fail(const fs::path& got, const std::string& why) {
+  throw Error(Status::kInvalidArgument,
+              fmt::format("FULGUR_KERNEL_DIR: got {}: {}; want the absolute path of a folder of "
+                          "kernel sources",
+                          got.string(), why));
+}
+
 KernelSources read_folder(const fs::path& folder) {
+  if (!folder.is_absolute()) fail(folder, "it is relative");
   KernelSources sources;
   std::error_code error;
-  for (const auto& entry : fs::recursive_directory_iterator(folder, error)) {
-    const std::string type = entry.path().extension();
+  fs::recursive_directory_iterator entry(folder, error);
+  for (const fs::recursive_directory_iterator end; !error && entry != end; entry.increment(error)) {
+    const fs::path path = entry->path(), type = path.extension();
     if (type != ".cu" && type != ".cuh" && type != ".h") continue;
-    std::ifstream file(entry.path(), std::ios::binary);
-    sources[fs::relative(entry.path(), folder).generic_string()] =
-        std::string(std::istreambuf_iterator<char>(file), {});
+    if (!fs::is_regular_file(path, error)) {
+      fail(folder, fmt::format("{} {}", path.string(),
+                               error ? "cannot be read: " + error.message() : "is not a file"));
+    }
+    std::ifstream file(path, std::ios::binary);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    if (!file.is_open() || file.bad()) fail(folder, path.string() + " cannot be read");
+    sources[path.lexically_relative(folder).generic_string()] = text;
   }
-  if (error || sources.empty()) {
-    throw Error(Status::kInvalidArgument,
-                fmt::format("FULGUR_KERNEL_DIR: got {}: {}; want a folder of kernel sources",
-                            folder.string(), error ? error.message() : "no kernel in it"));
-  }
+  if (error) fail(folder, error.message());
+  if (sources.empty()) fail(folder, "there is no kernel in it");
   return sources;
 }
 
@@ -37,8 +48,8 @@ KernelSources read_folder(const fs::path& folder) {
 
 const KernelSources& kernel_sources() {
   static const KernelSources kSources = [] {
-    const char* folder = std::getenv("FULGUR_KERNEL_DIR");
-    return folder == nullptr || *folder == 0 ? embedded_sources() : read_folder(folder);
+    const std::string folder = trusted_environment("FULGUR_KERNEL_DIR");
+    return folder.empty() ? embedded_sources() : read_folder(folder);
   }();
   return kSources;
 }

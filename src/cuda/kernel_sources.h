@@ -12,7 +12,8 @@ using KernelSources = std::map<std::string, std::string>;
 KernelSources embedded_sources();
 
 /// The text to compile: that of the folder FULGUR_KERNEL_DIR if it is set, the embedded otherwise.
-/// Read once. Throws Error(kInvalidArgument) when the folder cannot be read.
+/// Read once. Throws Error(kInvalidArgument) for a relative path, and for a folder of which not all
+/// can be read.
 const KernelSources& kernel_sources();
 
 /// SHA-256 over name, size and text of each source, in the order of names.

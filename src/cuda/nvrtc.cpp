@@ -7,7 +7,7 @@
 #include <filesystem>
 #include <vector>
 
-#include "cuda/shared_library.h"
+#include "cuda/driver.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -30,50 +30,75 @@ using nvrtcProgram = struct ProgramHandle*;
   F(nvrtcGetCUBIN, (nvrtcProgram program, char* image))                                           \
   F(nvrtcDestroyProgram, (nvrtcProgram * program))
 
-struct Nvrtc {
+struct Functions {
 #define FULGUR_MEMBER(name, arguments) nvrtcResult(*name) arguments = nullptr;
   FULGUR_NVRTC_FUNCTIONS(FULGUR_MEMBER)
 #undef FULGUR_MEMBER
-  std::string unavailable, identity, where;
+  const char* missing = nullptr;  ///< one that the library lacks
+
+  Functions() = default;
+  explicit Functions(const SharedLibrary& library) {
+#define FULGUR_LOAD(symbol_name, arguments)                                            \
+  symbol_name = reinterpret_cast<decltype(symbol_name)>(library.symbol(#symbol_name)); \
+  if (symbol_name == nullptr) missing = #symbol_name;
+    FULGUR_NVRTC_FUNCTIONS(FULGUR_LOAD)
+#undef FULGUR_LOAD
+  }
+
+  /// As the driver counts: 12040 is 12.4.
+  int version() const {
+    int major = 0, minor = 0;
+    nvrtcVersion(&major, &minor);
+    return 1000 * major + 10 * minor;
+  }
+};
+
+/// Why an open NVRTC cannot be used; empty when it can.
+std::string refused(const SharedLibrary& library, int driver_version) {
+  const Functions api(library);
+  const std::string where = library.path.string();
+  if (api.missing != nullptr) return fmt::format("{} lacks {}", where, api.missing);
+  const int version = api.version();
+  if (version < kLeastVersion) {
+    return fmt::format("{} is {}; want 12.0 or newer", where, version_text(version));
+  }
+  if (driver_version != 0 && version / 1000 > driver_version / 1000) {
+    return fmt::format("{} is {}; the driver, for CUDA {}, loads no code of a newer major version",
+                       where, version_text(version), version_text(driver_version));
+  }
+  return {};
+}
+
+/// NVRTC asks the loader for its builtins by name, which fails where the folder is on no path. An
+/// open library of that name is found.
+void open_builtins(const fs::path& folder) {
+  std::error_code none;
+  for (fs::directory_iterator entry(folder, none), end; entry != end; entry.increment(none)) {
+    if (!entry->path().filename().string().starts_with("libnvrtc-builtins.so")) continue;
+    std::string why;  // that NVRTC cannot compile without it is said by NVRTC
+    open_trusted(entry->path(), RTLD_NOW | RTLD_GLOBAL, why);
+  }
+}
+
+struct Nvrtc {
+  SharedLibrary library =
+      open_nvrtc(toolkit_places(), driver_unavailable().empty() ? driver().version : 0);
+  Functions api;
+  std::string unavailable, identity;
 
   Nvrtc() {
-    constexpr std::array<const char*, 3> kNames = {"libnvrtc.so.13", "libnvrtc.so.12",
-                                                   "libnvrtc.so"};
-    const SharedLibrary library = open_library(kNames, toolkit_folders());
     if (!library) {
       unavailable = fmt::format(
           "no NVRTC, the compiler of CUDA 12 or newer: looked for {}; set CUDA_HOME, or install "
-          "the Python package nvidia-cuda-nvrtc",
+          "the Python package nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for a driver of CUDA 12)",
           library.searched);
       return;
     }
-    where = library.path.string();
+    api = Functions(library);
     open_builtins(library.path.parent_path());
-#define FULGUR_LOAD(symbol_name, arguments)                                            \
-  symbol_name = reinterpret_cast<decltype(symbol_name)>(library.symbol(#symbol_name)); \
-  if (symbol_name == nullptr) unavailable = fmt::format("NVRTC {} lacks {}", where, #symbol_name);
-    FULGUR_NVRTC_FUNCTIONS(FULGUR_LOAD)
-#undef FULGUR_LOAD
-    if (!unavailable.empty()) return;
-    int major = 0, minor = 0;
-    nvrtcVersion(&major, &minor);
-    if (major < 12) {
-      unavailable = fmt::format("NVRTC {} is {}.{}; want 12.0 or newer", where, major, minor);
-      return;
-    }
     std::error_code none;
-    identity = fmt::format("{}.{}, {} bytes", major, minor, fs::file_size(library.path, none));
-  }
-
-  /// NVRTC asks the loader for its builtins by name, which fails where the folder is on no path. An
-  /// open library of that name is found.
-  static void open_builtins(const fs::path& folder) {
-    std::error_code none;
-    for (const auto& entry : fs::directory_iterator(folder, none)) {
-      if (entry.path().filename().string().starts_with("libnvrtc-builtins.so")) {
-        dlopen(entry.path().c_str(), RTLD_NOW | RTLD_GLOBAL);
-      }
-    }
+    identity =
+        fmt::format("{}, {} bytes", version_text(api.version()), fs::file_size(library.path, none));
   }
 };
 
@@ -90,7 +115,7 @@ const Nvrtc& nvrtc() {
 struct Program {
   nvrtcProgram handle = nullptr;
   ~Program() {
-    if (handle != nullptr) loaded().nvrtcDestroyProgram(&handle);
+    if (handle != nullptr) loaded().api.nvrtcDestroyProgram(&handle);
   }
 };
 
@@ -112,13 +137,20 @@ std::string text(nvrtcProgram program, Size size_of, Get get) {
 
 }  // namespace
 
+SharedLibrary open_nvrtc(std::span<const fs::path> places, int driver_version) {
+  constexpr std::array<const char*, 3> kNames = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
+  return open_library(kNames, places, [&](const SharedLibrary& library) {
+    return refused(library, driver_version);
+  });
+}
+
 const std::string& nvrtc_unavailable() { return loaded().unavailable; }
 
 const std::string& nvrtc_identity() { return nvrtc().identity; }
 
 Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
                     const std::string& plan_header, std::span<const std::string> options) {
-  const Nvrtc& api = nvrtc();
+  const Functions& api = nvrtc().api;
   std::vector<const char*> names{"plan.h"}, texts{plan_header.c_str()};
   for (const auto& [name, source] : sources) {
     names.push_back(name.c_str());
@@ -141,8 +173,9 @@ Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
     cubin.image = text(program.handle, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN);
   }
   if (cubin.image.empty()) {
-    throw Error(Status::kInternal, fmt::format("NVRTC {} ({}) cannot compile {}: error {}\n{}",
-                                               api.identity, api.where, kernel, result, cubin.log));
+    throw Error(Status::kInternal,
+                fmt::format("NVRTC {} ({}) cannot compile {}: error {}\n{}", nvrtc().identity,
+                            nvrtc().library.path.string(), kernel, result, cubin.log));
   }
   return cubin;
 }

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <filesystem>
 #include <span>
 #include <string>
 
 #include "cuda/kernel_sources.h"
+#include "cuda/shared_library.h"
 
 namespace fulgur::cuda {
 
@@ -13,7 +15,11 @@ struct Cubin {
   std::string log;    ///< what the compiler said: registers, spills, warnings
 };
 
-/// Why there is no NVRTC to use; empty when there is. Loads it, once.
+/// The first NVRTC of CUDA 12 or newer in `places`, and none of a newer major than that of a driver
+/// (12040 is 12.4; 0: none is here), which would not load its code.
+SharedLibrary open_nvrtc(std::span<const std::filesystem::path> places, int driver_version);
+
+/// Why there is no NVRTC to use; empty when there is. Loads it, once, after the driver.
 const std::string& nvrtc_unavailable();
 
 /// "13.0, 104857600 bytes": a different compiler has a different identity. Throws

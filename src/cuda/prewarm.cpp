@@ -14,7 +14,7 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
   if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
-  CubinCache cache(folder.empty() ? CacheFolder::default_path() : std::filesystem::path(folder));
+  CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
   if (const std::string why = cache.folder().unusable(); !why.empty())
     throw Error(Status::kInternal, why);
   Prewarmed result;

@@ -5,34 +5,34 @@
 #include <link.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <functional>
 #include <sstream>
+
+#include "cuda/trust.h"
 
 namespace fulgur::cuda {
 namespace {
 
 namespace fs = std::filesystem;
 
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
 /// Entries of `folder` whose names start with `prefix`, the last in the alphabet first: the newest
 /// version. None when there is no such folder.
 std::vector<fs::path> entries(const fs::path& folder, const std::string& prefix) {
   std::vector<fs::path> found;
   std::error_code none;
-  for (const auto& entry : fs::directory_iterator(folder, none)) {
-    if (entry.path().filename().string().starts_with(prefix)) found.push_back(entry.path());
+  for (fs::directory_iterator entry(folder, none), end; entry != end; entry.increment(none)) {
+    if (entry->path().filename().string().starts_with(prefix)) found.push_back(entry->path());
   }
   std::sort(found.begin(), found.end(), std::greater<>());
   return found;
 }
 
-class Folders {
+bool holds_packages(const fs::path& folder) {
+  return folder.filename() == "site-packages" || folder.filename() == "dist-packages";
+}
+
+class Places {
  public:
+  void add_loaders_path() { places_.emplace_back(); }
   /// A toolkit's root.
   void add_toolkit(const fs::path& root) {
     for (const char* below : {"lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"})
@@ -49,88 +49,123 @@ class Folders {
       add_packages(version / "dist-packages");
     }
   }
-  std::vector<fs::path> take() { return std::move(folders_); }
+  std::vector<fs::path> take() { return std::move(places_); }
 
  private:
   void add(const fs::path& folder) {
     std::error_code none;
     const fs::path real = fs::canonical(folder, none);
-    if (none || std::find(folders_.begin(), folders_.end(), real) != folders_.end()) return;
-    folders_.push_back(real);
+    if (none || std::find(places_.begin(), places_.end(), real) != places_.end()) return;
+    places_.push_back(real);
   }
 
-  std::vector<fs::path> folders_;
+  std::vector<fs::path> places_;
 };
-
-/// Where the code of this library lies.
-fs::path own_path() {
-  Dl_info info;
-  if (dladdr(reinterpret_cast<void*>(&own_path), &info) == 0 || info.dli_fname == nullptr) {
-    return {};
-  }
-  return fs::absolute(info.dli_fname);
-}
 
 fs::path path_of(void* handle) {
   link_map* map = nullptr;
   return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 ? fs::path(map->l_name) : fs::path();
 }
 
+/// Why the loader opens no `name` on its path; empty when there is none.
+std::string loader_error(const std::string& name) {
+  const std::string error = dlerror();
+  return error.starts_with(name + ": cannot open shared object file: No such file") ? "" : error;
+}
+
 }  // namespace
 
 void* SharedLibrary::symbol(const char* name) const { return dlsym(handle, name); }
 
-SharedLibrary open_library(std::span<const char* const> names, std::span<const fs::path> folders) {
-  SharedLibrary library;
-  const auto open = [&](const fs::path& file) {
-    library.handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library) library.path = path_of(library.handle);
-    return static_cast<bool>(library);
-  };
-  for (const char* name : names) {
-    library.searched += (library.searched.empty() ? "" : ", ") + std::string(name);
-    if (open(name)) return library;
-  }
-  library.searched += " on the loader's path";
-  for (const fs::path& folder : folders) {
-    library.searched += ", in " + folder.string();
+void* open_trusted(const fs::path& file, int flags, std::string& why) {
+  std::error_code error;
+  const fs::path real = fs::canonical(file, error);
+  why = error ? fmt::format("{}: {}", file.string(), error.message())
+              : distrusted(file.parent_path());
+  if (why.empty()) why = distrusted(real);
+  if (!why.empty()) return nullptr;
+  void* const handle = dlopen(real.c_str(), flags);
+  if (handle == nullptr) why = dlerror();
+  return handle;
+}
+
+SharedLibrary open_library(std::span<const char* const> names, std::span<const fs::path> places,
+                           const Refusal& refused) {
+  constexpr int kFlags = RTLD_NOW | RTLD_LOCAL;
+  SharedLibrary library{nullptr, {}, fmt::format("{}", fmt::join(names, ", "))};
+  for (const fs::path& place : places) {
+    library.searched += &place == places.data() ? " " : ", ";
+    library.searched += place.empty() ? "on the loader's path" : "in " + place.string();
     for (const char* name : names) {
       std::error_code none;
-      if (!fs::exists(folder / name, none)) continue;
-      if (open(folder / name)) return library;
-      library.searched += fmt::format(" ({})", dlerror());
+      std::string why;
+      if (place.empty()) {
+        library.handle = dlopen(name, kFlags);
+        if (!library) why = loader_error(name);
+      } else if (fs::exists(place / name, none)) {
+        library.handle = open_trusted(place / name, kFlags, why);
+      }
+      if (library) {
+        library.path = path_of(library.handle);
+        if (refused) why = refused(library);
+        if (why.empty()) return library;
+        dlclose(library.handle);
+        library.handle = nullptr;
+      }
+      // Names may be links to one file: its reason is said once.
+      if (!why.empty() && library.searched.find(why) == std::string::npos) {
+        library.searched += fmt::format(" ({})", why);
+      }
     }
   }
+  library.path.clear();
   return library;
 }
 
-std::vector<fs::path> toolkit_folders() {
-  Folders folders;
-  for (const char* name : {"CUDA_HOME", "CUDA_PATH"}) {
-    if (const std::string root = environment(name); !root.empty()) folders.add_toolkit(root);
+fs::path own_path() {
+  Dl_info info;
+  link_map* map = nullptr;
+  if (dladdr1(reinterpret_cast<void*>(&own_path), &info, reinterpret_cast<void**>(&map),
+              RTLD_DL_LINKMAP) == 0) {
+    return {};
   }
-  folders.add_toolkit("/usr/local/cuda");
-  for (const fs::path& root : entries("/usr/local", "cuda-")) folders.add_toolkit(root);
+  std::error_code none;
+  const fs::path name = map->l_name;  // empty for the program itself
+  const fs::path path = name.empty() ? fs::read_symlink("/proc/self/exe", none) : name;
+  return path.is_absolute() ? path : fs::path();
+}
 
-  if (const std::string root = environment("VIRTUAL_ENV"); !root.empty()) folders.add_python(root);
-  // A Python module lies in site-packages/fulgur, or beside nvidia in site-packages.
-  for (fs::path at = own_path().parent_path(); at.has_relative_path(); at = at.parent_path()) {
-    folders.add_packages(at);
+std::vector<fs::path> toolkit_places(const fs::path& own) {
+  Places places;
+  for (const char* name : {"CUDA_HOME", "CUDA_PATH"}) {
+    if (const fs::path root = folder_in_environment(name); !root.empty()) places.add_toolkit(root);
   }
-  std::istringstream path(environment("PATH"));
+  for (fs::path at = own.parent_path(); at.has_relative_path(); at = at.parent_path()) {
+    if (holds_packages(at)) places.add_packages(at);
+  }
+  places.add_loaders_path();
+  places.add_toolkit("/usr/local/cuda");
+  for (const fs::path& root : entries("/usr/local", "cuda-")) places.add_toolkit(root);
+
+  if (const fs::path root = folder_in_environment("VIRTUAL_ENV"); !root.empty()) {
+    places.add_python(root);
+  }
+  std::istringstream path(trusted_environment("PATH"));
   for (std::string folder; std::getline(path, folder, ':');) {
-    std::error_code none;
     const fs::path python = fs::path(folder) / "python3";
-    if (!fs::exists(python, none)) continue;
-    folders.add_python(fs::path(folder).parent_path());
-    folders.add_python(fs::canonical(python, none).parent_path().parent_path());
+    if (!python.is_absolute()) continue;  // an empty entry means where the process stands
+    std::error_code none;
+    const fs::path real = fs::canonical(python, none);
+    if (none) continue;
+    places.add_python(python.parent_path().parent_path());
+    places.add_python(real.parent_path().parent_path());
   }
-  folders.add_python("/usr");
-  folders.add_python("/usr/local");
-  if (const std::string home = environment("HOME"); !home.empty()) {
-    folders.add_python(fs::path(home) / ".local");
+  places.add_python("/usr");
+  places.add_python("/usr/local");
+  if (const fs::path home = folder_in_environment("HOME"); !home.empty()) {
+    places.add_python(home / ".local");
   }
-  return folders.take();
+  return places.take();
 }
 
 }  // namespace fulgur::cuda

@@ -69,7 +69,7 @@ std::string tuning_key(const Gpu& gpu, const Problem& problem) {
 uint64_t Tunings::generation() { return kept; }
 
 Tunings& Tunings::here() {
-  static auto& tunings = *new Tunings(CacheFolder::default_path());  // outlives every plan
+  static auto& tunings = *new Tunings(CacheFolder::standard());  // outlives every plan
   return tunings;
 }
 

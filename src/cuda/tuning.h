@@ -20,7 +20,7 @@ std::string tuning_key(const Gpu& gpu, const Problem& problem);
 /// is read once in a process.
 class Tunings {
  public:
-  explicit Tunings(std::filesystem::path folder) : folder_(std::move(folder)) {}
+  explicit Tunings(CacheFolder folder) : folder_(std::move(folder)) {}
 
   /// Those of the default folder.
   static Tunings& here();

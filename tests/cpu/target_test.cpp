@@ -1,6 +1,7 @@
 // FULGUR_CPU_TARGET forces the instruction set of the CPU engine. CTest runs the small list of
 // attention cases with each target; this test, run with the same variable, shows that it obeyed.
 #include <gtest/gtest.h>
+#include <hwy/targets.h>
 
 #include <cstdlib>
 #include <iostream>
@@ -11,6 +12,8 @@
 
 namespace fulgur::test {
 namespace {
+
+const int64_t kSupported = hwy::SupportedTargets();  // before the engine has chosen
 
 EngineInfo cpu() {
   for (const EngineInfo& info : engines()) {
@@ -51,6 +54,14 @@ TEST(Target, IsTheForcedOne) {
   EXPECT_EQ(info.unavailable, "");
   EXPECT_EQ(info.description.substr(0, 4), names.at(forced)) << info.description;
   run_forward();
+}
+
+// Whatever else in the process computes with Highway chooses as before.
+TEST(Target, IsForcedHereAlone) {
+  const char* forced = std::getenv("FULGUR_CPU_TARGET");
+  if (forced == nullptr || !machine_has(forced)) GTEST_SKIP() << "no target is forced";
+  run_forward();
+  EXPECT_EQ(hwy::SupportedTargets(), kSupported);
 }
 
 // In a process of its own, because the choice is made once.

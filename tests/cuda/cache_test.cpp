@@ -17,6 +17,7 @@
 #include "cuda/cubin_cache.h"
 #include "cuda/sha256.h"
 #include "cuda/tuning.h"
+#include "folder.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -35,14 +36,8 @@ TEST(Sha256, FollowsStandard) {  // FIPS 180-4, and NIST's example of a million 
   EXPECT_EQ(million.hex(), "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
 }
 
-class Cache : public testing::Test {
+class Cache : public test::InFolder {
  protected:
-  Cache() {
-    std::string name = (fs::temp_directory_path() / "fulgur_cache_XXXXXX").string();
-    root_ = mkdtemp(name.data());
-  }
-  ~Cache() override { fs::remove_all(root_); }
-
   fs::path folder() const { return root_ / "a" / "b"; }
   fs::path entry(const std::string& key) const { return folder() / (key + ".cubin"); }
   std::vector<std::string> files() const {
@@ -58,7 +53,6 @@ class Cache : public testing::Test {
     return cache.get(key, [&] { return build(); });
   }
 
-  fs::path root_;
   std::atomic<int> built_ = 0;
 };
 
@@ -181,12 +175,7 @@ TEST_F(Cache, UnusableFolderWarnsOnceAndBuilds) {
 }
 
 TEST_F(Cache, ReadOnlyFolderIsRead) {
-  constexpr uid_t kNobody = 65534;
-  const uid_t me = geteuid();
-  if (me == 0) {  // root may write anywhere
-    fs::permissions(root_, fs::perms::all);
-    ASSERT_EQ(seteuid(kNobody), 0);
-  }
+  const test::NotRoot user(root_);
   CubinCache cache(folder());
   get(cache);
   fs::permissions(folder(), fs::perms::owner_read | fs::perms::owner_exec);
@@ -199,7 +188,6 @@ TEST_F(Cache, ReadOnlyFolderIsRead) {
   EXPECT_NE(testing::internal::GetCapturedStderr().find("Permission denied"), std::string::npos);
   EXPECT_EQ(built_, 2);
   fs::permissions(folder(), fs::perms::owner_all);
-  ASSERT_EQ(seteuid(me), 0);
 }
 
 TEST_F(Cache, FolderOthersMayWriteIsNotTrusted) {
@@ -212,6 +200,104 @@ TEST_F(Cache, FolderOthersMayWriteIsNotTrusted) {
   EXPECT_NE(testing::internal::GetCapturedStderr().find("writable by other users"),
             std::string::npos);
   EXPECT_EQ(built_, 2);
+}
+
+mode_t mode_of(const fs::path& path) {
+  struct stat info;
+  return lstat(path.c_str(), &info) == 0 ? info.st_mode & 07777 : 0;
+}
+
+// However its path is written, and whatever this process leaves to others otherwise.
+TEST_F(Cache, FoldersThatItMakesAreOfThisUserAlone) {
+  const mode_t before = umask(0);
+  CubinCache cache(folder() / "");
+  get(cache);
+  umask(before);
+  EXPECT_EQ(mode_of(folder()), 0700u);
+  EXPECT_EQ(mode_of(folder().parent_path()), 0700u);
+  EXPECT_EQ(mode_of(entry("key")), 0600u);
+  EXPECT_TRUE(cache.load("key"));
+}
+
+TEST_F(Cache, LinksMayLeadToTheFolderButAreNone) {
+  fs::create_directory(root_ / "real");
+  fs::create_symlink(root_ / "real", root_ / "a");
+  CubinCache cache(folder());
+  get(cache);
+  EXPECT_TRUE(fs::exists(root_ / "real" / "b" / "key.cubin"));
+
+  for (const fs::path& link : {root_ / "a", root_ / "a" / ""}) {
+    CubinCache linked(link);
+    testing::internal::CaptureStderr();
+    get(linked);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find((root_ / "a").string() + " is a symbolic link; want a folder"),
+              std::string::npos)
+        << said;
+    EXPECT_NE(Tunings(link).folder().unusable(), "");
+  }
+  EXPECT_FALSE(fs::exists(root_ / "real" / "key.cubin"));
+}
+
+// The folder's name may lead elsewhere from one moment to the next.
+TEST_F(Cache, FolderThatIsReplacedWhileBuildingTakesNothing) {
+  const fs::path moved = root_ / "moved", trap = root_ / "trap";
+  fs::create_directory(trap);
+  CubinCache cache(folder());
+  testing::internal::CaptureStderr();
+  const Cubin cubin = cache.get("key", [&] {
+    fs::rename(folder(), moved);
+    std::ofstream(trap / "key.lock") << "of another folder";
+    fs::create_symlink(trap, folder());
+    return build();
+  });
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("symbolic link"), std::string::npos);
+  EXPECT_EQ(cubin.log, "log\nof two lines");
+  EXPECT_TRUE(fs::is_empty(moved)) << "the lock stayed";
+  EXPECT_TRUE(fs::exists(trap / "key.lock")) << "another folder's file was removed";
+  EXPECT_FALSE(fs::exists(trap / "key.cubin")) << "another folder was written to";
+}
+
+TEST_F(Cache, EntriesOfOthersAreMadeAnew) {
+  CubinCache cache(folder());
+  get(cache);
+  fs::permissions(entry("key"), fs::perms(0606));
+  EXPECT_FALSE(cache.load("key"));
+  get(cache);
+  EXPECT_EQ(built_, 2);
+  EXPECT_EQ(mode_of(entry("key")), 0600u);
+
+  fs::rename(entry("key"), root_ / "elsewhere");
+  fs::create_symlink(root_ / "elsewhere", entry("key"));
+  EXPECT_FALSE(cache.load("key"));
+  get(cache);
+  EXPECT_EQ(built_, 3);
+  EXPECT_TRUE(fs::is_regular_file(fs::symlink_status(entry("key"))));
+  EXPECT_TRUE(cache.load("key"));
+
+  fs::remove(entry("key"));
+  ASSERT_EQ(mkfifo(entry("key").c_str(), 0600), 0);  // without a writer: it must not be waited for
+  get(cache);
+  EXPECT_EQ(built_, 4);
+  if (geteuid() != 0) return;  // only root can give it to another user
+  ASSERT_EQ(chown(entry("key").c_str(), 65534, 65534), 0);
+  EXPECT_FALSE(cache.load("key"));
+}
+
+TEST_F(Cache, LinksInPlaceOfItsFilesAreNotFollowed) {
+  std::ofstream(root_ / "precious") << "precious";
+  fs::create_directories(folder());
+  fs::permissions(folder(), fs::perms(0700));
+  fs::create_symlink(root_ / "new", folder() / "key.lock");
+  fs::create_symlink(root_ / "precious", folder() / fmt::format("other.cubin.{}.0.tmp", getpid()));
+  CubinCache cache(folder());
+  testing::internal::CaptureStderr();
+  get(cache);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("cannot write to"), std::string::npos);
+  EXPECT_FALSE(fs::exists(root_ / "new"));
+  get(cache, "other");
+  EXPECT_TRUE(cache.load("other"));
+  EXPECT_EQ(fs::file_size(root_ / "precious"), 8u);
 }
 
 // ------------------------------------------------------------------------------- tunings
@@ -383,20 +469,62 @@ TEST_F(TuningCache, WritersAtOnceLeaveOneWhole) {
   EXPECT_EQ(files().size(), 1u);
 }
 
+// ------------------------------------------------------------------------------- the default
+
+void set(const char* name, const char* value) {
+  value == nullptr ? unsetenv(name) : setenv(name, value, 1);
+}
+
+CacheFolder standard(const char* own, const char* xdg, const char* home) {
+  set("FULGUR_CACHE_DIR", own);
+  set("XDG_CACHE_HOME", xdg);
+  set("HOME", home);
+  return CacheFolder::standard();
+}
+
 TEST(CacheFolder, FollowsEnvironment) {
-  const auto with = [](const char* own, const char* xdg, const char* home) {
-    const auto set = [](const char* name, const char* value) {
-      value == nullptr ? unsetenv(name) : setenv(name, value, 1);
-    };
-    set("FULGUR_CACHE_DIR", own);
-    set("XDG_CACHE_HOME", xdg);
-    set("HOME", home);
-    return CacheFolder::default_path().string();
-  };
-  EXPECT_EQ(with("/own", "/xdg", "/home/x"), "/own");
-  EXPECT_EQ(with("", "/xdg", "/home/x"), "/xdg/fulgur");
-  EXPECT_EQ(with(nullptr, "relative", "/home/x"), "/home/x/.cache/fulgur");
-  EXPECT_EQ(with(nullptr, nullptr, "/home/x"), "/home/x/.cache/fulgur");
+  EXPECT_EQ(standard("/own", "/xdg", "/home/x").path(), "/own");
+  EXPECT_EQ(standard("/own/", "/xdg", "/home/x").path(), "/own");
+  EXPECT_EQ(standard("", "/xdg", "/home/x").path(), "/xdg/fulgur");
+  EXPECT_EQ(standard(nullptr, "relative", "/home/x").path(), "/home/x/.cache/fulgur");
+  EXPECT_EQ(standard(nullptr, nullptr, "/home/x").path(), "/home/x/.cache/fulgur");
+}
+
+class NoDefault : public Cache {
+ protected:
+  NoDefault() { fs::current_path(root_); }
+  ~NoDefault() override { fs::current_path("/"); }
+
+  /// That nothing is kept, what is said of it, and how often.
+  void expect_none(const CacheFolder& none, const std::string& why) {
+    EXPECT_EQ(none.path(), "");
+    EXPECT_EQ(none.unusable(), why);
+    CubinCache cache(none);
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(get(cache).log, "log\nof two lines");
+    EXPECT_FALSE(cache.load("key"));
+    EXPECT_TRUE(Tunings(none).find(kKey).empty());
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+    EXPECT_NE(said.find(why), std::string::npos) << said;
+    EXPECT_NE(said.find("FULGUR_CACHE_DIR"), std::string::npos) << said;
+    EXPECT_THROW(Tunings(none).keep(kKey, kTiles), Error);
+    EXPECT_TRUE(fs::is_empty(root_)) << "written where the process stands";
+  }
+};
+
+TEST_F(NoDefault, WithoutAHome) {
+  constexpr const char* kWhy =
+      "there is no cache folder: neither FULGUR_CACHE_DIR nor HOME is an absolute path";
+  expect_none(standard(nullptr, nullptr, nullptr), kWhy);
+  expect_none(standard("", "", ""), kWhy);
+  expect_none(standard(nullptr, "relative", "relative"), kWhy);
+  EXPECT_EQ(built_, 9);
+}
+
+TEST_F(NoDefault, RelativeFolderIsRefused) {
+  expect_none(standard("relative", "/xdg", "/home/x"),
+              "FULGUR_CACHE_DIR: got \"relative\", want an absolute path");
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "cuda/tuning.h"
 #include "engines.h"
 #include "fake_driver.h"
+#include "folder.h"
 #include "forward_call.h"
 #include "fulgur/cuda.h"
 #include "fulgur/version.h"
@@ -70,6 +71,22 @@ TEST_F(Unavailable, DriverDoesNotStart) {
 TEST_F(Unavailable, OldDriver) {
   const std::string said = why("FAKE_CUDA_VERSION", "11080");
   EXPECT_NE(said.find("supports CUDA 11.8; want 12.0 or newer"), std::string::npos) << said;
+}
+
+// CUDA_HOME has an NVRTC 13, CUDA_PATH an NVRTC 12, and the driver is for CUDA 12.
+class NvrtcOfDriver : public InFolder {};
+
+TEST_F(NvrtcOfDriver, IsNoNewer) {
+  for (const auto& [variable, name] :
+       {std::pair{"CUDA_HOME", "libnvrtc.so.13"}, {"CUDA_PATH", "libnvrtc.so.12"}}) {
+    const std::filesystem::path root = root_ / variable;
+    std::filesystem::create_directories(root / "lib64");
+    std::filesystem::copy_file(FAKE_NVRTC, root / "lib64" / name);
+    setenv(variable, root.c_str(), 1);
+  }
+  setenv("FAKE_CUDA_VERSION", "12040", 1);
+  EXPECT_EQ(cuda_engine().unavailable, "");
+  EXPECT_TRUE(cuda::nvrtc_identity().starts_with("12.0, ")) << cuda::nvrtc_identity();
 }
 
 class OnFakeGpu : public testing::Test {
@@ -505,7 +522,7 @@ class Tune : public OnFakeGpu {
     std::vector<std::filesystem::path> files;
     std::error_code none;
     for (const auto& entry :
-         std::filesystem::directory_iterator(cuda::CacheFolder::default_path(), none)) {
+         std::filesystem::directory_iterator(cuda::CacheFolder::standard().path(), none)) {
       if (entry.path().extension() == ".tuning") files.push_back(entry.path());
     }
     return files;
@@ -590,7 +607,7 @@ TEST_F(Tune, OtherProcessesFindItOnThisDeviceWithTheseKernels) {
   const std::string key =
       cuda::tuning_key(cuda::Gpu::at(0), make_problem(forward_call(shape).args, {}));
   const auto found = [](const std::string& text) {
-    return cuda::Tunings(cuda::CacheFolder::default_path()).find(text);
+    return cuda::Tunings(cuda::CacheFolder::standard()).find(text);
   };
   EXPECT_EQ(found(key).size(), tuned.tiles.size());
   EXPECT_EQ(cuda::Tunings::here().path(key), tuned.path);

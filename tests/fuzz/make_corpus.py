@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Writes the seed corpus of the fuzz targets into corpus/<target>/ beside this file."""
+"""Writes the seed corpus of each fuzz target into FOLDER/<target>, in place of what is there.
 
+The corpus is not kept in the repository: some seeds are as large as the inputs that break parsers.
+"""
+
+import argparse
 import json
 import pathlib
 import shutil
 import struct
-
-HERE = pathlib.Path(__file__).resolve().parent
 
 
 def npy(descr, shape, data, version=1, fortran=False, header=None):
@@ -32,6 +34,7 @@ def npy_seeds():
     yield "short", npy("<f4", (4,), f32[:-1])
     yield "huge", npy("<f4", (2**40, 2**40), f32)
     yield "negative", npy("<f4", (-1, -4), f32)
+    yield "deep", npy("", (), b"", version=2, header="{'shape': " + "(" * 200_000 + ")" * 200_000 + "}")
     yield "version_9", npy("<f4", (4,), f32, version=9)
     yield "magic_only", b"\x93NUMPY"
 
@@ -69,6 +72,12 @@ def safetensors_seeds():
     yield "huge_number", safetensors(b'{"q":{"dtype":4E9999}}')
     yield "list", safetensors(b"[]")
     yield "not_json", safetensors(b"{nonsense")
+    # No stack takes a recursion over these.
+    deep = b"[" * 200_000 + b"]" * 200_000
+    yield "deep_shape", safetensors(
+        b'{"q":{"dtype":"F32","shape":' + deep + b',"data_offsets":[0,4]}}', bytes(4)
+    )
+    yield "deep_metadata", safetensors(b'{"__metadata__":' + b'{"a":' * 60_000)
     yield "long_header", struct.pack("<Q", 2**63) + b"{}"
     yield "short", b"\x02\0\0"
 
@@ -108,12 +117,15 @@ def c_api_seeds():
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
+    corpus = parser.parse_args().folder
     for target, seeds in [
         ("fuzz_npy", npy_seeds),
         ("fuzz_safetensors", safetensors_seeds),
         ("fuzz_c_api", c_api_seeds),
     ]:
-        folder = HERE / "corpus" / target
+        folder = corpus / target
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for name, data in seeds():

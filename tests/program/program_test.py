@@ -740,6 +740,18 @@ def packed_json(header, data=b""):
 F4 = tensor("F32", [1, 1, 1, 1], 0, 4)
 
 
+@pytest.mark.parametrize("where", ["dtype", "shape", "data_offsets"])
+def test_safetensors_nested_deeper_than_any_stack(tmp_path, where):
+    fields = tensor("F32", [1, 1, 1, 1], 0, 4) | {where: "DEEP"}
+    text = json.dumps({"q": fields}).encode().replace(b'"DEEP"', b"[" * 200_000 + b"]" * 200_000)
+    (tmp_path / "in.safetensors").write_bytes(packed_json(text, bytes(4)))
+    fails(
+        "attend", "--input", "in.safetensors", "--output", "o.safetensors",
+        says=["--input in.safetensors", "more than 16 deep"], cwd=tmp_path,
+    )
+    assert listing(tmp_path) == ["in.safetensors"]
+
+
 @pytest.mark.parametrize(
     "raw,says",
     [
@@ -751,7 +763,10 @@ F4 = tensor("F32", [1, 1, 1, 1], 0, 4)
         (packed_json(b"\xff\xfe"), ["not JSON"]),
         (packed_json(b'{"q":1E9999}'), ["range"]),
         (packed_json(b"[]"), ["object"]),
-        (packed_json(b"[" * 100000), ["not JSON"]),
+        (packed_json(b"[" * 100000), ["more than 16 deep"]),
+        (packed_json(b'{"q":' + b"[" * 16 + b"]" * 16 + b"}"), ["more than 16 deep"]),
+        (packed_json(b'{"q":' + b"[" * 15 + b"]" * 15 + b"}"), ['"q"', "dtype"]),
+        (packed_json(b'{"__metadata__":' + b'{"q":' * 15 + b"1" + b"}" * 16, bytes(4)), ["4 bytes of data"]),
         (packed_json({"q": 1}), ['"q"', "dtype"]),
         (packed_json({"q": {"dtype": "F32", "shape": [1]}}), ['"q"', "data_offsets"]),
         (

@@ -13,6 +13,8 @@ namespace {
 using nlohmann::json;
 
 constexpr uint64_t kMaxHeader = 100'000'000;
+// The header, a tensor, its list: 3. Whatever else is there may be printed, which recurses.
+constexpr int kMaxDepth = 16;
 
 struct Name {
   DType dtype;
@@ -36,16 +38,19 @@ std::string quoted(const std::string& tensor) { return json(tensor).dump(-1, ' '
 
 json parse_header(Bytes header, std::string_view name) {
   std::set<std::string> keys;
-  const auto once = [&](int depth, json::parse_event_t event, json& parsed) {
-    if (depth == 1 && event == json::parse_event_t::key &&
-        !keys.insert(parsed.get<std::string>()).second) {
+  using Event = json::parse_event_t;
+  const auto check = [&](int depth, Event event, json& parsed) {
+    if (depth >= kMaxDepth && (event == Event::object_start || event == Event::array_start)) {
+      fail(name, "the header nests lists and objects more than {} deep", kMaxDepth);
+    }
+    if (depth == 1 && event == Event::key && !keys.insert(parsed.get<std::string>()).second) {
       fail(name, "the header has the tensor {} twice", quoted(parsed.get<std::string>()));
     }
     return true;
   };
   const auto* text = reinterpret_cast<const char*>(header.data());
   try {
-    json parsed = json::parse(text, text + header.size(), once);
+    json parsed = json::parse(text, text + header.size(), check);
     if (!parsed.is_object()) fail(name, "the header is not a JSON object");
     return parsed;
   } catch (const json::parse_error& e) {
