@@ -287,7 +287,8 @@ void check(const std::string& dtype, const std::string& device_name, int threads
     fmt::print("not computed, {} checks: {}\n", count, why);
   }
   if (!tally.failed.empty()) {
-    throw std::runtime_error(fmt::format("{} checks failed", counts(tally.failed)));
+    throw std::runtime_error(fmt::format("{} checks failed, {} passed", counts(tally.failed),
+                                         tally.passed.empty() ? "none" : counts(tally.passed)));
   }
   if (tally.passed.empty()) {
     throw Error(
