@@ -7,6 +7,8 @@
 #include <chrono>
 #include <memory>
 
+#include "fulgur/cuda.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "bench/probes.cpp"
 #include <hwy/foreach_target.h>
@@ -151,6 +153,22 @@ double read_bandwidth(int threads) {
     volatile float keep = sum;
     (void)keep;
     best = std::max(best, static_cast<double>(chunks * kChunk * 4) / (now() - start));
+  }
+  return best;
+}
+
+double copy_bandwidth(int device) {
+  constexpr int kCopies = 5;
+  constexpr int64_t kBytes = int64_t{512} << 20;
+  const auto free = [device](void* data) { cuda::deallocate(data, device); };
+  const std::unique_ptr<void, decltype(free)> from(cuda::allocate(kBytes, device), free);
+  const std::unique_ptr<void, decltype(free)> to(cuda::allocate(kBytes, device), free);
+  double best = 0;
+  for (int copy = 0; copy < kCopies; ++copy) {
+    const double start = now();
+    cuda::copy(to.get(), from.get(), kBytes, device);
+    cuda::synchronize(device);
+    best = std::max(best, 2.0 * kBytes / (now() - start));
   }
   return best;
 }

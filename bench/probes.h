@@ -13,6 +13,9 @@ double fma_peak(int threads);
 /// Bytes per second read from memory by `threads` threads that each sum several streams of a buffer
 /// at least twice as large as the last-level cache; the best of several passes.
 double read_bandwidth(int threads);
+/// Bytes per second read and written by a CUDA device that copies within its memory, more than its
+/// caches hold; the best of several copies.
+double copy_bandwidth(int device);
 
 /// The widest SIMD target of this machine, e.g. "AVX3".
 std::string simd_target();

@@ -2,12 +2,21 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <bit>
+#include <cstring>
+#include <new>
 
+#include "fulgur/cuda.h"
 #include "fulgur/error.h"
 
 namespace fulgur::bench {
 namespace {
+
+bool is_quick(const std::string& grid) {
+  if (grid == "quick" || grid == "standard") return grid == "quick";
+  throw Error(Status::kInvalidArgument, "grid: got '" + grid + "', want quick or standard");
+}
 
 Case attention(const char* pass, DType dtype, int64_t n, int64_t d, bool causal, int threads) {
   return {pass, dtype, 1, n, n, 2, 2, d, causal, threads};
@@ -17,6 +26,16 @@ Case decode(DType dtype, int64_t group, int threads) {
   return {"decode", dtype, 2, 1, 16384, 4 * group, 4, 128, false, threads};
 }
 
+Case cuda_attention(const char* pass, int64_t n, int64_t d, bool causal, Device device) {
+  constexpr int64_t kRows = 16384, kWidth = 2048;
+  const int64_t heads = kWidth / d;
+  return {pass, DType::kBF16, kRows / n, n, n, heads, heads, d, causal, 1, device};
+}
+
+Case cuda_decode(int64_t batch, int64_t group, Device device) {
+  return {"decode", DType::kBF16, batch, 1, 8192, 8 * group, 8, 128, false, 1, device};
+}
+
 uint32_t next(uint32_t& state) {  // xorshift32
   state ^= state << 13;
   state ^= state >> 17;
@@ -24,22 +43,52 @@ uint32_t next(uint32_t& state) {  // xorshift32
   return state;
 }
 
+/// `count` normal-like numbers.
+std::vector<uint16_t> random_elements(DType dtype, int64_t count, uint32_t seed) {
+  std::vector<uint16_t> elements(count * size_of(dtype) / sizeof(uint16_t));
+  uint32_t state = seed * 2654435769u;
+  for (int64_t i = 0; i < count; ++i) {
+    // The sum of four uniforms: mean 0, variance 1 up to the factor.
+    float x = 0;
+    for (int u = 0; u < 4; ++u) x += static_cast<float>(next(state) >> 8) * 0x1p-24f - 0.5f;
+    const uint32_t bits = std::bit_cast<uint32_t>(x * 1.7320508f);
+    // bf16 is the upper half of an f32; rounding does not matter here.
+    if (dtype == DType::kF32) elements[2 * i] = static_cast<uint16_t>(bits);
+    elements[dtype == DType::kF32 ? 2 * i + 1 : i] = static_cast<uint16_t>(bits >> 16);
+  }
+  return elements;
+}
+
+std::shared_ptr<void> allocated(int64_t bytes, Device device) {
+  if (device.type == DeviceType::kCpu) {
+    constexpr std::align_val_t kAlign{64};
+    return {::operator new(static_cast<size_t>(bytes), kAlign),
+            [](void* data) { ::operator delete(data, kAlign); }};
+  }
+  return {cuda::allocate(bytes, device.index), [device](void* data) {
+            try {
+              cuda::deallocate(data, device.index);
+            } catch (const Error&) {
+              // The failure that leads here has been reported; the process is about to end.
+            }
+          }};
+}
+
 }  // namespace
 
 std::string Case::name() const {
+  const std::string where =
+      device.type == DeviceType::kCpu ? fmt::format("threads:{}", threads) : name_of(device);
   if (pass == "decode") {
-    return fmt::format("decode/{}/keys:{}/group:{}/threads:{}", name_of(dtype), sk, hq / hk,
-                       threads);
+    return fmt::format("decode/{}/batch:{}/keys:{}/group:{}/{}", name_of(dtype), batch, sk, hq / hk,
+                       where);
   }
-  return fmt::format("{}/{}/n:{}/d:{}/{}/threads:{}", pass, name_of(dtype), sk, d,
-                     causal ? "causal" : "full", threads);
+  return fmt::format("{}/{}/n:{}/d:{}/{}/{}", pass, name_of(dtype), sk, d,
+                     causal ? "causal" : "full", where);
 }
 
-std::vector<Case> grid(const std::string& name, int threads) {
-  const bool quick = name == "quick";
-  if (!quick && name != "standard") {
-    throw Error(Status::kInvalidArgument, "grid: got '" + name + "', want quick or standard");
-  }
+std::vector<Case> cpu_grid(const std::string& name, int threads) {
+  const bool quick = is_quick(name);
   const std::vector<int64_t> lengths =
       quick ? std::vector<int64_t>{1024, 2048} : std::vector<int64_t>{1024, 2048, 4096, 8192};
   const std::vector<int> counts = threads > 1 ? std::vector<int>{1, threads} : std::vector<int>{1};
@@ -64,38 +113,65 @@ std::vector<Case> grid(const std::string& name, int threads) {
   return cases;
 }
 
-Tensor Workload::random(std::initializer_list<int64_t> shape, DType dtype) {
-  const Tensor view = Tensor::contiguous(nullptr, dtype, shape);
-  auto& memory = memory_.emplace_back(view.numel() * size_of(dtype) / 2);
-  uint32_t state = static_cast<uint32_t>(memory_.size()) * 2654435769u;
-  for (int64_t i = 0; i < view.numel(); ++i) {
-    // The sum of four uniforms: mean 0, variance 1 up to the factor.
-    float x = 0;
-    for (int u = 0; u < 4; ++u) x += static_cast<float>(next(state) >> 8) * 0x1p-24f - 0.5f;
-    const uint32_t bits = std::bit_cast<uint32_t>(x * 1.7320508f);
-    // bf16 is the upper half of an f32; rounding does not matter here.
-    if (dtype == DType::kF32) memory[2 * i] = static_cast<uint16_t>(bits);
-    memory[dtype == DType::kF32 ? 2 * i + 1 : i] = static_cast<uint16_t>(bits >> 16);
+std::vector<Case> cuda_grid(const std::string& name, Device device) {
+  const bool quick = is_quick(name);
+  const std::vector<int64_t> lengths =
+      quick ? std::vector<int64_t>{4096} : std::vector<int64_t>{1024, 2048, 4096, 8192, 16384};
+  std::vector<Case> cases;
+  for (const char* pass : {"forward", "backward"}) {
+    for (const int64_t d : {64, 128, 256}) {
+      for (const int64_t n : lengths) {
+        for (const bool causal : {false, true}) {
+          cases.push_back(cuda_attention(pass, n, d, causal, device));
+        }
+      }
+    }
   }
-  return Tensor::contiguous(memory.data(), dtype, shape);
+  for (const int64_t batch : {1, 16}) {
+    for (const int64_t group : {4, 8}) {
+      if (!quick || (batch == 16 && group == 4)) cases.push_back(cuda_decode(batch, group, device));
+    }
+  }
+  return cases;
 }
 
-Workload::Workload(const Case& c) : backward_(c.pass == "backward"), plan_(nullptr) {
+Tensor Workload::filled(Tensor tensor) {
+  constexpr int64_t kMostRandom = 1 << 20;  // larger tensors repeat themselves
+  const int64_t bytes = tensor.numel() * size_of(tensor.dtype);
+  tensor.data = memory_.emplace_back(allocated(bytes, device_)).get();
+  const std::vector<uint16_t> some = random_elements(
+      tensor.dtype, std::min(tensor.numel(), kMostRandom), static_cast<uint32_t>(memory_.size()));
+  const auto step = static_cast<int64_t>(some.size() * sizeof(uint16_t));
+  for (int64_t at = 0; at < bytes; at += step) {
+    char* const to = static_cast<char*>(tensor.data) + at;
+    const int64_t count = std::min(step, bytes - at);
+    if (device_.type == DeviceType::kCpu) {
+      std::memcpy(to, some.data(), static_cast<size_t>(count));
+    } else {
+      cuda::copy(to, some.data(), count, device_.index);
+    }
+  }
+  return tensor;
+}
+
+Workload::Workload(const Case& c)
+    : device_(c.device), backward_(c.pass == "backward"), plan_(nullptr) {
   const auto rows = [&](int64_t n, int64_t heads) {
-    return random({c.batch, n, heads, c.d}, c.dtype);
+    return Tensor::contiguous(nullptr, c.dtype, {c.batch, n, heads, c.d}, c.device);
   };
-  forward_ = {rows(c.sq, c.hq), rows(c.sk, c.hk), rows(c.sk, c.hk), rows(c.sq, c.hq),
-              random({c.batch, c.hq, c.sq}, DType::kF32)};
+  const Tensor q = rows(c.sq, c.hq), kv = rows(c.sk, c.hk);
+  const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {c.batch, c.hq, c.sq}, c.device);
   Options options;
   options.mask = c.causal ? causal() : full();
   options.threads = c.threads;
-  plan_ = plan(forward_, options);
+  options.engine = c.device.type == DeviceType::kCpu ? "cpu" : "cuda";
+  const Plan forward_plan = plan(ForwardArgs{q, kv, kv, q, lse}, options);
+  plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options) : forward_plan;
+  forward_ = {filled(q), filled(kv), filled(kv), filled(q), filled(lse)};
   if (!backward_) return;
-  plan_.run(forward_);
-  backward_args_ = {rows(c.sq, c.hq), forward_.q,       forward_.k,
-                    forward_.v,       forward_.out,     forward_.lse,
-                    rows(c.sq, c.hq), rows(c.sk, c.hk), rows(c.sk, c.hk)};
-  plan_ = plan(backward_args_, options);
+  forward_plan.run(forward_);
+  backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,
+                    forward_.lse, filled(q),  filled(kv), filled(kv)};
 }
 
 void Workload::run() const {
@@ -104,6 +180,10 @@ void Workload::run() const {
   } else {
     plan_.run(forward_);
   }
+}
+
+void Workload::wait() const {
+  if (device_.type == DeviceType::kCuda) cuda::synchronize(device_.index);
 }
 
 }  // namespace fulgur::bench

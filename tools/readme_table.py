@@ -9,6 +9,7 @@ import argparse
 import json
 import pathlib
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 JSON = "docs/performance/cpu.json"
@@ -72,18 +73,22 @@ def threads_in_words(n):
     return "1 thread" if n == 1 else f"{n} threads"
 
 
+def paragraph(text):
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
+
+
 def render(report):
     machine, peaks, rows = report["machine"], report["peaks"], report["results"]
-    text = (
+    text = paragraph(
         f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
         f"{machine['time'][:10]}. Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
         f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
-        f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians over five rounds; 2 heads, sq = sk = N.\n"
+        f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians over five rounds; 2 heads, sq = sk = N."
     )
     if "torch" in machine:
-        text += (
-            f"\nThe factor in brackets is how many times faster fulgur is than scaled_dot_product_attention of "
-            f"torch {machine['torch']} on the CPU, on the same shape, dtype and threads.\n"
+        text += "\n" + paragraph(
+            f"The factor in brackets is how many times faster fulgur is than scaled_dot_product_attention of "
+            f"torch {machine['torch']} on the CPU, on the same shape, dtype and threads."
         )
     for threads in sorted({r["threads"] for r in rows if r["pass"] != "decode"}):
         text += f"\nOn {threads_in_words(threads)}:\n\n{products(rows, threads)}"

@@ -6,11 +6,14 @@
 #include <ctime>
 #include <deque>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "bench/probes.h"
 #include "bench/workload.h"
 #include "commands.h"
+#include "flags.h"
+#include "fulgur/error.h"
 #include "fulgur/version.h"
 #include "io/file.h"
 #include "progress.h"
@@ -26,16 +29,29 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-/// Median seconds of a run, after one to warm up, in a tenth of a second or one run.
-double burst_seconds(const bench::Workload& workload) {
-  workload.run();
+/// Mean seconds of some runs, one after the other.
+double timed(const bench::Workload& workload, int runs) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < runs; ++i) workload.run();
+  workload.wait();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / runs;
+}
+
+/// Seconds of a run, after one to warm up, of those that fit into a tenth of a second, or of one.
+/// On the CPU their median. On a GPU, whose launches follow each other without waiting for the
+/// host, their mean.
+double burst_seconds(const bench::Workload& workload, Device device) {
+  constexpr double kSeconds = 0.1;
+  constexpr int kMostRuns = 1000;
+  timed(workload, 1);
+  if (device.type == DeviceType::kCuda) {
+    return timed(workload,
+                 std::clamp(static_cast<int>(kSeconds / timed(workload, 1)), 1, kMostRuns));
+  }
   std::vector<double> seconds;
   double sum = 0;
-  while (seconds.empty() || (sum < 0.1 && seconds.size() < 1000)) {
-    const auto start = std::chrono::steady_clock::now();
-    workload.run();
-    seconds.push_back(
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  while (seconds.empty() || (sum < kSeconds && seconds.size() < kMostRuns)) {
+    seconds.push_back(timed(workload, 1));
     sum += seconds.back();
   }
   return median(seconds);
@@ -71,70 +87,150 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
 
-ordered_json machine(int threads) {
-  return {{"cpu", cpu_model()},    {"simd", bench::simd_target()}, {"threads", threads},
-          {"compiler", kCompiler}, {"fulgur", FULGUR_VERSION},     {"load_before", load()},
-          {"time", utc_now()}};
+/// Where is measured, and by what.
+ordered_json machine(Device device, int threads) {
+  ordered_json m = {{"cpu", cpu_model()}};
+  if (device.type == DeviceType::kCuda) {
+    m["device"] = description_of(device);
+  } else {
+    m["simd"] = bench::simd_target();
+    m["threads"] = threads;
+    m["compiler"] = kCompiler;
+  }
+  m["fulgur"] = FULGUR_VERSION;
+  m["load_before"] = load();
+  m["time"] = utc_now();
+  return m;
 }
 
+std::string in_words(const ordered_json& machine) {
+  if (machine.contains("device")) return machine["device"].get<std::string>();
+  return fmt::format("{}, {}, {} threads, {}", machine["cpu"].get<std::string>(),
+                     machine["simd"].get<std::string>(), machine["threads"].get<int>(),
+                     machine["compiler"].get<std::string>());
+}
+
+/// What the machine can do at most. Nothing tells a GPU's flops without a kernel.
 struct Peaks {
   double flops_1 = 0, flops_all = 0, bandwidth = 0;
+
+  static Peaks measured(Device device, int threads) {
+    if (device.type == DeviceType::kCuda) return {0, 0, bench::copy_bandwidth(device.index)};
+    return {bench::fma_peak(1), bench::fma_peak(threads), bench::read_bandwidth(threads)};
+  }
+  static Peaks median_of(const std::vector<Peaks>& all) {
+    const auto median_of = [&](double Peaks::*peak) {
+      std::vector<double> values;
+      for (const Peaks& p : all) values.push_back(p.*peak);
+      return median(values);
+    };
+    return {median_of(&Peaks::flops_1), median_of(&Peaks::flops_all), median_of(&Peaks::bandwidth)};
+  }
+
+  ordered_json json(Device device) const {
+    if (device.type == DeviceType::kCuda) return {{"copy_gbytes_per_s", bandwidth * 1e-9}};
+    return {{"fma_gflop_per_s_1_thread", flops_1 * 1e-9},
+            {"fma_gflop_per_s_all_threads", flops_all * 1e-9},
+            {"read_gbytes_per_s_all_threads", bandwidth * 1e-9}};
+  }
+  std::string in_words(Device device, int threads) const {
+    if (device.type == DeviceType::kCuda) {
+      return fmt::format("copies within the device's memory read and write {:.0f} GB/s",
+                         bandwidth * 1e-9);
+    }
+    return fmt::format(
+        "f32 FMA peak {:.1f} GFLOP/s on 1 thread, {:.1f} on {}; memory read {:.1f} GB/s",
+        flops_1 * 1e-9, flops_all * 1e-9, threads, bandwidth * 1e-9);
+  }
 };
 
 ordered_json result(const bench::Case& c, const bench::Workload& workload, double seconds,
                     const Peaks& peaks) {
-  ordered_json row = {{"pass", c.pass},     {"dtype", name_of(c.dtype)},
-                      {"batch", c.batch},   {"sq", c.sq},
-                      {"sk", c.sk},         {"hq", c.hq},
-                      {"hk", c.hk},         {"d", c.d},
-                      {"causal", c.causal}, {"threads", c.threads},
-                      {"ms", 1e3 * seconds}};
+  const bool cuda = c.device.type == DeviceType::kCuda;
+  ordered_json row = {{"pass", c.pass},    {"dtype", name_of(c.dtype)},
+                      {"batch", c.batch},  {"sq", c.sq},
+                      {"sk", c.sk},        {"hq", c.hq},
+                      {"hk", c.hk},        {"d", c.d},
+                      {"causal", c.causal}};
+  if (cuda) {
+    row["device"] = name_of(c.device);
+  } else {
+    row["threads"] = c.threads;
+  }
+  row["ms"] = 1e3 * seconds;
   if (c.pass == "decode") {
     const double rate = workload.bytes() / seconds;
     row["gbytes_per_s"] = rate * 1e-9;
-    row["percent_of_read_bandwidth"] = 100 * rate / peaks.bandwidth;
-  } else {
-    const double rate = workload.flops() / seconds;
-    row["gflop_per_s"] = rate * 1e-9;
-    row["percent_of_fma_peak"] = 100 * rate / (c.threads == 1 ? peaks.flops_1 : peaks.flops_all);
+    row[cuda ? "percent_of_copy_bandwidth" : "percent_of_read_bandwidth"] =
+        100 * rate / peaks.bandwidth;
+    return row;
   }
+  const double rate = workload.flops() / seconds;
+  row["gflop_per_s"] = rate * 1e-9;
+  if (cuda) return row;
+  row["percent_of_fma_peak"] = 100 * rate / (c.threads == 1 ? peaks.flops_1 : peaks.flops_all);
   return row;
 }
 
+/// The cases that the engine computes, and why not the others.
+struct Measured {
+  std::vector<bench::Case> cases;
+  ordered_json rows = ordered_json::array();
+  Peaks peaks;
+  std::map<std::string, std::vector<std::string>> not_computed;  ///< names by reason
+};
+
 /// Cases and probes take turns, so that what disturbs the machine for some seconds touches few of
 /// the times of a case; medians over the rounds.
-ordered_json measure(const std::vector<bench::Case>& cases, int rounds, int threads, Peaks* peaks) {
+Measured measure(const std::vector<bench::Case>& cases, int rounds, Device device, int threads) {
+  Measured measured;
   std::deque<bench::Workload> workloads;
-  for (const bench::Case& c : cases) workloads.emplace_back(c);
-  std::vector<std::vector<double>> seconds(cases.size());
-  std::vector<double> flops_1, flops_all, bandwidth;
+  for (const bench::Case& c : cases) {
+    try {
+      workloads.emplace_back(c);
+      measured.cases.push_back(c);
+    } catch (const Error& error) {
+      if (error.status() != Status::kUnsupported) throw;
+      measured.not_computed[error.what()].push_back(c.name());
+    }
+  }
+  std::vector<std::vector<double>> seconds(workloads.size());
+  std::vector<Peaks> peaks;
   {
-    Progress progress("bench", rounds * static_cast<int64_t>(cases.size()));
+    Progress progress("bench", rounds * static_cast<int64_t>(workloads.size()));
     for (int round = 0; round < rounds; ++round) {
-      flops_1.push_back(bench::fma_peak(1));
-      flops_all.push_back(bench::fma_peak(threads));
-      bandwidth.push_back(bench::read_bandwidth(threads));
-      for (size_t i = 0; i < cases.size(); ++i) {
-        seconds[i].push_back(burst_seconds(workloads[i]));
+      peaks.push_back(Peaks::measured(device, threads));
+      for (size_t i = 0; i < workloads.size(); ++i) {
+        seconds[i].push_back(burst_seconds(workloads[i], device));
         progress.step();
       }
     }
   }
-  *peaks = {median(flops_1), median(flops_all), median(bandwidth)};
-  ordered_json rows = ordered_json::array();
-  for (size_t i = 0; i < cases.size(); ++i) {
-    rows.push_back(result(cases[i], workloads[i], median(seconds[i]), *peaks));
+  measured.peaks = Peaks::median_of(peaks);
+  for (size_t i = 0; i < workloads.size(); ++i) {
+    measured.rows.push_back(
+        result(measured.cases[i], workloads[i], median(seconds[i]), measured.peaks));
   }
-  return rows;
+  return measured;
 }
 
 void print(const bench::Case& c, const ordered_json& row) {
-  const bool decode = c.pass == "decode";
-  fmt::print("{:<45} {:>10.3f} ms {:>8.1f} {:<7} {:>5.1f}% of {}\n", c.name(),
-             row["ms"].get<double>(), row[decode ? "gbytes_per_s" : "gflop_per_s"].get<double>(),
-             decode ? "GB/s" : "GFLOP/s",
-             row[decode ? "percent_of_read_bandwidth" : "percent_of_fma_peak"].get<double>(),
-             decode ? "read bandwidth" : "FMA peak");
+  const auto value = [&](const char* name) { return row[name].get<double>(); };
+  const bool cuda = c.device.type == DeviceType::kCuda;
+  std::string speed;
+  if (c.pass == "decode" && cuda) {
+    speed = fmt::format("{:>8.0f} GB/s    {:>5.1f}% of copies", value("gbytes_per_s"),
+                        value("percent_of_copy_bandwidth"));
+  } else if (c.pass == "decode") {
+    speed = fmt::format("{:>8.1f} GB/s    {:>5.1f}% of read bandwidth", value("gbytes_per_s"),
+                        value("percent_of_read_bandwidth"));
+  } else if (cuda) {
+    speed = fmt::format("{:>8.1f} TFLOP/s", value("gflop_per_s") * 1e-3);
+  } else {
+    speed = fmt::format("{:>8.1f} GFLOP/s {:>5.1f}% of FMA peak", value("gflop_per_s"),
+                        value("percent_of_fma_peak"));
+  }
+  fmt::print("{:<45} {:>10.3f} ms {}\n", c.name(), value("ms"), speed);
 }
 
 /// Causal against full and all threads against one, where the grid has both.
@@ -158,7 +254,8 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
         return c;
       });
   const int threads = bench::all_threads();
-  if (threads == 1) return;
+  const bool cuda = !cases.empty() && cases[0].device.type == DeviceType::kCuda;
+  if (threads == 1 || cuda) return;
   compare(
       fmt::format("on {} threads", threads).c_str(),
       [](const bench::Case& c) { return c.threads == 1; },
@@ -168,31 +265,33 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
       });
 }
 
-void run_bench(const std::string& grid, const std::string& json_path) {
+void run_bench(const std::string& grid, const std::string& device_name,
+               const std::string& json_path) {
+  const Device device = device_called(device_name, "--device " + device_name);
   if (!json_path.empty()) io::check_writable(json_path);
   const int threads = bench::all_threads();
-  ordered_json report = {{"machine", machine(threads)}};
+  ordered_json report = {{"machine", machine(device, threads)}};
   const auto& m = report["machine"];
-  fmt::print("fulgur {}, {}, {}, {} threads, {}\n", FULGUR_VERSION, m["cpu"].get<std::string>(),
-             m["simd"].get<std::string>(), threads, m["compiler"].get<std::string>());
+  fmt::print("fulgur {}, {}\n", FULGUR_VERSION, in_words(m));
   if (const double before = m["load_before"].get<double>(); before > 0.5) {
     fmt::print("note: other work runs on this machine (load average {:.1f}); expect lower speeds\n",
                before);
   }
-  const std::vector<bench::Case> cases = bench::grid(grid, threads);
-  Peaks peaks;
-  ordered_json rows = measure(cases, grid == "quick" ? 3 : 5, threads, &peaks);
-  report["peaks"] = {{"fma_gflop_per_s_1_thread", peaks.flops_1 * 1e-9},
-                     {"fma_gflop_per_s_all_threads", peaks.flops_all * 1e-9},
-                     {"read_gbytes_per_s_all_threads", peaks.bandwidth * 1e-9}};
-  fmt::print(
-      "measured: f32 FMA peak {:.1f} GFLOP/s on 1 thread, {:.1f} on {}; memory read {:.1f} "
-      "GB/s\n",
-      peaks.flops_1 * 1e-9, peaks.flops_all * 1e-9, threads, peaks.bandwidth * 1e-9);
-  for (size_t i = 0; i < cases.size(); ++i) print(cases[i], rows[i]);
-  print_ratios(cases, rows);
+  const std::vector<bench::Case> cases = device.type == DeviceType::kCuda
+                                             ? bench::cuda_grid(grid, device)
+                                             : bench::cpu_grid(grid, threads);
+  Measured measured = measure(cases, grid == "quick" ? 3 : 5, device, threads);
+  report["peaks"] = measured.peaks.json(device);
+  fmt::print("measured: {}\n", measured.peaks.in_words(device, threads));
+  for (size_t i = 0; i < measured.cases.size(); ++i) print(measured.cases[i], measured.rows[i]);
+  print_ratios(measured.cases, measured.rows);
   report["grid"] = grid;
-  report["results"] = std::move(rows);
+  report["results"] = std::move(measured.rows);
+  report["not_computed"] = ordered_json::array();
+  for (const auto& [why, names] : measured.not_computed) {
+    fmt::print("not computed, {} shapes ({} ...): {}\n", names.size(), names[0], why);
+    report["not_computed"].push_back({{"why", why}, {"shapes", names}});
+  }
   if (json_path.empty()) return;
   const std::string text = report.dump(1) + "\n";
   const io::Bytes pieces[] = {std::as_bytes(std::span(text))};
@@ -205,22 +304,24 @@ void run_bench(const std::string& grid, const std::string& json_path) {
 
 void add_bench(CLI::App& app) {
   struct Request {
-    std::string grid = "quick", json;
+    std::string grid = "quick", device = "cpu", json;
   };
   auto r = std::make_shared<Request>();
   auto* command = app.add_subcommand(
-      "bench", "The speed of the CPU engine beside the peaks of this machine, measured in the run");
+      "bench", "The speed of the engine beside the peaks of this machine, measured in the run");
   command->add_option("--grid", r->grid, "Which shapes; default quick")
       ->check(CLI::IsMember({"quick", "standard"}))
       ->type_name("G");
+  add_device(*command, r->device, "The engine of which device; default cpu");
   command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
   command->footer(
       "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
-      "products of the visible scores.\n"
+      "products of the visible scores. On a GPU a time is that of a launch among many.\n"
       "Examples:\n"
       "  fulgur bench\n"
-      "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json");
-  command->callback([r] { run_bench(r->grid, r->json); });
+      "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"
+      "  fulgur bench --device cuda --grid standard");
+  command->callback([r] { run_bench(r->grid, r->device, r->json); });
 }
 
 }  // namespace fulgur::app

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -9,8 +10,10 @@
 
 #include "commands.h"
 #include "flags.h"
+#include "fulgur/error.h"
 #include "io/array.h"
 #include "naive.h"
+#include "placement.h"
 
 namespace fulgur::app {
 namespace {
@@ -41,7 +44,24 @@ const CheckCase kCases[] = {
     {"decode", 2, 1, 700, 8, 2, 128, 128},
 };
 
-const std::vector<std::string> kResults = {"out", "lse", "dq", "dk", "dv"};
+struct Pass {
+  const char* name;
+  std::vector<std::string> results;
+};
+const Pass kForward = {"forward", {"out", "lse"}}, kBackward = {"backward", {"dq", "dk", "dv"}};
+const std::array<const Pass*, 2> kPasses = {&kForward, &kBackward};
+
+/// What the engine under test said of one case.
+struct Computed {
+  Tensors results;                                  ///< by name
+  std::map<const Pass*, std::string> not_computed;  ///< the engine's reason
+};
+
+/// The passes of all cases.
+struct Tally {
+  std::map<const Pass*, int64_t> passed, failed;
+  std::map<std::string, int64_t> not_computed;  ///< by the engine's reason
+};
 
 /// The shape of a tensor of the case, by its name.
 std::vector<int64_t> shape_of(const CheckCase& c, const std::string& name) {
@@ -64,25 +84,52 @@ Tensors random_inputs(const CheckCase& c, DType dtype, std::mt19937& random) {
   return inputs;
 }
 
-/// out, lse, dq, dk, dv of the engine that `options` picks.
-Tensors compute(const CheckCase& c, const Tensors& inputs, const ConstTensor& slopes,
-                const Options& options) {
-  const DType dtype = inputs.at("q").dtype();
-  Tensors out;
-  std::map<std::string, Tensor> t;
-  for (const auto& [name, array] : inputs) t[name] = array.tensor();
-  for (const auto& name : kResults) {
-    const bool f32 = name == "lse" && dtype != DType::kF64;
-    Array& array =
-        out.emplace(name, Array(f32 ? DType::kF32 : dtype, shape_of(c, name))).first->second;
-    std::memset(array.data(), 0xff, array.bytes().size());  // NaN: what is not written is found
-    t[name] = array.tensor();
+/// The plan of a call; none, and the engine's reason, where the engine does not compute it.
+template <class Args>
+std::optional<Plan> planned(const Args& args, const Options& options, std::string* why) {
+  try {
+    return plan(args, options);
+  } catch (const Error& error) {
+    if (error.status() != Status::kUnsupported) throw;
+    *why = error.what();
+    return std::nullopt;
   }
-  forward({t["q"], t["k"], t["v"], t["out"], t["lse"], slopes}, options);
-  backward(
-      {t["dout"], t["q"], t["k"], t["v"], t["out"], t["lse"], t["dq"], t["dk"], t["dv"], slopes},
-      options);
-  return out;
+}
+
+/// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
+/// takes out and lse from the forward pass.
+Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes,
+                 const Options& options, Device device) {
+  const DType dtype = inputs.at("q").dtype();
+  Computed computed;
+  Placement place(device);
+  std::map<std::string, Tensor> t;
+  for (const auto& [name, array] : inputs) t[name] = place.input(array);
+  for (const Pass* pass : kPasses) {
+    for (const std::string& name : pass->results) {
+      const bool f32 = name == "lse" && dtype != DType::kF64;
+      Array& array =
+          computed.results.emplace(name, Array(f32 ? DType::kF32 : dtype, shape_of(c, name)))
+              .first->second;
+      std::memset(array.data(), 0xff, array.bytes().size());  // NaN: what is not written is found
+      t[name] = place.initialized_output(array);
+    }
+  }
+  const ConstTensor alibi = slopes.given() ? place.input(slopes) : Tensor();
+  const ForwardArgs forward{t["q"], t["k"], t["v"], t["out"], t["lse"], alibi};
+  const BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
+                              t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
+  std::string why;
+  const std::optional<Plan> forward_plan = planned(forward, options, &why);
+  if (!forward_plan) computed.not_computed[&kForward] = computed.not_computed[&kBackward] = why;
+  if (forward_plan) {
+    forward_plan->run(forward);
+    const std::optional<Plan> backward_plan = planned(backward, options, &why);
+    if (!backward_plan) computed.not_computed[&kBackward] = why;
+    if (backward_plan) backward_plan->run(backward);
+  }
+  place.collect();
+  return computed;
 }
 
 using Doubles = std::vector<double>;
@@ -116,9 +163,11 @@ std::map<std::string, Doubles> naive(const CheckCase& c, const Tensors& inputs,
                                      const Options& options, const float* slopes) {
   std::map<std::string, Doubles> in, out;
   for (const auto& [name, array] : inputs) in[name] = doubles(array);
-  for (const auto& name : kResults) {
-    const auto shape = shape_of(c, name);
-    out[name].resize(io::size_bytes(DType::kF64, shape, name) / sizeof(double));
+  for (const Pass* pass : kPasses) {
+    for (const std::string& name : pass->results) {
+      const auto shape = shape_of(c, name);
+      out[name].resize(io::size_bytes(DType::kF64, shape, name) / sizeof(double));
+    }
   }
   for (int64_t b = 0; b < c.batch; ++b) {
     for (int64_t h = 0; h < c.hq; ++h) {
@@ -158,72 +207,109 @@ double largest_finite(const Doubles& x) {
   return largest;
 }
 
-/// Prints a line of the table; false if an error is over its bound.
-bool check_one(const CheckCase& c, DType dtype, int threads, std::mt19937& random) {
+/// Prints a line of the table.
+void check_one(const CheckCase& c, DType dtype, int threads, Device device, std::mt19937& random,
+               Tally* tally) {
   const Tensors inputs = random_inputs(c, dtype, random);
   Options options;
   options.mask = c.mask;
   options.softcap = c.softcap;
   options.threads = threads;
-  std::vector<float> slopes;
-  ConstTensor slopes_tensor;
+  Array slopes;
   if (c.alibi) {
-    for (int64_t h = 0; h < c.hq; ++h) slopes.push_back(std::exp2(-static_cast<float>(h + 1)));
-    slopes_tensor = ConstTensor::contiguous(slopes.data(), DType::kF32, {c.hq});
+    slopes = Array(DType::kF32, {c.hq});
+    auto* slope = reinterpret_cast<float*>(slopes.data());
+    for (int64_t h = 0; h < c.hq; ++h) slope[h] = std::exp2(-static_cast<float>(h + 1));
   }
-  const Tensors got = compute(c, inputs, slopes_tensor, options);
+  options.engine = engine_of(device);
+  const Computed got = compute(c, inputs, slopes, options, device);
   Tensors wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Tensors want = compute(c, wide, slopes_tensor, options);
-  auto expected = naive(c, inputs, options, c.alibi ? slopes.data() : nullptr);
+  const Computed want = compute(c, wide, slopes, options, {});
+  const auto expected = naive(
+      c, inputs, options, slopes.given() ? reinterpret_cast<const float*>(slopes.data()) : nullptr);
 
-  bool passed = true;
+  bool any = false, right = true;
   std::string line = fmt::format("{:<17} {:<5}", c.name, name_of(dtype));
-  for (const auto& name : kResults) {
-    const Doubles ref = doubles(want.at(name));
-    const double error = max_error(doubles(got.at(name)), ref);
-    const double bound = name == "lse"
-                             ? 1e-3 * std::max(1.0, largest_finite(ref))
-                             : (name == "out" ? 2 : 3) * max_error(expected[name], ref) + 1e-5;
-    passed &= error <= bound;
-    line += fmt::format(" {:>8.1e} {}{:>7.1e}", error, error <= bound ? "<= " : "> !", bound);
+  for (const Pass* pass : kPasses) {
+    if (const auto why = got.not_computed.find(pass); why != got.not_computed.end()) {
+      ++tally->not_computed[why->second];
+      for (size_t i = 0; i < pass->results.size(); ++i) line += fmt::format(" {:^19}", "-");
+      continue;
+    }
+    bool passed = true;
+    for (const std::string& name : pass->results) {
+      const Doubles ref = doubles(want.results.at(name));
+      const double error = max_error(doubles(got.results.at(name)), ref);
+      const double bound = name == "lse"
+                               ? 1e-3 * std::max(1.0, largest_finite(ref))
+                               : (name == "out" ? 2 : 3) * max_error(expected.at(name), ref) + 1e-5;
+      passed &= error <= bound;
+      line += fmt::format(" {:>8.1e} {}{:>7.1e}", error, error <= bound ? "<= " : "> !", bound);
+    }
+    ++(passed ? tally->passed : tally->failed)[pass];
+    any = true;
+    right &= passed;
   }
-  fmt::print("{}  {}\n", line, passed ? "ok" : "FAIL");
+  fmt::print("{}  {}\n", line, !any ? "not computed" : right ? "ok" : "FAIL");
   std::fflush(stdout);
-  return passed;
 }
 
-void check(const std::string& dtype, int threads, uint32_t seed) {
+/// "36 forward and 36 backward".
+std::string counts(const std::map<const Pass*, int64_t>& by_pass) {
+  std::string text;
+  for (const Pass* pass : kPasses) {
+    const auto count = by_pass.find(pass);
+    if (count == by_pass.end()) continue;
+    text += fmt::format("{}{} {}", text.empty() ? "" : " and ", count->second, pass->name);
+  }
+  return text;
+}
+
+void check(const std::string& dtype, const std::string& device_name, int threads, uint32_t seed) {
+  const Device device = device_called(device_name, "--device " + device_name);
   std::mt19937 random(seed);
-  fmt::print("max |engine - reference| <= bound, for random inputs of seed {}\n{:<23}", seed, "");
-  for (const auto& name : kResults) fmt::print(" {:^19}", name);
+  fmt::print("max |{} - reference| <= bound, for random inputs of seed {}\n{:<23}",
+             engine_of(device), seed, "");
+  for (const Pass* pass : kPasses) {
+    for (const std::string& name : pass->results) fmt::print(" {:^19}", name);
+  }
   fmt::print("\n");
-  int64_t count = 0, failed = 0;
+  Tally tally;
   for (const char* name : {"f32", "bf16", "f16"}) {
     if (!dtype.empty() && dtype != name) continue;
     for (const CheckCase& c : kCases) {
-      ++count;
-      failed += !check_one(c, dtype_called(name), threads, random);
+      check_one(c, dtype_called(name), threads, device, random, &tally);
     }
   }
-  if (failed > 0) {
-    throw std::runtime_error(fmt::format("{} of {} checks failed", failed, count));
+  for (const auto& [why, count] : tally.not_computed) {
+    fmt::print("not computed, {} checks: {}\n", count, why);
   }
-  fmt::print("{} checks passed\n", count);
+  if (!tally.failed.empty()) {
+    throw std::runtime_error(fmt::format("{} checks failed, {} passed", counts(tally.failed),
+                                         tally.passed.empty() ? "none" : counts(tally.passed)));
+  }
+  if (tally.passed.empty()) {
+    throw Error(
+        Status::kUnsupported,
+        fmt::format("nothing was checked: the engine {} computes none of it", engine_of(device)));
+  }
+  fmt::print("{} checks passed\n", counts(tally.passed));
 }
 
 }  // namespace
 
 void add_check(CLI::App& app) {
   struct Request {
-    std::string dtype;
+    std::string dtype, device = "cpu";
     int threads = 0;
     std::optional<uint32_t> seed;
   };
   auto r = std::make_shared<Request>();
   auto* command = app.add_subcommand("check", "The engine against the reference on this machine");
   add_dtype(*command, r->dtype, "Only this dtype; default all");
+  add_device(*command, r->device, "The engine of which device; default cpu");
   command->add_option("--threads", r->threads, "Threads; default OMP_NUM_THREADS or all cores")
       ->type_name("N");
   command->add_option("--seed", r->seed, "Seed of the inputs; default: a new one each time")
@@ -231,11 +317,14 @@ void add_check(CLI::App& app) {
   command->footer(
       "The reference computes the papers' formulas in double precision. An output may be off by\n"
       "twice, a gradient by three times, what the plain formula in the input's precision is off.\n"
-      "Exit status 1 if a bound is broken.\n"
+      "What the engine does not compute is named with its reason and counts as not checked.\n"
+      "Exit status 1 if a bound is broken or nothing was checked.\n"
       "Examples:\n"
       "  fulgur check\n"
-      "  fulgur check --dtype bf16");
-  command->callback([r] { check(r->dtype, r->threads, r->seed.value_or(std::random_device{}())); });
+      "  fulgur check --dtype bf16\n"
+      "  fulgur check --device cuda");
+  command->callback(
+      [r] { check(r->dtype, r->device, r->threads, r->seed.value_or(std::random_device{}())); });
 }
 
 }  // namespace fulgur::app

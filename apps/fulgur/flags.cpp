@@ -106,4 +106,14 @@ Device device_called(const std::string& name, const std::string& user) {
   return {name == "cuda" ? DeviceType::kCuda : DeviceType::kCpu, 0};
 }
 
+std::string engine_of(Device device) { return device.type == DeviceType::kCuda ? "cuda" : "cpu"; }
+
+std::string description_of(Device device) {
+  std::string description;
+  for (const EngineInfo& engine : engines()) {
+    if (engine.name == engine_of(device)) description = engine.description;
+  }
+  return description;
+}
+
 }  // namespace fulgur::app

@@ -51,5 +51,9 @@ CLI::Option* add_device(CLI::App& command, std::string& name, const std::string&
 /// "cpu" or "cuda". Throws Error(kUnavailable), on behalf of `user`, if the engine of that name
 /// cannot be used.
 Device device_called(const std::string& name, const std::string& user);
+/// The name of the engine that is made for a device.
+std::string engine_of(Device device);
+/// What engines() says of it.
+std::string description_of(Device device);
 
 }  // namespace fulgur::app

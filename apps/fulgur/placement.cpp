@@ -34,6 +34,14 @@ Tensor Placement::output(io::Array& array) {
   return tensor;
 }
 
+Tensor Placement::initialized_output(io::Array& array) {
+  const Tensor tensor = output(array);
+  if (device_.type != DeviceType::kCpu) {
+    cuda::copy(tensor.data, array.bytes().data(), array.size_bytes(), device_.index);
+  }
+  return tensor;
+}
+
 void Placement::collect() {
   for (const auto& [array, memory] : outputs_) {
     cuda::copy(array->data(), memory, array->size_bytes(), device_.index);

@@ -22,6 +22,8 @@ class Placement {
   Tensor input(const io::Array& array);
   /// `array` must outlive collect().
   Tensor output(io::Array& array);
+  /// The same, and it begins with what the array holds.
+  Tensor initialized_output(io::Array& array);
   /// Brings the outputs back into their arrays; call it once they are computed.
   void collect();
 

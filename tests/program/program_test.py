@@ -450,6 +450,8 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (["explain", "--sq", "-3"], ["--sq", "-3"]),
         (["explain", "--dtype", "f64"], ["--dtype", "f64"]),
         (["explain", "--device", "tpu"], ["--device", "tpu"]),
+        (["check", "--device", "tpu"], ["--device", "tpu"]),
+        (["bench", "--device", "tpu"], ["--device", "tpu"]),
         (["tune", "--dtype", "f32"], ["--dtype", "f32"]),
         (["tune", "--sq", "-3"], ["--sq", "-3"]),
         (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
@@ -496,7 +498,9 @@ def test_cuda_that_cannot_be_used_says_why(folder):
         pytest.skip("this machine has a usable cuda engine")
     before = listing(folder)
     fails(*FORWARD, "--device", "cuda", says=["--device cuda: "], cwd=folder)
-    fails("explain", "--device", "cuda", says=["--device cuda: "], cwd=folder)
+    for command in ("explain", "check", "bench"):
+        fails(command, "--device", "cuda", says=["--device cuda: "], cwd=folder)
+    fails("bench", "--device", "cuda", "--json", "speed.json", says=["--device cuda: "], cwd=folder)
     fails("tune", says=["tune: "], cwd=folder)
     assert listing(folder) == before
 
@@ -917,12 +921,59 @@ def test_check_passes_for_every_dtype():
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
         assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 12
-    assert stdout.endswith("36 checks passed\n")
+    assert stdout.endswith("\n36 forward and 36 backward checks passed\n")
+    assert "not computed" not in stdout
 
 
 def test_check_can_be_repeated():
     runs = {succeeds("check", "--dtype", "f32", "--seed", "5", "--threads", "1") for _ in range(2)}
     assert len(runs) == 1
+
+
+def check_on_gpu(env, *flags):
+    """The exit status; the words at the ends of the lines by (case, dtype); the number of checks
+    that were not computed, by reason; the last line."""
+    done = fulgur("check", "--device", "cuda", *flags, env=env)
+    rows = re.findall(r"^(\S.*?) +(f32|bf16|f16) .*  (ok|FAIL|not computed)$", done.stdout, re.M)
+    reasons = re.findall(r"^not computed, (\d+) checks: (.*)$", done.stdout, re.M)
+    last = (done.stdout + done.stderr).splitlines()[-1]
+    ends = {(case, dtype): end for case, dtype, end in rows}
+    return done.returncode, ends, {why: int(count) for count, why in reasons}, last
+
+
+def test_check_on_a_gpu(on_gpu):
+    """Each check is computed, or has its reason; the fake GPU's kernels compute nothing, and no
+    check lets that pass."""
+    code, ends, reasons, last = check_on_gpu(on_gpu)
+    assert len(ends) == 36
+    assert all(end == "not computed" for (case, dtype), end in ends.items() if dtype == "f32")
+    assert all("engine cuda: " in why for why in reasons)
+    assert any("f32" in why and "computes bf16 and f16" in why for why in reasons)
+    computed = set(ends.values()) - {"not computed"}
+    counted = sum(map(int, re.findall(r"(\d+) (?:forward|backward)", last)))
+    assert counted + sum(reasons.values()) == 72
+    if has_cuda():
+        assert (code, computed) == (0, {"ok"}) and last.endswith("checks passed")
+    else:
+        assert (code, computed) == (1, {"FAIL"}) and last.endswith("checks failed, none passed")
+
+
+def test_the_gpu_example_compares_with_the_cpu(on_gpu):
+    """It ends with 0 on a GPU, with 1 on the fake one, whose kernels compute nothing, and with 77
+    without any."""
+    example = pathlib.Path(PROGRAM).resolve().parents[2] / "examples/gpu_attention"
+    done = subprocess.run([example], env=on_gpu, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (0 if has_cuda() else 1) and done.stderr == ""
+    assert re.search(r"^(\d+) of 2048000 elements differ from those of the CPU$", done.stdout, re.M)
+    if not has_cuda():
+        done = subprocess.run([example], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 77 and done.stderr.startswith("gpu_attention: no ")
+
+
+def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
+    code, ends, reasons, last = check_on_gpu(on_gpu, "--dtype", "f32")
+    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 24
+    assert last.startswith("fulgur: nothing was checked: ")
 
 
 def test_explain():
@@ -1056,3 +1107,28 @@ def test_bench_quick(tmp_path):
         report["results"]
     )
     assert "as fast when causal" in stdout
+
+
+def test_bench_on_a_gpu(on_gpu, tmp_path):
+    stdout = succeeds("bench", "--device", "cuda", "--json", "speed.json", env=on_gpu, cwd=tmp_path)
+    report = json.loads((tmp_path / "speed.json").read_text())
+    assert report["machine"]["device"] in fulgur("devices", env=on_gpu).stdout
+    assert "cuda:0" in report["machine"]["device"]
+    assert list(report["peaks"]) == ["copy_gbytes_per_s"] and report["peaks"]["copy_gbytes_per_s"] > 0
+    for row in report["results"]:
+        assert row["ms"] > 0 and row["device"] == "cuda:0" and row["dtype"] == "bf16"
+        assert not any("fma" in name or "threads" in name for name in row)
+    forward = [row for row in report["results"] if row["pass"] == "forward"]
+    assert {(row["d"], row["causal"]) for row in forward} == {(d, c) for d in (64, 128, 256) for c in (0, 1)}
+    decode = [row for row in report["results"] if row["pass"] == "decode"]
+    assert len(decode) == 1 and decode[0]["percent_of_copy_bandwidth"] > 0
+    assert len(re.findall(r" ms +[\d.]+ (?:TFLOP/s|GB/s)", stdout)) == len(report["results"])
+    # A pass that the engine lacks is said, and has no time.
+    missing = [name for reason in report["not_computed"] for name in reason["shapes"]]
+    assert len(missing) + len(report["results"]) == 13
+    for reason in report["not_computed"]:
+        assert f"not computed, {len(reason['shapes'])} shapes" in stdout and reason["why"] in stdout
+
+
+def test_bench_needs_its_json_file(tmp_path):
+    fails("bench", "--json", "no/speed.json", says=["no/speed.json", "No such file"], cwd=tmp_path)
