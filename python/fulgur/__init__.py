@@ -15,6 +15,7 @@ argument, what it got and what it wants. Where an engine fails it is a ``fulgur.
 """
 
 import os
+from types import GenericAlias
 from typing import NamedTuple
 
 from fulgur import _arguments as _a
@@ -284,6 +285,7 @@ class Plan(_AnyPlan):
     """
 
     __slots__ = ("_return_lse",)
+    __class_getitem__ = classmethod(GenericAlias)  # the stubs' Plan[Literal[True]]: with return_lse
 
     def __init__(self, plan, return_lse):
         super().__init__(plan)

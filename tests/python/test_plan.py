@@ -103,7 +103,8 @@ def test_slopes_used_keys_and_seeds_change():
     extras = dict(alibi_slopes=np.zeros(4, np.float32), seqused_k=np.array([14, 14], np.int32))
     plan = fulgur.plan(q, k, v, dropout_p=0.3, **extras)
     seen = []
-    for slope, used, seed, offset in ((0, 14, 0, 0), (1, 14, 0, 0), (1, 5, 0, 0), (1, 5, 7, 0), (1, 5, 7, 2**64 - 1)):  # fmt: skip
+    runs = [(0, 14, 0, 0), (1, 14, 0, 0), (1, 5, 0, 0), (1, 5, 7, 0), (1, 5, 7, 2**64 - 1)]
+    for slope, used, seed, offset in runs:
         extras["alibi_slopes"][:], extras["seqused_k"][0] = slope, used
         random = dict(seed=seed, offset=offset)
         seen.append(plan.run(q, k, v, **random, **extras))
