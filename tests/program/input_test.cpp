@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <span>
 
 #include "c_struct.h"
 #include "call.h"
@@ -392,6 +393,39 @@ TEST(GoodInput, EmptyTensorsNeedNoData) {
       for (const double x : read(t)) EXPECT_EQ(x, 0);
     }
   }
+}
+
+// A longest length beyond all rows bounds nothing: the plan is that of all rows.
+TEST(GoodInput, LongestLengthsBeyondTheRows) {
+  const std::vector<int32_t> ends = {0, 2, 5};
+  const ConstTensor cu = ConstTensor::of(std::span(ends), {3});
+  const auto rows = [](int64_t heads) {
+    return Tensor::contiguous(nullptr, DType::kF32, {5, heads, 8});
+  };
+  const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {6, 5});
+  const ForwardArgs f{.q = rows(6),
+                      .k = rows(2),
+                      .v = rows(2),
+                      .out = rows(6),
+                      .lse = lse,
+                      .cu_seqlens_q = cu,
+                      .cu_seqlens_k = cu};
+  const BackwardArgs b{.dout = rows(6),
+                       .q = rows(6),
+                       .k = rows(2),
+                       .v = rows(2),
+                       .out = rows(6),
+                       .lse = lse,
+                       .dq = rows(6),
+                       .dk = rows(2),
+                       .dv = rows(2),
+                       .cu_seqlens_q = cu,
+                       .cu_seqlens_k = cu};
+  const Options wild{.max_seqlen_q = INT64_MAX - 1, .max_seqlen_k = INT64_MAX};
+  const Options all{.max_seqlen_q = 5, .max_seqlen_k = 5};
+  EXPECT_EQ(plan(f, wild).explain(), plan(f, all).explain());
+  EXPECT_EQ(plan(b, wild).explain(), plan(b, all).explain());
+  EXPECT_EQ(plan(b, wild).workspace(), plan(b, all).workspace());
 }
 
 // Sizes beyond all memory are fine where another size is 0: nothing to do, and done at once.
