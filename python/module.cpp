@@ -19,6 +19,7 @@ using namespace nb::literals;
 namespace {
 
 using fulgur::BackwardArgs;
+using fulgur::DeviceType;
 using fulgur::DType;
 using fulgur::Error;
 using fulgur::ForwardArgs;
@@ -29,12 +30,6 @@ using fulgur::Tensor;
 struct View {
   Tensor tensor;
   nb::ndarray<nb::ro> memory;
-};
-
-/// A plan and the Python options it was made of: they own the tensors that every run takes.
-struct PlanOf {
-  fulgur::Plan plan;
-  nb::dict options;
 };
 
 [[noreturn]] void fail(const std::string& message) {
@@ -52,8 +47,8 @@ std::string refusal(nb::handle array) {
   return "";
 }
 
-/// A view of the memory of `array`, never a copy. A bfloat16 array of a producer that cannot say so
-/// (NumPy) comes as its 16-bit integers, with `bf16`.
+/// A view of the memory of `array` on the CPU, never a copy. A bfloat16 array of a producer that
+/// cannot say so (NumPy) comes as its 16-bit integers, with `bf16`.
 View view(const char* name, nb::handle array, bool writable, bool bf16) {
   View result;
   if (!nb::try_cast(array, result.memory, false)) {
@@ -80,48 +75,65 @@ View view(const char* name, nb::handle array, bool writable, bool bf16) {
   tensor.strides = const_cast<int64_t*>(memory.stride_ptr());
   tensor.byte_offset = memory.byte_offset();
   result.tensor = Tensor::from_dlpack(tensor, name);
+  if (result.tensor.device.type != DeviceType::kCpu) {
+    fail(fmt::format("{}: got an array on {}, want one on the CPU", name,
+                     fulgur::name_of(result.tensor.device)));
+  }
   return result;
 }
 
-/// A contiguous tensor without memory, on the device of `like` (None: the CPU), to plan with.
-View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,
-             const View* like) {
+/// A contiguous tensor without memory, to plan with.
+View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype) {
   const size_t most = Tensor::kMaxRank;
   if (shape.empty() || shape.size() > most) {
     fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), most));
   }
   for (const DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32}) {
-    if (dtype == fulgur::name_of(type)) {
-      const auto device = like ? like->tensor.device : fulgur::Device{};
-      return {Tensor::contiguous(nullptr, type, shape, device), {}};
-    }
+    if (dtype == fulgur::name_of(type)) return {Tensor::contiguous(nullptr, type, shape), {}};
   }
   fail(fmt::format("dtype: got '{}', want 'f32', 'bf16', 'f16' or 'f64'", dtype));
 }
 
-/// The planned tensor in the memory of a fresh contiguous array, whose producer may have written
-/// the strides of empty tensors and of dimensions of size 1 in its own way.
-View placed(const View& planned, const View& fresh) {
-  View result{planned.tensor, fresh.memory};
-  result.tensor.data = fresh.tensor.data;
-  return result;
+/// The tensor of that name in a Python call; None is "not given".
+Tensor tensor(const nb::dict& views, const char* name) {
+  const auto* view = nb::cast<const View*>(views[name]);
+  return view ? view->tensor : Tensor{};
 }
 
-Tensor tensor_of(const View* view) { return view ? view->tensor : Tensor{}; }
+template <class Args>
+Args read_args(const nb::dict& views);
 
-ForwardArgs forward_args(const View& q, const View& k, const View& v, const View& out,
-                         const View* lse) {
-  return {q.tensor, k.tensor, v.tensor, out.tensor, tensor_of(lse)};
+template <>
+ForwardArgs read_args(const nb::dict& views) {
+  return {.q = tensor(views, "q"),
+          .k = tensor(views, "k"),
+          .v = tensor(views, "v"),
+          .out = tensor(views, "out"),
+          .lse = tensor(views, "lse"),
+          .alibi_slopes = tensor(views, "alibi_slopes"),
+          .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
+          .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
+          .seqused_k = tensor(views, "seqused_k")};
 }
 
-BackwardArgs backward_args(const View& dout, const View& q, const View& k, const View& v,
-                           const View& out, const View& lse, const View& dq, const View& dk,
-                           const View& dv) {
-  return {dout.tensor, q.tensor,  k.tensor,  v.tensor, out.tensor,
-          lse.tensor,  dq.tensor, dk.tensor, dv.tensor};
+template <>
+BackwardArgs read_args(const nb::dict& views) {
+  return {.dout = tensor(views, "dout"),
+          .q = tensor(views, "q"),
+          .k = tensor(views, "k"),
+          .v = tensor(views, "v"),
+          .out = tensor(views, "out"),
+          .lse = tensor(views, "lse"),
+          .dq = tensor(views, "dq"),
+          .dk = tensor(views, "dk"),
+          .dv = tensor(views, "dv"),
+          .alibi_slopes = tensor(views, "alibi_slopes"),
+          .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
+          .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
+          .seqused_k = tensor(views, "seqused_k")};
 }
 
-/// The options of __init__.py's _options, types and integer ranges checked there.
+/// The options of _arguments.py, types and integer ranges checked there.
 fulgur::Options read_options(const nb::dict& from) {
   fulgur::Options to;
   to.mask = {.left = nb::cast<int64_t>(from["left"]), .right = nb::cast<int64_t>(from["right"])};
@@ -137,37 +149,58 @@ fulgur::Options read_options(const nb::dict& from) {
   return to;
 }
 
-/// The tensors and numbers among them that belong to a call.
-template <class Args>
-Args with_extras(Args args, const nb::dict& from) {
-  const auto tensor = [&](const char* name) {
-    return tensor_of(nb::cast<const View*>(from[name]));
-  };
-  args.alibi_slopes = tensor("alibi_slopes");
-  args.cu_seqlens_q = tensor("cu_seqlens_q");
-  args.cu_seqlens_k = tensor("cu_seqlens_k");
-  args.seqused_k = tensor("seqused_k");
-  return args;
+fulgur::Run read_run(uint64_t seed, uint64_t offset) {
+  return {.dropout_seed = seed, .dropout_offset = offset};
 }
 
+// Each of these reads Python's objects, then computes without the GIL. The caller's `views` keep
+// the memory alive.
+
 template <class Args>
-PlanOf make_plan(const Args& tensors, const nb::dict& options) {
-  const Args args = with_extras(tensors, options);
+void compute(const nb::dict& views, const nb::dict& options, uint64_t seed, uint64_t offset) {
+  const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
-  const auto plan_unlocked = [&] {
-    nb::gil_scoped_release unlocked;
-    return fulgur::plan(args, read);
-  };
-  return {plan_unlocked(), options};
+  const fulgur::Run run = read_run(seed, offset);
+  nb::gil_scoped_release unlocked;
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    fulgur::forward(args, read, run);
+  } else {
+    fulgur::backward(args, read, run);
+  }
 }
 
 template <class Args>
-void run(const PlanOf& of, const Args& tensors) {
-  const Args args = with_extras(tensors, of.options);
-  const fulgur::Run run{.dropout_seed = nb::cast<uint64_t>(of.options["seed"]),
-                        .dropout_offset = nb::cast<uint64_t>(of.options["offset"])};
+fulgur::Plan make_plan(const nb::dict& views, const nb::dict& options) {
+  const Args args = read_args<Args>(views);
+  const fulgur::Options read = read_options(options);
   nb::gil_scoped_release unlocked;
-  of.plan.run(args, run);
+  return fulgur::plan(args, read);
+}
+
+using WorkspaceArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+template <class Args>
+void run_plan(const fulgur::Plan& plan, const nb::dict& views, uint64_t seed, uint64_t offset,
+              nb::handle workspace) {
+  const Args args = read_args<Args>(views);
+  fulgur::Run run = read_run(seed, offset);
+  WorkspaceArray memory;
+  if (!workspace.is_none()) {
+    if (!nb::try_cast(workspace, memory, false)) {
+      throw nb::type_error(fmt::format("workspace: got {}{}, want a writable contiguous array in "
+                                       "the memory of the CPU",
+                                       nb::type_name(workspace.type()).c_str(), refusal(workspace))
+                               .c_str());
+    }
+    run.workspace = {memory.data(), static_cast<int64_t>(memory.nbytes())};
+    // An empty array may have no address, and that would mean "not given".
+    const int64_t want = plan.workspace().bytes;
+    if (run.workspace.bytes < want) {
+      fail(fmt::format("workspace: got {} bytes, want {}", run.workspace.bytes, want));
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  plan.run(args, run);
 }
 
 void merge(const std::vector<const View*>& outs, const std::vector<const View*>& lses,
@@ -228,34 +261,23 @@ NB_MODULE(_fulgur, m) {
       .def_prop_ro("data",
                    [](const View& v) { return reinterpret_cast<uintptr_t>(v.tensor.data); });
   m.def("view", &view, "name"_a, "array"_a.none(), "writable"_a = false, "bf16"_a = false);
-  m.def("placed", &placed, "planned"_a, "fresh"_a);
-  m.def("planned", &planned, "name"_a, "shape"_a, "dtype"_a, "like"_a.none() = nb::none());
+  m.def("planned", &planned, "name"_a, "shape"_a, "dtype"_a);
 
-  nb::class_<PlanOf>(m, "Plan")
-      .def("explain", [](const PlanOf& of) { return of.plan.explain(); })
-      .def(
-          "run",
-          [](const PlanOf& of, const View& q, const View& k, const View& v, const View& out,
-             const View* lse) { run(of, forward_args(q, k, v, out, lse)); },
-          "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none())
-      .def(
-          "run",
-          [](const PlanOf& of, const View& dout, const View& q, const View& k, const View& v,
-             const View& out, const View& lse, const View& dq, const View& dk,
-             const View& dv) { run(of, backward_args(dout, q, k, v, out, lse, dq, dk, dv)); },
-          "dout"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dq"_a, "dk"_a, "dv"_a);
-  m.def(
-      "plan",
-      [](const nb::dict& options, const View& q, const View& k, const View& v, const View& out,
-         const View* lse) { return make_plan(forward_args(q, k, v, out, lse), options); },
-      "options"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a.none());
-  m.def(
-      "plan",
-      [](const nb::dict& options, const View& dout, const View& q, const View& k, const View& v,
-         const View& out, const View& lse, const View& dq, const View& dk, const View& dv) {
-        return make_plan(backward_args(dout, q, k, v, out, lse, dq, dk, dv), options);
-      },
-      "options"_a, "dout"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "dq"_a, "dk"_a, "dv"_a);
+  nb::class_<fulgur::Plan>(m, "Plan")
+      .def("explain", &fulgur::Plan::explain)
+      .def("workspace",
+           [](const fulgur::Plan& plan) {
+             const auto [bytes, alignment, zeroed_bytes] = plan.workspace();
+             return nb::make_tuple(bytes, alignment, zeroed_bytes);
+           })
+      .def("run_forward", &run_plan<ForwardArgs>, "views"_a, "seed"_a, "offset"_a,
+           "workspace"_a.none())
+      .def("run_backward", &run_plan<BackwardArgs>, "views"_a, "seed"_a, "offset"_a,
+           "workspace"_a.none());
+  m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a);
+  m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a);
+  m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "seed"_a, "offset"_a);
+  m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "seed"_a, "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
   m.def("engines", &engines);
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });

@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <new>
 #include <string>
 #include <vector>
 
+#include "c_struct.h"
 #include "fulgur/attention.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
@@ -22,6 +24,15 @@ namespace {
 
 using fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
 using fulgur::ConstTensor, fulgur::Tensor;
+using fulgur::fail, fulgur::read_struct, fulgur::write_struct;
+using fulgur::Status;
+
+static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
+              FULGUR_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
+              FULGUR_UNSUPPORTED == static_cast<int>(Status::kUnsupported) &&
+              FULGUR_UNAVAILABLE == static_cast<int>(Status::kUnavailable) &&
+              FULGUR_OUT_OF_MEMORY == static_cast<int>(Status::kOutOfMemory) &&
+              FULGUR_INTERNAL == static_cast<int>(Status::kInternal));
 
 thread_local std::string last_error;
 
@@ -50,30 +61,12 @@ fulgur_status guarded(Call call) noexcept {
   }
 }
 
-template <class... Args>
-[[noreturn]] void fail(const char* name, fmt::format_string<Args...> what, Args&&... args) {
-  throw fulgur::Error(fulgur::Status::kInvalidArgument,
-                      fmt::format("{}: {}", name, fmt::format(what, std::forward<Args>(args)...)));
-}
-
-/// The caller's struct as this library knows it, by the size at its beginning.
-template <class Struct>
-Struct known(const char* name, const Struct* given) {
-  Struct mine{};
-  if (given == nullptr) fail(name, "got null, want a struct");
-  const size_t size = given->struct_size;
-  if (size < sizeof(size_t)) fail(name, "struct_size is {}, want sizeof({})", size, name);
-  std::memcpy(&mine, given, std::min(size, sizeof(Struct)));
-  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
-  if (size > sizeof(Struct) &&
-      std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
-    fail(name,
-         "struct_size is {}, this library knows {}, and what is behind is not 0: it is newer than "
-         "the library",
-         size, sizeof(Struct));
-  }
-  return mine;
-}
+// The sizes of the structs in version 0.1.0, the first: no caller has shorter ones.
+constexpr size_t kLeastOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
+constexpr size_t kLeastForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kLeastBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kLeastRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
+constexpr size_t kLeastNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
 
 template <class T>
 T optional(const DLTensor* t, const char* name) {
@@ -96,7 +89,7 @@ void set_extras(const Given& given, Args& args) {
 }
 
 ForwardArgs convert(const fulgur_forward_args* given) {
-  const fulgur_forward_args a = known("args", given);
+  const fulgur_forward_args a = read_struct("args", given, kLeastForward);
   ForwardArgs args{.q = required<ConstTensor>(a.q, "q"),
                    .k = required<ConstTensor>(a.k, "k"),
                    .v = required<ConstTensor>(a.v, "v"),
@@ -107,7 +100,7 @@ ForwardArgs convert(const fulgur_forward_args* given) {
 }
 
 BackwardArgs convert(const fulgur_backward_args* given) {
-  const fulgur_backward_args a = known("args", given);
+  const fulgur_backward_args a = read_struct("args", given, kLeastBackward);
   BackwardArgs args{.dout = required<ConstTensor>(a.dout, "dout"),
                     .q = required<ConstTensor>(a.q, "q"),
                     .k = required<ConstTensor>(a.k, "k"),
@@ -129,7 +122,8 @@ fulgur_options defaults() {
 }
 
 Options convert(const fulgur_options* given) {
-  const fulgur_options o = given == nullptr ? defaults() : known("options", given);
+  const fulgur_options o =
+      given == nullptr ? defaults() : read_struct("options", given, kLeastOptions, defaults());
   Options options;
   options.mask = fulgur::window(o.window_left, o.window_right);
   if (o.scale != nullptr) options.scale = *o.scale;
@@ -146,7 +140,7 @@ Options convert(const fulgur_options* given) {
 
 Run convert(const fulgur_run* given) {
   if (given == nullptr) return {};
-  const fulgur_run r = known("run", given);
+  const fulgur_run r = read_struct("run", given, kLeastRun);
   return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
 }
 
@@ -178,12 +172,11 @@ fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_
 fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
   return guarded([&] {
     if (options == nullptr) fail("options", "got null, want a struct");
-    if (struct_size < sizeof(size_t))
-      fail("struct_size", "got {}, want sizeof(fulgur_options)", struct_size);
-    std::memset(options, 0, struct_size);
-    const fulgur_options mine = defaults();
-    std::memcpy(options, &mine, std::min(struct_size, sizeof(mine)));
-    std::memcpy(options, &struct_size, sizeof(struct_size));
+    if (struct_size < kLeastOptions) {
+      fail("struct_size", "got {}, want sizeof(fulgur_options), at least {}", struct_size,
+           kLeastOptions);
+    }
+    write_struct(options, struct_size, defaults());
   });
 }
 
@@ -221,10 +214,14 @@ fulgur_status fulgur_plan_run_backward(const fulgur_plan* plan, const fulgur_bac
 
 fulgur_status fulgur_plan_workspace(const fulgur_plan* plan, fulgur_workspace_need* need) {
   return guarded([&] {
-    const size_t size = known("need", need).struct_size;
+    if (need == nullptr) fail("need", "got null, want a struct");
+    const size_t size = need->struct_size;
+    if (size < kLeastNeed) {
+      fail("need", "struct_size is {}, want sizeof(fulgur_workspace_need), at least {}", size,
+           kLeastNeed);
+    }
     const fulgur::WorkspaceNeed n = required(plan).workspace();
-    const fulgur_workspace_need mine{size, n.bytes, n.alignment, n.zeroed_bytes};
-    std::memcpy(need, &mine, std::min(size, sizeof(mine)));
+    write_struct(need, size, {size, n.bytes, n.alignment, n.zeroed_bytes});
   });
 }
 

@@ -42,7 +42,10 @@ void require(const Plan::Impl& impl, Pass pass) {
 }
 
 void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
-  if (given.data == nullptr) return;
+  if (given.data == nullptr) {
+    if (given.bytes != 0) fail("workspace", "data is null, but not its {} bytes", given.bytes);
+    return;
+  }
   if (given.bytes < need.bytes) fail("workspace", "got {} bytes, want {}", given.bytes, need.bytes);
   if (reinterpret_cast<uintptr_t>(given.data) % static_cast<uintptr_t>(need.alignment) != 0) {
     fail("workspace", "data {} is not aligned to {} bytes", given.data, need.alignment);

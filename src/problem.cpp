@@ -1,5 +1,6 @@
 #include "problem.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -82,8 +83,11 @@ Problem make_shared(const Args& args, const Options& options) {
     p.batch = cu_q.shape[0] - 1;
     check_lengths("cu_seqlens_q", cu_q, p.batch + 1, "(batch + 1)", q.device);
     check_lengths("cu_seqlens_k", cu_k, p.batch + 1, "(batch + 1)", q.device);
-    p.sq = longest("cu_seqlens_q", cu_q, "q", p.total_q, "max_seqlen_q", options.max_seqlen_q);
-    p.sk = longest("cu_seqlens_k", cu_k, "k", p.total_k, "max_seqlen_k", options.max_seqlen_k);
+    // No sequence is longer than all rows, whatever the caller says.
+    p.sq = std::min(p.total_q, longest("cu_seqlens_q", cu_q, "q", p.total_q, "max_seqlen_q",
+                                       options.max_seqlen_q));
+    p.sk = std::min(p.total_k, longest("cu_seqlens_k", cu_k, "k", p.total_k, "max_seqlen_k",
+                                       options.max_seqlen_k));
     check_shape("k", k, "(total_k, hk, d)", {p.total_k, p.hk, p.d}, false);
     check_shape("v", v, "(total_k, hk, dv)", {p.total_k, p.hk, p.dv}, false);
   } else {

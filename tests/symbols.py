@@ -1,5 +1,10 @@
-"""The shared library exports the public API and nothing else: symbols.py LIBRARY."""
+"""The shared library exports the public API and nothing else: symbols.py LIBRARY.
 
+Of C functions it exports each one that c.h declares, and no other. tests/api/c_abi_test.c lists
+them once more, so that none goes missing unnoticed: programs find them by name.
+"""
+
+import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +16,14 @@ PUBLIC = re.compile(
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
     r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|forward|backward|plan|merge|engines|size_of|name_of)\b.*)"
 )
-WANTED = ("fulgur_forward", "fulgur_merge", "fulgur::forward(", "fulgur::plan(", "fulgur::merge(")
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+C_DECLARATION = re.compile(r"\b(fulgur_\w+)\(")
+WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::merge(")
+
+
+def declared(path):
+    """The C functions of a file, whose comments name none with its parentheses."""
+    return set(C_DECLARATION.findall((ROOT / path).read_text()))
 
 
 def main(library):
@@ -23,11 +35,18 @@ def main(library):
     foreign = [name for kind, name in symbols if kind not in "WVu" and not PUBLIC.fullmatch(name)]
     foreign += [name for kind, name in symbols if "fulgur::" in name and not PUBLIC.search(name)]
     missing = [want for want in WANTED if not any(name.startswith(want) for _, name in symbols)]
+    functions = declared("include/fulgur/c.h")
+    exported = {name for _, name in symbols if re.fullmatch(r"fulgur_\w+", name)}
+    foreign += sorted(exported - functions)
+    missing += sorted(functions - exported)
+    alone = sorted(functions ^ declared("tests/api/c_abi_test.c"))
     for name in foreign:
         print(f"exported, but not public: {name}")
     for name in missing:
         print(f"public, but not exported: {name}")
-    return 1 if foreign or missing or not symbols else 0
+    for name in alone:
+        print(f"in c.h or in c_abi_test.c alone: {name}")
+    return 1 if foreign or missing or alone or not symbols else 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,12 @@
 /// The C API, on DLPack tensors. Shapes, dtypes and meaning are those of attention.h.
 ///
 /// Errors. Functions return a status; no exception leaves them. After one other than FULGUR_OK,
-/// fulgur_last_error() says in words what was wrong, in the thread that made the call; nothing has
-/// been written.
+/// fulgur_last_error() says in words what was wrong, in the thread that made the call, and no
+/// tensor has been written. Statuses may be added: take an unknown one for a failure.
+///
+/// Memory. Structs, shapes and strings are read during the call and never kept; tensors belong to
+/// the caller, and work on a CUDA stream uses their memory until it is done. What is not given is
+/// null. "Written" tensors are const because their description is; their data is not.
 ///
 /// Threads. Every function may be called from any thread at any time. Plans may be run by several
 /// threads at once; only fulgur_plan_free must come after all else.
@@ -47,7 +51,7 @@ typedef struct fulgur_options {
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows
-/// it.
+/// it. All 0 but struct_size is not the same: window_left and window_right would be 0.
 FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size);
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
@@ -75,8 +79,8 @@ typedef struct fulgur_backward_args {
 typedef struct fulgur_run {
   size_t struct_size;       ///< sizeof(fulgur_run)
   void* stream;             ///< cuda: cudaStream_t; null = the default stream
-  void* workspace;          ///< null = the library's own
-  int64_t workspace_bytes;  ///< of `workspace`
+  void* workspace;          ///< for one run at a time; null = the library's own
+  int64_t workspace_bytes;  ///< of `workspace`; 0 where that is null
   uint64_t dropout_seed, dropout_offset;
 } fulgur_run;
 
@@ -99,7 +103,9 @@ FULGUR_API fulgur_status fulgur_backward(const fulgur_backward_args* args,
 /// Every decision about one shape of call (fulgur::Plan).
 typedef struct fulgur_plan fulgur_plan;
 
-/// `*plan` <- a new plan, to be freed; null on failure. Tensors may lack their data.
+/// `*plan` <- a new plan, which the caller frees; null on failure. Tensors may lack their data:
+/// only that of cu_seqlens_* and seqused_k on the CPU is read, where it is there. A plan keeps no
+/// tensor; its runs may take others of these shapes, and other lengths up to the longest planned.
 FULGUR_API fulgur_status fulgur_plan_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, fulgur_plan** plan);
 FULGUR_API fulgur_status fulgur_plan_backward(const fulgur_backward_args* args,
@@ -108,7 +114,7 @@ FULGUR_API fulgur_status fulgur_plan_backward(const fulgur_backward_args* args,
 /// fine.
 FULGUR_API void fulgur_plan_free(fulgur_plan* plan);
 
-/// Runs a plan of that pass on tensors shaped as planned. `run` may be null.
+/// Runs a plan of that pass on tensors shaped as planned (fulgur::Plan::run). `run` may be null.
 FULGUR_API fulgur_status fulgur_plan_run_forward(const fulgur_plan* plan,
                                                  const fulgur_forward_args* args,
                                                  const fulgur_run* run);
@@ -116,12 +122,13 @@ FULGUR_API fulgur_status fulgur_plan_run_backward(const fulgur_plan* plan,
                                                   const fulgur_backward_args* args,
                                                   const fulgur_run* run);
 
-/// What a run needs besides its tensors.
+/// `*need` <- what a run needs besides its tensors.
 FULGUR_API fulgur_status fulgur_plan_workspace(const fulgur_plan* plan,
                                                fulgur_workspace_need* need);
 
-// Functions that give text write at most `size` bytes to `text`, its end marked by 0, and the
-// length of the whole to `*length` (both may be null, or size 0).
+// Functions that give text write as much of it as fits to the `size` bytes of `text`, a 0 at its
+// end, and to `*length` the length of the whole without that 0. `text` may be null with `size` 0,
+// `length` null: ask for the length, then for the text.
 
 /// The plan in words.
 FULGUR_API fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
@@ -137,20 +144,22 @@ FULGUR_API fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args,
                                                 const fulgur_options* options, const char* folder,
                                                 int* compiled, int* present);
 
-/// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune). The text:
-/// a line for each tile, the fastest first: family of kernels, Br, Bc, microseconds.
+/// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune); out and
+/// lse take the result. The text: a line for each tile, the fastest first: family of kernels, Br,
+/// Bc, microseconds.
+/// As each call measures anew, give it room: 4096 bytes hold every tile.
 FULGUR_API fulgur_status fulgur_tune_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, const fulgur_run* run,
                                              char* text, size_t size, size_t* length);
 
 /// Combines `count` partial results over disjoint keys into out, lse (lse may be null); see
-/// merge.h.
+/// merge.h. Errors name part i as parts[i].out and parts[i].lse.
 FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const DLTensor* const* part_lses, size_t count,
                                       const DLTensor* out, const DLTensor* lse);
 
-/// The message of the last failure in this thread ("" before any). Valid until the thread's next
-/// failure.
+/// The message of the last failure in this thread ("" before any), in English. Valid until the
+/// thread's next failure or its end.
 FULGUR_API const char* fulgur_last_error(void);
 /// "0.1.0".
 FULGUR_API const char* fulgur_version(void);

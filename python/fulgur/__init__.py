@@ -5,32 +5,37 @@ and ``cu_seqlens_k``: float32, bfloat16, float16 or float64, any strides whose l
 are read where they are, never copied. Results are fresh arrays of the kind of the first tensor:
 NumPy gives NumPy, torch gives torch, another array library gets its own arrays (through its
 ``__array_namespace__``), and a bare DLPack object gets NumPy. NumPy's bfloat16 is that of
-``ml_dtypes``. The GIL is released while computing.
+``ml_dtypes``. The GIL is released while computing. Arrays on other devices than the CPU are refused.
+
+The first call of a shape plans: it checks, chooses the engine and its tiles. Later calls of that
+shape find its plan; :func:`plan` gives it to you.
 
 A wrong argument is a ``ValueError``, a wrong kind of argument a ``TypeError``; both name the
 argument, what it got and what it wants. Where an engine fails it is a ``fulgur.Error``.
 """
 
-import numbers
-import operator
 import os
-import sys
+from types import GenericAlias
 from typing import NamedTuple
 
-import numpy as np
-
+from fulgur import _arguments as _a
 from fulgur import _fulgur
 from fulgur._fulgur import Error, __version__
 
 __all__ = [
+    "BackwardPlan",
     "Engine",
     "Error",
+    "Plan",
+    "WorkspaceNeed",
     "__version__",
     "attention",
     "attention_backward",
     "engines",
     "explain",
     "merge",
+    "plan",
+    "plan_backward",
 ]
 
 
@@ -40,6 +45,16 @@ class Engine(NamedTuple):
     name: str
     description: str
     unavailable: str
+
+
+class WorkspaceNeed(NamedTuple):
+    """What a run needs besides its arrays: at least ``bytes``, the first at a multiple of
+    ``alignment``; ``zeroed_bytes`` at the beginning are 0 before the first run, and every run leaves
+    them 0."""
+
+    bytes: int
+    alignment: int
+    zeroed_bytes: int
 
 
 def attention(
@@ -94,34 +109,23 @@ def attention(
     >>> np.exp(lse[0, 0]).round(3)
     array([1., 2.], dtype=float32)
     """
-    options = _options(
-        causal, window, scale, softcap, alibi_slopes, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, deterministic, invariant, threads,
-        engine,
+    options = _a.options(
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        invariant, threads, engine,
     )  # fmt: skip
-    return_lse = _flag("return_lse", return_lse)
-    inputs = _view("q", q), _view("k", k), _view("v", v)
-    out_view, lse_view = _planned_results(*inputs)
-    if out is not None:
-        out_view = _view("out", out, writable=True)
-    plan = _fulgur.plan(options, *inputs, out_view, lse_view if return_lse else None)
-
-    result, lse = out, None
-    if out is None:
-        result, out_view = _empty("out", out_view, q)
-    if return_lse:
-        lse, lse_view = _empty("lse", lse_view, q)
-    plan.run(*inputs, out_view, lse_view if return_lse else None)
-    if out is None:
-        result = _of_kind(q, result)
-    return (result, _of_kind(q, lse)) if return_lse else result
+    random = _a.random_numbers(seed, offset)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return _forward(
+        lambda views: _fulgur.forward(views, options, **random),
+        q, k, v, out, None, _a.flag("return_lse", return_lse), extras,
+    )  # fmt: skip
 
 
 def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="",
+    threads=0, engine="", dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v.
 
@@ -130,9 +134,10 @@ def attention_backward(
         q, k, v: as given to :func:`attention`.
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         causal, ..., engine: as given to :func:`attention`.
+        dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
 
     Returns:
-        (dq, dk, dv), fresh, with the shapes and the dtype of q, k and v.
+        (dq, dk, dv), each fresh or the very one given.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -146,20 +151,211 @@ def attention_backward(
     >>> dv.ravel()  # the first key counts in both rows
     array([1.5, 0.5], dtype=float32)
     """
-    options = _options(
-        causal, window, scale, softcap, alibi_slopes, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, deterministic, invariant, threads,
-        engine,
+    options = _a.options(
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        invariant, threads, engine,
     )  # fmt: skip
-    inputs = [
-        _view(name, array)
-        for name, array in zip(("dout", *_QKV, "out", "lse"), (dout, q, k, v, out, lse))
-    ]
-    gradients = _planned_gradients(*inputs[1:4])
-    plan = _fulgur.plan(options, *inputs, *gradients)
-    arrays, views = zip(*(_empty("d" + n, g, q) for n, g in zip(_QKV, gradients)))
-    plan.run(*inputs, *views)
-    return tuple(_of_kind(q, array) for array in arrays)
+    random = _a.random_numbers(seed, offset)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return _backward(
+        lambda views: _fulgur.backward(views, options, **random),
+        dout, q, k, v, out, lse, dq, dk, dv, extras,
+    )  # fmt: skip
+
+
+def plan(
+    q, k, v, *, dtype="f32", causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_k=None, deterministic=False, invariant=False, threads=0, engine="", return_lse=False,
+    out=None,
+):  # fmt: skip
+    """Every decision about one shape of :func:`attention`, made once, to be run many times.
+
+    Args:
+        q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed. Their
+            shapes, strides and dtypes are what is planned for.
+        dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
+        causal, ..., engine: as for :func:`attention`.
+        alibi_slopes, seqused_k: given if runs will give them; the values may change.
+        cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
+            longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
+        return_lse: runs return ``(out, lse)``.
+        out: given if runs will give one with other strides than a fresh array has.
+
+    Returns:
+        A :class:`Plan`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        fulgur.Error: no engine computes this here.
+
+    >>> import numpy as np, fulgur
+    >>> rows, kv = (6, 2, 8), np.ones((10, 2, 8), np.float32)
+    >>> lengths = [np.array(x, np.int32) for x in ([0, 2, 6], [0, 5, 10])]
+    >>> plan = fulgur.plan(rows, kv, kv, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+    >>> q = np.ones(rows, np.float32)
+    >>> for ends in ([0, 2, 6], [0, 4, 5]):  # other lengths under one plan
+    ...     lengths[0][:] = ends
+    ...     out = plan.run(q, kv, kv, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+    >>> out[:, 0, 0]  # the last row is padding
+    array([1., 1., 1., 1., 1., 0.], dtype=float32)
+    """
+    options = _a.options(
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        invariant, threads, engine,
+    )  # fmt: skip
+    return_lse = _a.flag("return_lse", return_lse)
+    views = _a.planned_views(dtype, q=q, k=k, v=v)
+    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    results = _a.forward_results(views["q"], views["v"])
+    views |= _a.planned_results(results, {"out": out, "lse": None})
+    if not return_lse:
+        views["lse"] = None
+    return Plan(_fulgur.plan_forward(views, options), return_lse)
+
+
+def plan_backward(
+    dout, q, k, v, out, lse, *, dtype="f32", causal=False, window=None, scale=None, softcap=0.0,
+    alibi_slopes=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
+    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0, engine="",
+    dq=None, dk=None, dv=None,
+):  # fmt: skip
+    """Every decision about one shape of :func:`attention_backward`, made once.
+
+    Args:
+        dout, q, k, v, out, lse: arrays as for :func:`attention_backward`, or only their shapes;
+            nothing is computed. Their shapes, strides and dtypes are what is planned for.
+        dtype: where shapes are given: "f32", "bf16", "f16" or "f64"; that of lse follows.
+        causal, ..., engine: as for :func:`plan`.
+        dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
+
+    Returns:
+        A :class:`BackwardPlan`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        fulgur.Error: no engine computes this here.
+
+    >>> import numpy as np, fulgur
+    >>> x = np.ones((1, 4, 2, 8), np.float32)
+    >>> plan = fulgur.plan(x, x, x, causal=True, return_lse=True)
+    >>> backward = fulgur.plan_backward(*[x.shape] * 5, (1, 2, 4), causal=True)
+    >>> out, lse = plan.run(x, x, x)
+    >>> dq, dk, dv = backward.run(np.ones_like(out), x, x, x, out, lse)
+    >>> dv[0, :, 0, 0].round(3)
+    array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
+    """
+    options = _a.options(
+        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        invariant, threads, engine,
+    )  # fmt: skip
+    views = _a.planned_views(dtype, dout=dout, q=q, k=k, v=v, out=out)
+    views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), lse=lse)
+    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    results = _a.backward_results(views["q"], views["k"], views["v"])
+    views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv})
+    return BackwardPlan(_fulgur.plan_backward(views, options))
+
+
+class _AnyPlan:
+    """What the plans of both passes have."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan):
+        self._plan = plan
+
+    def explain(self):
+        """The plan in words: engine, tiles, splits, bytes, flops, what was rejected and why."""
+        return self._plan.explain()
+
+    def workspace(self):
+        """What a run needs besides its arrays, a :class:`WorkspaceNeed`."""
+        return WorkspaceNeed(*self._plan.workspace())
+
+    def __repr__(self):
+        return f"<fulgur.{type(self).__name__}: {self.explain().splitlines()[0]}>"
+
+
+class Plan(_AnyPlan):
+    """Every decision about one shape of :func:`attention`; made by :func:`plan`.
+
+    A plan holds no memory of a run. Runs of one plan may overlap in threads, as long as they do not
+    write to each other's arrays.
+    """
+
+    __slots__ = ("_return_lse",)
+    __class_getitem__ = classmethod(GenericAlias)  # the stubs' Plan[Literal[True]]: with return_lse
+
+    def __init__(self, plan, return_lse):
+        super().__init__(plan)
+        self._return_lse = return_lse
+
+    def run(
+        self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
+        seqused_k=None, out=None, lse=None, workspace=None,
+    ):  # fmt: skip
+        """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
+
+        Args:
+            q, k, v: as planned; the values may be others.
+            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if it was;
+                the values may be others.
+            seed, offset: of the dropout, 0 to 2^64 - 1.
+            out, lse: where to write; lse only where the plan has ``return_lse``.
+            workspace: a writable contiguous array as :meth:`workspace` wants it, for one run at a
+                time; default the library's own memory.
+
+        Returns:
+            out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
+            fulgur.Error: the engine failed.
+        """
+        random = _a.random_numbers(seed, offset)
+        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return _forward(
+            lambda views: self._plan.run_forward(views, **random, workspace=workspace),
+            q, k, v, out, lse, self._return_lse, extras,
+        )  # fmt: skip
+
+
+class BackwardPlan(_AnyPlan):
+    """Every decision about one shape of :func:`attention_backward`; made by :func:`plan_backward`.
+
+    A plan holds no memory of a run. Runs of one plan may overlap in threads, as long as they do not
+    write to each other's arrays.
+    """
+
+    __slots__ = ()
+
+    def run(
+        self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None,
+        cu_seqlens_k=None, seqused_k=None, dq=None, dk=None, dv=None, workspace=None,
+    ):  # fmt: skip
+        """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
+        for.
+
+        Args:
+            dout, q, k, v, out, lse: as planned; the values may be others.
+            alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
+            dq, dk, dv: where to write.
+            workspace: as for :meth:`Plan.run`.
+
+        Returns:
+            (dq, dk, dv), each fresh or the very one given.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
+            fulgur.Error: the engine failed.
+        """
+        random = _a.random_numbers(seed, offset)
+        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return _backward(
+            lambda views: self._plan.run_backward(views, **random, workspace=workspace),
+            dout, q, k, v, out, lse, dq, dk, dv, extras,
+        )  # fmt: skip
 
 
 def merge(outs, lses):
@@ -185,17 +381,20 @@ def merge(outs, lses):
     >>> np.allclose(out, fulgur.attention(q, k, v), atol=1e-6)
     True
     """
-    outs, lses = _list("outs", outs), _list("lses", lses)
+    outs, lses = _a.array_list("outs", outs), _a.array_list("lses", lses)
     if not outs:
         raise ValueError("outs: got no array, want at least 1")
     if len(lses) != len(outs):
         raise ValueError(f"lses: got {len(lses)} arrays, want {len(outs)}, one for each of outs")
-    out_views = [_view(f"outs[{i}]", out) for i, out in enumerate(outs)]
-    lse_views = [_view(f"lses[{i}]", lse) for i, lse in enumerate(lses)]
-    out, out_view = _empty("out", out_views[0], outs[0])
-    lse, lse_view = _empty("lse", lse_views[0], outs[0])
-    _fulgur.merge(out_views, lse_views, out_view, lse_view)
-    return _of_kind(outs[0], out), _of_kind(outs[0], lse)
+    out_views = [_a.view(f"outs[{i}]", out) for i, out in enumerate(outs)]
+    lse_views = [_a.view(f"lses[{i}]", lse) for i, lse in enumerate(lses)]
+    first = {"out": out_views[0], "lse": lse_views[0]}
+    return _a.filled(
+        {name: (view.shape, view.dtype) for name, view in first.items()},
+        dict.fromkeys(first),
+        outs[0],
+        lambda views: _fulgur.merge(out_views, lse_views, views["out"], views["lse"]),
+    )
 
 
 def explain(
@@ -221,25 +420,19 @@ def explain(
     >>> "cpu" in fulgur.explain(shape, shape, shape, dtype="bf16", causal=True)
     True
     """
-    options = _options(
-        causal, window, scale, softcap, alibi_slopes, dropout_p, seed, offset, cu_seqlens_q,
-        cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, deterministic, invariant, threads,
-        engine,
+    options = dict(
+        dtype=dtype, causal=causal, window=window, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        seqused_k=seqused_k, deterministic=deterministic, invariant=invariant, threads=threads,
+        engine=engine,
     )  # fmt: skip
-    inputs = [
-        (
-            _fulgur.planned(name, [_integer(name, n, *_INT64) for n in given], dtype)
-            if isinstance(given, (tuple, list))
-            else _view(name, given)
-        )
-        for name, given in zip(_QKV, (q, k, v))
-    ]
-    out, lse = _planned_results(*inputs)
-    if _flag("backward", backward):
-        plan = _fulgur.plan(options, out, *inputs, out, lse, *_planned_gradients(*inputs))
-    else:
-        plan = _fulgur.plan(options, *inputs, out, lse)
-    return plan.explain()
+    _a.random_numbers(seed, offset)
+    if not _a.flag("backward", backward):
+        return plan(q, k, v, return_lse=True, **options).explain()
+    views = _a.planned_views(dtype, q=q, k=k, v=v)
+    (out, dtype), (lse, _) = _a.forward_results(views["q"], views["v"]).values()
+    return plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}).explain()
 
 
 def engines():
@@ -252,132 +445,28 @@ def engines():
     return [Engine(*engine) for engine in _fulgur.engines()]
 
 
-_QKV = ("q", "k", "v")
-_INT32, _INT64, _UINT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1), (0, 2**64 - 1)
-_DTYPES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
-    "i32": "int32",  # of wrong parts of a merge, for the library to refuse
-}
-
-
-def _options(
-    causal, window, scale, softcap, alibi_slopes, dropout_p, seed, offset, cu_seqlens_q,
-    cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, deterministic, invariant, threads, engine,
-):  # fmt: skip
-    """The options as _fulgur.plan reads them: right types, integers in range, tensors as views."""
-    if window is None:
-        window = (-1, -1)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window: got {window!r}, want None or (left, right)")
-    left, right = (_integer("window", side, -1, _INT64[1]) for side in window)
-    if _flag("causal", causal):
-        right = 0
-    if not isinstance(engine, str):
-        raise TypeError(f"engine: got {type(engine).__name__}, want a string")
-    return {
-        "left": left,
-        "right": right,
-        "scale": None if scale is None else _real("scale", scale),
-        "softcap": _real("softcap", softcap),
-        "alibi_slopes": _optional_view("alibi_slopes", alibi_slopes),
-        "dropout_p": _real("dropout_p", dropout_p),
-        "seed": _integer("seed", seed, *_UINT64),
-        "offset": _integer("offset", offset, *_UINT64),
-        "cu_seqlens_q": _optional_view("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_k": _optional_view("cu_seqlens_k", cu_seqlens_k),
-        "max_seqlen_q": _integer("max_seqlen_q", max_seqlen_q, *_INT64),
-        "max_seqlen_k": _integer("max_seqlen_k", max_seqlen_k, *_INT64),
-        "seqused_k": _optional_view("seqused_k", seqused_k),
-        "deterministic": _flag("deterministic", deterministic),
-        "invariant": _flag("invariant", invariant),
-        "threads": _integer("threads", threads, *_INT32),
-        "engine": engine,
-    }
-
-
-def _flag(name, value):
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: got {value!r}, want True or False")
-    return bool(value)
-
-
-def _real(name, value):
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: got {value!r}, want a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name}: got {value}, want a finite number") from None
-
-
-def _integer(name, value, low, high):
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: got {value!r}, want an integer") from None
-    if not low <= value <= high:
-        raise ValueError(f"{name}: got {value}, want {low} to {high}")
-    return value
-
-
-def _list(name, arrays):
-    try:
-        return list(arrays)
-    except TypeError:
-        raise TypeError(f"{name}: got {type(arrays).__name__}, want a sequence of arrays") from None
-
-
-def _is_torch(array):
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
-def _view(name, array, writable=False):
-    """A view of the array's memory for _fulgur."""
-    if _is_torch(array) and array.requires_grad:
-        raise ValueError(f"{name}: requires grad, which is not recorded here; want {name}.detach()")
-    bf16 = isinstance(array, np.ndarray) and array.dtype.name == "bfloat16"
-    return _fulgur.view(name, array.view(np.int16) if bf16 else array, writable, bf16)
-
-
-def _optional_view(name, array):
-    return None if array is None else _view(name, array)
-
-
-def _planned_results(q, k, v):
-    """Views without memory of out and lse."""
-    out = q.shape[:-1] + v.shape[-1:]
-    lse = (*out[:-3], out[-2], out[-3]) if len(out) >= 3 else out
-    return (
-        _fulgur.planned("out", out, q.dtype, q),
-        _fulgur.planned("lse", lse, "f64" if q.dtype == "f64" else "f32", q),
+def _forward(compute, q, k, v, out, lse, return_lse, extras):
+    """The results of ``compute``, which takes all views by name."""
+    views = _a.views(q=q, k=k, v=v) | extras
+    results = _a.forward_results(views["q"], views["v"])
+    if not return_lse and lse is None:
+        del results["lse"]
+        views["lse"] = None
+    arrays = _a.filled(
+        results, {"out": out, "lse": lse}, q, lambda written: compute(views | written)
     )
+    return arrays if return_lse else arrays[0]
 
 
-def _planned_gradients(*inputs):
-    """Views without memory of dq, dk and dv."""
-    return [_fulgur.planned("d" + n, x.shape, x.dtype, x) for n, x in zip(_QKV, inputs)]
-
-
-def _empty(name, planned, like):
-    """Fresh memory for what was planned, in a torch tensor if `like` is one, else in NumPy."""
-    dtype = _DTYPES[planned.dtype]
-    if _is_torch(like):
-        array = like.new_empty(planned.shape, dtype=getattr(sys.modules["torch"], dtype))
-    else:
-        if dtype == "bfloat16":
-            from ml_dtypes import bfloat16 as dtype
-        array = np.empty(planned.shape, dtype)
-    return array, _fulgur.placed(planned, _view(name, array, writable=True))
-
-
-def _of_kind(like, array):
-    """The result in the array library of `like`, if it is one."""
-    namespace = getattr(like, "__array_namespace__", None)
-    return array if namespace is None else namespace().asarray(array)
+def _backward(compute, dout, q, k, v, out, lse, dq, dk, dv, extras):
+    """The results of ``compute``, which takes all views by name."""
+    views = _a.views(dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
+    return _a.filled(
+        _a.backward_results(views["q"], views["k"], views["v"]),
+        {"dq": dq, "dk": dk, "dv": dv},
+        q,
+        lambda written: compute(views | written),
+    )
 
 
 # A forked child has none of its parent's OpenMP threads and would wait for them forever; without

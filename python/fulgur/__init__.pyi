@@ -1,15 +1,20 @@
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = [
+    "BackwardPlan",
     "Engine",
     "Error",
+    "Plan",
+    "WorkspaceNeed",
     "__version__",
     "attention",
     "attention_backward",
     "engines",
     "explain",
     "merge",
+    "plan",
+    "plan_backward",
 ]
 
 __version__: str
@@ -21,12 +26,20 @@ class Engine(NamedTuple):
     description: str
     unavailable: str
 
+class WorkspaceNeed(NamedTuple):
+    bytes: int
+    alignment: int
+    zeroed_bytes: int
+
 class _DLPack(Protocol):
     """NumPy arrays, torch tensors and every other array with ``__dlpack__``."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 _Array = TypeVar("_Array", bound=_DLPack)
+_ReturnLse = TypeVar("_ReturnLse", Literal[True], Literal[False])
+_Shape = tuple[int, ...] | list[int]
+_DType = Literal["f32", "bf16", "f16", "f64"]
 
 @overload
 def attention(
@@ -105,15 +118,159 @@ def attention_backward(
     invariant: bool = False,
     threads: int = 0,
     engine: str = "",
+    dq: _Array | None = None,
+    dk: _Array | None = None,
+    dv: _Array | None = None,
 ) -> tuple[_Array, _Array, _Array]: ...
+@overload
+def plan(
+    q: _DLPack | _Shape,
+    k: _DLPack | _Shape,
+    v: _DLPack | _Shape,
+    *,
+    dtype: _DType = "f32",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    threads: int = 0,
+    engine: str = "",
+    return_lse: Literal[False] = False,
+    out: _DLPack | None = None,
+) -> Plan[Literal[False]]: ...
+@overload
+def plan(
+    q: _DLPack | _Shape,
+    k: _DLPack | _Shape,
+    v: _DLPack | _Shape,
+    *,
+    dtype: _DType = "f32",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    threads: int = 0,
+    engine: str = "",
+    return_lse: Literal[True],
+    out: _DLPack | None = None,
+) -> Plan[Literal[True]]: ...
+def plan_backward(
+    dout: _DLPack | _Shape,
+    q: _DLPack | _Shape,
+    k: _DLPack | _Shape,
+    v: _DLPack | _Shape,
+    out: _DLPack | _Shape,
+    lse: _DLPack | _Shape,
+    *,
+    dtype: _DType = "f32",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    threads: int = 0,
+    engine: str = "",
+    dq: _DLPack | None = None,
+    dk: _DLPack | None = None,
+    dv: _DLPack | None = None,
+) -> BackwardPlan: ...
+
+class _AnyPlan:
+    def explain(self) -> str: ...
+    def workspace(self) -> WorkspaceNeed: ...
+
+class Plan(_AnyPlan, Generic[_ReturnLse]):
+    @overload
+    def run(
+        self: Plan[Literal[False]],
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        seed: int = 0,
+        offset: int = 0,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        out: _Array | None = None,
+        lse: None = None,
+        workspace: _DLPack | None = None,
+    ) -> _Array: ...
+    @overload
+    def run(
+        self: Plan[Literal[True]],
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        seed: int = 0,
+        offset: int = 0,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        out: _Array | None = None,
+        lse: _Array | None = None,
+        workspace: _DLPack | None = None,
+    ) -> tuple[_Array, _Array]: ...
+
+class BackwardPlan(_AnyPlan):
+    def run(
+        self,
+        dout: _DLPack,
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        out: _DLPack,
+        lse: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        seed: int = 0,
+        offset: int = 0,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        dq: _Array | None = None,
+        dk: _Array | None = None,
+        dv: _Array | None = None,
+        workspace: _DLPack | None = None,
+    ) -> tuple[_Array, _Array, _Array]: ...
+
 def merge(outs: Iterable[_Array], lses: Iterable[_Array]) -> tuple[_Array, _Array]: ...
 def explain(
-    q: _DLPack | tuple[int, ...],
-    k: _DLPack | tuple[int, ...],
-    v: _DLPack | tuple[int, ...],
+    q: _DLPack | _Shape,
+    k: _DLPack | _Shape,
+    v: _DLPack | _Shape,
     *,
     backward: bool = False,
-    dtype: Literal["f32", "bf16", "f16", "f64"] = "f32",
+    dtype: _DType = "f32",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,

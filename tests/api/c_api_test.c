@@ -1,7 +1,10 @@
 /* The C API, compiled as C and linked like any user's program. */
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include "fulgur/c.h"
 
@@ -34,12 +37,12 @@ static DLTensor tensor(float* data, int ndim, int64_t* shape) {
 static int near(float a, double b) { return fabs(a - b) < 1e-5; }
 
 /* Attention of one head, causal when asked, by definition. */
-static void expected(const float* q, const float* k, const float* v, int causal, double* out,
-                     double* lse) {
-  for (int i = 0; i < kRows; ++i) {
+static void expected_of(const float* q, int rows, const float* k, const float* v, int keys,
+                        int causal, double* out, double* lse) {
+  for (int i = 0; i < rows; ++i) {
     double sum = 0, value[kDim] = {0};
-    for (int j = 0; j < kKeys; ++j) {
-      if (causal && j > i + kKeys - kRows) continue;
+    for (int j = 0; j < keys; ++j) {
+      if (causal && j > i + keys - rows) continue;
       double s = 0;
       for (int c = 0; c < kDim; ++c) s += q[i * kDim + c] * k[j * kDim + c];
       const double p = exp(s / sqrt(kDim));
@@ -47,8 +50,247 @@ static void expected(const float* q, const float* k, const float* v, int causal,
       for (int c = 0; c < kDim; ++c) value[c] += p * v[j * kDim + c];
     }
     lse[i] = log(sum);
-    for (int c = 0; c < kDim; ++c) out[i * kDim + c] = value[c] / sum;
+    for (int c = 0; c < kDim; ++c) out[i * kDim + c] = sum > 0 ? value[c] / sum : 0;
   }
+}
+
+static void expected(const float* q, const float* k, const float* v, int causal, double* out,
+                     double* lse) {
+  expected_of(q, kRows, k, v, kKeys, causal, out, lse);
+}
+
+static DLTensor int_tensor(int32_t* data, int64_t* shape) {
+  DLTensor t = tensor(NULL, 1, shape);
+  t.data = data;
+  t.dtype.code = kDLInt;
+  return t;
+}
+
+/* Numbers around 0 that repeat late. */
+static void fill(float* data, int count, int seed) {
+  for (int n = 0; n < count; ++n) data[n] = (float)((n * 37 + seed * 11) % 41 - 20) / 16;
+}
+
+/* A plan of packed sequences, run with other lengths and data in memory of ours. */
+static void plan_of_changing_lengths(void) {
+  enum { kTotalQ = 7, kTotalK = 9, kBatch = 2 };
+  float q[kTotalQ * kDim], k[kTotalK * kDim], v[kTotalK * kDim], out[kTotalQ * kDim], lse[kTotalQ];
+  int32_t cu_q[] = {0, 4, 7}, cu_k[] = {0, 5, 9};
+  int64_t q_shape[] = {kTotalQ, 1, kDim}, k_shape[] = {kTotalK, 1, kDim},
+          lse_shape[] = {1, kTotalQ}, cu_shape[] = {kBatch + 1};
+  DLTensor tq = tensor(q, 3, q_shape), tk = tensor(k, 3, k_shape), tv = tensor(v, 3, k_shape),
+           to = tensor(out, 3, q_shape), tl = tensor(lse, 2, lse_shape),
+           tcq = int_tensor(cu_q, cu_shape), tck = int_tensor(cu_k, cu_shape);
+  const fulgur_forward_args args = {.struct_size = sizeof args,
+                                    .q = &tq,
+                                    .k = &tk,
+                                    .v = &tv,
+                                    .out = &to,
+                                    .lse = &tl,
+                                    .cu_seqlens_q = &tcq,
+                                    .cu_seqlens_k = &tck};
+  fulgur_options options;
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+  options.window_right = 0;
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_forward(&args, &options, &plan) == FULGUR_OK);
+  memset(&options, 0xff, sizeof options); /* nothing of it is kept */
+
+  fulgur_workspace_need need = {.struct_size = sizeof need};
+  CHECK(fulgur_plan_workspace(plan, &need) == FULGUR_OK);
+  CHECK(need.bytes >= 0 && need.alignment >= 1 && need.zeroed_bytes <= need.bytes);
+  char* memory = calloc((size_t)(need.bytes + need.alignment), 1);
+  fulgur_run run = {.struct_size = sizeof run};
+  run.workspace = memory + need.alignment - (size_t)memory % (size_t)need.alignment;
+  run.workspace_bytes = need.bytes;
+
+  const int32_t lengths[][4] = {{4, 7, 5, 9}, {1, 3, 4, 6}, {0, 4, 0, 5}, {3, 7, 3, 3}};
+  for (int n = 0; n < 4; ++n) {
+    cu_q[1] = lengths[n][0], cu_q[2] = lengths[n][1];
+    cu_k[1] = lengths[n][2], cu_k[2] = lengths[n][3];
+    fill(q, kTotalQ * kDim, n);
+    fill(k, kTotalK * kDim, n + 7);
+    fill(v, kTotalK * kDim, n + 9);
+    memset(out, 0x7f, sizeof out);
+    CHECK(fulgur_plan_run_forward(plan, &args, &run) == FULGUR_OK);
+    double want[kTotalQ * kDim] = {0}, want_lse[kTotalQ];
+    for (int i = 0; i < kTotalQ; ++i) want_lse[i] = -INFINITY; /* rows behind the last sequence */
+    for (int b = 0; b < kBatch; ++b) {
+      expected_of(q + cu_q[b] * kDim, cu_q[b + 1] - cu_q[b], k + cu_k[b] * kDim, v + cu_k[b] * kDim,
+                  cu_k[b + 1] - cu_k[b], 1, want + cu_q[b] * kDim, want_lse + cu_q[b]);
+    }
+    for (int i = 0; i < kTotalQ * kDim; ++i) CHECK(near(out[i], want[i]));
+    for (int i = 0; i < kTotalQ; ++i) CHECK(lse[i] == want_lse[i] || near(lse[i], want_lse[i]));
+  }
+
+  /* Longer than planned, and too small a workspace: no output is touched. */
+  memset(out, 0x7f, sizeof out);
+  memset(lse, 0x7f, sizeof lse);
+  cu_q[1] = 1, cu_q[2] = 7;
+  CHECK(fulgur_plan_run_forward(plan, &args, &run) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "cu_seqlens_q: ", 14) == 0);
+  cu_q[1] = 4;
+  if (need.bytes > 0) {
+    run.workspace_bytes = need.bytes - 1;
+    CHECK(fulgur_plan_run_forward(plan, &args, &run) == FULGUR_INVALID_ARGUMENT);
+    CHECK(strncmp(fulgur_last_error(), "workspace: ", 11) == 0);
+  }
+  run.workspace = NULL;
+  run.workspace_bytes = 1;
+  CHECK(fulgur_plan_run_forward(plan, &args, &run) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "workspace: ", 11) == 0);
+  for (size_t n = 0; n < sizeof out; ++n) CHECK(((const char*)out)[n] == 0x7f);
+  for (size_t n = 0; n < sizeof lse; ++n) CHECK(((const char*)lse)[n] == 0x7f);
+  free(memory);
+  fulgur_plan_free(plan);
+}
+
+/* Texts: the length first, then all of it, then what fits. */
+static void texts(const fulgur_forward_args* args) {
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_forward(args, NULL, &plan) == FULGUR_OK);
+  size_t length = 0, again = 0;
+  CHECK(fulgur_plan_explain(plan, NULL, 0, &length) == FULGUR_OK && length > 20);
+  char *text = malloc(length + 1), few[8];
+  memset(text, 'x', length + 1);
+  CHECK(fulgur_plan_explain(plan, text, length + 1, &again) == FULGUR_OK);
+  CHECK(again == length && strlen(text) == length);
+  CHECK(strncmp(text, "forward attention, f32 on cpu", 29) == 0);
+  memset(few, 'x', sizeof few);
+  CHECK(fulgur_plan_explain(plan, few, 5, NULL) == FULGUR_OK);
+  CHECK(memcmp(few, "forw\0xxx", 8) == 0);
+  CHECK(fulgur_plan_explain(NULL, text, length, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "plan: ", 6) == 0);
+  free(text);
+  fulgur_plan_free(plan);
+  fulgur_plan_free(NULL);
+
+  char engines[4096];
+  CHECK(fulgur_engines(engines, sizeof engines, &length) == FULGUR_OK && length < sizeof engines);
+  CHECK(strstr(engines, "cpu\t") != NULL && strstr(engines, "reference\t") != NULL);
+  CHECK(engines[length - 1] == '\n');
+}
+
+/* One plan in several threads, each with data of its own and a failure of its own. */
+typedef struct {
+  const fulgur_plan* plan;
+  const fulgur_forward_args* args;
+  int number;
+  int failed; /* CHECK counts in the first thread */
+} Worker;
+
+static void* work(void* given) {
+  Worker* w = given;
+  w->failed = strcmp(fulgur_last_error(), "") != 0;
+  float q[kRows * kDim], out[kRows * kDim];
+  fill(q, kRows * kDim, w->number);
+  DLTensor tq = *w->args->q, to = *w->args->out;
+  tq.data = q;
+  to.data = out;
+  fulgur_forward_args args = *w->args;
+  args.q = &tq;
+  args.out = &to;
+  args.lse = NULL;
+  double want[kRows * kDim], want_lse[kRows];
+  expected(q, args.k->data, args.v->data, 0, want, want_lse);
+  for (int times = 0; times < 100; ++times) {
+    w->failed |= fulgur_plan_run_forward(w->plan, &args, NULL) != FULGUR_OK;
+    for (int n = 0; n < kRows * kDim; ++n) w->failed |= !near(out[n], want[n]);
+  }
+  args.out = w->number % 2 ? NULL : &to;
+  args.k = w->number % 2 ? args.k : NULL;
+  w->failed |= fulgur_plan_run_forward(w->plan, &args, NULL) != FULGUR_INVALID_ARGUMENT;
+  w->failed |= strncmp(fulgur_last_error(), w->number % 2 ? "out: " : "k: ", 3) != 0;
+  return NULL;
+}
+
+static void plan_in_threads(const fulgur_forward_args* given) {
+  fulgur_forward_args args = *given;
+  args.lse = NULL;
+  fulgur_options options;
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+  options.threads = 1;
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_forward(&args, &options, &plan) == FULGUR_OK);
+  CHECK(fulgur_forward(NULL, NULL, NULL) == FULGUR_INVALID_ARGUMENT);
+  enum { kThreads = 4 };
+  pthread_t threads[kThreads];
+  Worker workers[kThreads];
+  for (int n = 0; n < kThreads; ++n) {
+    workers[n] = (Worker){plan, &args, n, 0};
+    CHECK(pthread_create(&threads[n], NULL, work, &workers[n]) == 0);
+  }
+  for (int n = 0; n < kThreads; ++n) {
+    CHECK(pthread_join(threads[n], NULL) == 0);
+    CHECK(!workers[n].failed);
+  }
+  CHECK(strncmp(fulgur_last_error(), "args: ", 6) == 0); /* still this thread's own */
+  fulgur_plan_free(plan);
+}
+
+/* No GPU computes f32, and none is asked for tensors on the CPU. */
+static void functions_of_gpus(const fulgur_forward_args* args) {
+  int compiled = 7, present = 7;
+  char text[4096] = "untouched";
+  size_t length = 7;
+  const fulgur_status prewarmed = fulgur_prewarm_forward(args, NULL, NULL, &compiled, &present);
+  CHECK(prewarmed == FULGUR_UNSUPPORTED || prewarmed == FULGUR_UNAVAILABLE);
+  CHECK(strcmp(fulgur_last_error(), "") != 0);
+  const fulgur_status tuned = fulgur_tune_forward(args, NULL, NULL, text, sizeof text, &length);
+  CHECK(tuned == FULGUR_UNSUPPORTED || tuned == FULGUR_UNAVAILABLE);
+  CHECK(compiled == 7 && present == 7 && length == 7 && strcmp(text, "untouched") == 0);
+  fulgur_options options;
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+  options.engine = "cuda";
+  const fulgur_status forced = fulgur_forward(args, &options, NULL);
+  CHECK(forced == FULGUR_UNSUPPORTED || forced == FULGUR_UNAVAILABLE);
+  CHECK(strstr(fulgur_last_error(), "cuda") != NULL);
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+
+/* std::bad_alloc of the C++ below arrives as a status. The sanitizers' own memory needs more
+   address space than the limit here leaves. */
+static void out_of_memory(void) {
+#ifndef SANITIZED
+  const int64_t batch = 1 << 22;
+  int32_t* cu = calloc((size_t)batch + 1, sizeof *cu);
+  float x[kDim] = {1, 1}, out[kDim] = {7, 7};
+  int64_t shape[] = {1, 1, kDim}, cu_shape[] = {batch + 1};
+  const DLTensor tx = tensor(x, 3, shape), to = tensor(out, 3, shape),
+                 tcu = int_tensor(cu, cu_shape);
+  const fulgur_forward_args args = {.struct_size = sizeof args,
+                                    .q = &tx,
+                                    .k = &tx,
+                                    .v = &tx,
+                                    .out = &to,
+                                    .cu_seqlens_q = &tcu,
+                                    .cu_seqlens_k = &tcu};
+  unsigned long pages = 0;
+  FILE* statm = fopen("/proc/self/statm", "r");
+  CHECK(statm != NULL && fscanf(statm, "%lu", &pages) == 1);
+  if (statm != NULL) fclose(statm);
+  struct rlimit before;
+  CHECK(getrlimit(RLIMIT_AS, &before) == 0);
+  struct rlimit little = before;
+  little.rlim_cur = pages * 4096 + (32 << 20);
+  CHECK(setrlimit(RLIMIT_AS, &little) == 0);
+  fulgur_plan* plan = (fulgur_plan*)&args;
+  const fulgur_status planned = fulgur_plan_forward(&args, NULL, &plan);
+  const fulgur_status computed = fulgur_forward(&args, NULL, NULL);
+  CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(planned == FULGUR_OUT_OF_MEMORY && plan == NULL);
+  CHECK(computed == FULGUR_OUT_OF_MEMORY && out[0] == 7);
+  CHECK(strcmp(fulgur_last_error(), "out of memory") == 0);
+  CHECK(fulgur_forward(&args, NULL, NULL) == FULGUR_OK); /* with memory it is a call like others */
+  free(cu);
+#endif
 }
 
 int main(void) {
@@ -162,6 +404,12 @@ int main(void) {
   CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(strstr(fulgur_last_error(), "abacus") != NULL);
   for (size_t n = 0; n < sizeof out; ++n) CHECK(((const char*)out)[n] == 0x7f);
+
+  plan_of_changing_lengths();
+  texts(&args);
+  plan_in_threads(&args);
+  functions_of_gpus(&args);
+  out_of_memory();
 
   if (failures == 0) printf("ok\n");
   return failures != 0;

@@ -1,19 +1,22 @@
-/// Any bytes as a call of the C API. They are read as a plain call on small tensors, then as a list
-/// of changes to its tensors and options, most of which make it invalid. Every tensor has exactly
-/// the memory that its shape and strides address, or null where that is too much to allocate.
-/// Wanted: a status, a message for each failure, and outputs untouched by a call that failed.
+/// Any bytes as a call of the C API. They are read as a plain call on small tensors, at once or by
+/// a plan, then as a list of changes to its tensors and structs, most of which make it invalid.
+/// Every tensor has exactly the memory that its shape and strides address, or null where that is
+/// too much to allocate. Wanted: a status, a message for each failure, and outputs untouched by a
+/// call that failed.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
+#include <string>
 #include <vector>
 
 #include "fulgur/c.h"
 
 namespace {
 
-constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16;
+constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16, kMaxWorkspace = 1 << 26;
 
 /// Reads the input front to back; zeros follow its end.
 class Reader {
@@ -95,6 +98,14 @@ struct Owned {
     return is_null ? nullptr : &t;
   }
 
+  /// The same data elsewhere; what it was is freed.
+  void move() {
+    auto moved = std::make_unique<char[]>(bytes);
+    std::copy_n(memory.get(), bytes, moved.get());
+    if (t.data != nullptr) t.data = moved.get() + (static_cast<char*>(t.data) - memory.get());
+    memory = std::move(moved);
+  }
+
   bool unchanged() const { return std::equal(before.begin(), before.end(), memory.get()); }
 };
 
@@ -150,6 +161,22 @@ void fill_ints(Owned& o, Reader& in, bool wild, int64_t step) {
   }
 }
 
+/// A struct of the API, and what a newer version may have behind it.
+template <class Struct>
+struct Newer {
+  Struct known{};
+  uint8_t behind[16] = {};
+
+  Newer() { known.struct_size = sizeof(Struct); }
+
+  /// Another size, of memory that is there, and perhaps a field that the library does not know.
+  void change(Reader& in) {
+    known.struct_size = in.byte() % (sizeof(Struct) + sizeof(behind) + 1);
+    const uint8_t at = in.byte();
+    behind[at % sizeof(behind)] = in.byte();
+  }
+};
+
 void check(fulgur_status status, const std::vector<Owned*>& outputs) {
   if (status < FULGUR_OK || status > FULGUR_OUT_OF_MEMORY) std::abort();  // kInternal is a bug too
   if (status == FULGUR_OK) return;
@@ -159,13 +186,56 @@ void check(fulgur_status status, const std::vector<Owned*>& outputs) {
   }
 }
 
+/// How a call is made, bit by bit.
+enum How { kPlan = 1, kOwnWorkspace = 2, kMoved = 4 };
+
+/// A plan, and its run: on other lengths in other memory, with a workspace of the very size.
+template <class Args>
+void plan_and_run(const Args& args, const fulgur_options* options, Newer<fulgur_run> run, int how,
+                  const std::vector<Owned*>& outputs, const std::vector<Owned*>& all,
+                  const std::vector<Owned*>& lengths, Reader& in,
+                  fulgur_status (*make)(const Args*, const fulgur_options*, fulgur_plan**),
+                  fulgur_status (*run_plan)(const fulgur_plan*, const Args*, const fulgur_run*)) {
+  fulgur_plan* made = nullptr;
+  const fulgur_status planned = make(&args, options, &made);
+  const std::unique_ptr<fulgur_plan, decltype(&fulgur_plan_free)> plan(made, fulgur_plan_free);
+  check(planned, outputs);
+  if ((planned == FULGUR_OK) != (plan != nullptr)) std::abort();
+  if (plan == nullptr) return;
+
+  size_t length = 0;
+  if (fulgur_plan_explain(plan.get(), nullptr, 0, &length) != FULGUR_OK) std::abort();
+  std::string text(length, 'x');  // no room for the 0: cut by one
+  if (fulgur_plan_explain(plan.get(), text.data(), length, nullptr) != FULGUR_OK) std::abort();
+  if (std::strlen(text.c_str()) + 1 != length) std::abort();
+
+  fulgur_workspace_need need{};
+  need.struct_size = sizeof need;
+  if (fulgur_plan_workspace(plan.get(), &need) != FULGUR_OK) std::abort();
+  const std::align_val_t alignment{static_cast<size_t>(need.alignment)};
+  const auto free_aligned = [&](void* data) { operator delete(data, alignment); };
+  std::unique_ptr<void, decltype(free_aligned)> workspace(nullptr, free_aligned);
+  if ((how & kOwnWorkspace) != 0 && need.bytes > 0 && need.bytes <= kMaxWorkspace) {
+    workspace.reset(operator new(static_cast<size_t>(need.bytes), alignment));
+    std::memset(workspace.get(), 0, static_cast<size_t>(need.bytes));
+    run.known.workspace = workspace.get();
+    run.known.workspace_bytes = need.bytes;
+  }
+  if ((how & kMoved) != 0) {
+    for (Owned* o : lengths) fill_ints(*o, in, true, 0);
+    for (Owned* o : all) o->move();
+  }
+  check(run_plan(plan.get(), &args, &run.known), outputs);
+}
+
 constexpr DLDataType kDTypes[] = {
     {kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}, {kDLInt, 32, 1}};
 constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
 
 void fuzz(Reader& in) {
   enum { kForward, kBackward, kMerge };
-  const int what = in.byte() % 3;
+  const uint8_t first = in.byte();
+  const int what = first % 3, how = first / 3;
   const DLDataType dtype = kDTypes[in.byte() % 5];
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
@@ -201,10 +271,13 @@ void fuzz(Reader& in) {
   o[kSlopes].is_null = !(flags & 8);
   o[kLse].is_null = (flags & 16) != 0;
 
-  fulgur_options options;
+  Newer<fulgur_options> newer_options;
+  Newer<fulgur_run> newer_run;
+  Newer<fulgur_forward_args> forward_args;
+  Newer<fulgur_backward_args> backward_args;
+  fulgur_options& options = newer_options.known;
+  fulgur_run& run = newer_run.known;
   fulgur_options_init(&options, sizeof options);
-  fulgur_run run{};
-  run.struct_size = sizeof run;
   double scale = 0.5;
   const char* const engines[] = {"", "cpu", "reference", "cuda", "none", nullptr};
   for (int changes = in.byte() % 6; changes > 0; --changes) {
@@ -239,7 +312,19 @@ void fuzz(Reader& in) {
         options.max_seqlen_k = in.wild();
         break;
       case 9:
-        options.struct_size = in.byte();
+        switch (in.byte() % 3) {
+          case 0:
+            newer_options.change(in);
+            break;
+          case 1:
+            newer_run.change(in);
+            break;
+          case 2:
+            forward_args.change(in);
+            backward_args.behind[0] = forward_args.behind[0];
+            backward_args.known.struct_size = forward_args.known.struct_size;
+            break;
+        }
         break;
       case 10:
         options.deterministic = in.byte() & 1;
@@ -260,15 +345,33 @@ void fuzz(Reader& in) {
   std::vector<const DLTensor*> p;
   for (Owned& owned : o) p.push_back(owned.pointer());
 
+  std::vector<Owned*> all;
+  for (Owned& owned : o) all.push_back(&owned);
+  const std::vector<Owned*> lengths = {&o[kCuQ], &o[kCuK], &o[kUsed]};
+
   if (what == kForward) {
-    const fulgur_forward_args args{sizeof args, p[kQ],      p[kK],   p[kV],   p[kOut],
-                                   p[kLse],     p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
-    check(fulgur_forward(&args, flags & 64 ? nullptr : &options, &run), {&o[kOut], &o[kLse]});
+    fulgur_forward_args& args = forward_args.known;
+    args = {args.struct_size, p[kQ],      p[kK],   p[kV],   p[kOut],
+            p[kLse],          p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
+    const fulgur_options* given = flags & 64 ? nullptr : &options;
+    const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
+    if (how & kPlan) {
+      plan_and_run(args, given, newer_run, how, outputs, all, lengths, in, fulgur_plan_forward,
+                   fulgur_plan_run_forward);
+    } else {
+      check(fulgur_forward(&args, given, &run), outputs);
+    }
   } else if (what == kBackward) {
-    const fulgur_backward_args args{sizeof args, p[kDout], p[kQ],   p[kK],   p[kV],
-                                    p[kOut],     p[kLse],  p[kDq],  p[kDk],  p[kDv],
-                                    p[kSlopes],  p[kCuQ],  p[kCuK], p[kUsed]};
-    check(fulgur_backward(&args, &options, &run), {&o[kDq], &o[kDk], &o[kDv]});
+    fulgur_backward_args& args = backward_args.known;
+    args = {args.struct_size, p[kDout], p[kQ],  p[kK],      p[kV],   p[kOut], p[kLse],
+            p[kDq],           p[kDk],   p[kDv], p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
+    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv]};
+    if (how & kPlan) {
+      plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,
+                   fulgur_plan_run_backward);
+    } else {
+      check(fulgur_backward(&args, &options, &run), outputs);
+    }
   } else {
     // Parts (dout, lse), twice; the result may be the first part itself.
     Owned result_lse = lse_like();

@@ -83,11 +83,16 @@ def safetensors_seeds():
 
 
 def c_api_seeds():
-    """What, dtype, nine sizes and flags, then the number of changes and the changes."""
+    """What and how, dtype, seven sizes and flags, then the number of changes and the changes.
 
-    def call(what=0, dtype=0, batch=0, sq=0, sk=0, hk=0, group=0, d=0, dv=0, flags=0, changes=()):
-        body = b"".join(changes)
-        return bytes([what, dtype, batch, sq, sk, hk, group, d, dv, flags, len(changes)]) + body
+    What follows is the byte that fills the memory, wild lengths with flag 32, for a merge the number
+    of parts, and with MOVED the lengths of the run.
+    """
+
+    def call(what=0, dtype=0, batch=0, sq=0, sk=0, hk=0, group=0, d=0, dv=0, flags=0, changes=(),
+             how=0):
+        sizes = [batch, sq, sk, hk, group, d, dv]
+        return bytes([what + 3 * how, dtype, *sizes, flags, len(changes)]) + b"".join(changes)
 
     causal = bytes([1, 0])
     for what, name in enumerate(["forward", "backward", "merge"]):
@@ -100,6 +105,26 @@ def c_api_seeds():
             what, flags=4 | 8, changes=[causal, b"\x04\x14" + bytes(8)]
         ) + b"\x3c\2"
         yield f"{name}_wild_lengths", call(what, flags=1 | 4 | 32) + b"\x3c" + b"\x01\0\0\0" * 8
+    PLAN, OWN_WORKSPACE, MOVED = 1, 2, 4
+    for what, name in enumerate(["forward", "backward"]):
+        yield f"{name}_plan", call(what, sq=4, sk=60, how=PLAN) + b"\x3c"
+        yield f"{name}_plan_workspace", call(
+            what, batch=1, sq=4, sk=60, how=PLAN | OWN_WORKSPACE
+        ) + b"\x3c"
+        # One sequence, planned for its 3 queries and 5 keys, run with 2 and 4.
+        yield f"{name}_plan_other_lengths", call(
+            what, flags=1, changes=[causal], how=PLAN | MOVED
+        ) + b"\x3c" + struct.pack("<4i", 0, 2, 0, 4)
+        yield f"{name}_plan_longer_lengths", call(
+            what, flags=1, how=PLAN | MOVED | OWN_WORKSPACE
+        ) + b"\x3c" + struct.pack("<4i", 0, 4, 0, 5)
+    # Change 9 is to a struct: which (options, run, args), its size, a byte behind it.
+    yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
+    yield "options_newer", call(changes=[bytes([9, 0, 96, 0, 0])])
+    yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 96, 0, 1])])
+    yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
+    yield "args_newer", call(changes=[bytes([9, 2, 88, 8, 1])])
+    yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
     # Change 11 is to a tensor: its index, the field, the value.
     yield "null_q", call(changes=[bytes([11, 0, 0])])
     yield "rank_of_k", call(changes=[bytes([11, 1, 1, 3])])

@@ -5,7 +5,9 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <span>
 
+#include "c_struct.h"
 #include "call.h"
 #include "engines.h"
 #include "fulgur/merge.h"
@@ -121,30 +123,91 @@ TEST(BadInputs, StructsOfAnotherVersion) {
       starts_like(fulgur_last_error(), "options: struct_size is .* newer than the library"));
   EXPECT_TRUE(w.nothing_written());
 
-  // An older one: the library writes and reads no more than it says.
-  constexpr size_t kOlder = offsetof(fulgur_options, dropout_p);
-  alignas(fulgur_options) unsigned char bytes[sizeof(fulgur_options)];
-  std::memset(bytes, 0xff, sizeof(bytes));
-  auto* const older = reinterpret_cast<fulgur_options*>(bytes);
-  ASSERT_EQ(fulgur_options_init(older, kOlder), FULGUR_OK);
-  for (size_t i = kOlder; i < sizeof(bytes); ++i) ASSERT_EQ(bytes[i], 0xff);
-  older->window_right = 0;
-  EXPECT_EQ(fulgur_forward(&args, older, nullptr), FULGUR_OK);
-  const auto causal_out = bits(w.forward.out);
-  w.seal();
-  w.options.mask = causal();
-  w.run_forward();
-  EXPECT_EQ(bits(w.forward.out), causal_out);
-
+  // No version has structs as short as this: a size that is wrong, such as that of a pointer.
   w.seal();
   fulgur_options options;
   ASSERT_EQ(fulgur_options_init(&options, sizeof(options)), FULGUR_OK);
-  options.struct_size = 3;
-  EXPECT_EQ(fulgur_forward(&args, &options, nullptr), FULGUR_INVALID_ARGUMENT);
-  EXPECT_TRUE(starts_like(fulgur_last_error(), "options: struct_size is 3, want"));
+  for (const size_t size : {size_t{0}, size_t{3}, sizeof(void*), sizeof(options) - 1}) {
+    options.struct_size = size;
+    EXPECT_EQ(fulgur_forward(&args, &options, nullptr), FULGUR_INVALID_ARGUMENT);
+    EXPECT_TRUE(starts_like(fulgur_last_error(), "options: struct_size is [0-9]+, want"));
+    EXPECT_EQ(fulgur_options_init(&options, size), FULGUR_INVALID_ARGUMENT);
+    EXPECT_TRUE(starts_like(fulgur_last_error(), "struct_size: got [0-9]+, want"));
+  }
+  args.struct_size = sizeof(void*);
+  EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "args: struct_size is 8, want"));
+  args.struct_size = sizeof(args);
+  auto run = c_struct<fulgur_run>();
+  run.struct_size = 0;
+  EXPECT_EQ(fulgur_forward(&args, nullptr, &run), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "run: struct_size is 0, want"));
   EXPECT_EQ(fulgur_options_init(nullptr, sizeof(options)), FULGUR_INVALID_ARGUMENT);
-  EXPECT_EQ(fulgur_options_init(&options, 4), FULGUR_INVALID_ARGUMENT);
   EXPECT_EQ(fulgur_forward(nullptr, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(w.nothing_written());
+}
+
+// A struct that has grown since its first version, read and written by a newer library.
+TEST(GoodInput, StructsOfOlderCallers) {
+  struct Grown {
+    size_t struct_size;
+    int64_t first;
+    int64_t later;
+  };
+  constexpr size_t kFirst = offsetof(Grown, later);
+  const Grown defaults{sizeof(Grown), 1, 2};
+  const Grown old{kFirst, 10, 77};  // 77 is not the caller's
+  const Grown read = read_struct("x", &old, kFirst, defaults);
+  EXPECT_EQ(read.first, 10);
+  EXPECT_EQ(read.later, 2);
+  const Grown present{sizeof(Grown), 10, 20};
+  EXPECT_EQ(read_struct("x", &present, kFirst, defaults).later, 20);
+  Grown written{0, 0, 77};
+  write_struct(&written, kFirst, defaults);
+  EXPECT_EQ(written.struct_size, kFirst);
+  EXPECT_EQ(written.first, 1);
+  EXPECT_EQ(written.later, 77);
+}
+
+// A newer caller's struct for an answer: what this library does not know of is answered by 0.
+TEST(GoodInput, AnswerForANewerCaller) {
+  Workload w({.sq = 8, .sk = 8}, 1);
+  const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
+  auto args = c_struct<fulgur_forward_args>();
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.out = out;
+  fulgur_plan* plan = nullptr;
+  ASSERT_EQ(fulgur_plan_forward(&args, nullptr, &plan), FULGUR_OK);
+  struct Newer {
+    fulgur_workspace_need known;
+    int64_t unknown;
+  } newer;
+  std::memset(&newer, 0xff, sizeof(newer));  // not set up but for its size
+  newer.known.struct_size = sizeof(newer);
+  EXPECT_EQ(fulgur_plan_workspace(plan, &newer.known), FULGUR_OK) << fulgur_last_error();
+  EXPECT_EQ(newer.known.struct_size, sizeof(newer));
+  EXPECT_GE(newer.known.bytes, 0);
+  EXPECT_EQ(newer.unknown, 0);
+  newer.known.struct_size = sizeof(fulgur_workspace_need) - 1;
+  EXPECT_EQ(fulgur_plan_workspace(plan, &newer.known), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "need: struct_size is 31, want"));
+  EXPECT_EQ(fulgur_plan_workspace(plan, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_plan_workspace(nullptr, &newer.known), FULGUR_INVALID_ARGUMENT);
+  fulgur_plan_free(plan);
+}
+
+// What a failed allocation gives, null and a size, is no workspace.
+TEST(BadInputs, WorkspaceOfNull) {
+  Workload w({.sq = 8, .sk = 8}, 1);
+  const Plan p = plan(w.forward, w.options);
+  for (const int64_t bytes : {int64_t{1} << 20, int64_t{-1}}) {
+    const fulgur::Run run{.workspace = {nullptr, bytes}};
+    EXPECT_TRUE(starts_like(message_of([&] { p.run(w.forward, run); }), "workspace: data is null"));
+    EXPECT_TRUE(starts_like(message_of([&] { forward(w.forward, w.options, run); }),
+                            "workspace: data is null"));
+  }
   EXPECT_TRUE(w.nothing_written());
 }
 
@@ -330,6 +393,39 @@ TEST(GoodInput, EmptyTensorsNeedNoData) {
       for (const double x : read(t)) EXPECT_EQ(x, 0);
     }
   }
+}
+
+// A longest length beyond all rows bounds nothing: the plan is that of all rows.
+TEST(GoodInput, LongestLengthsBeyondTheRows) {
+  const std::vector<int32_t> ends = {0, 2, 5};
+  const ConstTensor cu = ConstTensor::of(std::span(ends), {3});
+  const auto rows = [](int64_t heads) {
+    return Tensor::contiguous(nullptr, DType::kF32, {5, heads, 8});
+  };
+  const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {6, 5});
+  const ForwardArgs f{.q = rows(6),
+                      .k = rows(2),
+                      .v = rows(2),
+                      .out = rows(6),
+                      .lse = lse,
+                      .cu_seqlens_q = cu,
+                      .cu_seqlens_k = cu};
+  const BackwardArgs b{.dout = rows(6),
+                       .q = rows(6),
+                       .k = rows(2),
+                       .v = rows(2),
+                       .out = rows(6),
+                       .lse = lse,
+                       .dq = rows(6),
+                       .dk = rows(2),
+                       .dv = rows(2),
+                       .cu_seqlens_q = cu,
+                       .cu_seqlens_k = cu};
+  const Options wild{.max_seqlen_q = INT64_MAX - 1, .max_seqlen_k = INT64_MAX};
+  const Options all{.max_seqlen_q = 5, .max_seqlen_k = 5};
+  EXPECT_EQ(plan(f, wild).explain(), plan(f, all).explain());
+  EXPECT_EQ(plan(b, wild).explain(), plan(b, all).explain());
+  EXPECT_EQ(plan(b, wild).workspace(), plan(b, all).workspace());
 }
 
 // Sizes beyond all memory are fine where another size is 0: nothing to do, and done at once.

@@ -1,5 +1,7 @@
 """Every wrong argument raises the right exception, which names it, and writes nothing."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,39 @@ def call_explain(**changes):
     return fulgur.explain(**{**dict.fromkeys("qkv", (2, 5, 4, 8)), **changes})
 
 
+def call_plan(**changes):
+    return fulgur.plan(**{**dict.fromkeys("qkv", (2, 5, 4, 8)), **changes})
+
+
+def call_plan_backward(**changes):
+    shapes = dict.fromkeys(("dout", "q", "k", "v", "out"), (2, 5, 4, 8))
+    return fulgur.plan_backward(**{**shapes, "lse": (2, 4, 5), **changes})
+
+
+def call_run(**changes):
+    arguments = dict(q=zeros(2, 5, 4, 8), k=zeros(2, 7, 2, 8), v=zeros(2, 7, 2, 8))
+    return fulgur.plan(**arguments, return_lse=True).run(**{**arguments, **changes})
+
+
+def call_run_extras(**changes):
+    arguments = dict(
+        q=zeros(5, 4, 8),
+        k=zeros(7, 2, 8),
+        v=zeros(7, 2, 8),
+        cu_seqlens_q=int32(0, 2, 5),
+        cu_seqlens_k=int32(0, 3, 7),
+        seqused_k=int32(3, 3),
+        alibi_slopes=zeros(4),
+    )
+    return fulgur.plan(**arguments).run(**{**arguments, **changes})
+
+
+def call_run_backward(**changes):
+    arguments = dict(q=zeros(2, 5, 4, 8), k=zeros(2, 7, 2, 8), v=zeros(2, 7, 2, 8))
+    arguments.update(dout=zeros(2, 5, 4, 8), out=zeros(2, 5, 4, 8), lse=zeros(2, 4, 5))
+    return fulgur.plan_backward(**arguments).run(**{**arguments, **changes})
+
+
 def read_only(array):
     array.flags.writeable = False
     return array
@@ -59,7 +94,21 @@ def misaligned(array):
     )
 
 
-@pytest.mark.parametrize("good", [call, call_packed, call_backward, call_merge, call_explain])
+@pytest.mark.parametrize(
+    "good",
+    [
+        call,
+        call_packed,
+        call_backward,
+        call_merge,
+        call_explain,
+        call_plan,
+        call_plan_backward,
+        call_run,
+        call_run_extras,
+        call_run_backward,
+    ],
+)
 def test_the_unchanged_calls_are_right(good):
     good()
 
@@ -93,6 +142,17 @@ TYPE_ERRORS = [
     (call_merge, dict(outs=["a", "b"])),
     (call_explain, dict(backward=2)),
     (call_explain, dict(q=(2, 5, 4, 8.0))),
+    *((call_plan, {name: value}) for name in ("q", "k", "v") for value in (None, 3, (2, 5, 4, "8"))),
+    (call_plan, dict(out=(2, 5, 4, 8))),
+    (call_plan, dict(return_lse=1)),
+    (call_plan, dict(seed=1)),
+    *((call_plan_backward, {name: None}) for name in ("dout", "out", "lse")),
+    *((call_plan_backward, {name: 1}) for name in ("dq", "dk", "dv", "engine")),
+    *((call_run, {name: [1.0]}) for name in ("q", "out", "lse", "alibi_slopes", "workspace")),
+    (call_run, dict(q=(2, 5, 4, 8))),
+    (call_run, dict(seed=0.5)),
+    (call_run, dict(causal=True)),
+    *((call_run_backward, {name: 1.0}) for name in ("dout", "v", "lse", "dq", "dv", "workspace")),
 ]
 
 VALUE_ERRORS = [
@@ -172,6 +232,42 @@ VALUE_ERRORS = [
     (call_explain, dict(q=(2, 5, 4, 600), k=(2, 5, 4, 600))),
     (call_explain, dict(q=(2, -5, 4, 8))),
     (call_explain, dict(k=())),
+    # plans
+    (call_plan, dict(dtype="int8")),
+    (call_plan, dict(k=(2, 5, 4, 9))),
+    (call_plan, dict(v=())),
+    (call_plan, dict(out=zeros(2, 5, 4, 9))),
+    (call_plan, dict(out=read_only(zeros(2, 5, 4, 8)))),
+    (call_plan, dict(seqused_k=int32(5))),
+    (call_plan, dict(engine="abacus")),
+    (call_plan_backward, dict(dout=(2, 5, 4, 9))),
+    (call_plan_backward, dict(lse=(2, 5, 4))),
+    (call_plan_backward, dict(lse=zeros(2, 4, 5, dtype=np.float64))),
+    (call_plan_backward, dict(dv=zeros(2, 5, 4, 9))),
+    # runs that are not as planned
+    (call_run, dict(q=zeros(1, 5, 4, 8))),
+    (call_run, dict(k=zeros(2, 7, 2, 8, dtype=np.float16))),
+    (call_run, dict(v=zeros(2, 7, 4, 8)[:, :, ::2])),
+    (call_run, dict(v=misaligned(zeros(2, 7, 2, 8)))),
+    (call_run, dict(out=zeros(2, 5, 4, 9))),
+    (call_run, dict(out=read_only(zeros(2, 5, 4, 8)))),
+    (call_run, dict(lse=zeros(2, 5, 4))),
+    (call_run, dict(alibi_slopes=zeros(4))),
+    (call_run, dict(seqused_k=int32(7, 7))),
+    (call_run, dict(cu_seqlens_q=int32(0, 5))),
+    (call_run, dict(seed=-1)),
+    (call_run, dict(offset=2**64)),
+    (call_run_extras, dict(cu_seqlens_q=None)),
+    (call_run_extras, dict(cu_seqlens_q=int32(0, 1, 5))),
+    (call_run_extras, dict(cu_seqlens_q=int32(0, 3, 6))),
+    (call_run_extras, dict(cu_seqlens_k=int32(1, 3, 7))),
+    (call_run_extras, dict(cu_seqlens_k=int32(0, 7))),
+    (call_run_extras, dict(seqused_k=int32(4, 3))),
+    (call_run_extras, dict(alibi_slopes=zeros(2, 4))),
+    (call_run_backward, dict(dout=zeros(2, 5, 4, 9))),
+    (call_run_backward, dict(lse=zeros(2, 4, 6))),
+    (call_run_backward, dict(dk=zeros(2, 7, 2, 9))),
+    (call_run_backward, dict(dv=read_only(zeros(2, 7, 2, 8)))),
 ]
 
 
@@ -231,6 +327,45 @@ def test_out_may_not_be_an_input():
 def test_the_reason_of_a_producer_is_told():
     with pytest.raises(TypeError, match="^q: .*byte order"):
         call(q=zeros(2, 5, 4, 8).astype(">f4"))
+
+
+class Capsule:
+    """A DLPack tensor of a device: nobody reads its memory."""
+
+    class Tensor(ctypes.Structure):
+        _fields_ = [
+            ("data", ctypes.c_void_p),
+            ("device", ctypes.c_int32 * 2),
+            ("ndim", ctypes.c_int32),
+            ("dtype", ctypes.c_uint8 * 4),
+            ("shape", ctypes.POINTER(ctypes.c_int64)),
+            ("strides", ctypes.c_void_p),
+            ("byte_offset", ctypes.c_uint64),
+            ("manager", ctypes.c_void_p),
+            ("deleter", ctypes.c_void_p),
+        ]
+
+    def __init__(self, device, shape):
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        f32 = (ctypes.c_uint8 * 4)(2, 32, 1, 0)
+        where = (ctypes.c_int32 * 2)(*device)
+        self.tensor = self.Tensor(4096, where, len(shape), f32, self.shape, None, 0, None, None)
+
+    def __dlpack_device__(self):
+        return tuple(self.tensor.device)
+
+    def __dlpack__(self, **_):
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize("function", [call, call_backward, call_plan, call_run, call_explain])
+def test_arrays_on_a_gpu_are_refused(function):
+    array = Capsule((2, 1), (2, 5, 4, 8))
+    with pytest.raises(ValueError, match="^q: got an array on cuda:1, want one on the CPU"):
+        function(q=array)
 
 
 def test_sizes_beyond_the_address_space():

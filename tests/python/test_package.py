@@ -19,7 +19,15 @@ SNIPPETS = [
     for page in PAGES
     for n, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
 ]
-FUNCTIONS = ["attention", "attention_backward", "engines", "explain", "merge"]
+FUNCTIONS = [
+    "attention",
+    "attention_backward",
+    "engines",
+    "explain",
+    "merge",
+    "plan",
+    "plan_backward",
+]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -39,17 +47,23 @@ def test_version():
     assert fulgur.__version__ == importlib.metadata.version("fulgur")
 
 
+def functions_of(body, owner):
+    """(stub, what it describes) of the public functions, and of the methods of classes."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and (cls := getattr(owner, node.name, None)):
+            yield from functions_of(node.body, cls)
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+            yield node, getattr(owner, node.name)
+
+
 def test_stubs_have_the_signatures():
     folder = Path(fulgur.__file__).parent
     assert (folder / "py.typed").exists()
-    stubs = [
-        node
-        for node in ast.parse((folder / "__init__.pyi").read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    ]
-    assert {stub.name for stub in stubs} == set(FUNCTIONS)
-    for stub in stubs:
-        parameters = inspect.signature(getattr(fulgur, stub.name)).parameters.values()
+    stubs = list(functions_of(ast.parse((folder / "__init__.pyi").read_text()).body, fulgur))
+    names = [stub.name for stub, _ in stubs]
+    assert set(names) == {*FUNCTIONS, "run", "explain", "workspace"} and names.count("run") == 3
+    for stub, function in stubs:
+        parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         assert [a.arg for a in stub.args.args] == positional
@@ -57,6 +71,13 @@ def test_stubs_have_the_signatures():
         for argument, default in zip(stub.args.kwonlyargs, stub.args.kw_defaults):
             if default is not None:
                 assert ast.literal_eval(default) == keywords[argument.arg], argument.arg
+
+
+def test_stubs_and_module_have_the_same_names():
+    body = ast.parse((Path(fulgur.__file__).parent / "__init__.pyi").read_text()).body
+    (stated,) = (n.value for n in body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__")
+    assert ast.literal_eval(stated) == fulgur.__all__
+    assert set(fulgur.__all__) <= set(dir(fulgur))
 
 
 def test_engines():

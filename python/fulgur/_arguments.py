@@ -1,0 +1,189 @@
+"""Python's arguments as _fulgur reads them: numbers in range, arrays as views, fresh results."""
+
+import numbers
+import operator
+import sys
+
+import numpy as np
+
+from fulgur import _fulgur
+
+QKV = ("q", "k", "v")
+INT32, INT64, UINT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1), (0, 2**64 - 1)
+_NUMPY_NAMES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "i32": "int32",  # of wrong inputs, for the library to refuse
+}
+
+
+def flag(name, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {value!r}, want True or False")
+    return bool(value)
+
+
+def real(name, value):
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: got {value!r}, want a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: got {value}, want a finite number") from None
+
+
+def integer(name, value, low, high):
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, want an integer") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {value}, want {low} to {high}")
+    return value
+
+
+def array_list(name, arrays):
+    try:
+        return list(arrays)
+    except TypeError:
+        raise TypeError(f"{name}: got {type(arrays).__name__}, want a sequence of arrays") from None
+
+
+def options(
+    causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+    invariant, threads, engine,
+):  # fmt: skip
+    """fulgur::Options."""
+    if window is None:
+        window = (-1, -1)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: got {window!r}, want None or (left, right)")
+    left, right = (integer("window", side, -1, INT64[1]) for side in window)
+    if flag("causal", causal):
+        right = 0
+    if not isinstance(engine, str):
+        raise TypeError(f"engine: got {type(engine).__name__}, want a string")
+    return {
+        "left": left,
+        "right": right,
+        "scale": None if scale is None else real("scale", scale),
+        "softcap": real("softcap", softcap),
+        "dropout_p": real("dropout_p", dropout_p),
+        "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q, *INT64),
+        "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k, *INT64),
+        "deterministic": flag("deterministic", deterministic),
+        "invariant": flag("invariant", invariant),
+        "threads": integer("threads", threads, *INT32),
+        "engine": engine,
+    }
+
+
+def random_numbers(seed, offset):
+    """Those of dropout, by name."""
+    return {"seed": integer("seed", seed, *UINT64), "offset": integer("offset", offset, *UINT64)}
+
+
+def _is_torch(array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def view(name, array, writable=False):
+    """A view of the array's memory."""
+    if _is_torch(array) and array.requires_grad:
+        raise ValueError(f"{name}: requires grad, which is not recorded here; want {name}.detach()")
+    bf16 = isinstance(array, np.ndarray) and array.dtype.name == "bfloat16"
+    return _fulgur.view(name, array.view(np.int16) if bf16 else array, writable, bf16)
+
+
+def optional_view(name, array, writable=False):
+    return None if array is None else view(name, array, writable)
+
+
+def views(**arrays):
+    """Views of arrays by name."""
+    return {name: view(name, array) for name, array in arrays.items()}
+
+
+def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k):
+    """Views of what both passes may take besides."""
+    return {
+        "alibi_slopes": optional_view("alibi_slopes", alibi_slopes),
+        "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q),
+        "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k),
+        "seqused_k": optional_view("seqused_k", seqused_k),
+    }
+
+
+def planned_views(dtype, **given):
+    """Views of arrays or, without memory, of shapes by name."""
+    return {
+        name: (
+            _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype)
+            if isinstance(x, (tuple, list))
+            else view(name, x)
+        )
+        for name, x in given.items()
+    }
+
+
+def lse_dtype(dtype):
+    """Of the dtype of q."""
+    return "f64" if dtype == "f64" else "f32"
+
+
+def forward_results(q, v):
+    """(shape, dtype) of out and lse by name."""
+    out = q.shape[:-1] + v.shape[-1:]
+    lse = (*out[:-3], out[-2], out[-3]) if len(out) >= 3 else out
+    return {"out": (out, q.dtype), "lse": (lse, lse_dtype(q.dtype))}
+
+
+def backward_results(q, k, v):
+    """(shape, dtype) of dq, dk and dv by name."""
+    return {"d" + name: (x.shape, x.dtype) for name, x in zip(QKV, (q, k, v))}
+
+
+def planned_results(results, given):
+    """Views to plan with: of the arrays given, contiguous where there is none."""
+    return {
+        name: (
+            _fulgur.planned(name, shape, dtype)
+            if given[name] is None
+            else view(name, given[name], writable=True)
+        )
+        for name, (shape, dtype) in results.items()
+    }
+
+
+def empty(shape, dtype, like):
+    """A torch tensor if `like` is one, else a NumPy array."""
+    dtype = _NUMPY_NAMES[dtype]
+    if _is_torch(like):
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    if dtype == "bfloat16":
+        from ml_dtypes import bfloat16 as dtype
+    return np.empty(shape, dtype)
+
+
+def of_kind(like, array):
+    """A fresh array in the array library of `like`, if it is one."""
+    namespace = getattr(like, "__array_namespace__", None)
+    return array if namespace is None else namespace().asarray(array)
+
+
+def filled(results, given, like, fill):
+    """The arrays of `results` in their order, after `fill` has written to their views by name.
+
+    Those given are the very same, the others fresh and of the kind of `like`.
+    """
+    arrays = {
+        name: empty(shape, dtype, like) if given[name] is None else given[name]
+        for name, (shape, dtype) in results.items()
+    }
+    fill({name: view(name, array, writable=True) for name, array in arrays.items()})
+    return tuple(
+        of_kind(like, array) if given[name] is None else array for name, array in arrays.items()
+    )

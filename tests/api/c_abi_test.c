@@ -1,0 +1,103 @@
+/* The C ABI of this version on 64-bit machines: programs that were compiled against it go on
+   working. It is checked by compiling. Fields are only ever added at the end of a struct, functions
+   and statuses only ever added: then there are new lines here, and what stands here stays. */
+#include "fulgur/c.h"
+
+#define SIZE(type, size) _Static_assert(sizeof(type) == (size), #type)
+#define FIELD(type, field, offset, size)                                                   \
+  _Static_assert(offsetof(type, field) == (offset) && sizeof(((type*)0)->field) == (size), \
+                 #type "." #field)
+#define VALUE(name, value) _Static_assert((name) == (value), #name)
+
+SIZE(fulgur_status, 4);
+VALUE(FULGUR_OK, 0);
+VALUE(FULGUR_INVALID_ARGUMENT, 1);
+VALUE(FULGUR_UNSUPPORTED, 2);
+VALUE(FULGUR_UNAVAILABLE, 3);
+VALUE(FULGUR_OUT_OF_MEMORY, 4);
+VALUE(FULGUR_INTERNAL, 5);
+
+#if defined(__LP64__)
+
+SIZE(fulgur_options, 88);
+FIELD(fulgur_options, struct_size, 0, 8);
+FIELD(fulgur_options, window_left, 8, 8);
+FIELD(fulgur_options, window_right, 16, 8);
+FIELD(fulgur_options, scale, 24, 8);
+FIELD(fulgur_options, softcap, 32, 8);
+FIELD(fulgur_options, dropout_p, 40, 8);
+FIELD(fulgur_options, max_seqlen_q, 48, 8);
+FIELD(fulgur_options, max_seqlen_k, 56, 8);
+FIELD(fulgur_options, deterministic, 64, 4);
+FIELD(fulgur_options, invariant, 68, 4);
+FIELD(fulgur_options, threads, 72, 4);
+FIELD(fulgur_options, engine, 80, 8);
+
+SIZE(fulgur_forward_args, 80);
+FIELD(fulgur_forward_args, struct_size, 0, 8);
+FIELD(fulgur_forward_args, q, 8, 8);
+FIELD(fulgur_forward_args, k, 16, 8);
+FIELD(fulgur_forward_args, v, 24, 8);
+FIELD(fulgur_forward_args, out, 32, 8);
+FIELD(fulgur_forward_args, lse, 40, 8);
+FIELD(fulgur_forward_args, alibi_slopes, 48, 8);
+FIELD(fulgur_forward_args, cu_seqlens_q, 56, 8);
+FIELD(fulgur_forward_args, cu_seqlens_k, 64, 8);
+FIELD(fulgur_forward_args, seqused_k, 72, 8);
+
+SIZE(fulgur_backward_args, 112);
+FIELD(fulgur_backward_args, struct_size, 0, 8);
+FIELD(fulgur_backward_args, dout, 8, 8);
+FIELD(fulgur_backward_args, q, 16, 8);
+FIELD(fulgur_backward_args, k, 24, 8);
+FIELD(fulgur_backward_args, v, 32, 8);
+FIELD(fulgur_backward_args, out, 40, 8);
+FIELD(fulgur_backward_args, lse, 48, 8);
+FIELD(fulgur_backward_args, dq, 56, 8);
+FIELD(fulgur_backward_args, dk, 64, 8);
+FIELD(fulgur_backward_args, dv, 72, 8);
+FIELD(fulgur_backward_args, alibi_slopes, 80, 8);
+FIELD(fulgur_backward_args, cu_seqlens_q, 88, 8);
+FIELD(fulgur_backward_args, cu_seqlens_k, 96, 8);
+FIELD(fulgur_backward_args, seqused_k, 104, 8);
+
+SIZE(fulgur_run, 48);
+FIELD(fulgur_run, struct_size, 0, 8);
+FIELD(fulgur_run, stream, 8, 8);
+FIELD(fulgur_run, workspace, 16, 8);
+FIELD(fulgur_run, workspace_bytes, 24, 8);
+FIELD(fulgur_run, dropout_seed, 32, 8);
+FIELD(fulgur_run, dropout_offset, 40, 8);
+
+SIZE(fulgur_workspace_need, 32);
+FIELD(fulgur_workspace_need, struct_size, 0, 8);
+FIELD(fulgur_workspace_need, bytes, 8, 8);
+FIELD(fulgur_workspace_need, alignment, 16, 8);
+FIELD(fulgur_workspace_need, zeroed_bytes, 24, 8);
+
+#endif
+
+/* Declared once more: a function that has become another one does not compile. */
+fulgur_status fulgur_options_init(fulgur_options*, size_t);
+fulgur_status fulgur_forward(const fulgur_forward_args*, const fulgur_options*, const fulgur_run*);
+fulgur_status fulgur_backward(const fulgur_backward_args*, const fulgur_options*,
+                              const fulgur_run*);
+fulgur_status fulgur_plan_forward(const fulgur_forward_args*, const fulgur_options*, fulgur_plan**);
+fulgur_status fulgur_plan_backward(const fulgur_backward_args*, const fulgur_options*,
+                                   fulgur_plan**);
+void fulgur_plan_free(fulgur_plan*);
+fulgur_status fulgur_plan_run_forward(const fulgur_plan*, const fulgur_forward_args*,
+                                      const fulgur_run*);
+fulgur_status fulgur_plan_run_backward(const fulgur_plan*, const fulgur_backward_args*,
+                                       const fulgur_run*);
+fulgur_status fulgur_plan_workspace(const fulgur_plan*, fulgur_workspace_need*);
+fulgur_status fulgur_plan_explain(const fulgur_plan*, char*, size_t, size_t*);
+fulgur_status fulgur_engines(char*, size_t, size_t*);
+fulgur_status fulgur_prewarm_forward(const fulgur_forward_args*, const fulgur_options*, const char*,
+                                     int*, int*);
+fulgur_status fulgur_tune_forward(const fulgur_forward_args*, const fulgur_options*,
+                                  const fulgur_run*, char*, size_t, size_t*);
+fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
+                           const DLTensor*);
+const char* fulgur_last_error(void);
+const char* fulgur_version(void);
