@@ -101,8 +101,9 @@ void HopperForward::set_params(const Problem& p) {
   params_.dv = static_cast<int>(p.dv);
   params_.hq = static_cast<int>(p.hq);
   params_.group = static_cast<int>(p.group());
-  params_.window_left = plan_.has_left ? static_cast<int>(p.mask.left) : 0;
-  params_.window_right = plan_.has_right ? static_cast<int>(p.mask.right) : 0;
+  const kernels::Band band = band_of(plan_, p.mask);
+  params_.window_left = band.left;
+  params_.window_right = band.right;
   params_.scale_log2 = static_cast<float>(p.scale * kLog2e);
   if (plan_.softcap) {
     params_.softcap_scale = static_cast<float>(2 * kLog2e * p.scale / p.softcap);

@@ -9,7 +9,7 @@
 
 #include "cuda/hopper_model.h"
 #include "cuda/tensor_map.h"
-#include "kernels/shared/strips.h"
+#include "kernels/sm90/forward_layout.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -17,15 +17,16 @@ namespace {
 constexpr int kMostDim = 256;
 constexpr int kMostParts = 8;  // more have not been measured
 constexpr int kLongKeys = 2048;
-constexpr int kSharers = 4;          // multiprocessors at the same K and V, or memory binds
-constexpr int kPanelRowBytes = 128;  // tiles lie as panels of 64 columns
-constexpr int kBarrierBytes = 1024;
+constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 using kernels::Work;
 
-int panels(int dim) { return ceil_div(dim, 64); }
+kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
+  return kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
+                                  plan.q_stages, plan.k_stages, plan.v_stages});
+}
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
 struct Registers {
@@ -91,18 +92,16 @@ HopperForwardPlan common(const Problem& p) {
 
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
 bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
-  const int q_bytes =
-      plan.block_rows() * kPanelRowBytes * std::max(panels(plan.head_dim), panels(plan.value_dim));
-  const int k_bytes = plan.block_keys * kPanelRowBytes * panels(plan.head_dim);
-  const int v_bytes = plan.block_keys * kPanelRowBytes * panels(plan.value_dim);
+  plan.q_stages = plan.k_stages = plan.v_stages = 0;
+  const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
   const int most = std::min(kMostStages, kKeysAhead / plan.block_keys);
-  // Two buffers of Q hide the end of a tile, where they leave enough to hide the copies of K and V.
+  // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
-    const int room = shared_bytes - kBarrierBytes - plan.q_stages * q_bytes;
-    plan.v_stages = std::min(room / (k_bytes + v_bytes), most);
-    plan.k_stages = std::min((room - plan.v_stages * v_bytes) / std::max(k_bytes, 1),
+    const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
+    plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
+    plan.k_stages = std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
                              std::min(plan.v_stages + 1, most));
-    plan.shared_bytes = shared_bytes - room + plan.k_stages * k_bytes + plan.v_stages * v_bytes;
+    plan.shared_bytes = layout_of(plan).bytes;
     if (plan.k_stages + plan.v_stages >= 5) return true;
   }
   plan.q_stages = 1;
@@ -232,6 +231,11 @@ int64_t rounded(int64_t n) {
 }
 
 }  // namespace
+
+kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
+  return {plan.has_left, plan.has_right, plan.has_left ? static_cast<int>(mask.left) : 0,
+          plan.has_right ? static_cast<int>(mask.right) : 0};
+}
 
 int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;
@@ -390,8 +394,9 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
       fmt::format(
           "{} thread blocks take {} blocks of rows{}, in sections of {} heads and a last one of {}",
-          plan.grid, kernels::blocks_of(work), plan.has_right ? ", longest first" : "",
-          work.section_heads, work.heads - work.bulk_heads)};
+          plan.grid, kernels::blocks_of(work),
+          plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
+          work.heads - work.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format("the last {} blocks are cut into {} parts of their keys",
                                     kernels::split_blocks(work), work.split_parts));

@@ -50,6 +50,9 @@ struct HopperForwardPlan {
   int counters() const;
 };
 
+/// The mask as the kernel sees it: the bounds that the plan has, 0 where it has none.
+kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask);
+
 /// Why sm90/forward.cu does not compute a forward problem, and what it does compute; empty when it
 /// does.
 std::string hopper_forward_rejects(const Problem& problem);

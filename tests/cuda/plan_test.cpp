@@ -45,11 +45,6 @@ std::vector<Problem> many_problems() {
 TEST(HopperPlan, FitsTheMachine) {
   for (const Problem& p : many_problems()) {
     for (const HopperForwardPlan& plan : hopper_forward_candidates(p, {})) {
-      const int dp = (plan.head_dim + 63) / 64, vp = (plan.value_dim + 63) / 64;
-      // The formula of forward_params.h.
-      EXPECT_EQ(plan.shared_bytes,
-                plan.q_stages * plan.consumers * 64 * 128 * std::max(dp, vp) +
-                    plan.block_keys * 128 * (plan.k_stages * dp + plan.v_stages * vp) + 1024);
       EXPECT_LE(plan.shared_bytes, 232448);
       EXPECT_TRUE(plan.q_stages == 2 || p.d > 128);
       EXPECT_GE(plan.k_stages, 2);

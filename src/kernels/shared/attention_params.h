@@ -32,7 +32,8 @@ struct AttentionParams {
   float softcap_log2;          // kSoftcap: softcap * log2(e)
 
   fulgur::kernels::Work work;
-  int* counters;  // [kSchedulerCounters] zero before the first launch; every launch leaves them zero. One launch at a time may use them
+  // [kSchedulerCounters], zero before the first launch; every launch leaves them zero. One launch at a time uses them.
+  int* counters;
   float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
 };
