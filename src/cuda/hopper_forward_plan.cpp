@@ -16,6 +16,8 @@ namespace {
 
 constexpr int kMostDim = 256;
 constexpr int kMostParts = 8;  // more have not been measured
+// The kernel counts with ints, and bounds beside diagonals must fit them. No row reaches the bound.
+constexpr int64_t kMostRows = int64_t{1} << 29, kMostBound = (int64_t{1} << 30) - 1024;
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
@@ -73,9 +75,10 @@ HopperForwardPlan common(const Problem& p) {
   plan.dtype = p.dtype;
   plan.head_dim = ceil_div(p.d, 16) * 16;
   plan.value_dim = ceil_div(p.dv, 16) * 16;
-  // A bound that no row of the longest sequence reaches is none.
-  plan.has_left = p.mask.left >= 0 && p.mask.left < p.sk - 1;
-  plan.has_right = p.mask.right >= 0 && p.mask.right < p.sq - 1;
+  // A bound that no row of the longest sequence reaches is none; but which one is the longest
+  // depends on the batch.
+  plan.has_left = p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1);
+  plan.has_right = p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.alibi_slopes.given();
   plan.transforms_scores = transforms(p);
@@ -233,8 +236,11 @@ int64_t rounded(int64_t n) {
 }  // namespace
 
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
-  return {plan.has_left, plan.has_right, plan.has_left ? static_cast<int>(mask.left) : 0,
-          plan.has_right ? static_cast<int>(mask.right) : 0};
+  const auto bound = [](bool has, int64_t keys) {
+    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
+  };
+  return {plan.has_left, plan.has_right, bound(plan.has_left, mask.left),
+          bound(plan.has_right, mask.right)};
 }
 
 int64_t HopperForwardPlan::partial_floats() const {

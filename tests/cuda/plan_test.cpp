@@ -261,15 +261,39 @@ TEST(HopperPlan, FewTilesAreSplit) {
 }
 
 TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
-  std::set<std::string> headers;
-  for (const int64_t batch : {1, 2, 7, 64, 500}) {
-    for (const int64_t s : {64, 500, 5000}) {
-      const Problem p =
-          forward_problem({.batch = batch, .sq = s, .sk = s, .packed = true, .invariant = true});
-      headers.insert(plan_header(plan_of(p)));
+  const Mask masks[] = {
+      full(),         causal(),           window(300, 0),
+      window(-1, 40), window(1000000, 5), window(int64_t{1} << 40, int64_t{1} << 40)};
+  for (const Mask& mask : masks) {
+    for (const int64_t d : {64, 96, 128, 192, 256}) {
+      for (const double softcap : {0, 30}) {
+        for (const bool packed : {false, true}) {
+          std::set<std::string> headers;
+          for (const int64_t batch : {1, 2, 7, 64, 500}) {
+            for (const int64_t sq : {1, 2, 64, 500, 5000}) {
+              for (const int64_t sk : {1, 2, 500, 5000, 60000}) {
+                const Problem p = forward_problem({.batch = batch,
+                                                   .sq = sq,
+                                                   .sk = sk,
+                                                   .d = d,
+                                                   .mask = mask,
+                                                   .softcap = softcap,
+                                                   .packed = packed,
+                                                   .invariant = true});
+                const HopperForwardPlan plan = plan_of(p);
+                headers.insert(plan_header(plan));
+                // Bounds are those of the mask, or such that no row reaches: never of the batch.
+                const kernels::Band band = band_of(plan, mask);
+                EXPECT_EQ(band.left,
+                          mask.left < 0 ? 0 : std::min<int64_t>(mask.left, (1 << 30) - 1024));
+              }
+            }
+          }
+          EXPECT_EQ(headers.size(), 1u) << "mask " << mask.left << " " << mask.right << " d " << d;
+        }
+      }
     }
   }
-  EXPECT_EQ(headers.size(), 1u);
 }
 
 TEST(HopperModel, IsSane) {

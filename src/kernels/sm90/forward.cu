@@ -67,6 +67,19 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
   wgmma_commit();
 }
 
+// Rows of a box of Q behind the end of a packed sequence are the next sequence's, or padding. They become the zeros that
+// TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend on the
+// other rows of its warp. Zeros depend on nothing but where the sequence ends.
+__device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
+  const int valid = walk.sk - walk.diagonal;
+  if (valid >= kStripRows || !walk.more()) return;
+  for (int panel = 0; panel < kHeadPanels; ++panel)
+    for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
+      store_shared_zero16(strip + panel * kStripPanelBytes + at);
+  fence_async_proxy();
+  named_barrier_sync(barrier, 128);
+}
+
 __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   const u32 barrier = kBarrierConsumer + consumer();
@@ -100,6 +113,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
+    if (kPacked) clear_rows_behind_sequence(walk, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
     const Visible visible = visible_of_thread(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
