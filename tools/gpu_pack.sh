@@ -5,7 +5,7 @@ set -eu
 build=$1
 to=$2
 mkdir -p "$to"
-for file in tests/attention_test tests/cuda_device_test apps/fulgur/fulgur src/libfulgur.so.0; do
+for file in tests/attention_test tests/cuda_device_test tests/cuda_neighbors_test apps/fulgur/fulgur src/libfulgur.so.0; do
   cp -L "$build/$file" "$to/"
   strip "$to/$(basename "$file")"
 done

@@ -41,6 +41,7 @@ status=0
 wait $device || status=1
 wait $attention || status=1
 [ $status = 0 ]
+check tests_neighbors "$packed/cuda_neighbors_test" --gtest_brief=1
 check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
 sanitize() {
   compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_device_test" --gtest_brief=1 \
