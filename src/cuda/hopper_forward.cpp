@@ -2,11 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 #include "fulgur/error.h"
+#include "kernels/shared/softcap.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -93,8 +96,9 @@ void HopperForward::set_params(const Problem& p) {
   params_.cu_seqlens_k = device_data<int>("cu_seqlens_k", p.cu_seqlens_k);
   params_.seqused_k = device_data<int>("seqused_k", p.seqused_k);
   params_.alibi_slopes = device_data<float>("alibi_slopes", p.alibi_slopes);
-  params_.alibi_batch_stride =
-      p.alibi_slopes.rank == 2 ? static_cast<int>(p.alibi_slopes.strides[0]) : 0;
+  params_.alibi_batch_stride = p.alibi_slopes.rank == 2 ? p.alibi_slopes.strides[0] : 0;
+  params_.total_q = static_cast<int>(p.total_q);
+  params_.total_k = static_cast<int>(p.total_k);
   params_.sq = static_cast<int>(p.sq);
   params_.sk = static_cast<int>(p.sk);
   params_.d = static_cast<int>(p.d);
@@ -104,10 +108,14 @@ void HopperForward::set_params(const Problem& p) {
   const kernels::Band band = band_of(plan_, p.mask);
   params_.window_left = band.left;
   params_.window_right = band.right;
-  params_.scale_log2 = static_cast<float>(p.scale * kLog2e);
+  params_.scale_log2 = scale_log2(p);
   if (plan_.softcap) {
-    params_.softcap_scale = static_cast<float>(2 * kLog2e * p.scale / p.softcap);
-    params_.softcap_log2 = static_cast<float>(p.softcap * kLog2e);
+    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    const double scale = 2 * kLog2e * p.scale / p.softcap;
+    params_.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
+    params_.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
+    params_.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
   }
   params_.work = plan_.work;
 

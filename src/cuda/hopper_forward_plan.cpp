@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 #include <map>
+#include <numbers>
 
 #include "cuda/hopper_model.h"
 #include "cuda/tensor_map.h"
@@ -54,9 +56,11 @@ constexpr Tile kTiles[] = {{0, 32, 3, 112, Tile::kAny},          {32, 64, 3, 128
                            {64, 128, 3, 64, Tile::kAny},         {128, 192, 2, 80, Tile::kAny},
                            {128, 256, 2, 64, Tile::kAny}};
 
-/// Whether scores are more than scaled: a positive scale goes into the exponent.
+/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
+/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
 bool transforms(const Problem& p) {
-  return p.scale <= 0 || p.softcap > 0 || p.alibi_slopes.given();
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
+         p.alibi_slopes.given();
 }
 
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
@@ -235,6 +239,8 @@ int64_t rounded(int64_t n) {
 
 }  // namespace
 
+float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
+
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
   const auto bound = [](bool has, int64_t keys) {
     return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
@@ -259,6 +265,13 @@ std::string hopper_forward_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout.p > 0) return "computes without dropout";
+  if (!std::isfinite(scale_log2(p))) {
+    return fmt::format("computes scales that f32 holds, times log2(e), got {}", p.scale);
+  }
+  if (std::max(p.sq, p.sk) >= kMostRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
@@ -267,7 +280,7 @@ std::string hopper_forward_rejects(const Problem& p) {
     }
   }
   // The least rows of a block bound the count of items; the kernel numbers them with ints.
-  const int64_t blocks = (p.sq + 127) / 128;
+  const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
   if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
                        blocks);

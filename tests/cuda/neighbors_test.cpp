@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "engines.h"
@@ -233,6 +234,61 @@ TEST_F(Neighbors, OutliersAndNanBesideASequenceAreNotRead) {
         EXPECT_TRUE(run_packed(poisoned)[b] == clean[b])
             << name(how) << ", sequence " << b
             << (value == kNan ? " beside NaN" : " beside outliers");
+      }
+    }
+  }
+}
+
+// Lengths on the device are not checked by anyone. Whatever they say, nothing beside out and lse is
+// written, and the call ends.
+TEST_F(Neighbors, LengthsThatLieMoveNoAccessOutOfTheTensors) {
+  constexpr int64_t kRows = 300, kHeads = 2, kGuard = 512, kD = 64;
+  constexpr int kFar = 1 << 30, kMost = std::numeric_limits<int>::max(),
+                kLeast = std::numeric_limits<int>::min();
+  const std::vector<std::vector<int32_t>> lies = {{0, 100, 10, 300},
+                                                  {-50, 100, 200, 300},
+                                                  {0, kFar, 2 * (kFar - 1), kMost},
+                                                  {kMost, kMost, kMost, kMost},
+                                                  {kLeast, -1, 5, 9},
+                                                  {300, 200, 100, 0},
+                                                  {0, 250, 400, -7},
+                                                  {kMost, kLeast, kMost, kLeast}};
+  const Bits input(static_cast<size_t>(kRows * kHeads * kD), 0x3c00);
+  const Uploaded q(input), k(input), v(input);
+  const Bits guarded(static_cast<size_t>((kRows + 2 * kGuard) * kHeads * kD), kNan);
+  const std::vector<float> guarded_lse(static_cast<size_t>(kRows * kHeads + 2 * kGuard), -7);
+  for (const Mask& mask : {full(), causal(), window(20, 5)}) {
+    for (const std::vector<int32_t>& lie_q : lies) {
+      for (const std::vector<int32_t>& lie_k : lies) {
+        for (const int used : {-5, 7, kMost, kLeast}) {
+          const Uploaded out(guarded);
+          const Uploaded lse(guarded_lse);
+          const Uploaded cu_q(lie_q), cu_k(lie_k), used_k(std::vector<int32_t>(3, used));
+          const auto rows = [&](uint16_t* data) {
+            return Tensor::contiguous(data, DType::kBF16, {kRows, kHeads, kD}, kGpu);
+          };
+          Options options;
+          options.engine = "cuda";
+          options.mask = mask;
+          options.cu_seqlens_q = Tensor::contiguous(cu_q.data(), DType::kI32, {4}, kGpu);
+          options.cu_seqlens_k = Tensor::contiguous(cu_k.data(), DType::kI32, {4}, kGpu);
+          options.seqused_k = Tensor::contiguous(used_k.data(), DType::kI32, {3}, kGpu);
+          options.max_seqlen_q = options.max_seqlen_k = 120;
+          forward({rows(q.data()), rows(k.data()), rows(v.data()),
+                   rows(out.data() + kGuard * kHeads * kD),
+                   Tensor::contiguous(lse.data() + kGuard, DType::kF32, {kHeads, kRows}, kGpu)},
+                  options);
+          cuda::synchronize();
+          const Bits now = out.values();
+          const std::vector<float> now_lse = lse.values();
+          const int64_t edge = kGuard * kHeads * kD;
+          const auto untouched = [](const auto& x, const auto& before, int64_t edge) {
+            return std::equal(x.begin(), x.begin() + edge, before.begin()) &&
+                   std::equal(x.end() - edge, x.end(), before.end() - edge);
+          };
+          ASSERT_TRUE(untouched(now, guarded, edge));
+          ASSERT_TRUE(untouched(now_lse, guarded_lse, kGuard));
+        }
       }
     }
   }

@@ -367,6 +367,52 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   }
 }
 
+// The kernel counts rows and diagonals with ints.
+TEST(HopperRejects, SequencesThatIntsCannotCount) {
+  const int64_t most = (int64_t{1} << 29) - 1;
+  const auto why = [](int64_t sq, int64_t sk, bool packed) {
+    return hopper_forward_rejects(
+        forward_problem({.batch = 1, .sq = sq, .sk = sk, .hq = 1, .hk = 1, .packed = packed}));
+  };
+  for (const bool packed : {false, true}) {
+    EXPECT_EQ(why(most, most, packed), "");
+    EXPECT_EQ(why(most + 1, 5, packed),
+              "computes sequences of less than 2^29 rows, got 536870912 of q and 5 of k");
+    EXPECT_EQ(why(5, most + 1, packed),
+              "computes sequences of less than 2^29 rows, got 5 of q and 536870912 of k");
+  }
+  // At the limits every sum of the walk fits: the last strip's rows behind the end included.
+  const Mask widest = window(int64_t{1} << 60, int64_t{1} << 60);
+  const Problem p = forward_problem(
+      {.batch = 1, .sq = most, .sk = most, .hq = 1, .hk = 1, .mask = widest, .invariant = true});
+  const kernels::Band band = band_of(plan_of(p), p.mask);
+  const int64_t diagonal = most + 64 + 64;
+  EXPECT_LE(diagonal + band.right + 1, std::numeric_limits<int>::max());
+  EXPECT_GE(-most - band.left, std::numeric_limits<int>::min());
+  EXPECT_GE(band.left, diagonal);  // and they bound nothing
+  EXPECT_GE(band.right, most + 128);
+}
+
+TEST(HopperRejects, ScalesThatF32CannotHold) {
+  const auto why = [](double scale) {
+    return hopper_forward_rejects(forward_problem({.scale = scale}));
+  };
+  EXPECT_EQ(why(1e38), "");
+  EXPECT_EQ(why(3e38), "computes scales that f32 holds, times log2(e), got 3e+38");
+  EXPECT_EQ(why(-1e300), "computes scales that f32 holds, times log2(e), got -1e+300");
+}
+
+// 0 times the -inf of a hidden key is NaN: scores whose scale rounds to nothing are multiplied
+// before they are hidden.
+TEST(HopperPlan, ScalesThatRoundToNothingAreNotFolded) {
+  for (const double scale : {1.0, 1e-30, 1e-37}) {
+    EXPECT_FALSE(plan_of(forward_problem({.scale = scale})).transforms_scores) << scale;
+  }
+  for (const double scale : {0.0, 1e-39, 1e-45, 1e-60, 1e-320, -1e-60}) {
+    EXPECT_TRUE(plan_of(forward_problem({.scale = scale})).transforms_scores) << scale;
+  }
+}
+
 // What TMA cannot address is copied or stored otherwise, and said.
 TEST(HopperPlan, OddRowsAreCopied) {
   using Store = HopperForwardPlan::Store;

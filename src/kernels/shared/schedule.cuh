@@ -5,15 +5,22 @@
 #include "shared/memory.cuh"
 #include "shared/key_walk.h"
 
+// Where packed sequence `batch` starts, inside the `total` rows, and how many of at most `longest` rows it has.
+__device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, int total, int longest, int& start,
+                                            int& count) {
+  start = min(max(cu_seqlens[batch], 0), total);
+  count = min(max(min(cu_seqlens[batch + 1], total) - start, 0), longest);
+}
+
+// The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves the
+// tensors, and no sequence is longer than the plan was told.
 __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
   Lengths n = {0, 0, p.sq, p.sk};
   if (kPacked) {
-    n.q_start = p.cu_seqlens_q[batch];
-    n.k_start = p.cu_seqlens_k[batch];
-    n.sq = p.cu_seqlens_q[batch + 1] - n.q_start;
-    n.sk = p.cu_seqlens_k[batch + 1] - n.k_start;
+    packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, n.q_start, n.sq);
+    packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, n.k_start, n.sk);
   }
-  if (kSeqUsedK) n.sk = min(n.sk, p.seqused_k[batch]);
+  if (kSeqUsedK) n.sk = min(n.sk, max(p.seqused_k[batch], 0));
   return n;
 }
 
