@@ -2,11 +2,14 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 #include "fulgur/error.h"
+#include "kernels/shared/softcap.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -62,19 +65,26 @@ void HopperForward::set_params(const Problem& p) {
   params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
-  params_.alibi_batch_stride = static_cast<int>(p.slopes_batch);
+  params_.alibi_batch_stride = p.slopes_batch;
+  params_.total_q = static_cast<int>(p.total_q);
+  params_.total_k = static_cast<int>(p.total_k);
   params_.sq = static_cast<int>(p.sq);
   params_.sk = static_cast<int>(p.sk);
   params_.d = static_cast<int>(p.d);
   params_.dv = static_cast<int>(p.dv);
   params_.hq = static_cast<int>(p.hq);
   params_.group = static_cast<int>(p.group());
-  params_.window_left = plan_.has_left ? static_cast<int>(p.mask.left) : 0;
-  params_.window_right = plan_.has_right ? static_cast<int>(p.mask.right) : 0;
-  params_.scale_log2 = static_cast<float>(p.scale * kLog2e);
+  const kernels::Band band = band_of(plan_, p.mask);
+  params_.window_left = band.left;
+  params_.window_right = band.right;
+  params_.scale_log2 = scale_log2(p);
   if (plan_.softcap) {
-    params_.softcap_scale = static_cast<float>(2 * kLog2e * p.scale / p.softcap);
-    params_.softcap_log2 = static_cast<float>(p.softcap * kLog2e);
+    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    const double scale = 2 * kLog2e * p.scale / p.softcap;
+    params_.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
+    params_.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
+    params_.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
   }
   params_.work = plan_.work;
 

@@ -4,26 +4,30 @@
 
 #include <algorithm>
 #include <limits>
+#include <numbers>
 
 #include "cuda/hopper_model.h"
 #include "cuda/tensor_map.h"
-#include "kernels/shared/strips.h"
+#include "kernels/sm90/forward_layout.h"
 
 namespace fulgur::cuda {
 namespace {
 
 constexpr int kMostDim = 256;
 constexpr int kMostParts = 8;  // more have not been measured
+// The kernel counts with ints, and bounds beside diagonals must fit them. No row reaches the bound.
+constexpr int64_t kMostRows = int64_t{1} << 29, kMostBound = (int64_t{1} << 30) - 1024;
 constexpr int kLongKeys = 2048;
-constexpr int kSharers = 4;          // multiprocessors at the same K and V, or memory binds
-constexpr int kPanelRowBytes = 128;  // tiles lie as panels of 64 columns
-constexpr int kBarrierBytes = 1024;
+constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 using kernels::Work;
 
-int panels(int dim) { return ceil_div(dim, 64); }
+kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
+  return kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
+                                  plan.q_stages, plan.k_stages, plan.v_stages});
+}
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
 struct Registers {
@@ -50,8 +54,11 @@ constexpr Tile kTiles[] = {
     {64, 128, 128, 3, 64, Tile::kAny},        {64, 192, 128, 2, 128, Tile::kAny},
     {128, 192, 192, 2, 80, Tile::kAny},       {128, 256, 256, 2, 64, Tile::kAny}};
 
-/// Whether scores are more than scaled: a positive scale goes into the exponent.
-bool transforms(const Problem& p) { return p.scale <= 0 || p.softcap > 0 || p.has_alibi(); }
+/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
+/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
+bool transforms(const Problem& p) {
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has_alibi();
+}
 
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
@@ -69,9 +76,10 @@ HopperForwardPlan common(const Problem& p) {
   plan.dtype = p.dtype;
   plan.head_dim = ceil_div(p.d, 16) * 16;
   plan.value_dim = ceil_div(p.dv, 16) * 16;
-  // A bound that no row of the longest sequence reaches is none.
-  plan.has_left = p.mask.left >= 0 && p.mask.left < p.sk - 1;
-  plan.has_right = p.mask.right >= 0 && p.mask.right < p.sq - 1;
+  // A bound that no row of the longest sequence reaches is none; but which one is the longest
+  // depends on the batch.
+  plan.has_left = p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1);
+  plan.has_right = p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.transforms_scores = transforms(p);
@@ -88,18 +96,16 @@ HopperForwardPlan common(const Problem& p) {
 
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
 bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
-  const int q_bytes =
-      plan.block_rows() * kPanelRowBytes * std::max(panels(plan.head_dim), panels(plan.value_dim));
-  const int k_bytes = plan.block_keys * kPanelRowBytes * panels(plan.head_dim);
-  const int v_bytes = plan.block_keys * kPanelRowBytes * panels(plan.value_dim);
+  plan.q_stages = plan.k_stages = plan.v_stages = 0;
+  const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
   const int most = std::min(kMostStages, kKeysAhead / plan.block_keys);
-  // Two buffers of Q hide the end of a tile, where they leave enough to hide the copies of K and V.
+  // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
-    const int room = shared_bytes - kBarrierBytes - plan.q_stages * q_bytes;
-    plan.v_stages = std::min(room / (k_bytes + v_bytes), most);
-    plan.k_stages = std::min((room - plan.v_stages * v_bytes) / std::max(k_bytes, 1),
+    const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
+    plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
+    plan.k_stages = std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
                              std::min(plan.v_stages + 1, most));
-    plan.shared_bytes = shared_bytes - room + plan.k_stages * k_bytes + plan.v_stages * v_bytes;
+    plan.shared_bytes = layout_of(plan).bytes;
     if (plan.k_stages + plan.v_stages >= 5) return true;
   }
   plan.q_stages = 1;
@@ -167,6 +173,16 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) 
 
 }  // namespace
 
+float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
+
+kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
+  const auto bound = [](bool has, int64_t keys) {
+    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
+  };
+  return {plan.has_left, plan.has_right, bound(plan.has_left, mask.left),
+          bound(plan.has_right, mask.right)};
+}
+
 int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;
   return int64_t{kernels::split_blocks(work)} * work.split_parts * consumers *
@@ -184,6 +200,10 @@ std::string hopper_forward_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
+  if (std::max(p.sq, p.sk) >= kMostRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
@@ -192,7 +212,7 @@ std::string hopper_forward_rejects(const Problem& p) {
     }
   }
   // The least rows of a block bound the count of items; the kernel numbers them with ints.
-  const int64_t blocks = (p.sq + 127) / 128;
+  const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
   if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
                        blocks);
@@ -267,8 +287,9 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
       fmt::format(
           "{} thread blocks take {} blocks of rows{}, in sections of {} heads and a last one of {}",
-          plan.grid, kernels::blocks_of(work), plan.has_right ? ", longest first" : "",
-          work.section_heads, work.heads - work.bulk_heads)};
+          plan.grid, kernels::blocks_of(work),
+          plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
+          work.heads - work.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format("the last {} blocks are cut into {} parts of their keys",
                                     kernels::split_blocks(work), work.split_parts));

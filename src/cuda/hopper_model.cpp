@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "tiles.h"
+#include "kernels/shared/key_walk.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -42,27 +42,21 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
           waiting * (product / 2 + scores / rate)};
 }
 
-/// The first row of a block, as the kernel cuts sequences (sm90/forward_schedule.cuh).
-int64_t first_row(const HopperForwardPlan& plan, int64_t sq, int64_t block) {
-  const int64_t missing = plan.work.row_blocks * plan.consumers - (sq + 63) / 64;
-  return 64 * (plan.consumers * block - std::min(block, missing));
-}
-
 }  // namespace
 
 BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   const KeyTile key_tile = key_tile_cycles(plan);
   const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
-  const Sequence longest{0, 0, p.sq, p.sk};
+  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+  const kernels::Band band = band_of(plan, p.mask);
   BlockCost cost;
-  cost.leave_part = 512.0 * plan.consumers * (plan.value_dim / 2 + 4) / kPartBytes;
+  cost.leave_part = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
   for (int block = 0; block < plan.work.row_blocks; ++block) {
-    const KeyRange keys = visible_keys(p.mask, longest, first_row(plan, p.sq, block),
-                                       std::min(p.sq, first_row(plan, p.sq, block + 1)));
-    const int64_t count = keys.empty() ? 0
-                                       : (keys.end + plan.block_keys - 1) / plan.block_keys -
-                                             keys.begin / plan.block_keys;
-    const double cycles = end + key_tile.steady * static_cast<double>(count);
+    const kernels::Item item{block, 0, 0, -1};
+    const kernels::KeyTiles keys = kernels::item_key_tiles(plan.work, band, longest, plan.consumers,
+                                                           plan.block_keys, /*splits=*/false, item);
+    const int count = keys.end - keys.begin;
+    const double cycles = end + key_tile.steady * count;
     cost.mean += cycles / plan.work.row_blocks;
     cost.longest = std::max(cost.longest, cycles);
   }

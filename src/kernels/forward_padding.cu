@@ -3,7 +3,8 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     fulgur_forward_padding(const __grid_constant__ ForwardPaddingParams p) {
-  for (int row = p.cu_seqlens_q[p.batch] + blockIdx.x; row < p.total_q; row += gridDim.x) {
+  const long long first = max(p.cu_seqlens_q[p.batch], 0);  // nobody has checked it
+  for (long long row = first + blockIdx.x; row < p.total_q; row += gridDim.x) {
     for (int i = threadIdx.x; i < p.hq * p.dv; i += blockDim.x)
       p.o[row * p.o_row_stride + i / p.dv * p.o_head_stride + i % p.dv] = 0;
     if (p.lse == nullptr) continue;

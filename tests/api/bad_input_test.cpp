@@ -338,6 +338,10 @@ const std::vector<Wrong>& wrongs() {
        "alibi_slopes: on cuda:0, want cpu"},
       // Numbers.
       {"scale_nan", [](Call& c) { c.options.scale = kNan; }, "scale: got nan, want .*finite"},
+      {"scale_beyond_f32", [](Call& c) { c.options.scale = 1e39; },
+       "scale: got 1e\\+39, want .* within the range of f32"},
+      {"scale_beyond_f32_in_log2", [](Call& c) { c.options.scale = -3e38; },
+       "scale: got -3e\\+38, want .* within the range of f32"},
       {"scale_infinite", [](Call& c) { c.options.scale = -kInf; },
        "scale: got -inf, want .*finite"},
       {"softcap_nan", [](Call& c) { c.options.softcap = kNan; }, "softcap: got nan, want"},

@@ -137,6 +137,35 @@ TEST_F(OnGpu, PoisonBesideTransformedScores) {
   }
 }
 
+// Scales and caps at the ends of f32, and caps far above the scores, where tanh is all but the
+// identity.
+TEST_F(OnGpu, ExtremeScalesAndCaps) {
+  const auto right_with = [](double scale, double softcap, const Mask& mask) {
+    Workload w(
+        {.dtype = DType::kBF16, .sq = 150, .sk = 200, .hq = 2, .hk = 1, .d = 64, .mask = mask}, 9);
+    w.options.engine = "cuda";
+    w.options.scale = scale;
+    w.options.softcap = softcap;
+    w.run_forward();
+    return forward_is_right(w, expect(w)) << ", scale " << scale << ", softcap " << softcap;
+  };
+  for (const Mask& mask : {full(), causal(), window(20, 5)}) {
+    for (const double scale : {1e-36, 1e-39, 1e-44, 1e-60, 0.0, -1e-60, -0.1}) {
+      EXPECT_TRUE(right_with(scale, 0, mask));
+    }
+    for (const double cap : {1e-45, 1e-30, 1e-3, 2.0, 50.0, 1e3, 1e5, 1e7, 1e30, 1e38, 1e300}) {
+      EXPECT_TRUE(right_with(0.125, cap, mask));
+      EXPECT_TRUE(right_with(-2, cap, mask));
+    }
+  }
+}
+
+// NaN in a query or a key is NaN in every score of it, a cap or not.
+TEST_F(OnGpu, NanBesideASoftcap) {
+  const Case c{.dtype = DType::kBF16, .sq = 70, .sk = 100, .softcap = 5};
+  for (const int64_t key : {0, 99}) EXPECT_TRUE(right_with_poison(c, key, kNan, true, false, 1));
+}
+
 // Scores of -inf that no mask made: a row of them is a row without keys.
 TEST_F(OnGpu, ScoresOfMinusInfinity) {
   for (const int64_t dead : {1, 64, 150}) {

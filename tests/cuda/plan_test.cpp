@@ -72,11 +72,6 @@ std::vector<Problem> many_problems() {
 TEST(HopperPlan, FitsTheMachine) {
   for (const Problem& p : many_problems()) {
     for (const HopperForwardPlan& plan : fitting(p)) {
-      const int dp = (plan.head_dim + 63) / 64, vp = (plan.value_dim + 63) / 64;
-      // The formula of forward_params.h.
-      EXPECT_EQ(plan.shared_bytes,
-                plan.q_stages * plan.consumers * 64 * 128 * std::max(dp, vp) +
-                    plan.block_keys * 128 * (plan.k_stages * dp + plan.v_stages * vp) + 1024);
       EXPECT_LE(plan.shared_bytes, 232448);
       EXPECT_TRUE(plan.q_stages == 2 || p.d > 128);
       EXPECT_GE(plan.k_stages, 2);
@@ -293,15 +288,39 @@ TEST(HopperPlan, FewTilesAreSplit) {
 }
 
 TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
-  std::set<std::string> headers;
-  for (const int64_t batch : {1, 2, 7, 64, 500}) {
-    for (const int64_t s : {64, 500, 5000}) {
-      const Problem p =
-          forward_problem({.batch = batch, .sq = s, .sk = s, .packed = true, .invariant = true});
-      headers.insert(plan_header(plan_of(p)));
+  const Mask masks[] = {
+      full(),         causal(),           window(300, 0),
+      window(-1, 40), window(1000000, 5), window(int64_t{1} << 40, int64_t{1} << 40)};
+  for (const Mask& mask : masks) {
+    for (const int64_t d : {64, 96, 128, 192, 256}) {
+      for (const double softcap : {0, 30}) {
+        for (const bool packed : {false, true}) {
+          std::set<std::string> headers;
+          for (const int64_t batch : {1, 2, 7, 64, 500}) {
+            for (const int64_t sq : {1, 2, 64, 500, 5000}) {
+              for (const int64_t sk : {1, 2, 500, 5000, 60000}) {
+                const Problem p = forward_problem({.batch = batch,
+                                                   .sq = sq,
+                                                   .sk = sk,
+                                                   .d = d,
+                                                   .mask = mask,
+                                                   .softcap = softcap,
+                                                   .packed = packed,
+                                                   .invariant = true});
+                const HopperForwardPlan plan = plan_of(p);
+                headers.insert(plan_header(plan));
+                // Bounds are those of the mask, or such that no row reaches: never of the batch.
+                const kernels::Band band = band_of(plan, mask);
+                EXPECT_EQ(band.left,
+                          mask.left < 0 ? 0 : std::min<int64_t>(mask.left, (1 << 30) - 1024));
+              }
+            }
+          }
+          EXPECT_EQ(headers.size(), 1u) << "mask " << mask.left << " " << mask.right << " d " << d;
+        }
+      }
     }
   }
-  EXPECT_EQ(headers.size(), 1u);
 }
 
 TEST(HopperModel, IsSane) {
@@ -372,6 +391,43 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   for (int64_t d = 1; d <= 256; d += d < 32 ? 1 : 15) {
     EXPECT_EQ(why({.d = d}), "");
     EXPECT_EQ(why({.dv = d, .packed = true}), "");
+  }
+}
+
+// The kernel counts rows and diagonals with ints.
+TEST(HopperRejects, SequencesThatIntsCannotCount) {
+  const int64_t most = (int64_t{1} << 29) - 1;
+  const auto why = [](int64_t sq, int64_t sk, bool packed) {
+    return hopper_forward_rejects(
+        forward_problem({.batch = 1, .sq = sq, .sk = sk, .hq = 1, .hk = 1, .packed = packed}));
+  };
+  for (const bool packed : {false, true}) {
+    EXPECT_EQ(why(most, most, packed), "");
+    EXPECT_EQ(why(most + 1, 5, packed),
+              "computes sequences of less than 2^29 rows, got 536870912 of q and 5 of k");
+    EXPECT_EQ(why(5, most + 1, packed),
+              "computes sequences of less than 2^29 rows, got 5 of q and 536870912 of k");
+  }
+  // At the limits every sum of the walk fits: the last strip's rows behind the end included.
+  const Mask widest = window(int64_t{1} << 60, int64_t{1} << 60);
+  const Problem p = forward_problem(
+      {.batch = 1, .sq = most, .sk = most, .hq = 1, .hk = 1, .mask = widest, .invariant = true});
+  const kernels::Band band = band_of(plan_of(p), p.mask);
+  const int64_t diagonal = most + 64 + 64;
+  EXPECT_LE(diagonal + band.right + 1, std::numeric_limits<int>::max());
+  EXPECT_GE(-most - band.left, std::numeric_limits<int>::min());
+  EXPECT_GE(band.left, diagonal);  // and they bound nothing
+  EXPECT_GE(band.right, most + 128);
+}
+
+// 0 times the -inf of a hidden key is NaN: scores whose scale rounds to nothing are multiplied
+// before they are hidden.
+TEST(HopperPlan, ScalesThatRoundToNothingAreNotFolded) {
+  for (const double scale : {1.0, 1e-30, 1e-37}) {
+    EXPECT_FALSE(plan_of(forward_problem({.scale = scale})).transforms_scores) << scale;
+  }
+  for (const double scale : {0.0, 1e-39, 1e-45, 1e-60, 1e-320, -1e-60}) {
+    EXPECT_TRUE(plan_of(forward_problem({.scale = scale})).transforms_scores) << scale;
   }
 }
 

@@ -19,20 +19,24 @@ struct AttentionParams {
   const int* cu_seqlens_k;     // [b + 1], packed
   const int* seqused_k;        // [b], kSeqUsedK
   const float* alibi_slopes;   // [hq] or [b, hq], kAlibi
-  int alibi_batch_stride;      // 0 or hq
+  long long alibi_batch_stride;  // elements (0 for [hq])
 
-  int sq, sk;                  // not packed: the lengths
+  int sq, sk;                  // the lengths; packed: of the longest sequences
   int d, dv;                   // true widths
   int hq;
   int group;                   // hq / hk
   int window_left;             // >= 0 where kHasLeft
   int window_right;            // >= 0 where kHasRight
   float scale_log2;            // scale * log2(e)
-  float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap
+  float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap, finite
   float softcap_log2;          // kSoftcap: softcap * log2(e)
+  float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (shared/softcap.h)
 
   fulgur::kernels::Work work;
-  int* counters;  // [kSchedulerCounters] zero before the first launch; every launch leaves them zero. One launch at a time may use them
+  // [kSchedulerCounters], zero before the first launch; every launch leaves them zero. One launch at a time uses them.
+  int* counters;
   float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
+
+  int total_q, total_k;  // rows of q and k in all, packed
 };

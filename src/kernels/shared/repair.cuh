@@ -11,20 +11,23 @@
 // Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows do not see.
 __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n,
                                               int row) {
-  const KeyTiles tiles = key_tiles(band_of(p), n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
-  const int begin = tiles.begin * kBlockKeys;
-  const int end = min(tiles.end * kBlockKeys, n.sk);
+  const Band band = band_of(p);
+  const KeyTiles strip = key_tiles(band, n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
+  const int seen_begin = visible_keys(band, n, min(row + 16, n.sq) - 1).begin;  // by all 16 rows
+  const int seen_end = visible_keys(band, n, row).end;
   bool found = false;
-  auto scan = [&](int from, int to) {
 #pragma unroll 1
-    for (int key = from; key < to; ++key) {
+  for (KeyWalk walk = walk_of_strip(band, n, kBlockKeys, strip, place.row); walk.more(); walk.next()) {
+    if (!walk.masked(band, true)) continue;
+    const int end = min((walk.tile + 1) * kBlockKeys, n.sk);
+#pragma unroll 1
+    for (int key = walk.tile * kBlockKeys; key < end; ++key) {
+      if (key >= seen_begin && key < seen_end) continue;
       const unsigned short* v = row_of(p.v, place.batch, n.k_start + key, place.head / p.group);
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(to_float(v[i])) < infinity());
     }
-  };
-  scan(begin, min(visible_keys(band_of(p), n, min(row + 16, n.sq) - 1).begin, end));
-  scan(max(visible_keys(band_of(p), n, row).end, begin), end);
+  }
   return __any_sync(0xffffffff, found);
 }
 

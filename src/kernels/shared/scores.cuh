@@ -3,12 +3,16 @@
 #include "shared/fragment.cuh"
 #include "shared/math.cuh"
 #include "shared/schedule.cuh"
+#include "shared/softcap.h"
 
 // A score in units of log2: softcap * tanh(scale * s / softcap), ALiBi.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, float s, float slope, float distance) {
   if (kSoftcap) {
-    const float e = exp2_fast(fminf(s * p.softcap_scale, 126.f));  // tanh(x) = 1 - 2 / (exp(2x) + 1)
-    s = p.softcap_log2 - 2 * p.softcap_log2 * reciprocal_fast(e + 1);
+    const float u = s * p.softcap_scale;
+    const float large = p.softcap_log2 - 2 * p.softcap_log2 * reciprocal_fast(exp2_fast(u) + 1);
+    const float from_center = __fmaf_rn(u, u, -float(kTanhCenter));
+    const float small = s * p.softcap_small * __fmaf_rn(from_center, from_center, float(kTanhRest));
+    s = fabsf(u) < float(kTanhSmall) ? small : large;
   } else {
     s *= p.scale_log2;
   }

@@ -14,7 +14,8 @@ FULGUR_SHARED int blocks_of(int rows, int block_strips) {
   return (strips_of(rows) + block_strips - 1) / block_strips;
 }
 
-// Where strips do not fill blocks, blocks at the beginning have one less: under a band they see the fewest keys.
+// Where strips do not fill blocks, blocks at the beginning have one less: under a band they see the fewest keys. Of one
+// or two short blocks the last strips may be empty.
 FULGUR_SHARED int first_strip(int rows, int block_strips, int block) {
   const int missing = (block_strips - strips_of(rows) % block_strips) % block_strips;
   return block_strips * block - least(block, missing);

@@ -81,7 +81,7 @@ struct Wgmma;
                    "mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
                    FULGUR_MMA(N) FULGUR_T##R "}, A, B, keep, 1, 1, %" #d ", %" #e ";}"                                 \
                    : FULGUR_O##R                                                                                       \
-                   : "r"(A), "r"(B), "r"(keep), "n"(int(A_lies)), "n"(int(B_lies)));                                             \
+                   : "r"(A), "r"(B), "r"(keep), "n"(+A_lies), "n"(+B_lies));                                           \
     }                                                                                                                  \
     /* A in registers, as the accumulators of a product hold it once they are packed in pairs. */                      \
     template <Lies B_lies>                                                                                             \
@@ -90,7 +90,7 @@ struct Wgmma;
                    "mov.b64 B, {%" #e ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
                    FULGUR_MMA(N) FULGUR_T##R "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1, %" #g ";}"       \
                    : FULGUR_O##R                                                                                       \
-                   : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(int(B_lies)));                      \
+                   : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(+B_lies));                     \
     }                                                                                                                  \
   };
 FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)

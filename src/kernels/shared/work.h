@@ -41,8 +41,9 @@ FULGUR_SHARED Part part_of(const Work& work, int part) {
   return {block, part - block * work.split_parts};
 }
 
-// `splits`: some blocks are cut. `last_first`: the last row blocks of a section, which see the most keys, come first.
-FULGUR_SHARED Item item_of(const Work& work, int hq, bool splits, bool last_first, int number) {
+// `splits`: some blocks are cut. Those row blocks of a section come first that see the most keys: the last ones, unless
+// only a left bound hides some.
+FULGUR_SHARED Item item_of(const Work& work, int hq, bool splits, const Band& band, int number) {
   if (number >= work.items) return {-1, 0, 0, -1};
   Item item = {0, 0, 0, -1};
   if (splits && number >= work.first_split) {
@@ -55,7 +56,7 @@ FULGUR_SHARED Item item_of(const Work& work, int hq, bool splits, bool last_firs
   const int rest = number - first_head * work.row_blocks;
   const int head = first_head + rest % section_heads;
   const int block = rest / section_heads;
-  item.block = last_first ? work.row_blocks - 1 - block : block;
+  item.block = band.has_left && !band.has_right ? block : work.row_blocks - 1 - block;
   item.head = head % hq;
   item.batch = head / hq;
   return item;

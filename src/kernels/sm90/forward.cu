@@ -20,7 +20,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int strip = first_strip(n.sq, kConsumers, item.block);
     const int end = first_strip(n.sq, kConsumers, item.block + 1);
     if (item.block < 0 || kStripRows * strip < n.sq) {
-      const KeyTiles keys = item_key_tiles(p, n, item);
+      const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
       // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom.
       flip = (kHasLeft || kHasRight) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
@@ -34,10 +34,10 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       // With one buffer of Q, which the previous item may still be using, the first K comes before.
       if (kQStages > 1 || keys.end <= keys.begin) load.load_q(item, n, keys, strip_row);
 #pragma unroll 1
-      for (int key_tile = keys.end - 1; key_tile >= keys.begin; --key_tile) {
-        load.load_k(item, n, key_tile);
-        if (kQStages == 1 && key_tile == keys.end - 1) load.load_q(item, n, keys, strip_row);
-        load.load_v(item, n, key_tile);
+      for (KeyWalk walk = walk_of_item(keys); walk.more(); walk.next()) {
+        load.load_k(item, n, walk.tile);
+        if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(item, n, keys, strip_row);
+        load.load_v(item, n, walk.tile);
       }
     }
     number = __shfl_sync(0xffffffff, next, 0);
@@ -65,6 +65,19 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
   for (int step = 0; step < kBlockKeys / 16; ++step)
     Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, v + (step * 16 * kPanelRowBytes >> 4), 1);
   wgmma_commit();
+}
+
+// Rows of a box of Q behind the end of a packed sequence are the next sequence's, or padding. They become the zeros that
+// TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend on the
+// other rows of its warp. Zeros depend on nothing but where the sequence ends.
+__device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
+  const int valid = walk.sk - walk.diagonal;
+  if (valid >= kStripRows || !walk.more()) return;
+  for (int panel = 0; panel < kHeadPanels; ++panel)
+    for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
+      store_shared_zero16(strip + panel * kStripPanelBytes + at);
+  fence_async_proxy();
+  named_barrier_sync(barrier, 128);
 }
 
 __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
@@ -96,21 +109,19 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   for (;;) {
     q_buffers.wait_full();
     const u32 view = view_address(smem, q_buffers.ring.stage(), consumer());
-    const StripKeys tiles = load_shared_struct_uniform<StripKeys>(view);
-    if (tiles.skip_front < 0) break;
-    skip(tiles.skip_front);
-    int t = tiles.first;
-    const u32 strip = q_buffers.address() + consumer() * kStripBytes;
+    KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
+    if (walk.no_more_work()) break;
+    skip(walk.skip_front);
+    const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
+    if (kPacked) clear_rows_behind_sequence(walk, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
-    const Visible visible = visible_of_thread(p, tiles.sk, tiles.diagonal);
+    const Visible visible = visible_of_thread(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
     u32 P[kBlockKeys / 4];
     const auto adjust_scores = [&](bool rightmost) {
-      if (kScoreMode) transform_scores(p, S, view, tiles.diagonal, t);
-      bool partial = rightmost || kHasRight ? t >= tiles.clear_end : false;
-      if (kHasLeft) partial = partial || t < tiles.clear_begin;
-      if (partial) mask_scores(S, visible, t);
+      if (kScoreMode) transform_scores(p, S, view, walk.diagonal, walk.tile);
+      if (walk.masked(band_of(p), rightmost)) mask_scores(S, visible, walk.tile);
     };
     Rows rows = rows_without_keys();
 #pragma unroll
@@ -119,10 +130,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     Place place;
     const auto leave_q = [&] {  // O needs no shared memory: the next Q, and its view, may come at once
       place = load_place(view);
-      mbarrier_arrive_if(smem + sQEmpty, leader);
+      mbarrier_arrive_if(smem + kLayout.q_empty, leader);
     };
 
-    if (t >= tiles.last) {
+    if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       keys.wait_full();
       wgmma_fence();
@@ -135,7 +146,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       softmax_step<true>(S, P, O, rows, c);
 
 #pragma unroll 1
-      while (--t >= tiles.last) {
+      while (walk.next()) {
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         values.wait_full();
         keys.wait_full();
@@ -167,7 +178,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     } else {
       leave_q();
     }
-    if (kHasLeft) skip(tiles.skip_back);
+    if (kHasLeft) skip(walk.skip_back);
 
     // O = O / sum, LSE = max + log(sum).
     rows.sum[0] = quad_sum(rows.sum[0]);
@@ -176,9 +187,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       place = load_place(view);
       named_barrier_sync(barrier, 128);  // every warp has read Q
     }
-    const u32 last_flag = smem + sLast + 4 * consumer();
+    const u32 last_flag = smem + kLayout.last + 4 * consumer();
     if (!kSplitTail || combine_parts(p, place, rows, O, barrier, last_flag)) finish(p, place, rows, O, strip);
-    leaving = sQEmpty + 8 * q_buffers.ring.stage();
+    leaving = kLayout.q_empty + 8 * q_buffers.ring.stage();
     q_buffers.advance();
   }
   tma_store_wait_read();
@@ -192,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const _
     QBuffers::init(smem);
     KBuffers::init(smem);
     VBuffers::init(smem);
-    mbarrier_init(smem + sVTail, 1);
+    mbarrier_init(smem + kLayout.v_tail, 1);
     fence_mbarrier_init();
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);

@@ -1,36 +1,17 @@
-// Sizes, the map of shared memory and the named barriers of the Hopper forward kernel.
+// The sizes and the map of shared memory that plan.h leads to, and the named barriers.
 #pragma once
 #include "plan.h"
-#include "shared/strips.h"
+#include "sm90/forward_layout.h"
+
+__device__ constexpr ForwardLayout kLayout =
+    forward_layout({kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages});
+static_assert(kLayout.end <= kLayout.bytes);
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),
-  kHeadPanels = (kHeadDim + 63) / 64,  // buffers are panels of 64 columns = 128 bytes, swizzled
-  kValuePanels = (kValueDim + 63) / 64,
-  kPanelRowBytes = 128,
-  kStripPanelBytes = kStripRows * kPanelRowBytes,
-  kStripBytes = kStripPanelBytes * (kHeadPanels > kValuePanels ? kHeadPanels : kValuePanels),  // Q, later O
-  kQBytes = kConsumers * kStripBytes,
-  kPanelBytes = kBlockKeys * kPanelRowBytes,
-  kKBytes = kHeadPanels * kPanelBytes,
-  kVBytes = kValuePanels * kPanelBytes,
-};
-
-// Shared memory, byte offsets from a base aligned to 1024.
-enum : u32 {
-  sQ = 0,
-  sK = sQ + kQStages * kQBytes,
-  sV = sK + kKStages * kKBytes,
-  sBarriers = sV + kVStages * kVBytes,
-  sQFull = sBarriers,
-  sQEmpty = sQFull + 8 * kQStages,
-  sKFull = sQEmpty + 8 * kQStages,
-  sKEmpty = sKFull + 8 * kKStages,
-  sVFull = sKEmpty + 8 * kKStages,
-  sVEmpty = sVFull + 8 * kVStages,
-  sVTail = sVEmpty + 8 * kVStages,
-  sView = (sVTail + 8 + 15) / 16 * 16,         // one View per Q buffer and consumer
-  sLast = sView + 48 * kQStages * kConsumers,  // one int per consumer: its part is the last to finish
+  kHeadPanels = panels_of(kHeadDim),
+  kValuePanels = panels_of(kValueDim),
+  kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
 };
 
 enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup

@@ -8,15 +8,15 @@
 #include "sm90/forward_layout.cuh"
 #include "sm90/forward_params.h"
 
-// One side's position in a ring: of `kStages` buffers of `kBytes` from sBuffers on.
-template <u32 sBuffers, u32 kBytes, u32 sFull, u32 sEmpty, u32 kStages>
+// One side's position in a ring of `kStages` buffers of `kBytes`; the other three are offsets in shared memory.
+template <u32 kBuffers, u32 kBytes, u32 kFull, u32 kEmpty, u32 kStages>
 struct Buffers {
   u32 smem;
   Ring ring;
   __device__ __forceinline__ Buffers(u32 smem, u32 first_parity) : smem(smem), ring(first_parity) {}
-  __device__ __forceinline__ u32 address() const { return smem + sBuffers + ring.stage() * kBytes; }
-  __device__ __forceinline__ u32 full() const { return smem + sFull + 8 * ring.stage(); }
-  __device__ __forceinline__ u32 empty() const { return smem + sEmpty + 8 * ring.stage(); }
+  __device__ __forceinline__ u32 address() const { return smem + kBuffers + ring.stage() * kBytes; }
+  __device__ __forceinline__ u32 full() const { return smem + kFull + 8 * ring.stage(); }
+  __device__ __forceinline__ u32 empty() const { return smem + kEmpty + 8 * ring.stage(); }
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), ring.parity()); }
   __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), ring.parity()); }
   __device__ __forceinline__ void advance() { ring.advance(kStages); }
@@ -26,17 +26,17 @@ struct Buffers {
   }
   static __device__ __forceinline__ void init(u32 smem) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(smem + sFull + 8 * i, 1);
-      mbarrier_init(smem + sEmpty + 8 * i, 4 * kConsumers);  // the first lane of each warp arrives
+      mbarrier_init(smem + kFull + 8 * i, 1);
+      mbarrier_init(smem + kEmpty + 8 * i, 4 * kConsumers);  // the first lane of each warp arrives
     }
   }
 };
-using QBuffers = Buffers<sQ, kQBytes, sQFull, sQEmpty, kQStages>;
-using KBuffers = Buffers<sK, kKBytes, sKFull, sKEmpty, kKStages>;
-using VBuffers = Buffers<sV, kVBytes, sVFull, sVEmpty, kVStages>;
+using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_empty, kQStages>;
+using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
+using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
-  return smem + sView + sizeof(View) * (stage * kConsumers + strip);
+  return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
 }
 
 // Low word of the descriptor of an operand, in a uniform register.
@@ -66,8 +66,10 @@ struct Loader {
     const u32 buffer = q.address();
     if (elect_one()) {
 #pragma unroll
-      for (int strip = 0; strip < kConsumers; ++strip)
-        store_shared_struct(view_address(smem, q.ring.stage(), strip), view_of(p, item, n, keys, strip_row(strip)));
+      for (int strip = 0; strip < kConsumers; ++strip) {
+        const View view = view_of(band_of(p), n, kBlockKeys, item, keys, strip_row(strip));
+        store_shared_struct(view_address(smem, q.ring.stage(), strip), item.block < 0 ? view_of_the_end() : view);
+      }
       if (item.block < 0) {
         mbarrier_arrive(full);
       } else {
@@ -76,7 +78,7 @@ struct Loader {
         for (int strip = 0; strip < kConsumers; ++strip)
 #pragma unroll
           for (int panel = 0; panel < kHeadPanels; ++panel)
-            tma_load(buffer + strip * kStripBytes + panel * kStripPanelBytes, &p.q_map, full,
+            tma_load(buffer + strip * kLayout.strip_bytes + panel * kStripPanelBytes, &p.q_map, full,
                      {64 * panel, n.q_start + strip_row(strip), item.head, kPacked ? 0 : item.batch}, Keep::kShort);
       }
     }
@@ -97,7 +99,7 @@ struct Loader {
     const u32 full = k.full();
     const u32 buffer = k.address();
     if (elect_one()) {
-      mbarrier_arrive_expect(full, kKBytes);
+      mbarrier_arrive_expect(full, kLayout.k_bytes);
       load_panels(buffer, &p.k_map, full, kHeadPanels, item, n, key_tile);
     }
     k.advance();
@@ -110,9 +112,9 @@ struct Loader {
     const u32 buffer = v.address();
     const int valid = n.sk - key_tile * kBlockKeys;
     const bool clear = (kPacked || kSeqUsedK) && valid < kBlockKeys;
-    const u32 landed = clear ? smem + sVTail : full;
+    const u32 landed = clear ? smem + kLayout.v_tail : full;
     if (elect_one()) {
-      mbarrier_arrive_expect(landed, kVBytes);
+      mbarrier_arrive_expect(landed, kLayout.v_bytes);
       load_panels(buffer, &p.v_map, landed, kValuePanels, item, n, key_tile);
     }
     if (clear) {

@@ -1,0 +1,282 @@
+// The formulas that the host and the device share (src/kernels/shared/*.h, sm90/forward_layout.h):
+// every row, key and item is met exactly once, as the mask says, and the map of shared memory holds
+// together.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "cuda/hopper_forward_plan.h"
+#include "forward_call.h"
+#include "kernels/sm90/forward_layout.h"
+#include "tiles.h"
+
+namespace fulgur::cuda {
+namespace {
+
+using test::forward_problem;
+
+TEST(Strips, EachIsInOneBlock) {
+  for (const int block_strips : {1, 2, 3, 4}) {
+    for (int rows = 0; rows <= 2000; rows += 7) {
+      const int blocks = kernels::blocks_of(rows, block_strips);
+      int strip = 0;
+      for (int block = 0; block < blocks; ++block) {
+        ASSERT_EQ(kernels::first_strip(rows, block_strips, block), strip);
+        const int next = kernels::first_strip(rows, block_strips, block + 1);
+        ASSERT_GE(next - strip, block_strips - 1) << "short blocks have one less";
+        ASSERT_LE(next - strip, block_strips);
+        ASSERT_TRUE(block == 0 ||
+                    next - strip >= strip - kernels::first_strip(rows, block_strips, block - 1))
+            << "and come first";
+        strip = next;
+      }
+      // A few short blocks may have empty strips behind the end.
+      ASSERT_EQ(strip, std::max(kernels::strips_of(rows), (block_strips - 1) * blocks));
+    }
+  }
+}
+
+struct Shape {
+  int64_t sq, sk;
+  Mask mask;
+};
+
+std::vector<Shape> shapes() {
+  std::vector<Shape> all;
+  for (const auto& [sq, sk] : std::vector<std::pair<int64_t, int64_t>>{
+           {1, 1}, {1, 900}, {64, 64}, {65, 63}, {300, 1000}, {1000, 300}, {777, 777}, {200, 0}}) {
+    for (const Mask& mask : {full(), causal(), window(100, -1), window(-1, 30), window(0, 0),
+                             window(70, 20), window(2000, 2000)}) {
+      all.push_back({sq, sk, mask});
+    }
+  }
+  return all;
+}
+
+kernels::Band band(const Mask& mask) {
+  return {mask.left >= 0, mask.right >= 0, static_cast<int>(mask.left),
+          static_cast<int>(mask.right)};
+}
+
+TEST(Band, IsThatOfTheMask) {
+  for (const auto& [sq, sk, mask] : shapes()) {
+    const Sequence s{0, 0, sq, sk};
+    const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
+    for (int i = 0; i < sq; ++i) {
+      const KeyRange want = visible_keys(mask, s, i);
+      const kernels::KeyRange got = kernels::visible_keys(band(mask), n, i);
+      ASSERT_EQ(want.empty(), got.begin >= got.end) << i;
+      if (want.empty()) continue;
+      ASSERT_EQ(got.begin, want.begin) << i;
+      ASSERT_EQ(got.end, want.end) << i;
+    }
+  }
+}
+
+/// Walks the strips of an item and compares what they meet with the tiles of the mask.
+/// Whether rows [i, i_end) see all, some or none of the keys [j, j_end), row by row.
+Tile classify(const Mask& mask, const Sequence& s, int64_t i, int64_t i_end, int64_t j,
+              int64_t j_end) {
+  int64_t seen = 0;
+  const int64_t all = (i_end - i) * (j_end - j);
+  for (; i < i_end; ++i) {
+    const KeyRange keys = visible_keys(mask, s, i);
+    seen += std::max<int64_t>(0, std::min(keys.end, j_end) - std::max(keys.begin, j));
+  }
+  return seen == 0 ? Tile::kEmpty : seen == all ? Tile::kFull : Tile::kPartial;
+}
+
+void check_item(const kernels::Work& work, const Shape& shape, int block_strips, int tile_keys,
+                const kernels::Item& item, bool splits, std::map<int, int>& visits) {
+  const auto& [sq, sk, mask] = shape;
+  const Sequence s{0, 0, sq, sk};
+  const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
+  const kernels::KeyTiles tiles =
+      kernels::item_key_tiles(work, band(mask), n, block_strips, tile_keys, splits, item);
+  int rightmost = -1;  // that any strip computes
+  const int first = kernels::first_strip(n.sq, block_strips, item.block);
+  const int end = kernels::first_strip(n.sq, block_strips, item.block + 1);
+  for (int strip = first; strip < end; ++strip) {
+    const int row = kernels::kStripRows * strip;
+    if (row >= sq) continue;
+    const int64_t row_end = std::min<int64_t>(row + kernels::kStripRows, sq);
+    const auto tile = [&](int t) {
+      const int64_t begin = int64_t{t} * tile_keys;
+      return begin >= sk ? Tile::kEmpty
+                         : classify(mask, s, row, row_end, begin, std::min(sk, begin + tile_keys));
+    };
+    kernels::KeyWalk walk = kernels::walk_of_strip(band(mask), n, tile_keys, tiles, row);
+    ASSERT_FALSE(walk.no_more_work());
+    int t = tiles.end - 1;
+    for (int i = 0; i < walk.skip_front; ++i) ASSERT_EQ(tile(t--), Tile::kEmpty);
+    bool is_first = true;
+    for (; walk.more(); walk.next()) {
+      ASSERT_EQ(walk.tile, t--);
+      const Tile state = tile(walk.tile);
+      const bool inside = (int64_t{walk.tile} + 1) * tile_keys <= sk;
+      const bool masked = walk.masked(band(mask), is_first);
+      ASSERT_TRUE(masked || (state == Tile::kFull && inside));
+      // Where the last strip has less than 64 rows it may mask a tile that all of them see.
+      if (row_end == row + kernels::kStripRows) {
+        ASSERT_TRUE(!masked || state != Tile::kFull || !inside);
+      }
+      is_first = false;
+      rightmost = std::max(rightmost, walk.tile);
+      ++visits[walk.tile * 10000 + strip];
+    }
+    for (int i = 0; i < walk.skip_back; ++i) ASSERT_EQ(tile(t--), Tile::kEmpty);
+    ASSERT_EQ(t, tiles.begin - 1) << "a warpgroup must release every buffer of the item";
+  }
+  ASSERT_TRUE(item.part >= 0 || tiles.end <= tiles.begin || rightmost == tiles.end - 1);
+}
+
+TEST(KeyWalk, MeetsTheTilesOfTheMask) {
+  for (const Shape& shape : shapes()) {
+    for (const auto& [block_strips, tile_keys] : {std::pair{3, 80}, {4, 64}, {2, 16}, {3, 128}}) {
+      SCOPED_TRACE(testing::Message()
+                   << shape.sq << " x " << shape.sk << ", mask " << shape.mask.left << " "
+                   << shape.mask.right << ", tile " << 64 * block_strips << " x " << tile_keys);
+      kernels::Work work{};
+      work.row_blocks = kernels::blocks_of(static_cast<int>(shape.sq), block_strips);
+      std::map<int, int> visits;
+      for (int block = 0; block < work.row_blocks; ++block) {
+        check_item(work, shape, block_strips, tile_keys, {block, 0, 0, -1}, false, visits);
+        if (HasFatalFailure()) return;
+      }
+      for (const auto& [where, count] : visits) ASSERT_EQ(count, 1);
+      // What no strip visited it sees nothing of.
+      const Sequence s{0, 0, shape.sq, shape.sk};
+      for (int64_t strip = 0; 64 * strip < shape.sq; ++strip) {
+        for (int64_t t = 0; t * tile_keys < shape.sk; ++t) {
+          if (visits.count(static_cast<int>(t * 10000 + strip)) > 0) continue;
+          ASSERT_EQ(classify(shape.mask, s, 64 * strip, std::min(shape.sq, 64 * strip + 64),
+                             t * tile_keys, std::min(shape.sk, (t + 1) * tile_keys)),
+                    Tile::kEmpty);
+        }
+      }
+    }
+  }
+}
+
+/// The plan of the tile that the cost model likes best.
+HopperForwardPlan plan_of(const Problem& p) {
+  std::vector<std::string> rejected;
+  const std::vector<HopperForwardTile> tiles = hopper_forward_tiles(p, {}, &rejected);
+  return std::min_element(tiles.begin(), tiles.end(),
+                          [](const auto& x, const auto& y) { return x.cycles < y.cycles; })
+      ->plan;
+}
+
+TEST(Work, EveryBlockIsOneItemOrItsParts) {
+  int split = 0, sections = 0;
+  for (const int64_t batch : {1, 3, 20}) {
+    for (const int64_t sq : {1, 200, 3000}) {
+      for (const int64_t sk : {100, 9000}) {
+        for (const Mask& mask : {full(), causal(), window(50, -1)}) {
+          const Problem p =
+              forward_problem({.batch = batch, .sq = sq, .sk = sk, .hq = 6, .hk = 2, .mask = mask});
+          const HopperForwardPlan plan = plan_of(p);
+          const kernels::Work& work = plan.work;
+          const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
+          std::map<std::array<int, 3>, std::vector<kernels::KeyTiles>> seen;
+          std::set<int> parts;
+          for (int i = 0; i < work.items; ++i) {
+            const kernels::Item item =
+                kernels::item_of(work, 6, plan.split_tail, band_of(plan, p.mask), i);
+            ASSERT_GE(item.block, 0);
+            ASSERT_LT(item.head, 6);
+            ASSERT_LT(item.batch, batch);
+            const bool again = item.part >= 0 && !parts.insert(item.part).second;
+            ASSERT_FALSE(again);
+            seen[{item.batch, item.head, item.block}].push_back(
+                kernels::item_key_tiles(work, band_of(plan, p.mask), n, plan.consumers,
+                                        plan.block_keys, plan.split_tail, item));
+          }
+          EXPECT_LT(
+              kernels::item_of(work, 6, plan.split_tail, band_of(plan, p.mask), work.items).block,
+              0);
+          ASSERT_EQ(seen.size(), static_cast<size_t>(kernels::blocks_of(work)));
+          ASSERT_EQ(parts.size(),
+                    static_cast<size_t>(kernels::split_blocks(work) * work.split_parts));
+          ASSERT_TRUE(parts.empty() || *parts.rbegin() + 1 == static_cast<int>(parts.size()));
+          for (auto& [block, tiles] : seen) {  // the parts of a block are its tiles, each once
+            const kernels::KeyTiles all =
+                kernels::item_key_tiles(work, band_of(plan, p.mask), n, plan.consumers,
+                                        plan.block_keys, false, {block[2], 0, 0, -1});
+            std::sort(tiles.begin(), tiles.end(),
+                      [](const auto& x, const auto& y) { return x.begin < y.begin; });
+            ASSERT_EQ(tiles.front().begin, all.begin);
+            ASSERT_EQ(tiles.back().end, all.end);
+            for (size_t i = 1; i < tiles.size(); ++i) {
+              ASSERT_EQ(tiles[i].begin, tiles[i - 1].end);
+            }
+            split += tiles.size() > 1;
+          }
+          sections += work.bulk_heads > 0;
+        }
+      }
+    }
+  }
+  EXPECT_GT(split, 0);
+  EXPECT_GT(sections, 0);
+}
+
+TEST(Layout, BuffersAreAlignedApartAndFit) {
+  for (int64_t d = 16; d <= 256; d += 16) {
+    for (const int64_t dv : {int64_t{16}, d, int64_t{256}}) {
+      std::vector<std::string> rejected;
+      for (const auto& [plan, cycles, tuned_only] :
+           hopper_forward_tiles(forward_problem({.d = d, .dv = dv}), {}, &rejected)) {
+        const kernels::ForwardLayout map =
+            kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
+                                     plan.q_stages, plan.k_stages, plan.v_stages});
+        struct Region {
+          int begin, bytes, alignment;
+        };
+        std::vector<Region> regions = {
+            {map.q_full, 8 * plan.q_stages, 8},
+            {map.q_empty, 8 * plan.q_stages, 8},
+            {map.k_full, 8 * plan.k_stages, 8},
+            {map.k_empty, 8 * plan.k_stages, 8},
+            {map.v_full, 8 * plan.v_stages, 8},
+            {map.v_empty, 8 * plan.v_stages, 8},
+            {map.v_tail, 8, 8},
+            {map.last, 4 * plan.consumers, 4},
+            {map.view, static_cast<int>(sizeof(kernels::View)) * plan.q_stages * plan.consumers,
+             16}};
+        for (int i = 0; i < plan.q_stages * plan.consumers; ++i) {
+          // 64 rows of the wider of d and dv, in panels of 64 columns: Q comes in and O leaves.
+          const int bytes = 64 * 128 * static_cast<int>((std::max(d, dv) + 63) / 64);
+          ASSERT_EQ(map.strip_bytes, bytes);
+          regions.push_back({map.q + i * map.strip_bytes, bytes, 1024});
+        }
+        for (int i = 0; i < plan.k_stages; ++i) {
+          regions.push_back({map.k + i * map.k_bytes,
+                             plan.block_keys * 128 * static_cast<int>((d + 63) / 64), 1024});
+        }
+        for (int i = 0; i < plan.v_stages; ++i) {
+          regions.push_back({map.v + i * map.v_bytes,
+                             plan.block_keys * 128 * static_cast<int>((dv + 63) / 64), 1024});
+        }
+        std::sort(regions.begin(), regions.end(),
+                  [](const Region& x, const Region& y) { return x.begin < y.begin; });
+        int end = 0;
+        for (const Region& r : regions) {
+          ASSERT_EQ(r.begin % r.alignment, 0);
+          ASSERT_GE(r.begin, end) << "overlaps what is before it";
+          end = r.begin + r.bytes;
+        }
+        ASSERT_EQ(end, map.end);
+        ASSERT_LE(end, map.bytes);
+        ASSERT_EQ(plan.shared_bytes, map.bytes);
+        ASSERT_LE(map.bytes, 232448);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::cuda
