@@ -17,6 +17,7 @@ constexpr int kMostDim = 256;
 constexpr int kMostParts = 8;  // more have not been measured
 // The kernel counts with ints, and bounds beside diagonals must fit them. No row reaches the bound.
 constexpr int64_t kMostRows = int64_t{1} << 29, kMostBound = (int64_t{1} << 30) - 1024;
+constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
@@ -128,6 +129,50 @@ void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors
   work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
 }
 
+/// Cuts blocks [first, end) into parts.
+void cut_blocks(HopperForwardPlan& plan, int first, int end, int parts) {
+  plan.split_tail = true;
+  plan.work.first_split = first;
+  plan.work.end_split = end;
+  plan.work.split_parts = parts;
+  plan.work.items = kernels::blocks_of(plan.work) + (end - first) * (parts - 1);
+}
+
+/// Cuts the last blocks, all as long, where they leave multiprocessors idle. Returns the cycles.
+double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost,
+                       int multiprocessors, double best) {
+  const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % multiprocessors;
+  const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
+  for (int parts = 2; parts <= most && first < blocks; ++parts) {
+    const double cycles = predicted_cycles(cost, blocks, first, parts, multiprocessors);
+    if (cycles >= best) continue;
+    best = cycles;
+    cut_blocks(plan, first, blocks, parts);
+  }
+  return best;
+}
+
+/// Under a band, where there are less blocks than multiprocessors, cuts those that are longer than
+/// a part of the longest: they come first. Returns the cycles.
+double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int multiprocessors,
+                          double best) {
+  const Work whole = plan.work;
+  if (kernels::blocks_of(whole) >= multiprocessors || whole.bulk_heads > 0) return best;
+  const std::vector<int>& tiles = cost.key_tiles;
+  const int longest = tiles.empty() ? 0 : *std::max_element(tiles.begin(), tiles.end());
+  double least = kWorthCutting * best;
+  for (int parts = 2; parts <= std::min(kMostParts, longest); ++parts) {
+    const auto is_short = [&](int count) { return count * parts <= longest; };
+    const int cut =
+        static_cast<int>(std::find_if(tiles.begin(), tiles.end(), is_short) - tiles.begin());
+    const double cycles = predicted_cycles_of_parts(cost, whole.heads, cut, parts, multiprocessors);
+    if (cycles >= least) continue;
+    best = least = cycles;
+    cut_blocks(plan, 0, whole.heads * cut, parts);
+  }
+  return best;
+}
+
 /// Decides how blocks are shared out, and returns the predicted cycles.
 double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target) {
   Work& work = plan.work;
@@ -135,23 +180,15 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
   work.split_parts = 1;
   divide_heads(plan, p, target.multiprocessors);
   const int blocks = kernels::blocks_of(work);
-  work.first_split = work.items = blocks;
+  work.first_split = work.end_split = work.items = blocks;
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, target.multiprocessors);
-  const bool equal_blocks = !plan.has_left && !plan.has_right && !plan.packed;
-  // Parts of a block would depend on how many blocks there are, that is on the batch.
-  if (equal_blocks && !p.invariant) {
-    const int first = blocks - blocks % target.multiprocessors;
-    const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
-    for (int parts = 2; parts <= most && first < blocks; ++parts) {
-      const double cycles = predicted_cycles(cost, blocks, first, parts, target.multiprocessors);
-      if (cycles >= best) continue;
-      best = cycles;
-      plan.split_tail = true;
-      work.first_split = first;
-      work.split_parts = parts;
-      work.items = first + (blocks - first) * parts;
-    }
+  // Parts of a block would depend on how many blocks there are, that is on the batch; and the
+  // lengths of packed sequences are not known here.
+  if (!p.invariant && !plan.packed) {
+    best = plan.has_left || plan.has_right
+               ? cut_longest_blocks(plan, cost, target.multiprocessors, best)
+               : cut_last_blocks(plan, p, cost, target.multiprocessors, best);
   }
   plan.grid = std::min(target.multiprocessors, work.items);
   return best;
@@ -291,8 +328,9 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
           plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
           work.heads - work.bulk_heads)};
   if (plan.split_tail) {
-    sentences.push_back(fmt::format("the last {} blocks are cut into {} parts of their keys",
-                                    kernels::split_blocks(work), work.split_parts));
+    sentences.push_back(fmt::format(
+        "{} blocks, {}, are cut into {} parts of their keys", kernels::split_blocks(work),
+        work.first_split > 0 ? "the last" : "the first", work.split_parts));
   }
   for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
                                   std::pair{"v", &plan.copies_v}}) {

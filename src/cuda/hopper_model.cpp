@@ -51,16 +51,38 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   const kernels::Band band = band_of(plan, p.mask);
   BlockCost cost;
   cost.leave_part = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
-  for (int block = 0; block < plan.work.row_blocks; ++block) {
-    const kernels::Item item{block, 0, 0, -1};
-    const kernels::KeyTiles keys = kernels::item_key_tiles(plan.work, band, longest, plan.consumers,
+  cost.end = end;
+  cost.key_tile = key_tile.steady;
+  kernels::Work head{};  // one head alone
+  head.row_blocks = head.items = plan.work.row_blocks;
+  head.heads = head.section_heads = 1;
+  for (int number = 0; number < head.items; ++number) {
+    const kernels::Item item = kernels::item_of(head, 1, /*splits=*/false, band, number);
+    const kernels::KeyTiles keys = kernels::item_key_tiles(head, band, longest, plan.consumers,
                                                            plan.block_keys, /*splits=*/false, item);
     const int count = keys.end - keys.begin;
+    cost.key_tiles.push_back(count);
     const double cycles = end + key_tile.steady * count;
     cost.mean += cycles / plan.work.row_blocks;
     cost.longest = std::max(cost.longest, cycles);
   }
   return cost;
+}
+
+double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts,
+                                 int multiprocessors) {
+  const int blocks = static_cast<int>(cost.key_tiles.size());
+  double all = 0, longest = 0;
+  for (int block = 0; block < blocks; ++block) {
+    const int count = cost.key_tiles[block], pieces = block < cut ? parts : 1;
+    const double leave = pieces > 1 ? cost.leave_part : 0;
+    all += heads * (pieces * (cost.end + 2 * leave) + count * cost.key_tile);
+    const int most = (count + pieces - 1) / pieces;
+    longest = std::max(longest, cost.end + most * cost.key_tile + (pieces + 1) * leave);
+  }
+  const int items = heads * (blocks + cut * (parts - 1));
+  if (items <= multiprocessors) return kSplitLoop * longest;
+  return kSplitLoop * std::max(longest, all / multiprocessors + 0.5 * all / items);
 }
 
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,

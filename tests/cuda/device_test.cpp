@@ -38,41 +38,6 @@ testing::AssertionResult right(const Case& c) {
   return forward_is_right(w, expect(w)) << " in " << c.name();
 }
 
-TEST_F(OnGpu, TilesSplitOverKeys) {
-  const auto bf16 = DType::kBF16, f16 = DType::kF16;
-  // Few tiles: all are split; then full waves of tiles and a split rest.
-  EXPECT_TRUE(right({.dtype = bf16, .sq = 1, .sk = 9000, .hq = 8, .hk = 2, .d = 128, .dv = 128}));
-  EXPECT_TRUE(right({.dtype = f16, .batch = 2, .sq = 1, .sk = 5001, .hq = 4, .hk = 1, .d = 64}));
-  EXPECT_TRUE(
-      right({.dtype = bf16, .sq = 3, .sk = 4000, .hq = 4, .d = 256, .dv = 256, .mask = causal()}));
-  EXPECT_TRUE(right({.dtype = bf16,
-                     .batch = 3,
-                     .sq = 2,
-                     .sk = 3000,
-                     .hq = 2,
-                     .d = 96,
-                     .dv = 96,
-                     .seqused = true}));
-  EXPECT_TRUE(right(
-      {.dtype = bf16, .batch = 10, .sq = 192, .sk = 700, .hq = 16, .hk = 4, .d = 32, .dv = 32}));
-}
-
-// Head dims of every tile, packed and not; most rows are none that TMA can address.
-TEST_F(OnGpu, EvenAndOddHeadDims) {
-  for (const int64_t d : {1, 7, 8, 17, 31, 40, 63, 65, 80, 96, 100, 127, 129, 160, 191, 200, 255}) {
-    const int64_t dv = d % 16 == 0 ? d : 257 - d;
-    EXPECT_TRUE(right({.dtype = d % 3 == 0 ? DType::kF16 : DType::kBF16,
-                       .batch = 2,
-                       .sq = 300,
-                       .sk = 333,
-                       .hq = 2,
-                       .d = d,
-                       .dv = dv,
-                       .mask = d % 5 == 0 ? full() : causal(),
-                       .layout = d % 4 == 3 ? Layout::kPacked : Layout::kBshd}));
-  }
-}
-
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
@@ -92,6 +57,59 @@ testing::AssertionResult right_with_poison(const Case& c, int64_t key, double va
   w.run_forward();
   if (auto result = w.check_memory(); !result) return result;
   return forward_is_right(w, expect(w)) << " in " << c.name() << ", key " << key;
+}
+
+TEST_F(OnGpu, TilesSplitOverKeys) {
+  const auto bf16 = DType::kBF16, f16 = DType::kF16;
+  // Few tiles: all are split; then full waves of tiles and a split rest.
+  EXPECT_TRUE(right({.dtype = bf16, .sq = 1, .sk = 9000, .hq = 8, .hk = 2, .d = 128, .dv = 128}));
+  EXPECT_TRUE(right({.dtype = f16, .batch = 2, .sq = 1, .sk = 5001, .hq = 4, .hk = 1, .d = 64}));
+  EXPECT_TRUE(
+      right({.dtype = bf16, .sq = 3, .sk = 4000, .hq = 4, .d = 256, .dv = 256, .mask = causal()}));
+  EXPECT_TRUE(right({.dtype = bf16,
+                     .batch = 3,
+                     .sq = 2,
+                     .sk = 3000,
+                     .hq = 2,
+                     .d = 96,
+                     .dv = 96,
+                     .seqused = true}));
+  EXPECT_TRUE(right(
+      {.dtype = bf16, .batch = 10, .sq = 192, .sk = 700, .hq = 16, .hk = 4, .d = 32, .dv = 32}));
+}
+
+// Few blocks under a band: the longest are cut, and a NaN that the mask hides reaches no row
+// through any part.
+TEST_F(OnGpu, LongBlocksOfABandSplitOverKeys) {
+  for (const int64_t d : {64, 128, 256}) {
+    for (const Mask& mask : {causal(), window(1500, -1), window(1500, 0), window(-1, 700)}) {
+      for (const auto& [sq, sk] : {std::pair{3, 6000}, {700, 5000}, {2048, 2048}}) {
+        EXPECT_TRUE(right(
+            {.dtype = DType::kBF16, .sq = sq, .sk = sk, .hq = 2, .d = d, .dv = d, .mask = mask}));
+      }
+    }
+    const Case c{
+        .dtype = DType::kBF16, .sq = 700, .sk = 5000, .hq = 2, .d = d, .dv = d, .mask = causal()};
+    for (const int64_t key : {4999, 4400, 2000}) {
+      EXPECT_TRUE(right_with_poison(c, key, kNan, false, true, 3));
+    }
+  }
+}
+
+// Head dims of every tile, packed and not; most rows are none that TMA can address.
+TEST_F(OnGpu, EvenAndOddHeadDims) {
+  for (const int64_t d : {1, 7, 8, 17, 31, 40, 63, 65, 80, 96, 100, 127, 129, 160, 191, 200, 255}) {
+    const int64_t dv = d % 16 == 0 ? d : 257 - d;
+    EXPECT_TRUE(right({.dtype = d % 3 == 0 ? DType::kF16 : DType::kBF16,
+                       .batch = 2,
+                       .sq = 300,
+                       .sk = 333,
+                       .hq = 2,
+                       .d = d,
+                       .dv = dv,
+                       .mask = d % 5 == 0 ? full() : causal(),
+                       .layout = d % 4 == 3 ? Layout::kPacked : Layout::kBshd}));
+  }
 }
 
 // NaN and infinity at keys that the mask hides from some rows of a tile, and from whole tiles.

@@ -16,7 +16,7 @@
 #define __device__
 #define __forceinline__ inline
 #define FULGUR_INPUT "bf16"
-#include "kernels/shared/host_device.h"
+#include "kernels/shared/key_walk.h"
 using namespace fulgur::kernels;
 #include "kernels/shared/wgmma.cuh"
 
@@ -90,8 +90,8 @@ TEST(HopperPlan, SharesOutEveryTile) {
     const HopperForwardPlan plan = plan_of(p);
     EXPECT_EQ(kernels::blocks_of(plan.work),
               (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
-    EXPECT_EQ(plan.work.items,
-              plan.work.first_split + kernels::split_blocks(plan.work) * plan.work.split_parts);
+    EXPECT_EQ(plan.work.items, kernels::blocks_of(plan.work) +
+                                   kernels::split_blocks(plan.work) * (plan.work.split_parts - 1));
     EXPECT_EQ(plan.split_tail, kernels::split_blocks(plan.work) > 0);
     EXPECT_TRUE(!plan.split_tail || (plan.work.split_parts >= 2 && plan.work.split_parts <= 8));
     EXPECT_LT(kernels::split_blocks(plan.work), 132);
@@ -285,6 +285,40 @@ TEST(HopperPlan, FewTilesAreSplit) {
   const HopperForwardPlan invariant = plan_of(
       forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8, .invariant = true}));
   EXPECT_FALSE(invariant.split_tail);
+}
+
+// Less blocks than multiprocessors, some of them long: the longest are cut, so that no item is.
+TEST(HopperPlan, FewBlocksUnderABandAreCut) {
+  const auto plan = [](int64_t s, int64_t heads, const Mask& mask, bool invariant = false) {
+    return plan_of(forward_problem({.batch = 1,
+                                    .sq = s,
+                                    .sk = s,
+                                    .hq = heads,
+                                    .hk = heads,
+                                    .mask = mask,
+                                    .invariant = invariant}));
+  };
+  const HopperForwardPlan few = plan(4096, 4, causal());
+  EXPECT_TRUE(few.split_tail);
+  EXPECT_EQ(few.work.first_split, 0);
+  EXPECT_EQ(few.work.end_split % 4, 0);
+  EXPECT_LT(few.work.end_split, kernels::blocks_of(few.work));  // short blocks stay whole
+  EXPECT_GE(few.work.items, 132);
+  EXPECT_EQ(few.grid, 132);
+  const int keys = (4096 + few.block_keys - 1) / few.block_keys;
+  int longest = 0;
+  const kernels::Band band = band_of(few, causal());
+  for (int i = 0; i < few.work.items; ++i) {
+    const kernels::KeyTiles tiles =
+        kernels::item_key_tiles(few.work, band, {0, 0, 4096, 4096}, few.consumers, few.block_keys,
+                                true, kernels::item_of(few.work, 4, true, band, i));
+    longest = std::max(longest, tiles.end - tiles.begin);
+  }
+  EXPECT_LE(longest, keys / 2);
+  EXPECT_FALSE(plan(4096, 4, causal(), true).split_tail);
+  EXPECT_FALSE(plan(4096, 16, causal()).split_tail);  // enough blocks
+  EXPECT_FALSE(plan(256, 4, causal()).split_tail);    // too short to pay
+  EXPECT_FALSE(plan(4096, 4, window(200, 0)).split_tail);
 }
 
 TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {

@@ -6,8 +6,9 @@
 // beside the loads of the sections before. All heads from bulk_heads on are the last section, which is long enough to
 // leave the multiprocessors with short blocks at the end.
 //
-// The last blocks, too few to fill the multiprocessors, may be cut into parts. Each part leaves its O and its row
-// statistics in global memory, and the one that finishes last combines them in order.
+// Some blocks may be cut into parts: under a full mask the last ones, too few to fill the multiprocessors; under a band,
+// where all are too few, the first and longest. Each part leaves its O and its row statistics in global memory, and the
+// one that finishes last combines them in order.
 #pragma once
 #include "shared/band.h"
 
@@ -19,7 +20,8 @@ struct Work {
   int section_heads;  // heads a section
   int bulk_heads;     // heads in such sections
   int items;          // blocks that are not cut, and parts of those that are
-  int first_split;    // blocks from here on are cut
+  int first_split;    // blocks from here on
+  int end_split;      // to here are cut
   int split_parts;    // into so many parts
 
   friend FULGUR_SHARED bool operator==(const Work&, const Work&) = default;
@@ -47,8 +49,14 @@ FULGUR_SHARED Item item_of(const Work& work, int hq, bool splits, const Band& ba
   if (number >= work.items) return {-1, 0, 0, -1};
   Item item = {0, 0, 0, -1};
   if (splits && number >= work.first_split) {
-    item.part = number - work.first_split;
-    number = work.first_split + part_of(work, item.part).block;
+    const int cut = work.end_split - work.first_split;
+    const int part = number - work.first_split;
+    if (part < cut * work.split_parts) {
+      item.part = part;
+      number = work.first_split + part_of(work, part).block;
+    } else {
+      number -= cut * (work.split_parts - 1);
+    }
   }
   const bool last = number >= work.bulk_heads * work.row_blocks;
   const int section_heads = last ? work.heads - work.bulk_heads : work.section_heads;
@@ -70,7 +78,7 @@ FULGUR_SHARED KeyTiles tiles_of_part(const Work& work, KeyTiles all, int part) {
 }
 
 FULGUR_SHARED int blocks_of(const Work& work) { return work.row_blocks * work.heads; }
-FULGUR_SHARED int split_blocks(const Work& work) { return blocks_of(work) - work.first_split; }
+FULGUR_SHARED int split_blocks(const Work& work) { return work.end_split - work.first_split; }
 
 // Of the scheduler: items given out, and thread blocks that have finished.
 enum : int { kSchedulerCounters = 2 };

@@ -25,7 +25,7 @@
 //                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
-//   kSplitTail      1: the last blocks are cut into parts (shared/work.h)
+//   kSplitTail      1: some blocks are cut into parts (shared/work.h)
 //
 // cuda/hopper_forward_plan.cpp lists the tiles that compile without spills, and cuda/jit.cpp the compiler's options. A
 // launch is min(multiprocessors, items) thread blocks of 128 * (kConsumers + 1) threads; sm90/forward_layout says how
