@@ -12,8 +12,8 @@ __device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, in
   count = min(max(min(cu_seqlens[batch + 1], total) - start, 0), longest);
 }
 
-// The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves the
-// tensors, and no sequence is longer than the plan was told.
+// The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves
+// the tensors, and no sequence is longer than the plan was told.
 __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
   Lengths n = {0, 0, p.sq, p.sk};
   if (kPacked) {

@@ -1,4 +1,4 @@
-// softcap * tanh(x), x = scale * s / softcap, by tanh(x) = 1 - 2 / (exp(2x) + 1), which cancels where x is small. There,
+// softcap * tanh(x), x = scale * s / softcap, by tanh(x) = 1 - 2 / (exp(2x) + 1), which cancels for small x. There,
 // x * p(x) with an even polynomial p, so that the error of a score is relative and does not grow with the cap: of both
 // together at most 2^-19.7, ex2.approx and rcp.approx included. With u = 2 x log2(e), p is the minimax of
 // tanh(x) / x up to |u| = kTanhSmall, its square completed, which saves an instruction and all registers for constants:

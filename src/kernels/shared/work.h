@@ -6,9 +6,9 @@
 // beside the loads of the sections before. All heads from bulk_heads on are the last section, which is long enough to
 // leave the multiprocessors with short blocks at the end.
 //
-// Some blocks may be cut into parts: under a full mask the last ones, too few to fill the multiprocessors; under a band,
-// where all are too few, the first and longest. Each part leaves its O and its row statistics in global memory, and the
-// one that finishes last combines them in order.
+// Some blocks may be cut into parts: under a full mask the last ones, too few to fill the multiprocessors; under a
+// band, where all are too few, the first and longest. Each part leaves its O and its row statistics in global memory,
+// and the one that finishes last combines them in order.
 #pragma once
 #include "shared/band.h"
 

@@ -67,9 +67,9 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
   wgmma_commit();
 }
 
-// Rows of a box of Q behind the end of a packed sequence are the next sequence's, or padding. They become the zeros that
-// TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend on the
-// other rows of its warp. Zeros depend on nothing but where the sequence ends.
+// Rows of a box of Q behind the end of a packed sequence are the next sequence's, or padding. They become the zeros
+// that TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend
+// on the other rows of its warp. Zeros depend on nothing but where the sequence ends.
 __device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
   const int valid = walk.sk - walk.diagonal;
   if (valid >= kStripRows || !walk.more()) return;
