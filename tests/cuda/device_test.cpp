@@ -88,6 +88,10 @@ TEST_F(OnGpu, LongBlocksOfABandSplitOverKeys) {
             {.dtype = DType::kBF16, .sq = sq, .sk = sk, .hq = 2, .d = d, .dv = d, .mask = mask}));
       }
     }
+    // More parts than multiprocessors: a thread block takes several.
+    for (const int64_t sk : {900, 3000}) {
+      EXPECT_TRUE(right({.dtype = DType::kBF16, .sq = 700, .sk = sk, .hq = 20, .d = d, .dv = d, .mask = causal()}));
+    }
     const Case c{
         .dtype = DType::kBF16, .sq = 700, .sk = 5000, .hq = 2, .d = d, .dv = d, .mask = causal()};
     for (const int64_t key : {4999, 4400, 2000}) {

@@ -21,8 +21,9 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int end = first_strip(n.sq, kConsumers, item.block + 1);
     if (item.block < 0 || kStripRows * strip < n.sq) {
       const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
-      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom.
-      flip = (kHasLeft || kHasRight) && !flip;
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of a
+      // block, which add up strip by strip, agree on whose strip is whose.
+      flip = (kHasLeft || kHasRight) && !(kSplitTail && item.part >= 0) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
         return mine < end ? kStripRows * mine : n.sq;
@@ -33,11 +34,12 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       }
       // With one buffer of Q, which the previous item may still be using, the first K comes before.
       if (kQStages > 1 || keys.end <= keys.begin) load.load_q(item, n, keys, strip_row);
+      const Keys source = keys_of(p, item, n);
 #pragma unroll 1
       for (KeyWalk walk = walk_of_item(keys); walk.more(); walk.next()) {
-        load.load_k(item, n, walk.tile);
+        load.load_k(source, walk.tile);
         if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(item, n, keys, strip_row);
-        load.load_v(item, n, walk.tile);
+        load.load_v(source, walk.tile);
       }
     }
     number = __shfl_sync(0xffffffff, next, 0);

@@ -44,6 +44,17 @@ __device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes)
   return u32(uniform(operand_descriptor(shared, leading_bytes)));
 }
 
+// The keys of an item. The division by the heads of a group is made once for all of its tiles: it takes longer than
+// the rest of a load.
+struct Keys {
+  int first, count;  // in K and V
+  int head, batch;
+};
+
+__device__ __forceinline__ Keys keys_of(const ForwardParams& p, const Item& item, const Lengths& n) {
+  return {n.k_start, n.sk, item.head / p.group, kPacked ? 0 : item.batch};
+}
+
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
 struct Loader {
   const ForwardParams& p;
@@ -85,37 +96,36 @@ struct Loader {
     q.advance();
   }
 
-  __device__ __forceinline__ void load_panels(u32 buffer, const void* map, u32 barrier, int panels, const Item& item,
-                                              const Lengths& n, int key_tile) {
+  __device__ __forceinline__ void load_panels(u32 buffer, const void* map, u32 barrier, int panels, const Keys& keys,
+                                              int key_tile) {
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
       tma_load(buffer + panel * kPanelBytes, map, barrier,
-               {64 * panel, n.k_start + key_tile * kBlockKeys, item.head / p.group, kPacked ? 0 : item.batch},
-               Keep::kLong);
+               {64 * panel, keys.first + key_tile * kBlockKeys, keys.head, keys.batch}, Keep::kLong);
   }
 
-  __device__ __forceinline__ void load_k(const Item& item, const Lengths& n, int key_tile) {
+  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile) {
     k.wait_empty();
     const u32 full = k.full();
     const u32 buffer = k.address();
     if (elect_one()) {
       mbarrier_arrive_expect(full, kLayout.k_bytes);
-      load_panels(buffer, &p.k_map, full, kHeadPanels, item, n, key_tile);
+      load_panels(buffer, &p.k_map, full, kHeadPanels, keys, key_tile);
     }
     k.advance();
   }
 
   // Rows of V beyond this sequence would meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
-  __device__ __forceinline__ void load_v(const Item& item, const Lengths& n, int key_tile) {
+  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
     v.wait_empty();
     const u32 full = v.full();
     const u32 buffer = v.address();
-    const int valid = n.sk - key_tile * kBlockKeys;
+    const int valid = keys.count - key_tile * kBlockKeys;
     const bool clear = (kPacked || kSeqUsedK) && valid < kBlockKeys;
     const u32 landed = clear ? smem + kLayout.v_tail : full;
     if (elect_one()) {
       mbarrier_arrive_expect(landed, kLayout.v_bytes);
-      load_panels(buffer, &p.v_map, landed, kValuePanels, item, n, key_tile);
+      load_panels(buffer, &p.v_map, landed, kValuePanels, keys, key_tile);
     }
     if (clear) {
       const u32 lane = threadIdx.x % 32;
