@@ -104,7 +104,7 @@ void rising_scores(Workload& w, bool to_the_left) {
 }
 
 TEST_P(Adversarial, RisingScores) {
-  for (Case c : {Case{.sq = 200, .sk = 700}, Case{.sq = 200, .sk = 700, .mask = causal()},
+  for (Case c : {Case{.sq = 130, .sk = 700}, Case{.sq = 130, .sk = 700, .mask = causal()},
                  Case{.sq = 3, .sk = 2000, .d = 128, .dv = 128}}) {
     for (const DType dtype : kDtypes) {
       c.dtype = dtype;
@@ -112,16 +112,17 @@ TEST_P(Adversarial, RisingScores) {
       // Values near the end of the range: what O holds before it is rescaled is in range, too.
       for (const double size : {1.0, dtype == DType::kF16 ? 1e4 : 1e30}) {
         for (const bool to_the_left : {true, false}) {
-          for (const bool invariant : {true, false}) {
-            Workload w(c, 1);
-            w.options.engine = engine();
+          Workload w(c, 1);
+          w.options.engine = engine();
+          rising_scores(w, to_the_left);
+          std::mt19937_64 random(3);
+          randomize(w.forward.v, random, size);
+          const Expected e = expect(w);
+          for (const bool invariant : {true, false}) {  // else keys may be shared out
             w.options.invariant = invariant;
-            rising_scores(w, to_the_left);
-            std::mt19937_64 random(3);
-            randomize(w.forward.v, random, size);
             w.seal();
             if (!computes([&] { w.run_forward(); })) continue;
-            EXPECT_TRUE(forward_is_close(w, expect(w)))
+            EXPECT_TRUE(forward_is_close(w, e))
                 << "values of " << size << (to_the_left ? ", rising to the left" : "");
           }
         }
@@ -135,7 +136,7 @@ TEST_P(Adversarial, ScalesOfEverySignAndSize) {
   const Case c{.sq = 70, .sk = 333, .hq = 2, .hk = 1};
   for (const double scale : {-0.3, 0.0, 1e-40, -1e-40, 1e-20}) {
     for (const Mask& mask : {full(), causal()}) {
-      SCOPED_TRACE("scale " + std::to_string(scale));
+      SCOPED_TRACE(scale);
       Case masked = c;
       masked.mask = mask;
       follows_reference(masked, [scale](Workload& w) { w.options.scale = scale; });
@@ -172,7 +173,7 @@ TEST_P(Adversarial, HugeScale) {
 TEST_P(Adversarial, SoftcapsOfEverySize) {
   for (const double softcap : {1e4, 1e-4}) {
     for (const Mask& mask : {full(), causal()}) {
-      SCOPED_TRACE("softcap " + std::to_string(softcap));
+      SCOPED_TRACE(softcap);
       follows_reference({.sq = 70, .sk = 333, .hq = 2, .hk = 1, .mask = mask, .softcap = softcap},
                         [](Workload&) {});
     }

@@ -1,40 +1,19 @@
-// What only a GPU can show: split tiles, padded strides, graphs, streams, and the host's time.
-#include <dlfcn.h>
+// What only a GPU can show: split tiles, odd dims and addresses, every tile, poison, and the host's
+// time.
+#include "device.h"
+
 #include <fmt/format.h>
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <numeric>
 
 #include "cuda/cuda_engine.h"
 #include "cuda/hopper_forward.h"
-#include "engines.h"
-#include "fulgur/cuda.h"
-#include "oracle.h"
+#include "engine_memory.h"
 
 namespace fulgur::test {
 namespace {
-
-class OnGpu : public testing::Test {
- protected:
-  void SetUp() override {
-    for (const EngineInfo& engine : engines()) {
-      if (engine.name == "cuda" && !engine.unavailable.empty()) {
-        GTEST_SKIP() << "cuda: " << engine.unavailable;
-      }
-    }
-  }
-};
-
-testing::AssertionResult right(const Case& c) {
-  Workload w(c, c.seed());
-  w.options.engine = "cuda";
-  w.run_forward();
-  if (auto result = w.check_memory(); !result) return result;
-  return forward_is_right(w, expect(w)) << " in " << c.name();
-}
 
 TEST_F(OnGpu, TilesSplitOverKeys) {
   const auto bf16 = DType::kBF16, f16 = DType::kF16;
@@ -150,26 +129,6 @@ TEST_F(OnGpu, ScoresOfMinusInfinity) {
   }
 }
 
-/// A copy of a contiguous tensor in device memory.
-class Copied {
- public:
-  explicit Copied(const Tensor& host) : host_(host), device_(host) {
-    device_.data = cuda::allocate(bytes());
-    device_.device = {DeviceType::kCuda, 0};
-    send();
-  }
-  ~Copied() { cuda::deallocate(device_.data); }
-  Copied(const Copied&) = delete;
-  operator const Tensor&() const { return device_; }
-  operator ConstTensor() const { return device_; }
-  void send() const { cuda::copy(device_.data, host_.data, bytes()); }
-  void bring_back() const { cuda::copy(host_.data, device_.data, bytes()); }
-
- private:
-  int64_t bytes() const { return host_.numel() * size_of(host_.dtype); }
-  Tensor host_, device_;
-};
-
 // Whichever tile tuning finds fastest, the result is right.
 TEST_F(OnGpu, EveryTileThatFits) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
@@ -186,19 +145,16 @@ TEST_F(OnGpu, EveryTileThatFits) {
                   .mask = mask},
                  static_cast<uint64_t>(d));
       const auto expected = expect(w);
-      const Copied q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out),
-          lse(w.forward.lse);
-      const ForwardArgs args{q, k, v, out, lse};
+      EngineMemory memory("cuda");
+      const ForwardArgs args = memory.at(w.forward);
       const Problem problem = make_problem(args, w.options);
       for (const cuda::HopperForwardPlan& plan :
            cuda::hopper_forward_candidates(problem, cuda::target_of(gpu))) {
         w.seal();
-        out.send();
-        lse.send();
+        memory.send();
         cuda::HopperForward(problem, gpu, plan, {}).run(&args, {});
-        cuda::synchronize();
-        out.bring_back();
-        lse.bring_back();
+        memory.bring_back();
+        EXPECT_TRUE(w.check_memory());
         EXPECT_TRUE(forward_is_right(w, expected))
             << "d " << d << ": " << plan.block_rows() << " x " << plan.block_keys;
       }
@@ -206,124 +162,23 @@ TEST_F(OnGpu, EveryTileThatFits) {
   }
 }
 
-/// Device memory with the given values.
-class OnDevice {
- public:
-  OnDevice(DType dtype, std::vector<int64_t> shape, uint64_t seed) {
-    const int64_t n = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-    host_.resize(static_cast<size_t>(n * size_of(dtype)));
-    tensor_ = Tensor::contiguous(host_.data(), dtype, shape);
-    std::mt19937_64 random(seed);
-    randomize(tensor_, random);
-    tensor_.data = cuda::allocate(n * size_of(dtype));
-    tensor_.device = {DeviceType::kCuda, 0};
-    cuda::copy(tensor_.data, host_.data(), static_cast<int64_t>(host_.size()));
-  }
-  ~OnDevice() { cuda::deallocate(tensor_.data); }
-  OnDevice(const OnDevice&) = delete;
-  operator const Tensor&() const { return tensor_; }
-  operator ConstTensor() const { return tensor_; }
-  std::vector<std::byte> bits() const {
-    std::vector<std::byte> now(host_.size());
-    cuda::copy(now.data(), tensor_.data, static_cast<int64_t>(now.size()));
-    return now;
-  }
-  void poison() {
-    cuda::copy(tensor_.data, std::vector<std::byte>(host_.size(), std::byte{0xff}).data(),
-               static_cast<int64_t>(host_.size()));
-  }
-
- private:
-  std::vector<std::byte> host_;
-  Tensor tensor_;
-};
-
-struct Problem {
-  OnDevice q, k, v, out, lse;
-  Problem(int64_t batch, int64_t s, int64_t heads, int64_t d)
-      : q(DType::kBF16, {batch, s, heads, d}, 1),
-        k(DType::kBF16, {batch, s, heads, d}, 2),
-        v(DType::kBF16, {batch, s, heads, d}, 3),
-        out(DType::kBF16, {batch, s, heads, d}, 4),
-        lse(DType::kF32, {batch, heads, s}, 5) {}
-  ForwardArgs args() const { return {q, k, v, out, lse}; }
-};
-
-/// The driver's functions that the library has no use for.
-template <class... Args>
-void call_driver(const char* name, Args... args) {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  auto* function = reinterpret_cast<int (*)(Args...)>(dlsym(driver, name));
-  ASSERT_NE(function, nullptr) << name;
-  ASSERT_EQ(function(args...), 0) << name;
-}
-
-class Stream {
- public:
-  Stream() {
-    cuda::synchronize();  // makes the primary context
-    call_driver("cuDevicePrimaryCtxRetain", &context_, 0);
-    call_driver("cuCtxSetCurrent", context_);
-    call_driver("cuStreamCreate", &stream_, 1u);  // CU_STREAM_NON_BLOCKING
-  }
-  ~Stream() { call_driver("cuStreamDestroy_v2", stream_); }
-  void* get() const { return stream_; }
-
- private:
-  void *context_ = nullptr, *stream_ = nullptr;
-};
-
-TEST_F(OnGpu, GraphReplaysWhatWasCaptured) {
-  const Stream stream;
-  Problem p(2, 777, 5, 128);
-  Options options;
-  const fulgur::Run run{.stream = stream.get()};
-  for (const Mask& mask : {full(), causal()}) {
-    options.mask = mask;
-    const Plan plan = fulgur::plan(p.args(), options);
-    plan.run(p.args(), run);
-    cuda::synchronize();
-    const auto out = p.out.bits(), lse = p.lse.bits();
-    void *graph = nullptr, *replay = nullptr;
-    call_driver("cuStreamBeginCapture_v2", stream.get(), 0);  // the strictest mode
-    plan.run(p.args(), run);
-    call_driver("cuStreamEndCapture", stream.get(), &graph);
-    call_driver("cuGraphInstantiateWithFlags", &replay, graph, 0ull);
-    for (int i = 0; i < 3; ++i) {
-      p.out.poison();
-      p.lse.poison();
-      call_driver("cuGraphLaunch", replay, stream.get());
-      cuda::synchronize();
-      EXPECT_EQ(p.out.bits(), out);
-      EXPECT_EQ(p.lse.bits(), lse);
-    }
-    call_driver("cuGraphExecDestroy", replay);
-    call_driver("cuGraphDestroy", graph);
-  }
-}
-
 TEST_F(OnGpu, EveryRunGivesTheSameBits) {
-  Problem p(3, 1000, 16, 64);
-  const Plan plan = fulgur::plan(p.args());
-  plan.run(p.args());
-  const auto out = p.out.bits();
-  for (int i = 0; i < 20; ++i) {
-    p.out.poison();
-    plan.run(p.args());
-    ASSERT_EQ(p.out.bits(), out);
-  }
+  const DeviceCall call(3, 1000, 1000, 16, 64);
+  const Plan plan = fulgur::plan(call.args());
+  const auto result = call.result_of(plan);
+  for (int i = 0; i < 20; ++i) ASSERT_EQ(call.result_of(plan), result);
 }
 
 TEST_F(OnGpu, BroadcastHeadsAreThoseOfOneKeyHead) {
-  Problem p(1, 256, 4, 64);
-  ForwardArgs args = p.args();
+  const DeviceCall call(1, 256, 256, 4, 64);
+  ForwardArgs args = call.args();
   args.k.strides[2] = args.v.strides[2] = 0;
   forward(args);
-  const auto out = p.out.bits(), lse = p.lse.bits();
+  const auto result = call.result();
+  call.poison();
   args.k.shape[2] = args.v.shape[2] = 1;
   forward(args);
-  EXPECT_EQ(p.out.bits(), out);
-  EXPECT_EQ(p.lse.bits(), lse);
+  EXPECT_EQ(call.result(), result);
 }
 
 // Views that begin at odd addresses, of all tensors, give the bits of those that do not.
@@ -331,7 +186,7 @@ TEST_F(OnGpu, OddAddresses) {
   constexpr int64_t kBatch = 2, kLength = 300, kHeads = 2;
   for (const int64_t room : {64, 200}) {
     const int64_t d = room - 8;
-    Problem p(kBatch, kLength, kHeads, room);
+    const DeviceCall p(kBatch, kLength, kLength, kHeads, room);
     // Moves the d values of each row by a number of elements.
     const auto move = [&](const Tensor& t, int64_t from, int64_t to) {
       std::vector<uint16_t> values(static_cast<size_t>(t.numel()));
@@ -364,7 +219,7 @@ TEST_F(OnGpu, OddAddresses) {
 }
 
 TEST_F(OnGpu, HostTime) {
-  Problem p(1, 64, 1, 64);
+  const DeviceCall p(1, 64, 64, 1, 64);
   const auto best = [](auto&& call) {
     double least = 1;
     for (int round = 0; round < 50; ++round) {
@@ -383,10 +238,11 @@ TEST_F(OnGpu, HostTime) {
   const cuda::CurrentContext current(gpu.context());
   const cuda::CUfunction kernel =
       gpu.kernel({"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0);
-  int32_t no_rows = 0;
-  const Copied lengths(Tensor::contiguous(&no_rows, DType::kI32, {1}));
+  const DeviceTensor lengths(DType::kI32, {1}, 1);
+  const Tensor& no_rows = lengths;
+  fill(no_rows.data, lengths.bytes(), 0);
   ForwardPaddingParams nothing{};
-  nothing.cu_seqlens_q = static_cast<const int*>(static_cast<const Tensor&>(lengths).data);
+  nothing.cu_seqlens_q = static_cast<const int*>(no_rows.data);
   void* params = &nothing;
   const double launch = best([&] {
     cuda::check(
