@@ -50,9 +50,7 @@ void fill(const Tensor& t, double size, std::mt19937_64& random) {
 Workload& copy_alone(Workload& alone, const Workload& batch, size_t b) {
   const Rows& s = batch.sequences[b];
   alone.options = batch.options;
-  for (const auto& [to, from] : {std::pair{alone.forward.q, batch.forward.q}}) {
-    write(rows(to, 0, s.sq), read(rows(from, s.q_begin, s.sq)));
-  }
+  write(rows(alone.forward.q, 0, s.sq), read(rows(batch.forward.q, s.q_begin, s.sq)));
   for (const auto& [to, from] :
        {std::pair{alone.forward.k, batch.forward.k}, std::pair{alone.forward.v, batch.forward.v}}) {
     write(rows(to, 0, s.sk), read(rows(from, s.k_begin, s.sk)));

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <memory>
 
 #include "cuda/cuda_engine.h"
 #include "cuda/hopper_forward.h"
@@ -215,6 +216,60 @@ TEST_F(OnGpu, OddAddresses) {
     for (size_t row = 0; row < odd.size(); row += 2 * room) {
       for (int64_t i = 0; i < 2 * d; ++i) ASSERT_EQ(odd[row + 6 + i], even[row + i]);
     }
+  }
+}
+
+// Packed rows whose elements lie beyond the 2^31st. All but the last sequence hold one number.
+TEST_F(OnGpu, PackedRowsBeyond2To31Elements) {
+  constexpr unsigned char kByte = 0x3c;  // twice it is a bf16 near 0.01
+  Workload last({.dtype = DType::kBF16, .sq = 64, .sk = 64, .hq = 2, .hk = 2, .mask = causal()}, 1);
+  const int64_t row = 2 * 64, sequences = (int64_t{1} << 31) / (64 * row) + 2,
+                rows = 64 * sequences;
+  struct Free {
+    void operator()(void* data) const { cuda::deallocate(data); }
+  };
+  std::vector<std::unique_ptr<void, Free>> memory;
+  const auto tensor = [&](DType dtype, std::initializer_list<int64_t> shape) {
+    Tensor t = Tensor::contiguous(nullptr, dtype, shape, {DeviceType::kCuda, 0});
+    const int64_t bytes = t.numel() * size_of(dtype);
+    t.data = memory.emplace_back(cuda::allocate(bytes)).get();
+    fill(t.data, bytes, kByte);
+    return t;
+  };
+  const auto last_rows = [&](Tensor t) {
+    t.data = static_cast<uint16_t*>(t.data) + (rows - 64) * row;
+    return t;
+  };
+  const int64_t sequence_bytes = 64 * row * 2;
+  ForwardTensors t;
+  try {
+    for (Tensor* each : {&t.q, &t.k, &t.v, &t.out}) *each = tensor(DType::kBF16, {rows, 2, 64});
+    t.lse = tensor(DType::kF32, {2, rows});
+    t.cu_seqlens_q = t.cu_seqlens_k = tensor(DType::kI32, {sequences + 1});
+  } catch (const Error& error) {
+    if (error.status() != Status::kOutOfMemory) throw;
+    GTEST_SKIP() << error.what();
+  }
+  std::vector<int32_t> starts;
+  for (int64_t b = 0; b <= sequences; ++b) starts.push_back(static_cast<int32_t>(64 * b));
+  cuda::copy(t.cu_seqlens_q.data, starts.data(), static_cast<int64_t>(4 * starts.size()));
+  cuda::copy(last_rows(t.q).data, last.forward.q.data, sequence_bytes);
+  cuda::copy(last_rows(t.k).data, last.forward.k.data, sequence_bytes);
+  cuda::copy(last_rows(t.v).data, last.forward.v.data, sequence_bytes);
+  forward(t, {.mask = causal(), .max_seqlen_q = 64, .max_seqlen_k = 64});
+  cuda::synchronize();
+  cuda::copy(last.forward.out.data, last_rows(t.out).data, sequence_bytes);
+  for (int64_t h = 0; h < 2; ++h) {
+    cuda::copy(static_cast<float*>(last.forward.lse.data) + 64 * h,
+               static_cast<float*>(t.lse.data) + (h + 1) * rows - 64, 64 * 4);
+  }
+  EXPECT_TRUE(last.check_memory());
+  EXPECT_TRUE(forward_is_right(last, expect(last)));
+  for (const int64_t b : {int64_t{0}, sequences / 2, sequences - 2}) {
+    std::vector<unsigned char> out(static_cast<size_t>(sequence_bytes));
+    cuda::copy(out.data(), static_cast<unsigned char*>(t.out.data) + b * sequence_bytes,
+               sequence_bytes);
+    EXPECT_EQ(out, std::vector<unsigned char>(out.size(), kByte)) << "sequence " << b;
   }
 }
 
