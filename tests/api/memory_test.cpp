@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <fstream>
@@ -103,12 +104,10 @@ bool reset_peak() {
 TEST_P(Memory, StridesBeyond32Bits) {
   const int64_t batch = 2, s = 3, h = 2, d = 8, near = 16, far = (int64_t{1} << 31) + 64;
   const Device device = device_of(engine());
-  struct {
-    int64_t sequence, row, head;
-  } const layouts[] = {{far, near * h, near},
-                       {near * h, 2 * near * h, far},
-                       {near * h, far, near},
-                       {far * s * h, far, far * s}};
+  const std::array<int64_t, 4> layouts[] = {{far, near * h, near, 1},
+                                            {near * h, 2 * near * h, far, 1},
+                                            {near * h, far, near, 1},
+                                            {far * s * h, far, far * s, 1}};
   int laid_out = 0;
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Case c{.dtype = dtype,
@@ -120,16 +119,15 @@ TEST_P(Memory, StridesBeyond32Bits) {
                  .d = d,
                  .dv = d,
                  .mask = causal()};
-    for (const auto& [sequence, row, head] : layouts) {
-      SCOPED_TRACE("strides " + std::to_string(sequence) + " " + std::to_string(row) + " " +
-                   std::to_string(head));
+    for (const auto& strides : layouts) {
+      SCOPED_TRACE(testing::PrintToString(strides));
       Workload w(c, 1);
       w.options.engine = engine();
       const Expected e = expect(w);
       const auto spread = [&](Tensor t) {
         t.device = device;
         t.data = nullptr;
-        t.strides = {sequence, row, head, 1};
+        t.strides = strides;
         return t;
       };
       ForwardTensors f = w.forward;
@@ -146,10 +144,12 @@ TEST_P(Memory, StridesBeyond32Bits) {
       const bool backwards = computes([&] { plan(BackwardArgs(g), w.options); });
       std::vector<Tensor*> places = {&f.q, &f.k, &f.v, &f.out};
       if (backwards) places.insert(places.end(), {&g.dout, &g.dq, &g.dk, &g.dv});
-      const int64_t bytes =
-          ((batch - 1) * sequence + (s - 1) * row + (h - 1) * head + d) * size_of(dtype);
+      const int64_t elements =
+          (batch - 1) * strides[0] + (s - 1) * strides[1] + (h - 1) * strides[2] + d;
       std::deque<BigBuffer> buffers;
-      for (Tensor* t : places) t->data = buffers.emplace_back(device, bytes).data();
+      for (Tensor* t : places) {
+        t->data = buffers.emplace_back(device, elements * size_of(dtype)).data();
+      }
       if (std::any_of(places.begin(), places.end(), [](Tensor* t) { return t->data == nullptr; })) {
         continue;
       }
@@ -174,6 +174,7 @@ TEST_P(Memory, StridesBeyond32Bits) {
       EXPECT_TRUE(backward_is_right(w, e));
     }
   }
+  RecordProperty("laid_out", laid_out);
   if (laid_out == 0) GTEST_SKIP() << "this machine has not the memory";
 }
 
