@@ -17,13 +17,16 @@ checks=$(mktemp)
 trap 'rm -f "$checks"' EXIT
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
+# What a test's last words say beside that it passed.
+remarks() { sed -n 's/^host time: /; /p; s/^\[  SKIPPED \] \([0-9]*\) tests*\.$/, \1 skipped/p' "$1"; }
+
 # check NAME COMMAND...: runs it, keeps its last words for the report, and fails with it.
 check() {
   name=$1
   shift
   log="$to/$name.log"
   if with_libraries "$@" >"$log" 2>&1; then
-    echo "$name: passed$(sed -n 's/^host time: /; /p; s/^\[  SKIPPED \] \([0-9]*\) tests*\.$/, \1 skipped/p' "$log")" >>"$checks"
+    echo "$name: passed$(remarks "$log")" >>"$checks"
     rm "$log"
   else
     tail -40 "$log"
