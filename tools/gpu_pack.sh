@@ -5,7 +5,8 @@ set -eu
 build=$1
 to=$2
 mkdir -p "$to"
-for file in tests/attention_test tests/cuda_device_test apps/fulgur/fulgur src/libfulgur.so.0; do
+cp "$build/tests/gpu_tests.txt" "$to/" # made by tests/CMakeLists.txt
+for file in $(sed 's|\([^ ]*\) .*|tests/\1|' "$to/gpu_tests.txt") apps/fulgur/fulgur src/libfulgur.so.0; do
   cp -L "$build/$file" "$to/"
   strip "$to/$(basename "$file")"
 done

@@ -17,13 +17,16 @@ checks=$(mktemp)
 trap 'rm -f "$checks"' EXIT
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
+# What a test's last words say beside that it passed.
+remarks() { sed -n 's/^host time: /; /p; s/^\[  SKIPPED \] \([0-9]*\) tests*\.$/, \1 skipped/p' "$1"; }
+
 # check NAME COMMAND...: runs it, keeps its last words for the report, and fails with it.
 check() {
   name=$1
   shift
   log="$to/$name.log"
   if with_libraries "$@" >"$log" 2>&1; then
-    echo "$name: passed$(sed -n 's/^host time: /; /p' "$log")" >>"$checks"
+    echo "$name: passed$(remarks "$log")" >>"$checks"
     rm "$log"
   else
     tail -40 "$log"
@@ -32,20 +35,20 @@ check() {
   fi
 }
 
-# Most of their time is the reference's and the compiler's, on the host.
-check tests_device "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='-*.HostTime' &
-device=$!
-check tests_attention "$packed/attention_test" --gtest_brief=1 --gtest_filter='*/cuda_*' &
-attention=$!
+# All at once: most of their time is the reference's and the compiler's, on the host. What measures time waits.
+running=
+while read -r program filter; do
+  check "tests_$program" "$packed/$program" --gtest_brief=1 --gtest_filter="$filter-*.HostTime" </dev/null &
+  running="$running $!"
+done <"$packed/gpu_tests.txt"
 status=0
-wait $device || status=1
-wait $attention || status=1
+for test in $running; do
+  wait "$test" || status=1
+done
 [ $status = 0 ]
 check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
-sanitize() {
-  compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_device_test" --gtest_brief=1 \
-    --gtest_filter='OnGpu.GraphReplays*'
-}
+# Small shapes for every path of the kernels, which are compiled by now.
+sanitize() { compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1; }
 check sanitizer_memcheck sanitize memcheck
 check sanitizer_synccheck sanitize synccheck
 # racecheck follows the mbarriers of ordinary instructions, not TMA's and the tensor

@@ -37,6 +37,8 @@ void copy(void* to, const void* from, int64_t bytes, int device) {
   if (size == 0) return;
   const CurrentContext current(Gpu::at(device).context());
   check(driver().cuMemcpy(address(to), address(from), size), "cuMemcpy");
+  // It returns when host memory may be used again; the last bytes may still be on their way.
+  check(driver().cuStreamSynchronize(nullptr), "cuStreamSynchronize");
 }
 
 void synchronize(int device) {

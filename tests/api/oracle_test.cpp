@@ -70,6 +70,22 @@ TEST(Storage, RoundsToNearestEven) {
   }
 }
 
+TEST(Storage, IsFoundFromAnyAddressInIt) {
+  const void* begin = nullptr;
+  {
+    Storage one(DType::kF32, 10), other(DType::kBF16, 0);
+    for (Storage* s : {&one, &other}) {
+      begin = s->bytes().data();
+      EXPECT_EQ(Storage::around(begin), s);
+      EXPECT_EQ(Storage::around(s->bytes().data() + s->bytes().size() - 1), s);
+      EXPECT_NE(Storage::around(s->bytes().data() + s->bytes().size()), s);
+      EXPECT_NE(Storage::around(s->bytes().data() - 1), s);
+    }
+    EXPECT_EQ(Storage::around(&one), nullptr);
+  }
+  EXPECT_EQ(Storage::around(begin), nullptr);
+}
+
 class Oracle : public testing::Test {
  protected:
   Case c{.dtype = DType::kBF16,

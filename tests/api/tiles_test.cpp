@@ -215,7 +215,7 @@ TEST_P(PlanNumbers, ExplainNamesTheEngine) {
   }
 }
 
-FULGUR_EVERY_ENGINE(PlanNumbers);
+FULGUR_CPU_MEMORY_ENGINES(PlanNumbers);
 
 TEST(ChooseEngine, ByDtypeAndDevice) {
   Dense f32(DType::kF32, {1, 8, 1, 16}), out(DType::kF32, {1, 8, 1, 16});

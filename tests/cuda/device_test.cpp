@@ -1,42 +1,23 @@
-// What only a GPU can show: split tiles, padded strides, graphs, streams, and the host's time.
-#include <dlfcn.h>
+// What only a GPU can show: split tiles, odd dims and addresses, every tile, poison, and the host's
+// time.
+#include "device.h"
+
 #include <fmt/format.h>
-#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <numeric>
+#include <memory>
 
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 #include "cuda/cuda_engine.h"
-#include "engines.h"
-#include "fulgur/cuda.h"
+#include "cuda/launch_memory.h"
+#include "engine_memory.h"
 #include "kernels/forward_padding_params.h"
-#include "oracle.h"
 
 namespace fulgur::test {
 namespace {
-
-class OnGpu : public testing::Test {
- protected:
-  void SetUp() override {
-    for (const EngineInfo& engine : engines()) {
-      if (engine.name == "cuda" && !engine.unavailable.empty()) {
-        GTEST_SKIP() << "cuda: " << engine.unavailable;
-      }
-    }
-  }
-};
-
-testing::AssertionResult right(const Case& c) {
-  Workload w(c, c.seed());
-  w.options.engine = "cuda";
-  w.run_forward();
-  if (auto result = w.check_memory(); !result) return result;
-  return forward_is_right(w, expect(w)) << " in " << c.name();
-}
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -90,7 +71,13 @@ TEST_F(OnGpu, LongBlocksOfABandSplitOverKeys) {
     }
     // More parts than multiprocessors: a thread block takes several.
     for (const int64_t sk : {900, 3000}) {
-      EXPECT_TRUE(right({.dtype = DType::kBF16, .sq = 700, .sk = sk, .hq = 20, .d = d, .dv = d, .mask = causal()}));
+      EXPECT_TRUE(right({.dtype = DType::kBF16,
+                         .sq = 700,
+                         .sk = sk,
+                         .hq = 20,
+                         .d = d,
+                         .dv = d,
+                         .mask = causal()}));
     }
     const Case c{
         .dtype = DType::kBF16, .sq = 700, .sk = 5000, .hq = 2, .d = d, .dv = d, .mask = causal()};
@@ -159,29 +146,6 @@ TEST_F(OnGpu, PoisonBesideTransformedScores) {
   }
 }
 
-// Scales and caps at the ends of f32, and caps far above the scores, where tanh is all but the
-// identity.
-TEST_F(OnGpu, ExtremeScalesAndCaps) {
-  const auto right_with = [](double scale, double softcap, const Mask& mask) {
-    Workload w(
-        {.dtype = DType::kBF16, .sq = 150, .sk = 200, .hq = 2, .hk = 1, .d = 64, .mask = mask}, 9);
-    w.options.engine = "cuda";
-    w.options.scale = scale;
-    w.options.softcap = softcap;
-    w.run_forward();
-    return forward_is_right(w, expect(w)) << ", scale " << scale << ", softcap " << softcap;
-  };
-  for (const Mask& mask : {full(), causal(), window(20, 5)}) {
-    for (const double scale : {1e-36, 1e-39, 1e-44, 1e-60, 0.0, -1e-60, -0.1}) {
-      EXPECT_TRUE(right_with(scale, 0, mask));
-    }
-    for (const double cap : {1e-45, 1e-30, 1e-3, 2.0, 50.0, 1e3, 1e5, 1e7, 1e30, 1e38, 1e300}) {
-      EXPECT_TRUE(right_with(0.125, cap, mask));
-      EXPECT_TRUE(right_with(-2, cap, mask));
-    }
-  }
-}
-
 // NaN in a query or a key is NaN in every score of it, a cap or not.
 TEST_F(OnGpu, NanBesideASoftcap) {
   const Case c{.dtype = DType::kBF16, .sq = 70, .sk = 100, .softcap = 5};
@@ -203,26 +167,6 @@ TEST_F(OnGpu, ScoresOfMinusInfinity) {
   }
 }
 
-/// A copy of a contiguous tensor in device memory.
-class Copied {
- public:
-  explicit Copied(const Tensor& host) : host_(host), device_(host) {
-    device_.data = cuda::allocate(bytes());
-    device_.device = {DeviceType::kCuda, 0};
-    send();
-  }
-  ~Copied() { cuda::deallocate(device_.data); }
-  Copied(const Copied&) = delete;
-  operator const Tensor&() const { return device_; }
-  operator ConstTensor() const { return device_; }
-  void send() const { cuda::copy(device_.data, host_.data, bytes()); }
-  void bring_back() const { cuda::copy(host_.data, device_.data, bytes()); }
-
- private:
-  int64_t bytes() const { return host_.numel() * size_of(host_.dtype); }
-  Tensor host_, device_;
-};
-
 // Whichever tile tuning finds fastest, the result is right.
 TEST_F(OnGpu, EveryTileThatFits) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
@@ -239,145 +183,41 @@ TEST_F(OnGpu, EveryTileThatFits) {
                   .mask = mask},
                  static_cast<uint64_t>(d));
       const auto expected = expect(w);
-      const Copied q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out),
-          lse(w.forward.lse);
-      const ForwardArgs args{q, k, v, out, lse};
+      EngineMemory memory("cuda");
+      const ForwardArgs args = memory.at(w.forward);
       const Problem problem = make_problem(args, w.options);
       std::vector<std::string> rejected;
       const auto families = cuda::architecture_of(gpu.capability())->families;
       for (const auto& candidate :
            cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
         w.seal();
-        out.send();
-        lse.send();
+        memory.send();
         candidate->executable(gpu, {})->run(&args, {});
-        cuda::synchronize();
-        out.bring_back();
-        lse.bring_back();
+        memory.bring_back();
+        EXPECT_TRUE(w.check_memory());
         EXPECT_TRUE(forward_is_right(w, expected)) << "d " << d << ": " << candidate->tile.text();
       }
     }
   }
 }
 
-/// Device memory with the given values.
-class OnDevice {
- public:
-  OnDevice(DType dtype, std::vector<int64_t> shape, uint64_t seed) {
-    const int64_t n = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-    host_.resize(static_cast<size_t>(n * size_of(dtype)));
-    tensor_ = Tensor::contiguous(host_.data(), dtype, shape);
-    std::mt19937_64 random(seed);
-    randomize(tensor_, random);
-    tensor_.data = cuda::allocate(n * size_of(dtype));
-    tensor_.device = {DeviceType::kCuda, 0};
-    cuda::copy(tensor_.data, host_.data(), static_cast<int64_t>(host_.size()));
-  }
-  ~OnDevice() { cuda::deallocate(tensor_.data); }
-  OnDevice(const OnDevice&) = delete;
-  operator const Tensor&() const { return tensor_; }
-  operator ConstTensor() const { return tensor_; }
-  std::vector<std::byte> bits() const {
-    std::vector<std::byte> now(host_.size());
-    cuda::copy(now.data(), tensor_.data, static_cast<int64_t>(now.size()));
-    return now;
-  }
-  void poison() {
-    cuda::copy(tensor_.data, std::vector<std::byte>(host_.size(), std::byte{0xff}).data(),
-               static_cast<int64_t>(host_.size()));
-  }
-
- private:
-  std::vector<std::byte> host_;
-  Tensor tensor_;
-};
-
-struct Problem {
-  OnDevice q, k, v, out, lse;
-  Problem(int64_t batch, int64_t s, int64_t heads, int64_t d)
-      : q(DType::kBF16, {batch, s, heads, d}, 1),
-        k(DType::kBF16, {batch, s, heads, d}, 2),
-        v(DType::kBF16, {batch, s, heads, d}, 3),
-        out(DType::kBF16, {batch, s, heads, d}, 4),
-        lse(DType::kF32, {batch, heads, s}, 5) {}
-  ForwardArgs args() const { return {q, k, v, out, lse}; }
-};
-
-/// The driver's functions that the library has no use for.
-template <class... Args>
-void call_driver(const char* name, Args... args) {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  auto* function = reinterpret_cast<int (*)(Args...)>(dlsym(driver, name));
-  ASSERT_NE(function, nullptr) << name;
-  ASSERT_EQ(function(args...), 0) << name;
-}
-
-class Stream {
- public:
-  Stream() {
-    cuda::synchronize();  // makes the primary context
-    call_driver("cuDevicePrimaryCtxRetain", &context_, 0);
-    call_driver("cuCtxSetCurrent", context_);
-    call_driver("cuStreamCreate", &stream_, 1u);  // CU_STREAM_NON_BLOCKING
-  }
-  ~Stream() { call_driver("cuStreamDestroy_v2", stream_); }
-  void* get() const { return stream_; }
-
- private:
-  void *context_ = nullptr, *stream_ = nullptr;
-};
-
-TEST_F(OnGpu, GraphReplaysWhatWasCaptured) {
-  const Stream stream;
-  Problem p(2, 777, 5, 128);
-  Options options;
-  const fulgur::Run run{.stream = stream.get()};
-  for (const Mask& mask : {full(), causal()}) {
-    options.mask = mask;
-    const Plan plan = fulgur::plan(p.args(), options);
-    plan.run(p.args(), run);
-    cuda::synchronize();
-    const auto out = p.out.bits(), lse = p.lse.bits();
-    void *graph = nullptr, *replay = nullptr;
-    call_driver("cuStreamBeginCapture_v2", stream.get(), 0);  // the strictest mode
-    plan.run(p.args(), run);
-    call_driver("cuStreamEndCapture", stream.get(), &graph);
-    call_driver("cuGraphInstantiateWithFlags", &replay, graph, 0ull);
-    for (int i = 0; i < 3; ++i) {
-      p.out.poison();
-      p.lse.poison();
-      call_driver("cuGraphLaunch", replay, stream.get());
-      cuda::synchronize();
-      EXPECT_EQ(p.out.bits(), out);
-      EXPECT_EQ(p.lse.bits(), lse);
-    }
-    call_driver("cuGraphExecDestroy", replay);
-    call_driver("cuGraphDestroy", graph);
-  }
-}
-
 TEST_F(OnGpu, EveryRunGivesTheSameBits) {
-  Problem p(3, 1000, 16, 64);
-  const Plan plan = fulgur::plan(p.args());
-  plan.run(p.args());
-  const auto out = p.out.bits();
-  for (int i = 0; i < 20; ++i) {
-    p.out.poison();
-    plan.run(p.args());
-    ASSERT_EQ(p.out.bits(), out);
-  }
+  const DeviceCall call(3, 1000, 1000, 16, 64);
+  const Plan plan = fulgur::plan(call.args());
+  const auto result = call.result_of(plan);
+  for (int i = 0; i < 20; ++i) ASSERT_EQ(call.result_of(plan), result);
 }
 
 TEST_F(OnGpu, BroadcastHeadsAreThoseOfOneKeyHead) {
-  Problem p(1, 256, 4, 64);
-  ForwardArgs args = p.args();
+  const DeviceCall call(1, 256, 256, 4, 64);
+  ForwardArgs args = call.args();
   args.k.strides[2] = args.v.strides[2] = 0;
   forward(args);
-  const auto out = p.out.bits(), lse = p.lse.bits();
+  const auto result = call.result();
+  call.poison();
   args.k.shape[2] = args.v.shape[2] = 1;
   forward(args);
-  EXPECT_EQ(p.out.bits(), out);
-  EXPECT_EQ(p.lse.bits(), lse);
+  EXPECT_EQ(call.result(), result);
 }
 
 // Views that begin at odd addresses, of all tensors, give the bits of those that do not.
@@ -385,7 +225,7 @@ TEST_F(OnGpu, OddAddresses) {
   constexpr int64_t kBatch = 2, kLength = 300, kHeads = 2;
   for (const int64_t room : {64, 200}) {
     const int64_t d = room - 8;
-    Problem p(kBatch, kLength, kHeads, room);
+    const DeviceCall p(kBatch, kLength, kLength, kHeads, room);
     // Moves the d values of each row by a number of elements.
     const auto move = [&](const Tensor& t, int64_t from, int64_t to) {
       std::vector<uint16_t> values(static_cast<size_t>(t.numel()));
@@ -417,8 +257,62 @@ TEST_F(OnGpu, OddAddresses) {
   }
 }
 
+// Packed rows whose elements lie beyond the 2^31st. All but the last sequence hold one number.
+TEST_F(OnGpu, PackedRowsBeyond2To31Elements) {
+  constexpr unsigned char kByte = 0x3c;  // twice it is a bf16 near 0.01
+  Workload last({.dtype = DType::kBF16, .sq = 64, .sk = 64, .hq = 2, .hk = 2, .mask = causal()}, 1);
+  const int64_t row = 2 * 64, sequences = (int64_t{1} << 31) / (64 * row) + 2,
+                rows = 64 * sequences;
+  struct Free {
+    void operator()(void* data) const { cuda::deallocate(data); }
+  };
+  std::vector<std::unique_ptr<void, Free>> memory;
+  const auto tensor = [&](DType dtype, std::initializer_list<int64_t> shape) {
+    Tensor t = Tensor::contiguous(nullptr, dtype, shape, {DeviceType::kCuda, 0});
+    const int64_t bytes = t.numel() * size_of(dtype);
+    t.data = memory.emplace_back(cuda::allocate(bytes)).get();
+    fill(t.data, bytes, kByte);
+    return t;
+  };
+  const auto last_rows = [&](Tensor t) {
+    t.data = static_cast<uint16_t*>(t.data) + (rows - 64) * row;
+    return t;
+  };
+  const int64_t sequence_bytes = 64 * row * 2;
+  ForwardTensors t;
+  try {
+    for (Tensor* each : {&t.q, &t.k, &t.v, &t.out}) *each = tensor(DType::kBF16, {rows, 2, 64});
+    t.lse = tensor(DType::kF32, {2, rows});
+    t.cu_seqlens_q = t.cu_seqlens_k = tensor(DType::kI32, {sequences + 1});
+  } catch (const Error& error) {
+    if (error.status() != Status::kOutOfMemory) throw;
+    GTEST_SKIP() << error.what();
+  }
+  std::vector<int32_t> starts;
+  for (int64_t b = 0; b <= sequences; ++b) starts.push_back(static_cast<int32_t>(64 * b));
+  cuda::copy(t.cu_seqlens_q.data, starts.data(), static_cast<int64_t>(4 * starts.size()));
+  cuda::copy(last_rows(t.q).data, last.forward.q.data, sequence_bytes);
+  cuda::copy(last_rows(t.k).data, last.forward.k.data, sequence_bytes);
+  cuda::copy(last_rows(t.v).data, last.forward.v.data, sequence_bytes);
+  forward(t, {.mask = causal(), .max_seqlen_q = 64, .max_seqlen_k = 64});
+  cuda::synchronize();
+  cuda::copy(last.forward.out.data, last_rows(t.out).data, sequence_bytes);
+  for (int64_t h = 0; h < 2; ++h) {
+    cuda::copy(static_cast<float*>(last.forward.lse.data) + 64 * h,
+               static_cast<float*>(t.lse.data) + (h + 1) * rows - 64, 64 * 4);
+  }
+  EXPECT_TRUE(last.check_memory());
+  EXPECT_TRUE(forward_is_right(last, expect(last)));
+  for (const int64_t b : {int64_t{0}, sequences / 2, sequences - 2}) {
+    std::vector<unsigned char> out(static_cast<size_t>(sequence_bytes));
+    cuda::copy(out.data(), static_cast<unsigned char*>(t.out.data) + b * sequence_bytes,
+               sequence_bytes);
+    EXPECT_EQ(out, std::vector<unsigned char>(out.size(), kByte)) << "sequence " << b;
+  }
+}
+
 TEST_F(OnGpu, HostTime) {
-  Problem p(1, 64, 1, 64);
+  const DeviceCall p(1, 64, 64, 1, 64);
   const auto best = [](auto&& call) {
     double least = 1;
     for (int round = 0; round < 50; ++round) {
@@ -437,10 +331,11 @@ TEST_F(OnGpu, HostTime) {
   const cuda::CurrentContext current(gpu.context());
   const cuda::CUfunction kernel =
       gpu.kernel({{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0}).function;
-  int32_t no_rows = 0;
-  const Copied lengths(Tensor::contiguous(&no_rows, DType::kI32, {1}));
+  const DeviceTensor lengths(DType::kI32, {1}, 1);
+  const Tensor& no_rows = lengths;
+  fill(no_rows.data, lengths.bytes(), 0);
   ForwardPaddingParams nothing{};
-  nothing.cu_seqlens_q = static_cast<const int*>(static_cast<const Tensor&>(lengths).data);
+  nothing.cu_seqlens_q = static_cast<const int*>(no_rows.data);
   void* params = &nothing;
   const double launch = best([&] {
     cuda::check(

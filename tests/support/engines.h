@@ -9,6 +9,7 @@
 
 #include "fulgur/attention.h"
 #include "fulgur/error.h"
+#include "workload.h"
 
 namespace fulgur {
 
@@ -58,8 +59,8 @@ std::string message_of(Call call) {
   return {};
 }
 
-/// A test on tensors in the CPU's memory that runs once per engine; it skips itself where the
-/// engine cannot be used.
+/// A test that runs once per engine; it skips itself where the engine cannot be used, and where it
+/// has refused every case of the test.
 class EveryEngine : public testing::TestWithParam<EngineInfo> {
  protected:
   void SetUp() override {
@@ -67,14 +68,50 @@ class EveryEngine : public testing::TestWithParam<EngineInfo> {
       GTEST_SKIP() << GetParam().name << ": " << why;
     }
   }
+  void TearDown() override {
+    if (refused_ == 0) return;
+    RecordProperty("computed", computed_);
+    RecordProperty("refused", refused_);
+    if (computed_ == 0) GTEST_SKIP() << why_refused_;
+  }
   std::string engine() const { return GetParam().name; }
+
+  /// Makes a call, unless the engine answers that it does not compute such (kUnsupported). Then the
+  /// case counts as refused, which is not passed, and this is false.
+  template <class Call>
+  bool computes(Call call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      if (error.status() != Status::kUnsupported) throw;
+      ++refused_;
+      why_refused_ = error.what();
+      return false;
+    }
+    ++computed_;
+    return true;
+  }
+  /// Both passes, the second where the engine computes the first. False where it computes neither.
+  bool runs(Workload& w) {
+    if (!computes([&] { w.run_forward(); })) return false;
+    computes([&] { w.run_backward(); });
+    return true;
+  }
+
+ private:
+  int computed_ = 0, refused_ = 0;
+  std::string why_refused_;
 };
 
 inline std::string engine_name(const testing::TestParamInfo<EngineInfo>& info) {
   return info.param.name;
 }
 
+// The CUDA engine's tests end in "/cuda", by which CTest runs them apart.
 #define FULGUR_EVERY_ENGINE(Suite) \
+  INSTANTIATE_TEST_SUITE_P(, Suite, testing::ValuesIn(engines_here()), engine_name)
+// Tests of tensors in the CPU's memory.
+#define FULGUR_CPU_MEMORY_ENGINES(Suite) \
   INSTANTIATE_TEST_SUITE_P(, Suite, testing::ValuesIn(cpu_memory_engines()), engine_name)
 
 }  // namespace fulgur::test

@@ -305,6 +305,16 @@ testing::AssertionResult forward_is_right(const Workload& w, const Expected& e) 
   return within("lse", w.forward.lse, e.reference.lse, {}, 0, t * e.unit.lse);
 }
 
+testing::AssertionResult forward_is_close(const Workload& w, const Expected& e) {
+  const double half_ulp = w.c.dtype == DType::kBF16  ? 0x1p-8
+                          : w.c.dtype == DType::kF16 ? 0x1p-11
+                                                     : 0x1p-24;
+  const double scores = 4 * std::numeric_limits<float>::epsilon() * e.unit.lse;
+  const double bound = (2 * half_ulp + scores) * e.unit.out;
+  if (auto r = within("out", w.forward.out, e.reference.out, {}, 0, bound); !r) return r;
+  return within("lse", w.forward.lse, e.reference.lse, {}, 0, tolerance(w.c.dtype) * e.unit.lse);
+}
+
 testing::AssertionResult backward_is_right(const Workload& w, const Expected& e) {
   const double t = tolerance(w.c.dtype);
   const BackwardArgs& b = w.backward;

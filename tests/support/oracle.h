@@ -37,6 +37,11 @@ Expected expect(const Workload& w);
 testing::AssertionResult forward_is_right(const Workload& w, const Expected& e);
 testing::AssertionResult backward_is_right(const Workload& w, const Expected& e);
 
+/// The forward pass where scores are so large that the naive computation, which rounds them to 16
+/// bits, says nothing. A fused kernel rounds P and O once each, and its scores have the error of
+/// f32 sums: |got - reference| <= (2 half ulps of the dtype + 4 ulps of f32 * max|LSE|) * unit.
+testing::AssertionResult forward_is_close(const Workload& w, const Expected& e);
+
 /// The rule for one tensor.
 testing::AssertionResult within(const char* name, const Tensor& got,
                                 const std::vector<double>& reference,

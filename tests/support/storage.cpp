@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <numbers>
 #include <numeric>
 
@@ -64,6 +65,12 @@ void for_each_element(const ConstTensor& tensor, Body body) {
     body(offset);
     for (int i = tensor.rank - 1; i >= 0 && ++index[i] == tensor.shape[i]; --i) index[i] = 0;
   }
+}
+
+// Every Storage there is, by its first byte.
+std::map<const std::byte*, Storage*>& storages() {
+  static std::map<const std::byte*, Storage*> all;
+  return all;
 }
 
 }  // namespace
@@ -149,6 +156,17 @@ Storage::Storage(DType dtype, int64_t elements)
       bytes_(static_cast<size_t>(elements_ * size_of(dtype))),
       in_view_(static_cast<size_t>(elements_)) {
   poison();
+  storages().emplace(bytes_.data(), this);
+}
+
+Storage::~Storage() { storages().erase(bytes_.data()); }
+
+Storage* Storage::around(const void* data) {
+  const auto after = storages().upper_bound(static_cast<const std::byte*>(data));
+  if (after == storages().begin()) return nullptr;
+  Storage* const storage = std::prev(after)->second;
+  const std::span<std::byte> bytes = storage->bytes();
+  return data < bytes.data() + bytes.size() ? storage : nullptr;
 }
 
 void Storage::poison() {

@@ -35,6 +35,12 @@ std::vector<std::byte> bits(const ConstTensor& tensor);
 class Storage {
  public:
   Storage(DType dtype, int64_t elements);
+  ~Storage();
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+
+  /// The Storage that lives around an address; null where there is none.
+  static Storage* around(const void* data);
 
   /// A view whose first element is element `offset`. Its elements count as part of a tensor.
   Tensor view(int64_t offset, std::span<const int64_t> shape, std::span<const int64_t> strides);

@@ -1,10 +1,10 @@
 #include "workload.h"
 
-#include <algorithm>
 #include <array>
 #include <limits>
+#include <utility>
 
-#include "fulgur/cuda.h"
+#include "engine_memory.h"
 
 namespace fulgur::test {
 namespace {
@@ -34,8 +34,8 @@ void set_nan(const Tensor& t, int64_t row, int64_t rows) {
 
 }  // namespace
 
-Workload::Workload(const Case& c, uint64_t seed) : c(c) {
-  make_sequences();
+Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(c) {
+  make_sequences(std::move(lengths));
   const DType lse_dtype = c.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   if (c.layout == Layout::kQkv) {
     interleaved(false, &forward.q, &forward.k, &forward.v);
@@ -84,101 +84,8 @@ void Workload::seal() {
   for (Storage& s : outputs_) s.poison();
 }
 
-// Copies of all buffers on cuda:0, and the arguments that refer to them.
-class Workload::OnDevice {
- public:
-  explicit OnDevice(Workload& w) : w_(w) {
-    for (auto* storages : {&w.inputs_, &w.outputs_}) {
-      for (Storage& s : *storages) {
-        const auto size = static_cast<int64_t>(s.bytes().size());
-        copies_.push_back({s.bytes(), static_cast<std::byte*>(cuda::allocate(size))});
-        cuda::copy(copies_.back().device, s.bytes().data(), size);
-      }
-    }
-  }
-  ~OnDevice() {
-    for (const Copy& c : copies_) cuda::deallocate(c.device);
-  }
-  OnDevice(const OnDevice&) = delete;
-
-  void run_forward() {
-    const ForwardTensors& a = w_.forward;
-    const ForwardTensors there{at(a.q),
-                               at(a.k),
-                               at(a.v),
-                               at(a.out),
-                               at(a.lse),
-                               at(a.alibi_slopes),
-                               at(a.cu_seqlens_q),
-                               at(a.cu_seqlens_k),
-                               at(a.seqused_k)};
-    fulgur::forward(there, options(), w_.run_options);
-    copy_back();
-  }
-  void run_backward() {
-    const BackwardTensors& a = w_.backward;
-    const BackwardTensors there{at(a.dout),
-                                at(a.q),
-                                at(a.k),
-                                at(a.v),
-                                at(a.out),
-                                at(a.lse),
-                                at(a.dq),
-                                at(a.dk),
-                                at(a.dv),
-                                at(a.alibi_slopes),
-                                at(a.cu_seqlens_q),
-                                at(a.cu_seqlens_k),
-                                at(a.seqused_k)};
-    fulgur::backward(there, options(), w_.run_options);
-    copy_back();
-  }
-
- private:
-  struct Copy {
-    std::span<std::byte> host;
-    std::byte* device;
-  };
-
-  Tensor at(Tensor t) const {
-    const auto* data = static_cast<const std::byte*>(t.data);
-    for (const auto& [host, device] : copies_) {
-      if (data < host.data() || data >= host.data() + host.size()) continue;
-      t.data = device + (data - host.data());
-      break;
-    }
-    // A tensor without elements may point anywhere; it is on the device all the same.
-    if (t.given()) t.device = {DeviceType::kCuda, 0};
-    return t;
-  }
-  Options options() const {
-    Options o = w_.options;
-    if (w_.c.packed()) {
-      o.max_seqlen_q = std::max<int64_t>(1, w_.c.sq);
-      o.max_seqlen_k = std::max<int64_t>(1, w_.c.sk);
-    }
-    return o;
-  }
-  void copy_back() {
-    cuda::synchronize();
-    for (const auto& [host, device] : copies_) {
-      cuda::copy(host.data(), device, static_cast<int64_t>(host.size()));
-    }
-  }
-
-  Workload& w_;
-  std::vector<Copy> copies_;
-};
-
-void Workload::run_forward() {
-  if (options.engine == "cuda") return OnDevice(*this).run_forward();
-  fulgur::forward(forward, options, run_options);
-}
-
-void Workload::run_backward() {
-  if (options.engine == "cuda") return OnDevice(*this).run_backward();
-  fulgur::backward(backward, options, run_options);
-}
+void Workload::run_forward() { compute(forward, options, run_options); }
+void Workload::run_backward() { compute(backward, options, run_options); }
 
 testing::AssertionResult Workload::check_memory() const {
   for (const Storage& s : inputs_) {
@@ -244,9 +151,10 @@ Tensor Workload::lengths(const std::vector<int64_t>& values) {
   return t;
 }
 
-void Workload::make_sequences() {
-  sequences = c.packed() ? packed_lengths(c)
-                         : std::vector<Rows>(static_cast<size_t>(c.batch), {0, 0, c.sq, c.sk});
+void Workload::make_sequences(std::vector<Rows> given) {
+  sequences = !given.empty() ? std::move(given)
+              : c.packed()   ? packed_lengths(c)
+                             : std::vector<Rows>(static_cast<size_t>(c.batch), {0, 0, c.sq, c.sk});
   std::vector<int64_t> cu_q{0}, cu_k{0}, used;
   for (size_t b = 0; b < sequences.size(); ++b) {
     Rows& s = sequences[b];

@@ -9,6 +9,7 @@
 #include "cases.h"
 #include "fulgur/attention.h"
 #include "storage.h"
+#include "tensors.h"
 
 namespace fulgur::test {
 
@@ -18,33 +19,17 @@ struct Rows {
   int64_t q_begin, k_begin, sq, sk;
 };
 
-/// The tensors of a call, all of which the tests may write.
-struct ForwardTensors {
-  Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
-  operator ForwardArgs() const {
-    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
-  }
-};
-struct BackwardTensors {
-  Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
-  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
-  operator BackwardArgs() const {
-    return {dout,         q,        k, v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, seqused_k};
-  }
-};
-
 class Workload {
  public:
-  Workload(const Case& c, uint64_t seed);
+  /// Packed cases: `lengths` (sq and sk of each sequence) instead of those that Case stands for.
+  Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths = {});
   Workload(const Workload&) = delete;
   Workload& operator=(const Workload&) = delete;
 
   /// Poisons out, lse, dq, dk, dv and takes the picture that `check_memory` compares with. Call it
   /// after changing inputs by hand.
   void seal();
-  /// Plans and runs a pass as the options say: engine "cuda" on copies in device memory, guard
-  /// zones included, which are copied back.
+  /// Plans and runs a pass, in the memory of the engine that the options name.
   void run_forward();
   void run_backward();
   void run() { run_forward(), run_backward(); }
@@ -69,11 +54,9 @@ class Workload {
   Tensor tensor(int64_t rows, int64_t max_len, int64_t heads, int64_t dim, bool output);
   void interleaved(bool output, Tensor* q, Tensor* k, Tensor* v);
   Tensor lengths(const std::vector<int64_t>& values);
-  void make_sequences();
+  void make_sequences(std::vector<Rows> given);
   void make_options(uint64_t seed);
   void poison_missing_rows();
-
-  class OnDevice;
 
   std::deque<Storage> inputs_, outputs_;
 };

@@ -1,0 +1,174 @@
+// Captured launches: what they need of the plan, of the memory and of the streams beside them.
+#include <optional>
+
+#include "device.h"
+#include "engine_memory.h"
+
+namespace fulgur::test {
+namespace {
+
+using Graphs = OnGpu;
+
+// Runs that share the keys of tiles out, and runs with more tiles than multiprocessors.
+DeviceCall few_tiles(uint64_t seed) { return {1, 1, 9000, 8, 128, seed}; }
+DeviceCall many_tiles(uint64_t seed) { return {2, 777, 777, 20, 128, seed}; }
+
+TEST_F(Graphs, ReplayWhatWasCaptured) {
+  const Stream stream;
+  const DeviceCall call(2, 777, 777, 5, 128);
+  for (const Mask& mask : {full(), causal()}) {
+    const Plan plan = fulgur::plan(call.args(), {.mask = mask});
+    const auto result = call.result_of(plan);
+    const Graph graph(stream, [&] { plan.run(call.args(), stream.run()); });
+    for (int i = 0; i < 3; ++i) {
+      call.poison(stream.get());
+      graph.launch(stream);
+      stream.synchronize();
+      EXPECT_EQ(call.result(), result);
+    }
+  }
+}
+
+// The plan is gone and another stream is never idle.
+TEST_F(Graphs, ReplayBesideOtherCalls) {
+  const Stream stream, other;
+  for (const auto& shape : {few_tiles, many_tiles}) {
+    const DeviceCall call = shape(1), beside = shape(2);
+    std::optional<Plan> plan = fulgur::plan(call.args());
+    const Plan plan_beside = fulgur::plan(beside.args());
+    EXPECT_TRUE(shape != few_tiles || splits(*plan));
+    const auto result = call.result_of(*plan), result_beside = beside.result_of(plan_beside);
+    const Graph graph(stream, [&] { plan->run(call.args(), stream.run()); });
+    plan.reset();
+    beside.poison(other.get());
+    for (int i = 0; i < 300; ++i) {
+      for (int n = 0; n < 3; ++n) plan_beside.run(beside.args(), other.run());
+      call.poison(stream.get());
+      graph.launch(stream);
+      stream.synchronize();
+      ASSERT_EQ(call.result(), result) << "replay " << i;
+    }
+    other.synchronize();
+    EXPECT_EQ(beside.result(), result_beside);
+  }
+}
+
+// A graph and runs of its plan on another stream.
+TEST_F(Graphs, ReplayBesideRunsOfTheirPlan) {
+  const Stream stream, other;
+  const DeviceCall call = few_tiles(3), beside = few_tiles(4);
+  const Plan plan = fulgur::plan(call.args());
+  const auto result = call.result_of(plan), result_beside = beside.result_of(plan);
+  const Graph graph(stream, [&] { plan.run(call.args(), stream.run()); });
+  for (int i = 0; i < 100; ++i) {
+    call.poison(stream.get());
+    beside.poison(other.get());
+    plan.run(beside.args(), other.run());
+    graph.launch(stream);
+    plan.run(beside.args(), other.run());
+    stream.synchronize();
+    other.synchronize();
+    ASSERT_EQ(call.result(), result) << "replay " << i;
+    ASSERT_EQ(beside.result(), result_beside) << "beside replay " << i;
+  }
+}
+
+TEST_F(Graphs, CallWithoutAPlanAfterAFirstOne) {
+  const Stream stream;
+  const DeviceCall call(1, 500, 600, 3, 64);
+  forward(call.args(), {}, stream.run());
+  stream.synchronize();
+  const auto result = call.result();
+  const Graph graph(stream, [&] { forward(call.args(), {}, stream.run()); });
+  for (int i = 0; i < 3; ++i) {
+    call.poison(stream.get());
+    graph.launch(stream);
+    stream.synchronize();
+    EXPECT_EQ(call.result(), result);
+  }
+}
+
+// It writes nothing and leaves the capture as it was.
+TEST_F(Graphs, FirstCallIsRefused) {
+  const Stream stream;
+  const DeviceCall unseen(1, 333, 451, 3, 72), planned(1, 400, 500, 3, 64);
+  const Plan plan = fulgur::plan(planned.args());
+  const auto result = planned.result_of(plan), untouched = unseen.result();
+  Status status{};
+  std::string message;
+  const Graph graph(stream, [&] {
+    const auto call = [&] { forward(unseen.args(), {}, stream.run()); };
+    status = status_of(call);
+    message = message_of(call);
+    plan.run(planned.args(), stream.run());
+  });
+  EXPECT_EQ(status, Status::kInvalidArgument);
+  EXPECT_NE(message.find("stream"), std::string::npos) << message;
+  EXPECT_NE(message.find("is being captured"), std::string::npos) << message;
+  planned.poison(stream.get());
+  graph.launch(stream);
+  stream.synchronize();
+  EXPECT_EQ(planned.result(), result);
+  EXPECT_EQ(unseen.result(), untouched);
+  EXPECT_EQ(status_of([&] { forward(unseen.args(), {}, stream.run()); }), Status::kOk);
+  stream.synchronize();
+  EXPECT_NE(unseen.result(), untouched);
+}
+
+// The bytes of a contiguous tensor from one place to another, on either device.
+void copy_bytes(const Tensor& to, const Tensor& from) {
+  cuda::copy(to.data, from.data, to.numel() * size_of(to.dtype));
+}
+
+// Replays read the lengths and slopes that are on the device by then.
+TEST_F(Graphs, LengthsAndSlopesChangeBetweenReplays) {
+  const std::vector<Rows> lengths[] = {{{0, 0, 300, 400}, {0, 0, 100, 50}, {0, 0, 0, 100}},
+                                       {{0, 0, 100, 50}, {0, 0, 300, 400}, {0, 0, 0, 100}},
+                                       {{0, 0, 133, 183}, {0, 0, 133, 183}, {0, 0, 134, 184}},
+                                       {{0, 0, 0, 0}, {0, 0, 100, 150}, {0, 0, 300, 400}},
+                                       {{0, 0, 300, 400}, {0, 0, 100, 50}, {0, 0, 0, 100}}};
+  const Stream stream;
+  for (const Mask& mask : {causal(), full()}) {
+    for (const bool seqused : {false, true}) {
+      const Case c{.dtype = DType::kBF16,
+                   .sq = 300,
+                   .sk = 400,
+                   .hq = 4,
+                   .hk = 2,
+                   .mask = mask,
+                   .layout = Layout::kPacked,
+                   .alibi = Alibi::kHeads,
+                   .seqused = seqused};
+      Workload planned(c, 1, lengths[0]);
+      EngineMemory memory("cuda");
+      const ForwardTensors there = memory.at(planned.forward);
+      const Plan plan = fulgur::plan(there, memory.options(planned.forward, planned.options));
+      const Graph graph(stream, [&] { plan.run(there, stream.run()); });
+      for (size_t n = 0; n < std::size(lengths); ++n) {
+        SCOPED_TRACE("lengths " + std::to_string(n));
+        Workload w(c, 10 + n, lengths[n]);
+        const auto i = static_cast<double>(n);
+        write(w.forward.alibi_slopes, std::vector{0.5, 0.1 * i, 0.0, 0.01});
+        for (const auto& [to, from] :
+             {std::pair{there.q, w.forward.q}, std::pair{there.k, w.forward.k},
+              std::pair{there.v, w.forward.v}, std::pair{there.out, w.forward.out},
+              std::pair{there.lse, w.forward.lse},
+              std::pair{there.alibi_slopes, w.forward.alibi_slopes},
+              std::pair{there.cu_seqlens_q, w.forward.cu_seqlens_q},
+              std::pair{there.cu_seqlens_k, w.forward.cu_seqlens_k}}) {
+          copy_bytes(to, from);
+        }
+        if (seqused) copy_bytes(there.seqused_k, w.forward.seqused_k);
+        cuda::synchronize();
+        graph.launch(stream);
+        stream.synchronize();
+        copy_bytes(w.forward.out, there.out);
+        copy_bytes(w.forward.lse, there.lse);
+        EXPECT_TRUE(forward_is_right(w, expect(w)));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::test

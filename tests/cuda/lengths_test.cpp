@@ -1,0 +1,215 @@
+// Lengths that lie on the device, where the host cannot check them: too large, decreasing,
+// negative.
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "device.h"
+
+namespace fulgur::test {
+namespace {
+
+using Lengths = OnGpu;
+
+constexpr int64_t kRoom = int64_t{8} << 20;  // bytes for a tensor and what lies around it
+constexpr int64_t kTensors = 8;
+constexpr auto kPattern = std::byte{0xa5};
+
+// One allocation in which tensors lie far apart, so that what is written beside them is seen.
+class Arena {
+ public:
+  Arena()
+      : bytes_(static_cast<size_t>(kTensors * kRoom), kPattern),
+        device_(static_cast<std::byte*>(cuda::allocate(size()))) {}
+  ~Arena() { cuda::deallocate(device_); }
+  Arena(const Arena&) = delete;
+
+  // A row-major tensor in the middle of the next room.
+  Tensor place(DType dtype, std::initializer_list<int64_t> shape, bool output) {
+    const int64_t offset = tensors_++ * kRoom + kRoom / 2;
+    const Tensor host = Tensor::contiguous(bytes_.data() + offset, dtype, shape);
+    Tensor there = host;
+    there.data = device_ + offset;
+    there.device = {DeviceType::kCuda, 0};
+    if (output) outputs_.push_back({offset, host.numel() * size_of(dtype)});
+    return there;
+  }
+  // The same tensor in the picture of the arena that `send` copies to the device.
+  Tensor host(Tensor there) {
+    there.data = bytes_.data() + (static_cast<std::byte*>(there.data) - device_);
+    there.device = {};
+    return there;
+  }
+  void send() const {
+    cuda::copy(device_, bytes_.data(), size());
+    cuda::synchronize();
+  }
+  // What the outputs hold; everything else must be as it was sent.
+  std::vector<std::byte> outputs() const {
+    std::vector<std::byte> now(bytes_.size()), outputs;
+    cuda::copy(now.data(), device_, size());
+    size_t begin = 0;
+    const auto expect_untouched = [&](size_t end) {
+      const auto changed = std::mismatch(now.begin() + static_cast<int64_t>(begin),
+                                         now.begin() + static_cast<int64_t>(end),
+                                         bytes_.begin() + static_cast<int64_t>(begin));
+      EXPECT_TRUE(changed.first == now.begin() + static_cast<int64_t>(end))
+          << "byte " << (changed.first - now.begin()) % kRoom - kRoom / 2 << " of tensor "
+          << (changed.first - now.begin()) / kRoom << " was written";
+    };
+    for (const auto& [offset, size] : outputs_) {
+      expect_untouched(static_cast<size_t>(offset));
+      outputs.insert(outputs.end(), now.begin() + offset, now.begin() + offset + size);
+      begin = static_cast<size_t>(offset + size);
+    }
+    expect_untouched(now.size());
+    return outputs;
+  }
+
+ private:
+  struct Range {
+    int64_t offset, size;
+  };
+  int64_t size() const { return static_cast<int64_t>(bytes_.size()); }
+
+  std::vector<std::byte> bytes_;
+  std::byte* device_;
+  int64_t tensors_ = 0;
+  std::vector<Range> outputs_;  // by offset
+};
+
+constexpr double kMost = std::numeric_limits<int32_t>::max();
+constexpr double kLeast = std::numeric_limits<int32_t>::min();
+
+struct Wild {
+  std::vector<double> cu_q, cu_k, used;
+};
+
+// Of 4 sequences of at most 150 and 200 rows in tensors of 300 and 400.
+const Wild kRight{{0, 80, 80, 200, 300}, {0, 100, 200, 300, 400}, {50, 100, 0, 100}};
+
+std::vector<Wild> wild_lengths() {
+  const std::vector<double>&q = kRight.cu_q, &k = kRight.cu_k, &used = kRight.used;
+  std::vector<Wild> all = {
+      {{0, 80, 80, 200, 5000}, k, used},                         // more rows than exist
+      {q, {0, 100, 200, 300, 5000}, used},                       //
+      {{0, 300, 300, 300, 300}, {0, 400, 400, 400, 400}, used},  // longer than planned for
+      {{0, 200, 80, 60, 300}, k, used},                          // decreasing
+      {q, {0, 300, 100, 350, 20}, used},                         //
+      {{300, 200, 100, 50, 0}, {400, 300, 200, 100, 0}, used},
+      {{-50, 80, 80, 200, 300}, k, used},  // negative
+      {q, {-70, 100, 200, 300, 400}, used},
+      {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, used},
+      {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, used},  // differences that overflow
+      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, used},
+      {{kMost, kMost, kMost, kMost, kMost}, k, used},
+      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, used},
+      {q, k, {5000, 101, -1, 100}},  // of the keys
+      {q, k, {kMost, kLeast, kMost, kLeast}}};
+  std::mt19937_64 random(1);
+  for (int n = 0; n < 8; ++n) {
+    Wild any = kRight;
+    for (auto* lengths : {&any.cu_q, &any.cu_k, &any.used}) {
+      for (double& x : *lengths) {
+        x = n % 2 ? static_cast<double>(random() % 1000) - 300
+                  : static_cast<double>(static_cast<int32_t>(random()));
+      }
+    }
+    all.push_back(any);
+  }
+  return all;
+}
+
+// Runs with each of the wild lengths, then with right ones, which must give what they gave before.
+void survives(Arena& arena, const ForwardArgs& args, const Options& options,
+              const std::vector<Tensor>& lengths,
+              const std::function<std::vector<std::vector<double>>(const Wild&)>& values) {
+  const auto send = [&](const Wild& wild) {
+    const auto each = values(wild);
+    for (size_t i = 0; i < lengths.size(); ++i) write(arena.host(lengths[i]), each[i]);
+    arena.send();
+  };
+  const Plan plan = fulgur::plan(args, options);
+  send(kRight);
+  plan.run(args);
+  cuda::synchronize();
+  const auto right = arena.outputs();
+  const auto all = wild_lengths();
+  for (size_t n = 0; n < all.size(); ++n) {
+    SCOPED_TRACE("lengths " + std::to_string(n));
+    send(all[n]);
+    plan.run(args);
+    // Nothing on this device works any more after a fault.
+    ASSERT_EQ(message_of([] { cuda::synchronize(); }), "");
+    arena.outputs();
+    send(kRight);
+    plan.run(args);
+    ASSERT_EQ(message_of([] { cuda::synchronize(); }), "");
+    ASSERT_EQ(arena.outputs(), right);
+  }
+}
+
+constexpr Mask kMasks[] = {full(), causal(), window(40, 3)};
+
+TEST_F(Lengths, WildPackedOnes) {
+  for (const int64_t d : {64, 60}) {  // with TMA, and by elements
+    for (const bool seqused : {false, true}) {
+      for (const Mask& mask : kMasks) {
+        SCOPED_TRACE("d " + std::to_string(d) + (seqused ? ", seqused" : "") + ", window " +
+                     std::to_string(mask.left) + " " + std::to_string(mask.right));
+        Arena arena;
+        ForwardArgs args;
+        std::mt19937_64 random(2);
+        const auto input = [&](int64_t rows, int64_t heads) {
+          const Tensor t = arena.place(DType::kBF16, {rows, heads, d}, false);
+          randomize(arena.host(t), random);
+          return t;
+        };
+        args.q = input(300, 4);
+        args.k = input(400, 2);
+        args.v = input(400, 2);
+        args.out = arena.place(DType::kBF16, {300, 4, d}, true);
+        args.lse = arena.place(DType::kF32, {4, 300}, true);
+        std::vector<Tensor> lengths = {arena.place(DType::kI32, {5}, false),
+                                       arena.place(DType::kI32, {5}, false)};
+        args.cu_seqlens_q = lengths[0];
+        args.cu_seqlens_k = lengths[1];
+        if (seqused) {
+          lengths.push_back(arena.place(DType::kI32, {4}, false));
+          args.seqused_k = lengths[2];
+        }
+        survives(arena, args, {.mask = mask, .max_seqlen_q = 150, .max_seqlen_k = 200}, lengths,
+                 [](const Wild& wild) {
+                   return std::vector<std::vector<double>>{wild.cu_q, wild.cu_k, wild.used};
+                 });
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(Lengths, WildUsedKeys) {
+  for (const Mask& mask : kMasks) {
+    Arena arena;
+    ForwardArgs args;
+    std::mt19937_64 random(3);
+    const auto input = [&](int64_t rows, int64_t heads) {
+      const Tensor t = arena.place(DType::kBF16, {4, rows, heads, 64}, false);
+      randomize(arena.host(t), random);
+      return t;
+    };
+    args.q = input(70, 4);
+    args.k = input(100, 2);
+    args.v = input(100, 2);
+    args.out = arena.place(DType::kBF16, {4, 70, 4, 64}, true);
+    args.lse = arena.place(DType::kF32, {4, 4, 70}, true);
+    const Tensor used = arena.place(DType::kI32, {4}, false);
+    args.seqused_k = used;
+    survives(arena, args, {.mask = mask}, {used},
+             [](const Wild& wild) { return std::vector<std::vector<double>>{wild.used}; });
+    if (HasFatalFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::test

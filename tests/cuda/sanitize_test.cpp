@@ -1,0 +1,127 @@
+// Small shapes that take every path of the kernels together, for compute-sanitizer, which slows
+// them down a hundredfold.
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
+#include "cuda/cuda_engine.h"
+#include "device.h"
+#include "engine_memory.h"
+
+namespace fulgur::test {
+namespace {
+
+using Sanitize = OnGpu;
+
+constexpr auto kBf16 = DType::kBF16, kF16 = DType::kF16;
+
+// Each at the largest head dim that it computes.
+TEST_F(Sanitize, EveryTile) {
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
+  std::set<std::string> seen;
+  std::vector<std::string> rejected;
+  for (const int64_t d : {256, 192, 128, 96, 64, 32}) {
+    Workload w({.dtype = kBf16, .sq = 150, .sk = 200, .d = d, .dv = d, .mask = causal()}, 1);
+    const Expected e = expect(w);
+    EngineMemory memory("cuda");
+    const ForwardArgs args = memory.at(w.forward);
+    const Problem problem = make_problem(args, w.options);
+    const auto families = cuda::architecture_of(gpu.capability())->families;
+    for (const auto& candidate :
+         cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
+      if (!seen.insert(candidate->tile.text()).second) continue;
+      w.seal();
+      memory.send();
+      candidate->executable(gpu, {})->run(&args, {});
+      memory.bring_back();
+      EXPECT_TRUE(w.check_memory());
+      EXPECT_TRUE(forward_is_right(w, e)) << candidate->tile.text();
+    }
+  }
+}
+
+TEST_F(Sanitize, SplitTiles) {
+  EXPECT_TRUE(right({.dtype = kBf16, .sq = 3, .sk = 2000, .hq = 4, .hk = 2}));
+}
+TEST_F(Sanitize, SplitBlocksOfABand) {
+  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 1200, .hq = 2, .mask = causal()}));
+}
+TEST_F(Sanitize, Packed) {  // with tails, empty sequences and rows behind the last
+  EXPECT_TRUE(right({.dtype = kBf16,
+                     .sq = 150,
+                     .sk = 170,
+                     .hq = 2,
+                     .mask = causal(),
+                     .layout = Layout::kPacked}));
+}
+TEST_F(Sanitize, PackedPaddedUsedKeys) {
+  EXPECT_TRUE(right({.dtype = kF16,
+                     .sq = 130,
+                     .sk = 150,
+                     .hq = 2,
+                     .layout = Layout::kPackedPadded,
+                     .seqused = true}));
+}
+TEST_F(Sanitize, UsedKeys) {
+  EXPECT_TRUE(right({.dtype = kBf16, .batch = 3, .sq = 70, .sk = 150, .seqused = true}));
+}
+TEST_F(Sanitize, Window) {
+  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
+}
+TEST_F(Sanitize, RowsWithoutKeys) {
+  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 100, .mask = causal()}));
+}
+TEST_F(Sanitize, NoKeys) { EXPECT_TRUE(right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 0})); }
+TEST_F(Sanitize, Softcap) {
+  EXPECT_TRUE(right({.dtype = kBf16, .sq = 100, .sk = 150, .mask = causal(), .softcap = 2}));
+}
+TEST_F(Sanitize, Alibi) {
+  EXPECT_TRUE(right({.dtype = kF16,
+                     .batch = 2,
+                     .sq = 100,
+                     .sk = 150,
+                     .hq = 2,
+                     .mask = causal(),
+                     .alibi = Alibi::kBatchHeads}));
+}
+TEST_F(Sanitize, CopiesAndElements) {  // odd rows, that TMA cannot address
+  EXPECT_TRUE(right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .d = 63, .dv = 33}));
+}
+TEST_F(Sanitize, OddStrides) {
+  EXPECT_TRUE(
+      right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .layout = Layout::kPadded}));
+}
+TEST_F(Sanitize, DimsThatDiffer) {
+  EXPECT_TRUE(right(
+      {.dtype = kBf16, .sq = 150, .sk = 150, .hq = 2, .d = 192, .dv = 128, .mask = causal()}));
+}
+TEST_F(Sanitize, PoisonInHiddenKeys) {
+  Workload w({.dtype = kBf16, .sq = 100, .sk = 100, .mask = causal()}, 1);
+  w.options.engine = "cuda";
+  std::vector<double> v = read(w.forward.v);
+  v[99 * 64] = std::numeric_limits<double>::quiet_NaN();
+  write(w.forward.v, v);
+  w.seal();
+  w.run_forward();
+  EXPECT_TRUE(w.check_memory());
+  EXPECT_TRUE(forward_is_right(w, expect(w)));
+}
+TEST_F(Sanitize, Replay) {
+  const Stream stream;
+  const DeviceCall call(1, 3, 2000, 4, 64);
+  const Plan plan = fulgur::plan(call.args());
+  const auto result = call.result_of(plan);
+  const Graph graph(stream, [&] { plan.run(call.args(), stream.run()); });
+  for (int i = 0; i < 2; ++i) {
+    call.poison(stream.get());
+    graph.launch(stream);
+    stream.synchronize();
+    EXPECT_EQ(call.result(), result);
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::test

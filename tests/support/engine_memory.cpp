@@ -1,0 +1,123 @@
+#include "engine_memory.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "fulgur/cuda.h"
+#include "storage.h"
+
+namespace fulgur::test {
+namespace {
+
+int64_t longest(const Tensor& cu_seqlens) {
+  const std::vector<double> starts = read(cu_seqlens);
+  double most = 1;  // 0 would mean that it is not given
+  for (size_t b = 1; b < starts.size(); ++b) most = std::max(most, starts[b] - starts[b - 1]);
+  return static_cast<int64_t>(most);
+}
+
+template <class Tensors>
+Options with_longest(Device device, const Tensors& t, Options options) {
+  if (device.type == DeviceType::kCpu || !t.cu_seqlens_q.given()) return options;
+  if (options.max_seqlen_q == 0) options.max_seqlen_q = longest(t.cu_seqlens_q);
+  if (options.max_seqlen_k == 0) options.max_seqlen_k = longest(t.cu_seqlens_k);
+  return options;
+}
+
+int64_t size(std::span<std::byte> bytes) { return static_cast<int64_t>(bytes.size()); }
+
+}  // namespace
+
+Device device_of(const std::string& engine) {
+  return engine == "cuda" ? Device{DeviceType::kCuda, 0} : Device{};
+}
+
+EngineMemory::~EngineMemory() {
+  for (const Copy& c : copies_) cuda::deallocate(c.device, device_.index);
+}
+
+const EngineMemory::Copy& EngineMemory::copy_of(const void* data) {
+  Storage* const storage = Storage::around(data);
+  if (storage == nullptr) throw std::logic_error("a test's tensor lies in no Storage");
+  const std::span<std::byte> host = storage->bytes();
+  const auto found = std::find_if(copies_.begin(), copies_.end(),
+                                  [&](const Copy& c) { return c.host.data() == host.data(); });
+  if (found != copies_.end()) return *found;
+  auto* device = static_cast<std::byte*>(cuda::allocate(size(host), device_.index));
+  copies_.push_back({host, device});
+  cuda::copy(device, host.data(), size(host), device_.index);
+  cuda::synchronize(device_.index);  // a stream of its own does not wait for the copy
+  return copies_.back();
+}
+
+Tensor EngineMemory::at(Tensor t) {
+  if (!t.given() || t.device == device_) return t;
+  t.device = device_;
+  if (t.numel() == 0) return t;  // it may point anywhere
+  const Copy& copy = copy_of(t.data);
+  t.data = copy.device + (static_cast<std::byte*>(t.data) - copy.host.data());
+  return t;
+}
+
+ForwardTensors EngineMemory::at(const ForwardTensors& t) {
+  return {at(t.q),
+          at(t.k),
+          at(t.v),
+          at(t.out),
+          at(t.lse),
+          at(t.alibi_slopes),
+          at(t.cu_seqlens_q),
+          at(t.cu_seqlens_k),
+          at(t.seqused_k)};
+}
+
+BackwardTensors EngineMemory::at(const BackwardTensors& t) {
+  return {at(t.dout),
+          at(t.q),
+          at(t.k),
+          at(t.v),
+          at(t.out),
+          at(t.lse),
+          at(t.dq),
+          at(t.dk),
+          at(t.dv),
+          at(t.alibi_slopes),
+          at(t.cu_seqlens_q),
+          at(t.cu_seqlens_k),
+          at(t.seqused_k)};
+}
+
+Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {
+  return with_longest(device_, t, options);
+}
+Options EngineMemory::options(const BackwardTensors& t, const Options& options) const {
+  return with_longest(device_, t, options);
+}
+
+void EngineMemory::send() const {
+  if (copies_.empty()) return;
+  for (const Copy& c : copies_) cuda::copy(c.device, c.host.data(), size(c.host), device_.index);
+  cuda::synchronize(device_.index);
+}
+
+void EngineMemory::bring_back() const {
+  if (copies_.empty()) return;
+  cuda::synchronize(device_.index);
+  for (const Copy& c : copies_) cuda::copy(c.host.data(), c.device, size(c.host), device_.index);
+}
+
+void compute(const ForwardTensors& t, const Options& options, const Run& run) {
+  EngineMemory memory(options.engine);
+  const ForwardTensors there = memory.at(t);
+  forward(there, memory.options(t, options), run);
+  memory.bring_back();
+}
+
+void compute(const BackwardTensors& t, const Options& options, const Run& run) {
+  EngineMemory memory(options.engine);
+  const BackwardTensors there = memory.at(t);
+  backward(there, memory.options(t, options), run);
+  memory.bring_back();
+}
+
+}  // namespace fulgur::test
