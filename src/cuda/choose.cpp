@@ -85,21 +85,26 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
   return sorted(all, cycles, "predicted", reasons);
 }
 
-std::unique_ptr<const Executable> load_best(const Candidates& candidates, Gpu& gpu,
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,
                                             Reasons reasons) {
   const auto defect_of = [&](const Candidate& candidate) {
     const std::vector<KernelUse> kernels = candidate.kernels();
     return kernels.empty() ? std::string() : gpu.kernel(kernels[0]).defect;
   };
-  Reasons passed = reasons;
-  for (const auto& candidate : candidates) {
-    const std::string defect = defect_of(*candidate);
-    if (defect.empty()) return candidate->executable(gpu, std::move(passed));
-    passed.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), defect));
-  }
   const Candidate& first = *candidates.at(0);
-  reasons.decisions.push_back("the compiled kernel is slower than it looks: " + defect_of(first) +
-                              ", and so is that of every other tile");
+  const std::string defect = defect_of(first);
+  if (defect.empty()) return first.executable(gpu, std::move(reasons));
+  Reasons others = reasons;
+  for (const auto& candidate : candidates) {
+    if (invariant) break;
+    const std::string why = defect_of(*candidate);
+    if (why.empty()) return candidate->executable(gpu, std::move(others));
+    others.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
+  }
+  reasons.decisions.push_back(
+      fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
+                  invariant ? "the tile of an invariant call depends on nothing else"
+                            : "so is that of every other tile"));
   return first.executable(gpu, std::move(reasons));
 }
 

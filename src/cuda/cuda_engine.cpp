@@ -72,7 +72,7 @@ class CudaEngine final : public Engine {
     const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
     const Candidates candidates =
         ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, &reasons);
-    return load_best(candidates, gpu, std::move(reasons));
+    return load_best(candidates, p.invariant, gpu, std::move(reasons));
   }
   void check_plannable(const Problem& p, const Run& run) const override {
     const CurrentContext current(usable_gpu(p.device.index).context());

@@ -38,8 +38,10 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
     for (const auto& candidate : candidates) {
       const std::vector<KernelUse> kernels = candidate->kernels();
       for (const KernelUse& use : kernels) compiled(use.request);
-      // A plan falls to the next tile where a kernel has a defect.
-      if (kernels.empty() || defect_of(compiled(kernels[0].request)).empty()) break;
+      // A plan falls to the next tile where a kernel has a defect, unless it is invariant.
+      if (problem.invariant || kernels.empty() || defect_of(compiled(kernels[0].request)).empty()) {
+        break;
+      }
     }
   });
   return result;

@@ -691,11 +691,20 @@ TEST_F(Spills, PlansTakeTheNextTileAndSaySo) {
   EXPECT_EQ(state_->launches.at(0).block, 384u);
 }
 
+// The tile of an invariant call does not depend on what the compiler makes of it.
+TEST_F(Spills, InvariantPlansKeepTheirTile) {
+  const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .invariant = true});
+  const std::string text = fulgur::plan(call.args, call.options).explain();
+  EXPECT_NE(text.find("3 warpgroups of 64 rows"), std::string::npos) << text;
+  EXPECT_NE(text.find("the tile of an invariant call depends on nothing else"), std::string::npos)
+      << text;
+}
+
 // Where every tile spills, the first is taken, and that is said.
 TEST_F(Spills, ThereMayBeNoBetterTile) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .d = 32});
   const std::string text = fulgur::plan(call.args, call.options).explain();
-  EXPECT_NE(text.find("is slower than it looks: spills "), std::string::npos) << text;
+  EXPECT_NE(text.find("is slower than it looks: it spills "), std::string::npos) << text;
 }
 
 TEST_F(OnFakeGpu, Memory) {

@@ -5,18 +5,20 @@
 #include "shared/schedule.cuh"
 #include "shared/softcap.h"
 
-// A score in units of log2: softcap * tanh(scale * s / softcap), ALiBi.
+// A score in units of log2: softcap * tanh(scale * s / softcap), ALiBi. Every rounding is spelled out, so that all
+// kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
 __device__ __forceinline__ float transform_score(const AttentionParams& p, float s, float slope, float distance) {
   if (kSoftcap) {
-    const float u = s * p.softcap_scale;
-    const float large = p.softcap_log2 - 2 * p.softcap_log2 * reciprocal_fast(exp2_fast(u) + 1);
+    const float u = __fmul_rn(s, p.softcap_scale);
+    const float large = __fmaf_rn(-2 * p.softcap_log2, reciprocal_fast(__fadd_rn(exp2_fast(u), 1)), p.softcap_log2);
     const float from_center = __fmaf_rn(u, u, -float(kTanhCenter));
-    const float small = s * p.softcap_small * __fmaf_rn(from_center, from_center, float(kTanhRest));
+    const float polynomial = __fmaf_rn(from_center, from_center, float(kTanhRest));
+    const float small = __fmul_rn(__fmul_rn(s, p.softcap_small), polynomial);
     s = fabsf(u) < float(kTanhSmall) ? small : large;
   } else {
-    s *= p.scale_log2;
+    s = __fmul_rn(s, p.scale_log2);
   }
-  if (kAlibi) s -= slope * fabsf(distance);
+  if (kAlibi) s = __fmaf_rn(-slope, fabsf(distance), s);
   return s;
 }
 
