@@ -242,6 +242,26 @@ fulgur_status fulgur_engines(char* text, size_t size, size_t* length) {
   });
 }
 
+fulgur_status fulgur_cuda_allocate(int64_t bytes, int device, void** data) {
+  return guarded([&] {
+    if (data == nullptr) fail("data", "got null, want where to put it");
+    *data = nullptr;
+    *data = fulgur::cuda::allocate(bytes, device);
+  });
+}
+
+fulgur_status fulgur_cuda_free(void* data, int device) {
+  return guarded([&] { fulgur::cuda::deallocate(data, device); });
+}
+
+fulgur_status fulgur_cuda_copy(void* to, const void* from, int64_t bytes, int device) {
+  return guarded([&] { fulgur::cuda::copy(to, from, bytes, device); });
+}
+
+fulgur_status fulgur_cuda_synchronize(int device) {
+  return guarded([&] { fulgur::cuda::synchronize(device); });
+}
+
 fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args, const fulgur_options* options,
                                      const char* folder, int* compiled, int* present) {
   return guarded([&] {

@@ -138,6 +138,20 @@ FULGUR_API fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text
 /// why.
 FULGUR_API fulgur_status fulgur_engines(char* text, size_t size, size_t* length);
 
+// Device memory for programs that have no CUDA of their own (fulgur/cuda.h). FULGUR_UNAVAILABLE
+// without a driver or such a device.
+
+/// `*data` <- `bytes` (>= 0) of uninitialized memory of a device, aligned to 256, which the caller
+/// frees; null for 0 bytes and on failure.
+FULGUR_API fulgur_status fulgur_cuda_allocate(int64_t bytes, int device, void** data);
+/// Frees what fulgur_cuda_allocate gave on that device, when its work is done. Null is fine.
+FULGUR_API fulgur_status fulgur_cuda_free(void* data, int device);
+/// Copies `bytes` between host and device, either way, or within the device; waits for the copy.
+/// Work on the default stream comes first.
+FULGUR_API fulgur_status fulgur_cuda_copy(void* to, const void* from, int64_t bytes, int device);
+/// Waits for all work of a device. FULGUR_INTERNAL for an error of earlier work.
+FULGUR_API fulgur_status fulgur_cuda_synchronize(int device);
+
 /// Compiles ahead what calls like this one can need (fulgur::cuda::prewarm). `folder` may be null
 /// for the default cache; `compiled` and `present`, which take counts of kernels, may be null.
 FULGUR_API fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args,

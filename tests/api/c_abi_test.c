@@ -93,6 +93,10 @@ fulgur_status fulgur_plan_run_backward(const fulgur_plan*, const fulgur_backward
 fulgur_status fulgur_plan_workspace(const fulgur_plan*, fulgur_workspace_need*);
 fulgur_status fulgur_plan_explain(const fulgur_plan*, char*, size_t, size_t*);
 fulgur_status fulgur_engines(char*, size_t, size_t*);
+fulgur_status fulgur_cuda_allocate(int64_t, int, void**);
+fulgur_status fulgur_cuda_free(void*, int);
+fulgur_status fulgur_cuda_copy(void*, const void*, int64_t, int);
+fulgur_status fulgur_cuda_synchronize(int);
 fulgur_status fulgur_prewarm_forward(const fulgur_forward_args*, const fulgur_options*, const char*,
                                      int*, int*);
 fulgur_status fulgur_tune_forward(const fulgur_forward_args*, const fulgur_options*,

@@ -247,6 +247,49 @@ static void functions_of_gpus(const fulgur_forward_args* args) {
   CHECK(strstr(fulgur_last_error(), "cuda") != NULL);
 }
 
+/* Device memory: what is refused, what is unavailable, and there and back where there is a GPU. */
+static void device_memory(void) {
+  enum { kNowhere = 1000 };
+  char from[300], to[300];
+  for (size_t n = 0; n < sizeof from; ++n) from[n] = (char)n;
+  memset(to, 0x7f, sizeof to);
+
+  void* data = from;
+  CHECK(fulgur_cuda_allocate(16, 0, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "data: got null, want where to put it") == 0);
+  CHECK(fulgur_cuda_allocate(-1, 0, &data) == FULGUR_INVALID_ARGUMENT && data == NULL);
+  CHECK(strcmp(fulgur_last_error(), "bytes: got -1, want >= 0") == 0);
+  CHECK(fulgur_cuda_copy(to, from, -2, 0) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "bytes: got -2, want >= 0") == 0);
+  CHECK(fulgur_cuda_free(NULL, kNowhere) == FULGUR_OK);
+
+  data = from;
+  CHECK(fulgur_cuda_allocate(16, kNowhere, &data) == FULGUR_UNAVAILABLE && data == NULL);
+  CHECK(strcmp(fulgur_last_error(), "") != 0);
+  CHECK(fulgur_cuda_copy(to, from, sizeof to, kNowhere) == FULGUR_UNAVAILABLE);
+  CHECK(fulgur_cuda_free(from, kNowhere) == FULGUR_UNAVAILABLE);
+  CHECK(fulgur_cuda_synchronize(kNowhere) == FULGUR_UNAVAILABLE);
+
+  data = from;
+  const fulgur_status allocated = fulgur_cuda_allocate(2 * sizeof from, 0, &data);
+  if (allocated == FULGUR_OK) {
+    char* upper = (char*)data + sizeof from;
+    CHECK(data != NULL && (size_t)data % 256 == 0);
+    CHECK(fulgur_cuda_copy(data, from, sizeof from, 0) == FULGUR_OK);
+    CHECK(fulgur_cuda_copy(upper, data, sizeof from, 0) == FULGUR_OK);
+    CHECK(fulgur_cuda_copy(to, upper, sizeof to, 0) == FULGUR_OK);
+    CHECK(memcmp(to, from, sizeof to) == 0);
+    CHECK(fulgur_cuda_synchronize(0) == FULGUR_OK);
+    CHECK(fulgur_cuda_free(data, 0) == FULGUR_OK);
+    CHECK(fulgur_cuda_allocate(0, 0, &data) == FULGUR_OK && data == NULL);
+  } else {
+    CHECK(allocated == FULGUR_UNAVAILABLE && data == NULL);
+    CHECK(fulgur_cuda_copy(to, from, sizeof to, 0) == FULGUR_UNAVAILABLE);
+    CHECK(fulgur_cuda_synchronize(0) == FULGUR_UNAVAILABLE);
+    for (size_t n = 0; n < sizeof to; ++n) CHECK(to[n] == 0x7f);
+  }
+}
+
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED 1
 #elif defined(__has_feature)
@@ -409,6 +452,7 @@ int main(void) {
   texts(&args);
   plan_in_threads(&args);
   functions_of_gpus(&args);
+  device_memory();
   out_of_memory();
 
   if (failures == 0) printf("ok\n");
