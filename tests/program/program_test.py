@@ -958,16 +958,17 @@ def test_check_on_a_gpu(on_gpu):
         assert (code, computed) == (1, {"FAIL"}) and last.endswith("checks failed, none passed")
 
 
-def test_the_gpu_example_compares_with_the_cpu(on_gpu):
-    """It ends with 0 on a GPU, with 1 on the fake one, whose kernels compute nothing, and with 77
+@pytest.mark.parametrize("name", ["gpu_attention", "c_gpu_attention"])
+def test_the_gpu_examples_compare_with_the_cpu(on_gpu, name):
+    """They end with 0 on a GPU, with 1 on the fake one, whose kernels compute nothing, and with 77
     without any."""
-    example = pathlib.Path(PROGRAM).resolve().parents[2] / "examples/gpu_attention"
+    example = pathlib.Path(PROGRAM).resolve().parents[2] / "examples" / name
     done = subprocess.run([example], env=on_gpu, capture_output=True, text=True, timeout=300)
     assert done.returncode == (0 if has_cuda() else 1) and done.stderr == ""
     assert re.search(r"^(\d+) of 2048000 elements differ from those of the CPU$", done.stdout, re.M)
     if not has_cuda():
         done = subprocess.run([example], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 77 and done.stderr.startswith("gpu_attention: no ")
+        assert done.returncode == 77 and done.stderr.startswith(f"{name}: no ")
 
 
 def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
