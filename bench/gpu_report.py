@@ -4,7 +4,8 @@ package is installed, and a cuBLAS product, in one run.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
-bf16, 16k tokens, hidden size 2048, inputs from the standard normal distribution. All candidates of a
+bf16, inputs from the standard normal distribution: a grid of 16k tokens with a hidden size of 2048, and
+shapes off it: too few heads for every multiprocessor, value heads of another size. All candidates of a
 shape take turns in bursts of back-to-back launches (25 ms a burst, 15 rounds), as the card's clock
 moves with its load; the order of every round is drawn anew, as the load before a burst moves it too
 (by up to 5%); the median burst counts. Results of fulgur are compared with cuDNN's before they
@@ -31,6 +32,10 @@ from kernel_hash import kernel_hash  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
 DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
+SHAPES = (  # batch, S, heads, d, dv
+    (1, 4096, 4, 128, 128), (1, 8192, 4, 128, 128), (1, 8192, 2, 128, 128), (1, 2048, 8, 128, 128),
+    (1, 4096, 4, 64, 64), (1, 8192, 2, 64, 64), (2, 8192, 16, 192, 128),
+)
 GEMM = 8192
 BURST_MS, ROUNDS = 25, 15
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
@@ -99,7 +104,7 @@ class Fulgur:
 
     def forward(self, q, k, v, causal):
         """A function that computes into the tensors (out, lse), which it returns."""
-        out = torch.full_like(q, float("nan"))
+        out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), device=q.device, dtype=q.dtype)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), device=q.device)
         tensors = [dl(t) for t in (q, k, v, out, lse)]
         names = ("q", "k", "v", "out", "lse")
@@ -152,9 +157,9 @@ def turns(candidates):
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def cell(fulgur, flash3, d, s, causal, gemm):
-    heads, batch = HIDDEN // d, TOKENS // s
-    q, k, v = (torch.randn(batch, s, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def cell(fulgur, flash3, shape, causal, gemm):
+    batch, s, heads, d, dv = shape
+    q, k, v = (torch.randn(batch, s, heads, width, device="cuda", dtype=torch.bfloat16) for width in (d, d, dv))
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
 
     def peer(backend):
@@ -166,17 +171,27 @@ def cell(fulgur, flash3, d, s, causal, gemm):
 
     ours = fulgur.forward(q, k, v, causal)
     candidates = {"fulgur": ours, **{name: peer(b) for name, b in PEERS.items()}, "gemm": gemm}
+    if d != dv:
+        del candidates["flash2"]  # PyTorch's takes one head size
     if flash3:
         candidates["flash3"] = lambda: flash3.flash_attn_func(q, k, v, causal=causal)
     difference = (ours()[0].float() - candidates["cudnn"]().transpose(1, 2).float()).abs().max().item()
     if not difference < 0.05:
-        sys.exit(f"gpu_report.py: d {d} S {s} causal {causal}: differs from cuDNN by {difference}")
-    flops = 4.0 * TOKENS * s * HIDDEN / (2 if causal else 1)
-    row = {"d": d, "s": s, "causal": causal, "difference_from_cudnn": difference}
-    for name, ms in turns(candidates).items():
-        row[f"{name}_tflops"] = (2.0 * GEMM**3 if name == "gemm" else flops) / ms / 1e9
+        sys.exit(f"gpu_report.py: {name(shape, causal)}: differs from cuDNN by {difference}")
+    flops = 2.0 * batch * heads * s * s * (d + dv) / (2 if causal else 1)
+    row = {"batch": batch, "s": s, "heads": heads, "d": d, "dv": dv, "causal": causal,
+           "difference_from_cudnn": difference}
+    for candidate, ms in turns(candidates).items():
+        row[f"{candidate}_tflops"] = (2.0 * GEMM**3 if candidate == "gemm" else flops) / ms / 1e9
     row["sm_mhz"] = int(smi("clocks.sm"))
+    speeds = ", ".join(f"{k[:-7]} {v:.0f}" for k, v in row.items() if k.endswith("_tflops"))
+    print(f"{name(shape, causal)}: {speeds}", flush=True)
     return row
+
+
+def name(shape, causal):
+    batch, s, heads, d, dv = shape
+    return f"batch {batch} S {s} heads {heads} d {d} dv {dv} {'causal' if causal else 'full'}"
 
 
 def smi(field):
@@ -198,6 +213,9 @@ def main():
     def gemm():
         return a @ b
 
+    def cells(shapes):
+        return [cell(fulgur, flash3, shape, causal, gemm) for shape in shapes for causal in (False, True)]
+
     report = {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
@@ -209,15 +227,9 @@ def main():
         "fulgur": fulgur.version(),
         "kernels_sha256": kernel_hash(),
         "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
-        "results": [],
+        "results": cells((TOKENS // s, s, HIDDEN // d, d, d) for d in args.d for s in args.s),
+        "shapes": cells(SHAPES),
     }
-    for d in args.d:
-        for s in args.s:
-            for causal in (False, True):
-                row = cell(fulgur, flash3, d, s, causal, gemm)
-                report["results"].append(row)
-                speeds = ", ".join(f"{k[:-7]} {v:.0f}" for k, v in row.items() if k.endswith("_tflops"))
-                print(f"d {d} S {s} {'causal' if causal else 'full'}: {speeds}", flush=True)
     pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 

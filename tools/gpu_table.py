@@ -32,6 +32,18 @@ def measured(report):
     return [name for name in NAMES if f"{name}_tflops" in report["results"][0]]
 
 
+def table(rows, names, shape, speeds, ratios):
+    """Lines of Markdown: of every row its shape, the speeds and our share of them; a peer may lack a shape."""
+    head = [*names, "mask", "fulgur", *speeds.values(), *ratios.values(), "SM MHz"]
+    lines = [head, ["---:" if name != "mask" else "---" for name in head]]
+    for r in rows:
+        ours = r["fulgur_tflops"]
+        others = [f"{r[key]:.0f}" if key in r else "" for key in speeds]
+        shares = [f"{ours / r[key]:.2f}" if key in r else "" for key in ratios]
+        lines.append([*shape(r), mask(r["causal"]), f"**{ours:.0f}**", *others, *shares, r["sm_mhz"]])
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
 def markdown(report):
     rows = report["results"]
     peers = [name for name in measured(report) if name != "fulgur"]
@@ -50,16 +62,15 @@ def markdown(report):
         f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns: the card's clock follows its"
         " load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
         "",
-        "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of {len(rows)} lines.",
+        "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of the {len(rows)} lines.",
         "",
-        f"| d | S | mask | fulgur | {' | '.join([*speeds.values(), *ratios.values()])} | SM MHz |",
-        f"| ---: | ---: | --- | ---: |{' ---: |' * len([*speeds, *ratios])} ---: |",
+        *table(rows, ("d", "S"), lambda r: (r["d"], length(r["s"])), speeds, ratios),
+        "",
+        "Too few heads for every multiprocessor, and value heads of another size:",
+        "",
+        *table(report["shapes"], ("batch", "S", "heads", "d", "dv"),
+               lambda r: (r["batch"], length(r["s"]), r["heads"], r["d"], r["dv"]), speeds, ratios),
     ]
-    for r in rows:
-        ours = r["fulgur_tflops"]
-        cells = [r["d"], length(r["s"]), mask(r["causal"]), f"**{ours:.0f}**", *(f"{r[key]:.0f}" for key in speeds),
-                 *(f"{ours / r[key]:.2f}" for key in ratios), r["sm_mhz"]]
-        text.append(f"| {' | '.join(map(str, cells))} |")
     text += ["", *(f"- {line}" for line in report["checks"])]
     return "\n".join(text).rstrip() + "\n"
 

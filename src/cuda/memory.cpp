@@ -1,5 +1,7 @@
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "cuda/gpu.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
@@ -35,6 +37,10 @@ void deallocate(void* data, int device) {
 void copy(void* to, const void* from, int64_t bytes, int device) {
   const size_t size = checked_size(bytes);
   if (size == 0) return;
+  for (const auto& [name, data] : {std::pair{"to", const_cast<const void*>(to)}, {"from", from}}) {
+    if (data == nullptr)
+      throw Error(Status::kInvalidArgument, fmt::format("{}: got null, want {} bytes", name, bytes));
+  }
   const CurrentContext current(Gpu::at(device).context());
   check(driver().cuMemcpy(address(to), address(from), size), "cuMemcpy");
   // It returns when host memory may be used again; the last bytes may still be on their way.

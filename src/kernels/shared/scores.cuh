@@ -14,7 +14,7 @@ __device__ __forceinline__ float transform_score(const AttentionParams& p, float
     const float from_center = __fmaf_rn(u, u, -float(kTanhCenter));
     const float polynomial = __fmaf_rn(from_center, from_center, float(kTanhRest));
     const float small = __fmul_rn(__fmul_rn(s, p.softcap_small), polynomial);
-    s = fabsf(u) < float(kTanhSmall) ? small : large;
+    s = from_center < float(kTanhSmall * kTanhSmall - kTanhCenter) ? small : large;  // |u| < kTanhSmall
   } else {
     s = __fmul_rn(s, p.scale_log2);
   }

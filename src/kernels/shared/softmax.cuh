@@ -15,8 +15,8 @@ struct Rows {
 
 __device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infinity()}, {0, 0}}; }
 
-// P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded as
-// it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
+// P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded
+// as it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
 template <bool exact>
 __device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4], float c,
                                              float shift0, float shift1, float& sum0, float& sum1) {

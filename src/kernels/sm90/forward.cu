@@ -21,8 +21,8 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int end = first_strip(n.sq, kConsumers, item.block + 1);
     if (item.block < 0 || kStripRows * strip < n.sq) {
       const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
-      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of a
-      // block, which add up strip by strip, agree on whose strip is whose.
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of
+      // a block, which add up strip by strip, agree on whose strip is whose.
       flip = (kHasLeft || kHasRight) && !(kSplitTail && item.part >= 0) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
