@@ -1,6 +1,6 @@
 #include "padding.h"
 
-#include <cmath>
+#include <limits>
 #include <cstring>
 #include <limits>
 
