@@ -1,6 +1,5 @@
 #include "padding.h"
 
-#include <limits>
 #include <cstring>
 #include <limits>
 
