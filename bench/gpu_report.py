@@ -6,7 +6,8 @@ package is installed, and a cuBLAS product, in one run.
 
 bf16, inputs from the standard normal distribution: a grid of 16k tokens with a hidden size of 2048, and
 shapes off it: too few heads for every multiprocessor, value heads of another size. All candidates of a
-shape take turns in bursts of back-to-back launches (25 ms a burst, 15 rounds), as the card's clock
+shape take turns in bursts of launches, each recorded as one CUDA graph, so that the host has no part in
+them (25 ms a burst, 15 rounds), as the card's clock
 moves with its load; the order of every round is drawn anew, as the load before a burst moves it too
 (by up to 5%); the median burst counts. Results of fulgur are compared with cuDNN's before they
 are timed. Needs torch; fulgur is called through its C API.
@@ -110,10 +111,11 @@ class Fulgur:
         names = ("q", "k", "v", "out", "lse")
         args = ForwardArgs(**{name: ctypes.addressof(t) for name, t in zip(names, tensors)})
         options = Options(window_left=-1, window_right=0 if causal else -1, engine=b"cuda")
-        stream = Run(stream=torch.cuda.current_stream().cuda_stream)
+        stream = Run()
         arguments = [ctypes.byref(s) for s in (args, options, stream)]
 
         def run():
+            stream.stream = torch.cuda.current_stream().cuda_stream
             if self.lib.fulgur_forward(*arguments) != 0:
                 sys.exit(f"gpu_report.py: {self.lib.fulgur_last_error().decode()}")
             return out, lse
@@ -134,26 +136,38 @@ def find_flash3():
     return None
 
 
-def burst_ms(run, count):
+def milliseconds(run):
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(count):
-        run()
+    run()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / count
+    return begin.elapsed_time(end)
+
+
+def graph_of(run, count):
+    """A function that launches `count` runs, recorded as one CUDA graph: the host has no part in their time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            run()
+    return graph.replay
 
 
 def turns(candidates):
     """Median milliseconds of each candidate."""
-    counts = {}
+    bursts, counts = {}, {}
     for name, run in candidates.items():
-        burst_ms(run, 2)
-        counts[name] = max(2, round(BURST_MS / burst_ms(run, 3)))
+        run()
+        once = graph_of(run, 3)
+        once()
+        counts[name] = max(2, round(3 * BURST_MS / milliseconds(once)))
+        bursts[name] = graph_of(run, counts[name])
+        bursts[name]()
     times = {name: [] for name in candidates}
     for _ in range(ROUNDS):
         for name in random.sample(list(candidates), len(candidates)):
-            times[name].append(burst_ms(candidates[name], counts[name]))
+            times[name].append(milliseconds(bursts[name]) / counts[name])
     return {name: statistics.median(t) for name, t in times.items()}
 
 

@@ -1,6 +1,5 @@
 #include "padding.h"
 
-#include <cmath>
 #include <cstring>
 #include <limits>
 

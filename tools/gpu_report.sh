@@ -54,7 +54,8 @@ check sanitizer_synccheck sanitize synccheck
 # racecheck follows the mbarriers of ordinary instructions, not TMA's and the tensor
 # cores' accesses: what it counts is recorded, and should be 0.
 with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
-echo "sanitizer_racecheck: $(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')" >>"$checks"
+hazards=$(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')
+echo "sanitizer_racecheck: $hazards" >>"$checks"
 with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" \
   --checks "$checks"
 python3 "$root/tools/gpu_table.py" --write "$to/h200.json"

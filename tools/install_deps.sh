@@ -30,7 +30,8 @@ for group in "${@:-build}"; do
     test)
       need libgtest-dev header gtest/gtest.h
       need pkg-config command -v pkg-config
-      need python3-dev sh -c 'header=$(python3 -c "import sysconfig; print(sysconfig.get_path(\"include\"))")/Python.h; test -f "$header"'
+      need python3-dev sh -c \
+        'test -f "$(python3 -c "import sysconfig; print(sysconfig.get_path(\"include\"))")/Python.h"'
       need python3-venv python3 -c 'import ensurepip, venv'
       need clang command -v clang++
       need libclang-rt-dev clang_links 'LLVMFuzzerTestOneInput() { return 0; }' -fsanitize=fuzzer

@@ -44,7 +44,7 @@ typedef struct fulgur_options {
   const double* scale;                 ///< null = 1 / sqrt(d_qk)
   double softcap;                      ///< 0 = off
   double dropout_p;                    ///< 0 = off
-  int64_t max_seqlen_q, max_seqlen_k;  ///< 0 = read from cu_seqlens
+  int64_t max_seqlen_q, max_seqlen_k;  ///< 0 = read from cu_seqlens, on the CPU only
   int deterministic, invariant;
   int threads;         ///< 0 = all
   const char* engine;  ///< null or "" picks

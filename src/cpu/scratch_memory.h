@@ -4,7 +4,7 @@
 
 namespace fulgur::cpu {
 
-/// Uninitialized memory of one run, aligned to kScratchAlignment. What earlier runs gave back is
+/// Uninitialized memory of one run, aligned to kAlignment. What earlier runs gave back is
 /// used again, as fresh pages cost more than many a run; a bounded amount of it is kept.
 class ScratchMemory {
  public:

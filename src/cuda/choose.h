@@ -1,6 +1,9 @@
 #pragma once
 
+#include <memory>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "cuda/family.h"
 
@@ -15,9 +18,9 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
 Candidates ranked(const Problem& problem, std::span<const Family* const> families,
                   const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons);
 
-/// The plan of the first candidate whose kernel the compiler keeps in registers and in order; of the
-/// very first, where that is true of none, and with `invariant`: which kernels spill depends on what
-/// a batch is made of.
+/// The plan of the first candidate whose kernel the compiler keeps in registers and in order; of
+/// the very first, where that is true of none, and with `invariant`: which kernels spill depends on
+/// what a batch is made of.
 std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,
                                             Reasons reasons);
 

@@ -1,4 +1,6 @@
 #include <map>
+#include <string>
+#include <vector>
 
 #include "cuda/architectures.h"
 #include "cuda/cubin_cache.h"
@@ -9,14 +11,16 @@
 #include "problem.h"
 
 namespace fulgur::cuda {
+
 Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
   const Problem problem = make_problem(args, options);
   if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
-  if (const std::string why = cache.folder().unusable(); !why.empty())
+  if (const std::string why = cache.folder().unusable(); !why.empty()) {
     throw Error(Status::kInternal, why);
+  }
   Prewarmed result;
   std::map<std::string, Cubin> done;
   const auto compiled = [&](const KernelRequest& request) -> const Cubin& {

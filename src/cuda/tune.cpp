@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstddef>
-#include <span>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "check.h"

@@ -1,9 +1,7 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
 /// Conversions between the floating-point formats, rounding to nearest, ties to even.
 namespace fulgur::io {
