@@ -6,11 +6,10 @@ package is installed, and a cuBLAS product, in one run.
 
 bf16, inputs from the standard normal distribution: a grid of 16k tokens with a hidden size of 2048, and
 shapes off it: too few heads for every multiprocessor, value heads of another size. All candidates of a
-shape take turns in bursts of launches, each recorded as one CUDA graph, so that the host has no part in
-them (25 ms a burst, 15 rounds), as the card's clock
-moves with its load; the order of every round is drawn anew, as the load before a burst moves it too
-(by up to 5%); the median burst counts. Results of fulgur are compared with cuDNN's before they
-are timed. Needs torch; fulgur is called through its C API.
+shape take turns in bursts (25 ms a burst, 15 rounds), as the card's clock moves with its load; a burst
+is one CUDA graph, so that the host has no part in it. The order of every round is drawn anew, as the
+load before a burst moves it too (by up to 5%); the median burst counts. Results of fulgur are compared
+with cuDNN's before they are timed. Needs torch; fulgur is called through its C API.
 """
 
 import argparse

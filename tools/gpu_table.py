@@ -59,8 +59,8 @@ def markdown(report):
         "",
         f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
         f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3}, kernels"
-        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns: the card's clock follows its"
-        " load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
+        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns, as CUDA graphs of"
+        " many launches: the card's clock follows its load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
         "",
         "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of the {len(rows)} lines.",
         "",
