@@ -91,7 +91,8 @@ Tile classify(const Mask& mask, const Sequence& s, int64_t i, int64_t i_end, int
 
 void check_item(const kernels::Work& work, const Shape& shape, int block_strips, int tile_keys,
                 const kernels::Item& item, bool splits, std::map<int, int>& visits) {
-  const auto& [sq, sk, mask] = shape;
+  const int64_t sq = shape.sq, sk = shape.sk;
+  const Mask& mask = shape.mask;
   const Sequence s{0, 0, sq, sk};
   const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
   const kernels::KeyTiles tiles =
