@@ -260,11 +260,11 @@ static void device_memory(void) {
   CHECK(fulgur_cuda_allocate(-1, 0, &data) == FULGUR_INVALID_ARGUMENT && data == NULL);
   CHECK(strcmp(fulgur_last_error(), "bytes: got -1, want >= 0") == 0);
   CHECK(fulgur_cuda_copy(to, from, -2, 0) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "bytes: got -2, want >= 0") == 0);
   CHECK(fulgur_cuda_copy(NULL, from, 1, 0) == FULGUR_INVALID_ARGUMENT);
   CHECK(strstr(fulgur_last_error(), "to: ") == fulgur_last_error());
   CHECK(fulgur_cuda_copy(to, NULL, 1, 0) == FULGUR_INVALID_ARGUMENT);
   CHECK(strstr(fulgur_last_error(), "from: ") == fulgur_last_error());
-  CHECK(strcmp(fulgur_last_error(), "bytes: got -2, want >= 0") == 0);
   CHECK(fulgur_cuda_free(NULL, kNowhere) == FULGUR_OK);
 
   data = from;
