@@ -39,7 +39,8 @@ void copy(void* to, const void* from, int64_t bytes, int device) {
   if (size == 0) return;
   for (const auto& [name, data] : {std::pair{"to", const_cast<const void*>(to)}, {"from", from}}) {
     if (data == nullptr)
-      throw Error(Status::kInvalidArgument, fmt::format("{}: got null, want {} bytes", name, bytes));
+      throw Error(Status::kInvalidArgument,
+                  fmt::format("{}: got null, want {} bytes", name, bytes));
   }
   const CurrentContext current(Gpu::at(device).context());
   check(driver().cuMemcpy(address(to), address(from), size), "cuMemcpy");
