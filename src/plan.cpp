@@ -35,10 +35,9 @@ namespace {
 
 void require(const Plan::Impl& impl, Pass pass) {
   if (impl.problem.pass == pass) return;
-  throw Error(Status::kInvalidArgument,
-              pass == Pass::kForward
-                  ? "args: got tensors of the forward pass, want BackwardArgs as planned"
-                  : "args: got tensors of the backward pass, want ForwardArgs as planned");
+  const bool forward = pass == Pass::kForward;
+  fail("args", "got tensors of the {} pass, want {} as planned", forward ? "forward" : "backward",
+       forward ? "BackwardArgs" : "ForwardArgs");
 }
 
 void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
@@ -111,6 +110,7 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   const int threads = checked_threads(options);
   impl->engine = &choose_engine(impl->problem, options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
+  impl->generation = impl->engine->generation();
   impl->executable = impl->engine->plan(impl->problem, threads);
   return impl;
 }
@@ -171,10 +171,7 @@ WorkspaceNeed Plan::workspace() const { return impl_->executable->workspace(); }
 
 TileMap Plan::tiles(int64_t b) const {
   const Problem& p = impl_->problem;
-  if (b < 0 || b >= p.batch) {
-    throw Error(Status::kInvalidArgument,
-                fmt::format("b: got {}, want a sequence of the batch of {}", b, p.batch));
-  }
+  if (b < 0 || b >= p.batch) fail("b", "got {}, want a sequence of the batch of {}", b, p.batch);
   const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
   const Explanation e = impl_->executable->explain();
   return tile_map(p.mask, lengths[std::min<size_t>(b, lengths.size() - 1)], e.Br, e.Bc);

@@ -19,6 +19,7 @@ struct Plan::Impl {
   /// Of each sequence planned for, or of all alike; none where the host cannot read them.
   std::optional<std::vector<Sequence>> lengths;
   const Engine* engine = nullptr;
+  uint64_t generation = 0;            ///< of the engine, before it planned
   std::vector<std::string> rejected;  ///< engines not chosen, and why
   std::unique_ptr<const Executable> executable;
 };

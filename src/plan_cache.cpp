@@ -7,7 +7,7 @@ std::shared_ptr<const Plan::Impl> PlanCache::find(const Key& key) {
   const auto found = by_key_.find(key);
   if (found == by_key_.end()) return nullptr;
   const auto entry = found->second;
-  if (entry->generation != entry->plan->engine->generation()) {
+  if (entry->plan->generation != entry->plan->engine->generation()) {
     by_key_.erase(found);
     entries_.erase(entry);
     return nullptr;
@@ -19,8 +19,7 @@ std::shared_ptr<const Plan::Impl> PlanCache::find(const Key& key) {
 void PlanCache::keep(const Key& key, std::shared_ptr<const Plan::Impl> plan) {
   const std::scoped_lock lock(mutex_);
   if (by_key_.contains(key)) return;  // another thread was faster
-  const uint64_t generation = plan->engine->generation();
-  entries_.push_front({key, std::move(plan), generation});
+  entries_.push_front({key, std::move(plan)});
   by_key_.emplace(key, entries_.begin());
   if (entries_.size() <= most_) return;
   by_key_.erase(entries_.back().key);

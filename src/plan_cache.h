@@ -32,7 +32,6 @@ class PlanCache {
   struct Entry {
     Key key;
     std::shared_ptr<const Plan::Impl> plan;
-    uint64_t generation;  ///< of its engine
   };
   struct HashOfKey {
     size_t operator()(const Key& key) const { return HashOfProblem()(key.problem); }

@@ -75,8 +75,8 @@ struct WorkspaceNeed {
 
 /// What else may change from call to call.
 struct Run {
-  void* stream =
-      nullptr;  ///< cuda: the stream (cudaStream_t) that the work is put on; null = the default one
+  /// cuda: the stream (cudaStream_t) that the work is put on; null = the default one.
+  void* stream = nullptr;
   /// The caller's memory, as Plan::workspace() wants it, on the device that computes. Not given:
   /// the library's own, which a run has for as long as it can need it, captured ones included.
   Workspace workspace{};

@@ -92,21 +92,20 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
     const std::vector<KernelUse> kernels = candidate.kernels();
     return kernels.empty() ? std::string() : gpu.kernel(kernels[0]).defect;
   };
-  const Candidate& first = *candidates.at(0);
-  const std::string defect = defect_of(first);
-  if (defect.empty()) return first.executable(gpu, std::move(reasons));
-  Reasons others = reasons;
+  std::string defect;  // of the first
+  Reasons passed_over = reasons;
   for (const auto& candidate : candidates) {
-    if (invariant) break;
     const std::string why = defect_of(*candidate);
-    if (why.empty()) return candidate->executable(gpu, std::move(others));
-    others.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
+    if (why.empty()) return candidate->executable(gpu, std::move(passed_over));
+    if (defect.empty()) defect = why;
+    passed_over.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
+    if (invariant) break;
   }
   reasons.decisions.push_back(
       fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
                   invariant ? "the tile of an invariant call depends on nothing else"
                             : "so is that of every other tile"));
-  return first.executable(gpu, std::move(reasons));
+  return candidates.at(0)->executable(gpu, std::move(reasons));
 }
 
 }  // namespace fulgur::cuda

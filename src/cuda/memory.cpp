@@ -1,17 +1,15 @@
 #include <fmt/format.h>
 
-#include <utility>
-
+#include "check.h"
 #include "cuda/gpu.h"
 #include "fulgur/cuda.h"
-#include "fulgur/error.h"
 
 namespace fulgur::cuda {
 namespace {
 
 size_t checked_size(int64_t bytes) {
-  if (bytes >= 0) return static_cast<size_t>(bytes);
-  throw Error(Status::kInvalidArgument, fmt::format("bytes: got {}, want >= 0", bytes));
+  if (bytes < 0) fail("bytes", "got {}, want >= 0", bytes);
+  return static_cast<size_t>(bytes);
 }
 
 CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
@@ -37,11 +35,8 @@ void deallocate(void* data, int device) {
 void copy(void* to, const void* from, int64_t bytes, int device) {
   const size_t size = checked_size(bytes);
   if (size == 0) return;
-  for (const auto& [name, data] : {std::pair{"to", const_cast<const void*>(to)}, {"from", from}}) {
-    if (data == nullptr)
-      throw Error(Status::kInvalidArgument,
-                  fmt::format("{}: got null, want {} bytes", name, bytes));
-  }
+  if (to == nullptr) fail("to", "got null, want {} bytes", bytes);
+  if (from == nullptr) fail("from", "got null, want {} bytes", bytes);
   const CurrentContext current(Gpu::at(device).context());
   check(driver().cuMemcpy(address(to), address(from), size), "cuMemcpy");
   // It returns when host memory may be used again; the last bytes may still be on their way.

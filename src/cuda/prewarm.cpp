@@ -22,28 +22,29 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
     throw Error(Status::kInternal, why);
   }
   Prewarmed result;
-  std::map<std::string, Cubin> done;
-  const auto compiled = [&](const KernelRequest& request) -> const Cubin& {
+  std::map<std::string, std::string> defects;  // of the kernels that are in the cache, by key
+  // The kernel's defect, when it is in the cache.
+  const auto compiled = [&](const KernelRequest& request) {
     const std::string key = cache_key(request);
-    const auto found = done.find(key);
-    if (found != done.end()) return found->second;
-    if (auto cubin = cache.load(key)) {
+    const auto [at, added] = defects.try_emplace(key);
+    if (!added) return at->second;
+    if (const auto present = cache.load(key)) {
       ++result.present;
-      return done[key] = *std::move(cubin);
+      return at->second = defect_of(*present);
     }
-    Cubin cubin = cache.get(key, [&] { return compile(request); });
+    at->second = defect_of(cache.get(key, [&] { return compile(request); }));
     if (!cache.load(key)) {  // the cache has said why
       throw Error(Status::kInternal, "cannot write to " + cache.folder().path().string());
     }
     ++result.compiled;
-    return done[key] = std::move(cubin);
+    return at->second;
   };
   for_reachable(problem, [&](const Candidates& candidates) {
     for (const auto& candidate : candidates) {
       const std::vector<KernelUse> kernels = candidate->kernels();
       for (const KernelUse& use : kernels) compiled(use.request);
       // A plan falls to the next tile where a kernel has a defect, unless it is invariant.
-      if (problem.invariant || kernels.empty() || defect_of(compiled(kernels[0].request)).empty()) {
+      if (problem.invariant || kernels.empty() || compiled(kernels[0].request).empty()) {
         break;
       }
     }

@@ -15,6 +15,16 @@
 namespace fulgur::test {
 namespace {
 
+fulgur_forward_args c_args(const DLTensor* q, const DLTensor* k, const DLTensor* v,
+                           const DLTensor* out) {
+  auto args = c_struct<fulgur_forward_args>();
+  args.q = q;
+  args.k = k;
+  args.v = v;
+  args.out = out;
+  return args;
+}
+
 TEST(BadInputs, TensorsOnADeviceThatIsMissing) {
   Workload w({.sq = 8, .sk = 8, .d = 16, .dv = 16}, 1);
   Call call(w);
@@ -88,11 +98,7 @@ TEST(BadInputs, DlpackThatFulgurLacks) {
   for (const auto& [message, change] : changes) {
     DLTensor bad = good;
     change(bad);
-    auto args = c_struct<fulgur_forward_args>();
-    args.q = &bad;
-    args.k = &good;
-    args.v = &good;
-    args.out = &good;
+    const fulgur_forward_args args = c_args(&bad, &good, &good, &good);
     EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
     EXPECT_TRUE(starts_like(fulgur_last_error(), message));
   }
@@ -102,11 +108,7 @@ TEST(BadInputs, DlpackThatFulgurLacks) {
 TEST(BadInputs, StructsOfAnotherVersion) {
   Workload w({.sq = 8, .sk = 8}, 1);
   const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
-  auto args = c_struct<fulgur_forward_args>();
-  args.q = q;
-  args.k = k;
-  args.v = v;
-  args.out = out;
+  auto args = c_args(q, k, v, out);
   struct Newer {
     fulgur_options known;
     int64_t unknown;
@@ -173,11 +175,7 @@ TEST(GoodInput, StructsOfOlderCallers) {
 TEST(GoodInput, AnswerForANewerCaller) {
   Workload w({.sq = 8, .sk = 8}, 1);
   const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
-  auto args = c_struct<fulgur_forward_args>();
-  args.q = q;
-  args.k = k;
-  args.v = v;
-  args.out = out;
+  const fulgur_forward_args args = c_args(q, k, v, out);
   fulgur_plan* plan = nullptr;
   ASSERT_EQ(fulgur_plan_forward(&args, nullptr, &plan), FULGUR_OK);
   struct Newer {
@@ -220,11 +218,7 @@ TEST(GoodInput, PlansOfTheCApi) {
   const Call call(w);
   const Dl q(call.q), k(call.k), v(call.v), o(call.out), lse(call.lse), dout(call.dout),
       tdq(call.dq), tdk(call.dk), tdv(call.dv);
-  auto args = c_struct<fulgur_forward_args>();
-  args.q = q;
-  args.k = k;
-  args.v = v;
-  args.out = o;
+  auto args = c_args(q, k, v, o);
   args.lse = lse;
   auto gradient = c_struct<fulgur_backward_args>();
   gradient.dout = dout;
