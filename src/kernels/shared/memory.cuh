@@ -15,12 +15,18 @@ __device__ __forceinline__ int load_shared(u32 address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared_zero16(u32 address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
+
+// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays behind them.
+__device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
 
 // A struct of ints, 16 bytes at a time.
 template <class T>

@@ -1,4 +1,4 @@
-// TMA: bulk copies of boxes of tensors between global and shared memory.
+// TMA: bulk copies, of boxes of tensors and of plain bytes, between global and shared memory.
 #pragma once
 #include "shared/host_device.h"
 
@@ -30,14 +30,29 @@ __device__ __forceinline__ void tma_store(const void* map, u32 shared, const Box
       : "memory");
 }
 
+// Bytes in multiples of 16, aligned to 16.
+__device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier, Keep keep) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(u64(keep))
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, u32 shared, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's stores are done.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Waits until this thread's stores have read their shared memory.
+// Waits until all but the last `pending` groups of this thread's stores have read their shared memory.
+template <int pending = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // Orders ordinary accesses to shared memory before later ones by TMA or the tensor cores.
