@@ -81,7 +81,9 @@ FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
 // then only the right bound hides some.
 struct ScoreTiles {
   int pitch;
-  int unit;  // tiles of a q head of a sequence; packed: of a q head
+  int unit;      // tiles of a q head of a sequence; compact: of a q head
+  bool compact;  // packed sequences follow each other, all of a head
+
   friend FULGUR_SHARED bool operator==(const ScoreTiles&, const ScoreTiles&) = default;
 };
 
@@ -114,11 +116,10 @@ FULGUR_SHARED KeyTiles key_tiles_of(const Band& band, const Lengths& n, const Sc
 
 // The tile of dS of a row tile and a key tile that it sees; `head` counts q heads of the wave.
 FULGUR_SHARED long long score_tile(const ScoreTiles& store, const Wave& wave, const Band& band, const Lengths& n,
-                                   const ScoreTile& each, bool packed, int group, int batch, int head, int tile,
-                                   int key_tile) {
+                                   const ScoreTile& each, int group, int batch, int head, int tile, int key_tile) {
   const int heads = wave.heads * group;
-  const long long unit = packed ? head : (long long)(batch - wave.first_batch) * heads + head;
-  const int sequence = packed ? (n.q_start / kStatisticsRows + batch) * (kStatisticsRows / each.rows) : 0;
+  const long long unit = store.compact ? head : (long long)(batch - wave.first_batch) * heads + head;
+  const int sequence = store.compact ? (n.q_start / kStatisticsRows + batch) * (kStatisticsRows / each.rows) : 0;
   const long long before = tiles_before(store, band, n, each, tile) - tiles_before(store, band, n, each, wave.first_tile);
   const int slot = key_tile - (store.pitch > 0 ? key_tiles_of(band, n, each, tile).begin : 0);
   return unit * store.unit + (long long)(sequence) * store.pitch + before + slot;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
         const int head = block.head * p.group;
-        const long long first_ds = score_tile(p.score_tiles, p.wave, band, n, kScoreTile, kPacked, p.group, block.batch,
+        const long long first_ds = score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
                                               head - p.wave.first_head * p.group, tile, block.block);
 #pragma unroll 1
         for (int g = 0; g < p.group; ++g) {

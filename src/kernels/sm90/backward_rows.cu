@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int tile = block.row / kBlockRows + i;
         tiles[i].keys = tile * kBlockRows < n.sq ? key_tiles_of(band, n, kScoreTile, tile) : KeyTiles{0, 0};
         const long long first =
-            score_tile(p.score_tiles, p.wave, band, n, kScoreTile, kPacked, p.group, block.batch,
+            score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
                        block.head - p.wave.first_head * p.group, tile, tiles[i].keys.begin);
         tiles[i].ds = p.ds + first * kTileBytes;
       }
