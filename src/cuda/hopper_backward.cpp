@@ -8,9 +8,9 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kThreads = 128 * 3;
-constexpr int kPrepareThreads = 256, kPrepareRows = 16;  // of a block
-constexpr int kMostPairs = 65535;                        // of a grid's y
+constexpr int kRowsThreads = 384, kRoundThreads = 128;
+constexpr int kPrepareThreads = 256;
+constexpr int kMostPairs = 65535;  // of a grid's y
 
 KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   return {{"sm90/backward_prepare.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_prepare", 0};
@@ -27,6 +27,14 @@ KernelUse rows_kernel(const HopperBackwardPlan& plan) {
           plan.rows_shared_bytes};
 }
 
+KernelUse round_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_round.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_round", 0};
+}
+/// That of dQ.
+KernelUse queries_kernel(const HopperBackwardPlan& plan) {
+  return plan.sums ? round_kernel(plan) : rows_kernel(plan);
+}
+
 int64_t round_up(int64_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
@@ -39,7 +47,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 }  // namespace
 
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
-  std::vector<KernelUse> kernels = {keys_kernel(plan), rows_kernel(plan), prepare_kernel(plan)};
+  std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
 }
@@ -55,7 +63,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   set_inputs(problem);
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
-  rows_ = gpu_.kernel(rows_kernel(plan_)).function;
+  queries_ = gpu_.kernel(queries_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
 
@@ -75,9 +83,8 @@ void HopperBackward::set_params(const Problem& p) {
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
   to.statistics_rows = plan_.statistics_rows;
-  const int64_t chunks = ceil_div(p.sq, kPrepareRows * 4);
-  prepare_chunks_ = static_cast<int>(std::max<int64_t>(chunks, 1));
-  prepare_pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
+  chunks_ = std::max(ceil_div(p.sq, 64), 1);
+  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
 }
 
 // The workspace: counters, statistics of rows, dS, sums between waves, copies.
@@ -91,7 +98,8 @@ void HopperBackward::set_inputs(const Problem& p) {
   const int64_t statistics = p.hq * plan_.statistics_rows * int64_t{sizeof(float)};
   offsets_.shift = take(statistics);
   offsets_.delta = take(statistics);
-  offsets_.zeros = take(kernels::kPieceBytes);
+  offsets_.dq_sums = take(plan_.sums_floats(p.hq) * int64_t{sizeof(float)});
+  offsets_.zeros = take(plan_.sums ? 0 : kernels::kPieceBytes);
   offsets_.ds = take(plan_.ds_bytes);
   const int64_t blocks = plan_.carries ? p.batch * p.hk * ceil_div(p.sk, plan_.block_keys) : 0;
   const int64_t sums = blocks * plan_.block_keys * int64_t{sizeof(float)};
@@ -136,6 +144,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace)
   p.counters = reinterpret_cast<int*>(workspace);
   p.shift = reinterpret_cast<float*>(workspace + offsets_.shift);
   p.delta = reinterpret_cast<float*>(workspace + offsets_.delta);
+  p.dq_sums = reinterpret_cast<float*>(workspace + offsets_.dq_sums);
   p.zeros = reinterpret_cast<unsigned char*>(workspace + offsets_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + offsets_.ds);
   p.carry_dk = reinterpret_cast<float*>(workspace + offsets_.carry_dk);
@@ -169,7 +178,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     launch(stream, copy_, &copy, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
   }
-  launch(stream, prepare_, &p, {prepare_chunks_, prepare_pairs_}, kPrepareThreads, 0,
+  launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
          "launching the kernel that prepares rows");
   for (const BackwardWave& wave : plan_.waves) {
     p.wave = wave.wave;
@@ -179,13 +188,17 @@ void HopperBackward::run(const Call& call, const Run& run) const {
       return static_cast<int>(std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.pairs));
     };
     if (grid(p.key_blocks) > 0) {
-      launch(stream, keys_, &p, {grid(p.key_blocks)}, kThreads, plan_.keys_shared_bytes,
+      launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
              "launching the backward kernel by keys");
     }
-    if (grid(p.row_blocks) > 0) {
-      launch(stream, rows_, &p, {grid(p.row_blocks)}, kThreads, plan_.rows_shared_bytes,
+    if (!plan_.sums && grid(p.row_blocks) > 0) {
+      launch(stream, queries_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
              "launching the backward kernel by rows");
     }
+  }
+  if (plan_.sums) {
+    launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
+           "launching the kernel that rounds dQ");
   }
 }
 

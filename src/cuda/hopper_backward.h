@@ -38,7 +38,8 @@ class HopperBackward final : public Executable {
   };
   /// Byte offsets in the workspace.
   struct Offsets {
-    int64_t shift = 0, delta = 0, zeros = 0, ds = 0, carry_dk = 0, carry_dv = 0, end = 0;
+    int64_t shift = 0, delta = 0, dq_sums = 0, zeros = 0, ds = 0, carry_dk = 0, carry_dv = 0,
+            end = 0;
   };
 
   void set_params(const Problem& problem);
@@ -49,8 +50,8 @@ class HopperBackward final : public Executable {
   HopperBackwardPlan plan_;
   Reasons reasons_;
   bool nothing_to_do_ = false;
-  CUfunction prepare_ = nullptr, keys_ = nullptr, rows_ = nullptr, copy_ = nullptr;
-  int prepare_chunks_ = 0, prepare_pairs_ = 0;  ///< the grid of the kernel that prepares rows
+  CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, copy_ = nullptr;
+  int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
   Offsets offsets_;
   BackwardParams params_{};  ///< what every run has in common
   std::array<Input, 4> inputs_;

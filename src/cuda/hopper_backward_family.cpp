@@ -11,9 +11,9 @@ class HopperBackwardFamily final : public Family {
     return hopper_backward_rejects(problem);
   }
   Candidates candidates(const Problem& problem, const Target& target,
-                        std::vector<std::string>*) const override {
+                        std::vector<std::string>* rejected) const override {
     Candidates result;
-    for (const HopperBackwardTile& tile : hopper_backward_tiles(problem, target)) {
+    for (const HopperBackwardTile& tile : hopper_backward_tiles(problem, target, rejected)) {
       result.push_back(std::make_shared<HopperBackwardCandidate>(problem, tile));
     }
     return result;

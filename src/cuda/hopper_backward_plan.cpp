@@ -16,12 +16,21 @@ using kernels::Blocks;
 using kernels::ScoreTile;
 using kernels::Wave;
 
-constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
+constexpr int kConsumers = 2;
+constexpr int kMostSumsDim = 128;
+
+/// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
+struct BackwardRegisters {
+  int producer, consumer, sums;
+};
+constexpr BackwardRegisters registers_of_backward(bool sums) {
+  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 0};
+}
 constexpr int kMostBuffers = 6;
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys,
-          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages};
+  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.q_stages,
+          key.o_stages, key.ds_stages, key.row_tiles, key.row_stages, key.sums};
 }
 
 /// How a call is divided into waves.
@@ -111,6 +120,7 @@ class Divider {
 
   /// Sets the plan's waves, and returns the predicted cycles.
   double divide(HopperBackwardPlan& plan, int64_t most_bytes) {
+    if (plan.sums) return one_wave(plan);
     plan.score_tiles.pitch = pitch();
     // Packed sequences lie behind each other, if all rows of a head fit: else each has as much room
     // as the longest.
@@ -139,6 +149,14 @@ class Divider {
   }
 
  private:
+  /// Sums of dQ need no room for dS.
+  double one_wave(HopperBackwardPlan& plan) {
+    const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
+    set_waves(plan, all);
+    plan.ds_bytes = 0;
+    return predict(all, all.pairs);
+  }
+
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
     return ceil_div(ceil_div(std::max(row_tiles_, 1), row_waves), unit_tiles_) * unit_tiles_;
   }
@@ -258,6 +276,10 @@ int HopperBackwardKey::rows_of_block() const {
   return kConsumers * row_tiles * kernels::kPieceRows;
 }
 
+int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
+  return sums ? hq * statistics_rows * kernels::panels_of_columns(head_dim) * 64 : 0;
+}
+
 int HopperBackwardKey::tile_bytes() const {
   return block_rows / kernels::kPieceRows * (block_keys / kernels::kPieceKeys) *
          kernels::kPieceBytes;
@@ -296,19 +318,31 @@ int64_t most_ds_bytes(const Problem& p) {
   return std::max(int64_t{256} << 20, static_cast<int64_t>(bytes(p)));
 }
 
-std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Target& target) {
-  HopperBackwardTile tile{common_plan(p), 0};
-  HopperBackwardPlan& plan = tile.plan;
-  const bool narrow = p.dv <= 128 && p.d <= 192;
-  plan.block_keys = narrow ? 128 : 64;
-  plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 ? 128 : 64;
-  if (!derive_stages(plan, target.shared_bytes)) return {};
-  const int64_t rows = kernels::kStatisticsRows;
-  plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
-                                                   : p.batch * ceil_div(p.sq, rows) * rows);
-  plan.grid = target.multiprocessors;
-  tile.cycles = Divider(p, plan, target).divide(plan, most_ds_bytes(p));
-  return {tile};
+std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Target& target,
+                                                      std::vector<std::string>* rejected) {
+  std::vector<HopperBackwardTile> tiles;
+  for (const bool sums : {true, false}) {
+    HopperBackwardTile tile{common_plan(p), 0};
+    HopperBackwardPlan& plan = tile.plan;
+    plan.sums = sums;
+    const bool narrow = p.dv <= 128 && p.d <= 192;
+    plan.block_keys = narrow ? 128 : 64;
+    plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 ? 128 : 64;
+    if (sums && std::max(p.d, p.dv) > kMostSumsDim) continue;
+    if (sums && (p.deterministic || p.invariant)) {
+      rejected->push_back(
+          "dQ as sums: their order, and so the last bits, would differ from run to run");
+      continue;
+    }
+    if (!derive_stages(plan, target.shared_bytes)) continue;
+    const int64_t rows = kernels::kStatisticsRows;
+    plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
+                                                     : p.batch * ceil_div(p.sq, rows) * rows);
+    plan.grid = target.multiprocessors;
+    tile.cycles = Divider(p, plan, target).divide(plan, most_ds_bytes(p));
+    tiles.push_back(std::move(tile));
+  }
+  return tiles;
 }
 
 std::string plan_header(const HopperBackwardKey& key) {
@@ -321,10 +355,13 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kQStages", key.q_stages);
   text.add("kOStages", key.o_stages);
   text.add("kDsStages", key.ds_stages);
+  text.add("kSums", key.sums);
   text.add("kRowTiles", key.row_tiles);
   text.add("kRowStages", key.row_stages);
-  text.add("kProducerRegisters", kProducerRegisters);
-  text.add("kConsumerRegisters", kConsumerRegisters);
+  const BackwardRegisters registers = registers_of_backward(key.sums);
+  text.add("kProducerRegisters", registers.producer);
+  text.add("kConsumerRegisters", registers.consumer);
+  text.add("kSumsRegisters", registers.sums);
   text.add("kHasLeft", key.has_left);
   text.add("kHasRight", key.has_right);
   text.add("kSoftcap", key.softcap);
@@ -344,15 +381,17 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
           plan.block_keys,
           plan.wide() ? "one warpgroup for each of the two" : "64 keys a warpgroup",
           plan.block_rows, plan.head_dim, plan.value_dim),
-      fmt::format("dQ by a kernel of its own, blocks of {} rows, from dS in memory: no sums that "
-                  "depend on timing, deterministic",
-                  plan.rows_of_block()),
-      fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory; {} of dS and K "
-                  "for dQ: {}",
-                  plan.q_stages, plan.o_stages, plan.ds_stages, plan.keys_shared_bytes,
-                  plan.row_stages, plan.rows_shared_bytes)};
-  if (!plan.waves.empty()) {
-    const Wave& wave = plan.waves[0].wave;
+      fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
+                  plan.o_stages, plan.ds_stages, plan.keys_shared_bytes)};
+  if (plan.sums) {
+    sentences.emplace_back(
+        "dQ as sums in f32, by a warpgroup beside those of dK and dV: in no fixed order, not "
+        "deterministic");
+  } else {
+    sentences.push_back(fmt::format(
+        "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
+        plan.rows_of_block()));
+    const Wave& wave = plan.waves.at(0).wave;
     sentences.push_back(fmt::format("{} waves of {} kv heads of {} sequences{}: {} bytes of dS",
                                     plan.waves.size(), wave.heads, wave.batches,
                                     plan.carries

@@ -18,6 +18,7 @@ struct HopperBackwardKey {
   int block_rows = 0;               ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
   int q_stages = 0, o_stages = 0, ds_stages = 0;
+  bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
   int row_tiles = 0, row_stages = 0;
   bool has_left = false, has_right = false;
   bool softcap = false, alibi = false;
@@ -55,7 +56,12 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   std::string copies_q, copies_k, copies_v, copies_dout;
   bool operator==(const HopperBackwardPlan&) const = default;
 
-  TileId tile() const { return {"sm90_backward", block_rows, block_keys}; }
+  TileId tile() const {
+    return {sums ? "sm90_backward_sums" : "sm90_backward", block_rows, block_keys};
+  }
+  int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
+  /// Floats of the sums of dQ.
+  int64_t sums_floats(int64_t hq) const;
   bool wide() const { return block_keys == 64; }
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };
@@ -71,7 +77,9 @@ struct HopperBackwardTile {
 };
 
 /// A plan for every tile that fits, with the stages that the shared memory has room for.
-std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target);
+/// `rejected` takes the others and why.
+std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target,
+                                                      std::vector<std::string>* rejected);
 
 /// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take.
 int64_t most_ds_bytes(const Problem& problem);

@@ -44,6 +44,13 @@ __device__ __forceinline__ void bulk_store(void* to, u32 shared, u32 bytes) {
                : "memory");
 }
 
+// Adds floats to floats, each at once, in any order.
+__device__ __forceinline__ void bulk_add(float* to, u32 shared, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's stores are done.

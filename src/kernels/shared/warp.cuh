@@ -28,3 +28,6 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x
 __device__ __forceinline__ void named_barrier_sync(u32 name, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
+__device__ __forceinline__ void named_barrier_arrive(u32 name, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}

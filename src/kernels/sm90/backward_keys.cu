@@ -8,7 +8,7 @@
 // docs/kernels/backward.md derives the schedule.
 #include "shared/fragment_store.cuh"
 #include "shared/transform.cuh"
-#include "sm90/backward_load.cuh"
+#include "sm90/backward_sums.cuh"
 
 // The rows that a step's keys are seen by, from the block and the wave.
 __device__ __forceinline__ RowTiles row_tiles_of_block(const BackwardParams& p, const Lengths& n, int block) {
@@ -51,16 +51,17 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
         const int head = block.head * p.group;
-        const long long first_ds = score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
+        const long long first_ds = kSums ? 0 : score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
                                               head - p.wave.first_head * p.group, tile, block.block);
 #pragma unroll 1
         for (int g = 0; g < p.group; ++g) {
           const bool last = tile == end - 1 && g == p.group - 1;
           const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
-          const Step step = {int(first_ds) + g * p.score_tiles.unit, row, __float_as_int(slope),
+          const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
+          const int ds_tile = int(first_ds) + g * p.score_tiles.unit;
+          const Step step = {kSums ? int(statistics / kBlockRows) : ds_tile, row, __float_as_int(slope),
                              (full ? 0 : kMasked) | (last ? kLastStep : 0)};
-          load.load_step(step, {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch},
-                         (head + g) * (long long)(p.statistics_rows) + row_0 + row);
+          load.load_step(step, {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch}, statistics);
         }
       }
     }
@@ -228,6 +229,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   QBuffers q(smem, 0);
   OBuffers o(smem, 0);
   u32 ds_stage = 0;
+  int ds_stored = 0;
   const auto own_keys = [](u32 buffer) { return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0); };
   const auto along = [](u32 buffer) { return uniform_descriptor(buffer, 0); };
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
@@ -298,8 +300,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         if (masked) hide(X, seen);
         score_gradients(P, X, slopes);
         const u32 ds = smem + kKeysLayout.ds + (ds_stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
-        tma_store_wait_read<kDsStages - 1>();
-        __syncwarp();
+        if (kSums) {
+          if (ds_stored >= kDsStages) named_barrier_sync(ds_empty(ds_stage, consumer()), kDsEmptyThreads);
+          if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * ds_stage, step);
+        } else {
+          tma_store_wait_read<kDsStages - 1>();
+          __syncwarp();
+        }
         store_shared_ds(ds, P);
 
         // S^T of the next tile, where there is one, and dK += dS^T Q of this one together.
@@ -310,7 +317,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         wgmma_fence();
         issue_scores<kHeadDim>(X, k_operand, along(next.address()), 0);
         issue_gradient<kHeadDim>(dK, P, across(q.address()));
-        store_global_ds(p, ds, step.ds_tile);
+        if (kSums) {
+          fence_async_proxy();
+          named_barrier_arrive(ds_full(ds_stage), kDsFullThreads);
+          ds_stored = min(ds_stored + 1, int(kDsStages));
+        } else {
+          store_global_ds(p, ds, step.tile);
+        }
         ds_stage = ds_stage + 1 == kDsStages ? 0 : ds_stage + 1;
         wgmma_wait<0>();
         register_fence(X);
@@ -338,11 +351,11 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     fulgur_backward_keys(const __grid_constant__ BackwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    KBuffer::init(smem, 1);
+    KBuffer::init(smem, 1, kConsumers + kSums);
     VBuffer::init(smem, 1);
     QBuffers::init(smem, 2);
     OBuffers::init(smem, 2);
@@ -357,8 +370,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     registers_drop<kProducerRegisters>();
     if (threadIdx.x < 32) produce(p, smem);
-  } else {
+  } else if (threadIdx.x < 128 * (kConsumers + 1)) {
     registers_raise<kConsumerRegisters>();
     consume(p, smem);
+  } else {
+    registers_drop<kSumsRegisters>();
+    sum_queries(p, smem);
   }
 }

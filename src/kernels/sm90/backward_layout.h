@@ -11,6 +11,12 @@ FULGUR_SHARED int panels_of_columns(int dim) { return (dim + 63) / 64; }
 // What the maps depend on: constants of plan.h.
 struct BackwardTile {
   int head_dim, value_dim, consumers, block_rows, block_keys, q_stages, o_stages, ds_stages, row_tiles, row_stages;
+  bool sums;
+};
+
+enum : int {
+  kUnitFloats = 64 * 64,  // of dQ that leave at once
+  kSumsStages = 2,
 };
 
 // What the producer tells the consumers of a block of keys.
@@ -27,7 +33,7 @@ enum KeyBlockState : int {
 
 // And of a step: a tile of rows of a q head.
 struct Step {
-  int ds_tile;
+  int tile;   // of dS; with sums: of rows, among the statistics of all heads
   int row;    // its first
   int slope;  // the bits of ALiBi's
   int state;  // bits of StepState
@@ -37,9 +43,9 @@ enum StepState : int { kMasked = 1, kLastStep = 2 };
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct KeysLayout {
   int k_bytes, v_bytes, q_bytes, o_bytes, ds_bytes;  // ds_bytes: of one warpgroup
-  int k, v, q, o, ds;
+  int k, v, q, o, ds, sums;
   int shift, delta;  // statistics of a tile of rows beside each buffer of q and o
-  int step;          // a Step beside each buffer of q
+  int step, ds_step;  // a Step beside each buffer of q, and of dS
   int block;         // a KeyBlock
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
   int bytes;
@@ -57,10 +63,12 @@ FULGUR_SHARED KeysLayout keys_layout(const BackwardTile& tile) {
   map.q = map.v + map.v_bytes;
   map.o = map.q + tile.q_stages * map.q_bytes;
   map.ds = map.o + tile.o_stages * map.o_bytes;
-  map.shift = map.ds + tile.ds_stages * (tile.block_keys / kPieceKeys) * map.ds_bytes;
+  map.sums = map.ds + tile.ds_stages * (tile.block_keys / kPieceKeys) * map.ds_bytes;
+  map.shift = map.sums + (tile.sums ? kSumsStages * 4 * kUnitFloats : 0);
   map.delta = map.shift + 4 * tile.block_rows * tile.q_stages;
   map.step = map.delta + 4 * tile.block_rows * tile.o_stages;
-  map.block = map.step + int(sizeof(Step)) * tile.q_stages;
+  map.ds_step = map.step + int(sizeof(Step)) * tile.q_stages;
+  map.block = map.ds_step + int(sizeof(Step)) * tile.ds_stages;
   map.k_full = map.block + int(sizeof(KeyBlock));
   map.k_empty = map.k_full + 8;
   map.v_full = map.k_empty + 8;

@@ -8,9 +8,11 @@
 //   kBlockRows      Br: rows of Q that a step of backward_keys.cu takes, 64 or 128
 //   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
+//   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of backward_keys.cu, and rounded by
+//                   backward_round.cu. 0: dS is stored, and backward_rows.cu computes dQ from it
 //   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
 //   kRowStages      buffers of dS and K of it
-//   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg
+//   kProducerRegisters, kConsumerRegisters, kSumsRegisters    registers a thread after setmaxnreg
 //   kHasLeft, kHasRight, kSoftcap, kAlibi, kPacked, kSeqUsedK    as in sm90/forward_params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kElements       1: gradients are stored by elements, where their rows are not multiples of 16 bytes
@@ -49,7 +51,8 @@ struct BackwardParams : BackwardMaps, CallParams {
   int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
   float* shift;       // [hq][statistics_rows]: -LSE log2(e); -inf where no key is seen and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
-  unsigned char* ds;  // tiles of dS of the wave
+  float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
+  unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
   float* carry_dk;    // [b, hk, key blocks][value or head dims / 2][256 threads] between waves of the same keys
   float* carry_dv;

@@ -1,6 +1,6 @@
 // What the backward pass wants of each row before it starts: -LSE log2(e), and -(D - dLSE) with D = rowsum(dO o O)
-// (FlashAttention-2, algorithm 2, line 4); and zeros where no kernel after it writes: a piece of dS, and the gradients
-// of packed rows behind the last sequence.
+// (FlashAttention-2, algorithm 2, line 4); and zeros: a piece of dS, the sums of dQ,
+// and the gradients of packed rows behind the last sequence, which no kernel after it writes.
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
 #include "sm90/backward_layout.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, in
 extern "C" __global__ void __launch_bounds__(256)
     fulgur_backward_prepare(const __grid_constant__ BackwardParams p) {
   if (blockIdx.y == 0) {
-    if (blockIdx.x == 0)
+    if (!kSums && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kPieceBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
       clear_rows(p.dq, max(p.cu_seqlens_q[p.batch], 0), p.total_q, p.hq, p.d);
@@ -74,6 +74,11 @@ extern "C" __global__ void __launch_bounds__(256)
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
     for (int row = blockIdx.x * rows_of_block + threadIdx.x / kLanes; row < end; row += gridDim.x * rows_of_block) {
       const bool exists = row < n.sq;
+      if (kSums) {
+        float4* sums = reinterpret_cast<float4*>(p.dq_sums + (at + row) * (64 * kHeadPanels));
+#pragma unroll
+        for (int i = 0; i < kHeadPanels; ++i) sums[i * kLanes + threadIdx.x % kLanes] = {0, 0, 0, 0};
+      }
       const float product = row_product(p, batch, n.q_start + (exists ? row : 0), head);
       if (threadIdx.x % kLanes != 0) continue;
       float shift = -infinity();
