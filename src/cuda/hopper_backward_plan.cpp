@@ -24,7 +24,7 @@ struct BackwardRegisters {
   int producer, consumer, sums;
 };
 constexpr BackwardRegisters registers_of_backward(bool sums) {
-  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 0};
+  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
 }
 constexpr int kMostBuffers = 6;
 
