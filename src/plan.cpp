@@ -78,6 +78,7 @@ std::string summary(const Problem& p) {
   if (p.has_alibi()) s += ", ALiBi";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.seqused_k) s += ", seqused_k";
+  if (p.has_dlse) s += ", dlse";
   return s;
 }
 

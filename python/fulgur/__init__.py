@@ -125,7 +125,7 @@ def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", dq=None, dk=None, dv=None,
+    threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v.
 
@@ -134,6 +134,7 @@ def attention_backward(
         q, k, v: as given to :func:`attention`.
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         causal, ..., engine: as given to :func:`attention`.
+        dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
 
     Returns:
@@ -159,7 +160,7 @@ def attention_backward(
     extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
     return _backward(
         lambda views: _fulgur.backward(views, options, **random),
-        dout, q, k, v, out, lse, dq, dk, dv, extras,
+        dout, q, k, v, out, lse, dlse, dq, dk, dv, extras,
     )  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
     max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    dq=None, dk=None, dv=None,
+    dlse=None, dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -227,6 +228,7 @@ def plan_backward(
             nothing is computed. Their shapes, strides and dtypes are what is planned for.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64"; that of lse follows.
         causal, ..., engine: as for :func:`plan`.
+        dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
 
     Returns:
@@ -251,6 +253,9 @@ def plan_backward(
     )  # fmt: skip
     views = _a.planned_views(dtype, dout=dout, q=q, k=k, v=v, out=out)
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), lse=lse)
+    views["dlse"] = None
+    if dlse is not None:
+        views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), dlse=dlse)
     views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
     results = _a.backward_results(views["q"], views["k"], views["v"])
     views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv})
@@ -332,7 +337,7 @@ class BackwardPlan(_AnyPlan):
 
     def run(
         self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, dq=None, dk=None, dv=None, workspace=None,
+        cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None, workspace=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -340,6 +345,7 @@ class BackwardPlan(_AnyPlan):
         Args:
             dout, q, k, v, out, lse: as planned; the values may be others.
             alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
+            dlse: the gradient of lse; as planned, given if it was.
             dq, dk, dv: where to write.
             workspace: as for :meth:`Plan.run`.
 
@@ -354,7 +360,7 @@ class BackwardPlan(_AnyPlan):
         extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
         return _backward(
             lambda views: self._plan.run_backward(views, **random, workspace=workspace),
-            dout, q, k, v, out, lse, dq, dk, dv, extras,
+            dout, q, k, v, out, lse, dlse, dq, dk, dv, extras,
         )  # fmt: skip
 
 
@@ -458,9 +464,10 @@ def _forward(compute, q, k, v, out, lse, return_lse, extras):
     return arrays if return_lse else arrays[0]
 
 
-def _backward(compute, dout, q, k, v, out, lse, dq, dk, dv, extras):
+def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, extras):
     """The results of ``compute``, which takes all views by name."""
     views = _a.views(dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
+    views["dlse"] = _a.optional_view("dlse", dlse)
     return _a.filled(
         _a.backward_results(views["q"], views["k"], views["v"]),
         {"dq": dq, "dk": dk, "dv": dv},

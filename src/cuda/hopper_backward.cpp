@@ -79,6 +79,7 @@ void HopperBackward::set_params(const Problem& p) {
   to.dk = strided(p.dk);
   to.dv_grad = strided(p.dv_grad);
   to.lse = {nullptr, p.lse.batch, p.lse.head};
+  to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
   to.scale = static_cast<float>(p.scale);
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
@@ -137,6 +138,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace)
   p.dk.data = data(args.dk);
   p.dv_grad.data = data(args.dv);
   p.lse.data = static_cast<const float*>(args.lse.data);
+  p.dlse.data = static_cast<const float*>(args.dlse.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);

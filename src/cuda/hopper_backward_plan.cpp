@@ -61,6 +61,7 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.alibi = p.has_alibi();
   plan.packed = p.packed;
   plan.seqused_k = p.seqused_k;
+  plan.has_dlse = p.has_dlse;
   const BackwardMaps maps = backward_maps(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
