@@ -6,7 +6,7 @@
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups: 2
 //   kBlockRows      Br: rows of Q that a step of backward_keys.cu takes, 64 or 128
-//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup
+//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of backward_keys_wide.cu 64, as Br
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
 //   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
 //   kRowStages      buffers of dS and K of it
@@ -51,6 +51,6 @@ struct BackwardParams : BackwardMaps, CallParams {
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
   unsigned char* ds;  // tiles of dS of the wave
   unsigned char* zeros;  // a piece of zeros
-  float* carry_dk;    // [b, hk, key blocks][value or head dims / 2][256 threads] between waves of the same keys
+  float* carry_dk;    // [b, hk, key blocks][head or value dims / 2][2 kBlockKeys], between waves of the same keys
   float* carry_dv;
 };
