@@ -105,8 +105,8 @@ struct KeyOperand {
   }
 };
 
-// P^T on its way between the warpgroups, as the threads hold it; with softcap times its derivative. Two buffers take
-// turns. Each has two named barriers: it has been written, and it has been read.
+// P^T on its way between the warpgroups, as the threads hold it. Two buffers take turns; each has two named barriers: it
+// has been written, and it has been read.
 struct Exchange {
   enum : u32 { kWritten = 1, kRead = 3, kArrivals = 256 };
   u32 smem;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       for (;;) {
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
 
-        // P^T = exp(S^T - LSE); what dS^T is dP^T - D times goes to the other warpgroup.
+        // P^T = exp(S^T - LSE). With softcap the other warpgroup gets P^T times its derivative, and hides for itself.
         exchange.wait_read();
         const Exponents exponents = exponents_of(step, n, key, q);
 #pragma unroll
