@@ -81,7 +81,8 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   const auto keys_bytes = [&](int q_stages, int o_stages) {
     plan.q_stages = q_stages;
     plan.o_stages = o_stages;
-    return plan.keys_shared_bytes = kernels::keys_layout(tile_of(plan)).bytes;
+    return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
+                                                : kernels::keys_layout(tile_of(plan)).bytes;
   };
   // A buffer of Q is held for two steps, one of dO for one.
   int q_stages = 2, o_stages = 2;
@@ -292,7 +293,6 @@ std::string hopper_backward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
-  if (p.d > 192 || p.dv > 128) return "computes d up to 192 and dv up to 128";
   if (p.dropout_p > 0) return "computes without dropout";
   if (std::max(p.sq, p.sk) >= kMostRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
@@ -326,8 +326,7 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     HopperBackwardTile tile{common_plan(p), 0};
     HopperBackwardPlan& plan = tile.plan;
     plan.sums = sums;
-    const bool narrow = p.dv <= 128 && p.d <= 192;
-    plan.block_keys = narrow ? 128 : 64;
+    plan.block_keys = kernels::keys_are_wide(plan.head_dim, plan.value_dim) ? 64 : 128;
     plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 ? 128 : 64;
     if (sums && std::max(p.d, p.dv) > kMostSumsDim) continue;
     if (sums && (p.deterministic || p.invariant)) {

@@ -27,6 +27,16 @@ __device__ __forceinline__ void store_shared_four(u32 address, float a, float b,
 __device__ __forceinline__ void store_shared_zero16(u32 address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
+__device__ __forceinline__ void load_shared16(u32 address, u32* x) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
 
 // 0, by way of a packed pair of numbers that are not negative: what is computed from it stays behind them.
 __device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
@@ -74,5 +84,13 @@ __device__ __forceinline__ T load_shared_struct_uniform(u32 address) {
 __device__ __forceinline__ void store_shared_matrices(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void load_shared_matrices(u32 address, u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
                : "memory");
 }

@@ -5,12 +5,13 @@
 
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
-__device__ constexpr KeysLayout kKeysLayout = keys_layout(kTile);
+__device__ constexpr KeysLayout kKeysLayout =
+    keys_are_wide(kHeadDim, kValueDim) ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 
 enum : int {
-  kThreads = 128 * (kConsumers + 1),            // of backward_rows.cu
+  kThreads = 128 * (kConsumers + 1),
   kKeysThreads = 128 * (kConsumers + 1 + kSums),  // of backward_keys.cu
   kHeadPanels = panels_of_columns(kHeadDim),
   kValuePanels = panels_of_columns(kValueDim),

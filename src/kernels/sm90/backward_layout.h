@@ -8,6 +8,12 @@ enum : int { kBackwardPanelBytes = 64 * 128 };  // 64 rows of a panel of 64 colu
 
 FULGUR_SHARED int panels_of_columns(int dim) { return (dim + 63) / 64; }
 
+// Whether dK and dV of 64 keys need a warpgroup each: then backward_keys_wide.cu takes the place of backward_keys.cu.
+FULGUR_SHARED bool keys_are_wide(int head_dim, int value_dim) { return head_dim > 192 || value_dim > 128; }
+
+// Panels of K or V that backward_keys_wide.cu holds in registers.
+FULGUR_SHARED int panels_in_registers(int dim) { return least(panels_of_columns(dim), 2); }
+
 // What the maps depend on: constants of plan.h.
 struct BackwardTile {
   int head_dim, value_dim, consumers, block_rows, block_keys, q_stages, o_stages, ds_stages, row_tiles, row_stages;
@@ -42,8 +48,8 @@ enum StepState : int { kMasked = 1, kLastStep = 2 };
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct KeysLayout {
-  int k_bytes, v_bytes, q_bytes, o_bytes, ds_bytes;  // ds_bytes: of one warpgroup
-  int k, v, q, o, ds, sums;
+  int k_bytes, v_bytes, q_bytes, o_bytes, p_bytes, ds_bytes;  // ds_bytes: of 64 keys
+  int k, v, q, o, p, ds, sums;
   int shift, delta;  // statistics of a tile of rows beside each buffer of q and o
   int step, ds_step;  // a Step beside each buffer of q, and of dS
   int block;         // a KeyBlock
@@ -51,18 +57,21 @@ struct KeysLayout {
   int bytes;
 };
 
-FULGUR_SHARED KeysLayout keys_layout(const BackwardTile& tile) {
+// A map with so many panels of K and of V, and so many buffers of P.
+FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, int v_panels, int p_stages) {
   KeysLayout map = {};
-  map.k_bytes = panels_of_columns(tile.head_dim) * tile.block_keys * 128;
-  map.v_bytes = panels_of_columns(tile.value_dim) * tile.block_keys * 128;
+  map.k_bytes = k_panels * tile.block_keys * 128;
+  map.v_bytes = v_panels * tile.block_keys * 128;
   map.q_bytes = panels_of_columns(tile.head_dim) * tile.block_rows * 128;
   map.o_bytes = panels_of_columns(tile.value_dim) * tile.block_rows * 128;
+  map.p_bytes = 2 * tile.block_rows * tile.block_keys;
   map.ds_bytes = tile.block_rows / kPieceRows * kPieceBytes;
   map.k = 0;
   map.v = map.k + map.k_bytes;
   map.q = map.v + map.v_bytes;
   map.o = map.q + tile.q_stages * map.q_bytes;
-  map.ds = map.o + tile.o_stages * map.o_bytes;
+  map.p = map.o + tile.o_stages * map.o_bytes;
+  map.ds = map.p + p_stages * map.p_bytes;
   map.sums = map.ds + tile.ds_stages * (tile.block_keys / kPieceKeys) * map.ds_bytes;
   map.shift = map.sums + (tile.sums ? kSumsStages * 4 * kUnitFloats : 0);
   map.delta = map.shift + 4 * tile.block_rows * tile.q_stages;
@@ -80,6 +89,17 @@ FULGUR_SHARED KeysLayout keys_layout(const BackwardTile& tile) {
   map.tail = map.o_empty + 8 * tile.o_stages;
   map.bytes = map.tail + 8;
   return map;
+}
+
+// Of backward_keys.cu: P does not leave its registers.
+FULGUR_SHARED KeysLayout keys_layout(const BackwardTile& tile) {
+  return keys_layout_of(tile, panels_of_columns(tile.head_dim), panels_of_columns(tile.value_dim), 0);
+}
+
+// Of backward_keys_wide.cu: two buffers of P, and of K and V what registers do not hold.
+FULGUR_SHARED KeysLayout keys_wide_layout(const BackwardTile& tile) {
+  return keys_layout_of(tile, panels_of_columns(tile.head_dim) - panels_in_registers(tile.head_dim),
+                        panels_of_columns(tile.value_dim) - panels_in_registers(tile.value_dim), 2);
 }
 
 // What the producer tells the consumers of backward_rows.cu of a block of rows.

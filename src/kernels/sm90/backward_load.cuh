@@ -1,7 +1,8 @@
-// How the producer warp of backward_keys.cu fills shared memory, and the rings through which it does.
+// How the producer warp of the kernels by keys fills shared memory, and the rings through which it does.
 #pragma once
 #include "shared/buffers.cuh"
 #include "shared/load_rows.cuh"
+#include "shared/schedule.cuh"
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_params.h"
 
@@ -10,8 +11,24 @@ using VBuffer = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.v_full, 
 using QBuffers = Buffers<kKeysLayout.q, kKeysLayout.q_bytes, kKeysLayout.q_full, kKeysLayout.q_empty, kQStages>;
 using OBuffers = Buffers<kKeysLayout.o, kKeysLayout.o_bytes, kKeysLayout.o_full, kKeysLayout.o_empty, kOStages>;
 
-// The producer's side of backward_keys.cu.
-struct KeysLoader {
+// What K's buffer comes with, and is kept as long as.
+__device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
+  return load_shared_struct_uniform<KeyBlock>(k.smem + kKeysLayout.block);
+}
+
+// What lies beside a buffer of Q or dO: its step, and the statistics of its rows.
+__device__ __forceinline__ u32 step_of(const QBuffers& q) {
+  return q.smem + kKeysLayout.step + int(sizeof(Step)) * q.ring.stage();
+}
+__device__ __forceinline__ u32 shift_of(const QBuffers& q) {
+  return q.smem + kKeysLayout.shift + 4 * kBlockRows * q.ring.stage();
+}
+__device__ __forceinline__ u32 delta_of(const OBuffers& o) {
+  return o.smem + kKeysLayout.delta + 4 * kBlockRows * o.ring.stage();
+}
+
+// The producer's side, but for K and V.
+struct StepLoader {
   const BackwardParams& p;
   u32 smem;
   KBuffer k;
@@ -20,61 +37,53 @@ struct KeysLoader {
   OBuffers o;
   u32 tail_parity = 0;
 
-  __device__ __forceinline__ KeysLoader(const BackwardParams& p, u32 smem)
+  __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem)
       : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
 
-  // K and V of a block, and what the consumers must know of it, which comes with K. The end of all work, and a block
-  // without steps, are that alone.
-  __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
+  // Panels of rows into a buffer; its last arrival.
+  template <int panels, int rows, int first = 0, class Ring>
+  __device__ __forceinline__ void load(const Ring& to, const void* map, const Source& source, int row, bool may_clear,
+                                       Keep keep) {
+    const bool cleared = load_rows<panels, rows, first>(to.address(), map, to.full(), smem + kKeysLayout.tail,
+                                                        tail_parity, source, row, may_clear, keep);
+    if (cleared)
+      if (elect_one()) mbarrier_arrive(to.full());
+  }
+
+  // Of K or V.
+  template <int panels, int first = 0, class Ring>
+  __device__ __forceinline__ void load_keys_into(const Ring& to, const void* map, const KeyBlock& block,
+                                                 const Lengths& n) {
+    const Source source = {n.k_start, n.sk, block.head, kPacked ? 0 : block.batch};
+    load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
+  }
+
+  // What the consumers must know of a block, which comes with K.
+  __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();
     if (elect_one()) store_shared_struct(smem + kKeysLayout.block, block);
     __syncwarp();
-    const u32 tail = smem + kKeysLayout.tail;
-    if (block.block < 0 || !(block.state & kHasSteps)) {
-      if (elect_one()) mbarrier_arrive(k.full());
-      k.advance();
-      return;
-    }
-    const Source source = {n.k_start, n.sk, block.head, kPacked ? 0 : block.batch};
-    const int row = block.block * kBlockKeys;
-    const bool may_clear = kPacked || kSeqUsedK;
-    if (load_rows<kHeadPanels, kBlockKeys>(k.address(), &p.k_map, k.full(), tail, tail_parity, source, row, may_clear,
-                                           Keep::kShort))
-      if (elect_one()) mbarrier_arrive(k.full());
-    k.advance();
-    v.wait_empty();
-    if (load_rows<kValuePanels, kBlockKeys>(v.address(), &p.v_map, v.full(), tail, tail_parity, source, row, may_clear,
-                                            Keep::kShort))
-      if (elect_one()) mbarrier_arrive(v.full());
-    v.advance();
   }
 
   // A tile of Q with its LSE, and of dO with its D. `statistics`: the tile's first row among them.
   __device__ __forceinline__ void load_step(const Step& step, const Source& source, long long statistics) {
     constexpr int kStatisticsBytes = 4 * kBlockRows;
-    const u32 tail = smem + kKeysLayout.tail;
     q.wait_empty();
     if (elect_one()) {
-      store_shared_struct(smem + kKeysLayout.step + int(sizeof(Step)) * q.ring.stage(), step);
+      store_shared_struct(step_of(q), step);
       mbarrier_arrive_expect(q.full(), kStatisticsBytes);
-      bulk_load(smem + kKeysLayout.shift + kStatisticsBytes * q.ring.stage(), p.shift + statistics, kStatisticsBytes,
-                q.full(), Keep::kLong);
+      bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
     }
     __syncwarp();
-    if (load_rows<kHeadPanels, kBlockRows>(q.address(), &p.q_map, q.full(), tail, tail_parity, source, step.row,
-                                           kPacked, Keep::kLong))
-      if (elect_one()) mbarrier_arrive(q.full());
+    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked, Keep::kLong);
     q.advance();
     o.wait_empty();
     if (elect_one()) {
       mbarrier_arrive_expect(o.full(), kStatisticsBytes);
-      bulk_load(smem + kKeysLayout.delta + kStatisticsBytes * o.ring.stage(), p.delta + statistics, kStatisticsBytes,
-                o.full(), Keep::kLong);
+      bulk_load(delta_of(o), p.delta + statistics, kStatisticsBytes, o.full(), Keep::kLong);
     }
     __syncwarp();
-    if (load_rows<kValuePanels, kBlockRows>(o.address(), &p.dout_map, o.full(), tail, tail_parity, source, step.row,
-                                            kPacked, Keep::kLong))
-      if (elect_one()) mbarrier_arrive(o.full());
+    load<kValuePanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked, Keep::kLong);
     o.advance();
   }
 };

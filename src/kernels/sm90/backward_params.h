@@ -6,7 +6,7 @@
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups: 2
 //   kBlockRows      Br: rows of Q that a step of backward_keys.cu takes, 64 or 128
-//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup
+//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of backward_keys_wide.cu 64, as Br
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
 //   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of backward_keys.cu, and rounded by
 //                   backward_round.cu. 0: dS is stored, and backward_rows.cu computes dQ from it
@@ -54,6 +54,6 @@ struct BackwardParams : BackwardMaps, CallParams {
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
-  float* carry_dk;    // [b, hk, key blocks][value or head dims / 2][256 threads] between waves of the same keys
+  float* carry_dk;    // [b, hk, key blocks][head or value dims / 2][2 kBlockKeys], between waves of the same keys
   float* carry_dv;
 };
