@@ -4,11 +4,12 @@
 
 #include "cuda/hopper_plan.h"
 #include "cuda/launch.h"
+#include "kernels/shared/work.h"
 
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kRowsThreads = 384, kRoundThreads = 128;
+constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
 constexpr int kPrepareThreads = 256;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
@@ -30,6 +31,9 @@ KernelUse rows_kernel(const HopperBackwardPlan& plan) {
 KernelUse round_kernel(const HopperBackwardPlan& plan) {
   return {{"sm90/backward_round.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_round", 0};
 }
+KernelUse repair_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_repair.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_repair", 0};
+}
 /// That of dQ.
 KernelUse queries_kernel(const HopperBackwardPlan& plan) {
   return plan.sums ? round_kernel(plan) : rows_kernel(plan);
@@ -48,6 +52,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
+  if (plan.repairs()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
 }
@@ -64,6 +69,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   queries_ = gpu_.kernel(queries_kernel(plan_)).function;
+  if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
 
@@ -144,6 +150,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace)
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
   p.counters = reinterpret_cast<int*>(workspace);
+  p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + offsets_.shift);
   p.delta = reinterpret_cast<float*>(workspace + offsets_.delta);
   p.dq_sums = reinterpret_cast<float*>(workspace + offsets_.dq_sums);
@@ -201,6 +208,10 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   if (plan_.sums) {
     launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
            "launching the kernel that rounds dQ");
+  }
+  if (plan_.repairs()) {
+    launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,
+           "launching the kernel that repairs gradients");
   }
 }
 

@@ -74,6 +74,12 @@ HopperBackwardPlan common_plan(const Problem& p) {
   return plan;
 }
 
+/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, and
+/// the derivative of softcap.
+bool needs_wide(const HopperBackwardPlan& plan) {
+  return plan.head_dim > (plan.softcap ? 128 : 192) || plan.value_dim > 128;
+}
+
 /// Fills the shared memory with buffers. False when it does not hold two of each.
 bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   plan.ds_stages = 2;
@@ -326,8 +332,8 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     HopperBackwardTile tile{common_plan(p), 0};
     HopperBackwardPlan& plan = tile.plan;
     plan.sums = sums;
-    plan.block_keys = kernels::keys_are_wide(plan.head_dim, plan.value_dim) ? 64 : 128;
-    plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 ? 128 : 64;
+    plan.block_keys = needs_wide(plan) ? 64 : 128;
+    plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 && !plan.softcap ? 128 : 64;
     if (sums && std::max(p.d, p.dv) > kMostSumsDim) continue;
     if (sums && (p.deterministic || p.invariant)) {
       rejected->push_back(

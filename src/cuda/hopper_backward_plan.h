@@ -59,6 +59,8 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   TileId tile() const {
     return {sums ? "sm90_backward_sums" : "sm90_backward", block_rows, block_keys};
   }
+  /// Whether a mask hides what products touch.
+  bool repairs() const { return has_left || has_right; }
   int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
   /// Floats of the sums of dQ.
   int64_t sums_floats(int64_t hq) const;

@@ -15,6 +15,10 @@ struct Finite {
   __device__ __forceinline__ void add(u32 packed) {
     if (kHasLeft || kHasRight) trace = packed_fma(packed, 0, trace);
   }
+  // Says so where they were not.
+  __device__ __forceinline__ void report(int* not_finite) const {
+    if ((kHasLeft || kHasRight) && trace != 0) *not_finite = 1;
+  }
 };
 
 // 8 columns of a row, of which `count` exist.

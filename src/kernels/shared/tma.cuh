@@ -22,6 +22,13 @@ __device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrie
       : "memory");
 }
 
+// Into L2 alone.
+__device__ __forceinline__ void tma_prefetch(const void* map, const BoxStart& at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(at.dim),
+               "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const void* map, u32 shared, const BoxStart& at) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group\n"

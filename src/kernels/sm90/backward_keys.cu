@@ -15,6 +15,7 @@ struct KeysLoader : StepLoader {
 
   // K and V of a block. The end of all work, and a block without steps, are announced and nothing else.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
+    if (block.state & kHasSteps) prefetch_keys(block, n);
     announce(block);
     if (block.block < 0 || !(block.state & kHasSteps)) {
       if (elect_one()) mbarrier_arrive(k.full());
@@ -47,21 +48,51 @@ struct SoftcapSlopes {
   u32 packed[kSoftcap ? kBlockRows / 4 : 1];
 };
 
-// dS^T = P^T o (dP^T - D) instead of P^T. The product is fp32: rounded factors would cost dQ and dK half their
-// accuracy.
-__device__ __forceinline__ void score_gradients(u32 (&P)[kBlockRows / 4], const float (&X)[kBlockRows / 2],
+// dS^T = P^T o (dP^T - D) in X. The product is fp32: rounded factors would cost dQ and dK half their accuracy.
+__device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], const u32 (&P)[kBlockRows / 4],
                                                 const SoftcapSlopes& slopes) {
 #pragma unroll
   for (int i = 0; i < kBlockRows / 4; ++i) {
-    float low = low_of(P[i]) * X[2 * i];
-    float high = high_of(P[i]) * X[2 * i + 1];
+    X[2 * i] *= low_of(P[i]);
+    X[2 * i + 1] *= high_of(P[i]);
     if (kSoftcap) {
-      low *= low_of_half(slopes.packed[i]);
-      high *= high_of_half(slopes.packed[i]);
+      X[2 * i] *= low_of_half(slopes.packed[i]);
+      X[2 * i + 1] *= high_of_half(slopes.packed[i]);
     }
-    P[i] = pack(low, high);
   }
 }
+
+// The buffers of shared memory through which dS leaves a warpgroup that owns keys, for the one that sums up dQ or for
+// the workspace.
+struct DsBuffers {
+  u32 smem;
+  u32 stage = 0;
+  u32 filled = 0;  // up to kDsStages
+
+  __device__ __forceinline__ explicit DsBuffers(u32 smem) : smem(smem) {}
+  __device__ __forceinline__ u32 address() const {
+    return smem + kKeysLayout.ds + (stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
+  }
+  __device__ __forceinline__ void wait_empty() const {
+    if (kSums) {
+      if (filled == kDsStages) named_barrier_sync(ds_empty(stage, consumer()), kDsEmptyThreads);
+    } else {
+      tma_store_wait_read<kDsStages - 1>();
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void leave(const BackwardParams& p, const Step& step) {
+    if (kSums) {
+      if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage, step);
+      fence_async_proxy();
+      named_barrier_arrive(ds_full(stage), kDsFullThreads);
+      filled = min(filled + 1, u32(kDsStages));
+    } else {
+      store_global_ds(p, address(), consumer(), step.tile);
+    }
+    stage = stage + 1 == kDsStages ? 0 : stage + 1;
+  }
+};
 
 __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
@@ -69,8 +100,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   VBuffer v(smem, 0);
   QBuffers q(smem, 0);
   OBuffers o(smem, 0);
-  u32 ds_stage = 0;
-  int ds_stored = 0;
+  DsBuffers ds(smem);
   const auto own_keys = [](u32 buffer) { return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0); };
   const auto along = [](u32 buffer) { return uniform_descriptor(buffer, 0); };
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
@@ -99,12 +129,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       wgmma_wait<0>();
       register_fence(X);
 
-      bool last;
-      do {
-        const Step step = load_shared_struct_uniform<Step>(step_of(q));
-        const SeenBy seen = seen_by(p, n, key, step.row);
+      Step step = load_shared_struct_uniform<Step>(step_of(q));
+      for (;;) {
         const bool masked = step.state & kMasked;
-        last = step.state & kLastStep;
 
         // P^T = exp(S^T - LSE).
         u32 P[kBlockRows / 4];
@@ -117,7 +144,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           if (kSoftcap) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
           if (kSoftcap) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
         }
-        if (masked) hide(X, seen);
+        if (masked) hide(X, seen_by(p, n, key, step.row));
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
 
@@ -135,40 +162,39 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         o.release(leader);
 
         // dS^T = P^T o (dP^T - D).
-        if (masked) hide(X, seen);
-        score_gradients(P, X, slopes);
-        const u32 ds = smem + kKeysLayout.ds + (ds_stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
-        if (kSums) {
-          if (ds_stored >= kDsStages) named_barrier_sync(ds_empty(ds_stage, consumer()), kDsEmptyThreads);
-          if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * ds_stage, step);
-        } else {
-          tma_store_wait_read<kDsStages - 1>();
-          __syncwarp();
-        }
-        store_shared_ds(ds, P);
+        score_gradients(X, P, slopes);
+        if (masked) hide(X, seen_by(p, n, key, step.row));
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+        ds.wait_empty();
+        store_shared_ds(ds.address(), P);
 
-        // S^T of the next tile, where there is one, and dK += dS^T Q of this one together.
+        // dK += dS^T Q, and, before it, S^T = K Q^T of the next tile.
+        if (step.state & kLastStep) {
+          v.release(leader);
+          register_fence(dK);
+          wgmma_fence();
+          issue_gradient<kHeadDim>(dK, P, across(q.address()));
+          ds.leave(p, step);
+          wgmma_wait<0>();
+          register_fence(dK);
+          q.release(leader);
+          break;
+        }
         QBuffers next = q;
-        if (!last) next.advance();
+        next.advance();
         next.wait_full();
         register_fence(dK);
         wgmma_fence();
         issue_scores<kHeadDim>(X, k_operand, along(next.address()), 0);
         issue_gradient<kHeadDim>(dK, P, across(q.address()));
-        if (kSums) {
-          fence_async_proxy();
-          named_barrier_arrive(ds_full(ds_stage), kDsFullThreads);
-          ds_stored = min(ds_stored + 1, int(kDsStages));
-        } else {
-          store_global_ds(p, ds, consumer(), step.tile);
-        }
-        ds_stage = ds_stage + 1 == kDsStages ? 0 : ds_stage + 1;
+        ds.leave(p, step);
+        step = load_shared_struct_uniform<Step>(step_of(next));
         wgmma_wait<0>();
         register_fence(X);
         register_fence(dK);
         q.release(leader);
-      } while (!last);
-      v.release(leader);
+      }
       block = load_block(k);  // not kept in registers
     }
     k.release(leader);

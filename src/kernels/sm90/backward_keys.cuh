@@ -221,5 +221,6 @@ __device__ __forceinline__ void end_sums(const BackwardParams& p, const float (&
     const int rows = key_rows(p, block.batch) - key;
     unsigned short* row = row_of(to, block.batch, lengths_of(p, block.batch).k_start + key, block.head);
     store_global_fragment<dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
+    finite.report(p.not_finite);
   }
 }

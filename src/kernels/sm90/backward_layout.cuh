@@ -6,7 +6,7 @@
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
 __device__ constexpr KeysLayout kKeysLayout =
-    keys_are_wide(kHeadDim, kValueDim) ? keys_wide_layout(kTile) : keys_layout(kTile);
+    kBlockKeys == 64 ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 

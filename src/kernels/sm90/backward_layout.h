@@ -8,9 +8,6 @@ enum : int { kBackwardPanelBytes = 64 * 128 };  // 64 rows of a panel of 64 colu
 
 FULGUR_SHARED int panels_of_columns(int dim) { return (dim + 63) / 64; }
 
-// Whether dK and dV of 64 keys need a warpgroup each: then backward_keys_wide.cu takes the place of backward_keys.cu.
-FULGUR_SHARED bool keys_are_wide(int head_dim, int value_dim) { return head_dim > 192 || value_dim > 128; }
-
 // Panels of K or V that backward_keys_wide.cu holds in registers.
 FULGUR_SHARED int panels_in_registers(int dim) { return least(panels_of_columns(dim), 2); }
 

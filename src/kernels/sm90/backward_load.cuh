@@ -58,6 +58,21 @@ struct StepLoader {
     load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
   }
 
+  // K and V of a block to L2, while the last steps of the block before are computed.
+  __device__ __forceinline__ void prefetch_keys(const KeyBlock& block, const Lengths& n) const {
+    if (!elect_one()) return;
+    const int row = n.k_start + block.block * kBlockKeys;
+#pragma unroll
+    for (int box = 0; box < kBlockKeys; box += 64) {
+#pragma unroll
+      for (int panel = 0; panel < kHeadPanels; ++panel)
+        tma_prefetch(&p.k_map, {64 * panel, row + box, block.head, kPacked ? 0 : block.batch});
+#pragma unroll
+      for (int panel = 0; panel < kValuePanels; ++panel)
+        tma_prefetch(&p.v_map, {64 * panel, row + box, block.head, kPacked ? 0 : block.batch});
+    }
+  }
+
   // What the consumers must know of a block, which comes with K.
   __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();

@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_backward_round(const __
         Finite finite;
         store_global_fragment<64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ, p.scale,
                                              p.scale, finite);
+        finite.report(p.not_finite);
       }
     }
   }

@@ -154,6 +154,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       unsigned short* dq = row_of(p.dq, block.batch, n.q_start + row, block.head);
       store_global_fragment<kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale, finite);
     }
+    finite.report(p.not_finite);
   }
 }
 
@@ -171,10 +172,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    registers_drop<kProducerRegisters>();
+    registers_drop<40>();  // it keeps the places of all tiles
     if (threadIdx.x < 32) produce(p, smem);
   } else {
-    registers_raise<kConsumerRegisters>();
+    registers_raise<232>();
     consume(p, smem);
   }
 }
