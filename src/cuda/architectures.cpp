@@ -30,6 +30,7 @@ std::string no_family_computes(const Problem& problem) {
   std::string reasons;
   for (const Architecture& architecture : architectures()) {
     for (const Family* family : architecture.families) {
+      if (family->pass() != problem.pass) continue;
       const std::string why = family->rejects(problem);
       if (why.empty()) return {};
       reasons += (reasons.empty() ? "" : "; ") + why;

@@ -49,6 +49,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
                           const Target& target, std::vector<std::string>* rejected) {
   Candidates all;
   for (const Family* family : families) {
+    if (family->pass() != problem.pass) continue;
     if (const std::string why = family->rejects(problem); !why.empty()) {
       rejected->push_back(why);
       continue;

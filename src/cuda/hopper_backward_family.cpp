@@ -7,6 +7,7 @@ namespace {
 
 class HopperBackwardFamily final : public Family {
  public:
+  Pass pass() const override { return Pass::kBackward; }
   std::string rejects(const Problem& problem) const override {
     return hopper_backward_rejects(problem);
   }

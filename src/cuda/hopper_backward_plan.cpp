@@ -294,7 +294,6 @@ int HopperBackwardKey::tile_bytes() const {
 }
 
 std::string hopper_backward_rejects(const Problem& p) {
-  if (p.pass != Pass::kBackward) return "computes the backward pass";
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);

@@ -219,7 +219,6 @@ int HopperForwardPlan::counters() const {
 }
 
 std::string hopper_forward_rejects(const Problem& p) {
-  if (p.pass != Pass::kForward) return "computes the forward pass";
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
