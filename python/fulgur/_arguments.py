@@ -16,6 +16,7 @@ _NUMPY_NAMES = {
     "f32": "float32",
     "f64": "float64",
     "i32": "int32",  # of wrong inputs, for the library to refuse
+    "i64": "int64",
 }
 
 
@@ -107,13 +108,14 @@ def views(**arrays):
     return {name: view(name, array) for name, array in arrays.items()}
 
 
-def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k):
+def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state):
     """Views of what both passes may take besides."""
     return {
         "alibi_slopes": optional_view("alibi_slopes", alibi_slopes),
         "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q),
         "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k),
         "seqused_k": optional_view("seqused_k", seqused_k),
+        "rng_state": optional_view("rng_state", rng_state),
     }
 
 
