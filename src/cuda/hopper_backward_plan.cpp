@@ -105,6 +105,11 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
     }
   }
   keys_bytes(q_stages, o_stages);
+  return true;
+}
+
+/// The same for the kernel by rows.
+bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
   for (plan.row_stages = kMostBuffers; plan.row_stages >= 2; --plan.row_stages) {
     plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
     if (plan.rows_shared_bytes <= shared_bytes) return true;
@@ -253,11 +258,7 @@ class Divider {
         for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
           const Wave wave = {h,   std::min(heads, hk - h), b, std::min(batches, batch - b), first,
                              rows};
-          const int pairs = wave.heads * wave.batches;
-          const int last = std::min(first + rows, row_tiles_);
-          const int row_blocks = ceil_div(std::max(last - first, 0), unit_tiles_);
-          plan.waves.push_back({wave, blocks_of(key_blocks_, pairs),
-                                blocks_of(row_blocks, pairs * static_cast<int>(p_.group()))});
+          plan.waves.push_back({wave, blocks_of(key_blocks_, wave.heads * wave.batches), {}});
         }
       }
     }
@@ -267,6 +268,23 @@ class Divider {
     plan.score_tiles.unit = static_cast<int>(most);
     plan.ds_bytes = bytes_of(most) * heads * (compact_ ? 1 : batches);
     plan.carries = rows < row_tiles_;
+    share_rows(plan);
+  }
+
+  /// Large blocks of rows read K less often, but all multiprocessors should have one.
+  void share_rows(HopperBackwardPlan& plan) const {
+    const auto row_blocks = [&](const Wave& wave) {
+      const int last = std::min(wave.first_tile + wave.tiles, row_tiles_);
+      const int count =
+          ceil_div(int64_t{std::max(last - wave.first_tile, 0)} * each_.rows, plan.rows_of_block());
+      return blocks_of(count, wave.heads * wave.batches * static_cast<int>(p_.group()));
+    };
+    const auto too_few = [&] {
+      const Blocks blocks = row_blocks(plan.waves.at(0).wave);
+      return int64_t{blocks.blocks} * blocks.pairs < multiprocessors_;
+    };
+    while (plan.row_tiles > 1 && too_few()) plan.row_tiles /= 2;
+    for (BackwardWave& wave : plan.waves) wave.row_blocks = row_blocks(wave.wave);
   }
 
   const Problem& p_;
@@ -345,6 +363,7 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
                                                      : p.batch * ceil_div(p.sq, rows) * rows);
     plan.grid = target.multiprocessors;
     tile.cycles = Divider(p, plan, target).divide(plan, most_ds_bytes(p));
+    if (!derive_row_stages(plan, target.shared_bytes)) continue;
     tiles.push_back(std::move(tile));
   }
   return tiles;
