@@ -280,6 +280,7 @@ class Divider {
       return blocks_of(count, wave.heads * wave.batches * static_cast<int>(p_.group()));
     };
     const auto too_few = [&] {
+      if (plan.waves.empty()) return false;  // nothing to do
       const Blocks blocks = row_blocks(plan.waves.at(0).wave);
       return int64_t{blocks.blocks} * blocks.pairs < multiprocessors_;
     };
@@ -411,7 +412,7 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
     sentences.emplace_back(
         "dQ as sums in f32, by a warpgroup beside those of dK and dV: in no fixed order, not "
         "deterministic");
-  } else {
+  } else if (!plan.waves.empty()) {
     sentences.push_back(fmt::format(
         "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
         plan.rows_of_block()));
