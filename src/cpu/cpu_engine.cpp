@@ -201,7 +201,9 @@ class Work {
 class CpuExecutable final : public Executable {
  public:
   CpuExecutable(const Problem& problem, int threads)
-      : p_(problem), k_(kernels()), plan_(make_plan(p_, threads, k_, &rejected_)) {}
+      : p_(problem),
+        k_(choose_kernels(p_, &rejected_)),
+        plan_(make_plan(p_, threads, k_, &rejected_)) {}
 
   void run(const Call& call, const Run& run) const override {
     const bool own = run.workspace.data == nullptr;
@@ -215,7 +217,7 @@ class CpuExecutable final : public Executable {
   }
 
   Explanation explain() const override {
-    return {describe(plan_, p_), rejected_, plan_.Br, plan_.Bc};
+    return {describe(plan_, k_, p_), rejected_, plan_.Br, plan_.Bc};
   }
 
   WorkspaceNeed workspace() const override {
@@ -224,8 +226,8 @@ class CpuExecutable final : public Executable {
 
  private:
   Problem p_;
-  const Kernels& k_;
   std::vector<std::string> rejected_;
+  const Kernels& k_;
   CpuPlan plan_;
 };
 
@@ -234,11 +236,15 @@ class CpuEngine final : public Engine {
   std::string name() const override { return "cpu"; }
   std::string description() const override {
     if (!unavailable().empty()) return "SIMD";
-    return fmt::format("{} vectors, {} threads", kernels().target, thread_count(0));
+    const Machine& m = machine();
+    return fmt::format("{} vectors, {}, {} threads", m.vectors.target,
+                       m.tiles != nullptr ? fmt::format("{} tiles for bf16", m.tiles->target)
+                                          : fmt::format("no AMX tiles ({})", m.no_tiles),
+                       thread_count(0));
   }
   std::string unavailable() const override {
     try {
-      kernels();
+      machine();
       return {};
     } catch (const Error& error) {
       return error.what();

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "parallel.h"
@@ -13,7 +14,8 @@ namespace {
 constexpr int64_t kDecodeMostRows = 16;      // more rows than this fill the panels' vectors well
 constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
-constexpr int64_t kMostDecodeHeads = 16;  // a tile of so many heads still fits the L2 cache
+constexpr double kMostTileScale = 0x1p64;  // tiles take products below 2^-126 for 0
+constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -109,6 +111,24 @@ KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
   return {keys.begin / kBc * kBc, keys.end};
 }
 
+const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
+  const Machine& m = machine();
+  std::string no_tiles;
+  if (p.dtype != DType::kBF16) {
+    no_tiles = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
+  } else if (m.tiles == nullptr) {
+    no_tiles = m.no_tiles;
+  } else if (std::fabs(p.scale) > kMostTileScale) {
+    no_tiles = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
+  } else {
+    rejected->push_back(
+        fmt::format("{} vectors: tiles multiply bf16 several times as fast", m.vectors.target));
+    return *m.tiles;
+  }
+  rejected->push_back("AMX tiles: " + no_tiles);
+  return m.vectors;
+}
+
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
                   std::vector<std::string>* rejected) {
   CpuPlan plan;
@@ -125,9 +145,10 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
   return plan;
 }
 
-std::vector<std::string> describe(const CpuPlan& plan, const Problem& p) {
-  std::vector<std::string> all = {fmt::format(
-      "tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys", plan.Br, plan.Bc)};
+std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
+  std::vector<std::string> all = {
+      fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
+                  k.target, plan.Br, plan.Bc)};
   if (p.pass == Pass::kBackward) {
     all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
     all.push_back(fmt::format(

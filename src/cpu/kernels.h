@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "fulgur/attention.h"
 #include "philox.h"
@@ -40,9 +41,9 @@ struct Task {
   }
 };
 
-/// The kernels of one instruction set. Scratch is aligned to 64 bytes and belongs to one thread.
+/// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
-  const char* target;
+  const char* target;  ///< the vectors of an instruction set, or the tiles beside them
   int64_t panel_rows;  ///< rows of a full panel
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
@@ -75,9 +76,15 @@ struct Kernels {
   int64_t (*dq_stride)(const Problem&);  ///< floats of a row of the accumulator
 };
 
-/// The kernels of the best instruction set of this machine, or of the one that the environment
-/// variable FULGUR_CPU_TARGET names ("sse4", "avx2", "avx512", "neon"). Throws
-/// Error(kUnavailable) when this machine or build lacks the named one.
-const Kernels& kernels();
+/// What this process computes with: the best of the machine, or what the environment variable
+/// FULGUR_CPU_TARGET names. "sse4", "avx2", "avx512" and "neon" force the vectors of an instruction
+/// set, without tiles; "amx" wants tiles.
+struct Machine {
+  const Kernels& vectors;
+  const Kernels* tiles;  ///< for bf16 alone; null without
+  std::string no_tiles;  ///< why
+};
+/// Throws Error(kUnavailable) when this machine or build lacks the named one.
+const Machine& machine();
 
 }  // namespace fulgur::cpu

@@ -30,6 +30,8 @@ class Arena {
     used_ += round_up(floats, 16);
     return base_ == nullptr ? nullptr : base_ + at;
   }
+  /// Values of 16 bits.
+  uint16_t* take_halves(int64_t n) { return reinterpret_cast<uint16_t*>(take((n + 1) / 2)); }
   int64_t used() const { return used_; }
 
  private:
