@@ -43,6 +43,10 @@ inline int64_t backward_scratch(const Problem& p) {
 
 inline int64_t dq_stride(const Problem& p) { return round_up(p.d, kLanes); }
 
+inline int64_t dq_floats(const Problem& p, int64_t rows) {
+  return round_up(rows * dq_stride(p), 16);
+}
+
 /// D = rowsum(dO o O) of rows [row_begin, row_end) (Alg. 2, line 4).
 void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
                 float* D) {

@@ -144,7 +144,7 @@ class Work {
 
   void gradients() const {
     const int64_t splits = plan_.splits;
-    const int64_t stride = k_.dq_stride(p_), accumulator = p_.group() * p_.sq * stride;
+    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
     float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
     float* const dq = D + plan_.dq_offset;
     const auto D_of = [&](const Task& t) {
@@ -171,7 +171,7 @@ class Work {
       const int64_t split = i % splits;
       const Task t = task(heads[i / splits].b, heads[i / splits].kv);
       float* part = splits > 1 ? part_of(t, split) : dq + thread_index() * accumulator;
-      std::fill_n(part, t.rows() * stride, 0.0f);
+      std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
         k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());

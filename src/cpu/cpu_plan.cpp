@@ -95,7 +95,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   const int64_t accumulators = plan.splits > 1 ? heads * plan.splits : plan.threads;
   plan.scratch = k.backward_scratch(p);
   plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
-  plan.shared = plan.dq_offset + accumulators * rows * k.dq_stride(p);
+  plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
 }
 
 }  // namespace

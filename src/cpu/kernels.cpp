@@ -21,6 +21,7 @@
 #include "cpu/backward-inl.h"
 #include "cpu/decode-inl.h"
 #include "cpu/forward-inl.h"
+#include "cpu/tile_backward-inl.h"
 #include "cpu/tile_forward-inl.h"
 
 #ifndef FULGUR_CPU_KERNELS_OF
@@ -51,7 +52,7 @@ const Kernels& table() {
       .backward_d = backward_d,
       .backward = backward,
       .backward_dq = backward_dq,
-      .dq_stride = dq_stride,
+      .dq_floats = dq_floats,
   };
   return kTable;
 }
@@ -65,6 +66,10 @@ const Kernels& tile_table() {
     tiles.panel_rows = kTilePanelRows;
     tiles.forward_scratch = tile_forward_scratch;
     tiles.forward = tile_forward<Amx>;
+    tiles.backward_scratch = tile_backward_scratch;
+    tiles.backward = tile_backward<Amx>;
+    tiles.backward_dq = tile_backward_dq;
+    tiles.dq_floats = tile_dq_floats;
     return tiles;
   }();
   return kTable;

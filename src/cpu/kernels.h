@@ -67,13 +67,13 @@ struct Kernels {
   void (*backward_d)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                      float* D);
   /// dK and dV of keys [key_begin, key_end), at most kTiles tiles, and their part of dQ added to
-  /// dq [rows][dq_stride].
+  /// the accumulator dq.
   void (*backward)(const Task&, const BackwardArgs&, int64_t key_begin, int64_t key_end,
                    const float* D, float* dq, float* scratch);
   /// dQ of rows [row_begin, row_end): the sum of `parts` accumulators.
   void (*backward_dq)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                       float* const* dq, int64_t parts);
-  int64_t (*dq_stride)(const Problem&);  ///< floats of a row of the accumulator
+  int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of an accumulator: a multiple of 16
 };
 
 /// What this process computes with: the best of the machine, or what the environment variable
