@@ -83,62 +83,102 @@ struct Operand {
   const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
 };
 
-/// kRows x kColumns tiles of C [16 kRows][16 kColumns]: C = A B, or C += A B.
-template <class Tiles, bool kAdd, int kRows, int kColumns>
-HWY_INLINE void multiply_block(int64_t steps, const Operand& A, int64_t row, const Operand& B,
-                               int64_t column, float* HWY_RESTRICT C, int64_t ldc) {
-  const int64_t stride = ldc * 4;
-  float* const below = C + kTileRows * ldc;
-  if constexpr (kAdd) {
-    Tiles::template load<0>(C, stride);
-    if constexpr (kColumns == 2) Tiles::template load<1>(C + kTileRows, stride);
-    if constexpr (kRows == 2) Tiles::template load<2>(below, stride);
-    if constexpr (kRows == 2 && kColumns == 2) Tiles::template load<3>(below + kTileRows, stride);
-  } else {
-    Tiles::template zero<0>();
-    if constexpr (kColumns == 2) Tiles::template zero<1>();
-    if constexpr (kRows == 2) Tiles::template zero<2>();
-    if constexpr (kRows == 2 && kColumns == 2) Tiles::template zero<3>();
-  }
-  for (int64_t s = 0; s < steps; ++s) {
-    Tiles::template load<6>(B.at(column, s), B.stride);
-    Tiles::template load<4>(A.at(row, s), A.stride);
-    Tiles::template multiply<0, 4, 6>();
-    if constexpr (kColumns == 2) {
-      Tiles::template load<7>(B.at(column + 1, s), B.stride);
-      Tiles::template multiply<1, 4, 7>();
-    }
-    if constexpr (kRows == 2) {
-      Tiles::template load<5>(A.at(row + 1, s), A.stride);
-      Tiles::template multiply<2, 5, 6>();
-      if constexpr (kColumns == 2) Tiles::template multiply<3, 5, 7>();
-    }
-  }
-  Tiles::template store<0>(C, stride);
-  if constexpr (kColumns == 2) Tiles::template store<1>(C + kTileRows, stride);
-  if constexpr (kRows == 2) Tiles::template store<2>(below, stride);
-  if constexpr (kRows == 2 && kColumns == 2) Tiles::template store<3>(below + kTileRows, stride);
-}
-
-/// C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed index.
-template <class Tiles, bool kAdd>
-HWY_INLINE void multiply(int64_t rows, int64_t columns, int64_t steps, const Operand& A,
-                         const Operand& B, float* HWY_RESTRICT C, int64_t ldc) {
-  for (int64_t n = 0; n < columns; n += 2) {
-    for (int64_t m = 0; m < rows; m += 2) {
-      float* const at = C + m * kTileRows * ldc + n * kTileRows;
-      if (m + 1 < rows && n + 1 < columns) {
-        multiply_block<Tiles, kAdd, 2, 2>(steps, A, m, B, n, at, ldc);
-      } else if (m + 1 < rows) {
-        multiply_block<Tiles, kAdd, 2, 1>(steps, A, m, B, n, at, ldc);
-      } else if (n + 1 < columns) {
-        multiply_block<Tiles, kAdd, 1, 2>(steps, A, m, B, n, at, ldc);
-      } else {
-        multiply_block<Tiles, kAdd, 1, 1>(steps, A, m, B, n, at, ldc);
+/// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
+/// wants them, each after the loads for the first product that reuses it: a sum takes its time to
+/// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
+template <class Tiles>
+class Products {
+ public:
+  /// C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed index.
+  template <bool kAdd>
+  HWY_INLINE void multiply(int64_t rows, int64_t columns, int64_t steps, const Operand& A,
+                           const Operand& B, float* C, int64_t ldc) {
+    for (int64_t n = 0; n < columns; n += 2) {
+      for (int64_t m = 0; m < rows; m += 2) {
+        float* const at = C + m * kTileRows * ldc + n * kTileRows;
+        if (m + 1 < rows && n + 1 < columns) {
+          block<kAdd, 2, 2>(steps, A, m, B, n, at, ldc);
+        } else if (m + 1 < rows) {
+          block<kAdd, 2, 1>(steps, A, m, B, n, at, ldc);
+        } else if (n + 1 < columns) {
+          block<kAdd, 1, 2>(steps, A, m, B, n, at, ldc);
+        } else {
+          block<kAdd, 1, 1>(steps, A, m, B, n, at, ldc);
+        }
       }
     }
   }
-}
+
+  HWY_INLINE void flush() {
+    if (C_ == nullptr) return;
+    store<0>();
+    store<1>();
+    store<2>();
+    store<3>();
+    C_ = nullptr;
+  }
+
+ private:
+  /// Register kTile of C holds the tile of row kTile / 2 and column kTile % 2 of the block.
+  template <int kTile>
+  static HWY_INLINE float* tile(float* C, int64_t ldc) {
+    return C + kTile / 2 * kTileRows * ldc + kTile % 2 * kTileRows;
+  }
+  template <int kTile>
+  HWY_INLINE void store() const {
+    Tiles::template store<kTile>(tile<kTile>(C_, ldc_), ldc_ * 4);
+  }
+  template <bool kAdd, int kTile>
+  HWY_INLINE void begin(bool first, float* C, int64_t ldc) const {
+    if (!first) return;
+    if (C_ != nullptr) store<kTile>();
+    if constexpr (kAdd) {
+      Tiles::template load<kTile>(tile<kTile>(C, ldc), ldc * 4);
+    } else {
+      Tiles::template zero<kTile>();
+    }
+  }
+
+  /// kRows x kColumns tiles of C.
+  template <bool kAdd, int kRows, int kColumns>
+  HWY_INLINE void block(int64_t steps, const Operand& A, int64_t row, const Operand& B,
+                        int64_t column, float* C, int64_t ldc) {
+    constexpr bool kWhole = kRows == 2 && kColumns == 2;
+    if (!kWhole) flush();
+    const auto step = [&](int64_t s, bool first) HWY_ATTR {
+      Tiles::template load<6>(B.at(column, s), B.stride);
+      Tiles::template load<4>(A.at(row, s), A.stride);
+      begin<kAdd, 0>(first, C, ldc);
+      Tiles::template multiply<0, 4, 6>();
+      if constexpr (kColumns == 2) {
+        Tiles::template load<7>(B.at(column + 1, s), B.stride);
+        begin<kAdd, 1>(first, C, ldc);
+        Tiles::template multiply<1, 4, 7>();
+      }
+      if constexpr (kRows == 2) {
+        Tiles::template load<5>(A.at(row + 1, s), A.stride);
+        begin<kAdd, 2>(first, C, ldc);
+        Tiles::template multiply<2, 5, 6>();
+      }
+      if constexpr (kWhole) {
+        begin<kAdd, 3>(first, C, ldc);
+        Tiles::template multiply<3, 5, 7>();
+      }
+    };
+    step(0, true);
+    for (int64_t s = 1; s < steps; ++s) step(s, false);
+    C_ = C;
+    ldc_ = ldc;
+    if (kWhole) return;
+    store<0>();
+    if constexpr (kColumns == 2) store<1>();
+    if constexpr (kRows == 2) store<2>();
+    C_ = nullptr;
+  }
+
+  float* C_ = nullptr;  // of the block whose sums are in the registers
+  int64_t ldc_ = 0;
+};
 
 /// What the tiles make a difference of, among values that were packed.
 class Census {
@@ -166,17 +206,24 @@ struct Rows {
 
   /// Columns [c, c + 32) of row i.
   HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
-    const int64_t n = i < count ? std::clamp<int64_t>(columns - c, 0, 32) : 0;
-    if (n == 0) return _mm512_setzero_si512();
-    const auto mask = static_cast<__mmask32>((uint64_t{1} << n) - 1);
-    return _mm512_maskz_loadu_epi16(mask, at(i) + c);
+    if (i >= count) return _mm512_setzero_si512();
+    if (c + 32 <= columns) return _mm512_loadu_si512(at(i) + c);
+    return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
   }
   /// Columns [c, c + 16) of row i, in the lower halves of 32 bits.
   HWY_INLINE __m512i load_16(int64_t i, int64_t c) const {
-    const int64_t n = i < count ? std::clamp<int64_t>(columns - c, 0, 16) : 0;
-    if (n == 0) return _mm512_setzero_si512();
-    const auto mask = static_cast<__mmask16>((uint32_t{1} << n) - 1);
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at(i) + c));
+    if (i >= count) return _mm512_setzero_si512();
+    const uint16_t* const from = at(i) + c;
+    if (c + 16 <= columns) {
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    }
+    return _mm512_cvtepu16_epi32(
+        _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(columns - c)), from));
+  }
+
+ private:
+  static HWY_INLINE __mmask32 first(int64_t n) {
+    return n <= 0 ? 0 : static_cast<__mmask32>((uint64_t{1} << n) - 1);
   }
 };
 template <class RowAt>

@@ -208,6 +208,7 @@ template <class Tiles>
 void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
                    const float* D, float* dq, float* scratch) {
   const typename Tiles::Session session;
+  Products<Tiles> products;
   const Problem& p = task.problem;
   Arena arena(scratch);
   const TileBackwardScratch s(p, arena);
@@ -255,10 +256,12 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
         if (begin < end) {
-          multiply<Tiles, true>(key_blocks, v_blocks, end - begin, in_group(s.P_keys, begin),
-                                in_group(s.dO_rows, begin), s.dV + key * s.ldv, s.ldv);
-          multiply<Tiles, true>(key_blocks, k_blocks, end - begin, in_group(s.dS_keys, begin),
-                                in_group(s.Q_rows, begin), s.dK + key * s.ldk, s.ldk);
+          products.template multiply<true>(key_blocks, v_blocks, end - begin,
+                                           in_group(s.P_keys, begin), in_group(s.dO_rows, begin),
+                                           s.dV + key * s.ldv, s.ldv);
+          products.template multiply<true>(key_blocks, k_blocks, end - begin,
+                                           in_group(s.dS_keys, begin), in_group(s.Q_rows, begin),
+                                           s.dK + key * s.ldk, s.ldk);
         }
         begin = end + 1;
       };
@@ -272,14 +275,15 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         t.tiles.next();
         tile.partial |= t.panel.count < kTilePanelRows;
         float* const dqt = dq + (row / kTilePanelRows + i) * s.ldk * kTilePanelRows;
-        multiply<Tiles, false>(
+        products.template multiply<false>(
             key_blocks, 2, k_steps, Operand::packed(K, k_steps),
             Operand::packed(s.Q + i * kTilePanelRows * k_steps * kTileDepth, k_steps), s.P,
             kTilePanelRows);
-        multiply<Tiles, false>(
+        products.template multiply<false>(
             key_blocks, 2, v_steps, Operand::packed(V, v_steps),
             Operand::packed(s.dO + i * kTilePanelRows * v_steps * kTileDepth, v_steps), s.dS,
             kTilePanelRows);
+        products.flush();
         if (plain && !tile.partial && n == padded) {
           full_gradients(t, n, i, query_factor(p), s);
         } else {
@@ -293,12 +297,13 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           std::fill(s.dS + n * kTilePanelRows, s.dS + padded * kTilePanelRows, 0.0f);
           round_gradients(padded, i, s);
         }
-        multiply<Tiles, true>(
+        products.template multiply<true>(
             k_blocks, 2, key_steps, Operand::packed(Kt, key_steps),
             {s.dS_rows, kTilePanelRows * 4, kTileDepth, kTileRows * kTilePanelRows * 2}, dqt,
             kTilePanelRows);
       }
       add_group(count);
+      products.flush();
     }
   }
 

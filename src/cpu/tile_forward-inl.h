@@ -18,15 +18,20 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kTilePanelRows = 2 * kTileRows;
 
-/// The row block in fast memory. `Words` of 16 bits.
+/// Key tiles that are packed for all panels of a block. A panel walks over them while its O stays
+/// in the L1 cache.
+constexpr int64_t kChunk = 8;
+
+/// The row block and a chunk of the keys in fast memory.
 struct TileForwardScratch {
   uint16_t* Q[kPanels];            // columns of B, summed over d
   float* Ot[kPanels];              // [dv in tiles][width]
   float *m[kPanels], *l[kPanels];  // [width]; m in units of the product
-  uint16_t *K, *Vt;                // rows of A, summed over d; rows of A, summed over keys
-  float* S;                        // [kBc][width]
-  uint16_t* P;                     // [kBc / 2][width][2]: B, summed over keys
-  float *V, *rows;                 // [kBc][round_up(dv)], [kTileRows][dv in tiles]
+  uint16_t* K[kChunk];             // rows of A, summed over d
+  uint16_t* Vt[kChunk];            // rows of A, summed over keys
+  float* S[2];                     // [kBc][width], of a tile and the next
+  uint16_t* P[2];                  // [kBc / 2][width][2]: B, summed over keys
+  float *V, *rows;                 // [kBc][dv in tiles], [kTileRows][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
@@ -36,10 +41,12 @@ struct TileForwardScratch {
       m[i] = arena.take(kTilePanelRows);
       l[i] = arena.take(kTilePanelRows);
     }
-    K = arena.take_halves(kBc * d);
-    Vt = arena.take_halves(kBc * dv);
-    S = arena.take(kBc * kTilePanelRows);
-    P = arena.take_halves(kBc * kTilePanelRows);
+    for (int64_t i = 0; i < kChunk; ++i) {
+      K[i] = arena.take_halves(kBc * d);
+      Vt[i] = arena.take_halves(kBc * dv);
+    }
+    for (float*& scores : S) scores = arena.take(kBc * kTilePanelRows);
+    for (uint16_t*& rounded : P) rounded = arena.take_halves(kBc * kTilePanelRows);
     V = arena.take(kBc * dv);
     rows = arena.take(kTileRows * dv);
   }
@@ -210,82 +217,157 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
   }
 }
 
+/// One call.
+template <class Tiles>
+class TileForward {
+ public:
+  TileForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
+              float* scratch)
+      : task_(task), p_(task.problem), args_(args), arena_(scratch), s_(p_, arena_) {
+    for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
+      Panel& panel = panels_[count_];
+      make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
+      tiles_[count_] = panel.tiles({0, task.s.sk});
+      Census unused;
+      pack_columns(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
+                   s_.Q[count_], &unused);
+      std::fill_n(s_.Ot[count_], blocks_of(p_.dv) * kTileRows * panel.width(), 0.0f);
+      std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
+      std::fill_n(s_.l[count_], panel.width(), 0.0f);
+    }
+  }
+
+  void run() {
+    constexpr int64_t kKeys = kChunk * kBc;
+    for (int64_t j = next(); j != KeyTiles::kEnd; j = next()) {
+      chunk_ = j / kKeys * kKeys;
+      std::fill_n(packed_, kChunk, false);
+      for (int64_t i = 0; i < count_; ++i) walk(i, chunk_ + kKeys);
+    }
+  }
+
+  void finish(int64_t row_begin) const {
+    for (int64_t i = 0; i < count_; ++i) {
+      finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], softmax_factor(p_),
+                       s_.Ot[i], s_.m[i], s_.l[i], s_.rows);
+    }
+  }
+
+ private:
+  /// The first tile that a panel has yet to visit.
+  int64_t next() const {
+    int64_t j = KeyTiles::kEnd;
+    for (int64_t i = 0; i < count_; ++i) j = std::min(j, tiles_[i].tile().j);
+    return j;
+  }
+
+  /// Panel i over its tiles up to key `end`. The tiles of S of the next key tile and of P V of the
+  /// one before are asked for ahead of the softmax of each, which needs neither.
+  void walk(int64_t i, int64_t end) {
+    KeyTile before{}, tile = tiles_[i].tile();
+    if (tile.j >= end) return;
+    bool waits = false;  // for its product with V
+    score(i, tile, s_.S[0]);
+    products_.flush();
+    int64_t at = 0;
+    for (; tile.j < end; ++at) {
+      tiles_[i].next();
+      const KeyTile after = tiles_[i].tile();
+      if (after.j < end) score(i, after, s_.S[(at + 1) % 2]);
+      if (waits) accumulate(i, before, s_.P[(at + 1) % 2]);
+      products_.flush();
+      waits = softmax(i, tile, s_.S[at % 2], s_.P[at % 2]);
+      if (!waits) accumulate_by_vectors(i, tile, s_.S[at % 2]);
+      before = tile;
+      tile = after;
+    }
+    if (waits) accumulate(i, before, s_.P[(at + 1) % 2]);
+    products_.flush();
+  }
+
+  /// The place of a key tile in the chunk; packs it for the first panel that asks.
+  int64_t place(const KeyTile& tile) {
+    const int64_t at = (tile.j - chunk_) / kBc;
+    if (packed_[at]) return at;
+    packed_[at] = true;
+    Census unused;
+    values_[at] = Census();
+    pack_rows(key_rows(task_, args_.k, p_.k, p_.d, tile.j, tile.n), tile.n, s_.K[at], &unused);
+    pack_transposed(key_rows(task_, args_.v, p_.v, p_.dv, tile.j, tile.n), tile.n, s_.Vt[at],
+                    &values_[at]);
+    return at;
+  }
+
+  /// S^T = K Q^T.
+  void score(int64_t i, const KeyTile& tile, float* S) {
+    const int64_t steps = steps_of(p_.d), width = panels_[i].width();
+    products_.template multiply<false>(blocks_of(tile.n), panels_[i].vectors, steps,
+                                       Operand::packed(s_.K[place(tile)], steps),
+                                       Operand::packed(s_.Q[i], steps), S, width);
+  }
+
+  /// S -> P, m, l, O rescaled. False where vectors have to add P V: P then is in the place of S and
+  /// O not rescaled.
+  bool softmax(int64_t i, const KeyTile& tile, float* S, uint16_t* P) {
+    const Panel& panel = panels_[i];
+    const int64_t n = tile.n, padded = steps_of(n) * kTileDepth, width = panel.width();
+    const float factor = softmax_factor(p_);
+    if (factor != query_factor(p_)) scale_scores(n, width, query_factor(p_), S);
+    score_rule(p_, panel, tile, S, width, nullptr);
+    std::fill(S + n * width, S + padded * width, -std::numeric_limits<float>::infinity());
+    // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
+    const Census& values = values_[place(tile)];
+    const bool by_tiles = !values.denormal() && (values.finite() || !tile.partial);
+    if (by_tiles && p_.dropout_p == 0) {
+      tile_softmax<false>(panel, padded, factor, S, s_.m[i], s_.l[i], alpha_, P);
+    } else {
+      tile_softmax<true>(panel, padded, factor, S, s_.m[i], s_.l[i], alpha_, P);
+      if (p_.dropout_p > 0) {
+        const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
+        drop(task_.dropout(), keep_scale, panel, tile, width, S, nullptr);
+      }
+      if (by_tiles) pack_probabilities(padded, width, S, P);
+    }
+    if (by_tiles) rescale(panel, p_.dv, alpha_, s_.Ot[i]);
+    return by_tiles;
+  }
+
+  /// O^T += V^T P^T.
+  void accumulate(int64_t i, const KeyTile& tile, const uint16_t* P) {
+    const int64_t steps = steps_of(tile.n), width = panels_[i].width();
+    products_.template multiply<true>(
+        blocks_of(p_.dv), panels_[i].vectors, steps, Operand::packed(s_.Vt[place(tile)], steps),
+        {P, width * 4, kTileDepth, kTileRows * width * 2}, s_.Ot[i], width);
+  }
+
+  void accumulate_by_vectors(int64_t i, const KeyTile& tile, const float* P) {
+    const int64_t ld = blocks_of(p_.dv) * kTileRows;
+    load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
+    accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, P, panels_[i].width(), alpha_, s_.Ot[i]);
+  }
+
+  const Task& task_;
+  const Problem& p_;
+  const ForwardArgs& args_;
+  Arena arena_;
+  const TileForwardScratch s_;
+  const typename Tiles::Session session_;
+  Products<Tiles> products_;
+  Panel panels_[kPanels];
+  KeyTiles tiles_[kPanels];  // that each panel has yet to visit
+  int64_t count_ = 0;
+  int64_t chunk_ = 0;      // its first key
+  bool packed_[kChunk];    // its tiles
+  Census values_[kChunk];  // of V
+  HWY_ALIGN float alpha_[kTilePanelRows];
+};
+
 template <class Tiles>
 void tile_forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
                   float* scratch) {
-  const typename Tiles::Session session;
-  const Problem& p = task.problem;
-  Arena arena(scratch);
-  const TileForwardScratch s(p, arena);
-  const int64_t steps = steps_of(p.d), dv_blocks = blocks_of(p.dv), dv = dv_blocks * kTileRows;
-  const float factor = query_factor(p), left = softmax_factor(p);
-  const DropoutMask dropout = task.dropout();
-  HWY_ALIGN float alpha[kTilePanelRows];
-
-  Panel panels[kPanels];
-  KeyTiles tiles[kPanels];  // that each panel has yet to visit
-  int64_t count = 0;
-  for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count) {
-    Panel& panel = panels[count];
-    make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
-    tiles[count] = panel.tiles({0, task.s.sk});
-    Census unused;
-    pack_columns(query_rows(task, args.q, p.q, p.d, row, panel.count), panel.width(), s.Q[count],
-                 &unused);
-    std::fill_n(s.Ot[count], dv * panel.width(), 0.0f);
-    std::fill_n(s.m[count], panel.width(), -std::numeric_limits<float>::infinity());
-    std::fill_n(s.l[count], panel.width(), 0.0f);
-  }
-
-  // The panels walk side by side: a tile is packed once for all that visit it.
-  const auto next_tile = [&] {
-    return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
-      return x.tile().j < y.tile().j;
-    });
-  };
-  for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
-    const int64_t j = next.tile().j, n = next.tile().n, key_steps = steps_of(n);
-    const int64_t padded = key_steps * kTileDepth;
-    Census unused, values;
-    pack_rows(key_rows(task, args.k, p.k, p.d, j, n), padded, s.K, &unused);
-    pack_transposed(key_rows(task, args.v, p.v, p.dv, j, n), padded, s.Vt, &values);
-    for (int64_t i = 0; i < count; ++i) {
-      const Panel& panel = panels[i];
-      const KeyTile tile = tiles[i].tile();
-      if (tile.j != j) continue;
-      tiles[i].next();
-      const int64_t width = panel.width();
-      multiply<Tiles, false>(blocks_of(padded), panel.vectors, steps, Operand::packed(s.K, steps),
-                             Operand::packed(s.Q[i], steps), s.S, width);
-      if (left != factor) scale_scores(n, width, factor, s.S);
-      score_rule(p, panel, tile, s.S, width, nullptr);
-      std::fill(s.S + n * width, s.S + padded * width, -std::numeric_limits<float>::infinity());
-      // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
-      const bool by_vectors = values.denormal() || (tile.partial && !values.finite());
-      if (by_vectors || p.dropout_p > 0) {
-        tile_softmax<true>(panel, padded, left, s.S, s.m[i], s.l[i], alpha, s.P);
-      } else {
-        tile_softmax<false>(panel, padded, left, s.S, s.m[i], s.l[i], alpha, s.P);
-      }
-      if (p.dropout_p > 0) {
-        const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
-        drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
-        if (!by_vectors) pack_probabilities(padded, width, s.S, s.P);
-      }
-      if (by_vectors) {
-        load_keys(task, args.v, p.v, p.dv, j, n, s.V, dv);
-        accumulate_visible(panel, tile, p.dv, s.V, dv, s.S, width, alpha, s.Ot[i]);
-        continue;
-      }
-      rescale(panel, p.dv, alpha, s.Ot[i]);
-      multiply<Tiles, true>(dv_blocks, panel.vectors, key_steps, Operand::packed(s.Vt, key_steps),
-                            {s.P, width * 4, kTileDepth, kTileRows * width * 2}, s.Ot[i], width);
-    }
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    finish_tile_rows(task, args, row_begin + i * kTilePanelRows, panels[i], left, s.Ot[i], s.m[i],
-                     s.l[i], s.rows);
-  }
+  TileForward<Tiles> block(task, args, row_begin, row_end, scratch);
+  block.run();
+  block.finish(row_begin);
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
