@@ -52,7 +52,7 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
-  const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
+  const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
   plan.block_rows = most_rows;
   // Fewer panels a block where blocks would be too few to share out.
   const int64_t heads = p.batch * p.hk, rows = p.group() * p.sq;

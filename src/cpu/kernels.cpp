@@ -43,6 +43,7 @@ const Kernels& table() {
   static const Kernels kTable = {
       .target = hwy::TargetName(HWY_TARGET),
       .panel_rows = kPanelRows,
+      .panels = kPanels,
       .forward_scratch = forward_scratch,
       .forward = forward,
       .decode_scratch = decode_scratch,
@@ -64,6 +65,7 @@ const Kernels& tile_table() {
     Kernels tiles = table();
     tiles.target = "AMX";
     tiles.panel_rows = kTilePanelRows;
+    tiles.panels = kTilePanels;
     tiles.forward_scratch = tile_forward_scratch;
     tiles.forward = tile_forward<Amx>;
     tiles.backward_scratch = tile_backward_scratch;

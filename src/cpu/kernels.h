@@ -45,9 +45,10 @@ struct Task {
 struct Kernels {
   const char* target;  ///< the vectors of an instruction set, or the tiles beside them
   int64_t panel_rows;  ///< rows of a full panel
+  int64_t panels;      ///< of a block of rows, at most
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
-  /// O and LSE of rows [row_begin, row_end), at most kPanels panels.
+  /// O and LSE of rows [row_begin, row_end), at most `panels` panels.
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 

@@ -204,26 +204,36 @@ struct Rows {
   RowAt at;  // at(i): the address of row i
   int64_t count, columns;
 
-  /// Columns [c, c + 32) of row i.
+  /// Columns [c, c + 32) of row i. kWhole: all of them are there.
+  template <bool kWhole>
   HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
-    if (i >= count) return _mm512_setzero_si512();
-    if (c + 32 <= columns) return _mm512_loadu_si512(at(i) + c);
+    if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
+    if (i >= count || c >= columns) return _mm512_setzero_si512();
     return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
   }
   /// Columns [c, c + 16) of row i, in the lower halves of 32 bits.
+  template <bool kWhole>
   HWY_INLINE __m512i load_16(int64_t i, int64_t c) const {
-    if (i >= count) return _mm512_setzero_si512();
-    const uint16_t* const from = at(i) + c;
-    if (c + 16 <= columns) {
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    if constexpr (kWhole) {
+      const auto* const from = reinterpret_cast<const __m256i*>(at(i) + c);
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
     }
-    return _mm512_cvtepu16_epi32(
-        _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(columns - c)), from));
+    if (i >= count || c >= columns) return _mm512_setzero_si512();
+    const auto mask = static_cast<__mmask16>(first(columns - c));
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at(i) + c));
+  }
+
+  /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
+  /// constant.
+  template <class Body>
+  HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
+    if (i + n <= count && c + m <= columns) return body(std::true_type());
+    return body(std::false_type());
   }
 
  private:
   static HWY_INLINE __mmask32 first(int64_t n) {
-    return n <= 0 ? 0 : static_cast<__mmask32>((uint64_t{1} << n) - 1);
+    return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
   }
 };
 template <class RowAt>
@@ -260,43 +270,56 @@ HWY_INLINE void transpose_16(__m512i (&r)[16]) {
 template <class RowAt>
 HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                           Census* census) {
-  const int64_t steps = steps_of(from.columns);
-  for (int64_t i = 0; i < blocks_of(rows) * kTileRows; ++i) {
-    uint16_t* const tile = to + i / kTileRows * steps * kTileSize + i % kTileRows * kTileDepth;
-    for (int64_t s = 0; s < steps; ++s) {
-      const __m512i x = from.load_32(i, s * kTileDepth);
-      census->add(x);
-      _mm512_store_si512(tile + s * kTileSize, x);
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(rows); ++b) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int r = 0; r < kTileRows; ++r) {
+          const __m512i x = from.template load_32<decltype(whole)::value>(i + r, c);
+          all.add(x);
+          _mm512_store_si512(to + r * kTileDepth, x);
+        }
+      });
     }
   }
+  *census = all;
 }
 
 /// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)].
 template <class RowAt>
 HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                              Census* census) {
+  Census all = *census;
   for (int64_t b = 0; b < blocks_of(rows); ++b) {
     for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
       __m512i r[16];
-      FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
-        r[i] = from.load_32(b * kTileRows + i, s * kTileDepth);
-        census->add(r[i]);
-      }
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int at = 0; at < 16; ++at) {
+          r[at] = from.template load_32<decltype(whole)::value>(i + at, c);
+          all.add(r[at]);
+        }
+      });
       transpose_16(r);
-      FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+      FULGUR_UNROLL for (int at = 0; at < 16; ++at) _mm512_store_si512(to + at * kTileDepth, r[at]);
     }
   }
+  *census = all;
 }
 
 /// 16 columns of rows [i, i + 32), two rows in 32 bits.
 template <class RowAt>
 HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[16],
                            Census* census) {
-  FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
-    const __m512i even = from.load_16(i + 2 * pair, c), odd = from.load_16(i + 2 * pair + 1, c);
-    r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
-    census->add(r[pair]);
-  }
+  from.with_whole(i, kTileDepth, c, kTileRows, [&](auto whole) HWY_ATTR {
+    FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+      const __m512i even = from.template load_16<decltype(whole)::value>(i + 2 * pair, c);
+      const __m512i odd = from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c);
+      r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+      census->add(r[pair]);
+    }
+  });
 }
 
 /// Rows as B, summed over them: tiles [blocks_of(columns)][steps], of which this fills step `step`.
@@ -316,14 +339,16 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
 template <class RowAt>
 HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                                 Census* census) {
+  Census all = *census;
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
     for (int64_t s = 0; s < steps_of(rows); ++s, to += kTileSize) {
       __m512i r[16];
-      load_pairs(from, s * kTileDepth, b * kTileRows, r, census);
+      load_pairs(from, s * kTileDepth, b * kTileRows, r, &all);
       transpose_16(r);
       FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
     }
   }
+  *census = all;
 }
 
 /// Floats as bf16 in the upper halves, rounded to nearest, ties away from 0. A NaN whose lower half

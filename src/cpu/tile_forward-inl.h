@@ -17,6 +17,7 @@ HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kTilePanelRows = 2 * kTileRows;
+constexpr int64_t kTilePanels = 16;  // of a block
 
 /// Key tiles that are packed for all panels of a block. A panel walks over them while its O stays
 /// in the L1 cache.
@@ -24,18 +25,18 @@ constexpr int64_t kChunk = 8;
 
 /// The row block and a chunk of the keys in fast memory.
 struct TileForwardScratch {
-  uint16_t* Q[kPanels];            // columns of B, summed over d
-  float* Ot[kPanels];              // [dv in tiles][width]
-  float *m[kPanels], *l[kPanels];  // [width]; m in units of the product
-  uint16_t* K[kChunk];             // rows of A, summed over d
-  uint16_t* Vt[kChunk];            // rows of A, summed over keys
-  float* S[2];                     // [kBc][width], of a tile and the next
-  uint16_t* P[2];                  // [kBc / 2][width][2]: B, summed over keys
-  float *V, *rows;                 // [kBc][dv in tiles], [kTileRows][dv in tiles]
+  uint16_t* Q[kTilePanels];                // columns of B, summed over d
+  float* Ot[kTilePanels];                  // [dv in tiles][width]
+  float *m[kTilePanels], *l[kTilePanels];  // [width]; m in units of the product
+  uint16_t* K[kChunk];                     // rows of A, summed over d
+  uint16_t* Vt[kChunk];                    // rows of A, summed over keys
+  float* S;                                // [kBc][width]
+  uint16_t* P;                             // [kBc / 2][width][2]: B, summed over keys
+  float *V, *rows;                         // [kBc][dv in tiles], [kTileRows][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
-    for (int64_t i = 0; i < kPanels; ++i) {
+    for (int64_t i = 0; i < kTilePanels; ++i) {
       Q[i] = arena.take_halves(kTilePanelRows * d);
       Ot[i] = arena.take(dv * kTilePanelRows);
       m[i] = arena.take(kTilePanelRows);
@@ -45,8 +46,8 @@ struct TileForwardScratch {
       K[i] = arena.take_halves(kBc * d);
       Vt[i] = arena.take_halves(kBc * dv);
     }
-    for (float*& scores : S) scores = arena.take(kBc * kTilePanelRows);
-    for (uint16_t*& rounded : P) rounded = arena.take_halves(kBc * kTilePanelRows);
+    S = arena.take(kBc * kTilePanelRows);
+    P = arena.take_halves(kBc * kTilePanelRows);
     V = arena.take(kBc * dv);
     rows = arena.take(kTileRows * dv);
   }
@@ -66,13 +67,22 @@ inline auto key_rows(const Task& task, const ConstTensor& t, const Layout& layou
   return Rows{[=, row = layout.row](int64_t i) { return first + i * row; }, n, dim};
 }
 
+/// Where the rows of a panel lie in q or dout.
+struct PanelRows {
+  const uint16_t* at[kTilePanelRows];
+
+  PanelRows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t row, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      at[i] = static_cast<const uint16_t*>(address(t, row_offset(task, layout, row + i)));
+    }
+  }
+};
+
 /// Rows [row, row + n) of q or dout of a task.
 inline auto query_rows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                        int64_t row, int64_t n) {
-  return Rows{[&, row](int64_t i) {
-                return static_cast<const uint16_t*>(address(t, row_offset(task, layout, row + i)));
-              },
-              n, dim};
+  return Rows{[rows = PanelRows(task, t, layout, row, n)](int64_t i) { return rows.at[i]; }, n,
+              dim};
 }
 
 /// S = factor S: what the score rules expect, where Q could not be scaled without rounding.
@@ -261,27 +271,17 @@ class TileForward {
     return j;
   }
 
-  /// Panel i over its tiles up to key `end`. The tiles of S of the next key tile and of P V of the
-  /// one before are asked for ahead of the softmax of each, which needs neither.
+  /// Panel i over its tiles up to key `end`.
   void walk(int64_t i, int64_t end) {
-    KeyTile before{}, tile = tiles_[i].tile();
-    if (tile.j >= end) return;
-    bool waits = false;  // for its product with V
-    score(i, tile, s_.S[0]);
-    products_.flush();
-    int64_t at = 0;
-    for (; tile.j < end; ++at) {
+    for (KeyTile tile = tiles_[i].tile(); tile.j < end; tile = tiles_[i].tile()) {
       tiles_[i].next();
-      const KeyTile after = tiles_[i].tile();
-      if (after.j < end) score(i, after, s_.S[(at + 1) % 2]);
-      if (waits) accumulate(i, before, s_.P[(at + 1) % 2]);
-      products_.flush();
-      waits = softmax(i, tile, s_.S[at % 2], s_.P[at % 2]);
-      if (!waits) accumulate_by_vectors(i, tile, s_.S[at % 2]);
-      before = tile;
-      tile = after;
+      score(i, tile);
+      if (softmax(i, tile)) {
+        accumulate(i, tile);
+      } else {
+        accumulate_by_vectors(i, tile);
+      }
     }
-    if (waits) accumulate(i, before, s_.P[(at + 1) % 2]);
     products_.flush();
   }
 
@@ -299,16 +299,19 @@ class TileForward {
   }
 
   /// S^T = K Q^T.
-  void score(int64_t i, const KeyTile& tile, float* S) {
+  void score(int64_t i, const KeyTile& tile) {
     const int64_t steps = steps_of(p_.d), width = panels_[i].width();
     products_.template multiply<false>(blocks_of(tile.n), panels_[i].vectors, steps,
                                        Operand::packed(s_.K[place(tile)], steps),
-                                       Operand::packed(s_.Q[i], steps), S, width);
+                                       Operand::packed(s_.Q[i], steps), s_.S, width);
+    products_.flush();
   }
 
   /// S -> P, m, l, O rescaled. False where vectors have to add P V: P then is in the place of S and
   /// O not rescaled.
-  bool softmax(int64_t i, const KeyTile& tile, float* S, uint16_t* P) {
+  bool softmax(int64_t i, const KeyTile& tile) {
+    float* const S = s_.S;
+    uint16_t* const P = s_.P;
     const Panel& panel = panels_[i];
     const int64_t n = tile.n, padded = steps_of(n) * kTileDepth, width = panel.width();
     const float factor = softmax_factor(p_);
@@ -333,17 +336,18 @@ class TileForward {
   }
 
   /// O^T += V^T P^T.
-  void accumulate(int64_t i, const KeyTile& tile, const uint16_t* P) {
+  void accumulate(int64_t i, const KeyTile& tile) {
     const int64_t steps = steps_of(tile.n), width = panels_[i].width();
     products_.template multiply<true>(
         blocks_of(p_.dv), panels_[i].vectors, steps, Operand::packed(s_.Vt[place(tile)], steps),
-        {P, width * 4, kTileDepth, kTileRows * width * 2}, s_.Ot[i], width);
+        {s_.P, width * 4, kTileDepth, kTileRows * width * 2}, s_.Ot[i], width);
   }
 
-  void accumulate_by_vectors(int64_t i, const KeyTile& tile, const float* P) {
+  void accumulate_by_vectors(int64_t i, const KeyTile& tile) {
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
     load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
-    accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, P, panels_[i].width(), alpha_, s_.Ot[i]);
+    accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, s_.S, panels_[i].width(), alpha_,
+                       s_.Ot[i]);
   }
 
   const Task& task_;
@@ -353,8 +357,8 @@ class TileForward {
   const TileForwardScratch s_;
   const typename Tiles::Session session_;
   Products<Tiles> products_;
-  Panel panels_[kPanels];
-  KeyTiles tiles_[kPanels];  // that each panel has yet to visit
+  Panel panels_[kTilePanels];
+  KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
   int64_t count_ = 0;
   int64_t chunk_ = 0;      // its first key
   bool packed_[kChunk];    // its tiles
