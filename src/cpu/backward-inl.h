@@ -48,7 +48,7 @@ inline int64_t dq_floats(const Problem& p, int64_t rows) {
 }
 
 /// D = rowsum(dO o O) of rows [row_begin, row_end) (Alg. 2, line 4).
-void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
+inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
                 float* D) {
   const F32 f;
   const Problem& p = task.problem;
@@ -115,7 +115,7 @@ HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
 /// only pairs that see each other touch.
-HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
+HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
                                                const BackwardScratch& s, int64_t first_key,
                                                float* HWY_RESTRICT dq) {
   const auto [j, n, partial] = tile;
@@ -131,7 +131,7 @@ HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, const KeyTile
   }
 }
 
-void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
+inline void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
               const float* D, float* dq, float* scratch) {
   const Problem& p = task.problem;
   Arena arena(scratch);
@@ -207,7 +207,7 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   }
 }
 
-void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
+inline void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
                  float* const* dq, int64_t parts) {
   const F32 f;
   const Problem& p = task.problem;
