@@ -271,17 +271,21 @@ class TileForward {
     return j;
   }
 
-  /// Panel i over its tiles up to key `end`.
+  /// Panel i over its tiles up to key `end`. P of a tile waits for its product with V until S of
+  /// the next is under way: what has just been stored is slow to load.
   void walk(int64_t i, int64_t end) {
+    KeyTile before{};
+    bool waits = false;
     for (KeyTile tile = tiles_[i].tile(); tile.j < end; tile = tiles_[i].tile()) {
       tiles_[i].next();
       score(i, tile);
-      if (softmax(i, tile)) {
-        accumulate(i, tile);
-      } else {
-        accumulate_by_vectors(i, tile);
-      }
+      if (waits) accumulate(i, before);
+      products_.flush();
+      waits = softmax(i, tile);
+      if (!waits) accumulate_by_vectors(i, tile);
+      before = tile;
     }
+    if (waits) accumulate(i, before);
     products_.flush();
   }
 
@@ -304,7 +308,6 @@ class TileForward {
     products_.template multiply<false>(blocks_of(tile.n), panels_[i].vectors, steps,
                                        Operand::packed(s_.K[place(tile)], steps),
                                        Operand::packed(s_.Q[i], steps), s_.S, width);
-    products_.flush();
   }
 
   /// S -> P, m, l, O rescaled. False where vectors have to add P V: P then is in the place of S and
