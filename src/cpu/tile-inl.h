@@ -83,30 +83,54 @@ struct Operand {
   const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
 };
 
+/// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
+/// index.
+struct Product {
+  int64_t rows, columns, steps;
+  Operand A, B;
+  float* C;
+  int64_t ldc;
+};
+
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
 /// wants them, each after the loads for the first product that reuses it: a sum takes its time to
 /// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
 template <class Tiles>
 class Products {
  public:
-  /// C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed index.
   template <bool kAdd>
-  HWY_INLINE void multiply(int64_t rows, int64_t columns, int64_t steps, const Operand& A,
-                           const Operand& B, float* C, int64_t ldc) {
-    for (int64_t n = 0; n < columns; n += 2) {
-      for (int64_t m = 0; m < rows; m += 2) {
-        float* const at = C + m * kTileRows * ldc + n * kTileRows;
-        if (m + 1 < rows && n + 1 < columns) {
-          block<kAdd, 2, 2>(steps, A, m, B, n, at, ldc);
-        } else if (m + 1 < rows) {
-          block<kAdd, 2, 1>(steps, A, m, B, n, at, ldc);
-        } else if (n + 1 < columns) {
-          block<kAdd, 1, 2>(steps, A, m, B, n, at, ldc);
-        } else {
-          block<kAdd, 1, 1>(steps, A, m, B, n, at, ldc);
-        }
-      }
+  HWY_INLINE void multiply(const Product& product) {
+    begin(product);
+    while (!done()) step<kAdd>();
+  }
+
+  /// The same in steps, between which other work may be done: four products each, where tiles are
+  /// left for so many.
+  HWY_INLINE void begin(const Product& product) {
+    p_ = product;
+    m_ = n_ = s_ = 0;
+  }
+  HWY_INLINE bool done() const { return n_ >= p_.columns; }
+  template <bool kAdd>
+  HWY_INLINE void step() {
+    float* const C = p_.C + m_ * kTileRows * p_.ldc + n_ * kTileRows;
+    const bool two_rows = m_ + 1 < p_.rows, two_columns = n_ + 1 < p_.columns;
+    if (two_rows && two_columns) {
+      block_step<kAdd, 2, 2>(s_, C);
+      if (s_ == 0) C_ = C, ldc_ = p_.ldc;
+      if (++s_ < p_.steps) return;
+      s_ = 0;
+    } else if (two_rows) {
+      block<kAdd, 2, 1>(C);
+    } else if (two_columns) {
+      block<kAdd, 1, 2>(C);
+    } else {
+      block<kAdd, 1, 1>(C);
     }
+    m_ += 2;
+    if (m_ < p_.rows) return;
+    m_ = 0;
+    n_ += 2;
   }
 
   HWY_INLINE void flush() {
@@ -129,54 +153,56 @@ class Products {
     Tiles::template store<kTile>(tile<kTile>(C_, ldc_), ldc_ * 4);
   }
   template <bool kAdd, int kTile>
-  HWY_INLINE void begin(bool first, float* C, int64_t ldc) const {
+  HWY_INLINE void begin(bool first, float* C) const {
     if (!first) return;
     if (C_ != nullptr) store<kTile>();
     if constexpr (kAdd) {
-      Tiles::template load<kTile>(tile<kTile>(C, ldc), ldc * 4);
+      Tiles::template load<kTile>(tile<kTile>(C, p_.ldc), p_.ldc * 4);
     } else {
       Tiles::template zero<kTile>();
     }
   }
 
-  /// kRows x kColumns tiles of C.
+  /// Step s of kRows x kColumns tiles of C.
   template <bool kAdd, int kRows, int kColumns>
-  HWY_INLINE void block(int64_t steps, const Operand& A, int64_t row, const Operand& B,
-                        int64_t column, float* C, int64_t ldc) {
-    constexpr bool kWhole = kRows == 2 && kColumns == 2;
-    if (!kWhole) flush();
-    const auto step = [&](int64_t s, bool first) HWY_ATTR {
-      Tiles::template load<6>(B.at(column, s), B.stride);
-      Tiles::template load<4>(A.at(row, s), A.stride);
-      begin<kAdd, 0>(first, C, ldc);
-      Tiles::template multiply<0, 4, 6>();
-      if constexpr (kColumns == 2) {
-        Tiles::template load<7>(B.at(column + 1, s), B.stride);
-        begin<kAdd, 1>(first, C, ldc);
-        Tiles::template multiply<1, 4, 7>();
-      }
-      if constexpr (kRows == 2) {
-        Tiles::template load<5>(A.at(row + 1, s), A.stride);
-        begin<kAdd, 2>(first, C, ldc);
-        Tiles::template multiply<2, 5, 6>();
-      }
-      if constexpr (kWhole) {
-        begin<kAdd, 3>(first, C, ldc);
-        Tiles::template multiply<3, 5, 7>();
-      }
-    };
-    step(0, true);
-    for (int64_t s = 1; s < steps; ++s) step(s, false);
+  HWY_INLINE void block_step(int64_t s, float* C) const {
+    const bool first = s == 0;
+    Tiles::template load<6>(p_.B.at(n_, s), p_.B.stride);
+    Tiles::template load<4>(p_.A.at(m_, s), p_.A.stride);
+    begin<kAdd, 0>(first, C);
+    Tiles::template multiply<0, 4, 6>();
+    if constexpr (kColumns == 2) {
+      Tiles::template load<7>(p_.B.at(n_ + 1, s), p_.B.stride);
+      begin<kAdd, 1>(first, C);
+      Tiles::template multiply<1, 4, 7>();
+    }
+    if constexpr (kRows == 2) {
+      Tiles::template load<5>(p_.A.at(m_ + 1, s), p_.A.stride);
+      begin<kAdd, 2>(first, C);
+      Tiles::template multiply<2, 5, 6>();
+    }
+    if constexpr (kRows == 2 && kColumns == 2) {
+      begin<kAdd, 3>(first, C);
+      Tiles::template multiply<3, 5, 7>();
+    }
+  }
+
+  /// All steps of a block at an edge of C, stored at once.
+  template <bool kAdd, int kRows, int kColumns>
+  HWY_INLINE void block(float* C) {
+    flush();
+    for (int64_t s = 0; s < p_.steps; ++s) block_step<kAdd, kRows, kColumns>(s, C);
     C_ = C;
-    ldc_ = ldc;
-    if (kWhole) return;
+    ldc_ = p_.ldc;
     store<0>();
     if constexpr (kColumns == 2) store<1>();
     if constexpr (kRows == 2) store<2>();
     C_ = nullptr;
   }
 
-  float* C_ = nullptr;  // of the block whose sums are in the registers
+  Product p_{};
+  int64_t m_ = 0, n_ = 0, s_ = 0;  // the next step: tiles of C, of the summed index
+  float* C_ = nullptr;             // of the block whose sums are in the registers
   int64_t ldc_ = 0;
 };
 

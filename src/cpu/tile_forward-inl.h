@@ -31,8 +31,8 @@ struct TileForwardScratch {
   uint16_t* K[kChunk];                     // rows of A, summed over d
   uint16_t* Vt[kChunk];                    // rows of A, summed over keys
   float* S;                                // [kBc][width]
-  uint16_t* P;                             // [kBc / 2][width][2]: B, summed over keys
-  float *V, *rows;                         // [kBc][dv in tiles], [kTileRows][dv in tiles]
+  uint16_t* P[2];   // [kBc / 2][width][2]: B, summed over keys; of a tile and the one before
+  float *V, *rows;  // [kBc][dv in tiles], [kTileRows][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
@@ -47,7 +47,7 @@ struct TileForwardScratch {
       Vt[i] = arena.take_halves(kBc * dv);
     }
     S = arena.take(kBc * kTilePanelRows);
-    P = arena.take_halves(kBc * kTilePanelRows);
+    for (uint16_t*& packed : P) packed = arena.take_halves(kBc * kTilePanelRows);
     V = arena.take(kBc * dv);
     rows = arena.take(kTileRows * dv);
   }
@@ -112,18 +112,17 @@ HWY_INLINE void pack_probabilities(int64_t n, int64_t width, const float* HWY_RE
   }
 }
 
-/// S -> P, in place or rounded and packed; m and l updated, alpha takes the factor that O must be
-/// rescaled by (Alg. 1, lines 8 to 10). The maximum of a row stays while it is outgrown by little:
-/// P then is up to 2^kSlack. n is even.
-template <int kVectors, bool kInPlace>
-HWY_INLINE void tile_softmax_of(int64_t n, float factor, float* HWY_RESTRICT S,
-                                float* HWY_RESTRICT m, float* HWY_RESTRICT l,
-                                float* HWY_RESTRICT alpha, uint16_t* HWY_RESTRICT P) {
+/// The maximum m of the scores factor S so far, in units of S; alpha takes the factor that l and O
+/// must be rescaled by (Alg. 1, lines 9 and 10). The maximum of a row stays while it is outgrown by
+/// little: P then is up to 2^kSlack. Whether that of any row moved. n is even.
+template <int kVectors>
+HWY_INLINE bool tile_maximum(int64_t n, float factor, const float* HWY_RESTRICT S,
+                             float* HWY_RESTRICT m, float* HWY_RESTRICT alpha) {
   constexpr float kSlack = 8;
   constexpr int64_t kWidth = kVectors * kLanes;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
-  V32 even[kVectors], odd[kVectors], shift[kVectors], sum[kVectors];
+  V32 even[kVectors], odd[kVectors];
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) even[v] = odd[v] = none;
   for (int64_t jj = 0; jj < n; jj += 2) {
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -131,30 +130,52 @@ HWY_INLINE void tile_softmax_of(int64_t n, float factor, float* HWY_RESTRICT S,
       odd[v] = hn::Max(odd[v], hn::Load(f, S + (jj + 1) * kWidth + v * kLanes));
     }
   }
+  bool moved = false;
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
     const V32 highest = hn::Max(even[v], odd[v]), old = hn::Load(f, m + v * kLanes);
     // -inf - -inf is NaN, which is not above.
     const auto above = hn::Gt(hn::Mul(hn::Sub(highest, old), c), hn::Set(f, kSlack));
-    const V32 m_new = hn::IfThenElse(above, highest, old);
-    shift[v] = hn::IfThenZeroElse(hn::Eq(m_new, none), m_new);
-    hn::Store(m_new, f, m + v * kLanes);
-    hn::Store(
-        hn::IfThenElse(above, exp2_short(hn::Mul(hn::Sub(old, shift[v]), c)), hn::Set(f, 1.0f)), f,
-        alpha + v * kLanes);
+    const V32 rescale = exp2_short(hn::Mul(hn::Sub(old, highest), c));
+    hn::Store(hn::IfThenElse(above, highest, old), f, m + v * kLanes);
+    hn::Store(hn::IfThenElse(above, rescale, hn::Set(f, 1.0f)), f, alpha + v * kLanes);
+    moved |= !hn::AllFalse(f, above);
+  }
+  return moved;
+}
+
+/// S -> P, in place or rounded and packed, and l (Alg. 1, line 9). work() is called some kTileWork
+/// times on the way.
+constexpr int64_t kTileWork = 8;
+template <int kVectors, bool kInPlace, class Work>
+HWY_INLINE void tile_probabilities(int64_t n, float factor, float* HWY_RESTRICT S,
+                                   const float* HWY_RESTRICT m, const float* HWY_RESTRICT alpha,
+                                   float* HWY_RESTRICT l, uint16_t* HWY_RESTRICT P,
+                                   const Work& work) {
+  constexpr int64_t kWidth = kVectors * kLanes, kKeys = kBc / kTileWork;
+  const F32 f;
+  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
+  V32 shift[kVectors], sum[kVectors];
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
+    const V32 at = hn::Load(f, m + v * kLanes);
+    shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
     sum[v] = hn::Zero(f);
   }
-  for (int64_t jj = 0; jj < n; jj += 2) {
-    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-      float* const at = S + jj * kWidth + v * kLanes;
-      const V32 p0 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at), shift[v]), c));
-      const V32 p1 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at + kWidth), shift[v]), c));
-      sum[v] = hn::Add(sum[v], hn::Add(p0, p1));
-      if constexpr (kInPlace) {
-        hn::Store(p0, f, at);
-        hn::Store(p1, f, at + kWidth);
-      } else {
-        _mm512_store_si512(P + jj * kWidth + 2 * v * kLanes,
-                           pair_halves(round_up_half(p0), round_up_half(p1)));
+  for (int64_t begin = 0; begin < n; begin += kKeys) {
+    work();
+    for (int64_t jj = begin; jj < begin + kKeys; jj += 2) {
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+        float* const at = S + jj * kWidth + v * kLanes;
+        const V32 p0 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at), shift[v]), c));
+        const V32 p1 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at + kWidth), shift[v]), c));
+        sum[v] = hn::Add(sum[v], hn::Add(p0, p1));
+        if constexpr (kInPlace) {
+          hn::Store(p0, f, at);
+          hn::Store(p1, f, at + kWidth);
+        } else {
+          _mm512_store_si512(P + jj * kWidth + 2 * v * kLanes,
+                             pair_halves(round_up_half(p0), round_up_half(p1)));
+        }
       }
     }
   }
@@ -162,14 +183,6 @@ HWY_INLINE void tile_softmax_of(int64_t n, float factor, float* HWY_RESTRICT S,
     float* const at = l + v * kLanes;
     hn::Store(hn::MulAdd(hn::Load(f, at), hn::Load(f, alpha + v * kLanes), sum[v]), f, at);
   }
-}
-
-template <bool kInPlace>
-HWY_INLINE void tile_softmax(const Panel& panel, int64_t n, float factor, float* HWY_RESTRICT S,
-                             float* HWY_RESTRICT m, float* HWY_RESTRICT l,
-                             float* HWY_RESTRICT alpha, uint16_t* HWY_RESTRICT P) {
-  if (panel.vectors == 1) return tile_softmax_of<1, kInPlace>(n, factor, S, m, l, alpha, P);
-  return tile_softmax_of<2, kInPlace>(n, factor, S, m, l, alpha, P);
 }
 
 /// O^T [dv][width] = O^T diag(alpha).
@@ -271,21 +284,44 @@ class TileForward {
     return j;
   }
 
-  /// Panel i over its tiles up to key `end`. P of a tile waits for its product with V until S of
-  /// the next is under way: what has just been stored is slow to load.
+  /// Panel i over its tiles up to key `end`. The products of P and V of a key tile are issued
+  /// between the exponentials of the next.
   void walk(int64_t i, int64_t end) {
+    const Panel& panel = panels_[i];
+    const float factor = softmax_factor(p_);
+    bool waits = false;  // the tile before, for its products of P and V
     KeyTile before{};
-    bool waits = false;
+    uint16_t *P = s_.P[0], *P_before = s_.P[1];
     for (KeyTile tile = tiles_[i].tile(); tile.j < end; tile = tiles_[i].tile()) {
       tiles_[i].next();
+      const int64_t padded = steps_of(tile.n) * kTileDepth;
       score(i, tile);
-      if (waits) accumulate(i, before);
-      products_.flush();
-      waits = softmax(i, tile);
-      if (!waits) accumulate_by_vectors(i, tile);
+      const bool moved = panel.vectors == 1
+                             ? tile_maximum<1>(padded, factor, s_.S, s_.m[i], alpha_)
+                             : tile_maximum<2>(padded, factor, s_.S, s_.m[i], alpha_);
+      const bool by_tiles = tiles_add(tile);
+      if (waits) products_.begin(of_values(i, before, P_before));
+      if (moved || !by_tiles) {
+        add_waiting();
+        if (by_tiles) rescale(panel, p_.dv, alpha_, s_.Ot[i]);
+      }
+      if (panel.vectors == 1) {
+        probabilities<1>(i, tile, by_tiles, P);
+      } else {
+        probabilities<2>(i, tile, by_tiles, P);
+      }
+      add_waiting();
+      if (!by_tiles) add_by_vectors(i, tile);
+      waits = by_tiles;
       before = tile;
+      std::swap(P, P_before);
     }
-    if (waits) accumulate(i, before);
+    if (waits) products_.template multiply<true>(of_values(i, before, P_before));
+    products_.flush();
+  }
+
+  void add_waiting() {
+    while (!products_.done()) products_.template step<true>();
     products_.flush();
   }
 
@@ -302,51 +338,59 @@ class TileForward {
     return at;
   }
 
-  /// S^T = K Q^T.
+  /// S = K Q^T, as the softmax wants it.
   void score(int64_t i, const KeyTile& tile) {
-    const int64_t steps = steps_of(p_.d), width = panels_[i].width();
-    products_.template multiply<false>(blocks_of(tile.n), panels_[i].vectors, steps,
-                                       Operand::packed(s_.K[place(tile)], steps),
-                                       Operand::packed(s_.Q[i], steps), s_.S, width);
+    const int64_t steps = steps_of(p_.d), width = panels_[i].width(), n = tile.n;
+    products_.template multiply<false>({blocks_of(n), panels_[i].vectors, steps,
+                                        Operand::packed(s_.K[place(tile)], steps),
+                                        Operand::packed(s_.Q[i], steps), s_.S, width});
+    products_.flush();
+    if (softmax_factor(p_) != query_factor(p_)) scale_scores(n, width, query_factor(p_), s_.S);
+    score_rule(p_, panels_[i], tile, s_.S, width, nullptr);
+    std::fill(s_.S + n * width, s_.S + steps_of(n) * kTileDepth * width,
+              -std::numeric_limits<float>::infinity());
   }
 
-  /// S -> P, m, l, O rescaled. False where vectors have to add P V: P then is in the place of S and
-  /// O not rescaled.
-  bool softmax(int64_t i, const KeyTile& tile) {
-    float* const S = s_.S;
-    uint16_t* const P = s_.P;
-    const Panel& panel = panels_[i];
-    const int64_t n = tile.n, padded = steps_of(n) * kTileDepth, width = panel.width();
-    const float factor = softmax_factor(p_);
-    if (factor != query_factor(p_)) scale_scores(n, width, query_factor(p_), S);
-    score_rule(p_, panel, tile, S, width, nullptr);
-    std::fill(S + n * width, S + padded * width, -std::numeric_limits<float>::infinity());
-    // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
+  /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and
+  /// tiles take denormal numbers for 0.
+  bool tiles_add(const KeyTile& tile) {
     const Census& values = values_[place(tile)];
-    const bool by_tiles = !values.denormal() && (values.finite() || !tile.partial);
+    return !values.denormal() && (values.finite() || !tile.partial);
+  }
+
+  /// S -> P, where the tiles are to add P V packed, else in place.
+  template <int kVectors>
+  void probabilities(int64_t i, const KeyTile& tile, bool by_tiles, uint16_t* P) {
+    const int64_t n = steps_of(tile.n) * kTileDepth, width = kVectors * kLanes;
+    const float factor = softmax_factor(p_);
+    const auto work = [&]() HWY_ATTR {
+      if (!products_.done()) products_.template step<true>();
+    };
     if (by_tiles && p_.dropout_p == 0) {
-      tile_softmax<false>(panel, padded, factor, S, s_.m[i], s_.l[i], alpha_, P);
-    } else {
-      tile_softmax<true>(panel, padded, factor, S, s_.m[i], s_.l[i], alpha_, P);
-      if (p_.dropout_p > 0) {
-        const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
-        drop(task_.dropout(), keep_scale, panel, tile, width, S, nullptr);
-      }
-      if (by_tiles) pack_probabilities(padded, width, S, P);
+      return tile_probabilities<kVectors, false>(n, factor, s_.S, s_.m[i], alpha_, s_.l[i], P,
+                                                 work);
     }
-    if (by_tiles) rescale(panel, p_.dv, alpha_, s_.Ot[i]);
-    return by_tiles;
+    tile_probabilities<kVectors, true>(n, factor, s_.S, s_.m[i], alpha_, s_.l[i], P, work);
+    if (p_.dropout_p > 0) {
+      const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
+      drop(task_.dropout(), keep_scale, panels_[i], tile, width, s_.S, nullptr);
+    }
+    if (by_tiles) pack_probabilities(n, width, s_.S, P);
   }
 
   /// O^T += V^T P^T.
-  void accumulate(int64_t i, const KeyTile& tile) {
+  Product of_values(int64_t i, const KeyTile& tile, const uint16_t* P) {
     const int64_t steps = steps_of(tile.n), width = panels_[i].width();
-    products_.template multiply<true>(
-        blocks_of(p_.dv), panels_[i].vectors, steps, Operand::packed(s_.Vt[place(tile)], steps),
-        {s_.P, width * 4, kTileDepth, kTileRows * width * 2}, s_.Ot[i], width);
+    return {blocks_of(p_.dv),
+            panels_[i].vectors,
+            steps,
+            Operand::packed(s_.Vt[place(tile)], steps),
+            {P, width * 4, kTileDepth, kTileRows * width * 2},
+            s_.Ot[i],
+            width};
   }
 
-  void accumulate_by_vectors(int64_t i, const KeyTile& tile) {
+  void add_by_vectors(int64_t i, const KeyTile& tile) {
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
     load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
     accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, s_.S, panels_[i].width(), alpha_,

@@ -122,8 +122,8 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   pack_columns(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products<Model> products;
-  products.multiply<false>(blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                           Operand::packed(b, steps), C.data(), blocks_of(n) * 16);
+  products.multiply<false>({blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
+                            Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
   return C;
 }
@@ -143,8 +143,8 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products<Model> products;
-  products.multiply<true>(blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                          Operand::packed(b, steps), C.data(), blocks_of(n) * 16);
+  products.multiply<true>({blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
+                           Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
   return C;
 }
