@@ -117,8 +117,7 @@ class Products {
     const bool two_rows = m_ + 1 < p_.rows, two_columns = n_ + 1 < p_.columns;
     if (two_rows && two_columns) {
       block_step<kAdd, 2, 2>(s_, C);
-      C_ = C;
-      ldc_ = p_.ldc;
+      if (s_ == 0) C_ = C, ldc_ = p_.ldc;
       if (++s_ < p_.steps) return;
       s_ = 0;
     } else if (two_rows) {
