@@ -8,7 +8,7 @@ help:
 	@echo 'make run           compute attention on sample tensors, check it, denoise a picture'
 	@echo 'make test          build and run every test'
 	@echo 'make build         build the library, the program and the examples (build/release)'
-	@echo 'make bench         measure this machine and rewrite the table in README.md'
+	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
 	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
 	@echo 'make install-deps  install the Debian packages that all of these need'
 	@echo 'make clean         remove build/'
@@ -26,11 +26,10 @@ build:
 	cmake --build --preset release
 
 bench: build
-	mkdir -p docs/performance
-	$(program) bench --grid standard --json docs/performance/cpu.json
-	@if python3 -c 'import torch' 2>/dev/null; then python3 bench/torch_sdpa.py docs/performance/cpu.json; \
+	$(program) bench --grid standard --json build/cpu.json
+	@if python3 -c 'import torch' 2>/dev/null; then python3 bench/torch_sdpa.py build/cpu.json; \
 	 else echo 'python3 has no torch: not compared'; fi
-	tools/readme_table.py --write
+	tools/readme_table.py --add build/cpu.json
 
 gpu-report:
 	tools/gpu_report.sh

@@ -2,7 +2,8 @@
 # On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
 # sanitizers, measures, and writes docs/performance/h200.{json,md,svg}.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
-# GPU_REPORT_TO names another folder for the report.
+# GPU_REPORT_TO names another folder for the report. What the tests and the sanitizers said goes to its checks.txt;
+# GPU_REPORT_CHECKS names that file of an earlier run of the same kernels, and they are not run again.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 to=${GPU_REPORT_TO:-$root/docs/performance}
@@ -13,8 +14,7 @@ if [ $# = 0 ]; then
   "$root/tools/gpu_pack.sh" "$root/build/release" "$packed"
 fi
 mkdir -p "$to"
-checks=$(mktemp)
-trap 'rm -f "$checks"' EXIT
+checks=$to/checks.txt
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
 # What a test's last words say beside that it passed.
@@ -35,27 +35,38 @@ check() {
   fi
 }
 
-# All at once: most of their time is the reference's and the compiler's, on the host. What measures time waits.
-running=
-while read -r program filter; do
-  check "tests_$program" "$packed/$program" --gtest_brief=1 --gtest_filter="$filter-*.HostTime" </dev/null &
-  running="$running $!"
-done <"$packed/gpu_tests.txt"
-status=0
-for test in $running; do
-  wait "$test" || status=1
-done
-[ $status = 0 ]
-check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
-# Small shapes for every path of the kernels, which are compiled by now.
-sanitize() { compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1; }
-check sanitizer_memcheck sanitize memcheck
-check sanitizer_synccheck sanitize synccheck
-# racecheck follows the mbarriers of ordinary instructions, not TMA's and the tensor
-# cores' accesses: what it counts is recorded, and should be 0.
-with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
-hazards=$(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')
-echo "sanitizer_racecheck: $hazards" >>"$checks"
+if [ -n "${GPU_REPORT_CHECKS:-}" ]; then
+  checks=$GPU_REPORT_CHECKS
+else
+  : >"$checks"
+  # All at once: most of their time is the reference's and the compiler's, on the host. What measures time waits.
+  running=
+  while read -r program filter; do
+    case $program in attention_test | cuda_device_test) shards=8 ;; *) shards=1 ;; esac
+    shard=0
+    while [ $shard -lt $shards ]; do
+      check "tests_$program$([ $shards = 1 ] || echo "_$shard")" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard \
+        "$packed/$program" --gtest_brief=1 --gtest_filter="$filter-*.HostTime" </dev/null &
+      running="$running $!"
+      shard=$((shard + 1))
+    done
+  done <"$packed/gpu_tests.txt"
+  status=0
+  for test in $running; do
+    wait "$test" || status=1
+  done
+  [ $status = 0 ]
+  check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
+  # Small shapes for every path of the kernels, which are compiled by now.
+  sanitize() { compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1; }
+  check sanitizer_memcheck sanitize memcheck
+  check sanitizer_synccheck sanitize synccheck
+  # racecheck follows the mbarriers of ordinary instructions, not TMA's and the tensor
+  # cores' accesses: what it counts is recorded, and should be 0.
+  with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
+  hazards=$(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')
+  echo "sanitizer_racecheck: $hazards" >>"$checks"
+fi
 with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" \
   --checks "$checks"
 python3 "$root/tools/gpu_table.py" --write "$to/h200.json"

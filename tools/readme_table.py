@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""The speed tables of README.md, made from docs/performance/cpu.json (`fulgur bench --json`).
+"""The speed tables of README.md, made from docs/performance/cpu/*.json (`fulgur bench --json`).
 
-Checks that README.md has the tables of the measurement: exit status 1 if it does not. With --write,
-puts them there.
+The folder has a report for each CPU; README.md shows the newest one of each make. Checks that it does: exit status 1 if
+not. With --write, puts the tables there; with --add, a new report into the folder first.
 """
 
 import argparse
 import json
 import pathlib
+import re
+import shutil
 import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-JSON = "docs/performance/cpu.json"
-BEGIN = f"<!-- begin table: {JSON} -->\n"
+REPORTS = "docs/performance/cpu"
+BEGIN = f"<!-- begin table: {REPORTS} -->\n"
 END = "<!-- end table -->\n"
 
 
@@ -79,7 +81,7 @@ def paragraph(text):
 
 def render(report):
     machine, peaks, rows = report["machine"], report["peaks"], report["results"]
-    text = paragraph(
+    text = f"### {machine['cpu']}\n\n" + paragraph(
         f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
         f"{machine['time'][:10]}. Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
         f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
@@ -97,10 +99,29 @@ def render(report):
     return text
 
 
+def name_of(report):
+    """The file name of a report: its CPU, and that it multiplied on tiles, where it did."""
+    machine = report["machine"]
+    tiles = "" if "tiles for" not in machine["simd"] else " amx"
+    words = re.sub(r"\((r|tm)\)|@.*", "", machine["cpu"].lower() + tiles)
+    return "-".join(re.findall(r"[a-z0-9]+", words)) + ".json"
+
+
+def newest_of_each_make(reports):
+    """By the first word of the CPU's name, in the order of the alphabet."""
+    makes = {}
+    for report in sorted(reports, key=lambda r: r["machine"]["time"]):
+        makes[report["machine"]["cpu"].split()[0]] = report
+    return [makes[make] for make in sorted(makes)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables instead of checking them")
-    write = parser.parse_args().write
+    parser.add_argument("--add", metavar="F.json", type=pathlib.Path, help="a report to add, or to replace its CPU's")
+    args = parser.parse_args()
+    if args.add:
+        shutil.copyfile(args.add, ROOT / REPORTS / name_of(json.loads(args.add.read_text())))
 
     readme = ROOT / "README.md"
     text = readme.read_text()
@@ -108,11 +129,12 @@ def main():
         sys.exit(f"README.md: want the lines {BEGIN.strip()} and {END.strip()} once each")
     before, rest = text.split(BEGIN)
     old, after = rest.split(END)
-    new = render(json.loads((ROOT / JSON).read_text()))
-    if write:
+    reports = [json.loads(path.read_text()) for path in sorted((ROOT / REPORTS).glob("*.json"))]
+    new = "\n".join(render(report) for report in newest_of_each_make(reports))
+    if args.write or args.add:
         readme.write_text(before + BEGIN + new + END + after)
     elif old != new:
-        sys.exit(f"README.md: its tables are not those of {JSON}; run tools/readme_table.py --write")
+        sys.exit(f"README.md: its tables are not those of {REPORTS}; run tools/readme_table.py --write")
 
 
 if __name__ == "__main__":

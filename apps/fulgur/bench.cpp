@@ -86,13 +86,19 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
 
+/// What the engine of the CPU computes with; its threads, which a description ends with, stand apart.
+std::string paths(Device device) {
+  const std::string description = description_of(device);
+  return description.substr(0, description.rfind(", "));
+}
+
 /// Where is measured, and by what.
 ordered_json machine(Device device, int threads) {
   ordered_json m = {{"cpu", cpu_model()}};
   if (device.type == DeviceType::kCuda) {
     m["device"] = description_of(device);
   } else {
-    m["simd"] = bench::simd_target();
+    m["simd"] = paths(device);
     m["threads"] = threads;
     m["compiler"] = kCompiler;
   }

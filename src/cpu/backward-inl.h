@@ -43,14 +43,18 @@ inline int64_t backward_scratch(const Problem& p) {
 
 inline int64_t dq_stride(const Problem& p) { return round_up(p.d, kLanes); }
 
+inline int64_t dq_floats(const Problem& p, int64_t rows) {
+  return round_up(rows * dq_stride(p), 16);
+}
+
 /// An element of lse or dlse.
 inline float lse_at(const Task& task, const ConstTensor& t, const Layout& layout, int64_t r) {
   return static_cast<const float*>(t.data)[row_offset(task, layout, r)];
 }
 
 /// D = rowsum(dO o O) - dLSE of rows [row_begin, row_end) (Alg. 2, line 4).
-void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
-                float* D) {
+inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin,
+                       int64_t row_end, float* D) {
   const F32 f;
   const Problem& p = task.problem;
   const int64_t ld = round_up(p.dv, kLanes);
@@ -120,9 +124,9 @@ HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
 /// only pairs that see each other touch.
-HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
-                                               const BackwardScratch& s, int64_t first_key,
-                                               float* HWY_RESTRICT dq) {
+HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
+                                                      const BackwardScratch& s, int64_t first_key,
+                                                      float* HWY_RESTRICT dq) {
   const auto [j, n, partial] = tile;
   const int64_t width = panel.width();
   for (int64_t r = 0; r < panel.count; ++r) {
@@ -136,8 +140,8 @@ HWY_NOINLINE void accumulate_visible_gradients(const Panel& panel, const KeyTile
   }
 }
 
-void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
-              const float* D, float* dq, float* scratch) {
+inline void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
+                     const float* D, float* dq, float* scratch) {
   const Problem& p = task.problem;
   Arena arena(scratch);
   const BackwardScratch s(p, arena);
@@ -209,8 +213,8 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   }
 }
 
-void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
-                 float* const* dq, int64_t parts) {
+inline void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin,
+                        int64_t row_end, float* const* dq, int64_t parts) {
   const F32 f;
   const Problem& p = task.problem;
   const int64_t ld = dq_stride(p);

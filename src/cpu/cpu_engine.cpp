@@ -144,7 +144,7 @@ class Work {
 
   void gradients() const {
     const int64_t splits = plan_.splits;
-    const int64_t stride = k_.dq_stride(p_), accumulator = p_.group() * p_.sq * stride;
+    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
     float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
     float* const dq = D + plan_.dq_offset;
     const auto D_of = [&](const Task& t) {
@@ -171,7 +171,7 @@ class Work {
       const int64_t split = i % splits;
       const Task t = task(heads[i / splits].b, heads[i / splits].kv);
       float* part = splits > 1 ? part_of(t, split) : dq + thread_index() * accumulator;
-      std::fill_n(part, t.rows() * stride, 0.0f);
+      std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
         k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
@@ -201,7 +201,9 @@ class Work {
 class CpuExecutable final : public Executable {
  public:
   CpuExecutable(const Problem& problem, int threads)
-      : p_(problem), k_(kernels()), plan_(make_plan(p_, threads, k_, &rejected_)) {}
+      : p_(problem),
+        k_(choose_kernels(p_, &rejected_)),
+        plan_(make_plan(p_, threads, k_, &rejected_)) {}
 
   void run(const Call& call, const Run& run) const override {
     const bool own = run.workspace.data == nullptr;
@@ -215,7 +217,7 @@ class CpuExecutable final : public Executable {
   }
 
   Explanation explain() const override {
-    return {describe(plan_, p_), rejected_, plan_.Br, plan_.Bc};
+    return {describe(plan_, k_, p_), rejected_, plan_.Br, plan_.Bc};
   }
 
   WorkspaceNeed workspace() const override {
@@ -224,8 +226,8 @@ class CpuExecutable final : public Executable {
 
  private:
   Problem p_;
-  const Kernels& k_;
   std::vector<std::string> rejected_;
+  const Kernels& k_;
   CpuPlan plan_;
 };
 
@@ -234,11 +236,15 @@ class CpuEngine final : public Engine {
   std::string name() const override { return "cpu"; }
   std::string description() const override {
     if (!unavailable().empty()) return "SIMD";
-    return fmt::format("{} vectors, {} threads", kernels().target, thread_count(0));
+    const Machine& m = machine();
+    return fmt::format("{} vectors, {}, {} threads", m.vectors.target,
+                       m.tiles != nullptr ? fmt::format("{} tiles for bf16", m.tiles->target)
+                                          : fmt::format("no AMX tiles ({})", m.no_tiles),
+                       thread_count(0));
   }
   std::string unavailable() const override {
     try {
-      kernels();
+      machine();
       return {};
     } catch (const Error& error) {
       return error.what();

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 
 #include "parallel.h"
@@ -13,7 +14,8 @@ namespace {
 constexpr int64_t kDecodeMostRows = 16;      // more rows than this fill the panels' vectors well
 constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
-constexpr int64_t kMostDecodeHeads = 16;  // a tile of so many heads still fits the L2 cache
+constexpr double kMostTileScale = 0x1p64;  // tiles take products below 2^-126 for 0
+constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -55,7 +57,7 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
-  const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
+  const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
   plan.block_rows = most_rows;
   // Fewer panels a block where blocks would be too few to share out.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
@@ -99,7 +101,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   const int64_t accumulators = plan.splits > 1 ? heads * plan.splits : plan.threads;
   plan.scratch = k.backward_scratch(p);
   plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
-  plan.shared = plan.dq_offset + accumulators * rows * k.dq_stride(p);
+  plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
 }
 
 }  // namespace
@@ -113,6 +115,24 @@ int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
 KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
   const KeyRange keys = visible_keys(mask, s, 0, s.sq);
   return {keys.begin / kBc * kBc, keys.end};
+}
+
+const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
+  const Machine& m = machine();
+  std::string no_tiles;
+  if (p.dtype != DType::kBF16) {
+    no_tiles = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
+  } else if (m.tiles == nullptr) {
+    no_tiles = m.no_tiles;
+  } else if (std::fabs(p.scale) > kMostTileScale) {
+    no_tiles = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
+  } else {
+    rejected->push_back(
+        fmt::format("{} vectors: tiles multiply bf16 several times as fast", m.vectors.target));
+    return *m.tiles;
+  }
+  rejected->push_back("AMX tiles: " + no_tiles);
+  return m.vectors;
 }
 
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
@@ -131,9 +151,10 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
   return plan;
 }
 
-std::vector<std::string> describe(const CpuPlan& plan, const Problem& p) {
-  std::vector<std::string> all = {fmt::format(
-      "tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys", plan.Br, plan.Bc)};
+std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
+  std::vector<std::string> all = {
+      fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
+                  k.target, plan.Br, plan.Bc)};
   if (p.pass == Pass::kBackward) {
     all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
     all.push_back(fmt::format(

@@ -40,11 +40,15 @@ struct CpuPlan {
 /// The keys that some row of a sequence to decode sees, from the begin of a tile on.
 KeyRange decoded_keys(const Mask& mask, const Sequence& s);
 
+/// The kernels for a problem. `rejected` takes the others of the machine and why not.
+const Kernels& choose_kernels(const Problem& problem, std::vector<std::string>* rejected);
+
 /// Decides. `rejected` takes the alternatives and why not.
 CpuPlan make_plan(const Problem& problem, int threads, const Kernels& kernels,
                   std::vector<std::string>* rejected);
 
 /// The plan in sentences.
-std::vector<std::string> describe(const CpuPlan& plan, const Problem& problem);
+std::vector<std::string> describe(const CpuPlan& plan, const Kernels& kernels,
+                                  const Problem& problem);
 
 }  // namespace fulgur::cpu

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "fulgur/attention.h"
 #include "kernels/shared/dropout.h"
@@ -37,13 +38,14 @@ struct Task {
   }
 };
 
-/// The kernels of one instruction set. Scratch is aligned to 64 bytes and belongs to one thread.
+/// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
-  const char* target;
+  const char* target;  ///< the vectors of an instruction set, or the tiles beside them
   int64_t panel_rows;  ///< rows of a full panel
+  int64_t panels;      ///< of a block of rows, at most
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
-  /// O and LSE of rows [row_begin, row_end), at most kPanels panels.
+  /// O and LSE of rows [row_begin, row_end), at most `panels` panels.
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 
@@ -63,18 +65,24 @@ struct Kernels {
   void (*backward_d)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                      float* D);
   /// dK and dV of keys [key_begin, key_end), at most kTiles tiles, and their part of dQ added to
-  /// dq [rows][dq_stride].
+  /// the accumulator dq.
   void (*backward)(const Task&, const BackwardArgs&, int64_t key_begin, int64_t key_end,
                    const float* D, float* dq, float* scratch);
   /// dQ of rows [row_begin, row_end): the sum of `parts` accumulators.
   void (*backward_dq)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                       float* const* dq, int64_t parts);
-  int64_t (*dq_stride)(const Problem&);  ///< floats of a row of the accumulator
+  int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of an accumulator: a multiple of 16
 };
 
-/// The kernels of the best instruction set of this machine, or of the one that the environment
-/// variable FULGUR_CPU_TARGET names ("sse4", "avx2", "avx512", "neon"). Throws
-/// Error(kUnavailable) when this machine or build lacks the named one.
-const Kernels& kernels();
+/// What this process computes with: the best of the machine, or what the environment variable
+/// FULGUR_CPU_TARGET names. "sse4", "avx2", "avx512" and "neon" force the vectors of an instruction
+/// set, without tiles; "amx" wants tiles.
+struct Machine {
+  const Kernels& vectors;
+  const Kernels* tiles;  ///< for bf16 alone; null without
+  std::string no_tiles;  ///< why
+};
+/// Throws Error(kUnavailable) when this machine or build lacks the named one.
+const Machine& machine();
 
 }  // namespace fulgur::cpu

@@ -29,6 +29,8 @@ class Arena {
     used_ += round_up(floats, 16);
     return base_ == nullptr ? nullptr : base_ + at;
   }
+  /// Values of 16 bits.
+  uint16_t* take_halves(int64_t n) { return reinterpret_cast<uint16_t*>(take((n + 1) / 2)); }
   int64_t used() const { return used_; }
 
  private:
@@ -57,10 +59,14 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   panel->vectors = (panel->count + kLanes - 1) / kLanes;
   panel->any = {INT64_MAX, 0};
   panel->all = {0, INT64_MAX};
+  int64_t i = task.query(row_begin), h = task.head(row_begin);
+  const auto next = [&] {  // without the divisions of query() and head()
+    if (++i < task.s.sq) return;
+    i = 0;
+    ++h;
+  };
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bool used = lane < panel->count;
-    const int64_t r = used ? row_begin + lane : row_begin;
-    const int64_t i = task.query(r), h = task.head(r);
     const KeyRange keys = visible_keys(p.mask, task.s, i);
     const auto index = static_cast<uint64_t>(task.b * p.hq + h);
     panel->begin[lane] = keys.begin;
@@ -71,6 +77,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
     if (!used) continue;
+    if (lane + 1 < panel->count) next();
     panel->all.begin = std::max(panel->all.begin, keys.begin);
     panel->all.end = std::min(panel->all.end, keys.end);
     if (keys.empty()) continue;

@@ -165,7 +165,7 @@ TEST_P(PlanNumbers, TilesOfEachSequence) {
 // The CPU engine masks a panel of rows at a time; few queries do not fill one, whatever their
 // heads.
 TEST(CpuTiles, ArePanels) {
-  const int64_t panel = cpu::kernels().panel_rows;
+  const int64_t panel = cpu::machine().vectors.panel_rows;  // of f32
   struct {
     int64_t sq, hq, Br;
   } const cases[] = {{300, 2, panel}, {300, 8, panel}, {17, 2, std::min<int64_t>(17, panel)},

@@ -4,7 +4,9 @@
 #include <hwy/targets.h>
 
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <map>
 
 #include "engines.h"
@@ -33,6 +35,11 @@ void run_forward() {
 
 bool machine_has(const std::string& target) {
 #if defined(__x86_64__)
+  if (target == "amx") {
+    std::ifstream file("/proc/cpuinfo");
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    return text.find(" amx_bf16") != std::string::npos;
+  }
   if (target == "sse4") return __builtin_cpu_supports("sse4.2");
   if (target == "avx2") return __builtin_cpu_supports("avx2");
   if (target == "avx512") return __builtin_cpu_supports("avx512bw");
@@ -49,11 +56,32 @@ TEST(Target, IsTheForcedOne) {
     GTEST_SKIP() << "this machine lacks " << forced;
   }
   const std::map<std::string, std::string> names = {
-      {"sse4", "SSE4"}, {"avx2", "AVX2"}, {"avx512", "AVX3"}};
+      {"sse4", "SSE4"}, {"avx2", "AVX2"}, {"avx512", "AVX3"}, {"amx", "AMX tiles for bf16"}};
   const EngineInfo info = cpu();
   EXPECT_EQ(info.unavailable, "");
-  EXPECT_EQ(info.description.substr(0, 4), names.at(forced)) << info.description;
+  EXPECT_NE(info.description.find(names.at(forced)), std::string::npos) << info.description;
+  EXPECT_EQ(info.description.find("no AMX") == std::string::npos, forced == std::string("amx"));
   run_forward();
+}
+
+// The path of a plan, why not the other one, and that they are as `explain` says.
+TEST(Target, IsExplained) {
+  if (!cpu().unavailable.empty()) GTEST_SKIP() << cpu().unavailable;
+  const bool tiles = cpu().description.find("no AMX") == std::string::npos;
+  const auto explained = [](DType dtype, double scale) {
+    const Dense q(dtype, {1, 100, 1, 16}), out(dtype, {1, 100, 1, 16});
+    Options options;
+    options.engine = "cpu";
+    options.scale = scale;
+    return plan(ForwardArgs{q, q, q, out, {}}, options).explain();
+  };
+  const auto contains = [](const std::string& text, const char* part) {
+    EXPECT_NE(text.find(part), std::string::npos) << "no " << part << " in\n" << text;
+  };
+  contains(explained(DType::kF32, 1), "rejected  AMX tiles: they multiply bf16, not f32");
+  contains(explained(DType::kBF16, 1), tiles ? "plan      AMX: tiles of Br 32" : "AMX tiles: ");
+  contains(explained(DType::kBF16, 1), tiles ? " vectors: " : " vectors, no AMX tiles");
+  contains(explained(DType::kBF16, 1e30), "rejected  AMX tiles: ");
 }
 
 // Whatever else in the process computes with Highway chooses as before.
@@ -78,7 +106,18 @@ TEST(Target, IsForcedHereAlone) {
 
 TEST(TargetDeathTest, UnknownTargetIsAnError) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
-  EXPECT_EXIT(report_error("avx9"), testing::ExitedWithCode(0), "FULGUR_CPU_TARGET.*avx9.*avx2");
+  EXPECT_EXIT(
+      report_error("avx9"), testing::ExitedWithCode(0),
+      "FULGUR_CPU_TARGET: got \"avx9\", which is none; want one of those here: .*sse4|neon");
+}
+
+TEST(TargetDeathTest, MissingTargetIsAnErrorThatListsTheOthers) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+#if defined(__x86_64__)
+  EXPECT_EXIT(report_error("neon"), testing::ExitedWithCode(0), "neon.*lacks.*want.*here: sse4");
+  if (machine_has("amx")) GTEST_SKIP() << "this machine has every target of x86-64";
+  EXPECT_EXIT(report_error("amx"), testing::ExitedWithCode(0), "amx.*has no tiles.*here: sse4");
+#endif
 }
 
 }  // namespace

@@ -1,0 +1,421 @@
+// The matrix product of bf16 on tiles of 16 rows of 64 bytes (Intel's AMX), and how its operands
+// are packed. A product step is C [16][16] += A [16][32] B [32][16]. A tile of A is row-major. A
+// tile of B has the rows of B in pairs, since 32 bits hold two values of the summed index: [16
+// pairs][16 columns][2].
+#if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_TILE_INL_H_
+#undef FULGUR_CPU_TILE_INL_H_
+#else
+#define FULGUR_CPU_TILE_INL_H_
+#endif
+
+#include "cpu/vector-inl.h"
+
+// Every CPU with AMX has this target.
+#if HWY_TARGET == HWY_AVX3
+
+#include <immintrin.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kTileRows = 16;   // of A and C; columns of B and C
+constexpr int64_t kTileDepth = 32;  // values of the summed index in a tile
+constexpr int64_t kTileSize = kTileRows * kTileDepth;
+
+/// Tiles of bf16 that cover n values of the summed index, and of rows or columns.
+constexpr int64_t steps_of(int64_t n) { return (n + kTileDepth - 1) / kTileDepth; }
+constexpr int64_t blocks_of(int64_t n) { return (n + kTileRows - 1) / kTileRows; }
+
+/// The instructions. Tile registers are named by number; the compiler keeps nothing in them. An
+/// assembler that knows them is all that they need, and a clobber of memory keeps what is packed
+/// before its loads.
+struct Amx {
+  /// The tile registers of this thread, all of 16 rows of 64 bytes, for a scope.
+  class Session {
+   public:
+    Session() {
+      alignas(64) Config config;
+      asm volatile("ldtilecfg %0" : : "m"(config));
+    }
+    ~Session() { asm volatile("tilerelease" : :); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+
+   private:
+    struct Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    };
+  };
+
+  template <int kTile>
+  static HWY_INLINE void zero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+  }
+  /// `stride`: bytes from a row to the next.
+  template <int kTile>
+  static HWY_INLINE void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(kTile), "r"(from), "r"(stride) : "memory");
+  }
+  template <int kTile>
+  static HWY_INLINE void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(kTile), "r"(to), "r"(stride) : "memory");
+  }
+  /// C += A B in f32. Denormal numbers count as 0.
+  template <int kC, int kA, int kB>
+  static HWY_INLINE void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+};
+
+/// An operand in tiles: the rows of a tile are `stride` bytes apart, tiles `block` elements along
+/// the rows of A or the columns of B, and `step` elements along the summed index.
+struct Operand {
+  const uint16_t* data;
+  int64_t stride, block, step;
+
+  /// Tiles one after the other, those along the summed index first.
+  static Operand packed(const uint16_t* data, int64_t steps) {
+    return {data, 64, steps * kTileSize, kTileSize};
+  }
+  const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
+};
+
+/// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
+/// index.
+struct Product {
+  int64_t rows, columns, steps;
+  Operand A, B;
+  float* C;
+  int64_t ldc;
+};
+
+/// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
+/// wants them, each after the loads for the first product that reuses it: a sum takes its time to
+/// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
+template <class Tiles>
+class Products {
+ public:
+  template <bool kAdd>
+  HWY_INLINE void multiply(const Product& product) {
+    begin(product);
+    while (!done()) step<kAdd>();
+  }
+
+  /// The same in steps, between which other work may be done: four products each, where tiles are
+  /// left for so many.
+  HWY_INLINE void begin(const Product& product) {
+    p_ = product;
+    m_ = n_ = s_ = 0;
+  }
+  HWY_INLINE bool done() const { return n_ >= p_.columns; }
+  template <bool kAdd>
+  HWY_INLINE void step() {
+    float* const C = p_.C + m_ * kTileRows * p_.ldc + n_ * kTileRows;
+    const bool two_rows = m_ + 1 < p_.rows, two_columns = n_ + 1 < p_.columns;
+    if (two_rows && two_columns) {
+      block_step<kAdd, 2, 2>(s_, C);
+      if (s_ == 0) C_ = C, ldc_ = p_.ldc;
+      if (++s_ < p_.steps) return;
+      s_ = 0;
+    } else if (two_rows) {
+      block<kAdd, 2, 1>(C);
+    } else if (two_columns) {
+      block<kAdd, 1, 2>(C);
+    } else {
+      block<kAdd, 1, 1>(C);
+    }
+    m_ += 2;
+    if (m_ < p_.rows) return;
+    m_ = 0;
+    n_ += 2;
+  }
+
+  HWY_INLINE void flush() {
+    if (C_ == nullptr) return;
+    store<0>();
+    store<1>();
+    store<2>();
+    store<3>();
+    C_ = nullptr;
+  }
+
+ private:
+  /// Register kTile of C holds the tile of row kTile / 2 and column kTile % 2 of the block.
+  template <int kTile>
+  static HWY_INLINE float* tile(float* C, int64_t ldc) {
+    return C + kTile / 2 * kTileRows * ldc + kTile % 2 * kTileRows;
+  }
+  template <int kTile>
+  HWY_INLINE void store() const {
+    Tiles::template store<kTile>(tile<kTile>(C_, ldc_), ldc_ * 4);
+  }
+  template <bool kAdd, int kTile>
+  HWY_INLINE void begin(bool first, float* C) const {
+    if (!first) return;
+    if (C_ != nullptr) store<kTile>();
+    if constexpr (kAdd) {
+      Tiles::template load<kTile>(tile<kTile>(C, p_.ldc), p_.ldc * 4);
+    } else {
+      Tiles::template zero<kTile>();
+    }
+  }
+
+  /// Step s of kRows x kColumns tiles of C.
+  template <bool kAdd, int kRows, int kColumns>
+  HWY_INLINE void block_step(int64_t s, float* C) const {
+    const bool first = s == 0;
+    Tiles::template load<6>(p_.B.at(n_, s), p_.B.stride);
+    Tiles::template load<4>(p_.A.at(m_, s), p_.A.stride);
+    begin<kAdd, 0>(first, C);
+    Tiles::template multiply<0, 4, 6>();
+    if constexpr (kColumns == 2) {
+      Tiles::template load<7>(p_.B.at(n_ + 1, s), p_.B.stride);
+      begin<kAdd, 1>(first, C);
+      Tiles::template multiply<1, 4, 7>();
+    }
+    if constexpr (kRows == 2) {
+      Tiles::template load<5>(p_.A.at(m_ + 1, s), p_.A.stride);
+      begin<kAdd, 2>(first, C);
+      Tiles::template multiply<2, 5, 6>();
+    }
+    if constexpr (kRows == 2 && kColumns == 2) {
+      begin<kAdd, 3>(first, C);
+      Tiles::template multiply<3, 5, 7>();
+    }
+  }
+
+  /// All steps of a block at an edge of C, stored at once.
+  template <bool kAdd, int kRows, int kColumns>
+  HWY_INLINE void block(float* C) {
+    flush();
+    for (int64_t s = 0; s < p_.steps; ++s) block_step<kAdd, kRows, kColumns>(s, C);
+    C_ = C;
+    ldc_ = p_.ldc;
+    store<0>();
+    if constexpr (kColumns == 2) store<1>();
+    if constexpr (kRows == 2) store<2>();
+    C_ = nullptr;
+  }
+
+  Product p_{};
+  int64_t m_ = 0, n_ = 0, s_ = 0;  // the next step: tiles of C, of the summed index
+  float* C_ = nullptr;             // of the block whose sums are in the registers
+  int64_t ldc_ = 0;
+};
+
+/// What the tiles make a difference of, among values that were packed.
+class Census {
+ public:
+  // Not a default member initializer: that would be compiled for the least of all CPUs.
+  HWY_INLINE Census() : largest_(_mm512_setzero_si512()), smallest_(_mm512_set1_epi16(-1)) {}
+  HWY_INLINE void add(__m512i halves) {
+    const __m512i size = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    largest_ = _mm512_max_epu16(largest_, size);
+    smallest_ = _mm512_min_epu16(smallest_, _mm512_sub_epi16(size, _mm512_set1_epi16(1)));
+  }
+  bool finite() const { return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x7f80)) == 0; }
+  /// Tiles take denormal numbers for 0.
+  bool denormal() const { return _mm512_cmplt_epu16_mask(smallest_, _mm512_set1_epi16(0x7f)) != 0; }
+
+ private:
+  __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
+};
+
+/// Rows of bf16, of which `count` are there; rows and columns behind the last read as 0.
+template <class RowAt>
+struct Rows {
+  RowAt at;  // at(i): the address of row i
+  int64_t count, columns;
+
+  /// Columns [c, c + 32) of row i. kWhole: all of them are there.
+  template <bool kWhole>
+  HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
+    if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
+    if (i >= count || c >= columns) return _mm512_setzero_si512();
+    return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
+  }
+  /// Columns [c, c + 16) of row i, in the lower halves of 32 bits.
+  template <bool kWhole>
+  HWY_INLINE __m512i load_16(int64_t i, int64_t c) const {
+    if constexpr (kWhole) {
+      const auto* const from = reinterpret_cast<const __m256i*>(at(i) + c);
+      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
+    }
+    if (i >= count || c >= columns) return _mm512_setzero_si512();
+    const auto mask = static_cast<__mmask16>(first(columns - c));
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at(i) + c));
+  }
+
+  /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
+  /// constant.
+  template <class Body>
+  HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
+    if (i + n <= count && c + m <= columns) return body(std::true_type());
+    return body(std::false_type());
+  }
+
+ private:
+  static HWY_INLINE __mmask32 first(int64_t n) {
+    return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  }
+};
+template <class RowAt>
+Rows(RowAt, int64_t, int64_t) -> Rows<RowAt>;
+
+/// Transposes 16 x 16 values of 32 bits: lane j of r[i] and lane i of r[j] change places.
+HWY_INLINE void transpose_16(__m512i (&r)[16]) {
+  __m512i t[16];
+  FULGUR_UNROLL for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  FULGUR_UNROLL for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4 g + i] holds columns i, i + 4, i + 8, i + 12 of rows 4 g to 4 g + 3.
+  FULGUR_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512i even_low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    const __m512i even_high = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    const __m512i odd_high = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    t[i + 8] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    t[i + 12] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+  FULGUR_UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+/// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)], of `rows` rows.
+template <class RowAt>
+HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
+                          Census* census) {
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(rows); ++b) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int r = 0; r < kTileRows; ++r) {
+          const __m512i x = from.template load_32<decltype(whole)::value>(i + r, c);
+          all.add(x);
+          _mm512_store_si512(to + r * kTileDepth, x);
+        }
+      });
+    }
+  }
+  *census = all;
+}
+
+/// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)].
+template <class RowAt>
+HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
+                             Census* census) {
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(rows); ++b) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
+      __m512i r[16];
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int at = 0; at < 16; ++at) {
+          r[at] = from.template load_32<decltype(whole)::value>(i + at, c);
+          all.add(r[at]);
+        }
+      });
+      transpose_16(r);
+      FULGUR_UNROLL for (int at = 0; at < 16; ++at) _mm512_store_si512(to + at * kTileDepth, r[at]);
+    }
+  }
+  *census = all;
+}
+
+/// 16 columns of rows [i, i + 32), two rows in 32 bits.
+template <class RowAt>
+HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[16],
+                           Census* census) {
+  from.with_whole(i, kTileDepth, c, kTileRows, [&](auto whole) HWY_ATTR {
+    FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+      const __m512i even = from.template load_16<decltype(whole)::value>(i + 2 * pair, c);
+      const __m512i odd = from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c);
+      r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+      census->add(r[pair]);
+    }
+  });
+}
+
+/// Rows as B, summed over them: tiles [blocks_of(columns)][steps], of which this fills step `step`.
+template <class RowAt>
+HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
+                           uint16_t* HWY_RESTRICT to, Census* census) {
+  for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
+    __m512i r[16];
+    load_pairs(from, 0, b * kTileRows, r, census);
+    uint16_t* const tile = to + (b * steps + step) * kTileSize;
+    FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * kTileDepth, r[i]);
+  }
+}
+
+/// Columns as rows of A, summed over the rows they come from: tiles
+/// [blocks_of(columns)][steps_of(rows)].
+template <class RowAt>
+HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
+                                Census* census) {
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
+    for (int64_t s = 0; s < steps_of(rows); ++s, to += kTileSize) {
+      __m512i r[16];
+      load_pairs(from, s * kTileDepth, b * kTileRows, r, &all);
+      transpose_16(r);
+      FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+    }
+  }
+  *census = all;
+}
+
+/// Floats as bf16 in the upper halves, rounded to nearest, ties away from 0. A NaN whose lower half
+/// is 0 stays one.
+HWY_INLINE __m512i round_up_half(V32 x) {
+  return _mm512_add_epi32(_mm512_castps_si512(x.raw), _mm512_set1_epi32(0x8000));
+}
+
+/// The upper halves of a and b in turns: a row of B from two rows of C.
+HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
+  alignas(64) static constexpr uint16_t kTurns[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11,
+                                                      43, 13, 45, 15, 47, 17, 49, 19, 51, 21, 53,
+                                                      23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kTurns), b);
+}
+
+/// The upper halves of a, then of b: a row of A from a row of C.
+HWY_INLINE __m512i join_halves(__m512i a, __m512i b) {
+  alignas(64) static constexpr uint16_t kJoined[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                       45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kJoined), b);
+}
+
+/// 2^r on [0, 1), exact at 0: relative-minimax coefficients.
+constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
+                           0.013426683843135834f};
+
+/// 2^x for x <= 127 to 2^-18, which bf16 does not see and LSE, a sum, hardly; 0 below -126. NaN
+/// stays.
+HWY_INLINE V32 exp2_short(V32 x) {
+  // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
+  const __m512 r = _mm512_reduce_ps(x.raw, 0x09);
+  __m512 p = _mm512_set1_ps(kExp2[4]);
+  FULGUR_UNROLL for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExp2[i]));
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return V32{_mm512_maskz_scalef_ps(normal, p, x.raw)};
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif
