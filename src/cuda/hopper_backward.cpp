@@ -13,27 +13,59 @@ constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
 constexpr int kPrepareThreads = 256;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
+// Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
+// it.
+
+KernelUse use(const char* source, const HopperBackwardKey& key, const char* entry, int shared) {
+  return {{source, plan_header(key), "sm_90a"}, entry, shared};
+}
+
 KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
-  return {{"sm90/backward_prepare.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_prepare", 0};
+  HopperBackwardKey key{.dtype = plan.dtype, .value_dim = plan.value_dim};
+  key.sums = plan.sums;
+  if (plan.sums) key.head_dim = plan.head_dim;
+  key.packed = plan.packed;
+  key.has_dlse = plan.has_dlse;
+  key.elements = plan.elements;
+  return use("sm90/backward_prepare.cu", key, "fulgur_backward_prepare", 0);
 }
+
 KernelUse keys_kernel(const HopperBackwardPlan& plan) {
-  return {{plan.wide() ? "sm90/backward_keys_wide.cu" : "sm90/backward_keys.cu", plan_header(plan),
-           "sm_90a"},
-          "fulgur_backward_keys",
-          plan.keys_shared_bytes};
+  HopperBackwardKey key = plan;
+  key.row_tiles = key.row_stages = 0;
+  key.has_dlse = false;
+  return use(plan.wide() ? "sm90/backward_keys_wide.cu" : "sm90/backward_keys.cu", key,
+             "fulgur_backward_keys", plan.keys_shared_bytes);
 }
+
 KernelUse rows_kernel(const HopperBackwardPlan& plan) {
-  return {{"sm90/backward_rows.cu", plan_header(plan), "sm_90a"},
-          "fulgur_backward_rows",
-          plan.rows_shared_bytes};
+  HopperBackwardKey key = plan;
+  key.value_dim = key.q_stages = key.o_stages = key.ds_stages = 0;
+  key.softcap = key.alibi = key.has_dlse = false;
+  return use("sm90/backward_rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
 KernelUse round_kernel(const HopperBackwardPlan& plan) {
-  return {{"sm90/backward_round.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_round", 0};
+  HopperBackwardKey key{.dtype = plan.dtype, .head_dim = plan.head_dim};
+  key.has_left = plan.has_left;
+  key.has_right = plan.has_right;
+  key.packed = plan.packed;
+  key.elements = plan.elements;
+  return use("sm90/backward_round.cu", key, "fulgur_backward_round", 0);
 }
+
 KernelUse repair_kernel(const HopperBackwardPlan& plan) {
-  return {{"sm90/backward_repair.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_repair", 0};
+  HopperBackwardKey key{
+      .dtype = plan.dtype, .head_dim = plan.head_dim, .value_dim = plan.value_dim};
+  key.has_left = plan.has_left;
+  key.has_right = plan.has_right;
+  key.softcap = plan.softcap;
+  key.alibi = plan.alibi;
+  key.packed = plan.packed;
+  key.seqused_k = plan.seqused_k;
+  return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
+
 /// That of dQ.
 KernelUse queries_kernel(const HopperBackwardPlan& plan) {
   return plan.sums ? round_kernel(plan) : rows_kernel(plan);

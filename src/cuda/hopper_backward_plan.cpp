@@ -143,6 +143,7 @@ class Divider {
     compact_ = p_.packed && bytes_of(packed_tiles) <= most_bytes;
     plan.score_tiles.compact = compact_;
     const int pairs = static_cast<int>(compact_ ? p_.hk : p_.batch * p_.hk);
+    constexpr int kManyRowWaves = 64;
     Division best;
     for (int row_waves = 1;; row_waves *= 2) {
       const int64_t tiles = compact_ ? packed_tiles : most_tiles(row_waves);
@@ -155,7 +156,8 @@ class Divider {
         division.cycles = predict(division, pairs);
         if (best.cycles == 0 || division.cycles < best.cycles) best = division;
       }
-      if (compact_ || least || row_waves >= 64) break;
+      // More launches than that only where nothing else fits.
+      if (compact_ || least || (row_waves >= kManyRowWaves && best.cycles > 0)) break;
     }
     set_waves(plan, best);
     return best.cycles;
@@ -352,7 +354,11 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     plan.sums = sums;
     plan.block_keys = needs_wide(plan) ? 64 : 128;
     plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 && !plan.softcap ? 128 : 64;
-    if (sums && std::max(p.d, p.dv) > kMostSumsDim) continue;
+    if (sums && std::max(p.d, p.dv) > kMostSumsDim) {
+      rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}, got {} and {}",
+                                      kMostSumsDim, p.d, p.dv));
+      continue;
+    }
     if (sums && (p.deterministic || p.invariant)) {
       rejected->push_back(
           "dQ as sums: their order, and so the last bits, would differ from run to run");

@@ -83,7 +83,8 @@ struct HopperBackwardTile {
 std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target,
                                                       std::vector<std::string>* rejected);
 
-/// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take.
+/// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take;
+/// but a block of rows of one head of k and v has room, however long its keys are.
 int64_t most_ds_bytes(const Problem& problem);
 
 /// The text of plan.h.

@@ -12,8 +12,10 @@
 #include <set>
 #include <thread>
 
+#include "backward_call.h"
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
+#include "cuda/hopper_backward_plan.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
@@ -25,6 +27,7 @@ namespace fulgur::cuda {
 namespace {
 
 namespace fs = std::filesystem;
+using test::backward_problem;
 using test::forward_problem;
 using test::ForwardShape;
 
@@ -91,6 +94,42 @@ std::vector<Problem> problems() {
   return all;
 }
 
+/// The same of the backward pass, whose kernels are many: every head dim with a mask, and the
+/// options where a plan has most to hold in registers.
+std::vector<Problem> backward_problems() {
+  std::vector<Problem> all;
+  for (int64_t d = 16; d <= 256; d += 16)
+    all.push_back(backward_problem({.d = d, .mask = causal()}));
+  for (const auto& [d, dv] :
+       {std::pair{192, 128}, {128, 64}, {64, 128}, {64, 256}, {256, 16}, {16, 256}}) {
+    all.push_back(backward_problem({.d = d, .dv = dv, .mask = causal()}));
+  }
+  for (const int64_t d : {17, 129}) {  // gradients leave by elements
+    all.push_back(backward_problem({.d = d, .packed = true}, {.dlse = true}));
+  }
+  for (const int64_t d : {64, 128, 192, 256}) {
+    const int64_t dv = std::min<int64_t>(d, d == 192 ? 128 : 256);
+    const auto add = [&](test::ForwardShape shape) {
+      shape.d = d;
+      shape.dv = dv;
+      all.push_back(backward_problem(shape));
+    };
+    add({});
+    add({.mask = window(128, -1), .packed = true});
+    add({.mask = window(128, 64)});
+    add({.mask = causal(), .softcap = 30});
+    add({.mask = causal(), .alibi = true});
+    add({.seqused = true});
+    add({.dtype = DType::kF16,
+         .mask = window(100, 20),
+         .softcap = 9,
+         .alibi = true,
+         .packed = true,
+         .seqused = true});
+  }
+  return all;
+}
+
 /// A forward kernel of a head dim.
 KernelRequest some_kernel(int64_t d) {
   std::vector<std::string> rejected;
@@ -108,8 +147,13 @@ std::string name(const KernelRequest& request) {
 TEST_F(Compile, EveryReachablePlanIsClean) {
   std::vector<KernelRequest> requests;
   std::set<std::string> seen;
-  for (const Problem& problem : problems()) {
-    ASSERT_EQ(hopper_forward_rejects(problem), "");
+  std::vector<Problem> all = problems();
+  for (const Problem& problem : all) ASSERT_EQ(hopper_forward_rejects(problem), "");
+  for (const Problem& problem : backward_problems()) {
+    ASSERT_EQ(hopper_backward_rejects(problem), "");
+    all.push_back(problem);
+  }
+  for (const Problem& problem : all) {
     const auto add = [&](const Candidate& candidate) {
       for (const KernelUse& use : candidate.kernels()) {
         if (seen.insert(name(use.request)).second) requests.push_back(use.request);
@@ -157,8 +201,7 @@ Cubin compile_text(const std::string& text, const std::string& header) {
   return nvrtc_compile(sources, "text.cu", header, options);
 }
 
-// Products with every transposition and place of A that a backward pass needs; the forward kernel
-// has two of them.
+// Products with every transposition and place of A that the kernels need.
 TEST_F(Compile, EveryProduct) {
   const auto registers = [](const char* b) {
     return fmt::format("  Wgmma<64>::multiply<{}>(D, A, b, keep);\n", b);

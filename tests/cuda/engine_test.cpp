@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include <set>
 #include <thread>
 
+#include "backward_call.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/launch_memory.h"
 #include "cuda/nvrtc.h"
@@ -26,6 +28,7 @@
 #include "fulgur/version.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
+#include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/forward_params.h"
 
 namespace fulgur::test {
@@ -362,6 +365,124 @@ TEST_F(OnFakeGpu, TheCallersWorkspace) {
   EXPECT_EQ(state_->launches.size(), 1u);
 }
 
+/// Tensors at distinct places.
+BackwardArgs placed(BackwardArgs args, std::uintptr_t at) {
+  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse, &args.dlse}) {
+    if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
+  }
+  for (Tensor* t : {&args.dq, &args.dk, &args.dv})
+    t->data = reinterpret_cast<void*>(at += 0x100000000);
+  return args;
+}
+
+/// What a backward kernel uses of the workspace: where, and how many bytes.
+struct Used {
+  const void* begin;
+  int64_t bytes;
+};
+
+/// They lie in the caller's workspace, aligned and apart.
+void expect_apart(std::vector<Used> used, const char* begin, int64_t bytes) {
+  std::ranges::sort(used, {}, &Used::begin);
+  const char* end = begin;
+  for (const auto& [at, size] : used) {
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(at) % 256, 0u);
+    EXPECT_GE(static_cast<const char*>(at), end);
+    end = static_cast<const char*>(at) + size;
+  }
+  EXPECT_LE(end, begin + bytes);
+}
+
+TEST_F(OnFakeGpu, BackwardByStoredScoresLaunchesWaves) {
+  const BackwardCall call = backward_call(
+      {.batch = 1, .sq = 40000, .sk = 40000, .hq = 2, .hk = 1, .d = 64, .mask = causal()},
+      {.deterministic = true, .dlse = true});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_NE(plan.explain().find("dQ by a kernel of its own"), std::string::npos);
+  EXPECT_NE(plan.explain().find("carried on in f32"), std::string::npos);
+  const BackwardArgs args = placed(call.args, kBase);
+  const WorkspaceNeed need = plan.workspace();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const int allocated = state_->allocated;
+  plan.run(args, {.workspace = {mine, need.bytes}});
+  EXPECT_EQ(state_->allocated, allocated);
+  std::vector<std::string> names;
+  for (const FakeLaunch& launch : state_->launches) names.emplace_back(launch.kernel);
+  ASSERT_GE(names.size(), 6u);
+  EXPECT_EQ(names.front(), "fulgur_backward_prepare");
+  EXPECT_EQ(names.back(), "fulgur_backward_repair");
+  int next = 0;  // row tile
+  for (size_t i = 1; i + 1 < names.size(); i += 2) {
+    EXPECT_EQ(names[i], "fulgur_backward_keys");
+    EXPECT_EQ(names[i + 1], "fulgur_backward_rows");
+    const auto keys = params<BackwardParams>(i), rows = params<BackwardParams>(i + 1);
+    EXPECT_EQ(keys.wave, rows.wave);
+    EXPECT_EQ(keys.wave.first_tile, next);
+    next += keys.wave.tiles;
+    EXPECT_EQ(state_->launches[i].grid, 132u);
+    EXPECT_EQ(state_->launches[i].block, 384u);
+  }
+  EXPECT_GE(next * 128, 40000);
+  const auto p = params<BackwardParams>(1);
+  EXPECT_EQ(p.dq.data, args.dq.data);
+  EXPECT_EQ(p.dk.data, args.dk.data);
+  EXPECT_EQ(p.dv_grad.data, args.dv.data);
+  EXPECT_EQ(p.out.data, args.out.data);
+  EXPECT_EQ(p.lse.data, args.lse.data);
+  EXPECT_EQ(p.dlse.data, args.dlse.data);
+  const std::array maps = {&p.q_map, &p.k_map, &p.v_map, &p.dout_map};
+  const std::array inputs = {&args.q, &args.k, &args.v, &args.dout};
+  for (size_t i = 0; i < maps.size(); ++i) {
+    EXPECT_EQ(FakeMap::of(maps[i]).address, inputs[i]->data);
+    EXPECT_EQ(FakeMap::of(maps[i]).box[1], 64u);
+  }
+  EXPECT_EQ(p.not_finite, p.counters + 2);
+  const int64_t statistics = 2 * 40064 * 4;  // rows in multiples of 128
+  const int64_t carry = 313 * 128 * 64 * 4;  // blocks of 128 keys
+  expect_apart({{p.counters, need.zeroed_bytes},
+                {p.shift, statistics},
+                {p.delta, statistics},
+                {p.zeros, 8192},
+                {p.ds, 2 * p.score_tiles.unit * int64_t{128 * 128 * 2}},
+                {p.carry_dk, carry},
+                {p.carry_dv, carry}},
+               mine, need.bytes);
+}
+
+TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
+  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .d = 64});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_NE(plan.explain().find("dQ as sums in f32"), std::string::npos);
+  const WorkspaceNeed need = plan.workspace();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  plan.run(placed(call.args, kBase), {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 3u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_backward_prepare");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_round");
+  EXPECT_EQ(state_->launches[1].block, 512u);
+  for (const int i : {0, 2}) {  // 64 rows of a head a thread block
+    EXPECT_EQ(state_->launches[i].grid, 16u);
+    EXPECT_EQ(state_->launches[i].grid_y, 16u);
+  }
+  const auto p = params<BackwardParams>(1);
+  const int64_t statistics = 8 * 2 * 1024 * 4;
+  expect_apart({{p.counters, need.zeroed_bytes},
+                {p.shift, statistics},
+                {p.delta, statistics},
+                {p.dq_sums, statistics * 64}},
+               mine, need.bytes);
+  EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
+}
+
+TEST_F(OnFakeGpu, EmptyBackwardProblems) {
+  for (const ForwardShape& shape : {ForwardShape{.batch = 0}, ForwardShape{.sq = 0, .sk = 0}}) {
+    const BackwardCall call = backward_call(shape);
+    fulgur::backward(placed(call.args, kBase), call.options);
+    EXPECT_TRUE(state_->launches.empty());
+  }
+}
+
 // A captured launch has memory that nobody else gets while its graph lives.
 TEST_F(OnFakeGpu, CapturedLaunchesHaveTheirOwnMemory) {
   const ForwardCall call = forward_call({.d = 64});
@@ -493,14 +614,8 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   call.options.dropout_p = 0.5;
   EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find("without dropout"),
             std::string::npos);
-  const ForwardArgs& a = call.args;
-  const auto gradient = [](const ConstTensor& t) {
-    return Tensor{nullptr, t.dtype, t.device, t.rank, t.shape, t.strides};
-  };
-  const BackwardArgs backward{a.out, a.q,           a.k,           a.v,          a.out,
-                              a.lse, gradient(a.q), gradient(a.k), gradient(a.v)};
   EXPECT_NE(message_of([&] {
-              plan(backward, call.options);
+              plan(backward_call({}).args, call.options);
             }).find("engine cuda: computes without dropout"),
             std::string::npos);
   call.options.dropout_p = 0;

@@ -9,7 +9,8 @@ namespace fulgur::test {
 
 /// A kernel launch.
 struct FakeLaunch {
-  unsigned grid, block, shared_bytes;
+  const char* kernel;
+  unsigned grid, grid_y, block, shared_bytes;
   const void* stream;
   std::vector<unsigned char> params;  ///< the first kernel argument's bytes
 };

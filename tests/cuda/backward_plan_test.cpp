@@ -1,0 +1,477 @@
+// What the CUDA engine decides about a backward pass: how dQ is computed, the stages, the waves,
+// and that everything that the kernels keep in the workspace has a place of its own there.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+
+#include "backward_call.h"
+#include "cuda/choose.h"
+#include "cuda/hopper_backward.h"
+#include "cuda/hopper_backward_family.h"
+#include "cuda/hopper_plan.h"
+
+namespace fulgur::cuda {
+namespace {
+
+using test::backward_problem;
+using test::BackwardOptions;
+using test::ForwardShape;
+
+std::vector<HopperBackwardPlan> plans(const Problem& p, std::vector<std::string>* rejected) {
+  std::vector<HopperBackwardPlan> all;
+  for (const HopperBackwardTile& tile : hopper_backward_tiles(p, {}, rejected)) {
+    EXPECT_GT(tile.cycles, 0);
+    all.push_back(tile.plan);
+  }
+  return all;
+}
+
+std::vector<HopperBackwardPlan> plans(const Problem& p) {
+  std::vector<std::string> rejected;
+  return plans(p, &rejected);
+}
+
+/// The plan that stores dS.
+HopperBackwardPlan stored(const Problem& p) {
+  const std::vector<HopperBackwardPlan> all = plans(p);
+  const auto found = std::ranges::find(all, false, &HopperBackwardPlan::sums);
+  EXPECT_NE(found, all.end());
+  return *found;
+}
+
+std::string joined(const std::vector<std::string>& sentences) {
+  std::string text;
+  for (const std::string& s : sentences) text += s + "\n";
+  return text;
+}
+
+bool contains(const std::string& text, const std::string& what) {
+  return text.find(what) != std::string::npos;
+}
+
+const std::vector<Mask> kMasks = {full(), causal(), window(300, -1), window(-1, 200),
+                                  window(100, 50)};
+
+std::vector<Problem> many_problems() {
+  std::vector<Problem> all;
+  for (const auto& [d, dv] : {std::pair{1, 1},
+                              {16, 64},
+                              {64, 64},
+                              {80, 128},
+                              {128, 128},
+                              {128, 256},
+                              {192, 128},
+                              {256, 256},
+                              {256, 16}}) {
+    for (const auto& [sq, sk] :
+         {std::pair{1, 1}, {1, 5000}, {5000, 1}, {63, 64}, {1000, 1000}, {3000, 4096}}) {
+      for (const Mask& mask : kMasks) {
+        for (const bool packed : {false, true}) {
+          all.push_back(backward_problem({.batch = 3,
+                                          .sq = sq,
+                                          .sk = sk,
+                                          .hq = 6,
+                                          .hk = 2,
+                                          .d = d,
+                                          .dv = dv,
+                                          .mask = mask,
+                                          .softcap = sq == 1000 ? 30.0 : 0,
+                                          .packed = packed}));
+        }
+      }
+    }
+  }
+  return all;
+}
+
+/// Shapes whose dS does not fit the workspace at once.
+std::vector<Problem> large_problems() {
+  std::vector<Problem> all;
+  for (const Mask& mask : {full(), causal(), window(4095, 0), window(-1, 2000)}) {
+    for (const int64_t s : {8192, 32768, 131072}) {
+      for (const auto& [hq, hk] : {std::pair{64, 8}, {1, 1}, {8, 1}, {16, 16}}) {
+        for (const int64_t d : {64, 128, 256}) {
+          for (const int64_t batch : {1, 3}) {
+            all.push_back(backward_problem({.batch = batch,
+                                            .sq = s,
+                                            .sk = s,
+                                            .hq = hq,
+                                            .hk = hk,
+                                            .d = d,
+                                            .mask = mask,
+                                            .packed = batch == 3}));
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+TEST(HopperBackwardPlan, SumsUpDqOrStoresDs) {
+  for (const Problem& p : many_problems()) {
+    std::vector<std::string> rejected;
+    const std::vector<HopperBackwardPlan> all = plans(p, &rejected);
+    const bool narrow = p.d <= 128 && p.dv <= 128;
+    ASSERT_EQ(all.size(), narrow ? 2u : 1u);
+    EXPECT_EQ(all.front().sums, narrow);
+    EXPECT_FALSE(all.back().sums);
+    EXPECT_EQ(contains(joined(rejected), "dQ as sums: computes d and dv up to 128"), !narrow);
+    for (const HopperBackwardPlan& plan : all) {
+      EXPECT_EQ(plan.ds_bytes == 0, plan.sums);
+      EXPECT_EQ(plan.sums_floats(p.hq) == 0, !plan.sums);
+      EXPECT_EQ(plan.repairs(), plan.has_left || plan.has_right);
+    }
+  }
+}
+
+TEST(HopperBackwardPlan, SumsHaveNoFixedOrder) {
+  for (const int64_t d : {64, 128}) {
+    for (const auto& [invariant, deterministic] : {std::pair{true, false}, {false, true}}) {
+      std::vector<std::string> rejected;
+      const Problem p =
+          backward_problem({.d = d, .invariant = invariant}, {.deterministic = deterministic});
+      const std::vector<HopperBackwardPlan> all = plans(p, &rejected);
+      ASSERT_EQ(all.size(), 1u);
+      EXPECT_FALSE(all[0].sums);
+      EXPECT_TRUE(contains(joined(rejected), "would differ from run to run"));
+    }
+  }
+}
+
+// `invariant`: nothing that a sequence's bits depend on does on the batch.
+TEST(HopperBackwardPlan, InvariantDoesNotLookAtTheBatch) {
+  for (const Mask& mask : {full(), causal(), window(300, 0), window(1000000, 5)}) {
+    for (const int64_t d : {64, 128, 256}) {
+      std::set<std::string> headers;
+      for (const int64_t batch : {1, 7, 1000}) {
+        for (const int64_t s : {1, 500, 4096}) {
+          headers.insert(plan_header(stored(backward_problem({.batch = batch,
+                                                              .sq = s,
+                                                              .sk = s,
+                                                              .d = d,
+                                                              .mask = mask,
+                                                              .packed = true,
+                                                              .invariant = true}))));
+        }
+      }
+      EXPECT_EQ(headers.size(), 1u);
+    }
+  }
+}
+
+TEST(HopperBackwardPlan, FitsTheMachine) {
+  for (const Problem& p : many_problems()) {
+    for (const HopperBackwardPlan& plan : plans(p)) {
+      EXPECT_LE(plan.keys_shared_bytes, 232448);
+      EXPECT_LE(plan.rows_shared_bytes, 232448);
+      EXPECT_GE(plan.q_stages, 2);
+      EXPECT_GE(plan.o_stages, 2);
+      EXPECT_GE(plan.row_stages, 2);
+      EXPECT_EQ(plan.ds_stages, 2);
+      EXPECT_EQ(plan.block_keys % plan.block_rows, 0);
+      EXPECT_EQ(plan.rows_of_block() % plan.block_rows, 0);
+      EXPECT_EQ(plan.threads(), plan.sums ? 512 : 384);
+      EXPECT_TRUE(!plan.wide() || plan.block_rows == 64);
+      // dK and dV of 64 keys by one warpgroup: as many accumulators as registers hold.
+      EXPECT_TRUE(plan.wide() || plan.head_dim + plan.value_dim <= 320);
+      EXPECT_EQ(plan.grid, 132);
+    }
+  }
+}
+
+TEST(HopperBackwardPlan, DerivesStages) {
+  const auto stages = [](int64_t d, bool deterministic) {
+    const HopperBackwardPlan plan =
+        plans(backward_problem({.d = d}, {.deterministic = deterministic})).at(0);
+    return std::array{plan.q_stages, plan.o_stages, plan.row_stages};
+  };
+  EXPECT_EQ(stages(64, false), (std::array{3, 2, 3}));
+  EXPECT_EQ(stages(128, false), (std::array{3, 3, 4}));
+  EXPECT_EQ(stages(128, true), (std::array{4, 4, 4}));
+  EXPECT_EQ(stages(256, false), (std::array{3, 2, 4}));
+}
+
+/// The smallest wave there is: a block of rows of one head of k and v.
+bool is_least(const HopperBackwardPlan& plan) {
+  const kernels::Wave& wave = plan.waves[0].wave;
+  return wave.heads * wave.batches == 1 && wave.tiles * plan.block_rows == plan.rows_of_block();
+}
+
+// dS stays within what a call may take, unless waves are already as small as they can be.
+TEST(HopperBackwardPlan, DsFitsTheWorkspace) {
+  int cut = 0, least = 0;
+  for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
+    for (const Problem& p : problems) {
+      const HopperBackwardPlan plan = stored(p);
+      EXPECT_TRUE(plan.ds_bytes <= most_ds_bytes(p) || is_least(plan))
+          << plan.ds_bytes << " bytes; " << p.batch << " x " << p.sq << " x " << p.sk << ", heads "
+          << p.hq << " " << p.hk << ", d " << p.d << ", mask " << p.mask.left << " "
+          << p.mask.right;
+      EXPECT_EQ(plan.carries,
+                plan.waves[0].wave.tiles * plan.block_rows < std::max<int64_t>(p.sq, 1));
+      cut += plan.carries;
+      least += is_least(plan) && plan.ds_bytes > most_ds_bytes(p);
+    }
+  }
+  EXPECT_GT(cut, 20);
+  EXPECT_LE(least, 3);
+}
+
+TEST(HopperBackwardPlan, DsOfOneBlockOfRowsIsTheLeast) {
+  const Problem p = backward_problem({.batch = 1, .sq = 1, .sk = 1 << 20, .hq = 64, .hk = 1});
+  const HopperBackwardPlan plan = stored(p);
+  EXPECT_GT(plan.ds_bytes, most_ds_bytes(p));
+  EXPECT_EQ(plan.ds_bytes, int64_t{64} * (1 << 20) * 64 * 2);
+}
+
+// Every head, sequence and row is in one wave, and in one of its blocks.
+TEST(HopperBackwardPlan, WavesCoverAll) {
+  for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
+    for (const Problem& p : problems) {
+      for (const HopperBackwardPlan& plan : plans(p)) {
+        const int row_tiles = ceil_div(p.sq, plan.block_rows);
+        std::map<std::pair<int, int>, int> next;  // row tile of a head and a sequence
+        for (const auto& [wave, key_blocks, row_blocks] : plan.waves) {
+          ASSERT_GE(wave.heads, 1);
+          ASSERT_GE(wave.batches, 1);
+          for (int h = wave.first_head; h < wave.first_head + wave.heads; ++h) {
+            for (int b = wave.first_batch; b < wave.first_batch + wave.batches; ++b) {
+              ASSERT_EQ((next[{h, b}]), wave.first_tile) << "carries come in order";
+              next[{h, b}] += wave.tiles;
+            }
+          }
+          const int pairs = wave.heads * wave.batches;
+          const int tiles = std::min(wave.tiles, row_tiles - wave.first_tile);
+          ASSERT_EQ(key_blocks.blocks, std::max(ceil_div(p.sk, plan.block_keys), 1));
+          ASSERT_EQ(key_blocks.pairs, pairs);
+          ASSERT_EQ(row_blocks.blocks, ceil_div(tiles * plan.block_rows, plan.rows_of_block()));
+          ASSERT_EQ(row_blocks.pairs, pairs * p.group());
+          for (const kernels::Blocks& blocks : {key_blocks, row_blocks}) {
+            ASSERT_TRUE(blocks.bunch >= 1 && blocks.bunch <= blocks.pairs);
+          }
+          // Blocks of rows begin where a wave does.
+          ASSERT_EQ(wave.first_tile * plan.block_rows % plan.rows_of_block(), 0);
+        }
+        ASSERT_EQ(next.size(), static_cast<size_t>(p.hk * p.batch));
+        for (const auto& [pair, tile] : next) ASSERT_GE(tile, row_tiles);
+        ASSERT_TRUE(!plan.sums || plan.waves.size() == 1);
+      }
+    }
+  }
+}
+
+/// The lengths of the sequences of a call.
+std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random) {
+  std::vector<kernels::Lengths> all;
+  const auto up_to = [&](int64_t most) {
+    return static_cast<int>(random() % (static_cast<uint64_t>(std::max<int64_t>(most, 0)) + 1));
+  };
+  int q = 0, k = 0;
+  for (int b = 0; b < p.batch; ++b) {
+    kernels::Lengths n{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+    if (p.packed) {
+      n = {q, k, up_to(std::min(p.sq, p.total_q - q)), up_to(std::min(p.sk, p.total_k - k))};
+      q += n.sq;
+      k += n.sk;
+    }
+    if (p.seqused_k) n.sk = up_to(n.sk);
+    all.push_back(n);
+  }
+  return all;
+}
+
+/// Every tile of dS of a wave has a place of its own, which the kernels by keys and by rows agree
+/// on. Returns their number.
+int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const kernels::Wave& wave,
+                     const std::vector<kernels::Lengths>& lengths) {
+  const kernels::Band band = band_of(p.mask, plan.has_left, plan.has_right);
+  const kernels::ScoreTile each = plan.score_tile();
+  const int group = static_cast<int>(p.group());
+  std::vector<bool> taken(static_cast<size_t>(plan.ds_bytes / plan.tile_bytes()));
+  int64_t tiles = 0;
+  for (int b = wave.first_batch; b < wave.first_batch + wave.batches; ++b) {
+    const kernels::Lengths& n = lengths[b];
+    const int end = std::min(wave.first_tile + wave.tiles, ceil_div(n.sq, each.rows));
+    for (int head = 0; head < wave.heads * group; ++head) {
+      for (int tile = wave.first_tile; tile < end; ++tile) {
+        const kernels::KeyTiles keys = kernels::key_tiles_of(band, n, each, tile);
+        const auto at = [&](int of_head, int key_tile) {
+          return kernels::score_tile(plan.score_tiles, wave, band, n, each, group, b, of_head, tile,
+                                     key_tile);
+        };
+        for (int key_tile = keys.begin; key_tile < keys.end; ++key_tile) {
+          const int64_t place = at(head, key_tile);
+          if (place < 0 || place >= static_cast<int64_t>(taken.size()) || taken[place]) {
+            ADD_FAILURE() << "no place for " << b << " " << head << " " << tile << " " << key_tile
+                          << ": " << place << " of " << taken.size();
+            return 0;
+          }
+          taken[place] = true;
+          ++tiles;
+          // The kernel by rows counts from the first key tile, that by keys from the first head.
+          EXPECT_EQ(place, at(head, keys.begin) + key_tile - keys.begin);
+          EXPECT_EQ(place, at(head / group * group, key_tile) +
+                               int64_t{head % group} * plan.score_tiles.unit);
+        }
+      }
+    }
+  }
+  return tiles;
+}
+
+void check_places(const ForwardShape& shape, bool compact) {
+  const Problem p = backward_problem(shape, {.deterministic = true});
+  const HopperBackwardPlan plan = stored(p);
+  SCOPED_TRACE(testing::Message() << p.sq << " x " << p.sk << ", d " << p.d << ", mask "
+                                  << p.mask.left << " " << p.mask.right << ", " << plan.waves.size()
+                                  << " waves");
+  EXPECT_EQ(plan.score_tiles.compact, compact);
+  std::mt19937 random(7);
+  for (int times = 0; times < (p.packed || p.seqused_k ? 4 : 1); ++times) {
+    const std::vector<kernels::Lengths> lengths = lengths_of(p, random);
+    int64_t tiles = 0;
+    for (const BackwardWave& wave : plan.waves) tiles += check_places(p, plan, wave.wave, lengths);
+    if (times == 0 && !p.packed && !p.seqused_k) {
+      EXPECT_GT(tiles, 0);
+    }
+  }
+}
+
+TEST(ScoreTiles, EachHasAPlace) {
+  for (const Mask& mask : kMasks) {
+    for (const auto& [sq, sk] :
+         {std::pair{1, 700}, {64, 64}, {1000, 1000}, {700, 1500}, {1500, 700}}) {
+      for (const int64_t d : {64, 128, 256}) {
+        for (const bool packed : {false, true}) {
+          for (const bool seqused : {false, true}) {
+            check_places({.batch = 3,
+                          .sq = sq,
+                          .sk = sk,
+                          .hq = 4,
+                          .hk = 2,
+                          .d = d,
+                          .mask = mask,
+                          .packed = packed,
+                          .seqused = seqused},
+                         packed);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same where a call is cut into waves of heads, sequences and rows.
+TEST(ScoreTiles, EachHasAPlaceInItsWave) {
+  const std::vector<Mask> masks = {full(), causal(), window(3000, -1), window(-1, 1000),
+                                   window(20000, 100)};
+  for (const Mask& mask : masks) {
+    for (const int64_t d : {64, 128, 256}) {
+      for (const bool seqused : {false, true}) {
+        const auto check = [&](ForwardShape shape) {
+          shape.d = d;
+          shape.mask = mask;
+          shape.seqused = seqused;
+          check_places(shape, false);
+        };
+        check({.batch = 1, .sq = 30000, .sk = 32768, .hq = 2, .hk = 1});
+        check({.batch = 1, .sq = 32768, .sk = 20000, .hq = 1, .hk = 1});
+        check({.batch = 3, .sq = 8000, .sk = 8192, .hq = 6, .hk = 3});
+      }
+    }
+  }
+}
+
+// Packed sequences whose rows do not fit: each has as much room as the longest.
+TEST(ScoreTiles, PackedSequencesThatDoNotFitHaveAPlace) {
+  for (const Mask& mask : {full(), causal(), window(30000, 100)}) {
+    for (const int64_t d : {64, 128}) {
+      check_places({.batch = 3,
+                    .sq = 20000,
+                    .sk = 20000,
+                    .hq = 2,
+                    .hk = 1,
+                    .d = d,
+                    .mask = mask,
+                    .packed = true},
+                   false);
+    }
+  }
+}
+
+// What a kernel does not depend on stays out of its plan.h, so that it is compiled once.
+TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
+  const auto kernels = [](const ForwardShape& shape, const BackwardOptions& with = {}) {
+    std::map<std::string, std::string> headers;
+    for (const KernelUse& use : hopper_backward_kernels(stored(backward_problem(shape, with))))
+      headers[use.entry] = use.request.plan_header;
+    return headers;
+  };
+  auto plain = kernels({.mask = causal()});
+  const auto same = [&](std::map<std::string, std::string> other) {
+    std::set<std::string> names;
+    for (const auto& [entry, header] : plain) {
+      if (other[entry] == header)
+        names.insert(entry.substr(std::string("fulgur_backward_").size()));
+    }
+    return names;
+  };
+  using Names = std::set<std::string>;
+  EXPECT_EQ(plain.size(), 4u);
+  EXPECT_EQ(same(kernels({.mask = causal(), .softcap = 30})), (Names{"prepare", "rows"}));
+  EXPECT_EQ(same(kernels({.mask = causal(), .alibi = true})), (Names{"prepare", "rows"}));
+  EXPECT_EQ(same(kernels({.mask = causal()}, {.dlse = true})), (Names{"keys", "repair", "rows"}));
+  EXPECT_EQ(same(kernels({.mask = causal(), .seqused = true})), Names{"prepare"});
+  EXPECT_EQ(same(kernels({.mask = window(5, 5)})), Names{"prepare"});
+  EXPECT_EQ(same(kernels({.mask = causal(), .packed = true})), Names{});
+  EXPECT_EQ(same(kernels({.dtype = DType::kF16, .mask = causal()})), Names{});
+}
+
+TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
+  const Family* const families[] = {&hopper_backward_family()};
+  const auto said = [&](const Problem& p) {
+    Reasons reasons;
+    const Candidates all = ranked(p, families, {}, {}, &reasons);
+    const auto& plan = dynamic_cast<const HopperBackwardCandidate&>(*all.at(0)).plan();
+    return joined(describe(plan)) + joined(reasons.decisions) + joined(reasons.rejected);
+  };
+  const std::string sums = said(backward_problem({.d = 128}));
+  EXPECT_TRUE(contains(sums, "dQ as sums in f32")) << sums;
+  EXPECT_TRUE(contains(sums, "not deterministic")) << sums;
+  EXPECT_TRUE(contains(sums, "tile chosen by the cost model")) << sums;
+  EXPECT_TRUE(contains(sums, "tile sm90_backward 64 x 128: predicted")) << sums;
+  const std::string stored = said(backward_problem({.d = 128}, {.deterministic = true}));
+  EXPECT_TRUE(contains(stored, "dQ by a kernel of its own")) << stored;
+  EXPECT_TRUE(contains(stored, "from dS in memory: deterministic")) << stored;
+  EXPECT_TRUE(contains(stored, "dQ as sums: their order")) << stored;
+  EXPECT_TRUE(contains(stored, "1 waves of 2 kv heads of 2 sequences")) << stored;
+  const std::string wide = said(backward_problem({.d = 256}));
+  EXPECT_TRUE(contains(wide, "one warpgroup for each of the two")) << wide;
+  EXPECT_TRUE(contains(wide, "dQ as sums: computes d and dv up to 128, got 256 and 256")) << wide;
+  const std::string cut = said(backward_problem(
+      {.batch = 1, .sq = 65536, .sk = 65536, .hq = 1, .hk = 1}, {.deterministic = true}));
+  EXPECT_TRUE(contains(cut, "dK and dV carried on in f32")) << cut;
+  const std::string odd = said(backward_problem({.d = 17}));
+  for (const char* name : {"q", "k", "v", "dout"})
+    EXPECT_TRUE(contains(odd, std::string(name) + " is copied to rows of multiples of 16 bytes"));
+  EXPECT_TRUE(contains(odd, "gradients are stored by elements")) << odd;
+}
+
+TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {
+  const auto why = [](const ForwardShape& shape) {
+    return hopper_backward_rejects(backward_problem(shape));
+  };
+  EXPECT_EQ(why({}), "");
+  EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");
+  EXPECT_EQ(why({.d = 320}), "computes d and dv up to 256, got 320 and 320");
+  EXPECT_EQ(why({.d = 64, .dv = 264}), "computes d and dv up to 256, got 64 and 264");
+  EXPECT_TRUE(contains(why({.batch = 1, .sq = 1, .sk = int64_t{1} << 29, .hq = 1, .hk = 1}),
+                       "sequences of less than 2^29 rows"));
+}
+
+}  // namespace
+}  // namespace fulgur::cuda

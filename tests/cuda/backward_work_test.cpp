@@ -1,0 +1,269 @@
+// The formulas of the backward pass that the host and the device share
+// (src/kernels/shared/backward_work.h, sm90/backward_layout.h), against the definition, score by
+// score.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "kernels/sm90/backward_layout.h"
+
+namespace fulgur::kernels {
+namespace {
+
+/// Masks with all small bounds: a bound of -1 hides nothing.
+std::vector<Band> bands(int most) {
+  std::vector<Band> all;
+  for (int left = -1; left <= most; ++left) {
+    for (int right = -1; right <= most; ++right) {
+      all.push_back({left >= 0, right >= 0, std::max(left, 0), std::max(right, 0)});
+    }
+  }
+  return all;
+}
+
+bool sees(const Band& band, const Lengths& n, int row, int key) {
+  const KeyRange keys = visible_keys(band, n, row);
+  return row < n.sq && key < n.sk && key >= keys.begin && key < keys.end;
+}
+
+/// Whether some row of a tile sees some key of another.
+bool meets(const Band& band, const Lengths& n, const ScoreTile& each, int tile, int key_tile) {
+  for (int row = tile * each.rows; row < (tile + 1) * each.rows; ++row) {
+    for (int key = key_tile * each.keys; key < (key_tile + 1) * each.keys; ++key) {
+      if (sees(band, n, row, key)) return true;
+    }
+  }
+  return false;
+}
+
+/// Calls visit(band, lengths) for all small lengths and bounds.
+template <class Visit>
+void for_small(const Visit& visit) {
+  const std::vector<Band> masks = bands(7);
+  for (int sq = 0; sq <= 9; ++sq) {
+    for (int sk = 0; sk <= 9; ++sk) {
+      for (const Band& band : masks) {
+        visit(band, Lengths{0, 0, sq, sk});
+        if (testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+std::string text(const Band& band, const Lengths& n) {
+  return testing::PrintToString(
+      std::vector{n.sq, n.sk, band.has_left ? band.left : -1, band.has_right ? band.right : -1});
+}
+
+// A tile of rows is among those of a tile of keys, and this one among its, where they meet; and so
+// both kernels agree on which tiles of dS there are.
+TEST(BackwardWork, RowTilesAndKeyTilesMeet) {
+  for (const ScoreTile each : {ScoreTile{1, 1}, {2, 2}, {3, 3}, {2, 4}, {4, 4}}) {
+    for_small([&](const Band& band, const Lengths& n) {
+      for (int j = 0; j <= count_of(9, each.keys); ++j) {
+        const RowTiles rows = row_tiles(band, n, each.rows, j * each.keys, each.keys);
+        for (int i = 0; i * each.rows < n.sq; ++i) {
+          const KeyTiles keys = key_tiles_of(band, n, each, i);
+          const bool meet = meets(band, n, each, i, j);
+          ASSERT_EQ(i >= rows.begin && i < rows.end, meet) << text(band, n) << i << " " << j;
+          ASSERT_EQ(j >= keys.begin && j < keys.end, meet) << text(band, n) << i << " " << j;
+        }
+        ASSERT_LE(rows.end, count_of(n.sq, each.rows)) << text(band, n);
+      }
+    });
+  }
+}
+
+TEST(BackwardWork, AllVisibleIsThatOfEveryScore) {
+  int all = 0;
+  for_small([&](const Band& band, const Lengths& n) {
+    for (const int rows : {1, 2, 4}) {
+      for (const int keys : {1, 2, 4}) {
+        for (int row = 0; row < n.sq; row += rows) {
+          for (int key = 0; key < n.sk; key += keys) {
+            bool want = key + keys <= n.sk;
+            for (int i = row; i < std::min(row + rows, n.sq); ++i) {
+              for (int j = key; j < key + keys; ++j) want = want && sees(band, n, i, j);
+            }
+            ASSERT_EQ(all_visible(band, n, rows, row, key, keys), want) << text(band, n) << row;
+            all += want;
+          }
+        }
+      }
+    }
+  });
+  EXPECT_GT(all, 1000);
+}
+
+TEST(BackwardWork, SumOfQuotients) {
+  for (const int each : {1, 2}) {
+    for (const int limit : {0, 1, 3, 8}) {
+      long long sum = 0;
+      EXPECT_EQ(sum_of_quotients(-3, each, limit), 0);
+      for (int x = 0; x < 40; ++x) {
+        if (x > 0) sum += std::min((x + each - 1) / each, limit);
+        EXPECT_EQ(sum_of_quotients(x, each, limit), sum) << x << " " << each << " " << limit;
+      }
+    }
+  }
+}
+
+// Under a right bound alone a row tile has room for the tiles in front of its diagonal: for all
+// that it sees, and for no more than one tile of rows behind it does.
+TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
+  for (const ScoreTile each : {ScoreTile{2, 2}, {3, 3}, {2, 4}}) {
+    for_small([&](const Band& band, const Lengths& n) {
+      if (!band.has_right || band.has_left) return;
+      ASSERT_EQ(tiles_above_diagonal(band, n, each, 0), 0);
+      for (int i = 0; i < count_of(n.sq, each.rows); ++i) {
+        const long long room =
+            tiles_above_diagonal(band, n, each, i + 1) - tiles_above_diagonal(band, n, each, i);
+        ASSERT_GE(room, key_tiles_of(band, n, each, i).end) << text(band, n) << i;
+        const int diagonal = diagonal_of(n, (i + 2) * each.rows - 1) + band.right;
+        ASSERT_LE(room, std::clamp(count_of(std::max(diagonal, 0) + 1, each.keys), 0,
+                                   count_of(n.sk, each.keys)))
+            << text(band, n) << i;
+      }
+    });
+  }
+}
+
+TEST(BackwardWork, EveryBlockIsTakenOnce) {
+  for (int blocks = 1; blocks <= 9; ++blocks) {
+    for (int pairs = 1; pairs <= 9; ++pairs) {
+      for (int bunch = 1; bunch <= pairs; ++bunch) {
+        std::set<std::pair<int, int>> seen;
+        BlockOfPair before = {-1, 0};
+        for (int number = 0; number < blocks * pairs; ++number) {
+          const BlockOfPair at = block_of({blocks, pairs, bunch}, number);
+          ASSERT_TRUE(at.block >= 0 && at.block < blocks && at.pair >= 0 && at.pair < pairs);
+          ASSERT_TRUE(seen.insert({at.block, at.pair}).second);
+          if (at.pair / bunch == before.pair / bunch) {  // inside a bunch blocks are outermost
+            ASSERT_GE(at.block, before.block);
+          }
+          before = at;
+        }
+      }
+    }
+  }
+}
+
+// The statistics of packed sequences of any lengths, in a tensor with padding behind them.
+TEST(BackwardWork, StatisticsOfSequencesLieApart) {
+  const std::vector<std::vector<int>> lengths = {
+      {1, 1, 1}, {0, 0, 0}, {128, 128, 1}, {127, 129, 0, 1}, {300, 1, 0, 0, 77}, {1000, 128}};
+  for (const std::vector<int>& each : lengths) {
+    int start = 0, end = 0;
+    for (int b = 0; b < static_cast<int>(each.size()); ++b) {
+      const Lengths n{start, 0, each[b], 0};
+      const int first = statistics_row(n, true, b, 1000);
+      EXPECT_EQ(first % kStatisticsRows, 0);
+      EXPECT_GE(first, end);
+      end = first + count_of(each[b], kStatisticsRows) * kStatisticsRows;
+      start += each[b];
+    }
+    const int batch = static_cast<int>(each.size());
+    EXPECT_LE(end, (start / kStatisticsRows + batch + 1) * kStatisticsRows);
+  }
+  for (const int longest : {1, 128, 129, 1000}) {
+    for (int b = 0; b < 4; ++b) {
+      const int room = count_of(longest, kStatisticsRows) * kStatisticsRows;
+      EXPECT_EQ(statistics_row({0, 0, longest, 1}, false, b, longest), b * room);
+      EXPECT_GE(room, longest);
+    }
+  }
+}
+
+struct Region {
+  int begin, bytes, alignment;
+};
+
+/// They do not overlap, are aligned, and end where the map does.
+void check_apart(std::vector<Region> regions, int bytes) {
+  std::ranges::sort(regions, {}, &Region::begin);
+  int end = 0;
+  for (const Region& r : regions) {
+    if (r.bytes == 0) continue;
+    ASSERT_EQ(r.begin % r.alignment, 0);
+    ASSERT_GE(r.begin, end) << "overlaps what is before it";
+    end = r.begin + r.bytes;
+  }
+  ASSERT_EQ(end, bytes);
+}
+
+std::vector<Region> copies(int begin, int bytes, int count, int alignment) {
+  std::vector<Region> all;
+  for (int i = 0; i < count; ++i) all.push_back({begin + i * bytes, bytes, alignment});
+  return all;
+}
+
+TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
+  for (const int d : {16, 64, 80, 128, 144, 256}) {
+    for (const int dv : {16, 64, 128, 256}) {
+      for (const bool sums : {false, true}) {
+        for (const bool wide : {false, true}) {
+          if (wide && sums) continue;
+          const int rows = d <= 64 && !wide ? 128 : 64;
+          const int keys = wide ? 64 : 128;
+          const BackwardTile tile{d, dv, 2, rows, keys, 3, 2, 2, 1, 2, sums};
+          const KeysLayout map = wide ? keys_wide_layout(tile) : keys_layout(tile);
+          // 64 columns are a panel, 128 bytes of each row; two of them may be in registers.
+          const auto panels = [&](int dim, int of) {
+            return std::max(0, (dim + 63) / 64 - of) * 128;
+          };
+          std::vector<Region> regions;
+          const auto add = [&](int begin, int bytes, int count, int alignment) {
+            const std::vector<Region> more = copies(begin, bytes, count, alignment);
+            regions.insert(regions.end(), more.begin(), more.end());
+          };
+          add(map.k, keys * panels(d, wide ? 2 : 0), 1, 1024);
+          add(map.v, keys * panels(dv, wide ? 2 : 0), 1, 1024);
+          add(map.q, rows * panels(d, 0), 3, 1024);
+          add(map.o, rows * panels(dv, 0), 2, 1024);
+          add(map.p, 2 * rows * keys, wide ? 2 : 0, 16);
+          add(map.ds, rows * 64 * 2, 2 * (keys / 64), 1024);
+          add(map.sums, 64 * 64 * 4, sums ? 2 : 0, 128);
+          add(map.shift, 4 * rows, 3, 16);
+          add(map.delta, 4 * rows, 2, 16);
+          add(map.step, sizeof(Step), 3, 16);
+          add(map.ds_step, sizeof(Step), 2, 16);
+          add(map.block, sizeof(KeyBlock), 1, 16);
+          for (const int barrier : {map.k_full, map.k_empty, map.v_full, map.v_empty, map.tail})
+            add(barrier, 8, 1, 8);
+          for (const int barrier : {map.q_full, map.q_empty}) add(barrier, 8, 3, 8);
+          for (const int barrier : {map.o_full, map.o_empty}) add(barrier, 8, 2, 8);
+          check_apart(regions, map.bytes);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(BackwardLayout, BuffersOfRowsAreAlignedAndApart) {
+  for (const int d : {16, 64, 128, 256}) {
+    for (const int tiles : {1, 2, 4}) {
+      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 2, 2, 2, tiles, 3, false});
+      std::vector<Region> regions;
+      for (int stage = 0; stage < 3; ++stage) {
+        const int at = map.stages + stage * map.stage_bytes;
+        const int ds = 2 * tiles * 64 * 64 * 2;
+        regions.push_back({at, ds, 1024});
+        regions.push_back({at + ds, (d + 63) / 64 * 64 * 128, 1024});
+      }
+      regions.push_back({map.block, sizeof(RowBlock), 16});
+      for (int i = 0; i < 3; ++i) {
+        regions.push_back({map.full + 8 * i, 8, 8});
+        regions.push_back({map.empty + 8 * i, 8, 8});
+      }
+      for (const int barrier : {map.block_full, map.block_empty, map.tail})
+        regions.push_back({barrier, 8, 8});
+      check_apart(regions, map.bytes);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::kernels
