@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include "fulgur/error.h"
+
 namespace fulgur::cuda {
 namespace {
 
@@ -62,6 +64,11 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
 Candidates ranked(const Problem& problem, std::span<const Family* const> families,
                   const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
   Candidates all = all_candidates(problem, families, target, &reasons->rejected);
+  const bool none = std::ranges::all_of(all, [](const auto& c) { return !c->tuned_only.empty(); });
+  if (none) {
+    throw Error(Status::kUnsupported, fmt::format("engine cuda: no tile computes this: {}",
+                                                  fmt::join(reasons->rejected, "; ")));
+  }
   if (problem.invariant && !measured.empty()) {
     reasons->rejected.push_back(
         "tile tuned on this device: it depends on the batch, `invariant` must not");

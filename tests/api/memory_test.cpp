@@ -339,6 +339,33 @@ TEST_P(Memory, HiddenKeysTakeNoTime) {
   }
 }
 
+// Lengths that are not there yet may be those of any number of sequences, most of them empty.
+TEST_P(Memory, PlansAnyNumberOfSequences) {
+  if (engine() == "cuda") GTEST_SKIP() << "needs a GPU to plan";
+  const Tensor rows = Tensor::contiguous(nullptr, DType::kF32, {100, 3, 8});
+  const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {3, 100});
+  const Tensor cu = Tensor::contiguous(nullptr, DType::kI32, {1'000'000'000'000'000'001});
+  const Options options{.max_seqlen_q = 100, .max_seqlen_k = 100, .engine = engine()};
+  const ForwardArgs forward{
+      .q = rows, .k = rows, .v = rows, .out = rows, .cu_seqlens_q = cu, .cu_seqlens_k = cu};
+  const BackwardArgs backward{.dout = rows,
+                              .q = rows,
+                              .k = rows,
+                              .v = rows,
+                              .out = rows,
+                              .lse = lse,
+                              .dq = rows,
+                              .dk = rows,
+                              .dv = rows,
+                              .cu_seqlens_q = cu,
+                              .cu_seqlens_k = cu};
+  for (const int64_t bytes :
+       {plan(forward, options).workspace().bytes, plan(backward, options).workspace().bytes}) {
+    EXPECT_GE(bytes, 0);
+    EXPECT_LT(bytes, int64_t{1} << 30);
+  }
+}
+
 FULGUR_EVERY_ENGINE(Memory);
 
 }  // namespace

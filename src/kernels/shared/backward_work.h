@@ -71,8 +71,10 @@ struct BlockOfPair {
 };
 
 FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
-  const int first = number / (blocks.blocks * blocks.bunch) * blocks.bunch;
-  const int pairs = least(blocks.bunch, blocks.pairs - first);
+  const int last = most(blocks.pairs / blocks.bunch - 1, 0);  // bunch
+  const int bunch = least(number / (blocks.blocks * blocks.bunch), last);
+  const int first = bunch * blocks.bunch;
+  const int pairs = bunch == last ? blocks.pairs - first : blocks.bunch;
   const int rest = number - first * blocks.blocks;
   return {rest / pairs, first + rest % pairs};
 }

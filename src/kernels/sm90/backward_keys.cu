@@ -176,6 +176,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           wgmma_fence();
           issue_gradient<kHeadDim>(dK, P, across(q.address()));
           ds.leave(p, step);
+          block = load_block(k);  // not kept in registers
+          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -195,12 +197,12 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(dK);
         q.release(leader);
       }
-      block = load_block(k);  // not kept in registers
+    } else {
+      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
     }
     k.release(leader);
 
     end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
-    end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
   }
   tma_store_wait();
 }

@@ -18,6 +18,10 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int nu
   return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
 }
 
+// Under a right bound the blocks of a head have their last row in common. They walk from there, side by side, so that Q,
+// dO and the sums of dQ stay in L2. Waves would have to follow.
+enum : int { kUpwards = kSums && kHasRight };
+
 // What the producer warp does; Loader adds K and V of a block to a StepLoader.
 template <class Loader>
 __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
@@ -44,7 +48,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
 #pragma unroll 1
-      for (int tile = begin; tile < end; ++tile) {
+      for (int i = begin; i < end; ++i) {
+        const int tile = kUpwards ? begin + end - 1 - i : i;
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
         const int head = block.head * p.group;
@@ -54,7 +59,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
                                head - p.wave.first_head * p.group, tile, block.block);
 #pragma unroll 1
         for (int g = 0; g < p.group; ++g) {
-          const bool last = tile == end - 1 && g == p.group - 1;
+          const bool last = i == end - 1 && g == p.group - 1;
           const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kSums ? int(statistics / kBlockRows) : int(first_ds) + g * p.score_tiles.unit;

@@ -66,12 +66,14 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
         if (unit == kRowSteps * kHeadPanels - 1) {
 #pragma unroll
           for (int owner = 0; owner < kConsumers; ++owner) named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
+          mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
         }
         add_unit(dQ, sums + unit * kUnitFloats, smem + kKeysLayout.sums + unit % kSumsStages * 4 * kUnitFloats);
       }
       stage = stage + 1 == kDsStages ? 0 : stage + 1;
     }
-    k.release(leader);
+    mbarrier_arrive_if(k.empty(), leader && !(block.state & kHasSteps));
+    k.advance();
   }
   tma_store_wait();
 }

@@ -1,0 +1,48 @@
+/// Backward calls on cuda tensors, by the few numbers that tests vary.
+#pragma once
+
+#include "forward_call.h"
+
+namespace fulgur::test {
+
+/// What a backward call has beside what the forward call of a shape has.
+struct BackwardOptions {
+  bool deterministic = false, dlse = false;
+};
+
+struct BackwardCall {
+  BackwardArgs args;
+  Options options;
+};
+
+/// The gradient of the forward call of a shape, of tensors without data.
+inline BackwardCall backward_call(const ForwardShape& shape, const BackwardOptions& with = {}) {
+  const auto [f, options, run] = forward_call(shape);
+  const auto gradient = [](const ConstTensor& t) {
+    return Tensor{const_cast<void*>(t.data), t.dtype, t.device, t.rank, t.shape, t.strides};
+  };
+  BackwardCall call{{.dout = f.out,
+                     .q = f.q,
+                     .k = f.k,
+                     .v = f.v,
+                     .out = f.out,
+                     .lse = f.lse,
+                     .dq = gradient(f.q),
+                     .dk = gradient(f.k),
+                     .dv = gradient(f.v),
+                     .alibi_slopes = f.alibi_slopes,
+                     .cu_seqlens_q = f.cu_seqlens_q,
+                     .cu_seqlens_k = f.cu_seqlens_k,
+                     .seqused_k = f.seqused_k},
+                    options};
+  if (with.dlse) call.args.dlse = f.lse;
+  call.options.deterministic = with.deterministic;
+  return call;
+}
+
+inline Problem backward_problem(const ForwardShape& shape, const BackwardOptions& with = {}) {
+  const BackwardCall call = backward_call(shape, with);
+  return make_problem(call.args, call.options);
+}
+
+}  // namespace fulgur::test
