@@ -169,6 +169,30 @@ fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_
   });
 }
 
+template <class Args>
+fulgur_status prewarm(const Args* args, const fulgur_options* options, const char* folder,
+                      int* compiled, int* present) {
+  return guarded([&] {
+    const fulgur::cuda::Prewarmed done =
+        fulgur::cuda::prewarm(convert(args), convert(options), folder == nullptr ? "" : folder);
+    if (compiled != nullptr) *compiled = done.compiled;
+    if (present != nullptr) *present = done.present;
+  });
+}
+
+template <class Args>
+fulgur_status tune(const Args* args, const fulgur_options* options, const fulgur_run* run,
+                   char* text, size_t size, size_t* length) {
+  return guarded([&] {
+    std::string lines;
+    for (const fulgur::cuda::TileTime& tile :
+         fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
+      lines += fmt::format("{} {} {} {}\n", tile.family, tile.Br, tile.Bc, tile.microseconds);
+    }
+    give_text(lines, text, size, length);
+  });
+}
+
 }  // namespace
 
 fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
@@ -266,24 +290,21 @@ fulgur_status fulgur_cuda_synchronize(int device) {
 
 fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args, const fulgur_options* options,
                                      const char* folder, int* compiled, int* present) {
-  return guarded([&] {
-    const fulgur::cuda::Prewarmed done =
-        fulgur::cuda::prewarm(convert(args), convert(options), folder == nullptr ? "" : folder);
-    if (compiled != nullptr) *compiled = done.compiled;
-    if (present != nullptr) *present = done.present;
-  });
+  return prewarm(args, options, folder, compiled, present);
+}
+fulgur_status fulgur_prewarm_backward(const fulgur_backward_args* args,
+                                      const fulgur_options* options, const char* folder,
+                                      int* compiled, int* present) {
+  return prewarm(args, options, folder, compiled, present);
 }
 
 fulgur_status fulgur_tune_forward(const fulgur_forward_args* args, const fulgur_options* options,
                                   const fulgur_run* run, char* text, size_t size, size_t* length) {
-  return guarded([&] {
-    std::string lines;
-    for (const fulgur::cuda::TileTime& tile :
-         fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
-      lines += fmt::format("{} {} {} {}\n", tile.family, tile.Br, tile.Bc, tile.microseconds);
-    }
-    give_text(lines, text, size, length);
-  });
+  return tune(args, options, run, text, size, length);
+}
+fulgur_status fulgur_tune_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                                   const fulgur_run* run, char* text, size_t size, size_t* length) {
+  return tune(args, options, run, text, size, length);
 }
 
 fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* const* part_lses,

@@ -27,50 +27,180 @@ def mask(causal):
     return "causal" if causal else "full"
 
 
-def measured(report):
-    """Keys of NAMES in the report: FlashAttention-3 is there where it was installed."""
-    return [name for name in NAMES if f"{name}_tflops" in report["results"][0]]
+def measured(rows):
+    """Keys of NAMES in the rows: FlashAttention-3 is there where it was installed."""
+    return [name for name in NAMES if any(f"{name}_tflops" in r for r in rows)]
+
+
+def lines_of(head, rows):
+    """Lines of Markdown; what is not numbers stands to the left."""
+    words = ("mask", "what", "data")
+    return [f"| {' | '.join(map(str, line))} |"
+            for line in (head, ["---" if name in words else "---:" for name in head], *rows)]
+
+
+def speeds_of(rows, gemm=False):
+    """Headings by key: of the peers' speeds, and of our share of them."""
+    speeds = {f"{n}_tflops": NAMES[n] for n in measured(rows) if n != "fulgur"}
+    if gemm:
+        speeds["gemm_tflops"] = "GEMM"
+    return speeds, {key: f"fulgur / {heading}" for key, heading in speeds.items() if key != "flash2_tflops"}
 
 
 def table(rows, names, shape, speeds, ratios):
     """Lines of Markdown: of every row its shape, the speeds and our share of them; a peer may lack a shape."""
-    head = [*names, "mask", "fulgur", *speeds.values(), *ratios.values(), "SM MHz"]
-    lines = [head, ["---:" if name != "mask" else "---" for name in head]]
+    clock = ["SM MHz"] if "sm_mhz" in rows[0] else []
+    lines = []
     for r in rows:
         ours = r["fulgur_tflops"]
         others = [f"{r[key]:.0f}" if key in r else "" for key in speeds]
         shares = [f"{ours / r[key]:.2f}" if key in r else "" for key in ratios]
-        lines.append([*shape(r), mask(r["causal"]), f"**{ours:.0f}**", *others, *shares, r["sm_mhz"]])
-    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+        lines.append([*shape(r), mask(r["causal"]), f"**{ours:.0f}**", *others, *shares,
+                      *([r["sm_mhz"]] if clock else [])])
+    return lines_of([*names, "mask", "fulgur", *speeds.values(), *ratios.values(), *clock], lines)
 
 
-def markdown(report):
+def on_grid(rows, gemm=False):
+    return table(rows, ("d", "S"), lambda r: (r["d"], length(r["s"])), *speeds_of(rows, gemm))
+
+
+def wins(rows):
+    """"fulgur is faster than cuDNN in 36 of the 36 lines."; of lines that have the peer."""
+
+    def count(name):
+        both = [r for r in rows if f"{name}_tflops" in r]
+        won = sum(r["fulgur_tflops"] > r[f"{name}_tflops"] for r in both)
+        return f"{NAMES[name]} in {won}" + (f" of {len(both)}" if len(both) != len(rows) else "")
+
+    peers = [count(name) for name in measured(rows) if name != "fulgur"]
+    return f"fulgur is faster than {', '.join(peers)} of the {len(rows)} lines."
+
+
+def remarks(rows):
+    """Which peers were timed otherwise than all others, or left out although they ran."""
+    loops = sorted({NAMES[name] for r in rows for name in r.get("not_captured", ())})
+    text = [f"Timed as loops of launches, as no graph could be captured: {', '.join(loops)}."] if loops else []
+    for r in rows:
+        text += [f"{NAMES[name]} is left out of d {r['d']} S {length(r['s'])} {mask(r['causal'])}: its results differ."
+                 for name, why in r.get("lacking", {}).items() if why.startswith("differs")]
+    return [line for remark in text for line in ("", remark)]
+
+
+def forward(report):
     rows = report["results"]
-    peers = [name for name in measured(report) if name != "fulgur"]
-
-    def wins(name):
-        return sum(r["fulgur_tflops"] > r[f"{name}_tflops"] for r in rows)
-
-    speeds = {**{f"{n}_tflops": NAMES[n] for n in peers}, "gemm_tflops": "GEMM"}
-    ratios = {key: f"fulgur / {heading}" for key, heading in speeds.items() if key != "flash2_tflops"}
-    flash3 = f", FlashAttention-3 of {report['flash3']}" if "flash3" in peers else ""
     text = [
-        f"# Forward on {report['gpu']}, bf16",
+        wins(rows),
         "",
-        f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
-        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3}, kernels"
-        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns, as CUDA graphs of"
-        " many launches: the card's clock follows its load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
-        "",
-        "fulgur is faster than " + ", ".join(f"{NAMES[n]} in {wins(n)}" for n in peers) + f" of the {len(rows)} lines.",
-        "",
-        *table(rows, ("d", "S"), lambda r: (r["d"], length(r["s"])), speeds, ratios),
+        *on_grid(rows, gemm=True),
         "",
         "Too few heads for every multiprocessor, and value heads of another size:",
         "",
         *table(report["shapes"], ("batch", "S", "heads", "d", "dv"),
-               lambda r: (r["batch"], length(r["s"]), r["heads"], r["d"], r["dv"]), speeds, ratios),
+               lambda r: (r["batch"], length(r["s"]), r["heads"], r["d"], r["dv"]),
+               *speeds_of(rows, gemm=True)),
     ]
+    return text + remarks([*rows, *report["shapes"]])
+
+
+def pair(x, y):
+    return f"{x}" if x == y else f"{x}/{y}"
+
+
+def backward(report):
+    rows, shapes = report["backward"]["results"], report["backward"]["shapes"]
+    return [
+        "## Backward",
+        "",
+        "TFLOP/s of the same shapes; five products count, 2.5 times the flops of the forward pass. " + wins(rows),
+        "",
+        *on_grid(rows),
+        "",
+        "Shapes off the grid; of packed sequences S is the longest. A peer that does not compute a shape has no entry.",
+        "",
+        *table(shapes, ("what", "batch", "S", "heads", "d"),
+               lambda r: (r["what"], r["batch"], length(r["s"]), pair(r["heads"], r["kv_heads"]),
+                          pair(r["d"], r["dv"])), *speeds_of(shapes)),
+        *remarks([*rows, *shapes]),
+    ]
+
+
+def together(report):
+    """Rows of the grid with the speeds of a forward and a backward pass, one after the other: the sums of their times
+    for 3.5 times the flops of the forward pass."""
+
+    def key(r):
+        return r["d"], r["s"], r["causal"]
+
+    back = {key(r): r for r in report["backward"]["results"]}
+    rows = []
+    for r in report["results"]:
+        if key(r) not in back:
+            continue
+        names = [n for n in measured([r]) if f"{n}_tflops" in back[key(r)]]
+        speeds = {f"{n}_tflops": 3.5 / (1 / r[f"{n}_tflops"] + 2.5 / back[key(r)][f"{n}_tflops"]) for n in names}
+        rows.append({"d": r["d"], "s": r["s"], "causal": r["causal"], **speeds})
+    return rows
+
+
+def forward_and_backward(report):
+    rows = together(report)
+    return [
+        "## Forward and backward",
+        "",
+        "TFLOP/s of both passes, from the sums of their median times. " + wins(rows),
+        "",
+        *on_grid(rows),
+    ]
+
+
+def errors(report):
+    rows = report["errors"]
+    who = [name for name in ("fulgur", "flash3", "naive") if name in rows[0]["rms_error"]]
+    grads = {"dq": "dQ", "dk": "dK", "dv": "dV"}
+
+    def cell(r, name, grad):
+        share = r["rms_error"][name][grad] / r["reference"][grad]
+        return f"**{share:.2e}**" if name == "fulgur" else f"{share:.2e}"
+
+    head = ["data", "d", "S", "mask",
+            *(f"{heading}, {NAMES.get(name, name)}" for heading in grads.values() for name in who)]
+    return [
+        "## Errors of gradients",
+        "",
+        "RMS errors against float64, as shares of the RMS of the gradient; 2 heads. Naive is the plain formula in bf16."
+        " Outliers: two coordinates of every key and value are 20 times as large.",
+        "",
+        *lines_of(head, [[r["data"], r["d"], length(r["s"]), mask(r["causal"]),
+                          *(cell(r, name, grad) for grad in grads for name in who)] for r in rows]),
+    ]
+
+
+def flash3_of(report):
+    """Of which modules FlashAttention-3 is, in words."""
+    modules = list(dict.fromkeys(m for m in (report.get("flash3"), report.get("backward", {}).get("flash3")) if m))
+    return f", FlashAttention-3 of {' and '.join(modules)}" if modules else ""
+
+
+def markdown(report):
+    """Sections of what was measured."""
+    passes = [name for name, there in (("Forward", "results"), ("backward", "backward")) if there in report]
+    title = " and ".join(passes) or "Errors"
+    text = [
+        f"# {title[0].upper() + title[1:]} on {report['gpu']}, bf16",
+        "",
+        f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
+        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3_of(report)}, kernels"
+        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns, as CUDA graphs of"
+        " many launches: the card's clock follows its load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
+    ]
+    if "results" in report:
+        text += ["", *(["## Forward", ""] if len(passes) > 1 else []), *forward(report)]
+    if "backward" in report:
+        text += ["", *backward(report)]
+    if "results" in report and "backward" in report:
+        text += ["", *forward_and_backward(report)]
+    if "errors" in report:
+        text += ["", *errors(report)]
     text += ["", *(f"- {line}" for line in report["checks"])]
     return "\n".join(text).rstrip() + "\n"
 
@@ -91,24 +221,30 @@ def panel(rows, names, x0, y0, title, top):
     for i, s in enumerate(lengths):
         out.append(f'<text x="{at(i, 0)[0]:.1f}" y="{y0 + height + 34}" text-anchor="middle">{length(s)}</text>')
     for name in names:
-        points = " ".join("{:.1f},{:.1f}".format(*at(i, r[f"{name}_tflops"])) for i, r in enumerate(rows))
+        key = f"{name}_tflops"
+        points = " ".join("{:.1f},{:.1f}".format(*at(i, r[key])) for i, r in enumerate(rows) if key in r)
         out.append(f'<polyline points="{points}" fill="none" stroke="{COLORS[name]}" stroke-width="2"/>')
     return out
 
 
 def svg(report):
-    rows, names = report["results"], measured(report)
-    top = -(-int(max(r[f"{n}_tflops"] for r in rows for n in names)) // 200) * 200
-    dims = sorted({r["d"] for r in rows})
-    body = []
-    for row, causal in enumerate((False, True)):
-        for column, d in enumerate(dims):
-            cells = [r for r in rows if r["d"] == d and r["causal"] == causal]
-            body += panel(cells, names, 260 * column, 200 * row, f"d {d}, {mask(causal)}: TFLOP/s by length", top)
+    """The grids of the passes that were measured, a row of panels for each mask."""
+    grids = {"": report.get("results", []), ", backward": report.get("backward", {}).get("results", [])}
+    every = [r for rows in grids.values() for r in rows]
+    names = measured(every)
+    top = -(-int(max((r[f"{n}_tflops"] for r in every for n in names if f"{n}_tflops" in r), default=1)) // 200) * 200
+    dims = sorted({r["d"] for r in every})
+    body, y = [], 0
+    for which, rows in grids.items():
+        for causal in (False, True) if rows else ():
+            for column, d in enumerate(dims):
+                cells = [r for r in rows if r["d"] == d and r["causal"] == causal]
+                body += panel(cells, names, 260 * column, y, f"d {d}, {mask(causal)}{which}: TFLOP/s by length", top)
+            y += 200
     for i, name in enumerate(names):
-        body.append(f'<path d="M{40 + 150 * i} 410h20" stroke="{COLORS[name]}" stroke-width="2"/>')
-        body.append(f'<text x="{65 + 150 * i}" y="414">{NAMES[name]}</text>')
-    size = f'width="{260 * len(dims)}" height="425"'
+        body.append(f'<path d="M{40 + 150 * i} {y + 10}h20" stroke="{COLORS[name]}" stroke-width="2"/>')
+        body.append(f'<text x="{65 + 150 * i}" y="{y + 14}">{NAMES[name]}</text>')
+    size = f'width="{260 * len(dims)}" height="{y + 25}"'
     style = 'font-family="sans-serif" font-size="11" fill="#222"'
     lines = "\n".join(body)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<rect {size} fill="white"/>\n<g {style}>\n'

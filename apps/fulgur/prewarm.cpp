@@ -12,7 +12,7 @@ struct Request {
   std::vector<int64_t> dims = {64, 128};
   int64_t dv = -1;
   std::vector<std::string> dtypes = {"bf16", "f16"};
-  bool packed = false, alibi = false, seqused = false;
+  bool backward = false, dlse = false, packed = false, alibi = false, seqused = false;
   OptionFlags flags;
 };
 
@@ -28,21 +28,27 @@ cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options op
   const auto vector = [&](DType type, int64_t size) {
     return Tensor::contiguous(nullptr, type, {size}, kDevice);
   };
-  ForwardArgs args{
-      .q = rows(kHeads, d), .k = rows(1, d), .v = rows(1, dv), .out = rows(kHeads, dv)};
-  if (r.packed) {
-    args.cu_seqlens_q = args.cu_seqlens_k = vector(DType::kI32, 2);
-    options.max_seqlen_q = options.max_seqlen_k = kLength;
+  const Tensor q = rows(kHeads, d), k = rows(1, d), v = rows(1, dv), out = rows(kHeads, dv);
+  const Tensor lse = r.packed
+                         ? Tensor::contiguous(nullptr, DType::kF32, {kHeads, kLength}, kDevice)
+                         : Tensor::contiguous(nullptr, DType::kF32, {1, kHeads, kLength}, kDevice);
+  if (r.packed) options.max_seqlen_q = options.max_seqlen_k = kLength;
+  const auto set_extras = [&](auto& args) {
+    if (r.packed) args.cu_seqlens_q = args.cu_seqlens_k = vector(DType::kI32, 2);
+    if (r.seqused) args.seqused_k = vector(DType::kI32, 1);
+    if (r.alibi) args.alibi_slopes = vector(DType::kF32, kHeads);
+  };
+  if (r.backward) {
+    BackwardArgs args{out, q, k, v, out, lse, q, k, v};
+    if (r.dlse) args.dlse = lse;
+    set_extras(args);
+    return cuda::prewarm(args, options, r.folder);
   }
-  if (r.seqused) args.seqused_k = vector(DType::kI32, 1);
-  if (r.alibi) args.alibi_slopes = vector(DType::kF32, kHeads);
+  ForwardArgs args{q, k, v, out};
+  set_extras(args);
   cuda::Prewarmed sum;
-  for (const bool lse : {false, true}) {
-    if (lse && r.packed) {
-      args.lse = Tensor::contiguous(nullptr, DType::kF32, {kHeads, kLength}, kDevice);
-    } else if (lse) {
-      args.lse = Tensor::contiguous(nullptr, DType::kF32, {1, kHeads, kLength}, kDevice);
-    }
+  for (const Tensor& wanted : {Tensor(), lse}) {
+    args.lse = wanted;
     const cuda::Prewarmed one = cuda::prewarm(args, options, r.folder);
     sum.compiled += one.compiled;
     sum.present += one.present;
@@ -82,6 +88,8 @@ void add_prewarm(CLI::App& app) {
   command->add_option("--dtype", r->dtypes, "Default bf16 f16")
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->type_name("T");
+  auto* backward = command->add_flag("--backward", r->backward, "The kernels of the gradient");
+  command->add_flag("--dlse", r->dlse, "The gradient of LSE is given")->needs(backward);
   command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens)");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
   command->add_flag("--seqused-k", r->seqused, "Lengths of the keys in use");
@@ -89,6 +97,7 @@ void add_prewarm(CLI::App& app) {
   command->footer(
       "Kernels serve every length and batch, with and without LSE.\nExamples:\n"
       "  fulgur prewarm --d 128 --dtype bf16 --causal\n"
+      "  fulgur prewarm --d 128 --dtype bf16 --causal --backward\n"
       "  fulgur prewarm --folder /opt/fulgur --d 64 128 256");
   command->callback([r] { prewarm(*r); });
 }

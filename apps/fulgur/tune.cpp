@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <random>
 
 #include "commands.h"
@@ -19,7 +20,7 @@ using io::Array;
 struct Request {
   ShapeFlags shape;
   std::string dtype = "bf16";
-  bool packed = false, alibi = false, seqused = false;
+  bool backward = false, packed = false, alibi = false, seqused = false;
   OptionFlags flags;
 };
 
@@ -61,12 +62,15 @@ cuda::Tuned measure(const Request& r) {
   const auto input = [&](const char* name, int64_t length, int64_t heads, int64_t dim) {
     return place.input(random_array(name, dtype, shape(name, length, heads, dim)));
   };
+  std::deque<Array> results;  // never collected
+  const auto output = [&](const char* name, int64_t length, int64_t heads, int64_t dim) {
+    return place.output(results.emplace_back(dtype, shape(name, length, heads, dim)));
+  };
   ForwardArgs args;
   args.q = input("q", s.sq, s.hq, s.d);
   args.k = input("k", s.sk, s.hk, s.d);
   args.v = input("v", s.sk, s.hk, s.dv);
-  Array out(dtype, shape("out", s.sq, s.hq, s.dv));  // never collected
-  args.out = place.output(out);
+  args.out = output("out", s.sq, s.hq, s.dv);
   const auto starts = [&](int64_t length) {  // of packed sequences
     return place.input(
         vector_of<int32_t>(DType::kI32, s.batch + 1, [&](int64_t b) { return b * length; }));
@@ -86,14 +90,24 @@ cuda::Tuned measure(const Request& r) {
       return std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(s.hq));
     }));
   }
-  return cuda::tune(args, options);
+  if (!r.backward) return cuda::tune(args, options);
+  const std::vector<int64_t> lse_shape =
+      r.packed ? std::vector{s.hq, s.batch * s.sq} : std::vector{s.batch, s.hq, s.sq};
+  args.lse = place.output(results.emplace_back(DType::kF32, lse_shape));
+  forward(args, options);
+  return cuda::tune(
+      BackwardArgs{input("dout", s.sq, s.hq, s.dv), args.q, args.k, args.v, args.out, args.lse,
+                   output("dq", s.sq, s.hq, s.d), output("dk", s.sk, s.hk, s.d),
+                   output("dv", s.sk, s.hk, s.dv), args.alibi_slopes, args.cu_seqlens_q,
+                   args.cu_seqlens_k, args.seqused_k},
+      options);
 }
 
 void tune(const Request& r) {
   const cuda::Tuned tuned = measure(r);
   fmt::print("{}: {}\n", tuned.device, tuned.shape_class);
   for (const cuda::TileTime& tile : tuned.tiles) {
-    fmt::print("tile {:>22} {:>12.2f} us {:>6.2f}{}{}\n",
+    fmt::print("tile {:>27} {:>12.2f} us {:>6.2f}{}{}\n",
                fmt::format("{} {} x {}", tile.family, tile.Br, tile.Bc), tile.microseconds,
                tile.microseconds / tuned.tiles[0].microseconds,
                &tile == &tuned.tiles[0] ? "  taken from now on" : "",
@@ -107,11 +121,12 @@ void tune(const Request& r) {
 void add_tune(CLI::App& app) {
   auto r = std::make_shared<Request>();
   auto* command = app.add_subcommand(
-      "tune", "Measure the tiles of a forward pass on the GPU and keep the fastest for its like");
+      "tune", "Measure the tiles of a pass on the GPU and keep the fastest for its like");
   r->shape.add_to(*command);
   command->add_option("--dtype", r->dtype, "Default bf16")
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->type_name("T");
+  command->add_flag("--backward", r->backward, "The tiles of the gradient");
   command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens), of one length");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
   command->add_flag("--seqused-k", r->seqused, "Lengths of the keys in use, all of them");
@@ -122,7 +137,8 @@ void add_tune(CLI::App& app) {
       "round up to the same three binary digits take the fastest tile from then on, on GPUs of\n"
       "this model; `fulgur explain --device cuda` tells. Best on an idle GPU.\nExamples:\n"
       "  fulgur tune --batch 4 --sq 4096 --hq 16 --d 128 --causal\n"
-      "  fulgur tune --batch 64 --sq 1 --sk 8192 --hq 32 --hk 8 --d 128 --seqused-k");
+      "  fulgur tune --batch 64 --sq 1 --sk 8192 --hq 32 --hk 8 --d 128 --seqused-k\n"
+      "  fulgur tune --batch 4 --sq 4096 --hq 16 --d 128 --causal --backward");
   command->callback([r] { tune(*r); });
 }
 

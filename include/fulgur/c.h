@@ -160,14 +160,20 @@ FULGUR_API fulgur_status fulgur_cuda_synchronize(int device);
 FULGUR_API fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args,
                                                 const fulgur_options* options, const char* folder,
                                                 int* compiled, int* present);
+FULGUR_API fulgur_status fulgur_prewarm_backward(const fulgur_backward_args* args,
+                                                 const fulgur_options* options, const char* folder,
+                                                 int* compiled, int* present);
 
-/// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune); out and
-/// lse take the result. The text: a line for each tile, the fastest first: family of kernels, Br,
-/// Bc, microseconds.
-/// As each call measures anew, give it room: 4096 bytes hold every tile.
+/// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune); tensors
+/// that a call writes take the result, and `run` brings no workspace. The text: a line for each
+/// tile, the fastest first: family of kernels, Br, Bc, microseconds. As each call measures anew,
+/// give it room: 4096 bytes hold every tile.
 FULGUR_API fulgur_status fulgur_tune_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, const fulgur_run* run,
                                              char* text, size_t size, size_t* length);
+FULGUR_API fulgur_status fulgur_tune_backward(const fulgur_backward_args* args,
+                                              const fulgur_options* options, const fulgur_run* run,
+                                              char* text, size_t size, size_t* length);
 
 /// Combines `count` partial results over disjoint keys into out, lse (lse may be null); see
 /// merge.h. Errors name part i as parts[i].out and parts[i].lse.

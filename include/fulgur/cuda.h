@@ -35,10 +35,12 @@ struct Prewarmed {
 /// call, kUnavailable without NVRTC and where the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
                              const std::string& folder = {});
+FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,
+                             const std::string& folder = {});
 
-/// How long a forward pass took with a tile Br x Bc of the score matrix.
+/// How long a call took with a tile Br x Bc of the score matrix.
 struct TileTime {
-  std::string family;  ///< of kernels: "sm90_forward"
+  std::string family;  ///< of kernels: "sm90_forward", "sm90_backward", "sm90_backward_sums"
   int64_t Br = 0, Bc = 0;
   double microseconds = 0;  ///< median
   bool predicted = false;   ///< the cost model's choice
@@ -52,12 +54,14 @@ struct Tuned {
   std::string path;             ///< the file that says so
 };
 
-/// Measures every tile that can compute this call, on its tensors (out and lse take the result),
-/// and keeps the times in the default cache folder. From then on, plans of the same class of shapes
-/// take the fastest tile: in this process, and in those to come with the same model of device,
-/// fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an idle device.
-/// Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or empty call;
-/// kUnavailable when the folder cannot be used.
+/// Measures every tile that can compute this call, on its tensors (those that a call writes take
+/// the result), and keeps the times in the default cache folder. From then on, plans of the same
+/// class of shapes take the fastest tile: in this process, and in those to come with the same model
+/// of device, fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an
+/// idle device. Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or
+/// empty call, and where `run` brings a workspace, as each tile needs another; kUnavailable when
+/// the folder cannot be used.
 FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
+FULGUR_API Tuned tune(const BackwardArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur::cuda

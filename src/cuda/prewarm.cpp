@@ -11,9 +11,9 @@
 #include "problem.h"
 
 namespace fulgur::cuda {
+namespace {
 
-Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
-  const Problem problem = make_problem(args, options);
+Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
   if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
@@ -50,6 +50,15 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
     }
   });
   return result;
+}
+
+}  // namespace
+
+Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
+  return prewarm_like(make_problem(args, options), folder);
+}
+Prewarmed prewarm(const BackwardArgs& args, const Options& options, const std::string& folder) {
+  return prewarm_like(make_problem(args, options), folder);
 }
 
 }  // namespace fulgur::cuda

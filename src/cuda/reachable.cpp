@@ -30,6 +30,7 @@ void for_reachable(const Problem& problem, const std::function<void(const Candid
   for (const Architecture& architecture : architectures()) {
     for (const Target& target : architecture.targets) {
       for_lengths(problem, [&](const Problem& p) {
+        if (!no_family_computes(p).empty()) return;  // too long, or too many heads
         Reasons reasons;
         visit(ranked(p, architecture.families, target, {}, &reasons));
       });

@@ -43,22 +43,22 @@ class Event {
 /// Measures plans of one call on its tensors.
 class Stopwatch {
  public:
-  Stopwatch(Gpu& gpu, const ForwardArgs& args, const Run& run)
-      : args_(args), run_(run), current_(gpu.context()) {}
+  Stopwatch(Gpu& gpu, const Call& call, const Run& run)
+      : call_(call), run_(run), current_(gpu.context()) {}
 
   /// Microseconds of a run, in a burst of `runs` after one that warms up.
-  double burst(const Executable& forward, int runs) const {
+  double burst(const Executable& plan, int runs) const {
     const auto stream = static_cast<CUstream>(run_.stream);
-    forward.run(&args_, run_);
+    plan.run(call_, run_);
     Event start, end;
     start.record(stream);
-    for (int i = 0; i < runs; ++i) forward.run(&args_, run_);
+    for (int i = 0; i < runs; ++i) plan.run(call_, run_);
     end.record(stream);
     return end.microseconds_since(start) / runs;
   }
 
  private:
-  const ForwardArgs& args_;
+  Call call_;
   const Run& run_;
   CurrentContext current_;
 };
@@ -89,14 +89,17 @@ std::vector<double> measure(const Stopwatch& stopwatch,
   return medians;
 }
 
-}  // namespace
-
-Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
+template <class Args>
+Tuned tune_call(const Args& args, const Options& options, const Run& run) {
   const Problem problem = make_problem(args, options);
   std::vector<std::string> rejected;
   choose_engine(problem, engine().name(), &rejected);
   if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");
   check_pointers(args);
+  check_random_numbers(args, run);
+  if (run.workspace.data != nullptr) {
+    fail("workspace", "is given, want none: every tile needs another, which tuning takes itself");
+  }
   if (problem.nothing_to_do()) fail("q", "got no row, want some: there is nothing to measure");
   Gpu& gpu = usable_gpu(problem.device.index);
   const auto families = architecture_of(gpu.capability())->families;
@@ -110,7 +113,7 @@ Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
 
   std::vector<std::unique_ptr<const Executable>> plans;
   for (const auto& candidate : all) plans.push_back(candidate->executable(gpu, {}));
-  const std::vector<double> microseconds = measure(Stopwatch(gpu, args, run), plans);
+  const std::vector<double> microseconds = measure(Stopwatch(gpu, &args, run), plans);
   const std::string key = tuning_key(gpu, problem);
   Tuned tuned{{},
               shape_class(problem),
@@ -127,6 +130,15 @@ Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
       [](const TileTime& x, const TileTime& y) { return x.microseconds < y.microseconds; });
   tunings.keep(key, std::move(tiles));
   return tuned;
+}
+
+}  // namespace
+
+Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
+  return tune_call(args, options, run);
+}
+Tuned tune(const BackwardArgs& args, const Options& options, const Run& run) {
+  return tune_call(args, options, run);
 }
 
 }  // namespace fulgur::cuda

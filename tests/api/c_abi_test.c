@@ -102,8 +102,12 @@ fulgur_status fulgur_cuda_copy(void*, const void*, int64_t, int);
 fulgur_status fulgur_cuda_synchronize(int);
 fulgur_status fulgur_prewarm_forward(const fulgur_forward_args*, const fulgur_options*, const char*,
                                      int*, int*);
+fulgur_status fulgur_prewarm_backward(const fulgur_backward_args*, const fulgur_options*,
+                                      const char*, int*, int*);
 fulgur_status fulgur_tune_forward(const fulgur_forward_args*, const fulgur_options*,
                                   const fulgur_run*, char*, size_t, size_t*);
+fulgur_status fulgur_tune_backward(const fulgur_backward_args*, const fulgur_options*,
+                                   const fulgur_run*, char*, size_t, size_t*);
 fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
                            const DLTensor*);
 const char* fulgur_last_error(void);

@@ -229,7 +229,8 @@ static void plan_in_threads(const fulgur_forward_args* given) {
 }
 
 /* No GPU computes f32, and none is asked for tensors on the CPU. */
-static void functions_of_gpus(const fulgur_forward_args* args) {
+static void functions_of_gpus(const fulgur_forward_args* args,
+                              const fulgur_backward_args* gradient) {
   int compiled = 7, present = 7;
   char text[4096] = "untouched";
   size_t length = 7;
@@ -238,6 +239,12 @@ static void functions_of_gpus(const fulgur_forward_args* args) {
   CHECK(strcmp(fulgur_last_error(), "") != 0);
   const fulgur_status tuned = fulgur_tune_forward(args, NULL, NULL, text, sizeof text, &length);
   CHECK(tuned == FULGUR_UNSUPPORTED || tuned == FULGUR_UNAVAILABLE);
+  const fulgur_status prewarmed_gradient =
+      fulgur_prewarm_backward(gradient, NULL, NULL, &compiled, &present);
+  CHECK(prewarmed_gradient == FULGUR_UNSUPPORTED || prewarmed_gradient == FULGUR_UNAVAILABLE);
+  const fulgur_status tuned_gradient =
+      fulgur_tune_backward(gradient, NULL, NULL, text, sizeof text, &length);
+  CHECK(tuned_gradient == FULGUR_UNSUPPORTED || tuned_gradient == FULGUR_UNAVAILABLE);
   CHECK(compiled == 7 && present == 7 && length == 7 && strcmp(text, "untouched") == 0);
   fulgur_options options;
   CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
@@ -490,7 +497,7 @@ int main(void) {
   plan_of_changing_lengths();
   texts(&args);
   plan_in_threads(&args);
-  functions_of_gpus(&args);
+  functions_of_gpus(&args, &gradient);
   device_memory();
   out_of_memory();
 

@@ -13,6 +13,7 @@
 #include <fstream>
 #include <set>
 #include <thread>
+#include <tuple>
 
 #include "backward_call.h"
 #include "cuda/hopper_forward_plan.h"
@@ -129,6 +130,14 @@ ForwardArgs placed(ForwardArgs args, std::uintptr_t at) {
   for (Tensor* t : {&args.out, &args.lse}) {
     if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
   }
+  return args;
+}
+
+BackwardArgs placed(BackwardArgs args, std::uintptr_t at) {
+  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse})
+    t->data = reinterpret_cast<void*>(at += 0x100000000);
+  for (Tensor* t : {&args.dq, &args.dk, &args.dv})
+    t->data = reinterpret_cast<void*>(at += 0x100000000);
   return args;
 }
 
@@ -757,6 +766,36 @@ TEST_F(Tune, PackedCallsOfTheirStream) {
   EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
 }
 
+// The fake's kernels take a millisecond, those with threads of fast_block half of it: 512 have the
+// keys' kernel that sums up dQ, 384 the one that does not and that of the rows.
+TEST_F(Tune, BackwardPlansTakeWhatWasFastest) {
+  const ForwardShape shape{.batch = 9, .mask = causal()};
+  const BackwardCall call = backward_call(shape);
+  for (const auto& [threads, family, says] :
+       {std::tuple{512u, "sm90_backward_sums", "dQ as sums"},
+        std::tuple{384u, "sm90_backward", "dQ by a kernel of its own"}}) {
+    state_->fast_block = threads;
+    state_->fast_keys = 0;
+    const cuda::Tuned tuned = cuda::tune(placed(call.args, kBase), call.options);
+    EXPECT_EQ(tuned.shape_class, cuda::shape_class(backward_problem(shape)));
+    ASSERT_EQ(tuned.tiles.size(), 2u);
+    EXPECT_EQ(tuned.tiles[0].family, family);
+    EXPECT_LT(tuned.tiles[0].microseconds, tuned.tiles[1].microseconds);
+    const Plan plan = fulgur::plan(call.args, call.options);
+    EXPECT_TRUE(contains(plan.explain(), says)) << plan.explain();
+    EXPECT_TRUE(contains(plan.explain(), "tile tuned on this device: measured"));
+    state_->launches.clear();
+    plan.run(placed(call.args, kBase));
+    EXPECT_EQ(state_->launches.at(1).block, threads);  // the first prepares rows
+  }
+  // Neither for other passes nor where the order of sums must not change.
+  EXPECT_FALSE(contains(explained(shape), "tuned on this device: measured"));
+  const BackwardCall fixed = backward_call(shape, {.deterministic = true});
+  EXPECT_FALSE(contains(fulgur::plan(fixed.args, fixed.options).explain(), "tuned on this device"));
+  EXPECT_EQ(cuda::tune(placed(fixed.args, kBase), fixed.options).tiles.size(), 1u);
+  EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
+}
+
 TEST_F(Tune, RefusesWhatItCannotMeasure) {
   const auto before = kept();
   const auto refused = [&](const ForwardShape& shape, Status status, const std::string& says) {
@@ -768,11 +807,61 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
   refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
   const ForwardCall call = forward_call({});
   EXPECT_TRUE(contains(message_of([&] { cuda::tune(call.args); }), "q: data is null"));
+  int memory = 0;
+  EXPECT_TRUE(
+      contains(message_of([&] {
+                 cuda::tune(placed(call.args, kBase), call.options, {.workspace = {&memory, 4}});
+               }),
+               "workspace: is given, want none"));
+  const BackwardCall gradient = backward_call({});
+  EXPECT_TRUE(contains(message_of([&] { cuda::tune(gradient.args); }), "dout: data is null"));
   ForwardArgs host = placed(call.args, kBase);
   host.q.device = host.k.device = host.v.device = host.out.device = host.lse.device = {};
   EXPECT_TRUE(contains(message_of([&] { cuda::tune(host); }), "computes tensors on cuda"));
   EXPECT_TRUE(state_->launches.empty());
   EXPECT_EQ(kept(), before);
+}
+
+/// A process of its own, whose cache folder has what it compiled itself.
+class Prewarmed : public OnFakeGpu {
+ protected:
+  static void SetUpTestSuite() {
+    std::error_code none;
+    std::filesystem::remove_all(cuda::CacheFolder::standard().path(), none);
+  }
+  static std::ptrdiff_t kernels() {
+    const auto files = std::filesystem::directory_iterator(cuda::CacheFolder::standard().path());
+    return std::count_if(begin(files), end(files),
+                         [](const auto& entry) { return entry.path().extension() == ".cubin"; });
+  }
+};
+
+// Odd dims are copied, and their gradients stored by elements; the mask binds in long calls only,
+// and then what it hides is repaired.
+TEST_F(Prewarmed, BackwardPlansCompileNothing) {
+  for (const bool deterministic : {false, true}) {
+    const ForwardShape shape{.sq = 512, .sk = 512, .d = 12, .mask = window(-1, 30)};
+    const BackwardCall call = backward_call(shape, {.deterministic = deterministic});
+    const cuda::Prewarmed first = cuda::prewarm(call.args, call.options);
+    EXPECT_GT(first.compiled, 4);
+    const auto before = kernels();
+    for (const int64_t batch : {1, 3, 300}) {
+      for (const auto& [sq, sk] : {std::pair{1, 1}, {16, 900}, {40, 7}, {5000, 5000}}) {
+        ForwardShape other = shape;
+        other.batch = batch;
+        other.sq = sq;
+        other.sk = sk;
+        const BackwardCall later = backward_call(other, {.deterministic = deterministic});
+        state_->launches.clear();
+        fulgur::backward(placed(later.args, kBase), later.options);
+        EXPECT_FALSE(state_->launches.empty());
+        EXPECT_EQ(kernels(), before) << batch << " " << sq << " " << sk;
+      }
+    }
+    const cuda::Prewarmed again = cuda::prewarm(call.args, call.options);
+    EXPECT_EQ(again.compiled, 0);
+    EXPECT_EQ(again.present, first.compiled + first.present);
+  }
 }
 
 /// A process of its own, whose kernels of some tile spill: a copy of the device text, to which a

@@ -29,13 +29,13 @@ struct Kernel {
   size_t params;
 };
 constexpr Kernel kKernels[] = {{"fulgur_forward", sizeof(ForwardParams)},
+                               {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
+                               {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
                                {"fulgur_backward_prepare", sizeof(BackwardParams)},
                                {"fulgur_backward_keys", sizeof(BackwardParams)},
                                {"fulgur_backward_rows", sizeof(BackwardParams)},
                                {"fulgur_backward_round", sizeof(BackwardParams)},
-                               {"fulgur_backward_repair", sizeof(BackwardParams)},
-                               {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
-                               {"fulgur_forward_padding", sizeof(ForwardPaddingParams)}};
+                               {"fulgur_backward_repair", sizeof(BackwardParams)}};
 
 FakeState state;
 std::mutex launching;
@@ -213,7 +213,8 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
                    unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                    void* stream, void** arguments, void**) {
   if (current == nullptr) return 201;
-  if (grid_x == 0 || grid_y == 0 || grid_z != 1 || block_y != 1 || block_z != 1) return 1;
+  if (grid_x == 0 || grid_y == 0 || grid_y > 65535 || grid_z != 1 || block_y != 1 || block_z != 1)
+    return 1;
   const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
   const auto [name, size] = *static_cast<const Kernel*>(function);
   unsigned keys = 0;  // of a key tile of the forward kernel

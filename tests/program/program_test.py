@@ -478,6 +478,7 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (["tune", "--sq", "-3"], ["--sq", "-3"]),
         (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
         (["tune", "--svg", "x.svg"], ["--svg"]),
+        (["prewarm", "--dlse"], ["--dlse", "--backward"]),
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
@@ -588,6 +589,30 @@ def test_tune_of_packed_sequences(on_gpu):
     stdout = succeeds("tune", "--sq", "100", *flags, env=on_gpu)
     assert "f16 d 64 dv 64 sq 112 sk 112 heads 24" in stdout
     assert "transformed softcap alibi packed seqused_k" in stdout
+
+
+def test_tune_of_the_backward_pass(on_gpu):
+    shape = ["--sq", "100", "--d", "16", "--batch", "2"]
+    lines = succeeds("tune", "--backward", *shape, env=on_gpu).splitlines()
+    assert "backward bf16 d 16 dv 16 sq 112" in lines[0]
+    tiles = [re.match(r"tile +(\w+) ", line)[1] for line in lines[1:-1]]
+    assert sorted(tiles) == ["sm90_backward", "sm90_backward_sums"]
+    explain = ["explain", "--device", "cuda", "--dtype", "bf16", *shape]
+    assert "tile tuned on this device: measured" in succeeds(*explain, "--backward", env=on_gpu)
+    assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
+    flags = ["--packed", "--alibi", "--seqused-k", "--deterministic"]
+    stdout = succeeds("tune", "--backward", *shape, *flags, env=on_gpu)
+    assert "alibi packed seqused_k deterministic" in stdout and "sums" not in stdout
+
+
+def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
+    command = ["prewarm", "--backward", "--d", "16", "--dtype", "bf16", "--folder", str(tmp_path / "there")]
+    done = re.fullmatch(r"(\d+) kernels compiled, 0 were there", succeeds(*command, env=on_gpu).splitlines()[-1])
+    assert int(done[1]) >= 3  # rows prepared, by keys, dQ
+    again = succeeds(*command, env=on_gpu).splitlines()[-1]
+    assert again == f"0 kernels compiled, {done[1]} were there"
+    assert not succeeds(*command, "--dlse", env=on_gpu).splitlines()[-1].startswith("0 kernels compiled")
+    fails(*command, "--dropout", "0.5", says=["without dropout"], env=on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""fulgur's C API (include/fulgur/c.h) on PyTorch's tensors, by ctypes."""
+
+import concurrent.futures
+import ctypes
+
+import torch
+from gpu_case import DEVICE, empty
+
+# The tensors of a pass, in the order of PyTorch's and ours: read, then written.
+READ = {"forward": ("q", "k", "v"), "backward": ("dout", "q", "k", "v", "out", "lse")}
+WRITTEN = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+class DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+DTYPES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}
+DEVICES = {"cpu": 1, "cuda": 2}
+
+
+def described(shape, dtype, data=None):
+    """A DLTensor of contiguous rows; it refers to the memory at `data`."""
+    return DLTensor(data, DEVICES[DEVICE], 0, len(shape), *DTYPES[dtype], 1, (ctypes.c_int64 * len(shape))(*shape),
+                    None, 0)
+
+
+class Struct(ctypes.Structure):
+    """A struct of c.h: its size first, then all 0 but what is given."""
+
+    def __init__(self, **given):
+        super().__init__(struct_size=ctypes.sizeof(self), **given)
+
+
+def fields(*names, of=ctypes.c_void_p):
+    return [(name, of) for name in names]
+
+
+SIZE = fields("struct_size", of=ctypes.c_size_t)
+
+
+class Options(Struct):
+    _fields_ = [
+        *SIZE, *fields("window_left", "window_right", of=ctypes.c_int64), *fields("scale"),
+        *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
+        *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
+    ]
+
+
+class ForwardArgs(Struct):
+    _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k")]
+
+
+class BackwardArgs(Struct):
+    _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", *STARTS,
+                               "seqused_k")]
+
+
+class Run(Struct):
+    _fields_ = [*SIZE, *fields("stream", "workspace"), *fields("workspace_bytes", of=ctypes.c_int64),
+                *fields("dropout_seed", "dropout_offset", of=ctypes.c_uint64)]
+
+
+class WorkspaceNeed(Struct):
+    _fields_ = [*SIZE, *fields("bytes", "alignment", "zeroed_bytes", of=ctypes.c_int64)]
+
+
+ARGS = {"forward": ForwardArgs, "backward": BackwardArgs}
+
+
+def options_of(case):
+    return Options(window_left=case.window, window_right=0 if case.causal else -1, deterministic=case.deterministic,
+                   max_seqlen_q=case.s if case.lengths else 0, max_seqlen_k=case.s if case.lengths else 0,
+                   engine=DEVICE.encode())
+
+
+class Fulgur:
+    """The library at `path`. A call of it that fails raises RuntimeError."""
+
+    def __init__(self, path):
+        self.lib = ctypes.CDLL(path)
+        self.lib.fulgur_last_error.restype = ctypes.c_char_p
+        self.lib.fulgur_version.restype = ctypes.c_char_p
+        self.plans = {}  # by pass and case
+
+    def version(self):
+        return self.lib.fulgur_version().decode()
+
+    def call(self, function, *arguments):
+        if getattr(self.lib, function)(*arguments) != 0:
+            raise RuntimeError(f"{function}: {self.lib.fulgur_last_error().decode()}")
+
+    def plan(self, which, case):
+        """The plan of a pass, "forward" or "backward"; tensors are contiguous."""
+        if (which, case) not in self.plans:
+            names = [*READ[which], *WRITTEN[which], *(STARTS if case.lengths else ())]
+            dtypes = {"lse": torch.float32, **dict.fromkeys(STARTS, torch.int32)}
+            tensors = {name: described(case.shape(name), dtypes.get(name, torch.bfloat16)) for name in names}
+            args = ARGS[which](**{name: ctypes.addressof(t) for name, t in tensors.items()})
+            plan = ctypes.c_void_p()
+            self.call(f"fulgur_plan_{which}", ctypes.byref(args), ctypes.byref(options_of(case)), ctypes.byref(plan))
+            self.plans[which, case] = plan
+        return self.plans[which, case]
+
+    def compile(self, calls):
+        """Makes the plans of (pass, case) in many threads: the first of a kind compiles its kernels."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda call: self.plan(*call), calls))
+
+    def prepared(self, which, case, tensors):
+        """A function that runs a pass on the current stream, and the tensors by name that it writes. It has a
+        workspace of its own."""
+        plan, need = self.plan(which, case), WorkspaceNeed()
+        self.call("fulgur_plan_workspace", plan, ctypes.byref(need))
+        workspace = torch.zeros(need.bytes, dtype=torch.uint8, device=DEVICE)
+        written = empty(case, *WRITTEN[which])
+        names = [*READ[which], *(STARTS if case.lengths else ())]
+        used = {name: tensors[name] for name in names} | written
+        described_used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in used.items()}
+        args = ARGS[which](**{name: ctypes.addressof(t) for name, t in described_used.items()})
+        settings = Run(workspace=workspace.data_ptr(), workspace_bytes=need.bytes)
+
+        def run():
+            settings.stream = torch.cuda.current_stream().cuda_stream
+            self.call(f"fulgur_plan_run_{which}", plan, ctypes.byref(args), ctypes.byref(settings))
+
+        run.keep = (workspace, used, described_used)
+        return run, written
