@@ -215,8 +215,11 @@ class Divider {
     const double step =
         4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
     const int rows = rows_of_wave(d.row_waves);
-    const int64_t batches =
-        compact_ ? std::max<int64_t>(p_.total_k / std::max<int64_t>(p_.sk, 1), 1) : 1;
+    // Of packed sequences the longest stands for as many as the rows of all would make.
+    const double sequences = !p_.packed ? 1
+                                        : static_cast<double>(p_.total_k) /
+                                              static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
+                                              (compact_ ? 1.0 : static_cast<double>(p_.batch));
     double cycles = 0;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
       double longest = 0, all = 0;
@@ -232,7 +235,7 @@ class Divider {
         all += block_cycles;
       }
       for (int pair = 0; pair < pairs; pair += d.pairs) {
-        const double blocks = all * std::min(d.pairs, pairs - pair) * batches / multiprocessors_;
+        const double blocks = all * std::min(d.pairs, pairs - pair) * sequences / multiprocessors_;
         // Equal blocks come in rounds; unequal ones fill the gaps.
         const double rounds = std::ceil(blocks / std::max(longest, 1.0)) * longest;
         const bool equal = !plan_.has_left && !plan_.has_right;
@@ -242,10 +245,13 @@ class Divider {
     return cycles;
   }
 
-  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs.
+  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs; of all pairs, where
+  /// blocks are few: unequal ones fill the gaps best when the longest of all come first.
   Blocks blocks_of(int blocks, int pairs) const {
-    return {blocks, pairs,
-            std::clamp(ceil_div(multiprocessors_, std::max(blocks, 1)), 1, std::max(pairs, 1))};
+    constexpr int64_t kFew = 8;  // blocks a multiprocessor
+    const int least = ceil_div(multiprocessors_, std::max(blocks, 1));
+    const bool few = int64_t{blocks} * pairs < kFew * multiprocessors_;
+    return {blocks, pairs, std::clamp(few ? pairs : least, 1, std::max(pairs, 1))};
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {

@@ -18,6 +18,7 @@
 #include <hwy/foreach_target.h>
 // Highway wants its own header after foreach_target.
 #include "cpu/tile_backward-inl.h"
+#include "random_numbers.h"
 
 #if HWY_TARGET == HWY_AVX3
 
@@ -341,10 +342,11 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
     Workload w(c, c.seed());
     const ForwardArgs forward = w.forward;
     const BackwardArgs backward = w.backward;
+    const Problem problem = make_problem(forward, w.options);
     const cpu::Given given{static_cast<const float*>(forward.alibi_slopes.data),
-                           w.run_options.dropout_seed, w.run_options.dropout_offset};
+                           dropout_of(problem, forward, w.run_options)};
     const Expected e = expect(w);
-    tiles::run_forward(make_problem(forward, w.options), given, forward);
+    tiles::run_forward(problem, given, forward);
     EXPECT_TRUE(forward_is_right(w, e));
     tiles::run_backward(make_problem(backward, w.options), given, backward);
     EXPECT_TRUE(backward_is_right(w, e));

@@ -134,8 +134,9 @@ ForwardArgs placed(ForwardArgs args, std::uintptr_t at) {
 }
 
 BackwardArgs placed(BackwardArgs args, std::uintptr_t at) {
-  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse})
-    t->data = reinterpret_cast<void*>(at += 0x100000000);
+  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse, &args.dlse}) {
+    if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
+  }
   for (Tensor* t : {&args.dq, &args.dk, &args.dv})
     t->data = reinterpret_cast<void*>(at += 0x100000000);
   return args;
@@ -372,16 +373,6 @@ TEST_F(OnFakeGpu, TheCallersWorkspace) {
             fmt::format("workspace: got {} bytes, want {}", need.bytes - 1, need.bytes));
   EXPECT_NE(message(mine + 64, need.bytes).find("is not aligned to 256 bytes"), std::string::npos);
   EXPECT_EQ(state_->launches.size(), 1u);
-}
-
-/// Tensors at distinct places.
-BackwardArgs placed(BackwardArgs args, std::uintptr_t at) {
-  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse, &args.dlse}) {
-    if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
-  }
-  for (Tensor* t : {&args.dq, &args.dk, &args.dv})
-    t->data = reinterpret_cast<void*>(at += 0x100000000);
-  return args;
 }
 
 /// What a backward kernel uses of the workspace: where, and how many bytes.
