@@ -245,13 +245,10 @@ class Divider {
     return cycles;
   }
 
-  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs; of all pairs, where
-  /// blocks are few: unequal ones fill the gaps best when the longest of all come first.
+  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs.
   Blocks blocks_of(int blocks, int pairs) const {
-    constexpr int64_t kFew = 8;  // blocks a multiprocessor
-    const int least = ceil_div(multiprocessors_, std::max(blocks, 1));
-    const bool few = int64_t{blocks} * pairs < kFew * multiprocessors_;
-    return {blocks, pairs, std::clamp(few ? pairs : least, 1, std::max(pairs, 1))};
+    return {blocks, pairs,
+            std::clamp(ceil_div(multiprocessors_, std::max(blocks, 1)), 1, std::max(pairs, 1))};
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {
