@@ -36,6 +36,11 @@ class _DLPack(Protocol):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+class _CudaStream(Protocol):
+    """The handle of a stream as second of the two numbers."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
 _Array = TypeVar("_Array", bound=_DLPack)
 _ReturnLse = TypeVar("_ReturnLse", Literal[True], Literal[False])
 _Shape = tuple[int, ...] | list[int]
@@ -66,6 +71,7 @@ def attention(
     engine: str = "",
     return_lse: Literal[False] = False,
     out: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> _Array: ...
 @overload
 def attention(
@@ -92,6 +98,7 @@ def attention(
     engine: str = "",
     return_lse: Literal[True],
     out: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array]: ...
 def attention_backward(
     dout: _DLPack,
@@ -121,6 +128,7 @@ def attention_backward(
     dq: _Array | None = None,
     dk: _Array | None = None,
     dv: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array]: ...
 @overload
 def plan(
@@ -129,6 +137,7 @@ def plan(
     v: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -154,6 +163,7 @@ def plan(
     v: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -181,6 +191,7 @@ def plan_backward(
     lse: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -222,6 +233,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         out: _Array | None = None,
         lse: None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> _Array: ...
     @overload
     def run(
@@ -239,6 +251,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         out: _Array | None = None,
         lse: _Array | None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array]: ...
 
 class BackwardPlan(_AnyPlan):
@@ -261,6 +274,7 @@ class BackwardPlan(_AnyPlan):
         dk: _Array | None = None,
         dv: _Array | None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]: ...
 
 def merge(outs: Iterable[_Array], lses: Iterable[_Array]) -> tuple[_Array, _Array]: ...
@@ -271,6 +285,7 @@ def explain(
     *,
     backward: bool = False,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
