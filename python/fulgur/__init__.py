@@ -38,6 +38,7 @@ __all__ = [
     "attention_backward",
     "engines",
     "explain",
+    "install_as",
     "merge",
     "plan",
     "plan_backward",
@@ -455,6 +456,33 @@ def engines():
     True
     """
     return [Engine(*engine) for engine in _fulgur.engines()]
+
+
+def install_as(name):
+    """Lets ``import`` find fulgur where programs look for FlashAttention, in this process.
+
+    Args:
+        name: "flash_attn" (flash-attn 2: :mod:`fulgur.flash_attn`), "flash_attn_interface"
+            (FlashAttention-3: :mod:`fulgur.flash_attn_interface`) or "flash_attn.cute"
+            (FlashAttention-4: :mod:`fulgur.flash_attn_cute`).
+
+    Returns:
+        A function of no arguments that takes it back.
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: a module of that name is imported already.
+
+    >>> import fulgur
+    >>> undo = fulgur.install_as("flash_attn")
+    >>> import flash_attn
+    >>> flash_attn.flash_attn_func.__module__
+    'fulgur.flash_attn.flash_attn_interface'
+    >>> undo()
+    """
+    from fulgur import _drop_in  # which imports PyTorch
+
+    return _drop_in.install_as(name)
 
 
 def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "attention_backward",
     "engines",
     "explain",
+    "install_as",
     "merge",
     "plan",
     "plan_backward",
@@ -305,3 +306,6 @@ def explain(
     engine: str = "",
 ) -> str: ...
 def engines() -> list[Engine]: ...
+def install_as(
+    name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],
+) -> Callable[[], None]: ...

@@ -202,6 +202,11 @@ class _FunctionalAttention(torch.autograd.Function):
         return _gradients(ctx, dout)
 
 
+def random_numbers(q):
+    """Seed and offset of dropout, int64 ``(2,)``, from PyTorch's generator of q's device."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+
 def _rows(x):
     """A tensor with rows in one piece."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -254,9 +259,7 @@ def attention(
     if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    rng = None
-    if dropout_p > 0:
-        rng = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    rng = random_numbers(q) if dropout_p > 0 else None
     shared = (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
