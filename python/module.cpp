@@ -62,7 +62,8 @@ BackwardArgs read_args(const nb::dict& views) {
           .alibi_slopes = tensor(views, "alibi_slopes"),
           .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
           .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
-          .seqused_k = tensor(views, "seqused_k")};
+          .seqused_k = tensor(views, "seqused_k"),
+          .dlse = tensor(views, "dlse")};
 }
 
 /// The options of _arguments.py, types and integer ranges checked there.

@@ -302,7 +302,8 @@ void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
 
 void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  const Handle dout = in.tensor(), q = in.tensor(), k = in.tensor(), v = in.tensor();
+  const Handle dout = in.tensor(), dlse = in.optional_tensor();
+  const Handle q = in.tensor(), k = in.tensor(), v = in.tensor();
   const Handle out = in.tensor(), lse = in.tensor();
   Shared shared(in);
   shared.options.deterministic = in.boolean();
@@ -314,6 +315,7 @@ void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
                     .out = view("out", out),
                     .lse = view("lse", lse)};
   shared.fill(args);
+  args.dlse = view("dlse", dlse);
   for (const auto& [name, t] : {std::pair{"q", args.q}, {"k", args.k}, {"v", args.v}}) {
     if (t.rank == 3 || t.rank == 4) continue;
     throw Error(Status::kInvalidArgument,

@@ -109,7 +109,8 @@ BackwardArgs convert(const fulgur_backward_args* given) {
                     .lse = required<ConstTensor>(a.lse, "lse"),
                     .dq = required<Tensor>(a.dq, "dq"),
                     .dk = required<Tensor>(a.dk, "dk"),
-                    .dv = required<Tensor>(a.dv, "dv")};
+                    .dv = required<Tensor>(a.dv, "dv"),
+                    .dlse = optional<ConstTensor>(a.dlse, "dlse")};
   set_extras(a, args);
   return args;
 }

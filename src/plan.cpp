@@ -27,7 +27,7 @@ double bytes(const Problem& p) {
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
   const double once = q_rows * (d + dv) + k_rows * (d + dv);  // q, out, k, v
   const double gradients = p.pass == Pass::kBackward ? once : 0;
-  const double lse = p.want_lse ? q_rows * (p.dtype == DType::kF64 ? 8 : 4) : 0;
+  const double lse = (p.want_lse + p.has_dlse) * q_rows * (p.dtype == DType::kF64 ? 8 : 4);
   return (once + gradients) * static_cast<double>(size_of(p.dtype)) + lse;
 }
 
@@ -88,6 +88,7 @@ std::string summary(const Problem& p) {
   if (p.has_alibi()) s += ", ALiBi";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.seqused_k) s += ", seqused_k";
+  if (p.has_dlse) s += ", dlse";
   return s;
 }
 

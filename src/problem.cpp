@@ -156,15 +156,16 @@ Layout check_like(const char* name, const ConstTensor& t, const Problem& p, bool
   return rows_layout(t);
 }
 
-Layout check_lse(const ConstTensor& t, const Problem& p, bool written) {
+/// lse, or its gradient dlse.
+Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool written) {
   if (p.packed) {
-    check_shape("lse", t, "(hq, total_q)", {p.hq, p.total_q}, written);
+    check_shape(name, t, "(hq, total_q)", {p.hq, p.total_q}, written);
   } else {
-    check_shape("lse", t, "(batch, hq, sq)", {p.batch, p.hq, p.sq}, written);
+    check_shape(name, t, "(batch, hq, sq)", {p.batch, p.hq, p.sq}, written);
   }
-  check_dtype("lse", t, p.dtype == DType::kF64 ? DType::kF64 : DType::kF32,
-              "lse is f32, f64 where q is");
-  check_device("lse", t, p.device);
+  check_dtype(name, t, p.dtype == DType::kF64 ? DType::kF64 : DType::kF32,
+              "lse and dlse are f32, f64 where q is");
+  check_device(name, t, p.device);
   return lse_layout(t);
 }
 
@@ -201,7 +202,7 @@ std::array<Named, 9> named(const ForwardArgs& a) {
            {"seqused_k", a.seqused_k}}};
 }
 
-std::array<Named, 13> named(const BackwardArgs& a) {
+std::array<Named, 14> named(const BackwardArgs& a) {
   return {{{"dout", a.dout},
            {"q", a.q},
            {"k", a.k},
@@ -214,7 +215,8 @@ std::array<Named, 13> named(const BackwardArgs& a) {
            {"alibi_slopes", a.alibi_slopes},
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
-           {"seqused_k", a.seqused_k}}};
+           {"seqused_k", a.seqused_k},
+           {"dlse", a.dlse}}};
 }
 
 template <class Args>
@@ -260,8 +262,10 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
-  add(p.packed, p.seqused_k, p.total_q, p.total_k, p.want_lse, p.mask.left, p.mask.right);
-  for (const Layout* l : {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse}) {
+  add(p.packed, p.seqused_k, p.total_q, p.total_k, p.want_lse, p.has_dlse, p.mask.left,
+      p.mask.right);
+  for (const Layout* l :
+       {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
@@ -280,7 +284,7 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
   Problem p = make_shared(args, options);
   p.out = check_like("out", args.out, p, true, p.dv, true);
   p.want_lse = args.lse.given();
-  if (p.want_lse) p.lse = check_lse(args.lse, p, true);
+  if (p.want_lse) p.lse = check_lse("lse", args.lse, p, true);
   if (p.total_q == 0) drop_sequences(p);
   return p;
 }
@@ -290,8 +294,10 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.pass = Pass::kBackward;
   p.dout = check_like("dout", args.dout, p, true, p.dv, false);
   p.out = check_like("out", args.out, p, true, p.dv, false);
-  p.lse = check_lse(args.lse, p, false);
+  p.lse = check_lse("lse", args.lse, p, false);
   p.want_lse = true;
+  p.has_dlse = args.dlse.given();
+  if (p.has_dlse) p.dlse = check_lse("dlse", args.dlse, p, false);
   p.dq = check_like("dq", args.dq, p, true, p.d, true);
   p.dk = check_like("dk", args.dk, p, false, p.d, true);
   p.dv_grad = check_like("dv", args.dv, p, false, p.dv, true);

@@ -26,6 +26,8 @@ struct Problem {
   Layout q, k, v, out, dout, dq, dk, dv_grad;
   Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)
   bool want_lse = false;
+  Layout dlse;  ///< strides as those of lse
+  bool has_dlse = false;
 
   Mask mask;
   double scale = 1, softcap = 0, dropout_p = 0;

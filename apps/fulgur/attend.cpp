@@ -17,7 +17,7 @@ namespace {
 using io::Array;
 using io::Arrays;
 
-const std::vector<std::string> kInputs = {"q", "k", "v", "dout"};
+const std::vector<std::string> kInputs = {"q", "k", "v", "dout", "dlse"};
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {"alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",
@@ -65,6 +65,7 @@ void check_usage(const Request& r) {
       if (r.has(a) && !r.has(b)) usage(a, "needs --" + b);
     }
   }
+  if (r.has("dlse") && !r.has("dout")) usage("dlse", "needs --dout");
   std::map<std::filesystem::path, std::string> names;
   for (const auto& name : kOutputs) {
     if (!r.has(name)) continue;
@@ -74,6 +75,9 @@ void check_usage(const Request& r) {
   }
 }
 
+/// Of lse and dlse, where q has this one.
+DType lse_dtype(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
+
 Arrays read_inputs(const Request& r) {
   Arrays arrays;
   if (!r.input.empty()) {
@@ -81,6 +85,9 @@ Arrays read_inputs(const Request& r) {
     arrays = io::read_safetensors(r.input, kInputs, where);
     for (const char* name : {"q", "k", "v"}) {
       if (!arrays.contains(name)) io::fail(where, "lacks the tensor '{}'", name);
+    }
+    if (arrays.contains("dlse") && !arrays.contains("dout")) {
+      io::fail(where, "has a tensor 'dlse', but no 'dout'");
     }
   } else {
     for (const auto& name : kInputs) {
@@ -92,7 +99,8 @@ Arrays read_inputs(const Request& r) {
   if (!r.dtype.empty()) {
     const DType dtype = dtype_called(r.dtype);
     for (auto& [name, array] : arrays) {
-      if (array.dtype() != dtype) array = array.converted(dtype, name);
+      const DType wanted = name == "dlse" ? lse_dtype(dtype) : dtype;
+      if (array.dtype() != wanted) array = array.converted(wanted, name);
     }
   }
   return arrays;
@@ -145,7 +153,7 @@ Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
   if (q.size() > 2 && (backward || r.has("lse") || !r.output.empty())) {
     std::vector<int64_t> lse(q.begin(), q.end() - 1);
     std::swap(lse.end()[-1], lse.end()[-2]);
-    add("lse", dtype == DType::kF64 ? DType::kF64 : DType::kF32, lse);
+    add("lse", lse_dtype(dtype), lse);
   }
   if (backward) {
     for (const char* name : {"q", "k", "v"}) {
@@ -180,7 +188,8 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           extras["alibi-slopes"],
           extras["cu-seqlens-q"],
           extras["cu-seqlens-k"],
-          extras["seqused-k"]};
+          extras["seqused-k"],
+          t["dlse"]};
 }
 
 void write_outputs(const Request& r, Arrays outputs) {
@@ -261,10 +270,12 @@ void add_attend(CLI::App& app) {
   file("out", "Output (batch, sq, hq, dv)");
   file("lse", "Output: log of the sum of exp(scores), float32 (batch, hq, sq)");
   file("dout", "Gradient of the output: compute dq, dk, dv too");
+  file("dlse", "Gradient of lse, float32 (batch, hq, sq); default 0");
   file("dq", "Output: gradient of q");
   file("dk", "Output: gradient of k");
   file("dv", "Output: gradient of v");
-  auto* input = command->add_option("--input", r->input, "Reads q, k, v and, if there, dout");
+  auto* input =
+      command->add_option("--input", r->input, "Reads q, k, v and, if there, dout and dlse");
   auto* output = command->add_option("--output", r->output,
                                      "Writes out, lse and, if dout was there, dq, dk, dv");
   input->type_name("F.safetensors")->needs(output);

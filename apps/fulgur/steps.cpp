@@ -62,11 +62,14 @@ ForwardArgs part_of(const ForwardArgs& a, const Part& p, int64_t group) {
 }
 
 BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
-  return with_extras(a,
-                     {rows_part(a.dout, p, group), rows_part(a.q, p, group), rows_part(a.k, p, 1),
-                      rows_part(a.v, p, 1), rows_part(a.out, p, group), lse_part(a.lse, p, group),
-                      rows_part(a.dq, p, group), rows_part(a.dk, p, 1), rows_part(a.dv, p, 1)},
-                     p, group);
+  BackwardArgs part =
+      with_extras(a,
+                  {rows_part(a.dout, p, group), rows_part(a.q, p, group), rows_part(a.k, p, 1),
+                   rows_part(a.v, p, 1), rows_part(a.out, p, group), lse_part(a.lse, p, group),
+                   rows_part(a.dq, p, group), rows_part(a.dk, p, 1), rows_part(a.dv, p, 1)},
+                  p, group);
+  part.dlse = lse_part(a.dlse, p, group);
+  return part;
 }
 
 template <class Args>

@@ -57,6 +57,9 @@ struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};
   ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};  ///< as in ForwardArgs
+  /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row that sees no key is
+  /// not used.
+  ConstTensor dlse{};
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

@@ -73,6 +73,7 @@ typedef struct fulgur_backward_args {
   const DLTensor* alibi_slopes;
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;
   const DLTensor* seqused_k;
+  const DLTensor* dlse;  ///< gradient of lse, shaped like it; null = 0
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

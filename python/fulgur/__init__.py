@@ -133,7 +133,7 @@ def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", dq=None, dk=None, dv=None, stream=None,
+    threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, stream=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v.
 
@@ -142,6 +142,7 @@ def attention_backward(
         q, k, v: as given to :func:`attention`.
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         causal, ..., engine: as given to :func:`attention`.
+        dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
         stream: as for :func:`attention`.
 
@@ -168,7 +169,7 @@ def attention_backward(
     extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
     return _backward(
         lambda views: _fulgur.backward(views, options, stream, **random),
-        dout, q, k, v, out, lse, dq, dk, dv, extras, stream,
+        dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
     softcap=0.0, alibi_slopes=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", dq=None, dk=None, dv=None,
+    threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -238,6 +239,7 @@ def plan_backward(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64"; that of lse follows.
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`plan`.
+        dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
 
     Returns:
@@ -262,6 +264,9 @@ def plan_backward(
     )  # fmt: skip
     views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
+    views["dlse"] = None
+    if dlse is not None:
+        views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
     views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
     results = _a.backward_results(views["q"], views["k"], views["v"])
     views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv}, views["q"].device)
@@ -344,7 +349,8 @@ class BackwardPlan(_AnyPlan):
 
     def run(
         self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, dq=None, dk=None, dv=None, workspace=None, stream=None,
+        cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None, workspace=None,
+        stream=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -352,6 +358,7 @@ class BackwardPlan(_AnyPlan):
         Args:
             dout, q, k, v, out, lse: as planned; the values may be others.
             alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
+            dlse: the gradient of lse; as planned, given if it was.
             dq, dk, dv: where to write.
             workspace, stream: as for :meth:`Plan.run`.
 
@@ -366,7 +373,7 @@ class BackwardPlan(_AnyPlan):
         extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
         return _backward(
             lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
-            dout, q, k, v, out, lse, dq, dk, dv, extras, stream,
+            dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
         )  # fmt: skip
 
 
@@ -498,9 +505,10 @@ def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
     return arrays if return_lse else arrays[0]
 
 
-def _backward(compute, dout, q, k, v, out, lse, dq, dk, dv, extras, stream):
+def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream):
     """The results of ``compute``, which takes all views by name."""
     views = _a.views(stream, dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
+    views["dlse"] = _a.optional_view("dlse", dlse, stream)
     return _a.filled(
         _a.backward_results(views["q"], views["k"], views["v"]),
         {"dq": dq, "dk": dk, "dv": dv},

@@ -122,6 +122,10 @@ def view(name, array, writable=False, stream=0):
     return _fulgur.view(name, array, writable, bf16, stream)
 
 
+def optional_view(name, array, stream=0):
+    return None if array is None else view(name, array, stream=stream)
+
+
 def views(stream=0, **arrays):
     """Views of arrays by name."""
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
@@ -129,15 +133,11 @@ def views(stream=0, **arrays):
 
 def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream=0):
     """Views of what both passes may take besides."""
-    given = {
-        "alibi_slopes": alibi_slopes,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "seqused_k": seqused_k,
-    }
     return {
-        name: None if array is None else view(name, array, stream=stream)
-        for name, array in given.items()
+        "alibi_slopes": optional_view("alibi_slopes", alibi_slopes, stream),
+        "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q, stream),
+        "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k, stream),
+        "seqused_k": optional_view("seqused_k", seqused_k, stream),
     }
 
 

@@ -31,8 +31,8 @@ _SHARED = (
 )
 for _schema in (
     f"forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor out, Tensor lse)",
-    f"backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SHARED}, "
-    "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SHARED}, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 _fulgur.register_torch_ops()
@@ -49,7 +49,7 @@ def _fake_forward(q, k, v, *_):
 
 
 @torch.library.register_fake("fulgur::backward", lib=_library)
-def _fake_backward(dout, q, k, v, *_):
+def _fake_backward(dout, dlse, q, k, v, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -63,8 +63,10 @@ def _fold(size, mapped, tensors, shared):
     def front(x, dim):
         return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-    batch = tensors[0].shape[0 if mapped[0] is None else (1 if mapped[0] == 0 else 0)]
-    folded = [front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)]
+    batch = tensors[0].shape[1 if mapped[0] == 0 else 0]
+    folded = [
+        None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
+    ]
     cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
     seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 9, 11))
     if seqused_k is not None:
@@ -93,7 +95,7 @@ def _batched(op, tensors):
     return rule
 
 
-_vmap_backward = _batched(_backward, 6)
+_vmap_backward = _batched(_backward, 7)
 torch.library.register_vmap("fulgur::forward", _batched(_forward, 3), lib=_library)
 torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
 
@@ -123,7 +125,7 @@ def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
 
 
 @register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
-def _backward_flops(dout, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest, **_):
+def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest, **_):
     pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
     return pairs * (6 * q.shape[-1] + 4 * v.shape[-1])
 
@@ -132,18 +134,19 @@ def _save(ctx, tensors, out, lse, shared, deterministic):
     cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
     ctx.save_for_backward(*tensors, out, lse, cu_q, cu_k, seqused_k, slopes, rng)
     ctx.numbers = numbers, dropout_p, invariant, deterministic
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dout):
+def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, rng = ctx.saved_tensors
     numbers, dropout_p, invariant, deterministic = ctx.numbers
-    if dout is None:
+    if dout is None and dlse is None:
         return (None,) * 17
+    dout = torch.zeros_like(out) if dout is None else _rows(dout)
+    dlse = None if dlse is None else _rows(dlse)
     compute = _Gradients.apply if torch.is_grad_enabled() else _backward
     gradients = compute(
-        _rows(dout), q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng,
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng,
         invariant, deterministic,
     )  # fmt: skip
     return *gradients, *(None,) * 14
@@ -179,8 +182,8 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _):
-        return _gradients(ctx, dout)
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse)
 
 
 class _FunctionalAttention(torch.autograd.Function):
@@ -198,8 +201,8 @@ class _FunctionalAttention(torch.autograd.Function):
         _save(ctx, (q, k, v), *output, shared, deterministic)
 
     @staticmethod
-    def backward(ctx, dout, _):
-        return _gradients(ctx, dout)
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse)
 
 
 def random_numbers(q):
@@ -245,7 +248,7 @@ def attention(
 
     Returns:
         out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
-        sq)`` or packed ``(hq, total_q)``, natural log, which gets no gradient.
+        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
 
     Raises:
         RuntimeError: an argument is wrong, or no engine computes this here.

@@ -43,7 +43,12 @@ inline int64_t backward_scratch(const Problem& p) {
 
 inline int64_t dq_stride(const Problem& p) { return round_up(p.d, kLanes); }
 
-/// D = rowsum(dO o O) of rows [row_begin, row_end) (Alg. 2, line 4).
+/// An element of lse or dlse.
+inline float lse_at(const Task& task, const ConstTensor& t, const Layout& layout, int64_t r) {
+  return static_cast<const float*>(t.data)[row_offset(task, layout, r)];
+}
+
+/// D = rowsum(dO o O) - dLSE of rows [row_begin, row_end) (Alg. 2, line 4).
 void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, int64_t row_end,
                 float* D) {
   const F32 f;
@@ -58,6 +63,10 @@ void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin, i
       sum = hn::MulAdd(hn::Load(f, o + c), hn::Load(f, d_o + c), sum);
     }
     D[r] = hn::GetLane(hn::SumOfLanes(f, sum));
+    // A row that saw no key has no gradient of its LSE.
+    if (p.has_dlse && lse_at(task, args.lse, p.lse, r) != -std::numeric_limits<float>::infinity()) {
+      D[r] -= lse_at(task, args.dlse, p.dlse, r);
+    }
   }
 }
 
@@ -153,10 +162,7 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
     transpose(s.Q, s.ldk, width, p.d, query_factor(p), s.Qt, width);
     transpose(s.dO, s.ldv, width, p.dv, 1, s.dOt, width);
     for (int64_t r = 0; r < width; ++r) {
-      const float lse =
-          r < panel.count
-              ? static_cast<const float*>(args.lse.data)[row_offset(task, p.lse, row + r)]
-              : 0;
+      const float lse = r < panel.count ? lse_at(task, args.lse, p.lse, row + r) : 0;
       // exp2(S + inf) would be inf where a row saw nothing; its P is 0.
       lse2[r] = std::isinf(lse) ? std::numeric_limits<float>::infinity() : lse * kLog2e;
       d_row[r] = r < panel.count ? D[row + r] : 0;

@@ -62,7 +62,7 @@ struct Kernels {
                        int64_t split_stride);
 
   int64_t (*backward_scratch)(const Problem&);  ///< floats
-  /// D = rowsum(dO o O) of rows [row_begin, row_end) of a kv head.
+  /// D = rowsum(dO o O) - dLSE of rows [row_begin, row_end) of a kv head.
   void (*backward_d)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                      float* D);
   /// dK and dV of keys [key_begin, key_end), at most kTiles tiles, and their part of dQ added to

@@ -42,6 +42,12 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
           waiting * (product / 2 + scores / rate)};
 }
 
+/// Items of `all` cycles together, the longest taken first. Each is taken when the one before it
+/// ends, and so multiprocessors wait for each other half a short item on average.
+double longest_first(double longest, double shortest, double all, int multiprocessors) {
+  return std::max(longest, all / multiprocessors + 0.5 * shortest);
+}
+
 }  // namespace
 
 BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
@@ -65,6 +71,7 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
     const double cycles = end + key_tile.steady * count;
     cost.mean += cycles / plan.work.row_blocks;
     cost.longest = std::max(cost.longest, cycles);
+    cost.shortest = number == 0 ? cycles : std::min(cost.shortest, cycles);
   }
   return cost;
 }
@@ -82,15 +89,14 @@ double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int 
   }
   const int items = heads * (blocks + cut * (parts - 1));
   if (items <= multiprocessors) return kSplitLoop * longest;
-  return kSplitLoop * std::max(longest, all / multiprocessors + 0.5 * all / items);
+  return kSplitLoop * longest_first(longest, cost.shortest, all, multiprocessors);
 }
 
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
                         int multiprocessors) {
   const bool equal = cost.longest <= cost.mean * 1.0001;
-  if (!equal) {  // longest first: what is left over at the end is short
-    return std::max(cost.longest, (blocks + 0.5 * multiprocessors) / multiprocessors * cost.mean);
-  }
+  if (!equal)
+    return longest_first(cost.longest, cost.shortest, blocks * cost.mean, multiprocessors);
   const int split = blocks - first_split;
   const double waves = std::ceil(static_cast<double>(first_split) / multiprocessors);
   const double part_waves = std::ceil(static_cast<double>(split) * parts / multiprocessors);

@@ -8,7 +8,7 @@ namespace fulgur::cuda {
 
 /// Multiprocessor cycles of the row blocks of one head.
 struct BlockCost {
-  double mean = 0, longest = 0;
+  double mean = 0, longest = 0, shortest = 0;
   double leave_part = 0;         ///< to leave one part of a split block, or to add one up
   double end = 0, key_tile = 0;  ///< of a block beside its key tiles, and of one of these
   std::vector<int> key_tiles{};  ///< of each row block of a head, in the order they are taken

@@ -47,8 +47,8 @@ Flash1Forward flash1_forward(const Head& h, int64_t M, Traffic* traffic) {
   return {O, l, m};  // Alg. 2, line 19
 }
 
-Backward flash1_backward(const Head& h, const Flash1Forward& forward, const double* dout, int64_t M,
-                         Traffic* traffic) {
+Backward flash1_backward(const Head& h, const Flash1Forward& forward, const OutputGradient& dout,
+                         int64_t M, Traffic* traffic) {
   const auto& [O, l, m] = forward;
   const DropoutFactor Z(h.rule);                                        // Alg. 4, line 1
   const auto [Bc, Br] = BlockSizes(M, h);                               // Alg. 4, line 2
@@ -61,8 +61,8 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const doub
       // Alg. 4, line 10: Q_i, O_i, dO_i, dQ_i, l_i, m_i
       load(traffic, I.size() * (2 * h.d + 2 * h.dv + 2));
       for (int64_t i = I.begin; i < I.end; ++i) {
-        const double *q_i = h.q + i * h.d, *dO_i = dout + i * h.dv;
-        const double D_i = dot(h.dv, dO_i, &O[i * h.dv]);  // Alg. 4, line 19
+        const double *q_i = h.q + i * h.d, *dO_i = dout.o + i * h.dv;
+        const double D_i = dot(h.dv, dO_i, &O[i * h.dv]) - dout.lse_of(i);  // Alg. 4, line 19
         for (int64_t j = J.begin; j < J.end; ++j) {
           const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
           const auto [S, dS_dqk] = score(h, i, j);  // Alg. 4, lines 11, 12

@@ -51,17 +51,19 @@ Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, i
   return out;  // Alg. 1, line 17
 }
 
-Backward flash2_backward(const Head& h, const Forward& forward, const double* dout, int64_t M,
-                         Traffic* traffic) {
+Backward flash2_backward(const Head& h, const Forward& forward, const OutputGradient& dout,
+                         int64_t M, Traffic* traffic) {
   const auto& [O, L] = forward;
   const DropoutFactor Z(h.rule);
   const auto [Bc, Br] = BlockSizes(M, h);
   std::vector<double> dQ(h.sq * h.d), dK(h.sk * h.d), dV(h.sk * h.dv);  // Alg. 2, lines 3, 7
   store(traffic, h.sq * h.d);
 
-  std::vector<double> D(h.sq);  // Alg. 2, line 4: D = rowsum(dO o O)
-  load(traffic, 2 * h.sq * h.dv);
-  for (int64_t i = 0; i < h.sq; ++i) D[i] = dot(h.dv, dout + i * h.dv, &O[i * h.dv]);
+  std::vector<double> D(h.sq);  // Alg. 2, line 4: D = rowsum(dO o O), less dLSE
+  load(traffic, 2 * h.sq * h.dv + (dout.lse == nullptr ? 0 : h.sq));
+  for (int64_t i = 0; i < h.sq; ++i) {
+    D[i] = dot(h.dv, dout.o + i * h.dv, &O[i * h.dv]) - dout.lse_of(i);
+  }
   store(traffic, h.sq);
 
   for (const Range J : blocks({0, h.sk}, Bc)) {    // Alg. 2, lines 1, 5
@@ -71,7 +73,7 @@ Backward flash2_backward(const Head& h, const Forward& forward, const double* do
       // Alg. 2, lines 9, 15: Q_i, dQ_i, dO_i, L_i, D_i (O_i only served D)
       load(traffic, I.size() * (2 * h.d + h.dv + 2));
       for (int64_t i = I.begin; i < I.end; ++i) {
-        const double *q_i = h.q + i * h.d, *dO_i = dout + i * h.dv;
+        const double *q_i = h.q + i * h.d, *dO_i = dout.o + i * h.dv;
         for (int64_t j = J.begin; j < J.end; ++j) {
           const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
           const auto [S, dS_dqk] = score(h, i, j);  // Alg. 2, line 10

@@ -40,6 +40,13 @@ struct Forward {
   std::vector<double> o /*[sq, dv]*/, lse /*[sq]*/;
 };
 
+/// The gradients that a backward pass begins with.
+struct OutputGradient {
+  const double* o;              // [sq, dv]
+  const double* lse = nullptr;  // [sq]; null: 0
+  double lse_of(int64_t i) const { return lse == nullptr ? 0 : lse[i]; }
+};
+
 struct Backward {
   std::vector<double> dq /*[sq, d]*/, dk /*[sk, d]*/, dv /*[sk, dv]*/;
 };

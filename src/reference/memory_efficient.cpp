@@ -33,16 +33,16 @@ Forward memory_efficient_forward(const Head& h, Traffic* traffic) {
   return out;
 }
 
-Backward memory_efficient_backward(const Head& h, const Forward& forward, const double* dout,
-                                   Traffic* traffic) {
+Backward memory_efficient_backward(const Head& h, const Forward& forward,
+                                   const OutputGradient& dout, Traffic* traffic) {
   const DropoutFactor Z(h.rule);
   Backward grad{std::vector<double>(h.sq * h.d), std::vector<double>(h.sk * h.d),
                 std::vector<double>(h.sk * h.dv)};
   for (int64_t i = 0; i < h.sq; ++i) {
-    const double *q_i = h.q + i * h.d, *dO_i = dout + i * h.dv;
-    load(traffic, h.d + 2 * h.dv + 1);                         // q_i, o_i, dO_i, LSE_i
-    load(traffic, 2 * h.sk * (h.d + h.dv));                    // k_j, v_j, dk_j, dv_j
-    const double D_i = dot(h.dv, dO_i, &forward.o[i * h.dv]);  // Eq. 4
+    const double *q_i = h.q + i * h.d, *dO_i = dout.o + i * h.dv;
+    load(traffic, h.d + 2 * h.dv + 1);       // q_i, o_i, dO_i, LSE_i
+    load(traffic, 2 * h.sk * (h.d + h.dv));  // k_j, v_j, dk_j, dv_j
+    const double D_i = dot(h.dv, dO_i, &forward.o[i * h.dv]) - dout.lse_of(i);  // Eq. 4
     for (int64_t j = 0; j < h.sk; ++j) {
       const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
       const auto [S, dS_dqk] = score(h, i, j);

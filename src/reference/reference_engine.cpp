@@ -69,9 +69,12 @@ class Work {
       for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
         const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
         const auto dout = gather(args_.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
+        const auto dlse = !p_.has_dlse ? std::vector<double>()
+                                       : gather(args_.dlse, p_.dlse, b, s.q_begin, s.sq, h, 1);
+        const OutputGradient gradient{dout.data(), p_.has_dlse ? dlse.data() : nullptr};
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
-        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, dout.data(), kFastMemory);
+        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory);
         scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
         std::transform(dv.begin(), dv.end(), g.dv.begin(), dv.begin(), std::plus<>());

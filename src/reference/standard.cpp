@@ -47,7 +47,7 @@ Forward standard_forward(const Head& h, Traffic* traffic) {
   return out;  // Alg. 0, line 4
 }
 
-Backward standard_backward(const Head& h, const double* dout, Traffic* traffic) {
+Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* traffic) {
   const DropoutFactor Z(h.rule);
   // The forward pass left P in slow memory; making it again is not counted.
   std::vector<double> lse(h.sq);
@@ -66,19 +66,19 @@ Backward standard_backward(const Head& h, const double* dout, Traffic* traffic) 
 
   load(traffic, h.sq * h.sk + h.sq * h.dv);  // Alg. 3, line 1: load P, dO; store dV = P^T dO
   for_each_visible([&](int64_t i, int64_t j) {
-    add_scaled(h.dv, P[i][j] * Z(i, j), dout + i * h.dv, &grad.dv[j * h.dv]);
+    add_scaled(h.dv, P[i][j] * Z(i, j), dout.o + i * h.dv, &grad.dv[j * h.dv]);
   });
   store(traffic, h.sk * h.dv);
 
   load(traffic, h.sq * h.dv + h.sk * h.dv);  // Alg. 3, line 2: load dO, V; store dP = dO V^T
   for_each_visible([&](int64_t i, int64_t j) {
-    dP[i][j] = Z(i, j) * dot(h.dv, dout + i * h.dv, h.v + j * h.dv);
+    dP[i][j] = Z(i, j) * dot(h.dv, dout.o + i * h.dv, h.v + j * h.dv);
   });
   store(traffic, h.sq * h.sk);
 
   load(traffic, 2 * h.sq * h.sk);  // Alg. 3, line 3: load P, dP; store dS = P o (dP - P . dP)
-  std::vector<double> P_dP(h.sq);
-  for (int64_t i = 0; i < h.sq; ++i) P_dP[i] = dot(h.sk, P[i], dP[i]);
+  std::vector<double> P_dP(h.sq);  // less dLSE, since dLSE / dS = P
+  for (int64_t i = 0; i < h.sq; ++i) P_dP[i] = dot(h.sk, P[i], dP[i]) - dout.lse_of(i);
   for_each_visible([&](int64_t i, int64_t j) {
     dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]) * score(h, i, j).dS_dqk;
   });

@@ -106,6 +106,18 @@ const std::vector<Wrong>& wrongs() {
        "out: got .*\\(2, 8, 2, 24\\).*want .*2, 8, 4, 24"},
       {"out_of_the_dim_of_q", [](Call& c) { c.out.shape[3] = 16; },
        "out: got .*\\(2, 8, 4, 16\\).*want .*2, 8, 4, 24"},
+      {"dlse_of_rank_4",
+       [](Call& c) {
+         c.dlse = resized(c.dlse, {2, 4, 8, 1});
+       },
+       "dlse: got 4 dim.*want 3", kBackwardOnly},
+      {"dlse_with_rows_before_heads",
+       [](Call& c) {
+         c.dlse = resized(c.dlse, {2, 8, 4});
+       },
+       "dlse: got .*\\(2, 8, 4\\).*want .*2, 4, 8", kBackwardOnly},
+      {"packed_dlse_of_other_rows", [](Call& c) { c.dlse.shape[1] = 17; },
+       "dlse: got .*\\(4, 17\\).*want .*4, 18", kBackwardOnly, true},
       {"lse_with_rows_before_heads",
        [](Call& c) {
          c.lse = resized(c.lse, {2, 8, 4});
@@ -181,6 +193,13 @@ const std::vector<Wrong>& wrongs() {
          }
        },
        "lse: got f32, want f64"},
+      {"dlse_of_f64",
+       [](Call& c) {
+         c.dlse = as(resized(c.dlse, {2, 4, 8}), DType::kF64);
+       },
+       "dlse: got f64, want f32", kBackwardOnly},
+      {"dlse_of_bf16", [](Call& c) { c.dlse.dtype = DType::kBF16; }, "dlse: got bf16, want f32",
+       kBackwardOnly},
       {"dout_of_f16", [](Call& c) { c.dout.dtype = DType::kF16; }, "dout: got f16, want f32",
        kBackwardOnly},
       {"dq_of_f64", [](Call& c) { c.dq.dtype = DType::kF64; }, "dq: got f64, want f32",
@@ -194,6 +213,8 @@ const std::vector<Wrong>& wrongs() {
        "out: last stride is -1, want 1"},
       {"last_stride_of_lse", [](Call& c) { c.lse.strides[2] = 4; },
        "lse: last stride is 4, want 1"},
+      {"last_stride_of_dlse", [](Call& c) { c.dlse.strides[2] = 4; },
+       "dlse: last stride is 4, want 1", kBackwardOnly},
       {"last_stride_of_dk", [](Call& c) { c.dk.strides[3] = 3; }, "dk: last stride is 3, want 1",
        kBackwardOnly},
       {"overlapping_rows_of_out", [](Call& c) { c.out.strides[1] = 90; },
@@ -215,6 +236,8 @@ const std::vector<Wrong>& wrongs() {
       {"q_alone_on_cuda", [](Call& c) { c.q = on_cuda(c.q); }, "k: on cpu, want cuda:0"},
       {"out_on_cuda", [](Call& c) { c.out = on_cuda(c.out); }, "out: on cuda:0, want cpu"},
       {"lse_on_cuda", [](Call& c) { c.lse = on_cuda(c.lse); }, "lse: on cuda:0, want cpu"},
+      {"dlse_on_cuda", [](Call& c) { c.dlse = on_cuda(c.dlse); }, "dlse: on cuda:0, want cpu",
+       kBackwardOnly},
       {"dq_on_cuda", [](Call& c) { c.dq = on_cuda(c.dq); }, "dq: on cuda:0, want cpu",
        kBackwardOnly},
       {"cu_seqlens_on_cuda", [](Call& c) { c.cu_seqlens_q = on_cuda(c.cu_seqlens_q); },
@@ -226,6 +249,7 @@ const std::vector<Wrong>& wrongs() {
       {"null_out", [](Call& c) { c.out.data = nullptr; }, "out: data is null"},
       {"null_lse", [](Call& c) { c.lse.data = nullptr; }, "lse: data is null"},
       {"null_dout", [](Call& c) { c.dout.data = nullptr; }, "dout: data is null", kBackwardOnly},
+      {"null_dlse", [](Call& c) { c.dlse.data = nullptr; }, "dlse: data is null", kBackwardOnly},
       {"null_dq", [](Call& c) { c.dq.data = nullptr; }, "dq: data is null", kBackwardOnly},
       {"null_dk", [](Call& c) { c.dk.data = nullptr; }, "dk: data is null", kBackwardOnly},
       {"null_dv", [](Call& c) { c.dv.data = nullptr; }, "dv: data is null", kBackwardOnly},
@@ -244,6 +268,8 @@ const std::vector<Wrong>& wrongs() {
        "(lse: .*memory.* out|out: .*memory.* lse)", kForwardOnly},
       {"dq_is_q", [](Call& c) { c.dq.data = c.q.data; }, "dq: .*memory.* q", kBackwardOnly},
       {"dk_is_dv", [](Call& c) { c.dk.data = c.dv.data; }, "(dk: .*memory.* dv|dv: .*memory.* dk)",
+       kBackwardOnly},
+      {"dq_is_dlse", [](Call& c) { c.dq.data = c.dlse.data; }, "dq: .*memory.* dlse",
        kBackwardOnly},
       {"dv_is_out", [](Call& c) { c.dv.data = c.out.data; }, "dv: .*memory.* out", kBackwardOnly},
       {"dk_inside_dout", [](Call& c) { c.dk.data = static_cast<float*>(c.dout.data) + 8; },
@@ -272,35 +298,19 @@ const std::vector<Wrong>& wrongs() {
        "cu_seqlens_k: .*stride.* 2", kBoth, true},
       {"cu_seqlens_null", [](Call& c) { c.cu_seqlens_q.data = nullptr; },
        "cu_seqlens_q: data is null", kBoth, true},
-      {"cu_seqlens_starting_late",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_q, {1, 8, 8, 11, 15});
-       },
+      {"cu_seqlens_starting_late", [](Call& c) { set_lengths(c.cu_seqlens_q, {1, 8, 8, 11, 15}); },
        "cu_seqlens_q: .*1.*want 0", kBoth, true},
       {"cu_seqlens_starting_negative",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_k, {-1, 10, 15, 15, 19});
-       },
+       [](Call& c) { set_lengths(c.cu_seqlens_k, {-1, 10, 15, 15, 19}); },
        "cu_seqlens_k: .*-1.*want 0", kBoth, true},
-      {"cu_seqlens_decreasing",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_q, {0, 8, 7, 11, 15});
-       },
+      {"cu_seqlens_decreasing", [](Call& c) { set_lengths(c.cu_seqlens_q, {0, 8, 7, 11, 15}); },
        "cu_seqlens_q: .*7 after 8", kBoth, true},
-      {"cu_seqlens_k_decreasing",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_k, {0, 10, 15, 2, 19});
-       },
+      {"cu_seqlens_k_decreasing", [](Call& c) { set_lengths(c.cu_seqlens_k, {0, 10, 15, 2, 19}); },
        "cu_seqlens_k: .*2 after 15", kBoth, true},
-      {"cu_seqlens_beyond_q",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_q, {0, 8, 8, 11, 19});
-       },
+      {"cu_seqlens_beyond_q", [](Call& c) { set_lengths(c.cu_seqlens_q, {0, 8, 8, 11, 19}); },
        "cu_seqlens_q: .*19.*18", kBoth, true},
       {"cu_seqlens_beyond_k",
-       [](Call& c) {
-         set_lengths(c.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX});
-       },
+       [](Call& c) { set_lengths(c.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX}); },
        "cu_seqlens_k: .*2147483647.*22", kBoth, true},
       {"max_seqlen_q_negative", [](Call& c) { c.options.max_seqlen_q = -1; },
        "max_seqlen_q: got -1, want", kBoth, true},
@@ -370,7 +380,7 @@ class BadInput : public testing::TestWithParam<Wrong> {
   static Case base() {
     Case c{.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24};
     c.alibi = Alibi::kHeads;
-    c.seqused = true;
+    c.seqused = c.dlse = true;
     if (GetParam().packed) c.layout = Layout::kPacked;
     return c;
   }
@@ -419,7 +429,8 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
                 .dv = 24,
                 .layout = layout,
                 .alibi = Alibi::kHeads,
-                .seqused = true},
+                .seqused = true,
+                .dlse = true},
                1);
     const Call call(w);
     EXPECT_EQ(message_of([&] { w.run(); }), "");

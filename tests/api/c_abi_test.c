@@ -45,7 +45,7 @@ FIELD(fulgur_forward_args, cu_seqlens_q, 56, 8);
 FIELD(fulgur_forward_args, cu_seqlens_k, 64, 8);
 FIELD(fulgur_forward_args, seqused_k, 72, 8);
 
-SIZE(fulgur_backward_args, 112);
+SIZE(fulgur_backward_args, 120);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -60,6 +60,7 @@ FIELD(fulgur_backward_args, alibi_slopes, 80, 8);
 FIELD(fulgur_backward_args, cu_seqlens_q, 88, 8);
 FIELD(fulgur_backward_args, cu_seqlens_k, 96, 8);
 FIELD(fulgur_backward_args, seqused_k, 104, 8);
+FIELD(fulgur_backward_args, dlse, 112, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

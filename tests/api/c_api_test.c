@@ -343,14 +343,15 @@ static void out_of_memory(void) {
 int main(void) {
   float q[] = {0.5f, -1, 2, 0.25f, -0.75f, 1.5f}, k[] = {1, 2, -0.5f, 0, 0.3f, -2, 1, 1},
         v[] = {1, 2, 3, 4, 5, 6, 7, 8};
-  float out[kRows * kDim], lse[kRows], dout[] = {1, 0, 0, 1, 1, 1};
+  float out[kRows * kDim], lse[kRows], dout[] = {1, 0, 0, 1, 1, 1}, dlse[] = {0.5f, -1, 2};
   float dq[kRows * kDim], dk[kKeys * kDim], dv[kKeys * kDim];
   int64_t q_shape[] = {1, kRows, 1, kDim}, k_shape[] = {1, kKeys, 1, kDim},
           lse_shape[] = {1, 1, kRows};
   const DLTensor tq = tensor(q, 4, q_shape), tk = tensor(k, 4, k_shape), tv = tensor(v, 4, k_shape),
                  to = tensor(out, 4, q_shape), tl = tensor(lse, 3, lse_shape),
-                 tdo = tensor(dout, 4, q_shape), tdq = tensor(dq, 4, q_shape),
-                 tdk = tensor(dk, 4, k_shape), tdv = tensor(dv, 4, k_shape);
+                 tdo = tensor(dout, 4, q_shape), tdl = tensor(dlse, 3, lse_shape),
+                 tdq = tensor(dq, 4, q_shape), tdk = tensor(dk, 4, k_shape),
+                 tdv = tensor(dv, 4, k_shape);
   double want[kRows * kDim], want_lse[kRows];
   fulgur_forward_args args = {
       .struct_size = sizeof args, .q = &tq, .k = &tk, .v = &tv, .out = &to, .lse = &tl};
@@ -377,7 +378,7 @@ int main(void) {
   expected(q, k, v, 1, want, want_lse);
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
 
-  /* The gradient of sum(dout * out), by central differences of the definition. */
+  /* The gradient of sum(dout * out) + sum(dlse * lse), by central differences of the definition. */
   CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
   const fulgur_backward_args gradient = {.struct_size = sizeof gradient,
                                          .dout = &tdo,
@@ -388,7 +389,8 @@ int main(void) {
                                          .lse = &tl,
                                          .dq = &tdq,
                                          .dk = &tdk,
-                                         .dv = &tdv};
+                                         .dv = &tdv,
+                                         .dlse = &tdl};
   CHECK(fulgur_backward(&gradient, &options, NULL) == FULGUR_OK);
   struct {
     float *input, *gradient;
@@ -402,11 +404,22 @@ int main(void) {
         inputs[t].input[n] = saved + (float)sign * step;
         expected(q, k, v, 1, want, want_lse);
         for (int m = 0; m < kRows * kDim; ++m) difference += sign * dout[m] * want[m];
+        for (int m = 0; m < kRows; ++m) difference += sign * dlse[m] * want_lse[m];
       }
       inputs[t].input[n] = saved;
       CHECK(fabs(inputs[t].gradient[n] - difference / (2 * step)) < 2e-3);
     }
   }
+
+  /* A program compiled before dlse was there: its struct ends before it, and it is not given. */
+  fulgur_backward_args older = gradient;
+  older.struct_size = offsetof(fulgur_backward_args, dlse);
+  float with_dlse = dq[0];
+  CHECK(fulgur_backward(&older, &options, NULL) == FULGUR_OK && dq[0] != with_dlse);
+  with_dlse = dq[0];
+  older = gradient;
+  older.dlse = NULL;
+  CHECK(fulgur_backward(&older, &options, NULL) == FULGUR_OK && dq[0] == with_dlse);
 
   /* byte_offset and strides: the last two rows of q, read backwards. */
   DLTensor tail = tq, two = to;

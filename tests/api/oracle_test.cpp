@@ -34,7 +34,8 @@ TEST(Cases, EveryDtypeMeetsEveryLevel) {
                           {"alibi", {static_cast<int64_t>(c.alibi)}},
                           {"softcap", {c.softcap > 0}},
                           {"dropout", {c.dropout > 0}},
-                          {"seqused", {c.seqused}}});
+                          {"seqused", {c.seqused}},
+                          {"dlse", {c.dlse}}});
   }
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
     for (const int64_t length : {0, 1, 2, 7, 63, 64, 65, 127, 333, 1024, 4096}) {

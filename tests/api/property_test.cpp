@@ -271,6 +271,100 @@ TEST_P(Property, MergeOfAnySplitIsTheWhole) {
   }
 }
 
+// The gradient of sum(dout o out) + sum(dlse o lse) through merge: with w_p = exp(LSE_p - LSE),
+// that of out_p is w_p dout, and that of LSE_p is w_p (dlse + rowsum(dout o (out_p - out))).
+TEST_P(Property, MergeOfHalvesHasTheGradientOfTheWhole) {
+  for (const DType dtype : kDtypes) {
+    const int64_t sq = 9, sk = 100, hq = 4, dv = 16, half = 37;
+    Workload w(
+        {.dtype = dtype, .sq = sq, .sk = sk, .hq = hq, .hk = 2, .d = 16, .dv = dv, .dlse = true},
+        21);
+    w.options.engine = engine();
+    if (!computes([&] { w.run_forward(); })) continue;
+    if (!computes([&] { w.run_backward(); })) continue;
+    const auto out = read(w.forward.out), lse = read(w.forward.lse), dout = read(w.backward.dout),
+               dlse = read(w.backward.dlse);
+    const auto dq = read(w.backward.dq), dk = read(w.backward.dk);
+    std::vector<double> dq_sum(dq.size()), dk_parts;
+    for (const auto& [begin, count] : {std::pair{int64_t{0}, half}, {half, sk - half}}) {
+      const Tensor k = rows(w.forward.k, begin, count), v = rows(w.forward.v, begin, count);
+      Dense part_out(dtype, {1, sq, hq, dv}), part_dout(dtype, {1, sq, hq, dv});
+      Dense part_lse(DType::kF32, {1, hq, sq}), part_dlse(DType::kF32, {1, hq, sq});
+      Dense part_dq(dtype, {1, sq, hq, 16}), part_dk(dtype, {1, count, 2, 16});
+      Dense part_dv(dtype, {1, count, 2, dv});
+      compute(ForwardTensors{w.forward.q, k, v, part_out, part_lse}, w.options);
+      const auto o = read(part_out), l = read(part_lse);
+      std::vector<double> given_dout(dout.size()), given_dlse(dlse.size());
+      for (int64_t i = 0; i < sq; ++i) {
+        for (int64_t h = 0; h < hq; ++h) {
+          const int64_t row = h * sq + i;
+          const double weight = std::exp(l[row] - lse[row]);
+          double difference = dlse[row];
+          for (int64_t c = (i * hq + h) * dv; c < (i * hq + h + 1) * dv; ++c) {
+            given_dout[c] = weight * dout[c];
+            difference += dout[c] * (o[c] - out[c]);
+          }
+          given_dlse[row] = weight * difference;
+        }
+      }
+      write(part_dout, given_dout);
+      write(part_dlse, given_dlse);
+      BackwardTensors b{part_dout, w.forward.q, k,       v,      part_out,
+                        part_lse,  part_dq,     part_dk, part_dv};
+      b.dlse = part_dlse;
+      compute(b, w.options);
+      const auto part = read(part_dq), keys = read(part_dk);
+      for (size_t n = 0; n < part.size(); ++n) dq_sum[n] += part[n];
+      dk_parts.insert(dk_parts.end(), keys.begin(), keys.end());
+    }
+    expect_near(dq_sum, dq, 4 * ulp(dtype));
+    expect_near(dk_parts, dk, 4 * ulp(dtype));
+  }
+}
+
+// Central differences of the forward pass in double precision.
+TEST_P(Property, GradientsAreThoseOfFiniteDifferences) {
+  Workload w({.sq = 3, .sk = 5, .hq = 2, .hk = 1, .d = 4, .dv = 3, .mask = causal(), .dlse = true},
+             22);
+  w.options.engine = engine();
+  if (!computes([&] { w.run_forward(); })) return;
+  if (!computes([&] { w.run_backward(); })) return;
+  Case wide = w.c;
+  wide.dtype = DType::kF64;
+  Workload exact(wide, 22);
+  exact.options.engine = "reference";
+  write(exact.forward.q, read(w.forward.q));
+  write(exact.forward.k, read(w.forward.k));
+  write(exact.forward.v, read(w.forward.v));
+  const auto dout = read(w.backward.dout), dlse = read(w.backward.dlse);
+  const auto loss = [&] {
+    exact.seal();
+    exact.run_forward();
+    const auto out = read(exact.forward.out), lse = read(exact.forward.lse);
+    return std::inner_product(out.begin(), out.end(), dout.begin(), 0.0) +
+           std::inner_product(lse.begin(), lse.end(), dlse.begin(), 0.0);
+  };
+  for (const auto& [input, gradient] : {std::pair{exact.forward.q, w.backward.dq},
+                                        {exact.forward.k, w.backward.dk},
+                                        {exact.forward.v, w.backward.dv}}) {
+    auto x = read(input);
+    std::vector<double> differences;
+    for (double& value : x) {
+      const double saved = value, step = 1e-5;
+      double sides[2];
+      for (const int side : {0, 1}) {
+        value = saved + (side ? step : -step);
+        write(input, x);
+        sides[side] = loss();
+      }
+      value = saved;
+      differences.push_back((sides[1] - sides[0]) / (2 * step));
+    }
+    write(input, x);
+    expect_near(read(gradient), differences, 1e-5);
+  }
+}
+
 TEST(Merge, WeighsByLse) {
   // Two keys: out_i = x_i with lse_i = log(w_i) give the weighted mean.
   Dense a(DType::kF32, {1, 1, 1, 2}), b(DType::kF64, {1, 1, 1, 2}), out(DType::kF32, {1, 1, 1, 2});

@@ -42,14 +42,16 @@ struct Sample {
         q(normal(s.sq * s.d, seed)),
         k(normal(s.sk * s.d, seed + 1)),
         v(normal(s.sk * s.dv, seed + 2)),
-        dout(normal(s.sq * s.dv, seed + 3)) {}
+        dout(normal(s.sq * s.dv, seed + 3)),
+        dlse(normal(s.sq, seed + 4)) {}
   Head head() const {
     return {shape.sq, shape.sk, shape.d, shape.dv, q.data(), k.data(), v.data(), rule};
   }
+  OutputGradient gradient() const { return {dout.data(), dlse.data()}; }
 
   Shape shape;
   Rule rule;
-  std::vector<double> q, k, v, dout;
+  std::vector<double> q, k, v, dout, dlse;
 };
 
 struct NamedRule {
@@ -133,7 +135,7 @@ std::vector<NamedForward> all_forward(const Head& h) {
   return all;
 }
 
-std::vector<NamedBackward> all_backward(const Head& h, const double* dout) {
+std::vector<NamedBackward> all_backward(const Head& h, const OutputGradient& dout) {
   std::vector<NamedBackward> all{
       {"memory-efficient", memory_efficient_backward(h, memory_efficient_forward(h), dout)}};
   for (const int64_t M : kFastMemories) {
@@ -226,11 +228,13 @@ TEST(Backward, EveryAlgorithmEqualsStandard) {
   for (const auto& [name, rule] : rules()) {
     for (const Shape& shape : kShapes) {
       const Sample sample(shape, rule);
-      const Backward want = standard_backward(sample.head(), sample.dout.data());
-      for (const auto& [algorithm, got] : all_backward(sample.head(), sample.dout.data())) {
-        SCOPED_TRACE(std::string(name) + ", sq = " + std::to_string(shape.sq) +
-                     ", sk = " + std::to_string(shape.sk));
-        expect_close(got, want, algorithm);
+      for (const OutputGradient& given : {OutputGradient{sample.dout.data()}, sample.gradient()}) {
+        const Backward want = standard_backward(sample.head(), given);
+        for (const auto& [algorithm, got] : all_backward(sample.head(), given)) {
+          SCOPED_TRACE(std::string(name) + ", sq = " + std::to_string(shape.sq) +
+                       ", sk = " + std::to_string(shape.sk));
+          expect_close(got, want, algorithm);
+        }
       }
     }
   }
@@ -258,10 +262,14 @@ TEST(Backward, FiniteDifferences) {
     for (const Shape& shape : {Shape{5, 7, 4, 3}, Shape{6, 4, 3, 5}}) {
       SCOPED_TRACE(name);
       Sample sample(shape, rule);
-      const Backward grad = standard_backward(sample.head(), sample.dout.data());
+      const Backward grad = standard_backward(sample.head(), sample.gradient());
       const auto loss = [&] {
         const Forward out = standard_forward(sample.head());
-        return std::inner_product(out.o.begin(), out.o.end(), sample.dout.begin(), 0.0);
+        double sum = std::inner_product(out.o.begin(), out.o.end(), sample.dout.begin(), 0.0);
+        for (int64_t i = 0; i < shape.sq; ++i) {
+          if (out.lse[i] != -kInf) sum += sample.dlse[i] * out.lse[i];
+        }
+        return sum;
       };
       const auto differences = [&](std::vector<double>& x) {
         const double step = 1e-5;
@@ -355,7 +363,8 @@ TEST(Combine, AnySplitEqualsTheWhole) {
 // -------------------------------------------------------------------------- rows and keys unseen
 
 TEST(Forward, RowThatSeesNoKey) {
-  const Sample sample({7, 4, 3, 2}, {.band = {-1, 0}});  // queries 0, 1, 2 are before every key
+  Sample sample({7, 4, 3, 2}, {.band = {-1, 0}});  // queries 0, 1, 2 are before every key
+  std::fill_n(sample.dlse.begin(), 3, kNan);
   const Forward standard = standard_forward(sample.head());
   auto all = all_forward(sample.head());
   all.push_back({"standard", standard});
@@ -366,8 +375,8 @@ TEST(Forward, RowThatSeesNoKey) {
     }
     EXPECT_TRUE(std::isfinite(got.lse[3])) << algorithm;
   }
-  auto gradients = all_backward(sample.head(), sample.dout.data());
-  gradients.push_back({"standard", standard_backward(sample.head(), sample.dout.data())});
+  auto gradients = all_backward(sample.head(), sample.gradient());
+  gradients.push_back({"standard", standard_backward(sample.head(), sample.gradient())});
   for (const auto& [algorithm, grad] : gradients) {
     for (int64_t n = 0; n < 3 * 3; ++n) EXPECT_EQ(grad.dq[n], 0) << algorithm;
     for (const double value : grad.dk) EXPECT_TRUE(std::isfinite(value)) << algorithm;
@@ -390,13 +399,13 @@ TEST(Mask, UnseenKeysMayHoldAnything) {
     std::fill_n(bad.k.begin(), 6 * 3, poison);
     std::fill_n(bad.v.begin(), 6 * 2, poison);
     const Forward want = standard_forward(clean.head());
-    const Backward want_grad = standard_backward(clean.head(), clean.dout.data());
+    const Backward want_grad = standard_backward(clean.head(), clean.gradient());
     expect_close(standard_forward(bad.head()), want, "standard");
-    expect_close(standard_backward(bad.head(), bad.dout.data()), want_grad, "standard");
+    expect_close(standard_backward(bad.head(), bad.gradient()), want_grad, "standard");
     for (const auto& [algorithm, got] : all_forward(bad.head())) {
       expect_close(got, want, algorithm);
     }
-    for (const auto& [algorithm, got] : all_backward(bad.head(), bad.dout.data())) {
+    for (const auto& [algorithm, got] : all_backward(bad.head(), bad.gradient())) {
       expect_close(got, want_grad, algorithm);
     }
   }
@@ -481,9 +490,9 @@ Moved backward_traffic(int64_t N, int64_t d, int64_t M) {
   const Sample sample({N, N, d, d}, {});
   const Head h = sample.head();
   Moved moved;
-  standard_backward(h, sample.dout.data(), &moved.standard);
-  flash1_backward(h, flash1_forward(h, M), sample.dout.data(), M, &moved.flash1);
-  flash2_backward(h, flash2_forward(h, M), sample.dout.data(), M, &moved.flash2);
+  standard_backward(h, {sample.dout.data()}, &moved.standard);
+  flash1_backward(h, flash1_forward(h, M), {sample.dout.data()}, M, &moved.flash1);
+  flash2_backward(h, flash2_forward(h, M), {sample.dout.data()}, M, &moved.flash2);
   return moved;
 }
 

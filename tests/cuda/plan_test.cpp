@@ -376,8 +376,39 @@ TEST(HopperModel, IsSane) {
   EXPECT_GT(full_16k, 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
   EXPECT_LT(full_16k, 1.2 * 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
   // Too few tiles for the machine take as long as one.
-  EXPECT_NEAR(predicted_cycles({100, 100}, 10, 10, 1, 132), 100, 1e-9);
-  EXPECT_NEAR(predicted_cycles({100, 100}, 133, 133, 1, 132), 200, 1e-9);
+  EXPECT_NEAR(predicted_cycles({100, 100, 100}, 10, 10, 1, 132), 100, 1e-9);
+  EXPECT_NEAR(predicted_cycles({100, 100, 100}, 133, 133, 1, 132), 200, 1e-9);
+  // Of unequal ones the longest binds, or what all of them take and half of the shortest.
+  EXPECT_NEAR(predicted_cycles({50, 90, 10}, 133, 133, 1, 132), 90, 1e-9);
+  EXPECT_NEAR(predicted_cycles({50, 90, 10}, 264, 264, 1, 132), 105, 1e-9);
+}
+
+// Multiprocessors that take each item when the one before it ends.
+TEST(HopperModel, PredictsItemsTakenOneByOne) {
+  for (const int64_t d : {64, 128, 256}) {
+    for (const int64_t s : {1024, 4096, 8192, 16384}) {
+      for (const int64_t heads : {4, 16, 64, 500}) {
+        const Problem p = forward_problem(
+            {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = causal()});
+        HopperForwardPlan plan = plan_of(p);
+        if (plan.split_tail) continue;
+        const BlockCost cost = block_cost(plan, p);
+        std::multiset<double> ends;
+        for (int i = 0; i < 132; ++i) ends.insert(0);
+        for (int number = 0; number < plan.work.items; ++number) {
+          const kernels::Item item = kernels::item_of(plan.work, static_cast<int>(heads), false,
+                                                      band_of(plan, p.mask), number);
+          const int keys = cost.key_tiles[plan.work.row_blocks - 1 - item.block];
+          const double begin = *ends.begin();
+          ends.erase(ends.begin());
+          ends.insert(begin + cost.end + keys * cost.key_tile);
+        }
+        const double predicted =
+            predicted_cycles(cost, kernels::blocks_of(plan.work), plan.work.first_split, 1, 132);
+        EXPECT_NEAR(predicted / *ends.rbegin(), 1, 0.11) << d << " " << s << " " << heads;
+      }
+    }
+  }
 }
 
 // 1024 rows are 16 strips of 64: with three warpgroups 2, 2, 3, 3, 3 and 3 a block.

@@ -252,7 +252,7 @@ void fuzz(Reader& in) {
 
   std::vector<Owned> o;
   o.reserve(16);
-  enum { kQ, kK, kV, kOut, kLse, kDout, kDq, kDk, kDv, kCuQ, kCuK, kUsed, kSlopes, kCount };
+  enum { kQ, kK, kV, kOut, kLse, kDout, kDq, kDk, kDv, kCuQ, kCuK, kUsed, kSlopes, kDlse, kCount };
   o.push_back(rows(sq, hq, d));
   o.push_back(rows(sk, hk, d));
   o.push_back(rows(sk, hk, dv));
@@ -266,10 +266,12 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
   o.push_back(flags & 2 ? Owned(kF32, {batch, hq}) : Owned(kF32, {hq}));
+  o.push_back(lse_like());
   o[kCuQ].is_null = o[kCuK].is_null = !packed;
   o[kUsed].is_null = !(flags & 4);
   o[kSlopes].is_null = !(flags & 8);
   o[kLse].is_null = (flags & 16) != 0;
+  o[kDlse].is_null = (flags & 128) != 0;
 
   Newer<fulgur_options> newer_options;
   Newer<fulgur_run> newer_run;
@@ -363,8 +365,8 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],  p[kK],      p[kV],   p[kOut], p[kLse],
-            p[kDq],           p[kDk],   p[kDv], p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
+    args = {args.struct_size, p[kDout], p[kQ],      p[kK],   p[kV],   p[kOut],  p[kLse], p[kDq],
+            p[kDk],           p[kDv],   p[kSlopes], p[kCuQ], p[kCuK], p[kUsed], p[kDlse]};
     const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,

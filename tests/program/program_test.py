@@ -54,7 +54,7 @@ def visible(sq, sk, left, right):
 
 
 def attention(
-    q, k, v, dout=None, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None
+    q, k, v, dout=None, dlse=0, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None
 ):
     """out, lse and, given dout, dq, dk, dv for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
@@ -89,7 +89,8 @@ def attention(
     results = {"out": out.transpose(0, 2, 1, 3), "lse": lse}
     if dout is not None:
         do = dout.astype(np.float64).transpose(0, 2, 1, 3)
-        ds = p * (do @ v.transpose(0, 1, 3, 2) - (do * out).sum(-1, keepdims=True))
+        d = (do * out).sum(-1) - dlse
+        ds = p * (do @ v.transpose(0, 1, 3, 2) - d[..., None])
         ds *= scale * cap_slope
         per_kv = lambda x: x.reshape(b, hk, group, *x.shape[2:]).sum(2).transpose(0, 2, 1, 3)
         results["dq"] = (ds @ k).transpose(0, 2, 1, 3)
@@ -308,6 +309,26 @@ def test_seqused_k(folder):
         assert_close(got, want[name], "f32")
 
 
+def test_gradient_of_lse(folder):
+    dlse = RNG.standard_normal((2, 4, 37), np.float32)
+    np.save(folder / "dlse.npy", dlse)
+    inputs = load(folder, ["q", "k", "v", "dout"])
+    for flags, dtype in ([], "f32"), (["--dtype", "f16"], "f16"):
+        succeeds(*ALL, "--dlse", "dlse.npy", *flags, cwd=folder)
+        want = attention(**inputs, dlse=dlse)
+        for name, got in load(folder, want).items():
+            assert_close(got, want[name], dtype)
+    arrays = inputs | {"dlse": dlse}
+    write_safetensors(folder / "in.safetensors", {n: ("F32", x) for n, x in arrays.items()})
+    succeeds("attend", "--input", "in.safetensors", "--output", "o.safetensors", cwd=folder)
+    for name, (_, got) in read_safetensors(folder / "o.safetensors").items():
+        assert_close(got, want[name], "f32")
+    arrays.pop("dout")
+    write_safetensors(folder / "in.safetensors", {n: ("F32", x) for n, x in arrays.items()})
+    fails("attend", "--input", "in.safetensors", "--output", "o.safetensors", cwd=folder,
+          says=["in.safetensors", "dlse", "dout"])  # fmt: skip
+
+
 def test_packed_sequences(tmp_path):
     cu = {"q": np.array([0, 5, 5, 30], np.int32), "k": np.array([0, 17, 20, 40], np.int32)}
     arrays = {name: x[0] for name, x in tensors(batch=1, sq=30, sk=40).items()}
@@ -434,6 +455,7 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (["attend", "--input", "a", "--output", "b", "--lse", "l.npy"], ["--lse", "--input"]),
         (FORWARD + ["--dout", "dout.npy"], ["--dout", "--dq"]),
         (FORWARD + ["--dk", "dk.npy"], ["--dk", "--dout"]),
+        (FORWARD + ["--dlse", "dlse.npy"], ["--dlse", "--dout"]),
         (FORWARD + ["--lse", "./out.npy"], ["--lse", "--out"]),
         (FORWARD + ["--window", "3"], ["--window", "'3'", "L,R"]),
         (FORWARD + ["--window", "3,x"], ["--window", "3,x"]),

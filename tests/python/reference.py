@@ -83,7 +83,9 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
     return out, lse
 
 
-def attention_backward(dout, q, k, v, *, precision=np.float64, keep=None, **options):
+def attention_backward(
+    dout, q, k, v, *, dlse=None, precision=np.float64, keep=None, **options
+):
     """dq, dk, dv."""
     r, hq, hk = Naive(precision), q.shape[-2], k.shape[-2]
     dq, dk, dv = (np.zeros(x.shape, r.work) for x in (q, k, v))
@@ -93,6 +95,9 @@ def attention_backward(dout, q, k, v, *, precision=np.float64, keep=None, **opti
         Z = 1 if keep is None else keep[b]
         dP = r(np.einsum("ihd,jhd->hij", dO, V)) * Z
         D = (P * dP).sum(axis=-1, keepdims=True)
+        if dlse is not None:
+            at = rows[0] if isinstance(rows, tuple) else (slice(None), rows)
+            D = D - np.where(P.any(axis=-1), dlse[at], 0)[..., None]
         dS = r(P * (dP - D) * slope)
         dq[rows] = r(np.einsum("hij,jhd->ihd", dS, K))
         dk[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", dS, Q), hk))

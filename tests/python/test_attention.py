@@ -76,6 +76,20 @@ def test_results(name, dtype):
     check(q, k, v, dout, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_of_lse(name, dtype):
+    (q, k, v, dout), options = make_case(name, make_dtype(dtype))
+    out, lse = fulgur.attention(q, k, v, return_lse=True, **options)
+    dlse = np.random.default_rng(1).standard_normal(lse.shape).astype(lse.dtype)
+    dlse[np.isneginf(lse)] = np.nan  # of rows that see no key
+    got = fulgur.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    naive = reference.attention_backward(dout, q, k, v, dlse=dlse, precision=q.dtype, **options)
+    for name, gradient, want, yardstick in zip(("dq", "dk", "dv"), got, exact, naive):
+        reference.assert_close(name, gradient, want, yardstick, 3)
+
+
 @pytest.mark.parametrize("engine", ["cpu", "reference"])
 def test_named_engine(engine):
     (q, k, v, dout), options = make_case("grouped heads", np.float32)

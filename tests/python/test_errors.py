@@ -223,6 +223,8 @@ VALUE_ERRORS = [
     (call_backward, dict(out=zeros(2, 5, 2, 8))),
     (call_backward, dict(lse=zeros(2, 5, 4))),
     (call_backward, dict(lse=zeros(2, 4, 5, dtype=np.float64))),
+    (call_backward, dict(dlse=zeros(2, 5, 4))),
+    (call_backward, dict(dlse=zeros(2, 4, 5, dtype=np.float64))),
     (call_backward, dict(dout=zeros(2, 5, 4, 8, dtype=np.float16))),
     # merge
     (call_merge, dict(outs=[], lses=[])),

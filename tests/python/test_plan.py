@@ -145,6 +145,23 @@ def test_results_into_given_arrays():
         assert (fused[:, :, 2:] == 0).all()
 
 
+def test_gradient_of_lse():
+    q, k, v, dout = make()
+    out, lse = fulgur.attention(q, k, v, return_lse=True)
+    arguments = dout, q, k, v, out, lse
+    without = fulgur.attention_backward(*arguments, deterministic=True)
+    for given in (lse, lse.shape):
+        plan = fulgur.plan_backward(*arguments, dlse=given, deterministic=True)
+        for seed in range(2):
+            dlse = np.random.default_rng(seed).standard_normal(lse.shape, dtype=np.float32)
+            want = fulgur.attention_backward(*arguments, dlse=dlse, deterministic=True)
+            assert_equal(plan.run(*arguments, dlse=dlse), want)
+            assert (want[0] != without[0]).any()
+        assert_equal(plan.run(*arguments, dlse=np.zeros_like(lse)), without)
+        with pytest.raises(ValueError, match="^dlse: got no tensor.*as planned"):
+            plan.run(*arguments)
+
+
 def test_a_failing_run_writes_nothing():
     q, k, v, _ = make()
     out = np.full((2, 9, 4, 24), 7, np.float32)

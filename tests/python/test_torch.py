@@ -79,24 +79,32 @@ def in_numpy(options):
 def test_results_and_gradients(options, dtype):
     q, k, v = inputs(options, dtype=dtype, grad=True)
     out, lse = attention(q, k, v, return_lse=True, **options)
-    dout = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    plain_gradients = torch.autograd.grad(out, (q, k, v), dout)
     plain = [x.detach().float().numpy() for x in (q, k, v)]
     known = in_numpy(options)
     exact, exact_lse = reference.attention(*plain, **known)
-    exact_gradients = reference.attention_backward(dout.float().numpy(), *plain, **known)
+    dout = dout.float().numpy()
+    exact_gradients = [
+        *reference.attention_backward(dout, *plain, dlse=dlse.numpy(), **known),
+        *reference.attention_backward(dout, *plain, **known),
+    ]
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
-    assert out.dtype == dtype and out.is_contiguous() and not lse.requires_grad
+    assert out.dtype == dtype and out.is_contiguous()
     assert_allclose(out.detach().float(), exact, atol=tolerance)
-    reference.assert_lse_close(lse.numpy(), exact_lse)
-    for got, want, x in zip(gradients, exact_gradients, (q, k, v)):
+    reference.assert_lse_close(lse.detach().numpy(), exact_lse)
+    for got, want, x in zip(gradients + plain_gradients, exact_gradients, (q, k, v) * 2):
         assert got.dtype == dtype and got.shape == x.shape
         assert_allclose(got.float(), want, atol=4 * tolerance)
 
 
 @each_option
 def test_gradcheck(options, one_thread):
-    call = lambda *x: attention(*x, **options)  # noqa: E731
+    def call(*x):
+        out, lse = attention(*x, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -torch.inf, 0)  # of rows that see no key
+
     tensors = inputs(options, dtype=torch.float64, grad=True)
     assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
 
@@ -143,8 +151,11 @@ def test_a_second_derivative_raises():
 def test_only_the_lse_is_used():
     q, k, v = make_qkv(grad=True)
     _, lse = attention(q, k, v, return_lse=True)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
+    got = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+    for a, b in zip(got, torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))):
+        assert_allclose(a, b, atol=1e-5)
+    assert (got[2] == 0).all()
 
 
 def test_no_memory_is_kept(one_thread):
@@ -242,12 +253,12 @@ class TestCompile:
     @each_option
     def test_one_graph(self, options):
         q, k, v = inputs(options, grad=True)
-        call = lambda *x: attention(*x, **options)  # noqa: E731
+        call = lambda *x: attention(*x, return_lse=True, **options)  # noqa: E731
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         out, want = compiled(q, k, v), call(q, k, v)
-        assert torch.equal(out, want)
-        dout = torch.randn_like(out)
-        for a, b in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, want))):
+        assert all(map(torch.equal, out, want))
+        results = [torch.randn_like(x) for x in out]
+        for a, b in zip(*(torch.autograd.grad(x, (q, k, v), results) for x in (out, want))):
             assert torch.equal(a, b)
 
     def test_inductor(self):
@@ -325,7 +336,9 @@ class TestOpcheck:
     def test_backward(self, options):
         tensors, shared = self.arguments(options)
         out, lse = forward(*tensors, *shared)
-        torch.library.opcheck(backward, (torch.randn_like(out), *tensors, out, lse, *shared, True))
+        dout = torch.randn_like(out)
+        for dlse in (None, torch.randn_like(lse)):
+            torch.library.opcheck(backward, (dout, dlse, *tensors, out, lse, *shared, True))
 
     def test_dropout(self):
         q, k, v = make_qkv()
@@ -371,7 +384,11 @@ class TestFunc:
     @pytest.mark.parametrize("dims", DIMS)
     def test_gradients_of_samples(self, dims):
         tensors = self.batched(dims)
-        gradients = torch.func.grad(lambda *x: attention(*x).square().sum(), (0, 1, 2))
+        def loss(*x):
+            out, lse = attention(*x, return_lse=True)
+            return out.square().sum() + lse.sum()
+
+        gradients = torch.func.grad(loss, (0, 1, 2))
         got = torch.vmap(gradients, in_dims=dims)(*tensors)
         for i in range(3):
             part = [x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)]

@@ -14,7 +14,7 @@ namespace fulgur::test {
 // All arguments of a forward and a backward call.
 struct Call {
   Tensor q, k, v, out, lse, dout, dq, dk, dv;
-  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k;
+  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse;
   Options options;
   Run run;
 
@@ -32,14 +32,15 @@ struct Call {
         cu_seqlens_q(w.forward.cu_seqlens_q),
         cu_seqlens_k(w.forward.cu_seqlens_k),
         seqused_k(w.forward.seqused_k),
+        dlse(w.backward.dlse),
         options(w.options),
         run(w.run_options) {}
   ForwardArgs forward() const {
     return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
   }
   BackwardArgs backward() const {
-    return {dout,         q,        k, v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, seqused_k};
+    return {dout,         q,         k,   v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_k, seqused_k, dlse};
   }
 };
 
@@ -77,7 +78,7 @@ Struct c_struct() {
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
-      cu_k(call.cu_seqlens_k), used(call.seqused_k);
+      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse);
   fulgur_options o;
   fulgur_options_init(&o, sizeof(o));
   o.window_left = call.options.mask.left;
@@ -96,8 +97,8 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                        call.run.dropout_seed,
                        call.run.dropout_offset};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,  k,     v,    out,  lse,
-                                    dq,           dk,   dv, alibi, cu_q, cu_k, used};
+    const fulgur_backward_args args{sizeof(args), dout, q,     k,    v,    out,  lse, dq,
+                                    dk,           dv,   alibi, cu_q, cu_k, used, dlse};
     return fulgur_backward(&args, &o, &run);
   }
   const fulgur_forward_args args{sizeof(args), q, k, v, out, lse, alibi, cu_q, cu_k, used};

@@ -96,6 +96,7 @@ std::vector<Case> pairwise() {
     }
     for (const auto& pair : uncovered(best)) seen.insert(pair);
     cases.push_back(to_case(best));
+    cases.back().dlse = cases.size() % 2 == 1;
   }
   return cases;
 }
@@ -104,7 +105,7 @@ std::vector<Case> pairwise() {
 std::vector<Case> long_cases() {
   const DType f32 = DType::kF32, bf16 = DType::kBF16, f16 = DType::kF16;
   return {
-      {.dtype = f32, .sq = 1024, .sk = 1024, .mask = causal()},
+      {.dtype = f32, .sq = 1024, .sk = 1024, .mask = causal(), .dlse = true},
       {.dtype = bf16, .sq = 1024, .sk = 1024, .d = 128, .dv = 128},
       {.dtype = f16, .sq = 1024, .sk = 1024, .mask = window(300, 0), .layout = Layout::kQkv},
       {.dtype = f32, .sq = 4096, .sk = 4096, .d = 17, .dv = 17, .mask = causal()},
@@ -178,6 +179,7 @@ std::string Case::name() const {
   if (alibi == Alibi::kBatchHeads) s << "_alibibatch";
   if (dropout > 0) s << "_dropout";
   if (seqused) s << "_seqused";
+  if (dlse) s << "_dlse";
   return s.str();
 }
 

@@ -34,6 +34,7 @@ struct Case {
   Alibi alibi = Alibi::kNone;
   double dropout = 0;
   bool seqused = false;
+  bool dlse = false;
 
   bool packed() const { return layout == Layout::kPacked || layout == Layout::kPackedPadded; }
   /// "bf16_b2_q64_k65_h4x2_d64x128_causal_bhsd": unique in the list, the name in test output.
@@ -47,8 +48,8 @@ struct Case {
 /// For GoogleTest.
 inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name(); }
 
-/// Every pair of values of two factors occurs together in some case (where it can), plus a few
-/// hand-picked long ones. The same list on every machine.
+/// Every pair of values of two factors occurs together in some case (where it can), every second
+/// one with a gradient of LSE, plus a few hand-picked long ones. The same list on every machine.
 std::vector<Case> all_cases();
 /// A cheap part of it, for sanitizers and for forcing SIMD targets.
 std::vector<Case> small_cases();

@@ -84,7 +84,8 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.alibi_slopes),
           at(t.cu_seqlens_q),
           at(t.cu_seqlens_k),
-          at(t.seqused_k)};
+          at(t.seqused_k),
+          at(t.dlse)};
 }
 
 Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {

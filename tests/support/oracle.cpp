@@ -16,8 +16,11 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 
 // One head of one sequence, gathered into dense double arrays.
 struct HeadData {
-  std::vector<double> q, k, v, dout;
+  std::vector<double> q, k, v, dout, dlse;
   reference::Head head{};
+  reference::OutputGradient gradient() const {
+    return {dout.data(), dlse.empty() ? nullptr : dlse.data()};
+  }
 };
 
 struct HeadResult {
@@ -140,6 +143,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
       result.forward.o[i * dv + c] = o;
       D += dout[i * dv + c] * o;
     }
+    const auto dlse = static_cast<T>(data.gradient().lse_of(i));
 
     std::fill(dP.begin(), dP.end(), T{0});
     for (int64_t c = 0; c < dv; ++c) {
@@ -148,8 +152,9 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
       const T dp = round(dP[j]) * Z[j];
-      const T dS = round(round(P[j] * (dp - D)) * jacobian[j]);
-      sizes->ds = std::max<double>(sizes->ds, P[j] * (std::fabs(dp) + std::fabs(D)));
+      const T dS = round(round(P[j] * (dp - (D - dlse))) * jacobian[j]);
+      sizes->ds =
+          std::max<double>(sizes->ds, P[j] * (std::fabs(dp) + std::fabs(D) + std::fabs(dlse)));
       for (int64_t c = 0; c < d; ++c) {
         row[c] += dS * k[j * d + c];
         dK[j * d + c] += dS * q[i * d + c];
@@ -165,7 +170,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
 
 HeadResult reference_head(const HeadData& data) {
   return {reference::standard_forward(data.head),
-          reference::standard_backward(data.head, data.dout.data())};
+          reference::standard_backward(data.head, data.gradient())};
 }
 
 // body(n) for n < count on two threads.
@@ -215,6 +220,7 @@ Expected expect(const Workload& w) {
   const Case& c = w.c;
   const std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v),
                             dout = read(w.backward.dout);
+  const std::vector<double> dlse = c.dlse ? read(w.backward.dlse) : std::vector<double>();
   std::vector<double> slopes;
   if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
   const double scale = w.options.scale.value_or(1 / std::sqrt(static_cast<double>(c.d)));
@@ -229,6 +235,7 @@ Expected expect(const Workload& w) {
     data.k = gather(k, s.k_begin, s.sk, c.hk, hk, c.d);
     data.v = gather(v, s.k_begin, s.sk, c.hk, hk, c.dv);
     data.dout = gather(dout, s.q_begin, s.sq, c.hq, h, c.dv);
+    for (int64_t r = 0; c.dlse && r < s.sq; ++r) data.dlse.push_back(dlse[w.lse_index(b, h, r)]);
     const auto slope = c.alibi == Alibi::kNone ? 0 : slopes[c.alibi == Alibi::kHeads ? h : n];
     const Options& o = w.options;
     data.head = {s.sq,

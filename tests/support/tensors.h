@@ -14,10 +14,10 @@ struct ForwardTensors {
 
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
-  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
+  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{}, dlse{};
   operator BackwardArgs() const {
-    return {dout,         q,        k, v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, seqused_k};
+    return {dout,         q,         k,   v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_k, seqused_k, dlse};
   }
 };
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "engine_memory.h"
+#include "tiles.h"
 
 namespace fulgur::test {
 namespace {
@@ -36,7 +37,6 @@ void set_nan(const Tensor& t, int64_t row, int64_t rows) {
 
 Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(c) {
   make_sequences(std::move(lengths));
-  const DType lse_dtype = c.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   if (c.layout == Layout::kQkv) {
     interleaved(false, &forward.q, &forward.k, &forward.v);
     interleaved(true, &backward.dq, &backward.dk, &backward.dv);
@@ -52,14 +52,8 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   backward.dout = tensor(total_q, c.sq, c.hq, c.dv, false);
 
   const int64_t gap = c.layout == Layout::kPadded || c.layout == Layout::kPackedPadded ? 5 : 0;
-  if (c.packed()) {
-    const std::array shape{c.hq, total_q}, strides{total_q + gap, int64_t{1}};
-    forward.lse = storage(lse_dtype, c.hq * (total_q + gap), true).view(0, shape, strides);
-  } else {
-    const std::array shape{c.batch, c.hq, c.sq};
-    const std::array strides{c.hq * (c.sq + gap) + gap, c.sq + gap, int64_t{1}};
-    forward.lse = storage(lse_dtype, c.batch * strides[0], true).view(0, shape, strides);
-  }
+  forward.lse = lse_tensor(gap, true);
+  if (c.dlse) backward.dlse = lse_tensor(2 * gap, false);
   backward.q = forward.q;
   backward.k = forward.k;
   backward.v = forward.v;
@@ -70,6 +64,7 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   for (const Tensor* t : {&forward.q, &forward.k, &forward.v, &backward.dout}) {
     randomize(*t, random);
   }
+  if (c.dlse) randomize(backward.dlse, random);
   make_options(seed);
   backward.alibi_slopes = forward.alibi_slopes;
   backward.cu_seqlens_q = forward.cu_seqlens_q;
@@ -131,6 +126,18 @@ Tensor Workload::tensor(int64_t rows, int64_t max_len, int64_t heads, int64_t di
   }
   const std::array shape{c.batch, max_len, heads, dim}, strides{batch, row, head, int64_t{1}};
   return storage(c.dtype, c.batch * batch, output).view(0, shape, strides);
+}
+
+// (batch, heads, max_len), or (heads, rows) when packed.
+Tensor Workload::lse_tensor(int64_t gap, bool output) {
+  const DType dtype = c.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (c.packed()) {
+    const std::array shape{c.hq, total_q}, strides{total_q + gap, int64_t{1}};
+    return storage(dtype, c.hq * (total_q + gap), output).view(0, shape, strides);
+  }
+  const std::array shape{c.batch, c.hq, c.sq};
+  const std::array strides{c.hq * (c.sq + gap) + gap, c.sq + gap, int64_t{1}};
+  return storage(dtype, c.batch * strides[0], output).view(0, shape, strides);
 }
 
 // (batch, seqlen, hq + 2 hk, dim) in one buffer: heads of q, then of k, then of v.
@@ -215,6 +222,21 @@ void Workload::poison_missing_rows() {
     set_nan(forward.k, j, c.sk);
     set_nan(forward.v, j, c.sk);
   }
+  if (c.dlse) poison_unused_dlse();
+}
+
+// Of rows that see no key or belong to no sequence.
+void Workload::poison_unused_dlse() {
+  const std::vector<double> random = read(backward.dlse);
+  std::vector<double> dlse(random.size(), std::numeric_limits<double>::quiet_NaN());
+  for (size_t b = 0; b < sequences.size(); ++b) {
+    const Rows& s = sequences[b];
+    for (int64_t i = 0; i < s.sq; ++i) {
+      if (visible_keys(c.mask, {s.q_begin, s.k_begin, s.sq, s.sk}, i).empty()) continue;
+      for (int64_t h = 0; h < c.hq; ++h) dlse[lse_index(b, h, i)] = random[lse_index(b, h, i)];
+    }
+  }
+  write(backward.dlse, dlse);
 }
 
 }  // namespace fulgur::test

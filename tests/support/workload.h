@@ -52,11 +52,13 @@ class Workload {
  private:
   Storage& storage(DType dtype, int64_t elements, bool output);
   Tensor tensor(int64_t rows, int64_t max_len, int64_t heads, int64_t dim, bool output);
+  Tensor lse_tensor(int64_t gap, bool output);
   void interleaved(bool output, Tensor* q, Tensor* k, Tensor* v);
   Tensor lengths(const std::vector<int64_t>& values);
   void make_sequences(std::vector<Rows> given);
   void make_options(uint64_t seed);
   void poison_missing_rows();
+  void poison_unused_dlse();
 
   std::deque<Storage> inputs_, outputs_;
 };

@@ -172,7 +172,7 @@ def _flash_attn_varlen_forward(
 
 
 def _write_gradients(dout, q, k, v, out, softmax_lse, gradients, shared, deterministic):
-    computed = _backward(dout, q, k, v, out, softmax_lse, *shared, deterministic)
+    computed = _backward(dout, None, q, k, v, out, softmax_lse, *shared, deterministic)
     for given, gradient in zip(gradients, computed):
         given.copy_(gradient)
 

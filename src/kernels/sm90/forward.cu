@@ -15,7 +15,6 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   int number = blockIdx.x;
   for (;;) {
     const Item item = item_of(p, number);
-    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;  // in flight while this one loads
     const Lengths n = lengths_of(p, item.batch);
     const int strip = first_strip(n.sq, kConsumers, item.block);
     const int end = first_strip(n.sq, kConsumers, item.block + 1);
@@ -42,6 +41,8 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         load.load_v(source, walk.tile);
       }
     }
+    // Not earlier, lest a thread block with a long item hold another one, too. The consumers still have full buffers.
+    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
   // The last thread block to finish clears the counters for the next launch.
