@@ -271,68 +271,124 @@ struct Shared {
   }
 };
 
+void check_rank(const char* name, const ConstTensor& t) {
+  if (t.rank == 3 || t.rank == 4) return;
+  throw Error(Status::kInvalidArgument,
+              fmt::format("{}: got {}, want (batch, seqlen, heads, dim) or (total, heads, dim)",
+                          name, t.describe()));
+}
+
+/// What both operators of the forward pass take in front.
+struct Forward {
+  Handle q, k, v;
+  Shared shared;
+
+  explicit Forward(Arguments& in) : q(in.tensor()), k(in.tensor()), v(in.tensor()), shared(in) {}
+
+  ForwardArgs args() const {
+    ForwardArgs args{.q = view("q", q), .k = view("k", k), .v = view("v", v)};
+    shared.fill(args);
+    return args;
+  }
+  void run(const ForwardArgs& args) {
+    const Run run = shared.run(args.q.device);
+    forward(args, shared.options, run);
+  }
+};
+
 void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  const Handle q = in.tensor(), k = in.tensor(), v = in.tensor();
-  Shared shared(in);
-
-  ForwardArgs args{.q = view("q", q), .k = view("k", k), .v = view("v", v)};
-  shared.fill(args);
-  const ConstTensor& like = args.q;
-  if (like.rank != 3 && like.rank != 4) {
-    throw Error(Status::kInvalidArgument,
-                fmt::format("q: got {}, want (batch, seqlen, heads, dim) or (total, heads, dim)",
-                            like.describe()));
-  }
-  const DType lse_dtype = like.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const int64_t dv =
-      args.v.rank == like.rank ? args.v.shape[like.rank - 1] : like.shape[like.rank - 1];
-  const auto& n = like.shape;
-  auto [out, out_view] = like.rank == 3 ? empty(like.dtype, {n[0], n[1], dv}, like.device)
-                                        : empty(like.dtype, {n[0], n[1], n[2], dv}, like.device);
-  auto [lse, lse_view] = like.rank == 3 ? empty(lse_dtype, {n[1], n[0]}, like.device)
-                                        : empty(lse_dtype, {n[0], n[2], n[1]}, like.device);
+  Forward call(in);
+  ForwardArgs args = call.args();
+  const ConstTensor& q = args.q;
+  check_rank("q", q);
+  const bool packed = q.rank == 3;
+  const int64_t dv = args.v.rank == q.rank ? args.v.shape[q.rank - 1] : q.shape[q.rank - 1];
+  const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const auto& n = q.shape;
+  auto [out, out_view] = packed ? empty(q.dtype, {n[0], n[1], dv}, q.device)
+                                : empty(q.dtype, {n[0], n[1], n[2], dv}, q.device);
+  auto [lse, lse_view] = packed ? empty(lse_dtype, {n[1], n[0]}, q.device)
+                                : empty(lse_dtype, {n[0], n[2], n[1]}, q.device);
   args.out = out_view;
   args.lse = lse_view;
-  const Run run = shared.run(like.device);
-  forward(args, shared.options, run);
+  call.run(args);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
 }
 
+void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Forward call(in);
+  const Handle out = in.tensor(), lse = in.tensor();
+  ForwardArgs args = call.args();
+  args.out = view("out", out);
+  args.lse = view("lse", lse);
+  call.run(args);
+}
+
+/// What both operators of the backward pass take in front.
+struct Backward {
+  Handle dout, dlse, q, k, v, out, lse;
+  Shared shared;
+
+  explicit Backward(Arguments& in)
+      : dout(in.tensor()),
+        dlse(in.optional_tensor()),
+        q(in.tensor()),
+        k(in.tensor()),
+        v(in.tensor()),
+        out(in.tensor()),
+        lse(in.tensor()),
+        shared(in) {
+    shared.options.deterministic = in.boolean();
+  }
+
+  BackwardArgs args() const {
+    BackwardArgs args{.dout = view("dout", dout),
+                      .q = view("q", q),
+                      .k = view("k", k),
+                      .v = view("v", v),
+                      .out = view("out", out),
+                      .lse = view("lse", lse),
+                      .dlse = view("dlse", dlse)};
+    shared.fill(args);
+    return args;
+  }
+  void run(const BackwardArgs& args) {
+    const Run run = shared.run(args.q.device);
+    backward(args, shared.options, run);
+  }
+};
+
 void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  const Handle dout = in.tensor(), dlse = in.optional_tensor();
-  const Handle q = in.tensor(), k = in.tensor(), v = in.tensor();
-  const Handle out = in.tensor(), lse = in.tensor();
-  Shared shared(in);
-  shared.options.deterministic = in.boolean();
-
-  BackwardArgs args{.dout = view("dout", dout),
-                    .q = view("q", q),
-                    .k = view("k", k),
-                    .v = view("v", v),
-                    .out = view("out", out),
-                    .lse = view("lse", lse)};
-  shared.fill(args);
-  args.dlse = view("dlse", dlse);
-  for (const auto& [name, t] : {std::pair{"q", args.q}, {"k", args.k}, {"v", args.v}}) {
-    if (t.rank == 3 || t.rank == 4) continue;
-    throw Error(Status::kInvalidArgument,
-                fmt::format("{}: got {}, want (batch, seqlen, heads, dim) or (total, heads, dim)",
-                            name, t.describe()));
-  }
+  Backward call(in);
+  BackwardArgs args = call.args();
+  check_rank("q", args.q);
+  check_rank("k", args.k);
+  check_rank("v", args.v);
   auto [dq, dq_view] = empty_like(args.q);
   auto [dk, dk_view] = empty_like(args.k);
   auto [dv, dv_view] = empty_like(args.v);
   args.dq = dq_view;
   args.dk = dk_view;
   args.dv = dv_view;
-  const Run run = shared.run(args.q.device);
-  backward(args, shared.options, run);
+  call.run(args);
   stack[0] = reinterpret_cast<uint64_t>(dq.release());
   stack[1] = reinterpret_cast<uint64_t>(dk.release());
   stack[2] = reinterpret_cast<uint64_t>(dv.release());
+}
+
+void backward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Backward call(in);
+  const Handle dq = in.tensor(), dk = in.tensor(), dv = in.tensor();
+  BackwardArgs args = call.args();
+  args.dq = view("dq", dq);
+  args.dk = view("dk", dk);
+  args.dv = view("dv", dv);
+  call.run(args);
 }
 
 }  // namespace
@@ -345,7 +401,9 @@ void register_torch_ops() {
     OpaqueLibrary* library = nullptr;
     torch->check(torch->library_init_impl("fulgur", device, "python/torch_ops.cpp", 0, &library));
     torch->check(torch->library_impl(library, "forward", forward_kernel));
+    torch->check(torch->library_impl(library, "forward_into", forward_into_kernel));
     torch->check(torch->library_impl(library, "backward", backward_kernel));
+    torch->check(torch->library_impl(library, "backward_into", backward_into_kernel));
   }
 }
 

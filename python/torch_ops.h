@@ -1,4 +1,5 @@
-/// The kernels of PyTorch's operators fulgur::forward and fulgur::backward.
+/// The kernels of PyTorch's operators fulgur::forward, backward, forward_into
+/// and backward_into.
 #pragma once
 
 namespace fulgur::python {

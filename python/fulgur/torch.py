@@ -10,6 +10,7 @@ PyTorch 2.11 or newer; nothing of fulgur is built against it. The operators are
 ``torch.ops.fulgur.forward`` and ``torch.ops.fulgur.backward``: custom operators with fake kernels
 and rules for vmap and for the counter of flops, so that ``torch.compile(fullgraph=True)``,
 ``torch.export``, ``torch.func``, activation checkpointing and CUDA graphs need nothing more.
+``forward_into`` and ``backward_into`` write their results where the caller says.
 """
 
 import torch
@@ -29,10 +30,16 @@ _SHARED = (
     "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
     "Tensor? alibi_slopes, float dropout_p, Tensor? rng, bool invariant"
 )
+_FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
+_BACKWARD = (
+    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SHARED}, bool deterministic"
+)
 for _schema in (
-    f"forward(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor out, Tensor lse)",
-    "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SHARED}, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"forward({_FORWARD}) -> (Tensor out, Tensor lse)",
+    f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 _fulgur.register_torch_ops()
@@ -51,6 +58,12 @@ def _fake_forward(q, k, v, *_):
 @torch.library.register_fake("fulgur::backward", lib=_library)
 def _fake_backward(dout, dlse, q, k, v, *_):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@torch.library.register_fake("fulgur::forward_into", lib=_library)
+@torch.library.register_fake("fulgur::backward_into", lib=_library)
+def _fake_into(*_):
+    pass
 
 
 def _fold(size, mapped, tensors, shared):

@@ -340,6 +340,23 @@ class TestOpcheck:
         for dlse in (None, torch.randn_like(lse)):
             torch.library.opcheck(backward, (dout, dlse, *tensors, out, lse, *shared, True))
 
+    @each_option
+    def test_results_where_the_caller_wants_them(self, options):
+        tensors, shared = self.arguments(options)
+        want = forward(*tensors, *shared)
+        results = [torch.empty_like(x) for x in want]
+        torch.ops.fulgur.forward_into(*tensors, *shared, *results)
+        assert all(map(torch.equal, results, want))
+        torch.library.opcheck(torch.ops.fulgur.forward_into, (*tensors, *shared, *results))
+        given = (torch.randn_like(want[0]), None, *tensors, *want, *shared, True)
+        want = backward(*given)
+        wider = [torch.full((*x.shape[:-1], x.shape[-1] + 8), torch.nan) for x in want]
+        results = [x[..., :-8] for x in wider]
+        torch.ops.fulgur.backward_into(*given, *results)
+        assert all(map(torch.equal, results, want))
+        assert all(x[..., -8:].isnan().all() for x in wider)
+        torch.library.opcheck(torch.ops.fulgur.backward_into, (*given, *results))
+
     def test_dropout(self):
         q, k, v = make_qkv()
         rng = torch.tensor([1, 2])

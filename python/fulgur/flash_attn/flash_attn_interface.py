@@ -8,7 +8,7 @@ from fulgur.torch import attention, random_numbers
 
 USE_TRITON_ROCM = False
 
-_backward = torch.ops.fulgur.backward.default
+_backward_into = torch.ops.fulgur.backward_into.default
 _forward = torch.ops.fulgur.forward.default
 
 
@@ -171,12 +171,6 @@ def _flash_attn_varlen_forward(
     return *_forward(q, k, v, *shared), q.new_empty(0), rng_state
 
 
-def _write_gradients(dout, q, k, v, out, softmax_lse, gradients, shared, deterministic):
-    computed = _backward(dout, None, q, k, v, out, softmax_lse, *shared, deterministic)
-    for given, gradient in zip(gradients, computed):
-        given.copy_(gradient)
-
-
 def _flash_attn_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
     window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
@@ -186,7 +180,7 @@ def _flash_attn_backward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    _write_gradients(dout, q, k, v, out, softmax_lse, (dq, dk, dv), shared, deterministic)
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)
 
 
 def _flash_attn_varlen_backward(
@@ -200,4 +194,4 @@ def _flash_attn_varlen_backward(
         dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, None, longest(max_seqlen_q, q),
         longest(max_seqlen_k, k),
     )  # fmt: skip
-    _write_gradients(dout, q, k, v, out, softmax_lse, (dq, dk, dv), shared, deterministic)
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)
