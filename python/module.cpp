@@ -45,7 +45,8 @@ ForwardArgs read_args(const nb::dict& views) {
           .alibi_slopes = tensor(views, "alibi_slopes"),
           .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
           .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
-          .seqused_k = tensor(views, "seqused_k")};
+          .seqused_k = tensor(views, "seqused_k"),
+          .rng_state = tensor(views, "rng_state")};
 }
 
 template <>
@@ -63,7 +64,8 @@ BackwardArgs read_args(const nb::dict& views) {
           .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
           .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
           .seqused_k = tensor(views, "seqused_k"),
-          .dlse = tensor(views, "dlse")};
+          .dlse = tensor(views, "dlse"),
+          .rng_state = tensor(views, "rng_state")};
 }
 
 /// The options of _arguments.py, types and integer ranges checked there.

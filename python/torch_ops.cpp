@@ -81,12 +81,10 @@ struct Torch {
       cpu_library.optional<const char*()>("torch_exception_get_what_without_backtrace");
 
   int32_t cpu = constant("device_type_cpu"), cuda = constant("device_type_cuda");
-  int32_t int64 = constant("dtype_int64");
-  std::vector<std::pair<int32_t, DType>> dtypes{{constant("dtype_float32"), DType::kF32},
-                                                {constant("dtype_bfloat16"), DType::kBF16},
-                                                {constant("dtype_float16"), DType::kF16},
-                                                {constant("dtype_float64"), DType::kF64},
-                                                {constant("dtype_int32"), DType::kI32}};
+  std::vector<std::pair<int32_t, DType>> dtypes{
+      {constant("dtype_float32"), DType::kF32}, {constant("dtype_bfloat16"), DType::kBF16},
+      {constant("dtype_float16"), DType::kF16}, {constant("dtype_float64"), DType::kF64},
+      {constant("dtype_int32"), DType::kI32},   {constant("dtype_int64"), DType::kI64}};
 
   int32_t constant(const char* name) const {
     return cpu_library.function<int32_t()>((std::string("aoti_torch_") + name).c_str())();
@@ -205,7 +203,7 @@ std::pair<Owned, Tensor> empty_like(const ConstTensor& t) {
 
 /// What both passes take behind their tensors, in the order of the schemas in fulgur/torch.py.
 struct Shared {
-  Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng;
+  Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state;
   Options options;
 
   explicit Shared(Arguments& in) {
@@ -220,7 +218,7 @@ struct Shared {
     options.mask.right = in.integer();
     alibi_slopes = in.optional_tensor();
     options.dropout_p = in.real();
-    rng = in.optional_tensor();
+    rng_state = in.optional_tensor();
     options.invariant = in.boolean();
   }
 
@@ -230,9 +228,15 @@ struct Shared {
     args.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
     args.seqused_k = view("seqused_k", seqused_k);
     args.alibi_slopes = view("alibi_slopes", alibi_slopes);
+    if (options.dropout_p == 0) return;
+    if (rng_state == nullptr) {
+      throw Error(Status::kInvalidArgument,
+                  "rng_state: not given, want seed and offset of dropout");
+    }
+    args.rng_state = view("rng_state", rng_state);
   }
 
-  /// The stream and the random numbers of a call on this device; sets its threads.
+  /// The stream of a call on this device; sets its threads.
   Run run(Device device) {
     Run run;
     if (device.type == DeviceType::kCuda) {
@@ -245,29 +249,7 @@ struct Shared {
       torch->check(torch->num_threads(&threads));
       options.threads = static_cast<int>(threads);
     }
-    if (options.dropout_p > 0) read_rng(run);
     return run;
-  }
-
- private:
-  void read_rng(Run& run) const {
-    int32_t dtype = 0;
-    int64_t rank = 0, *sizes = nullptr;
-    void* data = nullptr;
-    if (rng != nullptr) {
-      torch->check(torch->get_dtype(rng, &dtype));
-      torch->check(torch->get_dim(rng, &rank));
-      torch->check(torch->get_sizes(rng, &sizes));
-      torch->check(torch->get_data_ptr(rng, &data));
-    }
-    if (rng == nullptr || dtype != torch->int64 || rank != 1 || sizes[0] != 2) {
-      throw Error(Status::kInvalidArgument, "rng: want an int64 tensor (2) of seed and offset");
-    }
-    if (device_of("rng", rng).type != DeviceType::kCpu) {
-      throw Error(Status::kUnsupported, "dropout_p: the cuda engine has no dropout");
-    }
-    run.dropout_seed = static_cast<uint64_t*>(data)[0];
-    run.dropout_offset = static_cast<uint64_t*>(data)[1];
   }
 };
 

@@ -86,6 +86,7 @@ void set_extras(const Given& given, Args& args) {
   args.cu_seqlens_q = optional<ConstTensor>(given.cu_seqlens_q, "cu_seqlens_q");
   args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
   args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
+  args.rng_state = optional<ConstTensor>(given.rng_state, "rng_state");
 }
 
 ForwardArgs convert(const fulgur_forward_args* given) {

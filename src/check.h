@@ -32,6 +32,9 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
 void check_shape(const char* name, const ConstTensor& t, const char* dims,
                  std::initializer_list<int64_t> want, bool written);
 
+/// i32 and i64.
+inline bool is_integer(DType dtype) { return dtype == DType::kI32 || dtype == DType::kI64; }
+
 void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why);
 
 /// `t` lies on q's device.

@@ -52,6 +52,8 @@ inline double load_element(const void* data, DType dtype, int64_t i) {
       return static_cast<const double*>(data)[i];
     case DType::kI32:
       return static_cast<const int32_t*>(data)[i];
+    case DType::kI64:
+      return static_cast<double>(static_cast<const int64_t*>(data)[i]);
   }
   return 0;
 }
@@ -73,6 +75,9 @@ inline void store_element(void* data, DType dtype, int64_t i, double x) {
       break;
     case DType::kI32:
       static_cast<int32_t*>(data)[i] = static_cast<int32_t>(x);
+      break;
+    case DType::kI64:
+      static_cast<int64_t*>(data)[i] = static_cast<int64_t>(x);
       break;
   }
 }

@@ -29,7 +29,8 @@ Checked check_partial(const std::string& name, const Partial& p, const ConstTens
   const bool packed = like.rank == 3;
   check_tensor(out_name.c_str(), out,
                packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", like.rank, written);
-  if (out.dtype == DType::kI32) fail(out_name.c_str(), "got i32, want a float dtype");
+  if (is_integer(out.dtype))
+    fail(out_name.c_str(), "got {}, want a float dtype", name_of(out.dtype));
   if (out.shape != like.shape) {
     fail(out_name.c_str(), "got shape {}, want {} of the result", list(out, out.shape),
          list(like, like.shape));

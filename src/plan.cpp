@@ -124,6 +124,7 @@ template std::shared_ptr<const Plan::Impl> make_plan(Problem, const BackwardArgs
 template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
   check_pointers(args);
+  check_random_numbers(args, run);
   check_workspace(plan.executable->workspace(), run.workspace);
   plan.executable->run(&args, run);
 }

@@ -51,7 +51,7 @@ Problem make_shared(const Args& args, const Options& options) {
   check_tensor("q", q, dims, rank, false);
   check_tensor("k", k, dims, rank, false);
   check_tensor("v", v, dims, rank, false);
-  if (q.dtype == DType::kI32) fail("q", "got i32, want f32, bf16, f16 or f64");
+  if (is_integer(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
   p.dtype = q.dtype;
   p.device = q.device;
   check_dtype("k", k, q.dtype, "the dtype of q");
@@ -135,6 +135,12 @@ Problem make_shared(const Args& args, const Options& options) {
     check_dtype("alibi_slopes", slopes, DType::kF32, "slopes are f32");
     check_device("alibi_slopes", slopes, q.device);
   }
+  p.has_rng_state = args.rng_state.given();
+  if (p.has_rng_state) {
+    check_shape("rng_state", args.rng_state, "(2)", {2}, false);
+    check_dtype("rng_state", args.rng_state, DType::kI64, "seed and offset are 64-bit integers");
+    check_device("rng_state", args.rng_state, q.device);
+  }
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   return p;
@@ -190,7 +196,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 9> named(const ForwardArgs& a) {
+std::array<Named, 10> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -199,10 +205,11 @@ std::array<Named, 9> named(const ForwardArgs& a) {
            {"alibi_slopes", a.alibi_slopes},
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
-           {"seqused_k", a.seqused_k}}};
+           {"seqused_k", a.seqused_k},
+           {"rng_state", a.rng_state}}};
 }
 
-std::array<Named, 14> named(const BackwardArgs& a) {
+std::array<Named, 15> named(const BackwardArgs& a) {
   return {{{"dout", a.dout},
            {"q", a.q},
            {"k", a.k},
@@ -216,7 +223,8 @@ std::array<Named, 14> named(const BackwardArgs& a) {
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
            {"seqused_k", a.seqused_k},
-           {"dlse", a.dlse}}};
+           {"dlse", a.dlse},
+           {"rng_state", a.rng_state}}};
 }
 
 template <class Args>
@@ -231,6 +239,15 @@ void check_shapes_of(const Args& planned, const Args& args) {
     fail(all[i].name, "got {} strides {} on {}, want {} strides {} on {} as planned", t.describe(),
          list(t, t.strides), name_of(t.device), want.describe(), list(want, want.strides),
          name_of(want.device));
+  }
+}
+
+template <class Args>
+void check_random_numbers_of(const Args& args, const Run& run) {
+  if (args.rng_state.given() && (run.dropout_seed != 0 || run.dropout_offset != 0)) {
+    fail("rng_state",
+         "given beside a dropout_seed of {} and a dropout_offset of {}, want one of both ways",
+         run.dropout_seed, run.dropout_offset);
   }
 }
 
@@ -269,7 +286,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(l->batch, l->row, l->head, l->aligned);
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
-  add(p.alibi, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant);
+  add(p.alibi, p.slopes_batch, p.slopes_head, p.has_rng_state, p.deterministic, p.invariant);
   return hash;
 }
 
@@ -313,5 +330,11 @@ void check_shapes(const BackwardArgs& planned, const BackwardArgs& args) {
 }
 void check_pointers(const ForwardArgs& args) { check_pointers_of(args); }
 void check_pointers(const BackwardArgs& args) { check_pointers_of(args); }
+void check_random_numbers(const ForwardArgs& args, const Run& run) {
+  check_random_numbers_of(args, run);
+}
+void check_random_numbers(const BackwardArgs& args, const Run& run) {
+  check_random_numbers_of(args, run);
+}
 
 }  // namespace fulgur

@@ -33,6 +33,7 @@ struct Problem {
   double scale = 1, softcap = 0, dropout_p = 0;
   Alibi alibi = Alibi::kNone;
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
+  bool has_rng_state = false;
   bool deterministic = false, invariant = false;
 
   bool operator==(const Problem&) const = default;
@@ -64,5 +65,9 @@ void check_shapes(const BackwardArgs& planned, const BackwardArgs& args);
 /// Checks the pointers of a call.
 void check_pointers(const ForwardArgs& args);
 void check_pointers(const BackwardArgs& args);
+
+/// Checks that a call says once which random numbers it uses.
+void check_random_numbers(const ForwardArgs& args, const Run& run);
+void check_random_numbers(const BackwardArgs& args, const Run& run);
 
 }  // namespace fulgur

@@ -19,6 +19,7 @@ int64_t size_of(DType dtype) {
     case DType::kI32:
       return 4;
     case DType::kF64:
+    case DType::kI64:
       return 8;
   }
   return 0;
@@ -36,6 +37,8 @@ const char* name_of(DType dtype) {
       return "f64";
     case DType::kI32:
       return "i32";
+    case DType::kI64:
+      return "i64";
   }
   return "?";
 }
@@ -96,9 +99,12 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
     t.dtype = DType::kF64;
   } else if (is(kDLInt, 32)) {
     t.dtype = DType::kI32;
+  } else if (is(kDLInt, 64)) {
+    t.dtype = DType::kI64;
   } else {
-    fail(fmt::format("dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64 or i32",
-                     int{type.code}, int{type.bits}, int{type.lanes}));
+    fail(fmt::format(
+        "dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64, i32 or i64",
+        int{type.code}, int{type.bits}, int{type.lanes}));
   }
   // As a number: a newer DLPack may have device types that this enum lacks.
   int32_t device_type;

@@ -18,8 +18,8 @@ GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
-    ("basics", r"src/(tensor|check|convert|parallel|philox)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
-    ("problem", r"src/(problem|sequences|padding|tiles)\.(h|cpp)"),
+    ("basics", r"src/(tensor|check|convert|parallel)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
+    ("problem", r"src/(problem|sequences|padding|tiles|random_numbers)\.(h|cpp)"),
     ("kernel", r"src/cpu/(kernels\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
     ("plan", r"src/(plan(_cache)?\.(h|cpp)|engine\.cpp)"),

@@ -49,6 +49,9 @@ struct ForwardArgs {
   /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
   ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
+  /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
+  /// are read when the call computes, so that they may change between the replays of a graph.
+  ConstTensor rng_state{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
@@ -60,6 +63,7 @@ struct BackwardArgs {
   /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row that sees no key is
   /// not used.
   ConstTensor dlse{};
+  ConstTensor rng_state{};  ///< as in ForwardArgs, with the values that the forward pass had
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.
@@ -84,7 +88,8 @@ struct Run {
   /// the library's own, which a run has for as long as it can need it, captured ones included.
   Workspace workspace{};
   /// Which random numbers dropout uses: whether an entry is kept depends on (seed, offset, batch, q
-  /// head, query, key) alone (Philox4x32-10), never on tiling, threads or engine.
+  /// head, query, key) alone (Philox4x32-10), never on tiling, threads or engine. Both stay 0 where
+  /// the tensors of the call bring an rng_state.
   uint64_t dropout_seed = 0, dropout_offset = 0;
 };
 

@@ -63,6 +63,7 @@ typedef struct fulgur_forward_args {
   const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout; both or none
   const DLTensor* seqused_k;                    ///< i32 (batch)
+  const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -74,6 +75,7 @@ typedef struct fulgur_backward_args {
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;
   const DLTensor* seqused_k;
   const DLTensor* dlse;  ///< gradient of lse, shaped like it; null = 0
+  const DLTensor* rng_state;
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

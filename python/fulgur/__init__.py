@@ -65,9 +65,9 @@ class WorkspaceNeed(NamedTuple):
 
 def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
-    dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
-    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    return_lse=False, out=None, stream=None,
+    dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
+    engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -87,6 +87,8 @@ def attention(
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``.
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
+        rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead
+            of both numbers.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
@@ -122,7 +124,7 @@ def attention(
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
     return _forward(
         lambda views: _fulgur.forward(views, options, stream, **random),
         q, k, v, out, None, return_lse, extras, stream,
@@ -131,9 +133,9 @@ def attention(
 
 def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, stream=None,
+    alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
+    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, stream=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v.
 
@@ -166,7 +168,7 @@ def attention_backward(
         invariant, threads, engine,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
     return _backward(
         lambda views: _fulgur.backward(views, options, stream, **random),
         dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
@@ -175,9 +177,9 @@ def attention_backward(
 
 def plan(
     q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
-    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    return_lse=False, out=None,
+    alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
+    engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -187,7 +189,7 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
-        alibi_slopes, seqused_k: given if runs will give them; the values may change.
+        alibi_slopes, seqused_k, rng_state: given if runs will give them; the values may change.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
         return_lse: runs return ``(out, lse)``.
@@ -217,7 +219,7 @@ def plan(
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
-    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
@@ -227,9 +229,9 @@ def plan(
 
 def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
+    softcap=0.0, alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
+    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -267,7 +269,7 @@ def plan_backward(
     views["dlse"] = None
     if dlse is not None:
         views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
-    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
     results = _a.backward_results(views["q"], views["k"], views["v"])
     views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv}, views["q"].device)
     return BackwardPlan(_fulgur.plan_backward(views, options))
@@ -308,8 +310,8 @@ class Plan(_AnyPlan):
         self._return_lse = return_lse
 
     def run(
-        self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
-        seqused_k=None, out=None, lse=None, workspace=None, stream=None,
+        self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
+        cu_seqlens_k=None, seqused_k=None, out=None, lse=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
@@ -318,6 +320,7 @@ class Plan(_AnyPlan):
             alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if it was;
                 the values may be others.
             seed, offset: of the dropout, 0 to 2^64 - 1.
+            rng_state: the same as an array, given if it was planned.
             out, lse: where to write; lse only where the plan has ``return_lse``.
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
@@ -331,7 +334,9 @@ class Plan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
+        extras = _a.extras(
+            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        )
         return _forward(
             lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
             q, k, v, out, lse, self._return_lse, extras, stream,
@@ -348,9 +353,9 @@ class BackwardPlan(_AnyPlan):
     __slots__ = ()
 
     def run(
-        self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None, workspace=None,
-        stream=None,
+        self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, rng_state=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None,
+        workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -370,7 +375,9 @@ class BackwardPlan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream)
+        extras = _a.extras(
+            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        )
         return _backward(
             lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
             dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
@@ -418,9 +425,9 @@ def merge(outs, lses):
 
 def explain(
     q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="",
+    softcap=0.0, alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
+    deterministic=False, invariant=False, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -442,10 +449,10 @@ def explain(
     """
     options = dict(
         dtype=dtype, device=device, causal=causal, window=window, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        seqused_k=seqused_k, deterministic=deterministic, invariant=invariant, threads=threads,
-        engine=engine,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng_state=rng_state,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
+        invariant=invariant, threads=threads, engine=engine,
     )  # fmt: skip
     _a.random_numbers(seed, offset)
     if not _a.flag("backward", backward):

@@ -17,6 +17,7 @@ _NUMPY_NAMES = {
     "f32": "float32",
     "f64": "float64",
     "i32": "int32",  # of wrong inputs, for the library to refuse
+    "i64": "int64",
 }
 
 
@@ -131,13 +132,14 @@ def views(stream=0, **arrays):
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, stream=0):
+def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream=0):
     """Views of what both passes may take besides."""
     return {
         "alibi_slopes": optional_view("alibi_slopes", alibi_slopes, stream),
         "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q, stream),
         "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k, stream),
         "seqused_k": optional_view("seqused_k", seqused_k, stream),
+        "rng_state": optional_view("rng_state", rng_state, stream),
     }
 
 

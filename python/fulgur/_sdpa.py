@@ -19,13 +19,13 @@ _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 def _shared(
     q, scale, left=-1, right=-1, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, alibi_slopes=None,
+    max_seqlen_q=0, max_seqlen_k=0, alibi_slopes=None, dropout_p=0.0, rng_state=None,
 ):  # fmt: skip
     """The arguments that the operators take behind their tensors."""
     return (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, alibi_slopes, 0.0, None,
-        False,
+        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, alibi_slopes, dropout_p,
+        rng_state, False,
     )  # fmt: skip
 
 
@@ -108,66 +108,76 @@ def _cpu_backward(
 # On CUDA, they are aligned at the bottom right.
 
 
-def _no_random_numbers(q):
-    """What PyTorch returns where dropout is off: rng_state, an unused one, no probabilities."""
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return state, torch.zeros((), dtype=torch.uint64, device=q.device), q.new_empty(0)
+def _rng_state(q, dropout_p):
+    if dropout_p > 0:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    return torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _behind(q, rng_state):
+    """What PyTorch's kernels return at the end: rng_state, an unused one, no probabilities."""
+    unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+    return rng_state.view(torch.uint64), unused, q.new_empty(0)
 
 
 def _cuda_sdpa_forward(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
-    _refuse("dropout_p", dropout_p > 0)
     _refuse("return_debug_mask", return_debug_mask)
-    out, lse = _dense(query, key, value, _shared(query, scale, right=0 if is_causal else -1))
+    rng_state = _rng_state(query, dropout_p)
+    right = 0 if is_causal else -1
+    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
+    out, lse = _dense(query, key, value, shared)
     lengths = query.shape[2], key.shape[2]
-    return out, lse, None, None, *lengths, *_no_random_numbers(query)
+    return out, lse, None, None, *lengths, *_behind(query, rng_state)
 
 
 def _cuda_sdpa_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
     is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    shared = _shared(query, scale, right=0 if is_causal else -1)
+    right, rng_state = 0 if is_causal else -1, philox_seed.view(torch.int64)
+    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
     return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)
 
 
 def _cuda_shared(
-    query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window_size_left,
-    window_size_right, seqused_k=None, alibi_slopes=None,
+    query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
+    window_size_left, window_size_right, seqused_k=None, alibi_slopes=None,
 ):  # fmt: skip
     left = -1 if window_size_left is None else window_size_left
     right = -1 if window_size_right is None else window_size_right
     packed = cum_seq_q is not None
     return _shared(
         query, scale, left, 0 if is_causal else right, cum_seq_q, cum_seq_k, seqused_k,
-        max_q if packed else 0, max_k if packed else 0, alibi_slopes,
+        max_q if packed else 0, max_k if packed else 0, alibi_slopes, dropout_p, rng_state,
     )  # fmt: skip
 
 
-def _cuda_shared_checked(
-    query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
-    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+def _cuda_shared_of_forward(
+    query, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
+    *, scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
     block_table=None, num_splits=None,
 ):  # fmt: skip
-    _refuse("dropout_p", dropout_p > 0)
     _refuse("return_debug_mask", return_debug_mask)
     _refuse("block_table", block_table is not None)
     return _cuda_shared(
-        query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window_size_left,
-        window_size_right, seqused_k, alibi_slopes,
+        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
+        window_size_left, window_size_right, seqused_k, alibi_slopes,
     )  # fmt: skip
 
 
-def _cuda_flash_forward(query, key, value, *arguments, **options):
+def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p, *rest, **options):
     """Of (batch, seqlen, heads, dim) or packed tensors."""
-    shared = _cuda_shared_checked(query, *arguments, **options)
+    rng_state = _rng_state(query, dropout_p)
+    lengths = cum_q, cum_k, max_q, max_k
+    shared = _cuda_shared_of_forward(query, rng_state, *lengths, dropout_p, *rest, **options)
     out, lse = _forward(_rows(query), _rows(key), _rows(value), *shared)
-    return out, lse, *_no_random_numbers(query)
+    return out, lse, *_behind(query, rng_state)
 
 
 def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):
-    shared = _cuda_shared_checked(query, *arguments, **options)
+    shared = _cuda_shared_of_forward(query, None, *arguments, **options)
     packed = query.dim() == 3
     rows, heads = query.shape[-3:-1]
     shape = (heads, rows) if packed else (query.shape[0], heads, rows)
@@ -181,8 +191,8 @@ def _cuda_flash_backward(
     is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     shared = _cuda_shared(
-        query, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, scale, window_size_left,
-        window_size_right,
+        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state.view(torch.int64), is_causal,
+        scale, window_size_left, window_size_right,
     )  # fmt: skip
     tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -28,7 +28,7 @@ _library = torch.library.Library("fulgur", "DEF")
 _SHARED = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
-    "Tensor? alibi_slopes, float dropout_p, Tensor? rng, bool invariant"
+    "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state, bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 _BACKWARD = (

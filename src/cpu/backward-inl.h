@@ -141,7 +141,7 @@ void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int
   const Problem& p = task.problem;
   Arena arena(scratch);
   const BackwardScratch s(p, arena);
-  const DropoutMask dropout = task.dropout();
+  const kernels::DropoutMask& dropout = task.given.dropout;
   HWY_ALIGN float lse2[kPanelRows], d_row[kPanelRows];
 
   const int64_t keys = key_end - key_begin;

@@ -12,6 +12,7 @@
 #include "fulgur/error.h"
 #include "padding.h"
 #include "parallel.h"
+#include "random_numbers.h"
 #include "tiles.h"
 
 namespace fulgur::cpu {
@@ -42,8 +43,7 @@ class Work {
         plan_(plan),
         args_(args),
         sequences_(problem, args),
-        given_{static_cast<const float*>(args.alibi_slopes.data), run.dropout_seed,
-               run.dropout_offset},
+        given_{static_cast<const float*>(args.alibi_slopes.data), dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
 

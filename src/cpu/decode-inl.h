@@ -268,7 +268,7 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
   const Problem& p = first.problem;
   const int64_t ldq = round_up(p.d, kLanes), ldo = round_up(p.dv, kLanes);
   const int64_t rows = round_up(first.rows(), kDecodeRows);
-  const DropoutMask dropout = first.dropout();
+  const kernels::DropoutMask& dropout = first.given.dropout;
   const float factor = query_factor(p);
   const auto task = [&](int64_t i) { return Task{p, first.given, first.s, first.b, first.kv + i}; };
 

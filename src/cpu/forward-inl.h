@@ -144,7 +144,7 @@ void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64
   Arena arena(scratch);
   const ForwardScratch s(p, arena);
   const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
-  const DropoutMask dropout = task.dropout();
+  const kernels::DropoutMask& dropout = task.given.dropout;
   HWY_ALIGN float alpha[kPanelRows];
 
   Panel panels[kPanels];

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "fulgur/attention.h"
-#include "philox.h"
+#include "kernels/shared/dropout.h"
 #include "sequences.h"
 
 namespace fulgur::cpu {
@@ -15,7 +15,7 @@ constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel
 /// What a call gives besides its tensors of rows.
 struct Given {
   const float* slopes;  ///< ALiBi; null without
-  uint64_t dropout_seed, dropout_offset;
+  kernels::DropoutMask dropout;
 };
 
 /// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq
@@ -34,9 +34,6 @@ struct Task {
     return given.slopes == nullptr
                ? 0
                : given.slopes[b * problem.slopes_batch + h * problem.slopes_head];
-  }
-  DropoutMask dropout() const {
-    return {problem.dropout_p, given.dropout_seed, given.dropout_offset};
   }
 };
 

@@ -11,7 +11,6 @@
 #include "cpu/gemm-inl.h"
 #include "cpu/kernels.h"
 #include "cpu/vector-inl.h"
-#include "philox.h"
 #include "tiles.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -169,34 +168,33 @@ HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* hig
 
 /// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped. j % 4 == 0.
 /// Where P and `second` are both given, both are treated alike. Philox runs lane by lane
-/// (philox.h).
-HWY_INLINE void drop(const DropoutMask& mask, float keep_scale, const Panel& panel,
+/// (kernels/shared/dropout.h).
+HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
                      float* HWY_RESTRICT second) {
   const F32 f;
   const auto [j, n, partial] = tile;
   const U32 u;
-  const auto threshold = hn::Set(u, mask.threshold());
+  const auto threshold = hn::Set(u, mask.threshold);
   const V32 kept = hn::Set(f, keep_scale);
-  for (int64_t jj = 0; jj < n; jj += 4) {
+  for (int64_t jj = 0; jj < n; jj += kernels::kDropoutKeys) {
     for (int64_t v = 0; v < panel.vectors; ++v) {
-      auto c0 = hn::Set(u, static_cast<uint32_t>((j + jj) / 4));
+      auto c0 = hn::Set(u, static_cast<uint32_t>((j + jj) / kernels::kDropoutKeys));
       auto c1 = hn::Load(u, panel.query + v * kLanes);
       auto c2 = hn::Load(u, panel.head_lo + v * kLanes);
       auto c3 = hn::Load(u, panel.head_hi + v * kLanes);
-      PhiloxKey key = mask.key();
-      for (int round = 0; round < 10; ++round) {
+      kernels::PhiloxKey key = mask.key;
+      for (int round = 0; round < kernels::kPhiloxRounds; ++round, key = key.next()) {
         hn::Vec<U32> a_high, a_low, b_high, b_low;
-        multiply_wide(c0, 0xD2511F53u, &a_high, &a_low);
-        multiply_wide(c2, 0xCD9E8D57u, &b_high, &b_low);
+        multiply_wide(c0, kernels::kPhiloxMultiplier0, &a_high, &a_low);
+        multiply_wide(c2, kernels::kPhiloxMultiplier2, &b_high, &b_low);
         c0 = hn::Xor(hn::Xor(b_high, c1), hn::Set(u, key[0]));
         c1 = b_low;
         c2 = hn::Xor(hn::Xor(a_high, c3), hn::Set(u, key[1]));
         c3 = a_low;
-        key = {key[0] + 0x9E3779B9u, key[1] + 0xBB67AE85u};
       }
-      const hn::Vec<U32> words[4] = {c0, c1, c2, c3};
-      for (int64_t w = 0; w < std::min<int64_t>(4, n - jj); ++w) {
+      const hn::Vec<U32> words[kernels::kDropoutKeys] = {c0, c1, c2, c3};
+      for (int64_t w = 0; w < std::min<int64_t>(kernels::kDropoutKeys, n - jj); ++w) {
         const V32 factor =
             hn::IfThenElseZero(hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold))), kept);
         for (float* values : {P, second}) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/shared/dropout.h"
+
 namespace fulgur::reference {
 
 /// Query i sees the keys j in [i + sk - sq - left, i + sk - sq + right] (bottom-right aligned);
@@ -14,7 +16,7 @@ struct Band {
 
 struct Dropout {
   double p = 0;
-  uint64_t seed = 0, offset = 0;
+  kernels::DropoutMask mask{};
 };
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi

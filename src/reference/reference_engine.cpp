@@ -7,6 +7,7 @@
 #include "convert.h"
 #include "padding.h"
 #include "parallel.h"
+#include "random_numbers.h"
 #include "reference/algorithms.h"
 
 namespace fulgur::reference {
@@ -39,7 +40,11 @@ template <class Args>
 class Work {
  public:
   Work(const Problem& problem, int threads, const Args& args, const Run& run)
-      : p_(problem), threads_(threads), args_(args), run_(run), sequences_(problem, args) {}
+      : p_(problem),
+        threads_(threads),
+        args_(args),
+        sequences_(problem, args),
+        dropout_(dropout_of(problem, args, run)) {}
 
   void forward() const {
     if (p_.total_q == 0) return;  // beside no rows there may be any number of heads
@@ -105,15 +110,15 @@ class Work {
                  .softcap = p_.softcap,
                  .slope = slope(b, h),
                  .band = {p_.mask.left, p_.mask.right},
-                 .dropout = {p_.dropout_p, run_.dropout_seed, run_.dropout_offset},
+                 .dropout = {p_.dropout_p, dropout_},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h)}};
   }
 
   const Problem& p_;
   int threads_;
   const Args& args_;
-  const Run& run_;
   Sequences sequences_;
+  kernels::DropoutMask dropout_;
 };
 
 class ReferenceExecutable final : public Executable {

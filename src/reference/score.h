@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include "philox.h"
 #include "reference/head.h"
 #include "reference/matrix.h"
 
@@ -36,19 +35,15 @@ inline Score score(const Head& h, int64_t i, int64_t j) {
 /// Z_ij: 1 / (1 - p) for a kept entry of P, 0 for a dropped one. FlashAttention, Alg. 4, line 14.
 class DropoutFactor {
  public:
-  explicit DropoutFactor(const Rule& rule)
-      : mask_(rule.dropout.p, rule.dropout.seed, rule.dropout.offset),
-        head_index_(rule.head_index),
-        p_(rule.dropout.p) {}
+  explicit DropoutFactor(const Rule& rule) : dropout_(rule.dropout), head_index_(rule.head_index) {}
   double operator()(int64_t i, int64_t j) const {
-    if (p_ == 0) return 1;
-    return mask_.keep(head_index_, i, j) ? 1 / (1 - p_) : 0;
+    if (dropout_.p == 0) return 1;
+    return dropout_.mask.keeps(head_index_, i, j) ? 1 / (1 - dropout_.p) : 0;
   }
 
  private:
-  DropoutMask mask_;
+  Dropout dropout_;
   uint64_t head_index_;
-  double p_;
 };
 
 }  // namespace fulgur::reference

@@ -206,6 +206,25 @@ const std::vector<Wrong>& wrongs() {
        kBackwardOnly},
       {"dv_of_i32", [](Call& c) { c.dv.dtype = DType::kI32; }, "dv: got i32, want f32",
        kBackwardOnly},
+      {"q_of_i64", [](Call& c) { c.q = as(c.q, DType::kI64); }, "q: got i64, want .*f32"},
+      {"rng_state_of_i32", [](Call& c) { c.rng_state.dtype = DType::kI32; },
+       "rng_state: got i32, want i64"},
+      {"rng_state_of_one", [](Call& c) { c.rng_state.shape[0] = 1; },
+       "rng_state: got .*\\(1\\).*want .*2"},
+      {"rng_state_of_rank_2",
+       [](Call& c) {
+         c.rng_state = resized(c.rng_state, {1, 2});
+       },
+       "rng_state: got 2 dim.*want 1"},
+      {"rng_state_on_cuda", [](Call& c) { c.rng_state = on_cuda(c.rng_state); },
+       "rng_state: on cuda:0, want cpu"},
+      {"null_rng_state", [](Call& c) { c.rng_state.data = nullptr; }, "rng_state: data is null"},
+      {"rng_state_and_seed", [](Call& c) { c.run.dropout_seed = 5; },
+       "rng_state: given beside a dropout_seed of 5 .*want one"},
+      {"rng_state_and_offset", [](Call& c) { c.run.dropout_offset = 6; },
+       "rng_state: given beside .* a dropout_offset of 6.*want one"},
+      {"out_is_rng_state", [](Call& c) { c.rng_state.data = c.out.data; },
+       "out: .*memory.* rng_state", kForwardOnly},
       // Strides.
       {"last_stride_of_q", [](Call& c) { c.q.strides[3] = 2; }, "q: last stride is 2, want 1"},
       {"last_stride_of_v", [](Call& c) { c.v.strides[3] = 0; }, "v: last stride is 0, want 1"},
@@ -269,7 +288,7 @@ const std::vector<Wrong>& wrongs() {
       {"dq_is_q", [](Call& c) { c.dq.data = c.q.data; }, "dq: .*memory.* q", kBackwardOnly},
       {"dk_is_dv", [](Call& c) { c.dk.data = c.dv.data; }, "(dk: .*memory.* dv|dv: .*memory.* dk)",
        kBackwardOnly},
-      {"dq_is_dlse", [](Call& c) { c.dq.data = c.dlse.data; }, "dq: .*memory.* dlse",
+      {"dq_is_dlse", [](Call& c) { c.dlse.data = c.dq.data; }, "dq: .*memory.* dlse",
        kBackwardOnly},
       {"dv_is_out", [](Call& c) { c.dv.data = c.out.data; }, "dv: .*memory.* out", kBackwardOnly},
       {"dk_inside_dout", [](Call& c) { c.dk.data = static_cast<float*>(c.dout.data) + 8; },
@@ -283,10 +302,7 @@ const std::vector<Wrong>& wrongs() {
        "cu_seqlens_q: got f32, want i32", kBoth, true},
       {"cu_seqlens_k_of_f32", [](Call& c) { c.cu_seqlens_k.dtype = DType::kF32; },
        "cu_seqlens_k: got f32, want i32", kBoth, true},
-      {"cu_seqlens_of_rank_2",
-       [](Call& c) {
-         c.cu_seqlens_q = resized(c.cu_seqlens_q, {1, 5});
-       },
+      {"cu_seqlens_of_rank_2", [](Call& c) { c.cu_seqlens_q = resized(c.cu_seqlens_q, {1, 5}); },
        "cu_seqlens_q: got .*\\(1, 5\\).*want", kBoth, true},
       {"cu_seqlens_empty", [](Call& c) { c.cu_seqlens_q.shape[0] = 0; },
        "cu_seqlens_q: got .*\\(0\\).*want", kBoth, true},
@@ -390,14 +406,17 @@ class BadInput : public testing::TestWithParam<Wrong> {
     const Wrong& wrong = GetParam();
     Workload w(base(), 1);
     Call call(w);
+    const Dense numbers(DType::kI64, {2});
+    call.rng_state = numbers;
+    call.run = {};
     wrong.change(call);
     w.seal();
     std::string message;
     try {
       if (backward) {
-        fulgur::backward(call.backward(), call.options);
+        fulgur::backward(call.backward(), call.options, call.run);
       } else {
-        fulgur::forward(call.forward(), call.options);
+        fulgur::forward(call.forward(), call.options, call.run);
       }
     } catch (const Error& error) {
       message = error.what();
@@ -432,7 +451,10 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
                 .seqused = true,
                 .dlse = true},
                1);
-    const Call call(w);
+    const Dense numbers(DType::kI64, {2});
+    Call call(w);
+    call.rng_state = numbers;
+    call.run = {};
     EXPECT_EQ(message_of([&] { w.run(); }), "");
     EXPECT_EQ(call_c(call, false), FULGUR_OK) << fulgur_last_error();
     EXPECT_EQ(call_c(call, true), FULGUR_OK) << fulgur_last_error();

@@ -33,7 +33,7 @@ FIELD(fulgur_options, invariant, 68, 4);
 FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 
-SIZE(fulgur_forward_args, 80);
+SIZE(fulgur_forward_args, 88);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -44,8 +44,9 @@ FIELD(fulgur_forward_args, alibi_slopes, 48, 8);
 FIELD(fulgur_forward_args, cu_seqlens_q, 56, 8);
 FIELD(fulgur_forward_args, cu_seqlens_k, 64, 8);
 FIELD(fulgur_forward_args, seqused_k, 72, 8);
+FIELD(fulgur_forward_args, rng_state, 80, 8);
 
-SIZE(fulgur_backward_args, 120);
+SIZE(fulgur_backward_args, 128);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -61,6 +62,7 @@ FIELD(fulgur_backward_args, cu_seqlens_q, 88, 8);
 FIELD(fulgur_backward_args, cu_seqlens_k, 96, 8);
 FIELD(fulgur_backward_args, seqused_k, 104, 8);
 FIELD(fulgur_backward_args, dlse, 112, 8);
+FIELD(fulgur_backward_args, rng_state, 120, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

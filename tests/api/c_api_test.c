@@ -421,6 +421,28 @@ int main(void) {
   older.dlse = NULL;
   CHECK(fulgur_backward(&older, &options, NULL) == FULGUR_OK && dq[0] == with_dlse);
 
+  /* The random numbers of dropout by a tensor, and by the run. */
+  uint64_t numbers[] = {(uint64_t)-3, 9};
+  float dropped[kRows * kDim];
+  int64_t numbers_shape[] = {2};
+  DLTensor tn = tensor(NULL, 1, numbers_shape);
+  tn.data = numbers;
+  tn.dtype = (DLDataType){kDLInt, 64, 1};
+  fulgur_run run = {.struct_size = sizeof run, .dropout_seed = numbers[0], .dropout_offset = 9};
+  options.dropout_p = 0.5;
+  CHECK(fulgur_forward(&args, &options, &run) == FULGUR_OK);
+  memcpy(dropped, out, sizeof out);
+  memset(out, 0, sizeof out);
+  args.rng_state = &tn;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  CHECK(memcmp(dropped, out, sizeof out) == 0);
+  numbers[1] = 10;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  CHECK(memcmp(dropped, out, sizeof out) != 0);
+  CHECK(fulgur_forward(&args, &options, &run) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "rng_state: ", 11) == 0);
+  args.rng_state = NULL;
+
   /* byte_offset and strides: the last two rows of q, read backwards. */
   DLTensor tail = tq, two = to;
   int64_t two_shape[] = {1, 2, 1, kDim}, strides[] = {0, -kDim, 0, 1};

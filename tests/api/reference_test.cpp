@@ -12,12 +12,14 @@
 #include <utility>
 #include <vector>
 
-#include "philox.h"
+#include "kernels/shared/dropout.h"
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
 
 namespace fulgur::reference {
 namespace {
+
+using namespace kernels;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr int64_t kFastMemories[] = {1, 37, 256, 100000};
@@ -54,13 +56,17 @@ struct Sample {
   std::vector<double> q, k, v, dout, dlse;
 };
 
+Dropout dropout_of(double p, uint64_t seed, uint64_t offset) {
+  return {p, dropout_mask(dropout_threshold(p), seed, offset)};
+}
+
 struct NamedRule {
   const char* name;
   Rule rule;
 };
 
 std::vector<NamedRule> rules() {
-  const Dropout dropout{0.3, 0x123456789abcdef0, 0xfedcba9876543210};
+  const Dropout dropout = dropout_of(0.3, 0x123456789abcdef0, 0xfedcba9876543210);
   return {
       {"full", {}},
       {"scale", {.scale = 0.25}},
@@ -149,48 +155,61 @@ std::vector<NamedBackward> all_backward(const Head& h, const OutputGradient& dou
 // ---------------------------------------------------------------------------- Philox and dropout
 
 TEST(Philox, KnownVectors) {
-  constexpr uint32_t ones = 0xffffffff;
+  constexpr u32 ones = 0xffffffff;
   static_assert(philox({0, 0, 0, 0}, {0, 0}) ==
-                PhiloxCounter{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+                PhiloxWords{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
   EXPECT_EQ(philox({ones, ones, ones, ones}, {ones, ones}),
-            (PhiloxCounter{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+            (PhiloxWords{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
   EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
-            (PhiloxCounter{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+            (PhiloxWords{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
 TEST(Philox, KeepRule) {
   const uint64_t seed = 0x1111222233334444, offset = 0x5555666677778888;
-  const uint64_t head_index = 0x0000000900000007;
-  const PhiloxCounter k = philox({0x77778888, 0x55556666, 0, 0}, {0x33334444, 0x11112222});
-  const DropoutMask mask(0.25, seed, offset);
-  EXPECT_EQ(mask.threshold(), 0x40000000u);
+  const uint64_t head = 0x0000000900000007;
+  const PhiloxWords k = philox({0x77778888, 0x55556666, 0, 0}, {0x33334444, 0x11112222});
+  const DropoutMask mask = dropout_mask(0x40000000u, seed, offset);
   int kept = 0;
   for (uint64_t i : {uint64_t{0}, uint64_t{3}, uint64_t{0xffffffff}}) {
     for (uint64_t j = 0; j < 4096; j += 4) {
-      const uint32_t group = static_cast<uint32_t>(j / 4);
-      const PhiloxCounter words =
-          philox({group, static_cast<uint32_t>(i), 7, 9}, PhiloxKey{k[0], k[1]});
-      bool four[4];
-      mask.keep4(head_index, i, j, four);
+      const auto group = static_cast<u32>(j / 4);
+      const PhiloxWords words = philox({group, static_cast<u32>(i), 7, 9}, {k[0], k[1]});
+      EXPECT_EQ(mask.words(head, i, j + 3), words);
       for (int n = 0; n < 4; ++n) {
-        ASSERT_EQ(mask.keep(head_index, i, j + n), words[n] >= 0x40000000u);
-        ASSERT_EQ(four[n], words[n] >= 0x40000000u);
-        kept += four[n];
+        ASSERT_EQ(mask.keeps(head, i, j + n), words[n] >= 0x40000000u);
+        kept += words[n] >= 0x40000000u;
       }
     }
   }
   EXPECT_NEAR(kept / (3 * 4096.0), 0.75, 0.02);  // five standard deviations
 }
 
+// Checkpoints and other engines rely on these bits.
+TEST(Philox, KnownMasks) {
+  const auto mask_of = [](double p, uint64_t seed, uint64_t offset, uint64_t head) {
+    const DropoutMask mask = dropout_mask(dropout_threshold(p), seed, offset);
+    std::vector<u32> rows;
+    for (const uint64_t i : {0u, 1u, 65u, 4294967295u}) {
+      rows.push_back(0);
+      for (int j = 0; j < 32; ++j) rows.back() |= u32{mask.keeps(head, i, 100 + j)} << j;
+    }
+    return rows;
+  };
+  EXPECT_EQ(mask_of(0.3, 77, 5, 3),
+            (std::vector<u32>{0xd3fb7bff, 0x46cfe57e, 0xd73cb5d6, 0xe5be0ef9}));
+  EXPECT_EQ(mask_of(0.5, 0xfedcba9876543210, 0x0123456789abcdef, 0x500000002),
+            (std::vector<u32>{0xdd9d1e49, 0x956b3393, 0xd8293fff, 0x66fdac32}));
+}
+
 TEST(Philox, Thresholds) {
-  EXPECT_EQ(DropoutMask(0, 1, 2).threshold(), 0u);
-  EXPECT_EQ(DropoutMask(0.5, 1, 2).threshold(), 0x80000000u);
-  EXPECT_EQ(DropoutMask(0.6 / 4294967296.0, 1, 2).threshold(), 1u);
-  EXPECT_EQ(DropoutMask(std::nextafter(1.0, 0.0), 1, 2).threshold(), 0xffffffffu);
+  EXPECT_EQ(dropout_threshold(0), 0u);
+  EXPECT_EQ(dropout_threshold(0.5), 0x80000000u);
+  EXPECT_EQ(dropout_threshold(0.6 / 4294967296.0), 1u);
+  EXPECT_EQ(dropout_threshold(std::nextafter(1.0, 0.0)), 0xffffffffu);
   // An entry whose word equals the threshold is kept.
-  const double word = DropoutMask(0, 1, 2).words(3, 4, 5)[5 % 4];
-  EXPECT_TRUE(DropoutMask(word / 4294967296.0, 1, 2).keep(3, 4, 5));
-  EXPECT_FALSE(DropoutMask((word + 1) / 4294967296.0, 1, 2).keep(3, 4, 5));
+  const u32 word = dropout_mask(0, 1, 2).words(3, 4, 5)[5 % 4];
+  EXPECT_TRUE(dropout_mask(word, 1, 2).keeps(3, 4, 5));
+  EXPECT_FALSE(dropout_mask(word + 1, 1, 2).keeps(3, 4, 5));
 }
 
 TEST(Dropout, LeavesLseAndTheMeanOfO) {
@@ -198,9 +217,8 @@ TEST(Dropout, LeavesLseAndTheMeanOfO) {
   const Forward plain = standard_forward(sample.head());
   std::vector<double> mean(plain.o.size());
   const int seeds = 20000;
-  sample.rule.dropout.p = 0.4;
   for (int seed = 0; seed < seeds; ++seed) {
-    sample.rule.dropout.seed = seed;
+    sample.rule.dropout = dropout_of(0.4, seed, 0);
     const Forward dropped = flash2_forward(sample.head(), 64);
     expect_close(dropped.lse, plain.lse, "LSE");
     for (size_t n = 0; n < mean.size(); ++n) mean[n] += dropped.o[n] / seeds;
@@ -392,7 +410,8 @@ TEST(Forward, NoKeysAtAll) {
 }
 
 TEST(Mask, UnseenKeysMayHoldAnything) {
-  const Rule window{.band = {2, 0}, .dropout = {0.2, 1, 2}};  // keys 0 .. 5 are seen by no query
+  const Rule window{.band = {2, 0},
+                    .dropout = dropout_of(0.2, 1, 2)};  // keys 0 .. 5 are seen by no query
   const Sample clean({4, 12, 3, 2}, window);
   for (const double poison : {kNan, kInf, -kInf}) {
     Sample bad = clean;

@@ -10,8 +10,8 @@
 
 #include "engine_memory.h"
 #include "engines.h"
+#include "kernels/shared/dropout.h"
 #include "oracle.h"
-#include "philox.h"
 
 namespace fulgur::test {
 namespace {
@@ -476,17 +476,54 @@ TEST_P(Repeat, DropoutMaskIsTheDocumentedOne) {
   probe.w.options.engine = engine();
   std::vector<bool> kept;
   if (!computes([&] { kept = probe.kept(); })) return;
-  const DropoutMask mask(0.3, 77, 5);
+  const auto mask = kernels::dropout_mask(kernels::dropout_threshold(0.3), 77, 5);
   size_t n = 0;
   for (uint64_t b = 0; b < 2; ++b) {
     for (uint64_t i = 0; i < 40; ++i) {
       for (uint64_t h = 0; h < 3; ++h) {
         for (uint64_t j = 0; j < DropoutProbe::kKeys; ++j) {
-          ASSERT_EQ(kept[n++], mask.keep(b * 3 + h, i, j));
+          ASSERT_EQ(kept[n++], mask.keeps(b * 3 + h, i, j));
         }
       }
     }
   }
+}
+
+// rng_state is read when a run computes: one plan, other numbers in the same memory.
+TEST_P(Repeat, DropoutByRngState) {
+  const auto results = [](const Workload& w) {
+    return std::vector{bits(w.forward.out), bits(w.backward.dq), bits(w.backward.dv)};
+  };
+  Workload w({.batch = 2, .sq = 20, .sk = 50, .hq = 2, .hk = 1, .dropout = 0.3}, 1), same(w.c, 1);
+  w.options.engine = same.options.engine = engine();
+  w.options.deterministic = same.options.deterministic = true;
+  Dense state(DType::kI64, {2});
+  w.forward.rng_state = w.backward.rng_state = state;
+  w.run_options = {};
+  EngineMemory memory(engine());
+  const ForwardTensors f = memory.at(w.forward);
+  const BackwardTensors b = memory.at(w.backward);
+  std::optional<Plan> forward_plan, backward_plan;
+  if (!computes([&] { forward_plan = plan(f, memory.options(f, w.options)); })) return;
+  const bool both = computes([&] { backward_plan = plan(b, memory.options(b, w.options)); });
+  std::set<std::vector<double>> different;
+  for (const auto& [seed, offset] :
+       {std::pair<uint64_t, uint64_t>{0, 0}, {7, 0}, {0, 7}, {UINT64_MAX, uint64_t{1} << 63}}) {
+    const uint64_t numbers[] = {seed, offset};
+    std::memcpy(state.tensor().data, numbers, sizeof numbers);
+    w.seal();
+    memory.send();
+    forward_plan->run(f);
+    if (both) backward_plan->run(b);
+    memory.bring_back();
+    same.seal();
+    same.run_options = {.dropout_seed = seed, .dropout_offset = offset};
+    same.run_forward();
+    if (both) same.run_backward();
+    EXPECT_EQ(results(w), results(same));
+    different.insert(read(w.forward.out));
+  }
+  EXPECT_EQ(different.size(), 4u);
 }
 
 TEST_P(Repeat, DropoutMaskIgnoresThreadsAndTiling) {

@@ -148,6 +148,15 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   fmt::print("{} kernels, {} compiled now, {:.1f} s\n", requests.size(), compiled.load(), seconds);
 }
 
+/// Compiles a text for Hopper, as kernels are.
+Cubin compile_text(const std::string& text, const std::string& header) {
+  KernelSources sources = embedded_sources();
+  sources["text.cu"] = text;
+  const std::vector<std::string> options = {"--gpu-architecture=sm_90a", "--std=c++20",
+                                            "--modify-stack-limit=false", "--ptxas-options=-v"};
+  return nvrtc_compile(sources, "text.cu", header, options);
+}
+
 // Products with every transposition and place of A that a backward pass needs; the forward kernel
 // has two of them.
 TEST_F(Compile, EveryProduct) {
@@ -160,13 +169,10 @@ TEST_F(Compile, EveryProduct) {
   const std::string products[] = {registers("kAlongK"),          registers("kAcrossK"),
                                   shared("kAlongK", "kAlongK"),  shared("kAlongK", "kAcrossK"),
                                   shared("kAcrossK", "kAlongK"), shared("kAcrossK", "kAcrossK")};
-  const std::vector<std::string> options = {"--gpu-architecture=sm_90a", "--std=c++20",
-                                            "--modify-stack-limit=false", "--ptxas-options=-v"};
   std::set<std::string> images;
   for (const char* type : {"bf16", "f16"}) {
     for (const std::string& product : products) {
-      KernelSources sources = embedded_sources();
-      sources["product.cu"] =
+      const std::string text =
           "#include \"plan.h\"\n"
           "#include \"shared/wgmma.cuh\"\n"
           "extern \"C\" __global__ void __launch_bounds__(128)\n"
@@ -182,12 +188,25 @@ TEST_F(Compile, EveryProduct) {
           "  register_fence(D);\n"
           "  for (int i = 0; i < 32; ++i) out[128 * i + threadIdx.x] = D[i];\n"
           "}\n";
-      const Cubin cubin = nvrtc_compile(
-          sources, "product.cu", fmt::format("#define FULGUR_INPUT \"{}\"\n", type), options);
+      const Cubin cubin = compile_text(text, fmt::format("#define FULGUR_INPUT \"{}\"\n", type));
       EXPECT_EQ(complaint(cubin.log), "") << product << cubin.log;
       EXPECT_TRUE(images.insert(cubin.image).second) << product << " is as one before it";
     }
   }
+}
+
+// The mask of dropout as a kernel asks for it.
+TEST_F(Compile, DropoutOnTheDevice) {
+  const std::string text =
+      "#include \"shared/dropout.h\"\n"
+      "extern \"C\" __global__ void dropout(const u64* rng_state, u32 threshold, u32* out) {\n"
+      "  const DropoutMask mask = dropout_mask(threshold, rng_state[0], rng_state[1]);\n"
+      "  const PhiloxWords words = mask.words(blockIdx.x, blockIdx.y, 4 * threadIdx.x);\n"
+      "  for (int i = 0; i < kDropoutKeys; ++i)\n"
+      "    out[4 * threadIdx.x + i] = words[i] >= mask.threshold;\n"
+      "}\n";
+  const Cubin cubin = compile_text(text, "");
+  EXPECT_EQ(complaint(cubin.log), "") << cubin.log;
 }
 
 TEST_F(Compile, ColdAndWarmTimes) {

@@ -231,6 +231,7 @@ void plan_and_run(const Args& args, const fulgur_options* options, Newer<fulgur_
 constexpr DLDataType kDTypes[] = {
     {kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}, {kDLInt, 32, 1}};
 constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
+constexpr DLDataType kI64 = {kDLInt, 64, 1};
 
 void fuzz(Reader& in) {
   enum { kForward, kBackward, kMerge };
@@ -252,7 +253,24 @@ void fuzz(Reader& in) {
 
   std::vector<Owned> o;
   o.reserve(16);
-  enum { kQ, kK, kV, kOut, kLse, kDout, kDq, kDk, kDv, kCuQ, kCuK, kUsed, kSlopes, kDlse, kCount };
+  enum {
+    kQ,
+    kK,
+    kV,
+    kOut,
+    kLse,
+    kDout,
+    kDq,
+    kDk,
+    kDv,
+    kCuQ,
+    kCuK,
+    kUsed,
+    kSlopes,
+    kDlse,
+    kRng,
+    kCount
+  };
   o.push_back(rows(sq, hq, d));
   o.push_back(rows(sk, hk, d));
   o.push_back(rows(sk, hk, dv));
@@ -267,11 +285,12 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{batch});
   o.push_back(flags & 2 ? Owned(kF32, {batch, hq}) : Owned(kF32, {hq}));
   o.push_back(lse_like());
+  o.emplace_back(kI64, std::vector<int64_t>{2});
   o[kCuQ].is_null = o[kCuK].is_null = !packed;
   o[kUsed].is_null = !(flags & 4);
   o[kSlopes].is_null = !(flags & 8);
   o[kLse].is_null = (flags & 16) != 0;
-  o[kDlse].is_null = (flags & 128) != 0;
+  o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
 
   Newer<fulgur_options> newer_options;
   Newer<fulgur_run> newer_run;
@@ -353,8 +372,8 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],      p[kK],   p[kV],   p[kOut],
-            p[kLse],          p[kSlopes], p[kCuQ], p[kCuK], p[kUsed]};
+    args = {args.struct_size, p[kQ],   p[kK],   p[kV],    p[kOut], p[kLse],
+            p[kSlopes],       p[kCuQ], p[kCuK], p[kUsed], p[kRng]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {
@@ -365,8 +384,8 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],      p[kK],   p[kV],   p[kOut],  p[kLse], p[kDq],
-            p[kDk],           p[kDv],   p[kSlopes], p[kCuQ], p[kCuK], p[kUsed], p[kDlse]};
+    args = {args.struct_size, p[kDout], p[kQ],      p[kK],   p[kV],   p[kOut],  p[kLse],  p[kDq],
+            p[kDk],           p[kDv],   p[kSlopes], p[kCuQ], p[kCuK], p[kUsed], p[kDlse], p[kRng]};
     const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,

@@ -115,6 +115,28 @@ def test_slopes_used_keys_and_seeds_change():
         assert (before != after).any()
 
 
+def test_random_numbers_by_an_array():
+    q, k, v, dout = make()
+    state = np.zeros(2, np.int64)
+    plan = fulgur.plan(q, k, v, dropout_p=0.3, rng_state=state, return_lse=True)
+    backward = None
+    for seed, offset in ((0, 0), (7, 0), (7, 2**64 - 1)):
+        state.view(np.uint64)[:] = seed, offset
+        by_number = dict(dropout_p=0.3, seed=seed, offset=offset)
+        got = plan.run(q, k, v, rng_state=state)
+        assert_equal(got, fulgur.attention(q, k, v, return_lse=True, **by_number))
+        arguments = dout, q, k, v, *got
+        if backward is None:
+            backward = fulgur.plan_backward(*arguments, dropout_p=0.3, rng_state=state)
+        want = fulgur.attention_backward(*arguments, deterministic=True, **by_number)
+        for gradient, exact in zip(backward.run(*arguments, rng_state=state), want):
+            np.testing.assert_allclose(gradient, exact, atol=1e-5)
+    with pytest.raises(ValueError, match="^rng_state: got no tensor.*as planned"):
+        plan.run(q, k, v)
+    with pytest.raises(ValueError, match="^rng_state: given beside a dropout_seed of 3"):
+        plan.run(q, k, v, rng_state=state, seed=3)
+
+
 def test_results_into_given_arrays():
     q, k, v, dout = make()
     want = fulgur.attention(q, k, v, return_lse=True)

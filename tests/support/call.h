@@ -14,7 +14,7 @@ namespace fulgur::test {
 // All arguments of a forward and a backward call.
 struct Call {
   Tensor q, k, v, out, lse, dout, dq, dk, dv;
-  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse;
+  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse, rng_state;
   Options options;
   Run run;
 
@@ -33,14 +33,16 @@ struct Call {
         cu_seqlens_k(w.forward.cu_seqlens_k),
         seqused_k(w.forward.seqused_k),
         dlse(w.backward.dlse),
+        rng_state(w.forward.rng_state),
         options(w.options),
         run(w.run_options) {}
   ForwardArgs forward() const {
-    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
+    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state};
   }
   BackwardArgs backward() const {
-    return {dout,         q,         k,   v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, seqused_k, dlse};
+    return {
+        dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+        cu_seqlens_k, seqused_k, dlse, rng_state};
   }
 };
 
@@ -54,9 +56,9 @@ class Dl {
     dl_.shape = tensor_.shape.data();
     dl_.strides = tensor_.strides.data();
     const auto bits = static_cast<uint8_t>(8 * size_of(t.dtype));
-    const uint8_t code = t.dtype == DType::kBF16  ? kDLBfloat
-                         : t.dtype == DType::kI32 ? kDLInt
-                                                  : kDLFloat;
+    const uint8_t code = t.dtype == DType::kBF16                            ? kDLBfloat
+                         : t.dtype == DType::kI32 || t.dtype == DType::kI64 ? kDLInt
+                                                                            : kDLFloat;
     dl_.dtype = {code, bits, 1};
   }
   Dl(const Dl&) = delete;
@@ -78,7 +80,7 @@ Struct c_struct() {
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
-      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse);
+      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state);
   fulgur_options o;
   fulgur_options_init(&o, sizeof(o));
   o.window_left = call.options.mask.left;
@@ -97,11 +99,11 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                        call.run.dropout_seed,
                        call.run.dropout_offset};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,     k,    v,    out,  lse, dq,
-                                    dk,           dv,   alibi, cu_q, cu_k, used, dlse};
+    const fulgur_backward_args args{sizeof(args), dout, q,     k,    v,    out,  lse,  dq,
+                                    dk,           dv,   alibi, cu_q, cu_k, used, dlse, rng};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q, k, v, out, lse, alibi, cu_q, cu_k, used};
+  const fulgur_forward_args args{sizeof(args), q, k, v, out, lse, alibi, cu_q, cu_k, used, rng};
   return fulgur_forward(&args, &o, &run);
 }
 

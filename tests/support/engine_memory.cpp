@@ -68,7 +68,8 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.alibi_slopes),
           at(t.cu_seqlens_q),
           at(t.cu_seqlens_k),
-          at(t.seqused_k)};
+          at(t.seqused_k),
+          at(t.rng_state)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {
@@ -85,7 +86,8 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.cu_seqlens_q),
           at(t.cu_seqlens_k),
           at(t.seqused_k),
-          at(t.dlse)};
+          at(t.dlse),
+          at(t.rng_state)};
 }
 
 Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {

@@ -6,7 +6,6 @@
 #include <limits>
 #include <thread>
 
-#include "philox.h"
 #include "reference/algorithms.h"
 
 namespace fulgur::test {
@@ -79,7 +78,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
   const reference::Rule& rule = h.rule;
   const auto sq = h.sq, sk = h.sk, d = h.d, dv = h.dv;
   const auto scale = static_cast<T>(rule.scale), cap = static_cast<T>(rule.softcap);
-  const DropoutMask mask(rule.dropout.p, rule.dropout.seed, rule.dropout.offset);
+  const kernels::DropoutMask& mask = rule.dropout.mask;
   const auto kept = static_cast<T>(1 / (1 - rule.dropout.p));
   const auto round = [dtype](T x) {
     return dtype == DType::kF32 || dtype == DType::kF64 ? x : static_cast<T>(rounded(x, dtype));
@@ -125,7 +124,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
     for (int64_t j = begin; j < end; ++j) l += P[j] = std::exp(S[j] - m);
     for (int64_t j = begin; j < end; ++j) {
       P[j] = round(P[j] / l);
-      Z[j] = rule.dropout.p == 0 ? T{1} : mask.keep(rule.head_index, i, j) ? kept : T{0};
+      Z[j] = rule.dropout.p == 0 ? T{1} : mask.keeps(rule.head_index, i, j) ? kept : T{0};
     }
     result.forward.lse[i] = m + std::log(l);
 
@@ -223,6 +222,9 @@ Expected expect(const Workload& w) {
   const std::vector<double> dlse = c.dlse ? read(w.backward.dlse) : std::vector<double>();
   std::vector<double> slopes;
   if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
+  const kernels::DropoutMask dropout =
+      kernels::dropout_mask(kernels::dropout_threshold(w.options.dropout_p),
+                            w.run_options.dropout_seed, w.run_options.dropout_offset);
   const double scale = w.options.scale.value_or(1 / std::sqrt(static_cast<double>(c.d)));
   const auto heads = static_cast<int64_t>(w.sequences.size()) * c.hq;
   std::vector<HeadResult> references(heads), naives(heads);
@@ -249,7 +251,7 @@ Expected expect(const Workload& w) {
                   o.softcap,
                   slope,
                   {o.mask.left, o.mask.right},
-                  {o.dropout_p, w.run_options.dropout_seed, w.run_options.dropout_offset},
+                  {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};
     references[n] = reference_head(data);
     naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, &sizes[n])

@@ -87,6 +87,8 @@ double load(const void* data, DType dtype, int64_t index) {
       return at<double>(data, index);
     case DType::kI32:
       return at<int32_t>(data, index);
+    case DType::kI64:
+      return static_cast<double>(at<int64_t>(data, index));
   }
   return 0;
 }
@@ -103,6 +105,8 @@ void store(void* data, DType dtype, int64_t index, double value) {
       return put(data, index, value);
     case DType::kI32:
       return put(data, index, static_cast<int32_t>(value));
+    case DType::kI64:
+      return put(data, index, static_cast<int64_t>(value));
   }
 }
 
@@ -170,8 +174,9 @@ Storage* Storage::around(const void* data) {
 }
 
 void Storage::poison() {
-  const double poison =
-      dtype_ == DType::kI32 ? 0x5a5a5a5b : std::numeric_limits<double>::quiet_NaN();
+  const double poison = dtype_ == DType::kI32 || dtype_ == DType::kI64
+                            ? 0x5a5a5a5b
+                            : std::numeric_limits<double>::quiet_NaN();
   for (int64_t i = 0; i < elements_; ++i) store(bytes_.data(), dtype_, i, poison);
   seal();
 }

@@ -7,17 +7,19 @@ namespace fulgur::test {
 
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
+  Tensor rng_state{};
   operator ForwardArgs() const {
-    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k};
+    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state};
   }
 };
 
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
-  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{}, dlse{};
+  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{}, dlse{}, rng_state{};
   operator BackwardArgs() const {
-    return {dout,         q,         k,   v, out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, seqused_k, dlse};
+    return {
+        dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
+        cu_seqlens_k, seqused_k, dlse, rng_state};
   }
 };
 

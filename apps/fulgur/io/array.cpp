@@ -22,6 +22,7 @@ void convert(int64_t n, DType to, std::byte* out, Read read) {
     case DType::kF64:
       return fill(reinterpret_cast<double*>(out), [](double x) { return x; });
     case DType::kI32:
+    case DType::kI64:
       break;
   }
 }
@@ -84,6 +85,7 @@ Array Array::converted(DType to, std::string_view name) const {
       from(reinterpret_cast<const double*>(data), as_double);
       break;
     case DType::kI32:
+    case DType::kI64:
       break;
   }
   return out;

@@ -158,6 +158,7 @@ const char* descr_of(DType dtype) {
     case DType::kI32:
       return "<i4";
     case DType::kBF16:
+    case DType::kI64:
       break;
   }
   fail("dtype", ".npy files cannot hold {}", name_of(dtype));

@@ -28,7 +28,6 @@ def _attention(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, **packed,
 ):  # fmt: skip
-    refuse(**{"dropout_p on CUDA": dropout_p > 0 and q.is_cuda})
     results = attention(
         q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=sides(window_size),
         softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
