@@ -12,8 +12,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = {
-    "fulgur": "fulgur", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2", "sdpa": "PyTorch's choice",
-    "math": "without",
+    "fulgur": "fulgur", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FlashAttention-2",
+    "sdpa": "PyTorch's choice", "math": "without",
 }
 COLORS = {
     "fulgur": "#c0392b", "fa3": "#27ae60", "cudnn": "#2980b9", "fa2": "#7f8c8d", "sdpa": "#8e44ad", "math": "#e67e22",
@@ -46,8 +46,8 @@ def markdown(report):
         f"# Training on {report['device']}",
         "",
         f"`examples/train_gpt.py` on {report['date']}, PyTorch {report['torch']}: {report['dtype']}, float32 weights,"
-        " AdamW, on the source of Python's standard library. TFLOP/s and MFU (of 989 TFLOP/s) count the model's FLOPs as"
-        " FlashAttention-2's paper does; \"without\" is PyTorch's math, which keeps all scores.",
+        " AdamW, on the source of Python's standard library. TFLOP/s and MFU (of 989 TFLOP/s) count the model's FLOPs"
+        " as FlashAttention-2's paper does; \"without\" is PyTorch's math, which keeps all scores.",
     ]
     if report["speed"]:
         text += ["", "Every attention in turns, in one process, on one model:", ""]
@@ -88,7 +88,8 @@ def curve_panel(shape, entries, y0):
     out = [f'<text x="40" y="{y0 + 12}" font-weight="bold">{title(shape)}: loss by step, 0 to {steps}</text>']
     for loss in range(int(top) + 1):
         y = at(0, loss)[1]
-        out.append(f'<path d="M35 {y:.1f}H{width}" stroke="#ddd"/><text x="30" y="{y + 4:.1f}" text-anchor="end">{loss}</text>')
+        out.append(f'<path d="M35 {y:.1f}H{width}" stroke="#ddd"/>'
+                   f'<text x="30" y="{y + 4:.1f}" text-anchor="end">{loss}</text>')
     for width_of_line, entry in zip((4, 1.5, 1, 1, 1, 1), entries):
         points = " ".join("{:.1f},{:.1f}".format(*at(i, loss)) for i, loss in enumerate(entry["losses"]))
         out.append(f'<polyline points="{points}" fill="none" stroke="{COLORS[entry["attn"]]}" '
