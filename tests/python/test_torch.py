@@ -530,3 +530,16 @@ def test_another_thread_computes_gradients():
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_an_old_torch_is_refused():
+    import subprocess
+    import sys
+
+    code = """
+import torch
+torch.__version__ = torch.torch_version.TorchVersion("2.10.1+cpu")
+import fulgur.torch
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: fulgur.torch: got PyTorch 2.10.1+cpu, want 2.11 or newer" in done.stderr
