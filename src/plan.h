@@ -41,7 +41,4 @@ double visible_scores(const Problem& problem, const std::vector<Sequence>& lengt
 /// dV backward.
 double flops(const Problem& problem, const std::vector<Sequence>& lengths);
 
-/// Bytes of all tensors of the pass, each counted once.
-double bytes(const Problem& problem);
-
 }  // namespace fulgur

@@ -269,6 +269,16 @@ void check_pointers_of(const Args& args) {
 
 }  // namespace
 
+double bytes(const Problem& p) {
+  const double q_rows = static_cast<double>(p.total_q) * static_cast<double>(p.hq);
+  const double k_rows = static_cast<double>(p.total_k) * static_cast<double>(p.hk);
+  const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
+  const double once = q_rows * (d + dv) + k_rows * (d + dv);  // q, out, k, v
+  const double gradients = p.pass == Pass::kBackward ? once : 0;
+  const double lse = (p.want_lse + p.has_dlse) * q_rows * (p.dtype == DType::kF64 ? 8 : 4);
+  return (once + gradients) * static_cast<double>(size_of(p.dtype)) + lse;
+}
+
 bool Problem::nothing_to_do() const {
   return total_q == 0 && (pass == Pass::kForward || total_k == 0);
 }

@@ -49,6 +49,9 @@ struct HashOfProblem {
   size_t operator()(const Problem& problem) const;
 };
 
+/// Bytes of all tensors of the pass, each counted once.
+double bytes(const Problem& problem);
+
 /// Checks all that a user passes, once for every engine; what only a call knows aside: data, and
 /// the values of lengths. Throws Error(kInvalidArgument) that names the argument, what it got and
 /// what it wants.

@@ -31,8 +31,8 @@ struct Prewarmed {
 /// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need
 /// on an H100 or H200, tuned tiles apart (tune() compiles them). Fills `folder` (empty: the default
 /// cache, see FULGUR_CACHE_DIR). Needs NVRTC but no GPU; the tensors need no data, and their device
-/// is taken to be such a card. Throws Error: kUnavailable without NVRTC, kUnsupported where the
-/// kernels do not compute the call, kInternal when the folder cannot be used.
+/// is taken to be such a card. Throws Error: kUnsupported where the kernels do not compute the
+/// call, kUnavailable without NVRTC and where the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
                              const std::string& folder = {});
 
@@ -57,7 +57,7 @@ struct Tuned {
 /// take the fastest tile: in this process, and in those to come with the same model of device,
 /// fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an idle device.
 /// Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or empty call;
-/// kInternal when the folder cannot be used.
+/// kUnavailable when the folder cannot be used.
 FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur::cuda

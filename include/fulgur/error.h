@@ -12,7 +12,7 @@ enum class Status {
   kOk = 0,
   kInvalidArgument = 1,  ///< an argument is wrong: the message names it, what it got, what it wants
   kUnsupported = 2,      ///< valid, but no engine here computes it: the message says which and why
-  kUnavailable = 3,      ///< an engine, driver or device is missing on this machine
+  kUnavailable = 3,      ///< an engine, driver, device or cache folder is missing or cannot be used
   kOutOfMemory = 4,
   kInternal = 5,
 };

@@ -17,6 +17,9 @@ constexpr int64_t kMostDecodeHeads = 16;  // a tile of so many heads still fits 
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// At most so many sequences have a query: where packed ones are empty there may be any number.
+int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total_q); }
+
 /// Adds what it takes to decode sequences of at most `rows` rows a kv head.
 void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
   // Heads that lie side by side are read together, in the order of memory.
@@ -37,12 +40,14 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   // The lengths are known when the plan runs; no sequence to decode has more keys than the longest.
   const int64_t queries = std::min(p.sq, rows / p.group());
   const KeyRange longest = decoded_keys(p.mask, {0, 0, queries, p.sk});
-  const int64_t most_keys = std::min(p.sk, longest.end - longest.begin + kBc);
-  const int64_t runs = p.hk / plan.decode_heads;
-  const int64_t keys = runs * std::min(p.batch * most_keys, p.total_k);
+  const int64_t most_keys =
+      std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
+  const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);
+  const int64_t keys =
+      runs * (sequences > p.total_k / most_keys ? p.total_k : sequences * most_keys);
   int64_t parts = keys / plan.least_part;
   if (plan.parts > 0) parts = std::min(parts, plan.parts);
-  parts += p.batch * runs;  // the last part of each may be shorter
+  parts += sequences * runs;  // the last part of each may be shorter
   plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
 }
 
@@ -53,7 +58,7 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   const int64_t most_rows = (p.d + p.dv <= 256 ? kPanels : kPanels / 2) * k.panel_rows;
   plan.block_rows = most_rows;
   // Fewer panels a block where blocks would be too few to share out.
-  const int64_t heads = p.batch * p.hk, rows = p.group() * p.sq;
+  const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
   while (plan.block_rows > k.panel_rows &&
          heads * ceil_div(rows, plan.block_rows) < 4 * plan.threads) {
     plan.block_rows /= 2;
@@ -82,7 +87,8 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
 }
 
 void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
-  const int64_t heads = std::max<int64_t>(1, p.batch * p.hk);
+  // More than threads are as good as any number, which might be too large to multiply.
+  const int64_t heads = std::max<int64_t>(1, std::min<int64_t>(p.batch, plan.threads) * p.hk);
   // A split adds a dQ accumulator of the whole sequence: no more of them than keep all threads
   // busy.
   if (!p.invariant && heads < plan.threads) {

@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include "fulgur/error.h"
+
 namespace fulgur::cuda {
 namespace {
 
@@ -49,6 +51,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
                           const Target& target, std::vector<std::string>* rejected) {
   Candidates all;
   for (const Family* family : families) {
+    if (family->pass() != problem.pass) continue;
     if (const std::string why = family->rejects(problem); !why.empty()) {
       rejected->push_back(why);
       continue;
@@ -61,6 +64,11 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
 Candidates ranked(const Problem& problem, std::span<const Family* const> families,
                   const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
   Candidates all = all_candidates(problem, families, target, &reasons->rejected);
+  const bool none = std::ranges::all_of(all, [](const auto& c) { return !c->tuned_only.empty(); });
+  if (none) {
+    throw Error(Status::kUnsupported, fmt::format("engine cuda: no tile computes this: {}",
+                                                  fmt::join(reasons->rejected, "; ")));
+  }
   if (problem.invariant && !measured.empty()) {
     reasons->rejected.push_back(
         "tile tuned on this device: it depends on the batch, `invariant` must not");

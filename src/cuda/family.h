@@ -52,7 +52,8 @@ using Candidates = std::vector<std::shared_ptr<const Candidate>>;
 class Family {
  public:
   virtual ~Family() = default;
-  /// Why it does not compute a problem, and what it does compute; empty when it does.
+  virtual Pass pass() const = 0;
+  /// Why it does not compute a problem of its pass, and what it does compute; empty when it does.
   virtual std::string rejects(const Problem& problem) const = 0;
   /// Every tile that fits the problem and the target. `rejected` takes the others.
   virtual Candidates candidates(const Problem& problem, const Target& target,

@@ -4,32 +4,20 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
-#include <numbers>
 
+#include "cuda/hopper_plan.h"
+#include "cuda/launch.h"
 #include "fulgur/error.h"
-#include "kernels/shared/softcap.h"
 
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kThreads = 256;   // of a block of the kernels beside
-constexpr int kCopyBlocks = 8;  // a multiprocessor
+constexpr int kPaddingThreads = 256;
 
 const KernelUse kPaddingKernel{{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
-const KernelUse kCopyKernel{{"forward_copy.cu", "", "sm_90a"}, "fulgur_forward_copy", 0};
 
 KernelUse main_kernel(const HopperForwardPlan& plan) {
   return {{"sm90/forward.cu", plan_header(plan), "sm_90a"}, "fulgur_forward", plan.shared_bytes};
-}
-
-/// A run's data, where it is aligned as the plan was told.
-void* aligned_data(const char* name, const ConstTensor& t, const TensorMapShape& shape) {
-  if (!shape.empty() && reinterpret_cast<uintptr_t>(t.data) % kCopyAlignment != 0) {
-    fail(name, "data {} is not aligned to {} bytes, as that of the tensor was that was planned for",
-         t.data, kCopyAlignment);
-  }
-  return const_cast<void*>(t.data);  // a map does not say what it is for
 }
 
 }  // namespace
@@ -60,31 +48,10 @@ void HopperForward::set_params(const Problem& p) {
     throw Error(Status::kInternal,
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
   }
-  constexpr double kLog2e = std::numbers::log2e;
+  static_cast<CallParams&>(params_) = call_params(p, band_of(plan_, p.mask));
   params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
-  params_.alibi_batch_stride = p.slopes_batch;
-  params_.total_q = static_cast<int>(p.total_q);
-  params_.total_k = static_cast<int>(p.total_k);
-  params_.sq = static_cast<int>(p.sq);
-  params_.sk = static_cast<int>(p.sk);
-  params_.d = static_cast<int>(p.d);
-  params_.dv = static_cast<int>(p.dv);
-  params_.hq = static_cast<int>(p.hq);
-  params_.group = static_cast<int>(p.group());
-  const kernels::Band band = band_of(plan_, p.mask);
-  params_.window_left = band.left;
-  params_.window_right = band.right;
-  params_.scale_log2 = scale_log2(p);
-  if (plan_.softcap) {
-    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
-    constexpr double kMost = std::numeric_limits<float>::max();
-    const double scale = 2 * kLog2e * p.scale / p.softcap;
-    params_.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
-    params_.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
-    params_.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
-  }
   params_.work = plan_.work;
 
   padding_.o_row_stride = p.out.row;
@@ -101,13 +68,11 @@ void HopperForward::set_inputs() {
   workspace_bytes_ = LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
   const auto input = [&](const char* name, const TensorMapShape& shape, bool copied,
                          TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
-    const Layout& from = shape.strides;
     Input in{name,  copied ? fulgur::cuda::copied(shape) : shape, copied, workspace_bytes_, {}, map,
              tensor};
     const Layout& to = in.shape.strides;
     params_.*tensor = {nullptr, to.batch, to.row, to.head};
-    in.copy = {nullptr,     from.batch,  from.row,   from.head,   nullptr,
-               to.head / 8, shape.batch, shape.rows, shape.heads, shape.dim};
+    in.copy = copy_params(shape, in.shape);
     if (copied) workspace_bytes_ += copied_bytes(in.shape);
     return in;
   };
@@ -154,25 +119,18 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, char*
 }
 
 void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
-  const auto launch = [&](CUfunction kernel, const void* params, int grid, int threads,
-                          int shared_bytes, const char* what) {
-    void* values[] = {const_cast<void*>(params)};
-    check(driver().cuLaunchKernel(kernel, grid, 1, 1, threads, 1, 1, shared_bytes, stream, values,
-                                  nullptr),
-          what);
-  };
   for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!inputs_[i].copied) continue;
-    launch(copy_kernel_, &arguments.copies[i], kCopyBlocks * gpu_.multiprocessors(), kThreads, 0,
-           "launching the kernel that copies rows");
+    cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.multiprocessors()},
+                 kCopyThreads, 0, "launching the kernel that copies rows");
   }
   if (plan_.work.items > 0) {
-    launch(kernel_, &arguments.forward, plan_.grid, plan_.threads(), plan_.shared_bytes,
-           "launching the forward kernel");
+    cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),
+                 plan_.shared_bytes, "launching the forward kernel");
   }
   if (plan_.packed) {
-    launch(padding_kernel_, &arguments.padding, gpu_.multiprocessors(), kThreads, 0,
-           "launching the kernel of padding rows");
+    cuda::launch(stream, padding_kernel_, &arguments.padding, {gpu_.multiprocessors()},
+                 kPaddingThreads, 0, "launching the kernel of padding rows");
   }
 }
 

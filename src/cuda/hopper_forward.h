@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
+#include "kernels/sm90/forward_params.h"
 
 namespace fulgur::cuda {
 

@@ -7,6 +7,7 @@ namespace {
 
 class HopperForwardFamily final : public Family {
  public:
+  Pass pass() const override { return Pass::kForward; }
   std::string rejects(const Problem& problem) const override {
     return hopper_forward_rejects(problem);
   }

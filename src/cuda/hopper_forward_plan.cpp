@@ -4,25 +4,21 @@
 
 #include <algorithm>
 #include <limits>
-#include <numbers>
 
 #include "cuda/hopper_model.h"
+#include "cuda/hopper_plan.h"
 #include "cuda/tensor_map.h"
 #include "kernels/sm90/forward_layout.h"
 
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kMostDim = 256;
-constexpr int kMostParts = 8;  // more have not been measured
-// The kernel counts with ints, and bounds beside diagonals must fit them. No row reaches the bound.
-constexpr int64_t kMostRows = int64_t{1} << 29, kMostBound = (int64_t{1} << 30) - 1024;
+constexpr int kMostParts = 8;           // more have not been measured
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
 constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 using kernels::Work;
 
 kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
@@ -77,10 +73,8 @@ HopperForwardPlan common(const Problem& p) {
   plan.dtype = p.dtype;
   plan.head_dim = ceil_div(p.d, 16) * 16;
   plan.value_dim = ceil_div(p.dv, 16) * 16;
-  // A bound that no row of the longest sequence reaches is none; but which one is the longest
-  // depends on the batch.
-  plan.has_left = p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1);
-  plan.has_right = p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1);
+  plan.has_left = left_binds(p);
+  plan.has_right = right_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.transforms_scores = transforms(p);
@@ -210,14 +204,8 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) 
 
 }  // namespace
 
-float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
-
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
-  const auto bound = [](bool has, int64_t keys) {
-    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
-  };
-  return {plan.has_left, plan.has_right, bound(plan.has_left, mask.left),
-          bound(plan.has_right, mask.right)};
+  return band_of(mask, plan.has_left, plan.has_right);
 }
 
 int64_t HopperForwardPlan::partial_floats() const {
@@ -231,7 +219,6 @@ int HopperForwardPlan::counters() const {
 }
 
 std::string hopper_forward_rejects(const Problem& p) {
-  if (p.pass != Pass::kForward) return "computes the forward pass";
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
@@ -286,31 +273,27 @@ std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Targ
 }
 
 std::string plan_header(const HopperForwardKey& plan) {
-  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
-                                 plan.dtype == DType::kBF16 ? "bf16" : "f16");
-  const auto add = [&](const char* name, int value) {
-    text += fmt::format("  {} = {},\n", name, value);
-  };
-  add("kHeadDim", plan.head_dim);
-  add("kValueDim", plan.value_dim);
-  add("kConsumers", plan.consumers);
-  add("kBlockKeys", plan.block_keys);
-  add("kQStages", plan.q_stages);
-  add("kKStages", plan.k_stages);
-  add("kVStages", plan.v_stages);
-  add("kProducerRegisters", plan.producer_registers);
-  add("kConsumerRegisters", plan.consumer_registers);
-  add("kHasLeft", plan.has_left);
-  add("kHasRight", plan.has_right);
-  add("kScoreMode", plan.transforms_scores);
-  add("kSoftcap", plan.softcap);
-  add("kAlibi", plan.alibi);
-  add("kPacked", plan.packed);
-  add("kSeqUsedK", plan.seqused_k);
-  add("kHasLse", plan.has_lse);
-  add("kSplitTail", plan.split_tail);
-  add("kStore", static_cast<int>(plan.store));
-  return text + "};\n";
+  PlanHeader header(plan.dtype);
+  header.add("kHeadDim", plan.head_dim);
+  header.add("kValueDim", plan.value_dim);
+  header.add("kConsumers", plan.consumers);
+  header.add("kBlockKeys", plan.block_keys);
+  header.add("kQStages", plan.q_stages);
+  header.add("kKStages", plan.k_stages);
+  header.add("kVStages", plan.v_stages);
+  header.add("kProducerRegisters", plan.producer_registers);
+  header.add("kConsumerRegisters", plan.consumer_registers);
+  header.add("kHasLeft", plan.has_left);
+  header.add("kHasRight", plan.has_right);
+  header.add("kScoreMode", plan.transforms_scores);
+  header.add("kSoftcap", plan.softcap);
+  header.add("kAlibi", plan.alibi);
+  header.add("kPacked", plan.packed);
+  header.add("kSeqUsedK", plan.seqused_k);
+  header.add("kHasLse", plan.has_lse);
+  header.add("kSplitTail", plan.split_tail);
+  header.add("kStore", static_cast<int>(plan.store));
+  return header.text();
 }
 
 std::vector<std::string> describe(const HopperForwardPlan& plan) {
@@ -334,12 +317,7 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
   }
   for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
                                   std::pair{"v", &plan.copies_v}}) {
-    if (!why->empty()) {
-      sentences.push_back(
-          fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA "
-                      "can address: {}",
-                      name, *why));
-    }
+    if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
   }
   if (plan.store == HopperForwardPlan::Store::kElements) {
     sentences.emplace_back("O is stored by elements: its rows are no multiples of 16 bytes");

@@ -54,9 +54,6 @@ struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
 /// The mask as the kernel sees it: the bounds that the plan has, 0 where it has none.
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask);
 
-/// scale * log2(e), as the kernel computes with it.
-float scale_log2(const Problem& problem);
-
 /// Why sm90/forward.cu does not compute a forward problem, and what it does compute; empty when it
 /// does.
 std::string hopper_forward_rejects(const Problem& problem);

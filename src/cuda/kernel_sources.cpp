@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-[[noreturn]] void fail(const fs::path& got, const std::string& why) {
+[[noreturn]] void fail_kernel_dir(const fs::path& got, const std::string& why) {
   throw Error(Status::kInvalidArgument,
               fmt::format("FULGUR_KERNEL_DIR: got {}: {}; want the absolute path of a folder of "
                           "kernel sources",
@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 }
 
 KernelSources read_folder(const fs::path& folder) {
-  if (!folder.is_absolute()) fail(folder, "it is relative");
+  if (!folder.is_absolute()) fail_kernel_dir(folder, "it is relative");
   KernelSources sources;
   std::error_code error;
   fs::recursive_directory_iterator entry(folder, error);
@@ -31,16 +31,17 @@ KernelSources read_folder(const fs::path& folder) {
     const fs::path path = entry->path(), type = path.extension();
     if (type != ".cu" && type != ".cuh" && type != ".h") continue;
     if (!fs::is_regular_file(path, error)) {
-      fail(folder, fmt::format("{} {}", path.string(),
-                               error ? "cannot be read: " + error.message() : "is not a file"));
+      fail_kernel_dir(folder,
+                      fmt::format("{} {}", path.string(),
+                                  error ? "cannot be read: " + error.message() : "is not a file"));
     }
     std::ifstream file(path, std::ios::binary);
     const std::string text(std::istreambuf_iterator<char>(file), {});
-    if (!file.is_open() || file.bad()) fail(folder, path.string() + " cannot be read");
+    if (!file.is_open() || file.bad()) fail_kernel_dir(folder, path.string() + " cannot be read");
     sources[path.lexically_relative(folder).generic_string()] = text;
   }
-  if (error) fail(folder, error.message());
-  if (sources.empty()) fail(folder, "there is no kernel in it");
+  if (error) fail_kernel_dir(folder, error.message());
+  if (sources.empty()) fail_kernel_dir(folder, "there is no kernel in it");
   return sources;
 }
 

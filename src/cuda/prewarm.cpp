@@ -19,7 +19,7 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
   if (const std::string why = cache.folder().unusable(); !why.empty()) {
-    throw Error(Status::kInternal, why);
+    throw Error(Status::kUnavailable, why);
   }
   Prewarmed result;
   std::map<std::string, std::string> defects;  // of the kernels that are in the cache, by key
@@ -34,7 +34,7 @@ Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::st
     }
     at->second = defect_of(cache.get(key, [&] { return compile(request); }));
     if (!cache.load(key)) {  // the cache has said why
-      throw Error(Status::kInternal, "cannot write to " + cache.folder().path().string());
+      throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
     }
     ++result.compiled;
     return at->second;

@@ -28,16 +28,28 @@ std::array<Dimension, 3> outer(const TensorMapShape& s) {
            {"batch", s.batch, s.strides.batch}}};
 }
 
+TensorMapShape of_q(const Problem& p, int64_t dim, const Layout& strides, int box_rows) {
+  return {p.dtype, dim,     p.packed ? p.total_q : p.sq, p.hq, p.packed ? 1 : p.batch,
+          strides, box_rows};
+}
+
+TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int box_rows) {
+  return {p.dtype, dim,     p.packed ? p.total_k : p.sk, p.hk, p.packed ? 1 : p.batch,
+          strides, box_rows};
+}
+
 }  // namespace
 
 ForwardMaps forward_maps(const Problem& p, int block_keys) {
-  const auto map = [&](bool of_q, int64_t dim, const Layout& strides, int box_rows) {
-    const int64_t rows = p.packed ? (of_q ? p.total_q : p.total_k) : (of_q ? p.sq : p.sk);
-    return TensorMapShape{p.dtype, dim,     rows, of_q ? p.hq : p.hk, p.packed ? 1 : p.batch,
-                          strides, box_rows};
-  };
-  return {map(true, p.d, p.q, 64), map(false, p.d, p.k, block_keys),
-          map(false, p.dv, p.v, block_keys), map(true, p.dv, p.out, 16)};
+  return {of_q(p, p.d, p.q, 64), of_k(p, p.d, p.k, block_keys), of_k(p, p.dv, p.v, block_keys),
+          of_q(p, p.dv, p.out, 16)};
+}
+
+BackwardMaps backward_maps(const Problem& p) {
+  constexpr int kBox = 64;
+  return {of_q(p, p.d, p.q, kBox),     of_k(p, p.d, p.k, kBox),       of_k(p, p.dv, p.v, kBox),
+          of_q(p, p.dv, p.dout, kBox), of_q(p, p.dv, p.out, kBox),    of_q(p, p.d, p.dq, kBox),
+          of_k(p, p.d, p.dk, kBox),    of_k(p, p.dv, p.dv_grad, kBox)};
 }
 
 std::string map_unsupported(const TensorMapShape& shape) {

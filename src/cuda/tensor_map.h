@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "kernels/sm90/forward_params.h"
+#include "kernels/sm90/tensor_map.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
@@ -32,6 +32,12 @@ struct ForwardMaps {
   TensorMapShape q, k, v, o;
 };
 ForwardMaps forward_maps(const Problem& problem, int block_keys);
+
+/// The tensors of a backward pass: maps of q, k, v and dout; of the others only the layout counts.
+struct BackwardMaps {
+  TensorMapShape q, k, v, dout, out, dq, dk, dv;
+};
+BackwardMaps backward_maps(const Problem& problem);
 
 /// Why the kernels do not count the rows of a tensor of this shape; empty when they do.
 std::string map_unsupported(const TensorMapShape& shape);

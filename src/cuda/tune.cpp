@@ -105,7 +105,7 @@ Tuned tune(const ForwardArgs& args, const Options& options, const Run& run) {
   const TileId predicted = ranked(problem, families, target_of(gpu), {}, &reasons).at(0)->tile;
   Tunings& tunings = Tunings::here();
   if (const std::string why = tunings.folder().unusable(); !why.empty()) {
-    throw Error(Status::kInternal, why);
+    throw Error(Status::kUnavailable, why);
   }
 
   std::vector<std::unique_ptr<const Executable>> plans;

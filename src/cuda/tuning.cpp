@@ -104,7 +104,7 @@ std::vector<MeasuredTile> Tunings::find(const std::string& key) {
 void Tunings::keep(const std::string& key, std::vector<MeasuredTile> tiles) {
   std::string why = folder_.unusable();
   if (why.empty()) why = folder_.store(file_name(key), key + text_of(tiles));
-  if (!why.empty()) throw Error(Status::kInternal, why);
+  if (!why.empty()) throw Error(Status::kUnavailable, why);
   const std::scoped_lock lock(mutex_);
   known_[key] = std::move(tiles);
   ++kept;

@@ -28,7 +28,7 @@ class Tunings {
   /// What was measured; empty when nothing was. A file that cannot be used costs a warning.
   std::vector<MeasuredTile> find(const std::string& key);
 
-  /// Keeps what was measured. Throws Error(kInternal) when the folder cannot be used.
+  /// Keeps what was measured. Throws Error(kUnavailable) when the folder cannot be used.
   void keep(const std::string& key, std::vector<MeasuredTile> tiles);
 
   /// Where a key's tiles are kept.

@@ -430,7 +430,7 @@ TEST_F(TuningCache, UnwritableFolderIsAnError) {
     tunings.keep(kKey, kTiles);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_EQ(error.status(), Status::kInternal);
+    EXPECT_EQ(error.status(), Status::kUnavailable);
     EXPECT_NE(std::string(error.what()).find(folder().string()), std::string::npos);
   }
   EXPECT_TRUE(tunings.find(kKey).empty()) << "what was not kept is used";

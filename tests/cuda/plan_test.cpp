@@ -10,6 +10,7 @@
 #include "cuda/hopper_model.h"
 #include "cuda/launch_memory.h"
 #include "cuda/shape_class.h"
+#include "engines.h"
 #include "forward_call.h"
 
 // The device text, read by the host's compiler: the instructions in it are never emitted.
@@ -114,6 +115,15 @@ TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
   }
   EXPECT_EQ(slower, 2);
   EXPECT_EQ(wider, 2);
+}
+
+TEST(HopperPlan, NoTileIsAnErrorThatSaysWhy) {
+  const auto plan = [] { plan_of(forward_problem({.d = 256}), {.shared_bytes = 50000}); };
+  EXPECT_EQ(test::status_of(plan), Status::kUnsupported);
+  const std::string why = test::message_of(plan);
+  EXPECT_NE(why.find("engine cuda: no tile computes this: tile sm90_forward 128 x 64: two stages"),
+            std::string::npos)
+      << why;
 }
 
 /// Times of every tile of a problem; `fastest` takes 10 us, the others 20, 30 and so on.

@@ -83,9 +83,9 @@ TEST(BadInputs, DlpackThatFulgurLacks) {
   good.dtype = {kDLFloat, 32, 1};
   good.shape = shape + 1;
   const std::vector<std::pair<const char*, std::function<void(DLTensor&)>>> changes = {
-      {"q: dtype .*code 0.*64 bits.*want",
+      {"q: dtype .*code 1.*64 bits.*want",
        [](DLTensor& t) {
-         t.dtype = {kDLInt, 64, 1};
+         t.dtype = {kDLUInt, 64, 1};
        }},
       {"q: dtype .*8 bits.*want", [](DLTensor& t) { t.dtype.bits = 8; }},
       {"q: dtype .*4 lanes.*want", [](DLTensor& t) { t.dtype.lanes = 4; }},

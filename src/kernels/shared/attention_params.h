@@ -1,4 +1,4 @@
-// What every forward kernel is told of a call, the same for the host and the device.
+// What kernels are told of a call, the same for the host and the device.
 #pragma once
 #include "shared/work.h"
 
@@ -8,12 +8,9 @@ struct StridedTensor {
   long long batch, row, head;
 };
 
-struct AttentionParams {
+// What is computed: inputs, lengths, mask and scores.
+struct CallParams {
   StridedTensor q, k, v;       // for rows that are computed again (shared/repair.cuh)
-  StridedTensor o;             // for O that leaves from registers
-  float* lse;                  // [b, hq, sq] or packed [hq, total_q]; natural logarithm
-  long long lse_batch_stride;  // elements (0 when packed)
-  long long lse_head_stride;   // elements
 
   const int* cu_seqlens_q;     // [b + 1], packed
   const int* cu_seqlens_k;     // [b + 1], packed
@@ -32,11 +29,19 @@ struct AttentionParams {
   float softcap_log2;          // kSoftcap: softcap * log2(e)
   float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (shared/softcap.h)
 
+  int total_q, total_k;  // rows of q and k in all, packed
+};
+
+// What every forward kernel is told.
+struct AttentionParams : CallParams {
+  StridedTensor o;             // for O that leaves from registers
+  float* lse;                  // [b, hq, sq] or packed [hq, total_q]; natural logarithm
+  long long lse_batch_stride;  // elements (0 when packed)
+  long long lse_head_stride;   // elements
+
   fulgur::kernels::Work work;
   // [kSchedulerCounters], zero before the first launch; every launch leaves them zero. One launch at a time uses them.
   int* counters;
   float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
-
-  int total_q, total_k;  // rows of q and k in all, packed
 };

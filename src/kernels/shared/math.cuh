@@ -34,6 +34,26 @@ __device__ __forceinline__ float to_float(unsigned short x) {
   return y;
 }
 
+// The two values of a packed pair.
+__device__ __forceinline__ float low_of(u32 packed) { return to_float(static_cast<unsigned short>(packed)); }
+__device__ __forceinline__ float high_of(u32 packed) { return to_float(static_cast<unsigned short>(packed >> 16)); }
+
+// The same of f16, whatever the input type is.
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ float half_to_float(unsigned short x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ float low_of_half(u32 packed) { return half_to_float(static_cast<unsigned short>(packed)); }
+__device__ __forceinline__ float high_of_half(u32 packed) {
+  return half_to_float(static_cast<unsigned short>(packed >> 16));
+}
+
 // sum + a * b of packed values of the input type.
 __device__ __forceinline__ u32 packed_fma(u32 a, u32 b, u32 sum) {
   asm("fma.rn." FULGUR_INPUT "x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));

@@ -15,12 +15,31 @@ __device__ __forceinline__ int load_shared(u32 address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared_four(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 __device__ __forceinline__ void store_shared_zero16(u32 address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
+__device__ __forceinline__ void load_shared16(u32 address, u32* x) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays behind them.
+__device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
 
 // A struct of ints, 16 bytes at a time.
 template <class T>
@@ -65,5 +84,13 @@ __device__ __forceinline__ T load_shared_struct_uniform(u32 address) {
 __device__ __forceinline__ void store_shared_matrices(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void load_shared_matrices(u32 address, u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
                : "memory");
 }

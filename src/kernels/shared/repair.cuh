@@ -46,7 +46,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
-  const float slope = kAlibi ? alibi_slope(p, place) : 0;
+  const float slope = kAlibi ? alibi_slope(p, place.batch, place.head) : 0;
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {

@@ -1,4 +1,4 @@
-// The lengths, band and items of a call, from the arguments of a kernel.
+// The lengths and the band of a call, from the arguments of a kernel.
 #pragma once
 #include "plan.h"
 #include "shared/attention_params.h"
@@ -14,7 +14,7 @@ __device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, in
 
 // The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves
 // the tensors, and no sequence is longer than the plan was told.
-__device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
+__device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
   Lengths n = {0, 0, p.sq, p.sk};
   if (kPacked) {
     packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, n.q_start, n.sq);
@@ -24,15 +24,14 @@ __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batc
   return n;
 }
 
-__device__ __forceinline__ Band band_of(const AttentionParams& p) {
+__device__ __forceinline__ Band band_of(const CallParams& p) {
   return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right};
 }
 
-__device__ __forceinline__ Item item_of(const AttentionParams& p, int number) {
-  return item_of(p.work, p.hq, kSplitTail, band_of(p), number);
-}
-
-// What of a view the end of an item needs, from shared memory.
-__device__ __forceinline__ Place load_place(u32 view) {
-  return load_shared_struct_uniform<Place>(view + sizeof(KeyWalk));
+// Rows of k that a sequence has, beyond seqused_k too.
+__device__ __forceinline__ int key_rows(const CallParams& p, int batch) {
+  int start = 0;
+  int count = p.sk;
+  if (kPacked) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, start, count);
+  return count;
 }

@@ -1,30 +1,8 @@
 // What happens to scores between the product and the softmax: transform_scores changes them, mask_scores hides keys.
 #pragma once
 #include "shared/fragment.cuh"
-#include "shared/math.cuh"
-#include "shared/schedule.cuh"
-#include "shared/softcap.h"
-
-// A score in units of log2: softcap * tanh(scale * s / softcap), ALiBi. Every rounding is spelled out, so that all
-// kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
-__device__ __forceinline__ float transform_score(const AttentionParams& p, float s, float slope, float distance) {
-  if (kSoftcap) {
-    const float u = __fmul_rn(s, p.softcap_scale);
-    const float large = __fmaf_rn(-2 * p.softcap_log2, reciprocal_fast(__fadd_rn(exp2_fast(u), 1)), p.softcap_log2);
-    const float from_center = __fmaf_rn(u, u, -float(kTanhCenter));
-    const float polynomial = __fmaf_rn(from_center, from_center, float(kTanhRest));
-    const float small = __fmul_rn(__fmul_rn(s, p.softcap_small), polynomial);
-    s = from_center < float(kTanhSmall * kTanhSmall - kTanhCenter) ? small : large;  // |u| < kTanhSmall
-  } else {
-    s = __fmul_rn(s, p.scale_log2);
-  }
-  if (kAlibi) s = __fmaf_rn(-slope, fabsf(distance), s);
-  return s;
-}
-
-__device__ __forceinline__ float alibi_slope(const AttentionParams& p, const Place& place) {
-  return p.alibi_slopes[place.batch * p.alibi_batch_stride + place.head] * 1.4426950408889634f;
-}
+#include "shared/items.cuh"
+#include "shared/transform.cuh"
 
 // All scores of a strip at `view` for a key tile.
 __device__ __forceinline__ void transform_scores(const AttentionParams& p, float (&S)[kBlockKeys / 2], u32 view,
@@ -32,7 +10,8 @@ __device__ __forceinline__ void transform_scores(const AttentionParams& p, float
   float slope = 0;
   float distance = 0;
   if (kAlibi) {
-    slope = alibi_slope(p, load_place(view));
+    const Place place = load_place(view);
+    slope = alibi_slope(p, place.batch, place.head);
     distance = float(diagonal + int(warp_row() + thread_row()) - key_tile * kBlockKeys - int(thread_column()));
   }
 #pragma unroll

@@ -2,7 +2,7 @@
 // so that the result does not depend on which one that is.
 #pragma once
 #include "shared/softmax.cuh"
-#include "shared/schedule.cuh"
+#include "shared/items.cuh"
 
 // In units of floats, 128 apart, behind each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };

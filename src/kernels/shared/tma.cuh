@@ -1,4 +1,4 @@
-// TMA: bulk copies of boxes of tensors between global and shared memory.
+// TMA: bulk copies, of boxes of tensors and of plain bytes, between global and shared memory.
 #pragma once
 #include "shared/host_device.h"
 
@@ -22,6 +22,13 @@ __device__ __forceinline__ void tma_load(u32 shared, const void* map, u32 barrie
       : "memory");
 }
 
+// Into L2 alone.
+__device__ __forceinline__ void tma_prefetch(const void* map, const BoxStart& at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(at.dim),
+               "r"(at.row), "r"(at.head), "r"(at.batch)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store(const void* map, u32 shared, const BoxStart& at) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group\n"
@@ -30,14 +37,36 @@ __device__ __forceinline__ void tma_store(const void* map, u32 shared, const Box
       : "memory");
 }
 
+// Bytes in multiples of 16, aligned to 16.
+__device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier, Keep keep) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(u64(keep))
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(void* to, u32 shared, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// Adds floats to floats, each at once, in any order.
+__device__ __forceinline__ void bulk_add(float* to, u32 shared, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until this thread's stores are done.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Waits until this thread's stores have read their shared memory.
+// Waits until all but the last `pending` groups of this thread's stores have read their shared memory.
+template <int pending = 0>
 __device__ __forceinline__ void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // Orders ordinary accesses to shared memory before later ones by TMA or the tensor cores.

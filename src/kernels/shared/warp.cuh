@@ -22,9 +22,20 @@ __device__ __forceinline__ u32 elect_one() {
   return elected;
 }
 
+// Read anew each time: no register is kept for it where loads are rare and registers few.
+__device__ __forceinline__ u32 lane_of_warp() {
+  u32 lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // One value for the whole warp; tells the compiler so, and what is computed from it lives in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
+// `threads`: of those that arrive and those that wait together.
+__device__ __forceinline__ void named_barrier_arrive(u32 name, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void named_barrier_sync(u32 name, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }

@@ -17,6 +17,11 @@ __device__ __forceinline__ void register_fence(float (&x)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
+template <int count>
+__device__ __forceinline__ void register_fence(u32 (&x)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
 
 // Low word of the matrix descriptor of a 128-byte-swizzled operand; the high word is the same for all (1024 bytes
 // between groups of 8 rows). `leading_bytes` lie between panels of 64 columns of an operand that lies across; one that

@@ -32,16 +32,9 @@
 // much shared memory each has.
 #pragma once
 #include "shared/attention_params.h"
+#include "sm90/tensor_map.h"
 
-// A CUtensorMap: filled by cuTensorMapEncodeTiled, opaque here.
-struct alignas(64) TensorMapBlob {
-  unsigned long long words[16];
-};
-
-// 16-bit elements, rank 4, dims innermost first {dim, seqlen, heads, batch}, element strides 1, interleave none,
-// swizzle 128B, L2 promotion 256B, out-of-bounds fill zero. Byte strides are those of seqlen, heads and batch
-// (multiples of 16; the base too). Packed: seqlen extent = total rows, batch extent = 1. Extents are the true d / dv
-// (not rounded) and the true seqlen.
+// As sm90/tensor_map.h says.
 struct TensorMaps {
   TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {64, 64, 1, 1}
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBlockKeys, 1, 1}

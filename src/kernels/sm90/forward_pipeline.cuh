@@ -1,47 +1,18 @@
 // How Q, K and V pass from the producer warp to the consumer warpgroups: rings of buffers in shared memory, each buffer
 // with a barrier that says it is full and one that says it is empty.
 #pragma once
-#include "shared/mbarrier.cuh"
-#include "shared/schedule.cuh"
+#include "shared/buffers.cuh"
+#include "shared/items.cuh"
 #include "shared/tma.cuh"
-#include "shared/wgmma.cuh"
 #include "sm90/forward_layout.cuh"
 #include "sm90/forward_params.h"
 
-// One side's position in a ring of `kStages` buffers of `kBytes`; the other three are offsets in shared memory.
-template <u32 kBuffers, u32 kBytes, u32 kFull, u32 kEmpty, u32 kStages>
-struct Buffers {
-  u32 smem;
-  Ring ring;
-  __device__ __forceinline__ Buffers(u32 smem, u32 first_parity) : smem(smem), ring(first_parity) {}
-  __device__ __forceinline__ u32 address() const { return smem + kBuffers + ring.stage() * kBytes; }
-  __device__ __forceinline__ u32 full() const { return smem + kFull + 8 * ring.stage(); }
-  __device__ __forceinline__ u32 empty() const { return smem + kEmpty + 8 * ring.stage(); }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), ring.parity()); }
-  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), ring.parity()); }
-  __device__ __forceinline__ void advance() { ring.advance(kStages); }
-  __device__ __forceinline__ void release(u32 leader) {
-    mbarrier_arrive_if(empty(), leader);
-    advance();
-  }
-  static __device__ __forceinline__ void init(u32 smem) {
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(smem + kFull + 8 * i, 1);
-      mbarrier_init(smem + kEmpty + 8 * i, 4 * kConsumers);  // the first lane of each warp arrives
-    }
-  }
-};
 using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_empty, kQStages>;
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
   return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
-}
-
-// Low word of the descriptor of an operand, in a uniform register.
-__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
-  return u32(uniform(operand_descriptor(shared, leading_bytes)));
 }
 
 // The keys of an item. The division by the heads of a group is made once for all of its tiles: it takes longer than

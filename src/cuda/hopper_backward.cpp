@@ -1,0 +1,229 @@
+#include "cuda/hopper_backward.h"
+
+#include <algorithm>
+
+#include "cuda/hopper_plan.h"
+#include "cuda/launch.h"
+#include "kernels/shared/work.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
+constexpr int kPrepareThreads = 256;
+constexpr int kMostPairs = 65535;  // of a grid's y
+
+KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_prepare.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_prepare", 0};
+}
+KernelUse keys_kernel(const HopperBackwardPlan& plan) {
+  return {{plan.wide() ? "sm90/backward_keys_wide.cu" : "sm90/backward_keys.cu", plan_header(plan),
+           "sm_90a"},
+          "fulgur_backward_keys",
+          plan.keys_shared_bytes};
+}
+KernelUse rows_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_rows.cu", plan_header(plan), "sm_90a"},
+          "fulgur_backward_rows",
+          plan.rows_shared_bytes};
+}
+
+KernelUse round_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_round.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_round", 0};
+}
+KernelUse repair_kernel(const HopperBackwardPlan& plan) {
+  return {{"sm90/backward_repair.cu", plan_header(plan), "sm_90a"}, "fulgur_backward_repair", 0};
+}
+/// That of dQ.
+KernelUse queries_kernel(const HopperBackwardPlan& plan) {
+  return plan.sums ? round_kernel(plan) : rows_kernel(plan);
+}
+
+int64_t round_up(int64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+StridedTensor strided(const Layout& layout, const void* data = nullptr) {
+  auto* elements = static_cast<unsigned short*>(const_cast<void*>(data));
+  return {elements, layout.batch, layout.row, layout.head};
+}
+
+}  // namespace
+
+std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
+  std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
+  if (plan.repairs()) kernels.push_back(repair_kernel(plan));
+  if (plan.copies()) kernels.push_back(kCopyKernel);
+  return kernels;
+}
+
+HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan,
+                               Reasons reasons)
+    : gpu_(gpu),
+      plan_(plan),
+      reasons_(std::move(reasons)),
+      nothing_to_do_(problem.nothing_to_do()) {
+  if (nothing_to_do_) return;
+  set_params(problem);
+  set_inputs(problem);
+  prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
+  keys_ = gpu_.kernel(keys_kernel(plan_)).function;
+  queries_ = gpu_.kernel(queries_kernel(plan_)).function;
+  if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
+  if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
+}
+
+void HopperBackward::set_params(const Problem& p) {
+  BackwardParams& to = params_;
+  static_cast<CallParams&>(to) = call_params(p, band_of(p.mask, plan_.has_left, plan_.has_right));
+  to.q = strided(p.q);
+  to.k = strided(p.k);
+  to.v = strided(p.v);
+  to.out = strided(p.out);
+  to.dout = strided(p.dout);
+  to.dq = strided(p.dq);
+  to.dk = strided(p.dk);
+  to.dv_grad = strided(p.dv_grad);
+  to.lse = {nullptr, p.lse.batch, p.lse.head};
+  to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
+  to.scale = static_cast<float>(p.scale);
+  to.score_tiles = plan_.score_tiles;
+  to.batch = static_cast<int>(p.batch);
+  to.statistics_rows = plan_.statistics_rows;
+  chunks_ = std::max(ceil_div(p.sq, 64), 1);
+  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
+}
+
+// The workspace: counters, statistics of rows, dS, sums between waves, copies.
+void HopperBackward::set_inputs(const Problem& p) {
+  int64_t at = LaunchMemory::kZeroed;
+  const auto take = [&](int64_t bytes) {
+    const int64_t offset = at;
+    at += round_up(bytes);
+    return offset;
+  };
+  const int64_t statistics = p.hq * plan_.statistics_rows * int64_t{sizeof(float)};
+  offsets_.shift = take(statistics);
+  offsets_.delta = take(statistics);
+  offsets_.dq_sums = take(plan_.sums_floats(p.hq) * int64_t{sizeof(float)});
+  offsets_.zeros = take(plan_.sums ? 0 : kernels::kPieceBytes);
+  offsets_.ds = take(plan_.ds_bytes);
+  const int64_t blocks = plan_.carries ? p.batch * p.hk * ceil_div(p.sk, plan_.block_keys) : 0;
+  const int64_t sums = blocks * plan_.block_keys * int64_t{sizeof(float)};
+  offsets_.carry_dk = take(sums * plan_.head_dim);
+  offsets_.carry_dv = take(sums * plan_.value_dim);
+  const BackwardMaps maps = backward_maps(p);
+  const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
+                         const TensorMapShape& shape, bool copied,
+                         TensorMapBlob BackwardParams::*map) {
+    Input in{name, argument, copied ? fulgur::cuda::copied(shape) : shape, copied, 0, {}, map};
+    if (!copied) return in;
+    in.offset = take(copied_bytes(in.shape));
+    in.copy = copy_params(shape, in.shape);
+    return in;
+  };
+  inputs_ = {input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), &BackwardParams::q_map),
+             input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), &BackwardParams::k_map),
+             input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), &BackwardParams::v_map),
+             input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(),
+                   &BackwardParams::dout_map)};
+  offsets_.end = at;
+}
+
+BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace) const {
+  BackwardParams p = params_;
+  const auto data = [](const ConstTensor& t) {
+    return static_cast<unsigned short*>(const_cast<void*>(t.data));
+  };
+  p.q.data = data(args.q);
+  p.k.data = data(args.k);
+  p.v.data = data(args.v);
+  p.out.data = data(args.out);
+  p.dout.data = data(args.dout);
+  p.dq.data = data(args.dq);
+  p.dk.data = data(args.dk);
+  p.dv_grad.data = data(args.dv);
+  p.lse.data = static_cast<const float*>(args.lse.data);
+  p.dlse.data = static_cast<const float*>(args.dlse.data);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
+  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.not_finite = p.counters + kernels::kSchedulerCounters;
+  p.shift = reinterpret_cast<float*>(workspace + offsets_.shift);
+  p.delta = reinterpret_cast<float*>(workspace + offsets_.delta);
+  p.dq_sums = reinterpret_cast<float*>(workspace + offsets_.dq_sums);
+  p.zeros = reinterpret_cast<unsigned char*>(workspace + offsets_.zeros);
+  p.ds = reinterpret_cast<unsigned char*>(workspace + offsets_.ds);
+  p.carry_dk = reinterpret_cast<float*>(workspace + offsets_.carry_dk);
+  p.carry_dv = reinterpret_cast<float*>(workspace + offsets_.carry_dv);
+  for (const Input& in : inputs_) {
+    const ConstTensor& tensor = args.*in.argument;
+    void* from = in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape);
+    // Empty tensors are never read, but their maps must be valid: they lie around the workspace.
+    encode(in.shape, in.shape.empty() ? workspace : from, &(p.*in.map));
+  }
+  return p;
+}
+
+void HopperBackward::run(const Call& call, const Run& run) const {
+  if (nothing_to_do_) return;
+  const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
+  const CurrentContext current(gpu_.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  LaunchMemory::Lease lease;
+  auto* workspace = static_cast<char*>(run.workspace.data);
+  if (workspace == nullptr) {
+    lease = gpu_.launch_memory().take(stream, offsets_.end);
+    workspace = reinterpret_cast<char*>(lease.data);
+  }
+  BackwardParams p = params(args, workspace);
+  for (const Input& in : inputs_) {
+    if (!in.copied) continue;
+    ForwardCopyParams copy = in.copy;
+    copy.from = static_cast<const unsigned short*>((args.*in.argument).data);
+    copy.to = workspace + in.offset;
+    launch(stream, copy_, &copy, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+           "launching the kernel that copies rows");
+  }
+  launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
+         "launching the kernel that prepares rows");
+  for (const BackwardWave& wave : plan_.waves) {
+    p.wave = wave.wave;
+    p.key_blocks = wave.key_blocks;
+    p.row_blocks = wave.row_blocks;
+    const auto grid = [&](const kernels::Blocks& blocks) {
+      return static_cast<int>(std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.pairs));
+    };
+    if (grid(p.key_blocks) > 0) {
+      launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
+             "launching the backward kernel by keys");
+    }
+    if (!plan_.sums && grid(p.row_blocks) > 0) {
+      launch(stream, queries_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
+             "launching the backward kernel by rows");
+    }
+  }
+  if (plan_.sums) {
+    launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
+           "launching the kernel that rounds dQ");
+  }
+  if (plan_.repairs()) {
+    launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,
+           "launching the kernel that repairs gradients");
+  }
+}
+
+Explanation HopperBackward::explain() const {
+  std::vector<std::string> decisions = describe(plan_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows, plan_.block_keys};
+}
+
+WorkspaceNeed HopperBackward::workspace() const {
+  if (nothing_to_do_) return {};
+  return {offsets_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,419 @@
+#include "cuda/hopper_backward_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cuda/hopper_plan.h"
+#include "cuda/tensor_map.h"
+
+namespace fulgur::cuda {
+namespace {
+
+using kernels::Blocks;
+using kernels::ScoreTile;
+using kernels::Wave;
+
+constexpr int kConsumers = 2;
+constexpr int kMostSumsDim = 128;
+
+/// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
+struct BackwardRegisters {
+  int producer, consumer, sums;
+};
+constexpr BackwardRegisters registers_of_backward(bool sums) {
+  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
+}
+constexpr int kMostBuffers = 6;
+
+kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
+  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.q_stages,
+          key.o_stages, key.ds_stages, key.row_tiles, key.row_stages, key.sums};
+}
+
+/// How a call is divided into waves.
+struct Division {
+  int pairs = 1;      ///< heads of k and v, times sequences unless packed
+  int row_waves = 1;  ///< that a sequence is cut into
+  double cycles = 0;  ///< predicted
+};
+
+/// Lengths that a wave is planned for.
+kernels::Lengths planned_lengths(const Problem& p) {
+  return {0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+}
+
+kernels::Band band_of(const HopperBackwardKey& key, const Mask& mask) {
+  return cuda::band_of(mask, key.has_left, key.has_right);
+}
+
+/// What the problem fixes.
+HopperBackwardPlan common_plan(const Problem& p) {
+  HopperBackwardPlan plan;
+  plan.dtype = p.dtype;
+  plan.head_dim = ceil_div(p.d, 16) * 16;
+  plan.value_dim = ceil_div(p.dv, 16) * 16;
+  plan.has_left = left_binds(p);
+  plan.has_right = right_binds(p);
+  plan.softcap = p.softcap > 0;
+  plan.alibi = p.has_alibi();
+  plan.packed = p.packed;
+  plan.seqused_k = p.seqused_k;
+  plan.has_dlse = p.has_dlse;
+  const BackwardMaps maps = backward_maps(p);
+  plan.copies_q = not_addressable(maps.q);
+  plan.copies_k = not_addressable(maps.k);
+  plan.copies_v = not_addressable(maps.v);
+  plan.copies_dout = not_addressable(maps.dout);
+  plan.elements = p.d % 8 != 0 || p.dv % 8 != 0;
+  for (const TensorMapShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
+    plan.elements = plan.elements || !not_addressable(shape).empty();
+  }
+  return plan;
+}
+
+/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, and
+/// the derivative of softcap.
+bool needs_wide(const HopperBackwardPlan& plan) {
+  return plan.head_dim > (plan.softcap ? 128 : 192) || plan.value_dim > 128;
+}
+
+/// Fills the shared memory with buffers. False when it does not hold two of each.
+bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
+  plan.ds_stages = 2;
+  plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 ? 2 : 4;
+  const auto keys_bytes = [&](int q_stages, int o_stages) {
+    plan.q_stages = q_stages;
+    plan.o_stages = o_stages;
+    return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
+                                                : kernels::keys_layout(tile_of(plan)).bytes;
+  };
+  // A buffer of Q is held for two steps, one of dO for one.
+  int q_stages = 2, o_stages = 2;
+  if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
+  for (bool grown = true; grown;) {
+    grown = false;
+    if (q_stages <= o_stages && q_stages < kMostBuffers &&
+        keys_bytes(q_stages + 1, o_stages) <= shared_bytes) {
+      ++q_stages;
+      grown = true;
+    } else if (o_stages < kMostBuffers && keys_bytes(q_stages, o_stages + 1) <= shared_bytes) {
+      ++o_stages;
+      grown = true;
+    }
+  }
+  keys_bytes(q_stages, o_stages);
+  for (plan.row_stages = kMostBuffers; plan.row_stages >= 2; --plan.row_stages) {
+    plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
+    if (plan.rows_shared_bytes <= shared_bytes) return true;
+  }
+  return false;
+}
+
+/// Divides a call into waves whose dS fits `most_bytes`.
+class Divider {
+ public:
+  Divider(const Problem& problem, const HopperBackwardPlan& plan, const Target& target)
+      : p_(problem),
+        plan_(plan),
+        each_(plan.score_tile()),
+        band_(band_of(plan, problem.mask)),
+        lengths_(planned_lengths(problem)),
+        multiprocessors_(target.multiprocessors),
+        row_tiles_(ceil_div(p_.sq, each_.rows)),
+        key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
+        unit_tiles_(plan.rows_of_block() / each_.rows) {}
+
+  /// Sets the plan's waves, and returns the predicted cycles.
+  double divide(HopperBackwardPlan& plan, int64_t most_bytes) {
+    if (plan.sums) return one_wave(plan);
+    plan.score_tiles.pitch = pitch();
+    // Packed sequences lie behind each other, if all rows of a head fit: else each has as much room
+    // as the longest.
+    const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
+                                 (kernels::kStatisticsRows / each_.rows);
+    const int64_t packed_tiles = rows_of_head * pitch();
+    compact_ = p_.packed && bytes_of(packed_tiles) <= most_bytes;
+    plan.score_tiles.compact = compact_;
+    const int pairs = static_cast<int>(compact_ ? p_.hk : p_.batch * p_.hk);
+    Division best;
+    for (int row_waves = 1;; row_waves *= 2) {
+      const int64_t tiles = compact_ ? packed_tiles : most_tiles(row_waves);
+      const int64_t fit = std::max<int64_t>(most_bytes / std::max<int64_t>(bytes_of(tiles), 1), 0);
+      const bool least = rows_of_wave(row_waves) <= unit_tiles_;
+      if (fit >= 1 || least) {
+        Division division;
+        division.row_waves = row_waves;
+        division.pairs = rectangle(static_cast<int>(std::clamp<int64_t>(fit, 1, pairs)));
+        division.cycles = predict(division, pairs);
+        if (best.cycles == 0 || division.cycles < best.cycles) best = division;
+      }
+      if (compact_ || least || row_waves >= 64) break;
+    }
+    set_waves(plan, best);
+    return best.cycles;
+  }
+
+ private:
+  /// Sums of dQ need no room for dS.
+  double one_wave(HopperBackwardPlan& plan) {
+    const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
+    set_waves(plan, all);
+    plan.ds_bytes = 0;
+    return predict(all, all.pairs);
+  }
+
+  int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
+    return ceil_div(ceil_div(std::max(row_tiles_, 1), row_waves), unit_tiles_) * unit_tiles_;
+  }
+  int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * p_.group(); }
+
+  /// Room for key tiles beside a row tile: 0 where the right bound alone decides.
+  int pitch() const {
+    if (plan_.has_right && !plan_.has_left && !p_.packed) return 0;
+    if (!plan_.has_left || !plan_.has_right) return key_blocks_;
+    const int64_t keys = int64_t{band_.left} + band_.right + each_.rows;
+    return static_cast<int>(
+        std::min<int64_t>(key_blocks_, (keys + each_.keys - 2) / each_.keys + 1));
+  }
+
+  int64_t tiles_between(int begin, int end) const {
+    const kernels::ScoreTiles store{pitch(), 0, false};
+    return kernels::tiles_before(store, band_, lengths_, each_, end) -
+           kernels::tiles_before(store, band_, lengths_, each_, begin);
+  }
+
+  /// Of dS of a q head of a sequence, in the wave of rows that has the most.
+  int64_t most_tiles(int row_waves) const {
+    const int rows = rows_of_wave(row_waves);
+    int64_t most = 0;
+    for (int first = 0; first < row_tiles_; first += rows) {
+      most = std::max(most, tiles_between(first, std::min(first + rows, row_tiles_)));
+    }
+    return most;
+  }
+
+  /// The largest count of pairs up to `pairs` that are whole sequences, or heads of one.
+  int rectangle(int pairs) const {
+    const int heads = static_cast<int>(p_.hk);
+    return compact_ || pairs < heads ? pairs : pairs / heads * heads;
+  }
+
+  /// Waves take turns: a wave lasts as long as its longest block, and as all of them take together.
+  double predict(const Division& d, int pairs) const {
+    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kLaunches = 10000, kBlock = 4000;
+    constexpr double kCarry = 15000;
+    const double step =
+        4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
+    const int rows = rows_of_wave(d.row_waves);
+    const int64_t batches =
+        compact_ ? std::max<int64_t>(p_.total_k / std::max<int64_t>(p_.sk, 1), 1) : 1;
+    double cycles = 0;
+    for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
+      double longest = 0, all = 0;
+      for (int block = 0; block < key_blocks_; ++block) {
+        const kernels::RowTiles seen =
+            kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
+        const int begin = std::max(seen.begin, first), end = std::min(seen.end, first + rows);
+        if (begin >= end && first > 0) continue;
+        const bool carries = seen.begin < first || seen.end > first + rows;
+        const double block_cycles =
+            kBlock + (carries ? kCarry : 0) + std::max(end - begin, 0) * p_.group() * step;
+        longest = std::max(longest, block_cycles);
+        all += block_cycles;
+      }
+      for (int pair = 0; pair < pairs; pair += d.pairs) {
+        const double blocks = all * std::min(d.pairs, pairs - pair) * batches / multiprocessors_;
+        // Equal blocks come in rounds; unequal ones fill the gaps.
+        const double rounds = std::ceil(blocks / std::max(longest, 1.0)) * longest;
+        const bool equal = !plan_.has_left && !plan_.has_right;
+        cycles += kLaunches + (equal ? rounds : std::max(longest, blocks + 0.25 * longest));
+      }
+    }
+    return cycles;
+  }
+
+  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs.
+  Blocks blocks_of(int blocks, int pairs) const {
+    return {blocks, pairs,
+            std::clamp(ceil_div(multiprocessors_, std::max(blocks, 1)), 1, std::max(pairs, 1))};
+  }
+
+  void set_waves(HopperBackwardPlan& plan, const Division& d) {
+    const int rows = rows_of_wave(d.row_waves);
+    const int hk = static_cast<int>(p_.hk), batch = static_cast<int>(p_.batch);
+    const int heads = compact_ ? d.pairs : std::min(d.pairs, hk);
+    const int batches = compact_ ? batch : std::max(d.pairs / hk, 1);
+    int64_t most = 0;
+    plan.waves.clear();
+    for (int b = 0; b < batch; b += batches) {
+      for (int h = 0; h < hk; h += heads) {
+        for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
+          const Wave wave = {h,   std::min(heads, hk - h), b, std::min(batches, batch - b), first,
+                             rows};
+          const int pairs = wave.heads * wave.batches;
+          const int last = std::min(first + rows, row_tiles_);
+          const int row_blocks = ceil_div(std::max(last - first, 0), unit_tiles_);
+          plan.waves.push_back({wave, blocks_of(key_blocks_, pairs),
+                                blocks_of(row_blocks, pairs * static_cast<int>(p_.group()))});
+        }
+      }
+    }
+    const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
+                                 (kernels::kStatisticsRows / each_.rows);
+    most = compact_ ? rows_of_head * pitch() : most_tiles(d.row_waves);
+    plan.score_tiles.unit = static_cast<int>(most);
+    plan.ds_bytes = bytes_of(most) * heads * (compact_ ? 1 : batches);
+    plan.carries = rows < row_tiles_;
+  }
+
+  const Problem& p_;
+  const HopperBackwardPlan& plan_;
+  ScoreTile each_;
+  kernels::Band band_;
+  kernels::Lengths lengths_;
+  int multiprocessors_, row_tiles_, key_blocks_, unit_tiles_;
+  bool compact_ = false;
+};
+
+}  // namespace
+
+int HopperBackwardKey::rows_of_block() const {
+  return kConsumers * row_tiles * kernels::kPieceRows;
+}
+
+int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
+  return sums ? hq * statistics_rows * kernels::panels_of_columns(head_dim) * 64 : 0;
+}
+
+int HopperBackwardKey::tile_bytes() const {
+  return block_rows / kernels::kPieceRows * (block_keys / kernels::kPieceKeys) *
+         kernels::kPieceBytes;
+}
+
+std::string hopper_backward_rejects(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.d > kMostDim || p.dv > kMostDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  }
+  if (p.dropout_p > 0) return "computes without dropout";
+  if (std::max(p.sq, p.sk) >= kMostRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  const BackwardMaps maps = backward_maps(p);
+  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
+                                    std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
+    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // The kernels number blocks and the rows of statistics with ints.
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
+  if (p.batch * p.hq * blocks > kMost || p.batch * ((p.sq + 127) / 128) * 128 > kMost) {
+    return fmt::format("computes up to 2^31 blocks of rows, got {} heads of {}", p.batch * p.hq,
+                       blocks);
+  }
+  return {};
+}
+
+int64_t most_ds_bytes(const Problem& p) {
+  return std::max(int64_t{256} << 20, static_cast<int64_t>(bytes(p)));
+}
+
+std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Target& target,
+                                                      std::vector<std::string>* rejected) {
+  std::vector<HopperBackwardTile> tiles;
+  for (const bool sums : {true, false}) {
+    HopperBackwardTile tile{common_plan(p), 0};
+    HopperBackwardPlan& plan = tile.plan;
+    plan.sums = sums;
+    plan.block_keys = needs_wide(plan) ? 64 : 128;
+    plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 && !plan.softcap ? 128 : 64;
+    if (sums && std::max(p.d, p.dv) > kMostSumsDim) continue;
+    if (sums && (p.deterministic || p.invariant)) {
+      rejected->push_back(
+          "dQ as sums: their order, and so the last bits, would differ from run to run");
+      continue;
+    }
+    if (!derive_stages(plan, target.shared_bytes)) continue;
+    const int64_t rows = kernels::kStatisticsRows;
+    plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
+                                                     : p.batch * ceil_div(p.sq, rows) * rows);
+    plan.grid = target.multiprocessors;
+    tile.cycles = Divider(p, plan, target).divide(plan, most_ds_bytes(p));
+    tiles.push_back(std::move(tile));
+  }
+  return tiles;
+}
+
+std::string plan_header(const HopperBackwardKey& key) {
+  PlanHeader text(key.dtype);
+  text.add("kHeadDim", key.head_dim);
+  text.add("kValueDim", key.value_dim);
+  text.add("kConsumers", kConsumers);
+  text.add("kBlockRows", key.block_rows);
+  text.add("kBlockKeys", key.block_keys);
+  text.add("kQStages", key.q_stages);
+  text.add("kOStages", key.o_stages);
+  text.add("kDsStages", key.ds_stages);
+  text.add("kSums", key.sums);
+  text.add("kRowTiles", key.row_tiles);
+  text.add("kRowStages", key.row_stages);
+  const BackwardRegisters registers = registers_of_backward(key.sums);
+  text.add("kProducerRegisters", registers.producer);
+  text.add("kConsumerRegisters", registers.consumer);
+  text.add("kSumsRegisters", registers.sums);
+  text.add("kHasLeft", key.has_left);
+  text.add("kHasRight", key.has_right);
+  text.add("kSoftcap", key.softcap);
+  text.add("kAlibi", key.alibi);
+  text.add("kPacked", key.packed);
+  text.add("kSeqUsedK", key.seqused_k);
+  text.add("kHasDlse", key.has_dlse);
+  text.add("kElements", key.elements);
+  return text.text();
+}
+
+std::vector<std::string> describe(const HopperBackwardPlan& plan) {
+  std::vector<std::string> sentences = {
+      fmt::format(
+          "Hopper: blocks of {} keys for dK and dV, {}; steps of {} rows; d {} and dv {} as "
+          "computed",
+          plan.block_keys,
+          plan.wide() ? "one warpgroup for each of the two" : "64 keys a warpgroup",
+          plan.block_rows, plan.head_dim, plan.value_dim),
+      fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
+                  plan.o_stages, plan.ds_stages, plan.keys_shared_bytes)};
+  if (plan.sums) {
+    sentences.emplace_back(
+        "dQ as sums in f32, by a warpgroup beside those of dK and dV: in no fixed order, not "
+        "deterministic");
+  } else {
+    sentences.push_back(fmt::format(
+        "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
+        plan.rows_of_block()));
+    const Wave& wave = plan.waves.at(0).wave;
+    sentences.push_back(fmt::format("{} waves of {} kv heads of {} sequences{}: {} bytes of dS",
+                                    plan.waves.size(), wave.heads, wave.batches,
+                                    plan.carries
+                                        ? fmt::format(", {} rows each, dK and dV carried on in f32",
+                                                      wave.tiles * plan.block_rows)
+                                        : "",
+                                    plan.ds_bytes));
+  }
+  for (const auto& [name, why] :
+       {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
+        std::pair{"v", &plan.copies_v}, std::pair{"dout", &plan.copies_dout}}) {
+    if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
+  }
+  if (plan.elements) {
+    sentences.emplace_back("gradients are stored by elements: rows are no multiples of 16 bytes");
+  }
+  return sentences;
+}
+
+}  // namespace fulgur::cuda

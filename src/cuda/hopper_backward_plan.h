@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/family.h"
+#include "kernels/shared/backward_work.h"
+#include "kernels/sm90/backward_layout.h"
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+/// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
+struct HopperBackwardKey {
+  DType dtype = DType::kBF16;
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  int block_rows = 0;               ///< Br of a step
+  int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
+  int q_stages = 0, o_stages = 0, ds_stages = 0;
+  bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
+  int row_tiles = 0, row_stages = 0;
+  bool has_left = false, has_right = false;
+  bool softcap = false, alibi = false;
+  bool packed = false, seqused_k = false, has_dlse = false;
+  bool elements = false;  ///< gradients are stored by elements
+  bool operator==(const HopperBackwardKey&) const = default;
+
+  kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
+  int rows_of_block() const;  ///< of sm90/backward_rows.cu
+  int tile_bytes() const;     ///< of dS
+};
+
+/// One launch of both kernels.
+struct BackwardWave {
+  kernels::Wave wave;
+  kernels::Blocks key_blocks, row_blocks;
+  bool operator==(const BackwardWave&) const = default;
+};
+
+/// How it is launched.
+struct HopperBackwardLaunch {
+  int keys_shared_bytes = 0, rows_shared_bytes = 0;
+  kernels::ScoreTiles score_tiles{};
+  std::vector<BackwardWave> waves;
+  int statistics_rows = 0;  ///< of a head
+  int64_t ds_bytes = 0;     ///< of the largest wave
+  bool carries = false;  ///< waves cut sequences of q: sums of dK and dV pass from one to the next
+  int grid = 0;          ///< thread blocks, at most
+  bool operator==(const HopperBackwardLaunch&) const = default;
+};
+
+/// Every decision about a backward pass by sm90/backward_*.cu.
+struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
+  /// Why tensors are copied to where TMA can address them; empty where they are not.
+  std::string copies_q, copies_k, copies_v, copies_dout;
+  bool operator==(const HopperBackwardPlan&) const = default;
+
+  TileId tile() const {
+    return {sums ? "sm90_backward_sums" : "sm90_backward", block_rows, block_keys};
+  }
+  /// Whether a mask hides what products touch.
+  bool repairs() const { return has_left || has_right; }
+  int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
+  /// Floats of the sums of dQ.
+  int64_t sums_floats(int64_t hq) const;
+  bool wide() const { return block_keys == 64; }
+  bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
+};
+
+/// Why sm90/backward_*.cu do not compute a backward problem, and what they do compute; empty when
+/// they do.
+std::string hopper_backward_rejects(const Problem& problem);
+
+/// A plan with one of the tiles.
+struct HopperBackwardTile {
+  HopperBackwardPlan plan;
+  double cycles = 0;  ///< predicted
+};
+
+/// A plan for every tile that fits, with the stages that the shared memory has room for.
+/// `rejected` takes the others and why.
+std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target,
+                                                      std::vector<std::string>* rejected);
+
+/// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take.
+int64_t most_ds_bytes(const Problem& problem);
+
+/// The text of plan.h.
+std::string plan_header(const HopperBackwardKey& key);
+
+/// The plan in sentences.
+std::vector<std::string> describe(const HopperBackwardPlan& plan);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,75 @@
+#include "cuda/hopper_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numbers>
+
+#include "kernels/shared/softcap.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int64_t kMostBound =
+    (int64_t{1} << 30) - 1024;  // fits ints beside diagonals, out of reach
+
+}  // namespace
+
+bool left_binds(const Problem& p) {
+  return p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1);
+}
+
+bool right_binds(const Problem& p) {
+  return p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1);
+}
+
+kernels::Band band_of(const Mask& mask, bool has_left, bool has_right) {
+  const auto bound = [](bool has, int64_t keys) {
+    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
+  };
+  return {has_left, has_right, bound(has_left, mask.left), bound(has_right, mask.right)};
+}
+
+float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
+
+CallParams call_params(const Problem& p, const kernels::Band& band) {
+  constexpr double kLog2e = std::numbers::log2e;
+  CallParams params{};
+  params.alibi_batch_stride = p.slopes_batch;
+  params.total_q = static_cast<int>(p.total_q);
+  params.total_k = static_cast<int>(p.total_k);
+  params.sq = static_cast<int>(p.sq);
+  params.sk = static_cast<int>(p.sk);
+  params.d = static_cast<int>(p.d);
+  params.dv = static_cast<int>(p.dv);
+  params.hq = static_cast<int>(p.hq);
+  params.group = static_cast<int>(p.group());
+  params.window_left = band.left;
+  params.window_right = band.right;
+  params.scale_log2 = scale_log2(p);
+  if (p.softcap > 0) {
+    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    const double scale = 2 * kLog2e * p.scale / p.softcap;
+    params.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
+    params.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
+    params.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
+  }
+  return params;
+}
+
+std::string copy_sentence(std::string_view name, std::string_view why) {
+  return fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA can address: {}",
+                     name, why);
+}
+
+PlanHeader::PlanHeader(DType dtype)
+    : text_(fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+                        dtype == DType::kBF16 ? "bf16" : "f16")) {}
+
+void PlanHeader::add(std::string_view name, int value) {
+  text_ += fmt::format("  {} = {},\n", name, value);
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "kernels/shared/attention_params.h"
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+// What the plans of all kernels for Hopper have in common.
+
+/// d and dv; rows of a sequence, which the kernels count with ints.
+inline constexpr int kMostDim = 256;
+inline constexpr int64_t kMostRows = int64_t{1} << 29;
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+/// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
+/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch.
+bool left_binds(const Problem& problem);
+bool right_binds(const Problem& problem);
+
+/// The mask as kernels see it: the bounds that bind, 0 where there is none.
+kernels::Band band_of(const Mask& mask, bool has_left, bool has_right);
+
+/// scale * log2(e), as the kernels compute with it.
+float scale_log2(const Problem& problem);
+
+/// What is computed, without addresses.
+CallParams call_params(const Problem& problem, const kernels::Band& band);
+
+/// "q is copied ...", and why.
+std::string copy_sentence(std::string_view name, std::string_view why);
+
+/// The text of plan.h.
+class PlanHeader {
+ public:
+  explicit PlanHeader(DType dtype);
+  void add(std::string_view name, int value);
+  std::string text() const { return text_ + "};\n"; }
+
+ private:
+  std::string text_;
+};
+
+}  // namespace fulgur::cuda

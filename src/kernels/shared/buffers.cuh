@@ -1,0 +1,37 @@
+// Rings of buffers in shared memory through which the producer warp feeds the consumer warpgroups: each buffer has a
+// barrier that says it is full and one that says it is empty.
+#pragma once
+#include "plan.h"
+#include "shared/mbarrier.cuh"
+#include "shared/warp.cuh"
+#include "shared/wgmma.cuh"
+
+// One side's position in a ring of `kStages` buffers of `kBytes`; the other three are offsets in shared memory.
+template <u32 kBuffers, u32 kBytes, u32 kFull, u32 kEmpty, u32 kStages>
+struct Buffers {
+  u32 smem;
+  Ring ring;
+  __device__ __forceinline__ Buffers(u32 smem, u32 first_parity) : smem(smem), ring(first_parity) {}
+  __device__ __forceinline__ u32 address() const { return smem + kBuffers + ring.stage() * kBytes; }
+  __device__ __forceinline__ u32 full() const { return smem + kFull + 8 * ring.stage(); }
+  __device__ __forceinline__ u32 empty() const { return smem + kEmpty + 8 * ring.stage(); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), ring.parity()); }
+  __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), ring.parity()); }
+  __device__ __forceinline__ void advance() { ring.advance(kStages); }
+  __device__ __forceinline__ void release(u32 leader) {
+    mbarrier_arrive_if(empty(), leader);
+    advance();
+  }
+  // A buffer is full when the producer has arrived so many times, and the bytes it spoke of are there.
+  static __device__ __forceinline__ void init(u32 smem, u32 arrivals, u32 readers = kConsumers) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(smem + kFull + 8 * i, arrivals);
+      mbarrier_init(smem + kEmpty + 8 * i, 4 * readers);  // the first lane of each warp arrives
+    }
+  }
+};
+
+// Low word of the descriptor of an operand, in a uniform register.
+__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
+  return u32(uniform(operand_descriptor(shared, leading_bytes)));
+}

@@ -1,0 +1,238 @@
+// Attention backward for Hopper, by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
+// dS = P o (dO V^T - D) computed again from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
+//
+// A thread block takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
+// the tiles of Br rows that see them. One producer warp feeds rings of Q and dO by TMA. Each consumer warpgroup owns 64
+// keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK straight from registers. dS
+// goes to a warpgroup that adds dQ to sums in global memory (sm90/backward_sums.cuh), or, where the same bits are wanted
+// in every run, to the workspace, from which backward_rows.cu computes dQ. docs/kernels/backward.md derives the schedule.
+#include "sm90/backward_keys.cuh"
+#include "sm90/backward_sums.cuh"
+
+// The producer's side.
+struct KeysLoader : StepLoader {
+  using StepLoader::StepLoader;
+
+  // K and V of a block. The end of all work, and a block without steps, are announced and nothing else.
+  __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
+    if (block.state & kHasSteps) prefetch_keys(block, n);
+    announce(block);
+    if (block.block < 0 || !(block.state & kHasSteps)) {
+      if (elect_one()) mbarrier_arrive(k.full());
+      k.advance();
+      return;
+    }
+    load_keys_into<kHeadPanels>(k, &p.k_map, block, n);
+    k.advance();
+    v.wait_empty();
+    load_keys_into<kValuePanels>(v, &p.v_map, block, n);
+    v.advance();
+  }
+};
+
+// X = A B^T, or X += A B^T where `keep`: both operands along k.
+template <int dim>
+__device__ __forceinline__ void issue_scores(float (&X)[kBlockRows / 2], u32 keys, u32 rows, int keep) {
+#pragma unroll
+  for (int step = 0; step < dim / 16; ++step) {
+    const int panel = step / 4;
+    const int inside = step % 4 * 32;
+    Wgmma<kBlockRows>::multiply<kAlongK, kAlongK>(X, keys + ((panel * kBlockKeys * 128 + inside) >> 4),
+                                                  rows + ((panel * kBlockRows * 128 + inside) >> 4), keep | step);
+  }
+  wgmma_commit();
+}
+
+// The derivative of softcap at each score of a step, in f16; nothing without softcap.
+struct SoftcapSlopes {
+  u32 packed[kSoftcap ? kBlockRows / 4 : 1];
+};
+
+// dS^T = P^T o (dP^T - D) in X. The product is fp32: rounded factors would cost dQ and dK half their accuracy.
+__device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], const u32 (&P)[kBlockRows / 4],
+                                                const SoftcapSlopes& slopes) {
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 4; ++i) {
+    X[2 * i] *= low_of(P[i]);
+    X[2 * i + 1] *= high_of(P[i]);
+    if (kSoftcap) {
+      X[2 * i] *= low_of_half(slopes.packed[i]);
+      X[2 * i + 1] *= high_of_half(slopes.packed[i]);
+    }
+  }
+}
+
+// The buffers of shared memory through which dS leaves a warpgroup that owns keys, for the one that sums up dQ or for
+// the workspace.
+struct DsBuffers {
+  u32 smem;
+  u32 stage = 0;
+  u32 filled = 0;  // up to kDsStages
+
+  __device__ __forceinline__ explicit DsBuffers(u32 smem) : smem(smem) {}
+  __device__ __forceinline__ u32 address() const {
+    return smem + kKeysLayout.ds + (stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
+  }
+  __device__ __forceinline__ void wait_empty() const {
+    if (kSums) {
+      if (filled == kDsStages) named_barrier_sync(ds_empty(stage, consumer()), kDsEmptyThreads);
+    } else {
+      tma_store_wait_read<kDsStages - 1>();
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void leave(const BackwardParams& p, const Step& step) {
+    if (kSums) {
+      if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage, step);
+      fence_async_proxy();
+      named_barrier_arrive(ds_full(stage), kDsFullThreads);
+      filled = min(filled + 1, u32(kDsStages));
+    } else {
+      store_global_ds(p, address(), consumer(), step.tile);
+    }
+    stage = stage + 1 == kDsStages ? 0 : stage + 1;
+  }
+};
+
+__device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
+  const u32 leader = threadIdx.x % 32 == 0;
+  KBuffer k(smem, 0);
+  VBuffer v(smem, 0);
+  QBuffers q(smem, 0);
+  OBuffers o(smem, 0);
+  DsBuffers ds(smem);
+  const auto own_keys = [](u32 buffer) { return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0); };
+  const auto along = [](u32 buffer) { return uniform_descriptor(buffer, 0); };
+  const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
+
+  for (;;) {
+    k.wait_full();
+    KeyBlock block = load_block(k);
+    if (block.block < 0) break;
+    const Lengths n = lengths_of(p, block.batch);
+    const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
+    float dK[kHeadDim / 2];
+    float dV[kValueDim / 2];
+    begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
+    begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
+
+    if (block.state & kHasSteps) {
+      const u32 k_operand = own_keys(k.address());
+      const u32 v_operand = own_keys(v.address());
+      float X[kBlockRows / 2];  // S^T and dP^T by turns
+
+      // S^T = K Q^T of the first tile.
+      q.wait_full();
+      wgmma_fence();
+      issue_scores<kHeadDim>(X, k_operand, along(q.address()), 0);
+      v.wait_full();
+      wgmma_wait<0>();
+      register_fence(X);
+
+      Step step = load_shared_struct_uniform<Step>(step_of(q));
+      for (;;) {
+        const bool masked = step.state & kMasked;
+
+        // P^T = exp(S^T - LSE).
+        u32 P[kBlockRows / 4];
+        SoftcapSlopes slopes;
+        const Exponents exponents = exponents_of(step, n, key, q);
+#pragma unroll
+        for (int j = 0; j < kBlockRows / 8; ++j) {
+          float slope[4];
+          probabilities(p, X, j, exponents, slope);
+          if (kSoftcap) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
+          if (kSoftcap) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
+        }
+        if (masked) hide(X, seen_by(p, n, key, step.row));
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+
+        // dP^T - D = V dO^T - D and dV += P^T dO together.
+        o.wait_full();
+        start_from_delta(X, delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]));
+        register_fence(X);
+        register_fence(dV);
+        wgmma_fence();
+        issue_scores<kValueDim>(X, v_operand, along(o.address()), 1);
+        issue_gradient<kValueDim>(dV, P, across(o.address()));
+        wgmma_wait<0>();
+        register_fence(X);
+        register_fence(dV);
+        o.release(leader);
+
+        // dS^T = P^T o (dP^T - D).
+        score_gradients(X, P, slopes);
+        if (masked) hide(X, seen_by(p, n, key, step.row));
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+        ds.wait_empty();
+        store_shared_ds(ds.address(), P);
+
+        // dK += dS^T Q, and, before it, S^T = K Q^T of the next tile.
+        if (step.state & kLastStep) {
+          v.release(leader);
+          register_fence(dK);
+          wgmma_fence();
+          issue_gradient<kHeadDim>(dK, P, across(q.address()));
+          ds.leave(p, step);
+          block = load_block(k);  // not kept in registers
+          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
+          wgmma_wait<0>();
+          register_fence(dK);
+          q.release(leader);
+          break;
+        }
+        QBuffers next = q;
+        next.advance();
+        next.wait_full();
+        register_fence(dK);
+        wgmma_fence();
+        issue_scores<kHeadDim>(X, k_operand, along(next.address()), 0);
+        issue_gradient<kHeadDim>(dK, P, across(q.address()));
+        ds.leave(p, step);
+        step = load_shared_struct_uniform<Step>(step_of(next));
+        wgmma_wait<0>();
+        register_fence(X);
+        register_fence(dK);
+        q.release(leader);
+      }
+    } else {
+      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
+    }
+    k.release(leader);
+
+    end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
+  }
+  tma_store_wait();
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
+    fulgur_backward_keys(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (threadIdx.x == 0) {
+    KBuffer::init(smem, 1, kConsumers + kSums);
+    VBuffer::init(smem, 1);
+    QBuffers::init(smem, 2);
+    OBuffers::init(smem, 2);
+    mbarrier_init(smem + kKeysLayout.tail, 1);
+    fence_mbarrier_init();
+    tma_prefetch_map(&p.q_map);
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+    tma_prefetch_map(&p.dout_map);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_drop<kProducerRegisters>();
+    if (threadIdx.x < 32) produce<KeysLoader>(p, smem);
+  } else if (threadIdx.x < kThreads) {
+    registers_raise<kConsumerRegisters>();
+    consume(p, smem);
+  } else if constexpr (kSums != 0) {
+    registers_drop<kSumsRegisters>();
+    sum_queries(p, smem);
+  }
+}

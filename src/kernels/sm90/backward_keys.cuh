@@ -1,0 +1,231 @@
+// What the two kernels by keys of the Hopper backward pass share: the producer's walk over blocks of keys and their
+// steps, and the parts of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, as a warpgroup holds it.
+#pragma once
+#include "shared/fragment_store.cuh"
+#include "shared/transform.cuh"
+#include "sm90/backward_load.cuh"
+
+// The rows that a step's keys are seen by, from the block and the wave.
+__device__ __forceinline__ RowTiles row_tiles_of_block(const BackwardParams& p, const Lengths& n, int block) {
+  return row_tiles(band_of(p), n, kBlockRows, block * kBlockKeys, kBlockKeys);
+}
+
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int number) {
+  if (number >= p.key_blocks.blocks * p.key_blocks.pairs) return {-1, 0, 0, 0};
+  const BlockOfPair at = block_of(p.key_blocks, number);
+  // The keys that the most rows see come first.
+  const int block = kHasLeft && !kHasRight ? p.key_blocks.blocks - 1 - at.block : at.block;
+  return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
+}
+
+// Under a right bound the blocks of a head have their last row in common. They walk from there, side by side, so that Q,
+// dO and the sums of dQ stay in L2. Waves would have to follow.
+enum : int { kUpwards = kSums && kHasRight };
+
+// What the producer warp does; Loader adds K and V of a block to a StepLoader.
+template <class Loader>
+__device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
+  Loader load(p, smem);
+  const u32 lane = threadIdx.x % 32;
+  const Band band = band_of(p);
+  for (int number = blockIdx.x;;) {
+    KeyBlock block = key_block_of(p, number);
+    if (block.block < 0) {
+      load.load_keys(block, {});
+      break;
+    }
+    const Lengths n = lengths_of(p, block.batch);
+    const RowTiles all = row_tiles_of_block(p, n, block.block);
+    const int begin = max(all.begin, p.wave.first_tile);
+    const int end = min(all.end, p.wave.first_tile + p.wave.tiles);
+    const bool has_steps = begin < end;
+    const bool carries_in = all.begin < min(all.end, p.wave.first_tile);
+    const bool carries_out = all.end > max(all.begin, p.wave.first_tile + p.wave.tiles);
+    block.state = (has_steps ? kHasSteps : 0) | (carries_in ? kCarryIn : 0) | (carries_out ? kCarryOut : 0);
+    // Keys that no row of this wave sees are left to the wave that has their last row, or to the first.
+    if (has_steps || (all.begin >= all.end && p.wave.first_tile == 0)) {
+      load.load_keys(block, n);
+      const int key = block.block * kBlockKeys;
+      const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
+#pragma unroll 1
+      for (int i = begin; i < end; ++i) {
+        const int tile = kUpwards ? begin + end - 1 - i : i;
+        const int row = tile * kBlockRows;
+        const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
+        const int head = block.head * p.group;
+        const long long first_ds =
+            kSums ? 0
+                  : score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
+                               head - p.wave.first_head * p.group, tile, block.block);
+#pragma unroll 1
+        for (int g = 0; g < p.group; ++g) {
+          const bool last = i == end - 1 && g == p.group - 1;
+          const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
+          const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
+          const int place = kSums ? int(statistics / kBlockRows) : int(first_ds) + g * p.score_tiles.unit;
+          const Step step = {place, row, __float_as_int(slope), (full ? 0 : kMasked) | (last ? kLastStep : 0)};
+          load.load_step(step, {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch}, statistics);
+        }
+      }
+    }
+    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
+    number = __shfl_sync(0xffffffff, next, 0);
+  }
+  // The last thread block to finish clears the counters for the next launch.
+  if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
+    p.counters[0] = 0;
+}
+
+// G += P^T dO, or dS^T Q.
+template <int dim>
+__device__ __forceinline__ void issue_gradient(float (&G)[dim / 2], const u32 (&P)[kBlockRows / 4], u32 rows) {
+#pragma unroll
+  for (int step = 0; step < kBlockRows / 16; ++step)
+    Wgmma<dim>::template multiply<kAcrossK>(G, P + 4 * step, rows + (step * 16 * 128 >> 4), 1);
+  wgmma_commit();
+}
+
+// The rows of a tile that see this thread's keys r and r + 8, relative to its first column.
+struct SeenBy {
+  int begin0, begin1, end0, end1;
+};
+
+__device__ __forceinline__ SeenBy seen_by(const BackwardParams& p, const Lengths& n, int key, int row) {
+  const int column = row + int(thread_column());
+  const int offset = n.sk - n.sq;
+  SeenBy seen = {-column, -column, kBlockRows, kBlockRows};
+  if (kHasRight) {
+    seen.begin0 = key - offset - p.window_right - column;
+    seen.begin1 = seen.begin0 + 8;
+  }
+  if (kHasLeft) {
+    seen.end0 = key - offset + p.window_left + 1 - column;
+    seen.end1 = seen.end0 + 8;
+  }
+  if (key >= n.sk) seen.end0 = 0, seen.begin0 = kBlockRows;
+  if (key + 8 >= n.sk) seen.end1 = 0, seen.begin1 = kBlockRows;
+  return seen;
+}
+
+// 0 where a row does not see a key, whatever was computed there.
+__device__ __forceinline__ void hide(float (&X)[kBlockRows / 2], const SeenBy& seen) {
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 2; ++i) {
+    const int row = i / 4 * 8 + (i & 1);
+    const bool visible = row >= (i & 2 ? seen.begin1 : seen.begin0) && row < (i & 2 ? seen.end1 : seen.end0);
+    X[i] = visible ? X[i] : 0;
+  }
+}
+
+// A score less its row's LSE, in units of log2. `distance`: of the row's diagonal from the key.
+__device__ __forceinline__ float exponent(const BackwardParams& p, float score, float alibi, float distance,
+                                          float minus_lse) {
+  if (!kSoftcap && !kAlibi) return __fmaf_rn(score, p.scale_log2, minus_lse);
+  return __fadd_rn(transform_score(p, score, alibi, distance), minus_lse);
+}
+
+// What all scores of a thread have in common in a step.
+struct Exponents {
+  float alibi, distance;  // of its first row's diagonal from its first key
+  u32 shift;              // where -LSE of its first row lies
+};
+
+__device__ __forceinline__ Exponents exponents_of(const Step& step, const Lengths& n, int key, const QBuffers& q) {
+  return {__int_as_float(step.slope), kAlibi ? float(step.row + int(thread_column()) + n.sk - n.sq - key) : 0,
+          shift_of(q) + 4 * thread_column()};
+}
+
+// P^T = exp(S^T - LSE) in X: the j-th 8 rows. `slopes`: the derivative of softcap at their four scores.
+__device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
+                                              const Exponents& at, float (&slopes)[4]) {
+  float low;
+  float high;
+  load_shared_pair(at.shift + 32 * j, low, high);
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    float& left = X[4 * j + i];
+    float& right = X[4 * j + i + 1];
+    if (kSoftcap) {
+      slopes[i] = softcap_slope(p, left);
+      slopes[i + 1] = softcap_slope(p, right);
+    }
+    const float away = at.distance + float(8 * j - (i & 2 ? 8 : 0));
+    left = exp2_fast(exponent(p, left, at.alibi, away, low));
+    right = exp2_fast(exponent(p, right, at.alibi, away + 1, high));
+  }
+}
+
+// -D of each row: where dP^T starts from.
+__device__ __forceinline__ void start_from_delta(float (&X)[kBlockRows / 2], u32 delta) {
+#pragma unroll
+  for (int j = 0; j < kBlockRows / 8; ++j) {
+    load_shared_pair(delta + 32 * j, X[4 * j], X[4 * j + 1]);
+    X[4 * j + 2] = X[4 * j];
+    X[4 * j + 3] = X[4 * j + 1];
+  }
+}
+
+// The warp's 16 keys of dS^T to the shared memory `to`, where the warpgroup's pieces begin.
+__device__ __forceinline__ void store_shared_ds(u32 to, const u32 (&dS)[kBlockRows / 4]) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 line = to + (warp_row() + lane % 16) * 128;
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 4; i += 4) {  // 16 rows
+    const u32 chunk = (i / 2 + lane / 16) % 8;
+    const u32 x[4] = {dS[i], dS[i + 1], dS[i + 2], dS[i + 3]};
+    store_shared_matrices(line + i / 16 * kPieceBytes + ((chunk ^ lane % 8) << 4), x);
+  }
+}
+
+// And from there to the workspace: `strip` counts the block's keys by 64, `tile` those of dS.
+__device__ __forceinline__ void store_global_ds(const BackwardParams& p, u32 from, int strip, int tile) {
+  const u32 warp = warp_row() * 128;
+  fence_async_proxy();
+  __syncwarp();
+  if (elect_one()) {
+    unsigned char* to = p.ds + (long long)(tile) * kTileBytes + strip * kPieceBytes + warp;
+#pragma unroll
+    for (int i = 0; i < kRowSteps; ++i)
+      bulk_store(to + i * (kBlockKeys / kPieceKeys) * kPieceBytes, from + i * kPieceBytes + warp, 16 * 128);
+  }
+  tma_store_commit();
+}
+
+// Where the sums of a thread wait between two waves, 2 * kBlockKeys floats apart. `strip` counts the block's keys by
+// 64.
+template <int dim>
+__device__ __forceinline__ float* carry_of(const BackwardParams& p, float* carry, const KeyBlock& block, int strip) {
+  const long long pair = (long long)(block.batch) * (p.hq / p.group) + block.head;
+  return carry + (pair * p.key_blocks.blocks + block.block) * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
+}
+
+template <int dim>
+__device__ __forceinline__ void begin_sums(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
+                                           int strip, float* carry) {
+  const float* from = carry_of<dim>(p, carry, block, strip);
+  if (block.state & kCarryIn) {
+#pragma unroll
+    for (int i = 0; i < dim / 2; ++i) G[i] = from[i * 2 * kBlockKeys];
+  } else {
+#pragma unroll
+    for (int i = 0; i < dim / 2; ++i) G[i] = 0;
+  }
+}
+
+// The sums are those of a gradient `to`, which has `columns`, or wait for the next wave.
+template <int dim>
+__device__ __forceinline__ void end_sums(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
+                                         int strip, float* carry, const StridedTensor& to, int columns, float scale) {
+  if (block.state & kCarryOut) {
+    float* const wait = carry_of<dim>(p, carry, block, strip);
+#pragma unroll
+    for (int i = 0; i < dim / 2; ++i) wait[i * 2 * kBlockKeys] = G[i];
+  } else {
+    Finite finite;
+    const int key = block.block * kBlockKeys + 64 * strip + warp_row() + thread_row();
+    const int rows = key_rows(p, block.batch) - key;
+    unsigned short* row = row_of(to, block.batch, lengths_of(p, block.batch).k_start + key, block.head);
+    store_global_fragment<dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
+    finite.report(p.not_finite);
+  }
+}

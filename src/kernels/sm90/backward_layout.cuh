@@ -1,0 +1,21 @@
+// The maps of shared memory that plan.h leads to.
+#pragma once
+#include "plan.h"
+#include "sm90/backward_layout.h"
+
+__device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys,
+                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
+__device__ constexpr KeysLayout kKeysLayout =
+    kBlockKeys == 64 ? keys_wide_layout(kTile) : keys_layout(kTile);
+__device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
+__device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
+
+enum : int {
+  kThreads = 128 * (kConsumers + 1),
+  kKeysThreads = 128 * (kConsumers + 1 + kSums),  // of backward_keys.cu
+  kHeadPanels = panels_of_columns(kHeadDim),
+  kValuePanels = panels_of_columns(kValueDim),
+  kRowSteps = kBlockRows / kPieceRows,            // pieces of a tile of dS along its rows
+  kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
+  kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS
+};

@@ -1,0 +1,60 @@
+// Arguments of the kernels of the Hopper backward pass (sm90/backward_*.cu), the same for the host and the device.
+//
+// plan.h, generated per plan, holds one `#define` and one anonymous enum of ints:
+//   #define FULGUR_INPUT "bf16"     PTX type of every tensor but the statistics: "bf16" or "f16"
+//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
+//   kValueDim       dv rounded up to 16 (<= 256)
+//   kConsumers      consumer warpgroups: 2
+//   kBlockRows      Br: rows of Q that a step of backward_keys.cu takes, 64 or 128
+//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of backward_keys_wide.cu 64, as Br
+//   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
+//   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of backward_keys.cu, and rounded by
+//                   backward_round.cu. 0: dS is stored, and backward_rows.cu computes dQ from it
+//   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
+//   kRowStages      buffers of dS and K of it
+//   kProducerRegisters, kConsumerRegisters, kSumsRegisters    registers a thread after setmaxnreg
+//   kHasLeft, kHasRight, kSoftcap, kAlibi, kPacked, kSeqUsedK    as in sm90/forward_params.h
+//   kHasDlse        1: the gradient of LSE is given
+//   kElements       1: gradients are stored by elements, where their rows are not multiples of 16 bytes
+#pragma once
+#include "shared/attention_params.h"
+#include "shared/backward_work.h"
+#include "sm90/tensor_map.h"
+
+// As sm90/tensor_map.h says; all boxes are {64, 64, 1, 1}.
+struct BackwardMaps {
+  TensorMapBlob q_map;     // dims {d,  sq, hq, b}
+  TensorMapBlob k_map;     // dims {d,  sk, hk, b}
+  TensorMapBlob v_map;     // dims {dv, sk, hk, b}
+  TensorMapBlob dout_map;  // dims {dv, sq, hq, b}
+};
+
+// A tensor [batch, head, row] of f32; strides in elements, of any sign. Packed: no batch stride.
+struct StridedRows {
+  const float* data;
+  long long batch, head;
+};
+
+struct BackwardParams : BackwardMaps, CallParams {
+  StridedTensor out, dout;   // for D
+  StridedTensor dq, dk, dv_grad;
+  StridedRows lse, dlse;
+  float scale;
+
+  fulgur::kernels::Wave wave;
+  fulgur::kernels::ScoreTiles score_tiles;
+  fulgur::kernels::Blocks key_blocks, row_blocks;
+  int batch;
+  int statistics_rows;  // of a head
+
+  // Memory of the launch.
+  int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
+  int* not_finite;    // behind them: some gradient is not; left 0 by backward_repair.cu
+  float* shift;       // [hq][statistics_rows]: -LSE log2(e); -inf where no key is seen and where there is no row
+  float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
+  float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
+  unsigned char* ds;  // tiles of dS of the wave, unless kSums
+  unsigned char* zeros;  // a piece of zeros
+  float* carry_dk;    // [b, hk, key blocks][head or value dims / 2][2 kBlockKeys], between waves of the same keys
+  float* carry_dv;
+};
