@@ -1,6 +1,6 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run test build bench gpu-report install-deps clean
+.PHONY: help run test build bench gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
@@ -10,6 +10,7 @@ help:
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
 	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
+	@echo 'make wheel         a Python wheel that needs nothing of the system (build/wheel)'
 	@echo 'make install-deps  install the Debian packages that all of these need'
 	@echo 'make clean         remove build/'
 
@@ -33,6 +34,10 @@ bench: build
 
 gpu-report:
 	tools/gpu_report.sh
+
+wheel:
+	tools/install_deps.sh build test
+	tools/wheel.sh
 
 install-deps:
 	tools/install_deps.sh build test bench

@@ -1,9 +1,7 @@
-/// The Python module fulgur._fulgur: views of arrays, plans, merge, engines. What users call, with
-/// its defaults and its documentation, is fulgur/__init__.py.
+/// The Python module fulgur._fulgur: plans, merge, engines, on views of arrays. What users call,
+/// with its defaults and its documentation, is fulgur/__init__.py.
 
 #include <fmt/format.h>
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,7 +9,8 @@
 
 #include <regex>
 
-#include "fulgur/fulgur.h"
+#include "arrays.h"
+#include "torch_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,80 +18,13 @@ using namespace nb::literals;
 namespace {
 
 using fulgur::BackwardArgs;
-using fulgur::DeviceType;
-using fulgur::DType;
 using fulgur::Error;
 using fulgur::ForwardArgs;
 using fulgur::Status;
 using fulgur::Tensor;
-
-/// A tensor and what keeps its memory alive; no memory for one that is only planned.
-struct View {
-  Tensor tensor;
-  nb::ndarray<nb::ro> memory;
-};
-
-[[noreturn]] void fail(const std::string& message) {
-  throw Error(Status::kInvalidArgument, message);
-}
-
-/// Why `array` has no DLPack tensor, in the words of its own __dlpack__.
-std::string refusal(nb::handle array) {
-  if (!nb::hasattr(array, "__dlpack__")) return "";
-  try {
-    array.attr("__dlpack__")();
-  } catch (const nb::python_error& error) {
-    return fmt::format(" ({})", nb::str(error.value()).c_str());
-  }
-  return "";
-}
-
-/// A view of the memory of `array` on the CPU, never a copy. A bfloat16 array of a producer that
-/// cannot say so (NumPy) comes as its 16-bit integers, with `bf16`.
-View view(const char* name, nb::handle array, bool writable, bool bf16) {
-  View result;
-  if (!nb::try_cast(array, result.memory, false)) {
-    throw nb::type_error(
-        fmt::format("{}: got {}{}, want a NumPy array or an object with __dlpack__", name,
-                    nb::type_name(array.type()).c_str(), refusal(array))
-            .c_str());
-  }
-  if (writable) {
-    nb::ndarray<> memory;
-    if (!nb::try_cast(array, memory, false)) {
-      fail(fmt::format("{}: got a read-only array, want a writable one", name));
-    }
-    result.memory = nb::ndarray<nb::ro>(memory);
-  }
-  const auto& memory = result.memory;
-  const nb::dlpack::dtype dtype = memory.dtype();
-  DLTensor tensor{};
-  tensor.data = const_cast<void*>(memory.data_handle());
-  tensor.device = {static_cast<DLDeviceType>(memory.device_type()), memory.device_id()};
-  tensor.ndim = static_cast<int>(memory.ndim());
-  tensor.dtype = {bf16 ? uint8_t{kDLBfloat} : dtype.code, dtype.bits, dtype.lanes};
-  tensor.shape = const_cast<int64_t*>(memory.shape_ptr());
-  tensor.strides = const_cast<int64_t*>(memory.stride_ptr());
-  tensor.byte_offset = memory.byte_offset();
-  result.tensor = Tensor::from_dlpack(tensor, name);
-  if (result.tensor.device.type != DeviceType::kCpu) {
-    fail(fmt::format("{}: got an array on {}, want one on the CPU", name,
-                     fulgur::name_of(result.tensor.device)));
-  }
-  return result;
-}
-
-/// A contiguous tensor without memory, to plan with.
-View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype) {
-  const size_t most = Tensor::kMaxRank;
-  if (shape.empty() || shape.size() > most) {
-    fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), most));
-  }
-  for (const DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32}) {
-    if (dtype == fulgur::name_of(type)) return {Tensor::contiguous(nullptr, type, shape), {}};
-  }
-  fail(fmt::format("dtype: got '{}', want 'f32', 'bf16', 'f16' or 'f64'", dtype));
-}
+using fulgur::python::fail;
+using fulgur::python::View;
+using fulgur::python::WorkspaceView;
 
 /// The tensor of that name in a Python call; None is "not given".
 Tensor tensor(const nb::dict& views, const char* name) {
@@ -152,18 +84,20 @@ fulgur::Options read_options(const nb::dict& from) {
   return to;
 }
 
-fulgur::Run read_run(uint64_t seed, uint64_t offset) {
-  return {.dropout_seed = seed, .dropout_offset = offset};
+fulgur::Run read_run(uintptr_t stream, uint64_t seed, uint64_t offset) {
+  return {
+      .stream = reinterpret_cast<void*>(stream), .dropout_seed = seed, .dropout_offset = offset};
 }
 
 // Each of these reads Python's objects, then computes without the GIL. The caller's `views` keep
 // the memory alive.
 
 template <class Args>
-void compute(const nb::dict& views, const nb::dict& options, uint64_t seed, uint64_t offset) {
+void compute(const nb::dict& views, const nb::dict& options, uintptr_t stream, uint64_t seed,
+             uint64_t offset) {
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
-  const fulgur::Run run = read_run(seed, offset);
+  const fulgur::Run run = read_run(stream, seed, offset);
   nb::gil_scoped_release unlocked;
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     fulgur::forward(args, read, run);
@@ -180,22 +114,15 @@ fulgur::Plan make_plan(const nb::dict& views, const nb::dict& options) {
   return fulgur::plan(args, read);
 }
 
-using WorkspaceArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
-
 template <class Args>
-void run_plan(const fulgur::Plan& plan, const nb::dict& views, uint64_t seed, uint64_t offset,
-              nb::handle workspace) {
+void run_plan(const fulgur::Plan& plan, const nb::dict& views, uintptr_t stream, uint64_t seed,
+              uint64_t offset, nb::handle workspace) {
   const Args args = read_args<Args>(views);
-  fulgur::Run run = read_run(seed, offset);
-  WorkspaceArray memory;
+  fulgur::Run run = read_run(stream, seed, offset);
+  WorkspaceView given;
   if (!workspace.is_none()) {
-    if (!nb::try_cast(workspace, memory, false)) {
-      throw nb::type_error(fmt::format("workspace: got {}{}, want a writable contiguous array in "
-                                       "the memory of the CPU",
-                                       nb::type_name(workspace.type()).c_str(), refusal(workspace))
-                               .c_str());
-    }
-    run.workspace = {memory.data(), static_cast<int64_t>(memory.nbytes())};
+    given = fulgur::python::workspace_view(workspace, args.q.device, stream);
+    run.workspace = given.workspace;
     // An empty array may have no address, and that would mean "not given".
     const int64_t want = plan.workspace().bytes;
     if (run.workspace.bytes < want) {
@@ -261,10 +188,13 @@ NB_MODULE(_fulgur, m) {
                      return nb::tuple(shape);
                    })
       .def_prop_ro("dtype", [](const View& v) { return fulgur::name_of(v.tensor.dtype); })
+      .def_prop_ro("device", [](const View& v) { return fulgur::name_of(v.tensor.device); })
       .def_prop_ro("data",
                    [](const View& v) { return reinterpret_cast<uintptr_t>(v.tensor.data); });
-  m.def("view", &view, "name"_a, "array"_a.none(), "writable"_a = false, "bf16"_a = false);
-  m.def("planned", &planned, "name"_a, "shape"_a, "dtype"_a);
+  m.def("view", &fulgur::python::view, "name"_a, "array"_a.none(), "writable"_a = false,
+        "bf16"_a = false, "stream"_a = 0);
+  m.def("planned", &fulgur::python::planned, "name"_a, "shape"_a, "dtype"_a, "device"_a = "cpu");
+  m.def("current_stream", &fulgur::python::current_stream, "array"_a.none());
 
   nb::class_<fulgur::Plan>(m, "Plan")
       .def("explain", &fulgur::Plan::explain)
@@ -273,15 +203,17 @@ NB_MODULE(_fulgur, m) {
              const auto [bytes, alignment, zeroed_bytes] = plan.workspace();
              return nb::make_tuple(bytes, alignment, zeroed_bytes);
            })
-      .def("run_forward", &run_plan<ForwardArgs>, "views"_a, "seed"_a, "offset"_a,
+      .def("run_forward", &run_plan<ForwardArgs>, "views"_a, "stream"_a, "seed"_a, "offset"_a,
            "workspace"_a.none())
-      .def("run_backward", &run_plan<BackwardArgs>, "views"_a, "seed"_a, "offset"_a,
+      .def("run_backward", &run_plan<BackwardArgs>, "views"_a, "stream"_a, "seed"_a, "offset"_a,
            "workspace"_a.none());
   m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a);
   m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a);
-  m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "seed"_a, "offset"_a);
-  m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "seed"_a, "offset"_a);
+  m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
+  m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
+        "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
   m.def("engines", &engines);
+  m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });
 }

@@ -1,9 +1,11 @@
 #!/bin/sh
 # Copies what a GPU report runs, and the Debian libraries it needs, into one folder that works on a
-# machine without them: tools/gpu_pack.sh BUILD_FOLDER TO
+# machine without them: tools/gpu_pack.sh BUILD_FOLDER TO [MODULE]
+# MODULE is the Python package's _fulgur*.so for the Python of that machine: with it the package goes, too.
 set -eu
 build=$1
 to=$2
+module=${3:-}
 mkdir -p "$to"
 cp "$build/tests/gpu_tests.txt" "$to/" # made by tests/CMakeLists.txt
 for file in $(sed 's|\([^ ]*\) .*|tests/\1|' "$to/gpu_tests.txt") apps/fulgur/fulgur src/libfulgur.so.0; do
@@ -12,3 +14,8 @@ for file in $(sed 's|\([^ ]*\) .*|tests/\1|' "$to/gpu_tests.txt") apps/fulgur/fu
 done
 ldd "$to/attention_test" "$to/fulgur" | awk '/lib(fmt|hwy|gomp|stdc\+\+)\.so/ { print $3 }' | sort -u |
   while read -r library; do cp -L "$library" "$to/"; done
+if [ -n "$module" ]; then
+  mkdir -p "$to/python"
+  cp -R "$(dirname "$0")/../python/fulgur" "$to/python/"
+  cp "$module" "$to/python/fulgur/"
+fi

@@ -52,7 +52,7 @@ def ctest(preset, env=None):
 
 
 def pip_install(*what):
-    run(VENV_PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what)
+    run(VENV_PYTHON, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *what)
 
 
 def pytest(name, *arguments, env=None):

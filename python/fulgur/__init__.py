@@ -5,7 +5,12 @@ and ``cu_seqlens_k``: float32, bfloat16, float16 or float64, any strides whose l
 are read where they are, never copied. Results are fresh arrays of the kind of the first tensor:
 NumPy gives NumPy, torch gives torch, another array library gets its own arrays (through its
 ``__array_namespace__``), and a bare DLPack object gets NumPy. NumPy's bfloat16 is that of
-``ml_dtypes``. The GIL is released while computing. Arrays on other devices than the CPU are refused.
+``ml_dtypes``. The GIL is released while computing.
+
+A call is computed where its arrays lie. On a CUDA device it is put on a stream and returns: on
+``stream``, a handle or an object with ``__cuda_stream__``, or else on the stream that the library
+of the first array works on now (PyTorch, CuPy), or on the default one. Gradients are not recorded;
+:mod:`fulgur.torch` does that.
 
 The first call of a shape plans: it checks, chooses the engine and its tiles. Later calls of that
 shape find its plan; :func:`plan` gives it to you.
@@ -33,6 +38,7 @@ __all__ = [
     "attention_backward",
     "engines",
     "explain",
+    "install_as",
     "merge",
     "plan",
     "plan_backward",
@@ -61,7 +67,7 @@ def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
     dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
-    engine="", return_lse=False, out=None,
+    engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -93,6 +99,7 @@ def attention(
         engine: "" picks; "cpu", "cuda" or "reference" (``fulgur.engines()``).
         return_lse: return ``(out, lse)``.
         out: where to write, ``(batch, sq, hq, dv)`` or ``(total_q, hq, dv)``, dtype of q.
+        stream: on CUDA, where to put the work; default the current stream of q's library.
 
     Returns:
         out, fresh or the very ``out`` given; with ``return_lse`` also lse: float32 (float64 where q
@@ -116,10 +123,11 @@ def attention(
         invariant, threads, engine,
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
     return _forward(
-        lambda views: _fulgur.forward(views, options, **random),
-        q, k, v, out, None, _a.flag("return_lse", return_lse), extras,
+        lambda views: _fulgur.forward(views, options, stream, **random),
+        q, k, v, out, None, return_lse, extras, stream,
     )  # fmt: skip
 
 
@@ -127,7 +135,7 @@ def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
+    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, stream=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v.
 
@@ -138,6 +146,7 @@ def attention_backward(
         causal, ..., engine: as given to :func:`attention`.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
+        stream: as for :func:`attention`.
 
     Returns:
         (dq, dk, dv), each fresh or the very one given.
@@ -158,19 +167,19 @@ def attention_backward(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine,
     )  # fmt: skip
-    random = _a.random_numbers(seed, offset)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
+    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
     return _backward(
-        lambda views: _fulgur.backward(views, options, **random),
-        dout, q, k, v, out, lse, dlse, dq, dk, dv, extras,
+        lambda views: _fulgur.backward(views, options, stream, **random),
+        dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
     )  # fmt: skip
 
 
 def plan(
-    q, k, v, *, dtype="f32", causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
-    dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
-    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    return_lse=False, out=None,
+    q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
+    alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
+    engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -178,6 +187,7 @@ def plan(
         q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed. Their
             shapes, strides and dtypes are what is planned for.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
+        device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
         alibi_slopes, seqused_k, rng_state: given if runs will give them; the values may change.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
@@ -208,20 +218,20 @@ def plan(
         invariant, threads, engine,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
-    views = _a.planned_views(dtype, q=q, k=k, v=v)
+    views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
     results = _a.forward_results(views["q"], views["v"])
-    views |= _a.planned_results(results, {"out": out, "lse": None})
+    views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
         views["lse"] = None
     return Plan(_fulgur.plan_forward(views, options), return_lse)
 
 
 def plan_backward(
-    dout, q, k, v, out, lse, *, dtype="f32", causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
-    engine="", dlse=None, dq=None, dk=None, dv=None,
+    dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
+    softcap=0.0, alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
+    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -229,6 +239,7 @@ def plan_backward(
         dout, q, k, v, out, lse: arrays as for :func:`attention_backward`, or only their shapes;
             nothing is computed. Their shapes, strides and dtypes are what is planned for.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64"; that of lse follows.
+        device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`plan`.
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
@@ -253,14 +264,14 @@ def plan_backward(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine,
     )  # fmt: skip
-    views = _a.planned_views(dtype, dout=dout, q=q, k=k, v=v, out=out)
-    views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), lse=lse)
+    views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
+    views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
     views["dlse"] = None
     if dlse is not None:
-        views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), dlse=dlse)
+        views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
     views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
     results = _a.backward_results(views["q"], views["k"], views["v"])
-    views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv})
+    views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv}, views["q"].device)
     return BackwardPlan(_fulgur.plan_backward(views, options))
 
 
@@ -300,7 +311,7 @@ class Plan(_AnyPlan):
 
     def run(
         self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, out=None, lse=None, workspace=None,
+        cu_seqlens_k=None, seqused_k=None, out=None, lse=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
@@ -311,8 +322,9 @@ class Plan(_AnyPlan):
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
             out, lse: where to write; lse only where the plan has ``return_lse``.
-            workspace: a writable contiguous array as :meth:`workspace` wants it, for one run at a
-                time; default the library's own memory.
+            workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
+                computes, for one run at a time; default the library's own memory.
+            stream: as for :func:`attention`.
 
         Returns:
             out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
@@ -321,11 +333,13 @@ class Plan(_AnyPlan):
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
             fulgur.Error: the engine failed.
         """
-        random = _a.random_numbers(seed, offset)
-        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+        random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
+        extras = _a.extras(
+            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        )
         return _forward(
-            lambda views: self._plan.run_forward(views, **random, workspace=workspace),
-            q, k, v, out, lse, self._return_lse, extras,
+            lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
+            q, k, v, out, lse, self._return_lse, extras, stream,
         )  # fmt: skip
 
 
@@ -341,7 +355,7 @@ class BackwardPlan(_AnyPlan):
     def run(
         self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, rng_state=None,
         cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None,
-        workspace=None,
+        workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -351,7 +365,7 @@ class BackwardPlan(_AnyPlan):
             alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
             dlse: the gradient of lse; as planned, given if it was.
             dq, dk, dv: where to write.
-            workspace: as for :meth:`Plan.run`.
+            workspace, stream: as for :meth:`Plan.run`.
 
         Returns:
             (dq, dk, dv), each fresh or the very one given.
@@ -360,11 +374,13 @@ class BackwardPlan(_AnyPlan):
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
             fulgur.Error: the engine failed.
         """
-        random = _a.random_numbers(seed, offset)
-        extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+        random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
+        extras = _a.extras(
+            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        )
         return _backward(
-            lambda views: self._plan.run_backward(views, **random, workspace=workspace),
-            dout, q, k, v, out, lse, dlse, dq, dk, dv, extras,
+            lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
+            dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
         )  # fmt: skip
 
 
@@ -408,10 +424,10 @@ def merge(outs, lses):
 
 
 def explain(
-    q, k, v, *, backward=False, dtype="f32", causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="",
+    q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
+    softcap=0.0, alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
+    deterministic=False, invariant=False, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -419,6 +435,7 @@ def explain(
         q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed.
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
+        device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
 
     Raises:
@@ -431,7 +448,7 @@ def explain(
     True
     """
     options = dict(
-        dtype=dtype, causal=causal, window=window, scale=scale, softcap=softcap,
+        dtype=dtype, device=device, causal=causal, window=window, scale=scale, softcap=softcap,
         alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
@@ -440,7 +457,7 @@ def explain(
     _a.random_numbers(seed, offset)
     if not _a.flag("backward", backward):
         return plan(q, k, v, return_lse=True, **options).explain()
-    views = _a.planned_views(dtype, q=q, k=k, v=v)
+    views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     (out, dtype), (lse, _) = _a.forward_results(views["q"], views["v"]).values()
     return plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}).explain()
 
@@ -455,28 +472,56 @@ def engines():
     return [Engine(*engine) for engine in _fulgur.engines()]
 
 
-def _forward(compute, q, k, v, out, lse, return_lse, extras):
+def install_as(name):
+    """Lets ``import`` find fulgur where programs look for FlashAttention, in this process.
+
+    Args:
+        name: "flash_attn" (flash-attn 2: :mod:`fulgur.flash_attn`), "flash_attn_interface"
+            (FlashAttention-3: :mod:`fulgur.flash_attn_interface`) or "flash_attn.cute"
+            (FlashAttention-4: :mod:`fulgur.flash_attn_cute`).
+
+    Returns:
+        A function of no arguments that takes it back.
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: a module of that name is imported already.
+
+    >>> import fulgur
+    >>> undo = fulgur.install_as("flash_attn")
+    >>> import flash_attn
+    >>> flash_attn.flash_attn_func.__module__
+    'fulgur.flash_attn.flash_attn_interface'
+    >>> undo()
+    """
+    from fulgur import _drop_in  # which imports PyTorch
+
+    return _drop_in.install_as(name)
+
+
+def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
     """The results of ``compute``, which takes all views by name."""
-    views = _a.views(q=q, k=k, v=v) | extras
+    views = _a.views(stream, q=q, k=k, v=v) | extras
     results = _a.forward_results(views["q"], views["v"])
     if not return_lse and lse is None:
         del results["lse"]
         views["lse"] = None
     arrays = _a.filled(
-        results, {"out": out, "lse": lse}, q, lambda written: compute(views | written)
+        results, {"out": out, "lse": lse}, q, lambda written: compute(views | written), stream
     )
     return arrays if return_lse else arrays[0]
 
 
-def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, extras):
+def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream):
     """The results of ``compute``, which takes all views by name."""
-    views = _a.views(dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
-    views["dlse"] = _a.optional_view("dlse", dlse)
+    views = _a.views(stream, dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
+    views["dlse"] = _a.optional_view("dlse", dlse, stream)
     return _a.filled(
         _a.backward_results(views["q"], views["k"], views["v"]),
         {"dq": dq, "dk": dk, "dv": dv},
         q,
         lambda written: compute(views | written),
+        stream,
     )
 
 

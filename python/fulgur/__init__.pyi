@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "attention_backward",
     "engines",
     "explain",
+    "install_as",
     "merge",
     "plan",
     "plan_backward",
@@ -35,6 +36,11 @@ class _DLPack(Protocol):
     """NumPy arrays, torch tensors and every other array with ``__dlpack__``."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+class _CudaStream(Protocol):
+    """The handle of a stream as second of the two numbers."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
 
 _Array = TypeVar("_Array", bound=_DLPack)
 _ReturnLse = TypeVar("_ReturnLse", Literal[True], Literal[False])
@@ -67,6 +73,7 @@ def attention(
     engine: str = "",
     return_lse: Literal[False] = False,
     out: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> _Array: ...
 @overload
 def attention(
@@ -94,6 +101,7 @@ def attention(
     engine: str = "",
     return_lse: Literal[True],
     out: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array]: ...
 def attention_backward(
     dout: _DLPack,
@@ -125,6 +133,7 @@ def attention_backward(
     dq: _Array | None = None,
     dk: _Array | None = None,
     dv: _Array | None = None,
+    stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array]: ...
 @overload
 def plan(
@@ -133,6 +142,7 @@ def plan(
     v: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -159,6 +169,7 @@ def plan(
     v: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -187,6 +198,7 @@ def plan_backward(
     lse: _DLPack | _Shape,
     *,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -231,6 +243,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         out: _Array | None = None,
         lse: None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> _Array: ...
     @overload
     def run(
@@ -249,6 +262,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         out: _Array | None = None,
         lse: _Array | None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array]: ...
 
 class BackwardPlan(_AnyPlan):
@@ -273,6 +287,7 @@ class BackwardPlan(_AnyPlan):
         dk: _Array | None = None,
         dv: _Array | None = None,
         workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]: ...
 
 def merge(outs: Iterable[_Array], lses: Iterable[_Array]) -> tuple[_Array, _Array]: ...
@@ -283,6 +298,7 @@ def explain(
     *,
     backward: bool = False,
     dtype: _DType = "f32",
+    device: str = "cpu",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -303,3 +319,6 @@ def explain(
     engine: str = "",
 ) -> str: ...
 def engines() -> list[Engine]: ...
+def install_as(
+    name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],
+) -> Callable[[], None]: ...

@@ -10,6 +10,7 @@ from fulgur import _fulgur
 
 QKV = ("q", "k", "v")
 INT32, INT64, UINT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1), (0, 2**64 - 1)
+_CUDA = 2  # DLPack's number of the kind of device
 _NUMPY_NAMES = {
     "f16": "float16",
     "bf16": "bfloat16",
@@ -91,39 +92,64 @@ def _is_torch(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def view(name, array, writable=False):
-    """A view of the array's memory."""
-    if _is_torch(array) and array.requires_grad:
-        raise ValueError(f"{name}: requires grad, which is not recorded here; want {name}.detach()")
-    bf16 = isinstance(array, np.ndarray) and array.dtype.name == "bfloat16"
-    return _fulgur.view(name, array.view(np.int16) if bf16 else array, writable, bf16)
+def run_stream(q, stream):
+    """The handle of a call's stream; 0 is the default one."""
+    if stream is None:
+        return 0 if isinstance(q, np.ndarray) else _fulgur.current_stream(q)
+    if hasattr(stream, "__cuda_stream__"):
+        _, stream = stream.__cuda_stream__()
+    if isinstance(stream, bool) or not isinstance(stream, int):
+        raise TypeError(
+            f"stream: got {stream!r}, want the handle of a CUDA stream, or an object with "
+            "__cuda_stream__"
+        )
+    return integer("stream", stream, *UINT64)
 
 
-def optional_view(name, array, writable=False):
-    return None if array is None else view(name, array, writable)
+def view(name, array, writable=False, stream=0):
+    """A view of the array's memory, on a GPU ready for work on a stream."""
+    bf16 = False
+    if isinstance(array, np.ndarray):
+        bf16 = array.dtype.name == "bfloat16"
+        array = array.view(np.int16) if bf16 else array
+    elif _is_torch(array):
+        if array.requires_grad:
+            raise ValueError(
+                f"{name}: requires grad, which is not recorded here; want {name}.detach(), or "
+                "fulgur.torch.attention, which records it"
+            )
+        if array.is_neg():
+            raise ValueError(f"{name}: is a negated view, want {name}.resolve_neg()")
+    return _fulgur.view(name, array, writable, bf16, stream)
 
 
-def views(**arrays):
+def optional_view(name, array, stream=0):
+    return None if array is None else view(name, array, stream=stream)
+
+
+def views(stream=0, **arrays):
     """Views of arrays by name."""
-    return {name: view(name, array) for name, array in arrays.items()}
+    return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state):
+def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream=0):
     """Views of what both passes may take besides."""
     return {
-        "alibi_slopes": optional_view("alibi_slopes", alibi_slopes),
-        "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q),
-        "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k),
-        "seqused_k": optional_view("seqused_k", seqused_k),
-        "rng_state": optional_view("rng_state", rng_state),
+        "alibi_slopes": optional_view("alibi_slopes", alibi_slopes, stream),
+        "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q, stream),
+        "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k, stream),
+        "seqused_k": optional_view("seqused_k", seqused_k, stream),
+        "rng_state": optional_view("rng_state", rng_state, stream),
     }
 
 
-def planned_views(dtype, **given):
+def planned_views(dtype, device, **given):
     """Views of arrays or, without memory, of shapes by name."""
+    if not isinstance(device, str):
+        raise TypeError(f"device: got {device!r}, want a string")
     return {
         name: (
-            _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype)
+            _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype, device)
             if isinstance(x, (tuple, list))
             else view(name, x)
         )
@@ -148,11 +174,11 @@ def backward_results(q, k, v):
     return {"d" + name: (x.shape, x.dtype) for name, x in zip(QKV, (q, k, v))}
 
 
-def planned_results(results, given):
-    """Views to plan with: of the arrays given, contiguous where there is none."""
+def planned_results(results, given, device):
+    """Views to plan with: of the arrays given, contiguous on a device where there is none."""
     return {
         name: (
-            _fulgur.planned(name, shape, dtype)
+            _fulgur.planned(name, shape, dtype, device)
             if given[name] is None
             else view(name, given[name], writable=True)
         )
@@ -161,22 +187,38 @@ def planned_results(results, given):
 
 
 def empty(shape, dtype, like):
-    """A torch tensor if `like` is one, else a NumPy array."""
+    """A torch tensor if `like` is one, on a GPU an array of the library of `like`, or NumPy's."""
     dtype = _NUMPY_NAMES[dtype]
     if _is_torch(like):
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+    if not isinstance(like, np.ndarray) and _on_gpu(like):
+        namespace = getattr(like, "__array_namespace__", None)
+        if namespace is None:
+            raise TypeError(
+                f"q: got {type(like).__name__} on a GPU, whose library has no __array_namespace__ "
+                "to make results with; want PyTorch's or CuPy's arrays, or results to write to"
+            )
+        namespace = namespace()
+        return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
     if dtype == "bfloat16":
         from ml_dtypes import bfloat16 as dtype
     return np.empty(shape, dtype)
 
 
+def _on_gpu(array):
+    device = getattr(array, "__dlpack_device__", None)
+    return device is not None and device()[0] == _CUDA
+
+
 def of_kind(like, array):
     """A fresh array in the array library of `like`, if it is one."""
     namespace = getattr(like, "__array_namespace__", None)
-    return array if namespace is None else namespace().asarray(array)
+    if namespace is None or not isinstance(array, np.ndarray):
+        return array
+    return namespace().asarray(array)
 
 
-def filled(results, given, like, fill):
+def filled(results, given, like, fill, stream=0):
     """The arrays of `results` in their order, after `fill` has written to their views by name.
 
     Those given are the very same, the others fresh and of the kind of `like`.
@@ -185,7 +227,7 @@ def filled(results, given, like, fill):
         name: empty(shape, dtype, like) if given[name] is None else given[name]
         for name, (shape, dtype) in results.items()
     }
-    fill({name: view(name, array, writable=True) for name, array in arrays.items()})
+    fill({name: view(name, array, True, stream) for name, array in arrays.items()})
     return tuple(
         of_kind(like, array) if given[name] is None else array for name, array in arrays.items()
     )

@@ -260,3 +260,26 @@ class TestTorch:
         q, k, v = self.make()
         with pytest.raises(ValueError, match=r"^k: requires grad.*detach"):
             fulgur.attention(q, k.requires_grad_(), v)
+
+    def test_views_that_are_no_memory_are_refused(self):
+        q, k, v = self.make()
+        negated = self.torch.complex(q, k).conj().imag
+        assert negated.is_neg()
+        with pytest.raises(ValueError, match="^v: is a negated view"):
+            fulgur.attention(q, k, negated)
+        with self.torch._subclasses.FakeTensorMode() as mode:
+            fake = mode.from_tensor(q)
+        with pytest.raises(ValueError, match="^q: data is null"):
+            fulgur.attention(fake, k, v)
+        with pytest.raises((TypeError, RuntimeError)):
+            fulgur.attention(q.to_sparse(), k, v)
+
+    def test_parameters(self):
+        q, k, v = self.make()
+        parameter = self.torch.nn.Parameter(q, requires_grad=False)
+        assert self.torch.equal(fulgur.attention(parameter, k, v), fulgur.attention(q, k, v))
+
+    def test_streams_are_those_of_torch(self):
+        """On the CPU there is none."""
+        q, _, _ = self.make()
+        assert _fulgur.current_stream(q) == 0

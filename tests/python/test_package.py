@@ -24,6 +24,7 @@ FUNCTIONS = [
     "attention_backward",
     "engines",
     "explain",
+    "install_as",
     "merge",
     "plan",
     "plan_backward",

@@ -1,0 +1,48 @@
+/// Arrays of any library as fulgur's tensors, through DLPack; never a copy.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fulgur/fulgur.h"
+
+namespace fulgur::python {
+
+namespace nb = nanobind;
+
+[[noreturn]] inline void fail(const std::string& message) {
+  throw Error(Status::kInvalidArgument, message);
+}
+
+/// A tensor and what keeps its memory alive; no memory for one that is only planned.
+struct View {
+  Tensor tensor;
+  nb::object array;
+  nb::ndarray<nb::ro> memory;
+};
+
+/// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`. A
+/// bfloat16 array of a producer that cannot say so (NumPy) comes as its 16-bit integers, with
+/// `bf16`.
+View view(const char* name, nb::handle array, bool writable, bool bf16, uintptr_t stream);
+
+/// A contiguous tensor without memory, to plan with.
+View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,
+             const std::string& device);
+
+/// A workspace: a writable contiguous array of any dtype on `device`, and what keeps it alive.
+struct WorkspaceView {
+  Workspace workspace;
+  nb::ndarray<> memory;
+};
+WorkspaceView workspace_view(nb::handle array, Device device, uintptr_t stream);
+
+/// The stream that the array's library works on now, where the array is on a GPU and its library
+/// has such a thing; else 0, the default stream.
+uintptr_t current_stream(nb::handle array);
+
+}  // namespace fulgur::python

@@ -1,0 +1,238 @@
+"""fulgur behind ``torch.nn.functional.scaled_dot_product_attention``, as one of PyTorch's flash
+attention implementations: ``torch.nn.attention.activate_flash_attention_impl("fulgur")``.
+
+PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
+heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
+there, calls with a mask and in float64 stay with PyTorch's kernel.
+"""
+
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, register_flash_attention_impl
+
+_forward = torch.ops.fulgur.forward.default
+_forward_into = torch.ops.fulgur.forward_into.default
+_backward = torch.ops.fulgur.backward.default
+_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _shared(
+    q, scale, left=-1, right=-1, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, alibi_slopes=None, dropout_p=0.0, rng_state=None,
+):  # fmt: skip
+    """The arguments that the operators take behind their tensors."""
+    return (
+        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, alibi_slopes, dropout_p,
+        rng_state, False,
+    )  # fmt: skip
+
+
+def _rows(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _refuse(name, given):
+    if given:
+        raise NotImplementedError(f"{name}: fulgur's scaled_dot_product_attention has none")
+
+
+def _out_like(query, value):
+    """An empty result in the layout of query, as PyTorch's kernels have it."""
+    if query.shape[-1] == value.shape[-1] and query.stride(-1) == 1:
+        return torch.empty_like(query)
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _dense(query, key, value, shared):
+    """out and lse of tensors (batch, heads, seqlen, dim)."""
+    out = _out_like(query, value)
+    lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
+    _forward_into(q, k, v, *shared, out.transpose(1, 2), lse)
+    return out, lse
+
+
+def _dense_backward(grad_out, query, key, value, out, lse, shared):
+    tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
+    grad_out, *tensors = tensors
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = _backward(grad_out, None, *tensors, lse.contiguous(), *shared, deterministic)
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+# On the CPU, causal masks are aligned at the top left: query i sees key j <= i.
+
+
+def _top_left(query, key, value, is_causal):
+    """The keys that any query sees, and the right side of the window from the bottom right."""
+    sq, sk = query.shape[2], key.shape[2]
+    if not is_causal:
+        return key, value, -1
+    return key[:, :, :sq], value[:, :, :sq], max(sq - sk, 0)
+
+
+def _cpu_forward(
+    torchs, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+):
+    if attn_mask is not None or query.dtype == torch.float64:
+        return torchs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    _refuse("dropout_p", dropout_p > 0)
+    keys, values, right = _top_left(query, key, value, is_causal)
+    out, lse = _dense(query, keys, values, _shared(query, scale, right=right))
+    return out, lse.mT.contiguous().mT  # (batch, seqlen, heads) in memory, as PyTorch's
+
+
+def _cpu_backward(
+    torchs, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None,
+    scale=None,
+):  # fmt: skip
+    if attn_mask is not None or query.dtype == torch.float64:
+        return torchs(
+            grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask,
+            scale=scale,
+        )  # fmt: skip
+    keys, values, right = _top_left(query, key, value, is_causal)
+    shared = _shared(query, scale, right=right)
+    dq, dk, dv = _dense_backward(grad_out, query, keys, values, out, logsumexp, shared)
+    hidden = key.shape[2] - keys.shape[2]
+    if hidden > 0:  # keys that no query sees
+        dk, dv = (
+            torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, hidden)).transpose(1, 2)
+            for x in (dk, dv)
+        )
+    return dq, dk, dv
+
+
+# On CUDA, they are aligned at the bottom right.
+
+
+def _rng_state(q, dropout_p):
+    if dropout_p > 0:
+        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    return torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _behind(q, rng_state):
+    """What PyTorch's kernels return at the end: rng_state, an unused one, no probabilities."""
+    unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+    return rng_state.view(torch.uint64), unused, q.new_empty(0)
+
+
+def _cuda_sdpa_forward(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):
+    _refuse("return_debug_mask", return_debug_mask)
+    rng_state = _rng_state(query, dropout_p)
+    right = 0 if is_causal else -1
+    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
+    out, lse = _dense(query, key, value, shared)
+    lengths = query.shape[2], key.shape[2]
+    return out, lse, None, None, *lengths, *_behind(query, rng_state)
+
+
+def _cuda_sdpa_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+    is_causal, philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    right, rng_state = 0 if is_causal else -1, philox_seed.view(torch.int64)
+    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
+    return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)
+
+
+def _cuda_shared(
+    query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
+    window_size_left, window_size_right, seqused_k=None, alibi_slopes=None,
+):  # fmt: skip
+    left = -1 if window_size_left is None else window_size_left
+    right = -1 if window_size_right is None else window_size_right
+    packed = cum_seq_q is not None
+    return _shared(
+        query, scale, left, 0 if is_causal else right, cum_seq_q, cum_seq_k, seqused_k,
+        max_q if packed else 0, max_k if packed else 0, alibi_slopes, dropout_p, rng_state,
+    )  # fmt: skip
+
+
+def _cuda_shared_of_forward(
+    query, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
+    *, scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+    block_table=None, num_splits=None,
+):  # fmt: skip
+    _refuse("return_debug_mask", return_debug_mask)
+    _refuse("block_table", block_table is not None)
+    return _cuda_shared(
+        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
+        window_size_left, window_size_right, seqused_k, alibi_slopes,
+    )  # fmt: skip
+
+
+def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p, *rest, **options):
+    """Of (batch, seqlen, heads, dim) or packed tensors."""
+    rng_state = _rng_state(query, dropout_p)
+    lengths = cum_q, cum_k, max_q, max_k
+    shared = _cuda_shared_of_forward(query, rng_state, *lengths, dropout_p, *rest, **options)
+    out, lse = _forward(_rows(query), _rows(key), _rows(value), *shared)
+    return out, lse, *_behind(query, rng_state)
+
+
+def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):
+    shared = _cuda_shared_of_forward(query, None, *arguments, **options)
+    packed = query.dim() == 3
+    rows, heads = query.shape[-3:-1]
+    shape = (heads, rows) if packed else (query.shape[0], heads, rows)
+    lse = query.new_empty(shape, dtype=torch.float32)
+    _forward_into(_rows(query), _rows(key), _rows(value), *shared, out, lse)
+    return lse
+
+
+def _cuda_flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+    is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    shared = _cuda_shared(
+        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state.view(torch.int64), is_causal,
+        scale, window_size_left, window_size_right,
+    )  # fmt: skip
+    tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _backward(_rows(grad_out), None, *tensors, *shared, deterministic)
+
+
+class _Active:
+    """The implementation while it is active."""
+
+    def __init__(self):
+        cpu, cuda = (torch.library.Library("aten", "IMPL", key) for key in ("CPU", "CUDA"))
+        for name, ours in ((_ON_CPU, _cpu_forward), (f"{_ON_CPU}_backward", _cpu_backward)):
+            torchs = torch.library.get_kernel(f"aten::{name}", "CPU")
+            cpu.impl(name, _before(torchs, ours), "CPU", with_keyset=True)
+        for name, ours in {
+            "_scaled_dot_product_flash_attention": _cuda_sdpa_forward,
+            "_scaled_dot_product_flash_attention_backward": _cuda_sdpa_backward,
+            "_flash_attention_forward": _cuda_flash_forward,
+            "_flash_attention_forward_no_dropout_inplace": _cuda_flash_forward_inplace,
+            "_flash_attention_backward": _cuda_flash_backward,
+        }.items():
+            if hasattr(torch.ops.aten, name):  # the third came with PyTorch 2.15
+                cuda.impl(name, ours, "CUDA")
+        self._libraries = [cpu, cuda]
+        # PyTorch may prefer cuDNN: flash attention is to be asked first.
+        self._order = torch._C._get_sdp_priority_order()
+        flash = int(SDPBackend.FLASH_ATTENTION)
+        others = [backend for backend in self._order if backend != flash]
+        torch._C._set_sdp_priority_order([flash, *others])
+
+    def remove(self):
+        for library in self._libraries:
+            library._destroy()
+        self._libraries = []
+        torch._C._set_sdp_priority_order(self._order)
+
+
+def _before(torchs, ours):
+    """`ours` with PyTorch's own kernel for the calls that stay with it."""
+    return lambda keys, *args, **options: ours(partial(torchs.call_boxed, keys), *args, **options)
+
+
+register_flash_attention_impl("fulgur", register_fn=_Active)

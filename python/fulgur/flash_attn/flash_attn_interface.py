@@ -1,0 +1,196 @@
+"""The functions of flash-attn 2.8, of q ``(batch, seqlen, heads, dim)`` or packed ``(total, heads,
+dim)``."""
+
+import torch
+
+from fulgur._drop_in import longest, refuse, sides, with_kvcache
+from fulgur.torch import attention, random_numbers
+
+USE_TRITON_ROCM = False
+
+_backward_into = torch.ops.fulgur.backward_into.default
+_forward = torch.ops.fulgur.forward.default
+
+
+def _get_block_size_n(device, head_dim, is_dropout, is_causal):
+    """Probabilities are not scaled by blocks: there is one."""
+    return 2**30
+
+
+def _results(results, q, return_attn_probs, dropout_p):
+    if not return_attn_probs:
+        return results[0]
+    refuse(**{"return_attn_probs with dropout_p": dropout_p > 0})
+    return *results, q.new_empty(0)
+
+
+def _attention(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+    return_attn_probs, **packed,
+):  # fmt: skip
+    results = attention(
+        q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=sides(window_size),
+        softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
+        **packed,
+    )  # fmt: skip
+    return _results(results, q, return_attn_probs, dropout_p)
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """out, or (out, softmax_lse, an empty tensor) with ``return_attn_probs``."""
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """The same of kv ``(batch, seqlen, 2, heads, dim)``."""
+    return _attention(
+        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """The same of qkv ``(batch, seqlen, 3, heads, dim)``."""
+    return _attention(
+        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """The same of packed sequences."""
+    refuse(block_table=block_table)
+    return _attention(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """The same of kv ``(total, 2, heads, dim)``."""
+    return flash_attn_varlen_func(
+        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False,
+):  # fmt: skip
+    """The same of qkv ``(total, 3, heads, dim)``."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+    return_softmax_lse=False,
+):  # fmt: skip
+    """out, or (out, softmax_lse): attention over a cache, to which k and v are added in place."""
+    refuse(
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, block_table=block_table,
+    )  # fmt: skip
+    results = with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens, scale=softmax_scale, causal=causal,
+        window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return results if return_softmax_lse else results[0]
+
+
+# The private names that ring attention and Megatron call: no gradient is recorded.
+
+
+def _shared(
+    softmax_scale, causal, left, right, softcap, alibi_slopes, dropout_p, rng_state,
+    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=0, max_seqlen_k=0,
+):  # fmt: skip
+    """The arguments that both operators take behind their tensors."""
+    return (
+        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
+        left, 0 if causal else right, alibi_slopes, dropout_p, rng_state, False,
+    )  # fmt: skip
+
+
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, return_softmax,
+):  # fmt: skip
+    """out, softmax_lse, an empty tensor, and the random numbers for the backward pass."""
+    refuse(return_softmax=return_softmax)
+    rng_state = random_numbers(q)
+    shared = _shared(
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        dropout_p, rng_state,
+    )  # fmt: skip
+    return *_forward(q, k, v, *shared), q.new_empty(0), rng_state
+
+
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+    causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+    num_splits=0,
+):  # fmt: skip
+    """The same of packed sequences."""
+    refuse(return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k)
+    rng_state = random_numbers(q)
+    shared = _shared(
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k, longest(max_seqlen_q, q),
+        longest(max_seqlen_k, k),
+    )  # fmt: skip
+    return *_forward(q, k, v, *shared), q.new_empty(0), rng_state
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+    window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    """Writes dq, dk and dv."""
+    shared = _shared(
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        dropout_p, rng_state,
+    )  # fmt: skip
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, deterministic, rng_state=None, zero_tensors=False,
+):  # fmt: skip
+    """Writes dq, dk and dv of packed sequences."""
+    shared = _shared(
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, None, longest(max_seqlen_q, q),
+        longest(max_seqlen_k, k),
+    )  # fmt: skip
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)

@@ -1,0 +1,116 @@
+"""The interface of FlashAttention-3 (``flash_attn_interface``), computed by fulgur.
+
+Functions, arguments, defaults and results are upstream's; what fulgur does not have raises
+NotImplementedError. ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
+hints about upstream's kernels, and taken whatever they say. :func:`fulgur.install_as` lets ``import
+flash_attn_interface`` find this module.
+"""
+
+import torch
+
+from fulgur import _drop_in
+from fulgur._drop_in import longest, refuse, sides
+from fulgur.torch import attention
+
+
+def _attention(
+    q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
+    return_attn_probs, refused, **packed,
+):  # fmt: skip
+    refuse(**refused, attention_chunk=attention_chunk or None)
+    results = attention(
+        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size), softcap=softcap,
+        deterministic=deterministic, return_lse=True, **packed,
+    )  # fmt: skip
+    return results if return_attn_probs else results[0]
+
+
+def flash_attn_func(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+    v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """out, or (out, softmax_lse) with ``return_attn_probs``."""
+    refused = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return _attention(
+        q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
+        return_attn_probs, refused,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None,
+    sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """The same of qkv ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 hk,
+    dim)``."""
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(-3)
+    elif num_heads_q is None:
+        raise ValueError("num_heads_q: got None, want the heads of q in qkv of 4 dimensions")
+    else:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], -2)
+    refused = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return _attention(
+        q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
+        return_attn_probs, refused,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
+    seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+    v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+    pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """The same of packed sequences."""
+    refused = dict(
+        seqused_q=seqused_q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+    )
+    return _attention(
+        q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
+        return_attn_probs, refused, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
+        seqused_k=seqused_k,
+    )  # fmt: skip
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """(out, softmax_lse) of parts ``(parts, batch, seqlen, heads, dim)`` and ``(parts, batch,
+    seqlen, heads)`` over disjoint keys."""
+    return _drop_in.combine(out_partial, lse_partial, out, out_dtype)
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    """out, or (out, softmax_lse, None, None): attention over a cache, to which k and v are added in
+    place."""
+    refuse(
+        qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None,
+    )  # fmt: skip
+    out, lse = _drop_in.with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens, scale=softmax_scale, causal=causal,
+        window=sides(window_size), softcap=softcap,
+    )  # fmt: skip
+    return (out, lse, None, None) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+    attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """An empty tensor: fulgur's kernels want no such thing."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

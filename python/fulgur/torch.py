@@ -1,0 +1,295 @@
+"""Exact attention as an operator of PyTorch: recorded by autograd, seen by ``torch.compile``.
+
+    from fulgur.torch import attention
+
+    out = attention(q, k, v, causal=True)
+    out.sum().backward()
+
+Tensors are on the CPU or on a CUDA device, where the work is put on PyTorch's current stream. Needs
+PyTorch 2.11 or newer; nothing of fulgur is built against it. The operators are
+``torch.ops.fulgur.forward`` and ``torch.ops.fulgur.backward``: custom operators with fake kernels
+and rules for vmap and for the counter of flops, so that ``torch.compile(fullgraph=True)``,
+``torch.export``, ``torch.func``, activation checkpointing and CUDA graphs need nothing more.
+``forward_into`` and ``backward_into`` write their results where the caller says.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from fulgur import _fulgur
+
+__all__ = ["attention"]
+
+if torch.__version__ < (2, 11):
+    raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
+
+_library = torch.library.Library("fulgur", "DEF")
+# What both passes take behind their tensors; python/torch_ops.cpp reads it in this order.
+_SHARED = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
+    "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state, bool invariant"
+)
+_FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
+_BACKWARD = (
+    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SHARED}, bool deterministic"
+)
+for _schema in (
+    f"forward({_FORWARD}) -> (Tensor out, Tensor lse)",
+    f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+):
+    _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+_fulgur.register_torch_ops()
+
+_forward = torch.ops.fulgur.forward.default
+_backward = torch.ops.fulgur.backward.default
+
+
+@torch.library.register_fake("fulgur::forward", lib=_library)
+def _fake_forward(q, k, v, *_):
+    lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=lse_dtype)
+
+
+@torch.library.register_fake("fulgur::backward", lib=_library)
+def _fake_backward(dout, dlse, q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@torch.library.register_fake("fulgur::forward_into", lib=_library)
+@torch.library.register_fake("fulgur::backward_into", lib=_library)
+def _fake_into(*_):
+    pass
+
+
+def _fold(size, mapped, tensors, shared):
+    """Arguments of a batched call with the mapped dimension as a part of the batch."""
+    if shared[0] is not None:
+        raise NotImplementedError(
+            "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
+        )
+
+    def front(x, dim):
+        return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    batch = tensors[0].shape[1 if mapped[0] == 0 else 0]
+    folded = [
+        None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
+    ]
+    cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
+    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 9, 11))
+    if seqused_k is not None:
+        seqused_k = front(seqused_k, seqused_dim).flatten()
+    if slopes is not None and (slopes_dim is not None or slopes.dim() == 2):
+        slopes = front(slopes, slopes_dim)
+        if slopes.dim() == 2:
+            slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
+        slopes = slopes.flatten(0, 1)
+    if rng is not None:
+        if rng_dim is None:
+            raise NotImplementedError("dropout_p: vmap(randomness='same'); want 'different'")
+        rng = rng.select(rng_dim, 0)  # what is kept depends on the place in the batch, too
+    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant
+
+
+def _batched(op, tensors):
+    """The rule of vmap of an operator whose first so many arguments are tensors."""
+
+    def rule(info, in_dims, *args):
+        shared, rest = args[tensors : tensors + 13], args[tensors + 13 :]
+        results = op(*_fold(info.batch_size, in_dims, args[:tensors], shared), *rest)
+        results = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
+        return results, (0,) * len(results)
+
+    return rule
+
+
+_vmap_backward = _batched(_backward, 7)
+torch.library.register_vmap("fulgur::forward", _batched(_forward, 3), lib=_library)
+torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
+
+
+def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right):
+    """How many scores the mask shows in all sequences of one head."""
+
+    def visible(sq, sk):
+        ends = (min(i + sk - sq + right, sk - 1) if right >= 0 else sk - 1 for i in range(sq))
+        starts = (max(i + sk - sq - left, 0) if left >= 0 else 0 for i in range(sq))
+        return sum(max(end - start + 1, 0) for start, end in zip(starts, ends))
+
+    if cu_q is None and seqused_k is None:
+        return q.shape[0] * visible(q.shape[1], k.shape[1])
+    lengths = [
+        [x.shape[1]] * x.shape[0] if ends is None else ends.diff().tolist()
+        for x, ends in ((q, cu_q), (k, cu_k))
+    ]
+    keys = lengths[1] if seqused_k is None else seqused_k.tolist()
+    return sum(map(visible, lengths[0], keys))
+
+
+@register_flop_formula(torch.ops.fulgur.forward, get_raw=True)
+def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
+    return pairs * 2 * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
+def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest, **_):
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
+    return pairs * (6 * q.shape[-1] + 4 * v.shape[-1])
+
+
+def _save(ctx, tensors, out, lse, shared, deterministic):
+    cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
+    ctx.save_for_backward(*tensors, out, lse, cu_q, cu_k, seqused_k, slopes, rng)
+    ctx.numbers = numbers, dropout_p, invariant, deterministic
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse):
+    q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, rng = ctx.saved_tensors
+    numbers, dropout_p, invariant, deterministic = ctx.numbers
+    if dout is None and dlse is None:
+        return (None,) * 17
+    dout = torch.zeros_like(out) if dout is None else _rows(dout)
+    dlse = None if dlse is None else _rows(dlse)
+    compute = _Gradients.apply if torch.is_grad_enabled() else _backward
+    gradients = compute(
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng,
+        invariant, deterministic,
+    )  # fmt: skip
+    return *gradients, *(None,) * 14
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients under ``create_graph=True``: a derivative of them raises, and is never 0."""
+
+    @staticmethod
+    def forward(*args):
+        return _backward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("fulgur.torch: attention has a first derivative only")
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _vmap_backward(info, in_dims, *args)
+
+
+class _Attention(torch.autograd.Function):
+    """Records the gradient in eager mode and in ``torch.compile``."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, deterministic, *shared):
+        out, lse = _forward(q, k, v, *shared)
+        _save(ctx, (q, k, v), out, lse, shared, deterministic)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse)
+
+
+class _FunctionalAttention(torch.autograd.Function):
+    """The same for torch.func, which wants the saving apart; in eager mode that costs 20 us."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, deterministic, *shared):
+        return _forward(q, k, v, *shared)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, deterministic, *shared = inputs
+        _save(ctx, (q, k, v), *output, shared, deterministic)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return _gradients(ctx, dout, dlse)
+
+
+def random_numbers(q):
+    """Seed and offset of dropout, int64 ``(2,)``, from PyTorch's generator of q's device."""
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+
+def _rows(x):
+    """A tensor with rows in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def attention(
+    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_k=None, deterministic=False, invariant=False, return_lse=False,
+):  # fmt: skip
+    """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
+
+    Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q, k
+    and v. Under autocast q, k and v are cast to its dtype, float64 apart.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
+        k: ``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.
+        v: ``(batch, sk, hk, dv)`` or ``(total_k, hk, dv)``, dtype of q; 1 <= dv <= 512.
+        causal: query i of sq sees keys up to i + sk - sq.
+        window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is
+            unbounded. With ``causal`` both hold.
+        scale: of the scores; default 1 / sqrt(d).
+        softcap: 0 is off.
+        alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
+        max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
+            the CPU only.
+        seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        deterministic: the backward pass gives the same bits in every run; so it does under
+            ``torch.use_deterministic_algorithms(True)``.
+        invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
+        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
+
+    Raises:
+        RuntimeError: an argument is wrong, or no engine computes this here.
+    """
+    window_left, window_right = (-1, -1) if window is None else window
+    if causal:
+        window_right = 0
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()")
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    rng = random_numbers(q) if dropout_p > 0 else None
+    shared = (
+        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
+        alibi_slopes, dropout_p, rng, invariant,
+    )  # fmt: skip
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        functional = torch._C._are_functorch_transforms_active()
+        function = _FunctionalAttention if functional else _Attention
+        out, lse = function.apply(q, k, v, deterministic, *shared)
+    else:
+        out, lse = _forward(q, k, v, *shared)
+    return (out, lse) if return_lse else out
+
+
+from fulgur import _sdpa  # noqa: E402, F401  registers "fulgur" with PyTorch, and activates nothing

@@ -1,0 +1,216 @@
+"""fulgur in PyTorch on a GPU: python3 tests/cuda/torch_test.py, with fulgur and torch importable.
+
+Gradients are tested where the CUDA engine computes them, and skipped with its own words elsewhere.
+"""
+
+import statistics
+import time
+import unittest
+
+import torch
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import fulgur
+from fulgur import _sdpa, flash_attn, flash_attn_cute, flash_attn_interface
+from fulgur.torch import attention
+
+
+def make(*shapes, dtype=torch.bfloat16, grad=False):
+    torch.manual_seed(0)
+    return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=grad) for s in shapes]
+
+
+def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64, dv=64, **kind):
+    return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, dv), **kind)
+
+
+def math(q, k, v, causal=False, scale=None, softcap=0.0):
+    """In float64, masks aligned at the bottom right."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    sq, sk = scores.shape[-2:]
+    if causal:
+        hidden = torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu(sk - sq + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+class OnGpu(unittest.TestCase):
+    def assert_close(self, got, want, tolerance=2e-2):
+        self.assertEqual(got.shape, want.shape)
+        self.assertLess((got.double() - want.double()).abs().max().item(), tolerance)
+
+    def gradients(self, out, inputs, dout):
+        try:
+            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        except RuntimeError as error:
+            if "backward" in str(error):
+                self.skipTest(str(error))
+            raise
+
+
+class TestAttention(OnGpu):
+    OPTIONS = ({}, dict(causal=True), dict(softcap=4.0, scale=0.3))
+
+    def test_results(self):
+        for dtype in (torch.bfloat16, torch.float16):
+            for options in self.OPTIONS:
+                with self.subTest(dtype=dtype, options=options):
+                    q, k, v = make_qkv(dtype=dtype)
+                    self.assert_close(attention(q, k, v, **options), math(q, k, v, **options))
+
+    def test_packed_lengths_that_are_freed(self):
+        q, k, v = (x.flatten(0, 1) for x in make_qkv(sq=192))
+        want = None
+        for _ in range(20):  # a plan is found again, the lengths lie elsewhere
+            ends = torch.tensor([0, 100, 384], device="cuda", dtype=torch.int32)
+            out = attention(
+                q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=300, max_seqlen_k=300
+            )
+            del ends
+            torch.randn(1000, device="cuda")
+            want = out if want is None else want
+            self.assertTrue(torch.equal(out, want))
+        self.assert_close(want[None, :100], math(q[None, :100], k[None, :100], v[None, :100]))
+
+    def test_streams(self):
+        q, k, v = make_qkv(sq=2048, sk=2048)
+        want = attention(q, k, v)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10_000_000)
+            later = [x * 2 for x in (q, k, v)]
+            out, same = attention(*later), fulgur.attention(*later)
+        side.synchronize()
+        self.assert_close(out, math(*later), 5e-2)
+        self.assertTrue(torch.equal(out, same))
+        self.assertTrue(torch.equal(fulgur.attention(q, k, v, stream=side), want))
+
+    def test_graphs(self):
+        q, k, v = make_qkv()
+        attention(q, k, v, causal=True)  # plans
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attention(q, k, v, causal=True)
+        for _ in range(100):
+            q.copy_(torch.randn_like(q))
+            graph.replay()
+        self.assertTrue(torch.equal(out, attention(q, k, v, causal=True)))
+
+    def test_a_capture_without_a_plan_is_an_error(self):
+        q, k, v = make_qkv(sq=77, sk=99)
+        with self.assertRaisesRegex(RuntimeError, "captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            attention(q, k, v)
+        self.assert_close(attention(q, k, v), math(q, k, v))
+
+    def test_gradients(self):
+        for options in self.OPTIONS:
+            with self.subTest(options=options):
+                q, k, v = make_qkv(grad=True)
+                out, lse = attention(q, k, v, return_lse=True, **options)
+                dout = torch.randn_like(out)
+                got = self.gradients(out, (q, k, v), dout)
+                want = torch.autograd.grad(math(q, k, v, **options), (q, k, v), dout.double())
+                for a, b in zip(got, want):
+                    self.assert_close(a, b, 5e-2)
+
+    def test_compile(self):
+        q, k, v = make_qkv()
+        call = lambda *x: attention(*x, causal=True) * 2  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True)
+        self.assertTrue(torch.equal(compiled(q, k, v), call(q, k, v)))
+
+    def test_opcheck(self):
+        shared = (None, None, None, 0, 0, 0.1, 0.0, -1, 0, None, 0.0, None, False)
+        torch.library.opcheck(torch.ops.fulgur.forward, (*make_qkv(), *shared))
+
+    def test_wrong_arguments(self):
+        q, k, v = make_qkv()
+        for wrong in ((q, k.cpu(), v), (q, k.half(), v), (q, k, v[:, :5]), (q.float(), k.float(), v.float())):
+            with self.assertRaises(RuntimeError):
+                attention(*wrong)
+
+
+class TestDropIns(OnGpu):
+    def test_results(self):
+        q, k, v = make_qkv()
+        want, lse = attention(q, k, v, causal=True, return_lse=True)
+        got, got_lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+        self.assertTrue(torch.equal(got, want) and torch.equal(got_lse, lse))
+        self.assertTrue(torch.equal(flash_attn_interface.flash_attn_func(q, k, v, causal=True), want))
+        self.assertTrue(torch.equal(flash_attn_cute.flash_attn_func(q, k, v, causal=True)[0], want))
+
+    def test_cache(self):
+        q, k, v = make_qkv(sq=1, sk=256)
+        lengths = torch.tensor([17, 200], device="cuda", dtype=torch.int32)
+        new_k, new_v = make((2, 1, 2, 64), (2, 1, 2, 64))
+        out = flash_attn.flash_attn_with_kvcache(q, k, v, new_k, new_v, cache_seqlens=lengths)
+        for b, n in enumerate((18, 201)):
+            self.assert_close(out[b : b + 1], math(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]))
+
+
+class TestSdpa(OnGpu):
+    def setUp(self):
+        torch_attention.activate_flash_attention_impl("fulgur")
+        self.addCleanup(torch_attention.restore_flash_attention_impl, _raise_warn=False)
+
+    def test_is_asked(self):
+        calls, compute = [], _sdpa._forward_into
+        self.addCleanup(setattr, _sdpa, "_forward_into", compute)
+        _sdpa._forward_into = lambda *x: (calls.append(x), compute(*x))
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(sq=192, hk=8))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        self.assertEqual(len(calls), 1)
+        self.assertEqual(out.stride(), q.stride())
+        with sdpa_kernel(SDPBackend.MATH):
+            self.assert_close(out, scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def test_gradients(self):
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(sq=192, hk=8, grad=True))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        dout = torch.randn_like(out)
+        got = self.gradients(out, (q, k, v), dout)
+        with sdpa_kernel(SDPBackend.MATH):
+            want = scaled_dot_product_attention(q, k, v, is_causal=True)
+        for a, b in zip(got, torch.autograd.grad(want, (q, k, v), dout)):
+            self.assert_close(a, b, 5e-2)
+
+
+class HostTime(OnGpu):
+    """Of calls that find their plan, without waiting for the device; in microseconds, medians."""
+
+    def measure(self, call, count=2000):
+        for _ in range(50):
+            call()
+        torch.cuda.synchronize()
+        times = []
+        for i in range(count):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+            if i % 200 == 199:
+                torch.cuda.synchronize()
+        return 1e6 * statistics.median(times)
+
+    def test_host_time(self):
+        q, k, v = make_qkv(sq=64, sk=64, hq=2)
+        x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
+        shared = (None, None, None, 0, 0, 0.125, 0.0, -1, -1, None, 0.0, None, False)
+        times = {
+            "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v, *shared)),
+            "without gradients": self.measure(lambda: attention(q, k, v)),
+            "recorded": self.measure(lambda: attention(x, y, z)),
+            "fulgur.attention": self.measure(lambda: fulgur.attention(q, k, v)),
+        }
+        print("host time: " + ", ".join(f"{name} {us:.1f} us" for name, us in times.items()))
+
+
+if __name__ == "__main__":
+    unittest.main()

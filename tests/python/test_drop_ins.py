@@ -1,0 +1,465 @@
+"""The modules that stand in for FlashAttention's: signatures, results, refusals, install_as()."""
+
+import importlib.util
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fulgur  # noqa: E402
+from fulgur import flash_attn as fa2  # noqa: E402
+from fulgur import flash_attn_cute as fa4  # noqa: E402
+from fulgur import flash_attn_interface as fa3  # noqa: E402
+from fulgur.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
+from fulgur.flash_attn.layers import rotary  # noqa: E402
+from fulgur.torch import attention  # noqa: E402
+
+TAIL2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+TAIL3 = (
+    f"softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+    "sm_margin=0, return_attn_probs=False"
+)
+MODS = "deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None"
+PRIVATE2 = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap"
+
+# As upstream's: flash-attn 2.8.4, FlashAttention-3 of the same day, flash-attn-4 4.0.0b36.
+SIGNATURES = {
+    (fa2, "flash_attn_func"): f"q, k, v, {TAIL2}",
+    (fa2, "flash_attn_kvpacked_func"): f"q, kv, {TAIL2}",
+    (fa2, "flash_attn_qkvpacked_func"): f"qkv, {TAIL2}",
+    (fa2, "flash_attn_varlen_func"): f"q, k, v, {VARLEN}, {TAIL2}, block_table=None",
+    (fa2, "flash_attn_varlen_kvpacked_func"): f"q, kv, {VARLEN}, {TAIL2}",
+    (fa2, "flash_attn_varlen_qkvpacked_func"): f"qkv, cu_seqlens, max_seqlen, {TAIL2}",
+    (fa2, "flash_attn_with_kvcache"): (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
+    (flash_attn_interface, "_flash_attn_forward"): (
+        f"q, k, v, {PRIVATE2}, alibi_slopes, return_softmax"
+    ),
+    (flash_attn_interface, "_flash_attn_backward"): (
+        f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {PRIVATE2}, alibi_slopes, deterministic, "
+        "rng_state=None"
+    ),
+    (flash_attn_interface, "_flash_attn_varlen_forward"): (
+        f"q, k, v, {VARLEN}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+        "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0"
+    ),
+    (flash_attn_interface, "_flash_attn_varlen_backward"): (
+        f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {VARLEN}, {PRIVATE2}, alibi_slopes, "
+        "deterministic, rng_state=None, zero_tensors=False"
+    ),
+    (bert_padding, "unpad_input"): "hidden_states, attention_mask, unused_mask=None",
+    (bert_padding, "pad_input"): "hidden_states, indices, batch, seqlen",
+    (rotary, "apply_rotary_emb"): (
+        "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None"
+    ),
+    (fa3, "flash_attn_func"): f"q, k, v, {TAIL3}",
+    (fa3, "flash_attn_varlen_func"): (
+        f"q, k, v, {VARLEN}, seqused_q=None, seqused_k=None, {TAIL3}"
+    ),
+    (fa3, "flash_attn_qkvpacked_func"): (
+        f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), "
+        "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, "
+        "return_attn_probs=False"
+    ),
+    (fa3, "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None",
+    (fa3, "flash_attn_with_kvcache"): (
+        "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+        "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+        f"{DESCALE}, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, "
+        "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, "
+        "pack_gqa=None, sm_margin=0, return_softmax_lse=False"
+    ),
+    (fa4, "flash_attn_func"): (
+        "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, "
+        "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
+        f"{MODS}, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+        "block_sparse_tensors_bwd=None, return_lse=False, gather_bwd_recompute_p=False, "
+        "gather_bwd_token_chunk=None"
+    ),
+    (fa4, "flash_attn_varlen_func"): (
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, "
+        "gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, "
+        "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
+        f"{MODS}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", SIGNATURES, ids=lambda x: f"{x[0].__name__}.{x[1]}")
+def test_signature(place):
+    assert str(inspect.signature(getattr(*place))) == f"({SIGNATURES[place]})"
+
+
+def make(*shapes, grad=False):
+    torch.manual_seed(0)
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+def make_qkv(grad=False):
+    return make((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), grad=grad)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+OPTIONS = [
+    ({}, {}),
+    (dict(causal=True), dict(causal=True)),
+    (dict(window_size=torch.tensor([2, 1])), dict(window=(2, 1))),
+    (dict(softmax_scale=0.7, softcap=3.0), dict(scale=0.7, softcap=3.0)),
+]
+
+
+class TestFlashAttention2:
+    @pytest.mark.parametrize("theirs, ours", [*OPTIONS, (dict(alibi_slopes=torch.rand(2, 4)),) * 2])
+    def test_results(self, theirs, ours):
+        q, k, v = make_qkv()
+        out, lse = attention(q, k, v, return_lse=True, **ours)
+        assert torch.equal(fa2.flash_attn_func(q, k, v, **theirs), out)
+        *got, probabilities = fa2.flash_attn_func(q, k, v, return_attn_probs=True, **theirs)
+        assert_same(got, (out, lse))
+        assert probabilities.shape == (0,)
+        kv = torch.stack([k, v], 2)
+        assert torch.equal(fa2.flash_attn_kvpacked_func(q, kv, **theirs), out)
+
+    @pytest.mark.parametrize("theirs, ours", OPTIONS)
+    def test_packed(self, theirs, ours):
+        q, k, v = (x[0] for x in make_qkv())
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        want = attention(q, k, v, **ends, **ours)
+        lengths = (*ends.values(), 3, 4)
+        assert torch.equal(fa2.flash_attn_varlen_func(q, k, v, *lengths, **theirs), want)
+        kv = torch.stack([k, v], 1)
+        assert torch.equal(fa2.flash_attn_varlen_kvpacked_func(q, kv, *lengths, **theirs), want)
+        tensors = (*ends.values(), torch.tensor(3), torch.tensor(4))
+        assert torch.equal(fa2.flash_attn_varlen_func(q, k, v, *tensors, **theirs), want)
+
+    def test_qkv_in_one(self):
+        (qkv,) = make((2, 5, 3, 4, 8), grad=True)
+        out = fa2.flash_attn_qkvpacked_func(qkv, causal=True)
+        (gradient,) = torch.autograd.grad(out.square().sum(), qkv)
+        parts = [x.detach().requires_grad_() for x in qkv.unbind(2)]
+        want = attention(*parts, causal=True)
+        assert torch.equal(out, want)
+        expected = torch.stack(torch.autograd.grad(want.square().sum(), parts), 2)
+        torch.testing.assert_close(gradient, expected)
+        rows, ends = qkv.detach()[0], int32(0, 2, 5)
+        got = fa2.flash_attn_varlen_qkvpacked_func(rows, ends, 3, causal=True)
+        want = attention(*rows.unbind(1), cu_seqlens_q=ends, cu_seqlens_k=ends, causal=True)
+        assert torch.equal(got, want)
+
+    def test_dropout(self):
+        q, k, v = make_qkv()
+        torch.manual_seed(3)
+        want = attention(q, k, v, dropout_p=0.5)
+        torch.manual_seed(3)
+        assert torch.equal(fa2.flash_attn_func(q, k, v, 0.5), want)
+
+    def test_under_compile(self):
+        q, k, v = make_qkv(grad=True)
+        call = lambda *x: fa2.flash_attn_func(*x, causal=True, window_size=(3, 0))  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, k, v), call(q, k, v))
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+    def test_private_names(self, dropout_p):
+        q, k, v = make_qkv(grad=True)
+        torch.manual_seed(4)
+        want, want_lse = attention(q, k, v, causal=True, dropout_p=dropout_p, return_lse=True)
+        dout = torch.randn_like(want)
+        expected = torch.autograd.grad(want, (q, k, v), dout)
+        q, k, v = (x.detach() for x in (q, k, v))
+        options = (dropout_p, 8**-0.5, True, -1, -1, 0.0, None)
+        torch.manual_seed(4)
+        out, lse, empty, rng = flash_attn_interface._flash_attn_forward(q, k, v, *options, False)
+        assert_same((out, lse), (want, want_lse))
+        assert empty.numel() == 0
+        gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        flash_attn_interface._flash_attn_backward(
+            dout, q, k, v, out, lse, *gradients, *options, False, rng
+        )
+        for a, b in zip(gradients, expected):
+            torch.testing.assert_close(a, b)
+
+    def test_private_names_packed(self):
+        q, k, v = (x[0] for x in make_qkv())
+        lengths = (int32(0, 2, 5), int32(0, 4, 7), 3, 4)
+        out, lse, _, rng = flash_attn_interface._flash_attn_varlen_forward(
+            q, k, v, *lengths, 0.0, 0.5, False, seqused_k=int32(2, 3)
+        )
+        ends = dict(cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1], scale=0.5)
+        want = attention(q, k, v, seqused_k=int32(2, 3), return_lse=True, **ends)
+        assert_same((out, lse), want)
+        out, lse, _, rng = flash_attn_interface._flash_attn_varlen_forward(
+            q, k, v, *lengths, 0.0, 0.5, False
+        )
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        flash_attn_interface._flash_attn_varlen_backward(
+            out, q, k, v, out, lse, *gradients, *lengths, 0.0, 0.5, False, -1, -1, 0.0, None, True
+        )
+        whole = [x.requires_grad_() for x in (q, k, v)]
+        expected = torch.autograd.grad(attention(*whole, **ends), whole, out)
+        for a, b in zip(gradients, expected):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize("module", [fa2, fa3])
+    def test_cache(self, module):
+        q, k_cache, v_cache = make((2, 3, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8))
+        new_k, new_v = make((2, 3, 2, 8), (2, 3, 2, 8))
+        lengths = int32(4, 9)
+        before = k_cache.clone()
+        out, lse, *rest = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        assert rest == ([None, None] if module is fa3 else [])
+        assert lengths.tolist() == [4, 9]
+        for b, n in enumerate((4, 9)):
+            assert torch.equal(k_cache[b, n : n + 3], new_k[b])
+            assert torch.equal(v_cache[b, n : n + 3], new_v[b])
+            assert torch.equal(k_cache[b, :n], before[b, :n])
+            assert torch.equal(k_cache[b, n + 3 :], before[b, n + 3 :])
+            one = slice(b, b + 1), slice(0, n + 3)
+            want = attention(q[b : b + 1], k_cache[one], v_cache[one], causal=True, return_lse=True)
+            torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), want)
+        got = module.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=7)
+        torch.testing.assert_close(got, attention(q, k_cache[:, :7], v_cache[:, :7]))
+        got = module.flash_attn_with_kvcache(q, k_cache, v_cache)
+        torch.testing.assert_close(got, attention(q, k_cache, v_cache))
+        with pytest.raises(ValueError, match="^cache_seqlens: got None"):
+            module.flash_attn_with_kvcache(q, k_cache, v_cache, new_k, new_v)
+        with pytest.raises(ValueError, match="^k, v: got only one"):
+            module.flash_attn_with_kvcache(q, k_cache, v_cache, new_k, cache_seqlens=7)
+
+
+class TestFlashAttention3:
+    @pytest.mark.parametrize("theirs, ours", OPTIONS)
+    def test_results(self, theirs, ours):
+        q, k, v = make_qkv()
+        want = attention(q, k, v, return_lse=True, **ours)
+        hints = dict(num_splits=3, pack_gqa=True, sm_margin=8)
+        assert torch.equal(fa3.flash_attn_func(q, k, v, **theirs, **hints), want[0])
+        assert_same(fa3.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), want)
+
+    def test_packed(self):
+        q, k, v = (x[0] for x in make_qkv())
+        lengths, used = (int32(0, 2, 5), int32(0, 4, 7), 3, 4), int32(1, 3)
+        got = fa3.flash_attn_varlen_func(q, k, v, *lengths, seqused_k=used, causal=True)
+        ends = dict(cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
+        assert torch.equal(got, attention(q, k, v, seqused_k=used, causal=True, **ends))
+
+    def test_qkv_in_one(self):
+        (qkv,) = make((2, 5, 8, 16))
+        want = attention(*qkv.split([4, 2, 2], 2))
+        assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4), want)
+        (qkv,) = make((2, 5, 3, 4, 16))
+        assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv), attention(*qkv.unbind(2)))
+        with pytest.raises(ValueError, match="^num_heads_q"):
+            fa3.flash_attn_qkvpacked_func(qkv[:, :, 0])
+
+    @pytest.mark.parametrize("combine", [fa3.flash_attn_combine, fa4.flash_attn_combine])
+    def test_combine(self, combine):
+        q, k, v = make_qkv()
+        parts = [attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(3), slice(3, 7))]
+        nothing = torch.full_like(parts[0][0], torch.nan), torch.full((2, 4, 5), -torch.inf)
+        outs, lses = zip(*parts, nothing)
+        out, lse = combine(torch.stack(outs), torch.stack(lses).mT)
+        want, want_lse = attention(q, k, v, return_lse=True)
+        torch.testing.assert_close((out, lse), (want, want_lse.mT))
+        out, lse = combine(torch.zeros(2, 1, 1, 1, 8), torch.full((2, 1, 1, 1), -torch.inf))
+        assert (out == 0).all() and (lse == -torch.inf).all()
+        given = torch.empty_like(want)
+        assert combine(torch.stack(outs), torch.stack(lses).mT, given)[0] is given
+        assert combine(torch.stack(outs), torch.stack(lses).mT, None, torch.bfloat16)[
+            0
+        ].dtype == torch.bfloat16
+
+    def test_scheduler_metadata(self):
+        metadata = fa3.get_scheduler_metadata(2, 1, 16, 4, 2, 64, int32(3, 4))
+        assert metadata.numel() == 0 and metadata.dtype == torch.int32
+
+
+class TestFlashAttention4:
+    def test_results(self):
+        q, k, v = make_qkv()
+        want = attention(q, k, v, causal=True, window=(2, -1), return_lse=True)
+        options = dict(causal=True, window_size=(2, None))
+        out, lse = fa4.flash_attn_func(q, k, v, **options)
+        assert torch.equal(out, want[0]) and lse is None
+        assert_same(fa4.flash_attn_func(q, k, v, return_lse=True, **options), want)
+
+    def test_packed(self):
+        q, k, v = (x[0] for x in make_qkv())
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        out, lse = fa4.flash_attn_varlen_func(q, k, v, **ends, max_seqlen_q=3, causal=True)
+        assert torch.equal(out, attention(q, k, v, causal=True, **ends)) and lse is None
+        q, k, v = make_qkv()
+        out, _ = fa4.flash_attn_varlen_func(q, k, v, seqused_k=int32(3, 7))
+        assert torch.equal(out, attention(q, k, v, seqused_k=int32(3, 7)))
+
+
+ANYTHING = torch.ones(2)
+REFUSED = [
+    (fa2.flash_attn_varlen_func, 7, "block_table"),
+    *((fa2.flash_attn_with_kvcache, 3, name) for name in (
+        "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")),
+    *((fa3.flash_attn_func, 3, name) for name in (
+        "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
+    *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv", "attention_chunk")),
+    *((fa3.flash_attn_with_kvcache, 3, name) for name in (
+        "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_cos", "k_descale")),
+    *((fa4.flash_attn_func, 3, name) for name in (
+        "learnable_sink", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
+    *((fa4.flash_attn_varlen_func, 3, name) for name in (
+        "page_table", "seqused_q", "learnable_sink", "score_mod", "gather_kv_indices")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, tensors, name", REFUSED)
+def test_what_is_missing_raises(function, tensors, name):
+    q, k, v = make_qkv()
+    arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        function(*arguments, **{name: 3 if name == "attention_chunk" else ANYTHING})
+
+
+def test_probabilities_under_dropout_raise():
+    with pytest.raises(NotImplementedError, match="^return_attn_probs with dropout_p"):
+        fa2.flash_attn_func(*make_qkv(), 0.5, return_attn_probs=True)
+
+
+class TestPadding:
+    def test_there_and_back(self):
+        (x,) = make((3, 5, 2, 4), grad=True)
+        mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
+        rows, indices, ends, longest, used = bert_padding.unpad_input(x, mask)
+        assert torch.equal(rows, x[mask.bool()])
+        assert ends.tolist() == [0, 3, 6, 11] and ends.dtype == torch.int32
+        assert (longest, used.tolist()) == (5, [3, 3, 5])
+        back = bert_padding.pad_input(rows, indices, 3, 5)
+        assert torch.equal(back, x * mask[..., None, None])
+        (gradient,) = torch.autograd.grad(back.sum(), x)
+        assert torch.equal(gradient, mask[..., None, None].expand_as(x).float())
+
+    def test_rows_that_are_allocated_but_unused(self):
+        mask, unused = torch.tensor([[1, 0, 0], [1, 1, 0]]), torch.tensor([[0, 1, 0], [0, 0, 0]])
+        rows, _, ends, longest, used = bert_padding.unpad_input(torch.ones(2, 3, 1), mask, unused)
+        assert (len(rows), ends.tolist(), longest, used.tolist()) == (4, [0, 2, 4], 2, [1, 2])
+
+    def test_several_sequences_in_a_row(self):
+        (x,) = make((2, 6, 3))
+        lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+        rows, indices, ends, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+        assert torch.equal(rows, torch.cat([x[0, :5], x[1]]))
+        assert (ends.tolist(), longest) == ([0, 2, 5, 11], 6)
+        assert torch.equal(bert_padding.pad_input(rows, indices, 2, 6)[0, :5], x[0, :5])
+
+
+class TestRotary:
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_turns_pairs(self, interleaved):
+        """As complex numbers that are multiplied."""
+        (x,) = make((2, 5, 3, 12))
+        angles = torch.rand(9, 4)
+        got = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), interleaved, seqlen_offsets=2)
+        turned, rest = x[..., :8], x[..., 8:]
+        pairs = turned.unflatten(-1, (4, 2)) if interleaved else turned.unflatten(-1, (2, 4)).mT
+        result = torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angles[2:7, None])
+        result = torch.view_as_real(result)
+        want = (result if interleaved else result.mT).flatten(-2)
+        torch.testing.assert_close(got, torch.cat([want, rest], -1))
+
+    def test_packed_and_offsets(self):
+        (x,) = make((2, 4, 3, 8))
+        angles = torch.rand(9, 4)
+        cos, sin, offsets = angles.cos(), angles.sin(), torch.tensor([3, 0])
+        want = rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=offsets)
+        torch.testing.assert_close(want[:1], rotary.apply_rotary_emb(x[:1], cos, sin, seqlen_offsets=3))
+        rows = torch.cat([x[0, :2], x[1], x[0, :1]])  # the last is padding
+        got = rotary.apply_rotary_emb(
+            rows, cos, sin, seqlen_offsets=offsets, cu_seqlens=int32(0, 2, 6), max_seqlen=4
+        )
+        torch.testing.assert_close(got[:6], torch.cat([want[0, :2], want[1]]))
+
+    def test_in_place(self):
+        (x,) = make((1, 4, 2, 8))
+        cos, sin = torch.rand(2, 4, 4)
+        want = rotary.apply_rotary_emb(x, cos, sin)
+        assert rotary.apply_rotary_emb(x, cos, sin, inplace=True) is x
+        assert torch.equal(x, want)
+
+
+class TestInstallAs:
+    @pytest.mark.parametrize(
+        "name, modules",
+        [
+            ("flash_attn", ["flash_attn", "flash_attn.bert_padding", "flash_attn.layers.rotary"]),
+            ("flash_attn_interface", ["flash_attn_interface"]),
+            ("flash_attn.cute", ["flash_attn.cute", "flash_attn.cute.interface"]),
+        ],
+    )
+    def test_there_and_back(self, name, modules):
+        before = {x for x in sys.modules if x.startswith("flash_attn")}
+        undo = fulgur.install_as(name)
+        try:
+            for module in modules:
+                assert importlib.import_module(module).__name__.startswith("fulgur.")
+                assert importlib.util.find_spec(module) is not None
+        finally:
+            undo()
+        assert {x for x in sys.modules if x.startswith("flash_attn")} == before
+        assert importlib.util.find_spec(name.partition(".")[0]) is None
+
+    def test_statements_that_programs_have(self):
+        code = """
+import fulgur
+fulgur.install_as("flash_attn"), fulgur.install_as("flash_attn.cute")
+fulgur.install_as("flash_attn_interface")
+import flash_attn, flash_attn_interface
+from flash_attn import flash_attn_func, flash_attn_varlen_func, bert_padding
+from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.flash_attn_interface import _flash_attn_forward, _get_block_size_n, USE_TRITON_ROCM
+from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_func
+from flash_attn.cute import flash_attn_func as fa4
+from flash_attn.cute.interface import flash_attn_varlen_func as fa4_varlen
+from flash_attn_interface import get_scheduler_metadata
+assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 8)
+try:
+    import flash_attn.ops
+except ModuleNotFoundError as error:
+    assert error.name == "flash_attn.ops"
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_refuses_what_is_imported(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "flash_attn", sys)
+        with pytest.raises(RuntimeError, match="^name: flash_attn is imported already"):
+            fulgur.install_as("flash_attn")
+
+    def test_refuses_other_names(self):
+        with pytest.raises(ValueError, match="^name: got 'xformers', want one of 'flash_attn'"):
+            fulgur.install_as("xformers")

@@ -1,0 +1,64 @@
+"""fulgur.torch.attention of DTensors, on two processes."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+CODE = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+import fulgur.dtensor
+from fulgur.torch import attention
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+q, k, v = torch.randn(4, 6, 4, 8), torch.randn(4, 6, 2, 8), torch.randn(4, 6, 2, 8)
+dout, dlse = torch.randn(4, 6, 4, 8), torch.randn(4, 4, 6)
+slopes = torch.rand(4)
+used = torch.tensor([6, 3, 0, 5], dtype=torch.int32)
+
+def check(placement, of_lse, of_slopes, of_used, quiet, **options):
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = attention(*whole, alibi_slopes=slopes, seqused_k=used, return_lse=True, **options)
+    expected = torch.autograd.grad(want, whole, (dout, dlse))
+    parts = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in (q, k, v)]
+    given = dict(
+        alibi_slopes=distribute_tensor(slopes, mesh, [of_slopes]),
+        seqused_k=distribute_tensor(used, mesh, [of_used]),
+    )
+    results = [distribute_tensor(x, mesh, [y]) for x, y in ((dout, placement), (dlse, of_lse))]
+    with CommDebugMode() as sent:
+        out, lse = attention(*parts, return_lse=True, **given, **options)
+        got = torch.autograd.grad((out, lse), parts, results)
+    if quiet:
+        assert sent.get_total_counts() == 0, sent.get_comm_counts()
+        assert (out.placements, lse.placements) == ((placement,), (of_lse,))
+    for a, b in zip((out, lse, *got), (*want, *expected)):
+        torch.testing.assert_close(a.full_tensor(), b, atol=1e-5, rtol=1e-5)
+
+check(Shard(0), Shard(0), Replicate(), Shard(0), True, causal=True)
+check(Shard(2), Shard(1), Shard(0), Replicate(), True, causal=True)
+check(Shard(1), Replicate(), Replicate(), Replicate(), False)  # rows are gathered
+dist.destroy_process_group()
+"""
+
+
+def test_batch_and_heads_are_sharded(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, str(rank), str(tmp_path / "meeting")], stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors

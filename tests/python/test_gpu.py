@@ -1,0 +1,180 @@
+"""Arrays on a GPU, on the fake driver of the C++ tests: its memory is the host's and its kernels do
+nothing, so that these tests see what is launched where, and never a result."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+LOOK = """
+#include "fake_driver.h"
+extern "C" size_t launch_count() { return fulgur_fake_state()->launches.size(); }
+extern "C" const void* last_stream() { return fulgur_fake_state()->launches.back().stream; }
+"""
+
+PRELUDE = """
+import ctypes, sys
+import numpy as np, pytest, fulgur
+
+sys.path.insert(0, {tests!r})
+from test_errors import Capsule
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.last_stream.restype = ctypes.c_void_p
+asked = []
+
+
+class OnGpu(Capsule):
+    '''float16 zeros of a library that calls itself cupy's.'''
+
+    __module__ = "cupy"
+
+    def __init__(self, shape, device=(2, 0), dtype=(2, 16)):
+        super().__init__(device, shape)
+        self.memory = np.zeros(shape, np.float16 if dtype[1] == 16 else np.int32)
+        self.tensor.data = self.memory.ctypes.data
+        self.tensor.dtype[0], self.tensor.dtype[1] = dtype
+        self.device = "the GPU"
+
+    def __dlpack__(self, *, stream=None, **others):
+        asked.append(stream)
+        if old and others:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        return super().__dlpack__()
+
+    def __array_namespace__(self):
+        return Library
+
+
+class Library:
+    float16, float32 = (2, 16), (2, 32)
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        assert device == "the GPU"
+        return OnGpu(shape, dtype=dtype)
+
+
+class cupy:
+    class cuda:
+        class get_current_stream:
+            ptr = 0x77
+
+
+sys.modules["cupy"] = cupy
+old = False
+q, k = OnGpu((2, 128, 4, 64)), OnGpu((2, 256, 2, 64))
+"""
+
+
+@pytest.fixture(scope="module")
+def on_fake_gpu(tmp_path_factory):
+    """Runs code in a process that has a fake GPU."""
+    folder = tmp_path_factory.mktemp("fake")
+    (folder / "look.cpp").write_text(LOOK)
+    root = TESTS.parent
+    includes = [f"-I{root / name}" for name in ("src", "src/kernels", "include", "tests/cuda")]
+    subprocess.run(
+        ["c++", "-std=c++20", "-shared", "-fPIC", *includes, folder / "look.cpp",
+         TESTS / "cuda/fake_driver.cpp", "-o", folder / "libcuda.so.1"],
+        check=True,
+    )  # fmt: skip
+    environment = dict(os.environ, LD_LIBRARY_PATH=str(folder), FULGUR_CACHE_DIR=str(folder / "cache"))
+    (folder / "cache").mkdir(mode=0o700)
+    probe = "import fulgur; print(dict((e.name, e.unavailable) for e in fulgur.engines())['cuda'])"
+
+    def run(code):
+        process = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout.strip()
+
+    if unavailable := run(probe):
+        pytest.skip(unavailable)
+    return lambda code: run(PRELUDE.format(tests=str(TESTS / "python")) + code)
+
+
+def test_a_call_is_put_on_the_stream_of_the_library(on_fake_gpu):
+    on_fake_gpu("""
+out, lse = fulgur.attention(q, k, k, causal=True, return_lse=True)
+assert type(out) is type(lse) is OnGpu
+assert out.memory.shape == (2, 128, 4, 64) and lse.memory.shape == (2, 4, 128)
+assert driver.launch_count() == 1 and driver.last_stream() == 0x77
+assert set(asked) == {0x77}, asked
+""")
+
+
+@pytest.mark.parametrize("given, exported, launched", [("0", 1, "None"), ("1", 1, 1), ("0x99", 0x99, 0x99)])
+def test_a_stream_of_the_caller(on_fake_gpu, given, exported, launched):
+    """The default stream is 0 to the driver and 1 to DLPack."""
+    on_fake_gpu(f"""
+class Stream:
+    def __cuda_stream__(self):
+        return 0, {given}
+
+for stream in ({given}, Stream()):
+    fulgur.attention(q, k, k, stream=stream)
+    assert driver.last_stream() == {launched}
+assert set(asked) == {{{exported}}}, asked
+""")
+
+
+def test_a_library_older_than_dlpack_1(on_fake_gpu):
+    on_fake_gpu("""
+old = True
+fulgur.attention(q, k, k)
+assert driver.launch_count() == 1
+""")
+
+
+def test_plans(on_fake_gpu):
+    on_fake_gpu("""
+plan = fulgur.plan(q, k, k, return_lse=True)
+assert "cuda:0" in plan.explain() and driver.launch_count() == 0
+shapes = (2, 128, 4, 64), (2, 256, 2, 64), (2, 256, 2, 64)
+assert fulgur.explain(*shapes, dtype="f16", device="cuda:0") == fulgur.explain(q, k, k)
+assert "cpu" in fulgur.explain(*shapes, dtype="f16").splitlines()[1]
+need = plan.workspace()
+out = OnGpu((2, 128, 4, 64))
+lse = OnGpu((2, 4, 128), dtype=(2, 32))
+workspace = OnGpu((need.bytes // 4 + 256,), dtype=(0, 32))
+workspace.tensor.data += -workspace.tensor.data % need.alignment
+assert plan.run(q, k, k, out=out, lse=lse, workspace=workspace, stream=5) == (out, lse)
+assert driver.last_stream() == 5
+with pytest.raises(TypeError, match="^workspace: got ndarray.* contiguous array on cuda:0"):
+    plan.run(q, k, k, workspace=np.zeros(need.bytes + 256, np.uint8))
+""")
+
+
+def test_wrong_arguments(on_fake_gpu):
+    on_fake_gpu("""
+with pytest.raises(ValueError, match="^k: .*cpu.*cuda:0"):
+    fulgur.attention(q, k.memory, k)
+with pytest.raises(ValueError, match="^out: .*cpu.*cuda:0"):
+    fulgur.attention(q, k, k, out=q.memory)
+with pytest.raises(ValueError, match="^k: .*cuda:1.*cuda:0"):
+    fulgur.attention(q, OnGpu((2, 256, 2, 64), device=(2, 1)), k)
+with pytest.raises(ValueError, match="^max_seqlen_q"):
+    packed, ends = OnGpu((128, 4, 64)), OnGpu((3,), dtype=(0, 32))
+    fulgur.attention(packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_k=ends)
+with pytest.raises(fulgur.Error, match="dropout"):
+    fulgur.attention(q, k, k, dropout_p=0.5)
+with pytest.raises(fulgur.Error, match="merge works on cpu"):
+    fulgur.merge([q], [OnGpu((2, 4, 128), dtype=(2, 32))])
+for stream in (True, 1.0, "0"):
+    with pytest.raises(TypeError, match="^stream: got .* want the handle of a CUDA stream"):
+        fulgur.attention(q, k, k, stream=stream)
+with pytest.raises(ValueError, match="^stream: got -1"):
+    fulgur.attention(q, k, k, stream=-1)
+with pytest.raises(ValueError, match="^device: got 'gpu', want 'cpu', 'cuda' or 'cuda:0'"):
+    fulgur.explain((1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8), device="gpu")
+del OnGpu.__array_namespace__
+with pytest.raises(TypeError, match="^q: got OnGpu on a GPU, whose library has no __array_namespace__"):
+    fulgur.attention(q, k, k)
+assert driver.launch_count() == 0
+""")

@@ -1,0 +1,197 @@
+"""fulgur inside PyTorch's scaled_dot_product_attention and inside transformers' models."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import attention as torch_attention  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+import fulgur.torch  # noqa: E402
+from fulgur import _sdpa  # noqa: E402
+
+
+def make(*shapes, dtype=torch.float32, grad=True):
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
+
+
+class TestSdpa:
+    @pytest.fixture(autouse=True)
+    def _active(self, monkeypatch):
+        """Activates fulgur, and counts its calls."""
+        self.calls = []
+        compute = _sdpa._forward_into
+        monkeypatch.setattr(_sdpa, "_forward_into", lambda *x: (self.calls.append(x), compute(*x)))
+        torch_attention.activate_flash_attention_impl("fulgur")
+        yield
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
+
+    def compare(self, q, k, v, tolerance=1e-5, **options):
+        """With PyTorch's math, forward and backward."""
+        before = len(self.calls)
+        out = scaled_dot_product_attention(q, k, v, **options)
+        calls = len(self.calls) - before
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+            want = scaled_dot_product_attention(q, k, v, **options)
+        torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+        dout = torch.randn_like(out)
+        gradients = [torch.autograd.grad(x, (q, k, v), dout) for x in (out, want)]
+        torch.testing.assert_close(*gradients, atol=4 * tolerance, rtol=4 * tolerance)
+        return calls
+
+    @pytest.mark.parametrize("lengths", [(7, 7), (9, 5), (5, 9), (1, 8)])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_is_that_of_torch(self, lengths, is_causal):
+        """Its causal masks are aligned at the top left."""
+        sq, sk = lengths
+        q, k, v = make((2, 4, sq, 16), (2, 4, sk, 16), (2, 4, sk, 16))
+        assert self.compare(q, k, v, is_causal=is_causal, scale=0.3) == 1
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_dtypes(self, dtype):
+        q, k, v = make(*[(2, 4, 33, 32)] * 3, dtype=dtype)
+        assert self.compare(q, k, v, 3e-2, is_causal=True) == 1
+
+    def test_grouped_heads(self):
+        q, k, v = make((2, 8, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+        assert self.compare(q, k, v, enable_gqa=True, is_causal=True) == 1
+
+    def test_layouts(self):
+        """The result has the layout of the queries."""
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+            q, k, v = (
+                x.detach().permute(order).contiguous().permute(order).requires_grad_()
+                for x in make(*[(2, 4, 9, 16)] * 3)
+            )
+            assert self.compare(q, k, v, is_causal=True) == 1
+            out = scaled_dot_product_attention(q, k, v)
+            assert out.stride() == q.stride()
+
+    def test_what_stays_with_torch(self):
+        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+        mask = torch.rand(9, 9) > 0.5
+        mask[:, 0] = True
+        assert self.compare(q, k, v, attn_mask=mask) == 0
+        assert self.compare(*(x.detach().double().requires_grad_() for x in (q, k, v))) == 0
+
+    def test_under_compile(self):
+        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+        call = lambda *x: scaled_dot_product_attention(*x, is_causal=True) * 2  # noqa: E731
+        out, want = torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v)
+        torch.testing.assert_close(out, want)
+        assert len(self.calls) == 2
+        for a, b in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, want))):
+            torch.testing.assert_close(a, b)
+
+    def test_is_restored(self):
+        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+        first = torch._C._get_sdp_priority_order()
+        assert torch_attention.current_flash_attention_impl() == "fulgur"
+        assert first[0] == int(torch_attention.SDPBackend.FLASH_ATTENTION)
+        for _ in range(2):
+            torch_attention.restore_flash_attention_impl(_raise_warn=False)
+            assert self.compare(q, k, v) == 0
+            torch_attention.activate_flash_attention_impl("fulgur")
+            assert self.compare(q, k, v) == 1
+
+    def test_is_listed(self):
+        assert "fulgur" in torch_attention.list_flash_attention_impls()
+
+
+class TestTransformers:
+    LENGTHS = (9, 4, 12)
+
+    @pytest.fixture(autouse=True)
+    def _imports(self):
+        self.transformers = pytest.importorskip("transformers")
+        import fulgur.transformers  # noqa: F401
+
+    def model(self, kind, implementation, **options):
+        config = getattr(self.transformers, f"{kind}Config")(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, attn_implementation=implementation,
+            **options,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        return getattr(self.transformers, f"{kind}ForCausalLM")(config).eval()
+
+    def pair(self, kind="Llama", **options):
+        return [self.model(kind, name, **options) for name in ("fulgur", "eager")]
+
+    def batch(self, side):
+        torch.manual_seed(2)
+        tokens = torch.randint(3, 97, (3, max(self.LENGTHS)))
+        places = torch.arange(max(self.LENGTHS))
+        lengths = torch.tensor(self.LENGTHS)[:, None]
+        mask = places >= max(self.LENGTHS) - lengths if side == "left" else places < lengths
+        return tokens * mask, mask.long()
+
+    MODELS = {
+        "llama": ("Llama", {}),
+        "sliding window": ("Mistral", dict(sliding_window=5)),
+        "softcap": ("Gemma2", dict(sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8)),
+    }
+    each_model = pytest.mark.parametrize("name", MODELS)
+
+    @each_model
+    @pytest.mark.parametrize("side", ["left", "right", None])
+    def test_logits_and_gradients(self, name, side):
+        kind, options = self.MODELS[name]
+        tokens, mask = self.batch(side)
+        if side is None:
+            mask = torch.ones_like(mask)
+        results = []
+        for model in self.pair(kind, **options):
+            logits = model(tokens, attention_mask=mask).logits[mask.bool()]
+            logits.square().mean().backward()
+            results.append([logits, *(x.grad for x in model.parameters())])
+        torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
+
+    @each_model
+    def test_generation(self, name):
+        """With a cache: one query and many keys, left padded."""
+        kind, options = self.MODELS[name]
+        tokens, mask = self.batch("left")
+        generate = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
+        ours, theirs = (model.generate(tokens, **generate) for model in self.pair(kind, **options))
+        assert torch.equal(ours, theirs)
+
+    def test_static_cache(self):
+        tokens, mask = self.batch("left")
+        options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False)
+        ours, theirs = self.pair()
+        got = ours.generate(tokens, cache_implementation="static", disable_compile=True, **options)
+        assert torch.equal(got, theirs.generate(tokens, **options))
+
+    def test_packed(self):
+        """By position_ids that begin anew, and by lengths."""
+        model, eager = self.pair()
+        tokens, _ = self.batch("right")
+        parts = [tokens[i : i + 1, :n] for i, n in enumerate(self.LENGTHS)]
+        rows = torch.cat(parts, 1)
+        places = torch.cat([torch.arange(n) for n in self.LENGTHS])[None]
+        want = torch.cat([eager(x).logits for x in parts], 1)
+        torch.testing.assert_close(model(rows, position_ids=places).logits, want)
+        ends = torch.tensor([0, 9, 13, 25], dtype=torch.int32)
+        lengths = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=12, max_length_k=12)
+        got = model(rows, position_ids=places, **lengths).logits
+        torch.testing.assert_close(got, want)
+
+    def test_mixed_dtypes(self):
+        """Norms in float32, as fine-tuning libraries have them."""
+        model = self.model("Llama", "fulgur").to(torch.bfloat16)
+        query, key, value = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
+        module = model.model.layers[0].self_attn
+        out, _ = fulgur.transformers.attention_forward(module, query, key, value, None)
+        assert out.dtype == torch.bfloat16 and out.shape == (1, 6, 4, 8)
+
+    @pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table"])
+    def test_what_is_missing_raises(self, name):
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
+        with pytest.raises(NotImplementedError, match=f"^{name}: "):
+            fulgur.transformers.attention_forward(module, *tensors, None, **{name: tensors[0]})
+        with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions: "):
+            fulgur.transformers.attention_forward(module, *tensors, torch.ones(1, 1, 6, 6))

@@ -1,0 +1,545 @@
+"""fulgur.torch on CPU tensors: the operators, their gradients, and what PyTorch builds on them."""
+
+import numpy as np
+import pytest
+import reference
+from numpy.testing import assert_allclose
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import fulgur  # noqa: E402
+from fulgur.torch import attention  # noqa: E402
+
+forward = torch.ops.fulgur.forward.default
+backward = torch.ops.fulgur.backward.default
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def one_thread():
+    """Waking a second one takes longer than small work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(*shapes, dtype=torch.float32, grad=False):
+    return [torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes]
+
+
+def make_qkv(dtype=torch.float32, grad=False, heads=(4, 2), b=2):
+    hq, hk = heads
+    return make((b, 7, hq, 8), (b, 9, hk, 8), (b, 9, hk, 16), dtype=dtype, grad=grad)
+
+
+ENDS = dict(
+    cu_seqlens_q=torch.tensor([0, 3, 7], dtype=torch.int32),
+    cu_seqlens_k=torch.tensor([0, 5, 9], dtype=torch.int32),
+)
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window=(3, 1)),
+    "causal window": dict(window=(3, 1), causal=True),
+    "softcap": dict(softcap=2.0, scale=1.5),
+    "slopes": dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4])),
+    "slopes of sequences": dict(alibi_slopes=torch.rand(2, 4)),
+    "keys in use": dict(seqused_k=torch.tensor([4, 0], dtype=torch.int32)),
+    "packed": ENDS,
+    "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5),
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def inputs(options, **kind):
+    q, k, v = make_qkv(**kind)
+    if "cu_seqlens_q" in options:
+        return [x[0].detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
+    return [q, k, v]
+
+
+def in_numpy(options):
+    return {
+        name: x.numpy() if isinstance(x, torch.Tensor) else x
+        for name, x in options.items()
+        if not name.startswith("max_")
+    }
+
+
+@each_option
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_results_and_gradients(options, dtype):
+    q, k, v = inputs(options, dtype=dtype, grad=True)
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    plain_gradients = torch.autograd.grad(out, (q, k, v), dout)
+    plain = [x.detach().float().numpy() for x in (q, k, v)]
+    known = in_numpy(options)
+    exact, exact_lse = reference.attention(*plain, **known)
+    dout = dout.float().numpy()
+    exact_gradients = [
+        *reference.attention_backward(dout, *plain, dlse=dlse.numpy(), **known),
+        *reference.attention_backward(dout, *plain, **known),
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    assert out.dtype == dtype and out.is_contiguous()
+    assert_allclose(out.detach().float(), exact, atol=tolerance)
+    reference.assert_lse_close(lse.detach().numpy(), exact_lse)
+    for got, want, x in zip(gradients + plain_gradients, exact_gradients, (q, k, v) * 2):
+        assert got.dtype == dtype and got.shape == x.shape
+        assert_allclose(got.float(), want, atol=4 * tolerance)
+
+
+@each_option
+def test_gradcheck(options, one_thread):
+    def call(*x):
+        out, lse = attention(*x, return_lse=True, **options)
+        return out, lse.masked_fill(lse == -torch.inf, 0)  # of rows that see no key
+
+    tensors = inputs(options, dtype=torch.float64, grad=True)
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+
+
+def test_the_same_as_fulgur_attention():
+    q, k, v = make_qkv()
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    want, want_lse = fulgur.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert torch.equal(attention(q, k, v, causal=True), want)
+
+
+def test_some_inputs_without_gradient():
+    q, k, v = make_qkv()
+    k.requires_grad_()
+    attention(q, k, v).sum().backward()
+    assert k.grad is not None and q.grad is None and v.grad is None
+
+
+def test_strides():
+    q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in make_qkv())
+    assert q.stride(-1) != 1
+    whole = [x.contiguous() for x in (q, k, v)]
+    assert torch.equal(attention(q, k, v), attention(*whole))
+    for x in (q, k, v):
+        x.requires_grad_()
+    attention(q, k, v).sum().backward()  # the gradient of a sum has strides 0
+    same = [x.detach().requires_grad_() for x in whole]
+    attention(*same).backward(torch.ones(2, 7, 4, 16))
+    for x, y in zip((q, k, v), same):
+        assert torch.equal(x.grad, y.grad)
+
+
+def test_a_second_derivative_raises():
+    q, k, v = make_qkv(grad=True)
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        torch.autograd.grad(dq.sum(), q)
+    loss = torch.func.grad(lambda q: attention(q, k, v).square().sum())
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        torch.func.grad(lambda q: loss(q).sum())(q)
+
+
+def test_only_the_lse_is_used():
+    q, k, v = make_qkv(grad=True)
+    _, lse = attention(q, k, v, return_lse=True)
+    got = torch.autograd.grad(lse.sum(), (q, k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+    for a, b in zip(got, torch.autograd.grad(scores.logsumexp(-1).sum(), (q, k))):
+        assert_allclose(a, b, atol=1e-5)
+    assert (got[2] == 0).all()
+
+
+def test_no_memory_is_kept(one_thread):
+    """Neither tensors, 128 KiB each, nor the values of optional arguments."""
+    import resource
+
+    q, k, v = make(*[(1, 64, 8, 64)] * 3, grad=True)
+    used = torch.tensor([64], dtype=torch.int32)
+
+    def work(count):
+        for _ in range(count):
+            attention(q, k, v, seqused_k=used).sum().backward()
+            with pytest.raises(RuntimeError):
+                attention(q, k, v[:, :1], seqused_k=used)
+
+    work(50)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work(400)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024  # KiB
+
+
+class TestDropout:
+    def test_is_that_of_the_library(self):
+        q, k, v = make_qkv(grad=True)
+        torch.manual_seed(5)
+        out = attention(q, k, v, dropout_p=0.4)
+        torch.manual_seed(5)
+        seed, offset = torch.randint(-(2**63), 2**63 - 1, (2,)).tolist()
+        random = dict(dropout_p=0.4, seed=seed % 2**64, offset=offset % 2**64)
+        plain = [x.detach() for x in (q, k, v)]
+        want, lse = fulgur.attention(*plain, return_lse=True, **random)
+        assert torch.equal(out, want)
+        got = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        expected = fulgur.attention_backward(torch.ones_like(out), *plain, want, lse, **random)
+        for a, b in zip(got, expected):
+            assert_allclose(a, b, atol=1e-6)
+
+    def test_follows_the_generator(self):
+        q, k, v = make_qkv()
+        torch.manual_seed(1)
+        first, second = (attention(q, k, v, dropout_p=0.5) for _ in range(2))
+        torch.manual_seed(1)
+        assert torch.equal(attention(q, k, v, dropout_p=0.5), first)
+        assert not torch.equal(first, second)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_under_checkpointing(self, reentrant):
+        gradients = []
+        for wrap in (lambda f, *x: f(*x), lambda f, *x: checkpoint(f, *x, use_reentrant=reentrant)):
+            torch.manual_seed(2)
+            q, k, v = make_qkv(grad=True)
+            wrap(lambda *x: attention(*x, dropout_p=0.5), q, k, v).sum().backward()
+            gradients.append([x.grad for x in (q, k, v)])
+        for a, b in zip(*gradients):
+            assert torch.equal(a, b)
+
+
+def test_selective_checkpointing_sees_the_operator():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(_, op, *args, **kwargs):
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE if op is forward else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = make_qkv(grad=True)
+    context = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+    out = checkpoint(attention, q, k, v, use_reentrant=False, context_fn=context)
+    out.sum().backward()
+    assert forward in seen
+
+
+class TestAutocast:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_casts(self, dtype):
+        q, k, v = make_qkv(grad=True)
+        with torch.autocast("cpu", dtype=dtype):
+            out = attention(q, k, v)
+        assert out.dtype == dtype
+        assert torch.equal(out, attention(*(x.detach().to(dtype) for x in (q, k, v))))
+        out.sum().backward()
+        assert q.grad.dtype == torch.float32
+
+    def test_leaves_float64_alone(self):
+        with torch.autocast("cpu"):
+            assert attention(*make_qkv(dtype=torch.float64)).dtype == torch.float64
+
+    def test_off(self):
+        with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+            assert attention(*make_qkv()).dtype == torch.float32
+
+
+class TestCompile:
+    @each_option
+    def test_one_graph(self, options):
+        q, k, v = inputs(options, grad=True)
+        call = lambda *x: attention(*x, return_lse=True, **options)  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out, want = compiled(q, k, v), call(q, k, v)
+        assert all(map(torch.equal, out, want))
+        results = [torch.randn_like(x) for x in out]
+        for a, b in zip(*(torch.autograd.grad(x, (q, k, v), results) for x in (out, want))):
+            assert torch.equal(a, b)
+
+    def test_inductor(self):
+        """With work of the compiler's own around the operator."""
+        def call(q, k, v):
+            return attention(q * 2, k + 1, v, causal=True).sin()
+
+        q, k, v = make_qkv(grad=True)
+        out, want = torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v)
+        assert_allclose(out.detach(), want.detach(), atol=1e-6)
+        for a, b in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, want))):
+            assert_allclose(a, b, atol=1e-5)
+
+    def test_dropout_under_autocast(self):
+        def call(q, k, v):
+            with torch.autocast("cpu"):
+                return attention(q, k, v, dropout_p=0.5)
+
+        q, k, v = make_qkv(grad=True)
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+        assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+    def test_lengths_that_change_compile_once_more(self):
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append(graph)
+            return graph
+
+        compiled = torch.compile(attention, fullgraph=True, backend=backend)
+        for length in (5, 9, 17, 33):
+            q, k, v = make(*[(2, length, 2, 8)] * 3)
+            assert torch.equal(compiled(q, k, v), attention(q, k, v))
+        assert len(graphs) == 2
+
+    def test_export(self):
+        class Model(torch.nn.Module):
+            def forward(self, q, k, v):
+                return attention(q, k, v, causal=True)
+
+        q, k, v = make_qkv()
+        length = torch.export.Dim("length", min=2, max=64)
+        exported = torch.export.export(
+            Model(), (q, k, v), dynamic_shapes=({1: length}, {1: length + 2}, {1: length + 2})
+        )
+        assert "fulgur.forward" in str(exported.graph)
+        q, k, v = make((2, 20, 4, 8), (2, 22, 2, 8), (2, 22, 2, 16))
+        assert torch.equal(exported.module()(q, k, v), attention(q, k, v, causal=True))
+
+    def test_meta(self):
+        q, k, v = (x.to("meta") for x in make_qkv())
+        out, lse = attention(q, k, v, return_lse=True)
+        assert out.is_meta and out.shape == (2, 7, 4, 16) and lse.shape == (2, 4, 7)
+
+
+class TestOpcheck:
+    def arguments(self, options):
+        q, k, v = inputs(options)
+        shared = (
+            options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_k"),
+            4 if "cu_seqlens_q" in options else 0, 5 if "cu_seqlens_q" in options else 0,
+            options.get("scale", 0.3), options.get("softcap", 0.0), *options.get("window", (-1, -1)),
+            options.get("alibi_slopes"), 0.0, None, False,
+        )  # fmt: skip
+        return (q, k, v), shared
+
+    @each_option
+    def test_forward(self, options):
+        tensors, shared = self.arguments(options)
+        torch.library.opcheck(forward, (*tensors, *shared))
+
+    @each_option
+    def test_backward(self, options):
+        tensors, shared = self.arguments(options)
+        out, lse = forward(*tensors, *shared)
+        dout = torch.randn_like(out)
+        for dlse in (None, torch.randn_like(lse)):
+            torch.library.opcheck(backward, (dout, dlse, *tensors, out, lse, *shared, True))
+
+    @each_option
+    def test_results_where_the_caller_wants_them(self, options):
+        tensors, shared = self.arguments(options)
+        want = forward(*tensors, *shared)
+        results = [torch.empty_like(x) for x in want]
+        torch.ops.fulgur.forward_into(*tensors, *shared, *results)
+        assert all(map(torch.equal, results, want))
+        torch.library.opcheck(torch.ops.fulgur.forward_into, (*tensors, *shared, *results))
+        given = (torch.randn_like(want[0]), None, *tensors, *want, *shared, True)
+        want = backward(*given)
+        wider = [torch.full((*x.shape[:-1], x.shape[-1] + 8), torch.nan) for x in want]
+        results = [x[..., :-8] for x in wider]
+        torch.ops.fulgur.backward_into(*given, *results)
+        assert all(map(torch.equal, results, want))
+        assert all(x[..., -8:].isnan().all() for x in wider)
+        torch.library.opcheck(torch.ops.fulgur.backward_into, (*given, *results))
+
+    def test_dropout(self):
+        q, k, v = make_qkv()
+        rng = torch.tensor([1, 2])
+        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, None, 0.5, rng, True)
+        torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
+
+
+class TestFunc:
+    DIMS = [(0, 0, 0), (1, 0, None), (None, None, 2), (0, None, None)]
+
+    def batched(self, dims, size=3, **kind):
+        tensors = make_qkv(**kind)
+        return [
+            x if dim is None else torch.stack([x * (i + 1) for i in range(size)], dim)
+            for x, dim in zip(tensors, dims)
+        ]
+
+    @pytest.mark.parametrize("dims", DIMS)
+    @pytest.mark.parametrize("name", ["causal", "slopes", "slopes of sequences", "keys in use"])
+    def test_vmap(self, dims, name):
+        options, tensors = OPTIONS[name], self.batched(dims)
+        got = torch.vmap(lambda *x: attention(*x, **options), in_dims=dims)(*tensors)
+        for i in range(3):
+            part = [x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)]
+            assert torch.equal(got[i], attention(*part, **options))
+
+    def test_vmap_over_slopes_and_lengths(self):
+        q, k, v = make_qkv()
+        slopes, used = torch.rand(3, 4), torch.randint(0, 10, (3, 2), dtype=torch.int32)
+        call = lambda s, n: attention(q, k, v, alibi_slopes=s, seqused_k=n)  # noqa: E731
+        got = torch.vmap(call)(slopes, used)
+        for i in range(3):
+            assert torch.equal(got[i], call(slopes[i], used[i]))
+
+    def test_grad(self):
+        q, k, v = make_qkv(grad=True)
+        loss = lambda *x: attention(*x, causal=True).square().sum()  # noqa: E731
+        got = torch.func.grad(loss, (0, 1, 2))(*(x.detach() for x in (q, k, v)))
+        for a, b in zip(got, torch.autograd.grad(loss(q, k, v), (q, k, v))):
+            assert_allclose(a, b, atol=1e-6)
+
+    @pytest.mark.parametrize("dims", DIMS)
+    def test_gradients_of_samples(self, dims):
+        tensors = self.batched(dims)
+        def loss(*x):
+            out, lse = attention(*x, return_lse=True)
+            return out.square().sum() + lse.sum()
+
+        gradients = torch.func.grad(loss, (0, 1, 2))
+        got = torch.vmap(gradients, in_dims=dims)(*tensors)
+        for i in range(3):
+            part = [x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)]
+            for a, b in zip(got, gradients(*part)):
+                assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
+
+    def test_dropout(self):
+        q, k, v = make_qkv()
+        call = lambda q: attention(q, k, v, dropout_p=0.5)  # noqa: E731
+        out = torch.vmap(call, randomness="different")(torch.stack([q, q]))
+        assert not torch.equal(out[0], out[1])
+        with pytest.raises(NotImplementedError, match="^dropout_p: vmap"):
+            torch.vmap(call, randomness="same")(torch.stack([q, q]))
+
+    def test_packed_sequences_are_refused(self):
+        q, k, v = inputs(ENDS)
+        with pytest.raises(NotImplementedError, match="^cu_seqlens_q: packed sequences under vmap"):
+            torch.vmap(lambda q: attention(q, k, v, **ENDS))(torch.stack([q, q]))
+
+
+class TestDeterministic:
+    def test_flag_of_torch(self, monkeypatch):
+        seen = []
+        import fulgur.torch as module
+
+        monkeypatch.setattr(module, "_backward", lambda *x: (seen.append(x[-1]), backward(*x))[1])
+        torch.use_deterministic_algorithms(True)
+        try:
+            q, k, v = make_qkv(grad=True)
+            attention(q, k, v).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        attention(q, k, v).sum().backward()
+        attention(q, k, v, deterministic=True).sum().backward()
+        assert seen == [True, False, True]
+
+
+def test_flops_are_counted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def count(options):
+        q, k, v = inputs(options, grad=True)
+        with FlopCounterMode(display=False) as counter:
+            attention(q, k, v, **options).sum().backward()
+        return counter.get_total_flops()
+
+    of_pair = 4 * (2 * (8 + 16) + 6 * 8 + 4 * 16)  # heads, and both passes
+    assert count({}) == 2 * 7 * 9 * of_pair
+    assert count(dict(causal=True)) == 2 * sum(range(3, 10)) * of_pair
+    assert count(dict(window=(1, 1))) == 2 * (6 * 3 + 2) * of_pair
+    assert count(ENDS) == (3 * 5 + 4 * 4) * of_pair
+    assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
+
+
+class TestWrongArguments:
+    """The library's own messages, as RuntimeError."""
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (dict(k=torch.zeros(2, 9, 3, 8)), "k|q: got 4 heads"),
+            (dict(k=torch.zeros(2, 9, 2, 8).half()), "^k: "),
+            (dict(v=torch.zeros(3, 9, 2, 16)), "^v: "),
+            (dict(q=torch.zeros(7)), "^q: got f32 .7., want .batch"),
+            (dict(q=torch.zeros(1, 1, 1, 1, 8)), "^q: got 5 dimensions"),
+            (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.int8)), "^q: got another dtype"),
+            (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.int32)), "^q: "),
+            (dict(softcap=-1.0), "^softcap: "),
+            (dict(dropout_p=1.0), "^dropout_p: "),
+            (dict(window=(-2, 0)), "^(left|window|mask)"),
+            (dict(alibi_slopes=torch.zeros(3)), "^alibi_slopes: "),
+            (dict(seqused_k=torch.zeros(2)), "^seqused_k: "),
+            (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), "^q: .*want 3 .total, heads, dim"),
+            (dict(max_seqlen_q=-1), "^max_seqlen_q"),
+        ],
+    )
+    def test_message(self, change, message):
+        q, k, v = make_qkv()
+        with pytest.raises(RuntimeError, match=message):
+            attention(**{**dict(q=q, k=k, v=v), **change})
+
+    def test_slopes_get_no_gradient(self):
+        with pytest.raises(ValueError, match="^alibi_slopes: requires grad"):
+            attention(*make_qkv(), alibi_slopes=torch.zeros(4, requires_grad=True))
+
+    def test_random_numbers(self):
+        q, k, v = make_qkv()
+        for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
+            with pytest.raises(RuntimeError, match="^rng_state: "):
+                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, None, 0.5, rng, False)
+
+
+def test_threads_are_those_of_torch(one_thread):
+    """One thread of torch is one of fulgur: no second one works while a call computes."""
+    import time
+
+    q, k, v = make(*[(1, 512, 4, 64)] * 3)
+    start, cpu = time.perf_counter(), time.process_time()
+    for _ in range(20):
+        attention(q, k, v)
+    assert (time.process_time() - cpu) / (time.perf_counter() - start) < 1.3
+
+
+def test_another_thread_computes_gradients():
+    """Autograd of several threads at once, one plan for all."""
+    import threading
+
+    want, errors = [], []
+    for _ in range(2):
+        q, k, v = make_qkv(grad=True)
+        want.append((q, k, v, torch.autograd.grad(attention(q, k, v).sum(), q)[0]))
+
+    def work(q, k, v, expected):
+        for _ in range(50):
+            (got,) = torch.autograd.grad(attention(q, k, v).sum(), q)
+            if not np.allclose(got, expected, atol=1e-6):
+                errors.append(got)
+
+    threads = [threading.Thread(target=work, args=case) for case in want * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_an_old_torch_is_refused():
+    import subprocess
+    import sys
+
+    code = """
+import torch
+torch.__version__ = torch.torch_version.TorchVersion("2.10.1+cpu")
+import fulgur.torch
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: fulgur.torch: got PyTorch 2.10.1+cpu, want 2.11 or newer" in done.stderr

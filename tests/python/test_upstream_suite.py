@@ -1,0 +1,65 @@
+"""tools/upstream_suite.py on a suite of our own, laid out as FlashAttention's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+TOOL = Path(__file__).parents[2] / "tools/upstream_suite.py"
+
+SUITE = """
+import pytest, torch
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn.bert_padding import pad_input, unpad_input
+
+calls = []
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [8, pytest.param(16)])
+@pytest.mark.parametrize("sq,sk", [(3, 5), (4, 4), (1, 7)])
+def test_output(sq, sk, d, causal):
+    if sq == 1 and causal:
+        pytest.skip("of no interest")
+    q, k = torch.randn(1, sq, 2, d), torch.randn(1, sk, 2, d)
+    assert flash_attn_func(q, k, k, causal=causal).shape == q.shape
+    calls.append((sq, d, causal))
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_cache(pages):
+    q = torch.randn(1, 1, 2, 8)
+    flash_attn_with_kvcache(q, q, q, block_table=torch.zeros(1, 1) if pages else None)
+
+def test_pairs():
+    assert {c[:2] for c in calls} >= {(3, 8), (3, 16), (4, 8), (4, 16)}
+    assert BROKEN == 0
+"""
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_counts(tmp_path, broken):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_flash_attn.py").write_text(f"BROKEN = {broken}\n" + SUITE)
+    to = tmp_path / "result.json"
+    command = [sys.executable, "-B", TOOL, "fa2", tmp_path, "--draws", "60", "--seed", "3", "--json", to]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == broken, done.stdout + done.stderr
+    result = json.loads(to.read_text())
+    counts = result["counts"]
+    assert sum(counts.values()) == 41 and counts["skipped"] > 0 and counts.get("failed", 0) == broken
+    assert result["missing"] == {"block_table": counts["missing"]}
+    assert counts["missing"] > 0 and counts["passed"] > 10
+    if broken:
+        (failure,) = result["failures"]
+        assert failure["test"] == "test_pairs" and "AssertionError" in failure["why"]
+
+
+def test_no_such_test(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_flash_attn.py").write_text(SUITE)
+    command = [sys.executable, "-B", TOOL, "fa2", tmp_path, "--only", "nothing"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 2 and "--only: got 'nothing'" in done.stderr
