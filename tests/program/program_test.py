@@ -21,7 +21,7 @@ RNG = np.random.default_rng()
 
 def fulgur(*args, cwd=None, **kwargs):
     return subprocess.run(
-        [PROGRAM, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300, **kwargs
+        [PROGRAM, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=900, **kwargs
     )
 
 
@@ -1166,16 +1166,13 @@ def test_bench_on_a_gpu(on_gpu, tmp_path):
     for row in report["results"]:
         assert row["ms"] > 0 and row["device"] == "cuda:0" and row["dtype"] == "bf16"
         assert not any("fma" in name or "threads" in name for name in row)
-    forward = [row for row in report["results"] if row["pass"] == "forward"]
-    assert {(row["d"], row["causal"]) for row in forward} == {(d, c) for d in (64, 128, 256) for c in (0, 1)}
+    for which in ("forward", "backward"):
+        rows = [row for row in report["results"] if row["pass"] == which]
+        assert {(row["d"], row["causal"]) for row in rows} == {(d, c) for d in (64, 128, 256) for c in (0, 1)}
     decode = [row for row in report["results"] if row["pass"] == "decode"]
     assert len(decode) == 1 and decode[0]["percent_of_copy_bandwidth"] > 0
     assert len(re.findall(r" ms +[\d.]+ (?:TFLOP/s|GB/s)", stdout)) == len(report["results"])
-    # A pass that the engine lacks is said, and has no time.
-    missing = [name for reason in report["not_computed"] for name in reason["shapes"]]
-    assert len(missing) + len(report["results"]) == 13
-    for reason in report["not_computed"]:
-        assert f"not computed, {len(reason['shapes'])} shapes" in stdout and reason["why"] in stdout
+    assert len(report["results"]) == 13 and report["not_computed"] == []
 
 
 def test_bench_needs_its_json_file(tmp_path):
