@@ -276,7 +276,8 @@ class Divider {
     share_rows(plan);
   }
 
-  /// Large blocks of rows read K less often, but all multiprocessors should have one.
+  /// Large blocks of rows read K less often, but all multiprocessors should have one; how many
+  /// there are depends on the batch, which an invariant call's kernel must not.
   void share_rows(HopperBackwardPlan& plan) const {
     const auto row_blocks = [&](const Wave& wave) {
       const int last = std::min(wave.first_tile + wave.tiles, row_tiles_);
@@ -285,7 +286,7 @@ class Divider {
       return blocks_of(count, wave.heads * wave.batches * static_cast<int>(p_.group()));
     };
     const auto too_few = [&] {
-      if (plan.waves.empty()) return false;  // nothing to do
+      if (p_.invariant || plan.waves.empty()) return false;
       const Blocks blocks = row_blocks(plan.waves.at(0).wave);
       return int64_t{blocks.blocks} * blocks.pairs < multiprocessors_;
     };
