@@ -184,21 +184,25 @@ TEST(HopperBackwardPlan, FitsTheMachine) {
 }
 
 TEST(HopperBackwardPlan, DerivesStages) {
-  const auto stages = [](int64_t d, bool deterministic) {
+  const auto stages = [](int64_t batch, int64_t d, bool deterministic) {
     const HopperBackwardPlan plan =
-        plans(backward_problem({.d = d}, {.deterministic = deterministic})).at(0);
-    return std::array{plan.q_stages, plan.o_stages, plan.row_stages};
+        plans(backward_problem({.batch = batch, .d = d}, {.deterministic = deterministic})).at(0);
+    return std::array{plan.q_stages, plan.o_stages, plan.row_tiles, plan.row_stages};
   };
-  EXPECT_EQ(stages(64, false), (std::array{3, 2, 3}));
-  EXPECT_EQ(stages(128, false), (std::array{3, 3, 4}));
-  EXPECT_EQ(stages(128, true), (std::array{4, 4, 4}));
-  EXPECT_EQ(stages(256, false), (std::array{3, 2, 4}));
+  EXPECT_EQ(stages(64, 64, false), (std::array{3, 2, 4, 3}));
+  EXPECT_EQ(stages(64, 128, false), (std::array{3, 3, 2, 4}));
+  EXPECT_EQ(stages(64, 128, true), (std::array{4, 4, 2, 4}));
+  EXPECT_EQ(stages(64, 256, false), (std::array{3, 2, 1, 4}));
+  // Few blocks of rows are smaller, so that all multiprocessors have one.
+  EXPECT_EQ(stages(1, 64, true)[2], 1);
+  EXPECT_EQ(stages(1, 128, true)[2], 1);
 }
 
-/// The smallest wave there is: a block of rows of one head of k and v.
+/// The smallest wave there is: a block of rows, of the largest, of one head of k and v.
 bool is_least(const HopperBackwardPlan& plan) {
   const kernels::Wave& wave = plan.waves[0].wave;
-  return wave.heads * wave.batches == 1 && wave.tiles * plan.block_rows == plan.rows_of_block();
+  const int rows = plan.head_dim > 128 ? 128 : plan.head_dim > 64 ? 256 : 512;
+  return wave.heads * wave.batches == 1 && wave.tiles * plan.block_rows == rows;
 }
 
 // dS stays within what a call may take, unless waves are already as small as they can be.
