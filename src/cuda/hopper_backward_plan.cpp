@@ -83,7 +83,8 @@ bool needs_wide(const HopperBackwardPlan& plan) {
 /// Fills the shared memory with buffers. False when it does not hold two of each.
 bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   plan.ds_stages = 2;
-  plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 ? 2 : 4;
+  // As many as registers hold of dQ, and the producer of the places of tiles.
+  plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
     plan.q_stages = q_stages;
     plan.o_stages = o_stages;

@@ -201,7 +201,9 @@ TEST(HopperBackwardPlan, DerivesStages) {
 /// The smallest wave there is: a block of rows, of the largest, of one head of k and v.
 bool is_least(const HopperBackwardPlan& plan) {
   const kernels::Wave& wave = plan.waves[0].wave;
-  const int rows = plan.head_dim > 128 ? 128 : plan.head_dim > 64 ? 256 : 512;
+  const int rows = plan.head_dim > 128                           ? 128
+                   : plan.head_dim > 64 || plan.block_rows == 64 ? 256
+                                                                 : 512;
   return wave.heads * wave.batches == 1 && wave.tiles * plan.block_rows == rows;
 }
 
