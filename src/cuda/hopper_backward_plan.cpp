@@ -17,7 +17,7 @@ using kernels::ScoreTile;
 using kernels::Wave;
 
 constexpr int kConsumers = 2;
-constexpr int kMostSumsDim = 128;
+constexpr int kMostSumsDim = 128, kMostSumsSoftcapDim = 64;
 
 /// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
 struct BackwardRegisters {
@@ -362,6 +362,12 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     if (sums && std::max(p.d, p.dv) > kMostSumsDim) {
       rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}, got {} and {}",
                                       kMostSumsDim, p.d, p.dv));
+      continue;
+    }
+    if (sums && p.softcap > 0 && std::max(p.d, p.dv) > kMostSumsSoftcapDim) {
+      rejected->push_back(fmt::format(
+          "dQ as sums: the registers hold the derivative of softcap up to d and dv of {}",
+          kMostSumsSoftcapDim));
       continue;
     }
     if (sums && (p.deterministic || p.invariant)) {
