@@ -24,7 +24,7 @@ namespace {
 
 using fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
 using fulgur::ConstTensor, fulgur::Tensor;
-using fulgur::fail, fulgur::read_struct, fulgur::write_struct;
+using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
 using fulgur::Status;
 
 static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
@@ -198,9 +198,9 @@ fulgur_status tune(const Args* args, const fulgur_options* options, const fulgur
 fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
   return guarded([&] {
     if (options == nullptr) fail("options", "got null, want a struct");
-    if (struct_size < kLeastOptions) {
-      fail("struct_size", "got {}, want sizeof(fulgur_options), at least {}", struct_size,
-           kLeastOptions);
+    if (!is_struct_size<fulgur_options>(struct_size, kLeastOptions)) {
+      fail("struct_size", "got {}, want sizeof(fulgur_options), at least {} and a multiple of {}",
+           struct_size, kLeastOptions, alignof(fulgur_options));
     }
     write_struct(options, struct_size, defaults());
   });
@@ -242,9 +242,11 @@ fulgur_status fulgur_plan_workspace(const fulgur_plan* plan, fulgur_workspace_ne
   return guarded([&] {
     if (need == nullptr) fail("need", "got null, want a struct");
     const size_t size = need->struct_size;
-    if (size < kLeastNeed) {
-      fail("need", "struct_size is {}, want sizeof(fulgur_workspace_need), at least {}", size,
-           kLeastNeed);
+    if (!is_struct_size<fulgur_workspace_need>(size, kLeastNeed)) {
+      fail(
+          "need",
+          "struct_size is {}, want sizeof(fulgur_workspace_need), at least {} and a multiple of {}",
+          size, kLeastNeed, alignof(fulgur_workspace_need));
     }
     const fulgur::WorkspaceNeed n = required(plan).workspace();
     write_struct(need, size, {size, n.bytes, n.alignment, n.zeroed_bytes});

@@ -10,14 +10,22 @@
 
 namespace fulgur {
 
+/// Whether some version of the struct may have this size. `least`: its size in its first version. A
+/// size that is no multiple of the alignment would cut a field, and half a pointer is none.
+template <class Struct>
+constexpr bool is_struct_size(size_t size, size_t least) {
+  return size >= least && size % alignof(Struct) == 0;
+}
+
 /// The caller's struct as this library knows it. What the caller's version lacks is that of
-/// `defaults`; what the library lacks must be 0. `least`: its size in its first version.
+/// `defaults`; what the library lacks must be 0.
 template <class Struct>
 Struct read_struct(const char* name, const Struct* given, size_t least, Struct defaults = {}) {
   if (given == nullptr) fail(name, "got null, want a struct");
   const size_t size = given->struct_size;
-  if (size < least) {
-    fail(name, "struct_size is {}, want the sizeof of the struct, at least {}", size, least);
+  if (!is_struct_size<Struct>(size, least)) {
+    fail(name, "struct_size is {}, want the sizeof of the struct, at least {} and a multiple of {}",
+         size, least, alignof(Struct));
   }
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (size > sizeof(Struct) &&

@@ -125,6 +125,7 @@ def c_api_seeds():
     yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
     yield "args_newer", call(changes=[bytes([9, 2, 88, 8, 1])])
     yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
+    yield "args_of_half_a_pointer", call(changes=[bytes([9, 2, 84, 0, 0])])
     # Change 11 is to a tensor: its index, the field, the value.
     yield "null_q", call(changes=[bytes([11, 0, 0])])
     yield "rank_of_k", call(changes=[bytes([11, 1, 1, 3])])
