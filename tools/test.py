@@ -56,7 +56,7 @@ def pip_install(*what):
 
 
 def pytest(name, *arguments, env=None):
-    run(VENV_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+    run(VENV_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=2", "--dist=worksteal",
         f"--junitxml={RESULTS / name}.xml", *arguments, env=env)
 
 

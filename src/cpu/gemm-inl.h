@@ -23,29 +23,21 @@ struct Vectors {
   int64_t stride;
 };
 
-/// What the accumulators start from.
+/// What becomes of what C held.
 enum class Init { kZero, kAdd, kScaleAdd };
 
 /// C[m][n] = sum_k A(m, k) B[k][n]            (kZero)
 /// C[m][n] += ...                             (kAdd)
 /// C[m][n] = scale[n] C[m][n] + ...           (kScaleAdd)
-/// for MR rows and NV vectors of C, all held in registers.
+/// for MR rows and NV vectors of C, all held in registers. What C held is added last: a
+/// sum over many calls is then one of sums, with fewer roundings in a row.
 template <Init kInit, int MR, int NV>
 HWY_INLINE void gemm_block(int64_t K, Scalars A, Vectors B, float* HWY_RESTRICT C, int64_t ldc,
                            const float* HWY_RESTRICT scale) {
   const F32 f;
   V32 acc[MR][NV];
   FULGUR_UNROLL for (int m = 0; m < MR; ++m) {
-    FULGUR_UNROLL for (int n = 0; n < NV; ++n) {
-      if constexpr (kInit == Init::kZero) {
-        acc[m][n] = hn::Zero(f);
-      } else {
-        acc[m][n] = hn::Load(f, C + m * ldc + n * kLanes);
-        if constexpr (kInit == Init::kScaleAdd) {
-          acc[m][n] = hn::Mul(acc[m][n], hn::Load(f, scale + n * kLanes));
-        }
-      }
-    }
+    FULGUR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = hn::Zero(f);
   }
   const float* HWY_RESTRICT a = A.data;
   const float* HWY_RESTRICT b = B.data;
@@ -59,7 +51,13 @@ HWY_INLINE void gemm_block(int64_t K, Scalars A, Vectors B, float* HWY_RESTRICT 
   }
   FULGUR_UNROLL for (int m = 0; m < MR; ++m) {
     FULGUR_UNROLL for (int n = 0; n < NV; ++n) {
-      hn::Store(acc[m][n], f, C + m * ldc + n * kLanes);
+      float* const c = C + m * ldc + n * kLanes;
+      V32 sum = acc[m][n];
+      if constexpr (kInit == Init::kAdd) sum = hn::Add(sum, hn::Load(f, c));
+      if constexpr (kInit == Init::kScaleAdd) {
+        sum = hn::MulAdd(hn::Load(f, scale + n * kLanes), hn::Load(f, c), sum);
+      }
+      hn::Store(sum, f, c);
     }
   }
 }

@@ -204,13 +204,13 @@ TEST_P(Memory, MoreThan2To31Elements) {
   EXPECT_TRUE(forward_is_right(w, e));
 }
 
-// The score matrix would take 16 GiB; the plan says how much it takes besides the tensors.
+// The score matrix would take 4 GiB; the plan says how much it takes besides the tensors.
 TEST_P(Memory, GrowsWithTheSequenceNotItsSquare) {
   if (engine() != "cpu") GTEST_SKIP() << "measured on the CPU engine";
   const auto long_case = [](int64_t n) {
     return Case{.sq = n, .sk = n, .d = 64, .dv = 64, .mask = causal()};
   };
-  Workload first(long_case(1024), 3), w(long_case(65536), 3);
+  Workload first(long_case(1024), 3), w(long_case(32768), 3);
   first.options.engine = w.options.engine = engine();
   first.run();  // first-use costs (threads, code pages) are not the algorithm's
   if (!reset_peak()) GTEST_SKIP() << "/proc/self/clear_refs is not writable here";
@@ -246,7 +246,8 @@ TEST_P(Memory, WorkspaceIsLinear) {
           continue;
         }
         EXPECT_LE(two, 2 * one + (1 << 20)) << "sq " << sq << ", heads " << heads;
-        // At most a few copies of the tensors, and 256 MB of dS; the reference engine's are of doubles.
+        // At most a few copies of the tensors, and 256 MB of dS; the reference engine's are of
+        // doubles.
         EXPECT_LE(one, (256 << 20) + 64 * 16384 * heads * 64 * int64_t{sizeof(float)});
       }
     }

@@ -153,17 +153,21 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
     ASSERT_EQ(hopper_backward_rejects(problem), "");
     all.push_back(problem);
   }
-  for (const Problem& problem : all) {
-    const auto add = [&](const Candidate& candidate) {
-      for (const KernelUse& use : candidate.kernels()) {
-        if (seen.insert(name(use.request)).second) requests.push_back(use.request);
-      }
-    };
+  const auto add = [&](const Candidate& candidate) {
+    for (const KernelUse& use : candidate.kernels()) {
+      if (seen.insert(name(use.request)).second) requests.push_back(use.request);
+    }
+  };
+  for (const Problem& problem : all)
     for_reachable(problem, [&](const Candidates& candidates) { add(*candidates.at(0)); });
-    std::vector<std::string> rejected;
-    for (const Architecture& architecture : architectures()) {  // by tuning
-      for (const auto& candidate : all_candidates(problem, architecture.families, {}, &rejected))
-        add(*candidate);
+  for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses
+    for (const Problem& problem : {forward_problem({.d = d, .mask = causal()}),
+                                   backward_problem({.d = d, .mask = causal()})}) {
+      std::vector<std::string> rejected;
+      for (const Architecture& architecture : architectures()) {
+        for (const auto& candidate : all_candidates(problem, architecture.families, {}, &rejected))
+          add(*candidate);
+      }
     }
   }
   ASSERT_GT(requests.size(), 50u);

@@ -53,7 +53,7 @@ inline testing::AssertionResult right(const Case& c) {
   w.options.engine = "cuda";
   w.run_forward();
   if (auto result = w.check_memory(); !result) return result << " in " << c.name();
-  return forward_is_right(w, expect(w)) << " in " << c.name();
+  return forward_is_right(w, expect_forward(w)) << " in " << c.name();
 }
 
 /// A stream that does not wait for the default one.

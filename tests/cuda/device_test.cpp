@@ -37,7 +37,7 @@ testing::AssertionResult right_with_poison(const Case& c, int64_t key, double va
   w.seal();
   w.run_forward();
   if (auto result = w.check_memory(); !result) return result;
-  return forward_is_right(w, expect(w)) << " in " << c.name() << ", key " << key;
+  return forward_is_right(w, expect_forward(w)) << " in " << c.name() << ", key " << key;
 }
 
 TEST_F(OnGpu, TilesSplitOverKeys) {
@@ -163,7 +163,7 @@ TEST_F(OnGpu, ScoresOfMinusInfinity) {
     write(w.forward.k, k);
     w.seal();
     w.run_forward();
-    EXPECT_TRUE(forward_is_right(w, expect(w))) << dead << " keys of -inf";
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w))) << dead << " keys of -inf";
   }
 }
 

@@ -107,7 +107,7 @@ TEST_F(Sanitize, PoisonInHiddenKeys) {
   w.seal();
   w.run_forward();
   EXPECT_TRUE(w.check_memory());
-  EXPECT_TRUE(forward_is_right(w, expect(w)));
+  EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
 }
 TEST_F(Sanitize, Replay) {
   const Stream stream;

@@ -130,6 +130,17 @@ std::vector<Case> long_cases() {
        .mask = window(1000, 0),
        .alibi = Alibi::kHeads},
       {.dtype = DType::kF64, .sq = 333, .sk = 1024, .mask = causal()},
+      {.dtype = f32,  // gradients of two keys that are sums over 32768 rows
+       .batch = 2,
+       .sq = 4096,
+       .sk = 2,
+       .hq = 8,
+       .hk = 1,
+       .d = 1,
+       .dv = 1,
+       .layout = Layout::kPackedPadded,
+       .alibi = Alibi::kHeads,
+       .dropout = 0.25},
   };
 }
 

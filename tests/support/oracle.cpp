@@ -73,7 +73,7 @@ void scatter(std::vector<double>& all, const std::vector<double>& part, int64_t 
 // Attention as a framework without a fused kernel computes it, every intermediate in `dtype`.
 // T (f32 or f64) is the type of the sums.
 template <class T>
-HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
+HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* sizes) {
   const reference::Head& h = data.head;
   const reference::Rule& rule = h.rule;
   const auto sq = h.sq, sk = h.sk, d = h.d, dv = h.dv;
@@ -96,7 +96,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
   HeadResult result;
   result.forward.o.resize(sq * dv);
   result.forward.lse.resize(sq, -kInf);
-  result.backward.dq.resize(sq * d);
+  if (gradients) result.backward.dq.resize(sq * d);
 
   for (int64_t i = 0; i < sq; ++i) {
     const int64_t diagonal = i + sk - sq;
@@ -131,10 +131,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
       const T p = round(P[j] * Z[j]);
-      for (int64_t c = 0; c < dv; ++c) {
-        row[c] += p * v[j * dv + c];
-        dV[j * dv + c] += p * dout[i * dv + c];
-      }
+      for (int64_t c = 0; c < dv; ++c) row[c] += p * v[j * dv + c];
     }
     T D = 0;
     for (int64_t c = 0; c < dv; ++c) {
@@ -142,8 +139,14 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
       result.forward.o[i * dv + c] = o;
       D += dout[i * dv + c] * o;
     }
+    if (!gradients) continue;
+
     const auto dlse = static_cast<T>(data.gradient().lse_of(i));
 
+    for (int64_t j = begin; j < end; ++j) {
+      const T p = round(P[j] * Z[j]);
+      for (int64_t c = 0; c < dv; ++c) dV[j * dv + c] += p * dout[i * dv + c];
+    }
     std::fill(dP.begin(), dP.end(), T{0});
     for (int64_t c = 0; c < dv; ++c) {
       for (int64_t j = begin; j < end; ++j) dP[j] += dout[i * dv + c] * vt[c * sk + j];
@@ -161,15 +164,18 @@ HeadResult naive_head(const HeadData& data, DType dtype, Sizes* sizes) {
     }
     for (int64_t c = 0; c < d; ++c) result.backward.dq[i * d + c] = round(row[c] * scale);
   }
-  for (const T x : dK) result.backward.dk.push_back(round(x * scale));
-  for (const T x : dV) result.backward.dv.push_back(round(x));
+  if (gradients) {
+    for (const T x : dK) result.backward.dk.push_back(round(x * scale));
+    for (const T x : dV) result.backward.dv.push_back(round(x));
+  }
   sizes->include({max_abs(data.q), max_abs(data.k), max_abs(data.v), max_abs(data.dout), 0});
   return result;
 }
 
-HeadResult reference_head(const HeadData& data) {
-  return {reference::standard_forward(data.head),
-          reference::standard_backward(data.head, data.gradient())};
+HeadResult reference_head(const HeadData& data, bool gradients) {
+  HeadResult result{reference::standard_forward(data.head), {}};
+  if (gradients) result.backward = reference::standard_backward(data.head, data.gradient());
+  return result;
 }
 
 // body(n) for n < count on two threads.
@@ -183,12 +189,14 @@ void parallel(int64_t count, Body body) {
   work();
 }
 
-void accumulate(Outputs& all, const HeadResult& one, const Workload& w, size_t b, int64_t h) {
+void accumulate(Outputs& all, const HeadResult& one, bool gradients, const Workload& w, size_t b,
+                int64_t h) {
   const Case& c = w.c;
   const Rows& s = w.sequences[b];
   const int64_t hk = h / (c.hq / c.hk);
   scatter(all.out, one.forward.o, s.q_begin, s.sq, c.hq, h, c.dv);
   for (int64_t r = 0; r < s.sq; ++r) all.lse[w.lse_index(b, h, r)] = one.forward.lse[r];
+  if (!gradients) return;
   scatter(all.dq, one.backward.dq, s.q_begin, s.sq, c.hq, h, c.d);
   scatter(all.dk, one.backward.dk, s.k_begin, s.sk, c.hk, hk, c.d);
   scatter(all.dv, one.backward.dv, s.k_begin, s.sk, c.hk, hk, c.dv);
@@ -202,20 +210,7 @@ Outputs empty_outputs(const Workload& w) {
           std::vector<double>(w.total_k * c.hk * c.dv)};
 }
 
-}  // namespace
-
-double tolerance(DType dtype) {
-  switch (dtype) {
-    case DType::kF64:
-      return 32 * std::numeric_limits<double>::epsilon();
-    case DType::kF32:
-      return 32 * std::numeric_limits<float>::epsilon();
-    default:
-      return 1e-5;
-  }
-}
-
-Expected expect(const Workload& w) {
+Expected expect_some(const Workload& w, bool gradients) {
   const Case& c = w.c;
   const std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v),
                             dout = read(w.backward.dout);
@@ -253,16 +248,16 @@ Expected expect(const Workload& w) {
                   {o.mask.left, o.mask.right},
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};
-    references[n] = reference_head(data);
-    naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, &sizes[n])
-                                       : naive_head<float>(data, c.dtype, &sizes[n]);
+    references[n] = reference_head(data, gradients);
+    naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, gradients, &sizes[n])
+                                       : naive_head<float>(data, c.dtype, gradients, &sizes[n]);
   });
 
   Expected e{empty_outputs(w), empty_outputs(w), {}};
   Sizes size;
   for (int64_t n = 0; n < heads; ++n) {
-    accumulate(e.reference, references[n], w, n / c.hq, n % c.hq);
-    accumulate(e.naive, naives[n], w, n / c.hq, n % c.hq);
+    accumulate(e.reference, references[n], gradients, w, n / c.hq, n % c.hq);
+    accumulate(e.naive, naives[n], gradients, w, n / c.hq, n % c.hq);
     size.include(sizes[n]);
   }
   for (auto* sums : {&e.naive.dk, &e.naive.dv}) {  // sums over a group of heads are rounded again
@@ -275,6 +270,22 @@ Expected expect(const Workload& w) {
   e.unit.dk = std::max(max_abs(e.reference.dk), std::fabs(scale) * size.ds * size.q);
   e.unit.dv = std::max(max_abs(e.reference.dv), kept * size.dout);
   return e;
+}
+
+}  // namespace
+
+Expected expect(const Workload& w) { return expect_some(w, true); }
+Expected expect_forward(const Workload& w) { return expect_some(w, false); }
+
+double tolerance(DType dtype) {
+  switch (dtype) {
+    case DType::kF64:
+      return 32 * std::numeric_limits<double>::epsilon();
+    case DType::kF32:
+      return 32 * std::numeric_limits<float>::epsilon();
+    default:
+      return 1e-5;
+  }
 }
 
 testing::AssertionResult within(const char* name, const Tensor& got,

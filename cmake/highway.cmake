@@ -1,0 +1,18 @@
+# FULGUR_HIGHWAY_OPTIONS: of the files that Highway compiles once for each instruction set from these options on.
+find_package(hwy REQUIRED)
+set(FULGUR_HIGHWAY_OPTIONS)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  # The least that Highway compiles well on x86: every CPU since about 2011.
+  set(FULGUR_HIGHWAY_OPTIONS -msse4.2 -mpclmul -maes)
+  if(FULGUR_SANITIZE)
+    # The best that this machine has alone: sanitizers find the same in all, and each takes minutes to compile.
+    include(CheckCXXSourceRuns)
+    check_cxx_source_runs("int main() { return !__builtin_cpu_supports(\"avx512bw\"); }" FULGUR_HAS_AVX512)
+    check_cxx_source_runs("int main() { return !__builtin_cpu_supports(\"avx2\"); }" FULGUR_HAS_AVX2)
+    if(FULGUR_HAS_AVX512)
+      set(FULGUR_HIGHWAY_OPTIONS -march=skylake-avx512)
+    elseif(FULGUR_HAS_AVX2)
+      set(FULGUR_HIGHWAY_OPTIONS -march=haswell -maes)
+    endif()
+  endif()
+endif()
