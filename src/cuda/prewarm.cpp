@@ -1,4 +1,4 @@
-#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,31 +22,26 @@ Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
     throw Error(Status::kUnavailable, why);
   }
   Prewarmed result;
-  std::map<std::string, std::string> defects;  // of the kernels that are in the cache, by key
-  // The kernel's defect, when it is in the cache.
-  const auto compiled = [&](const KernelRequest& request) {
+  std::set<std::string> seen;
+  const auto add = [&](const KernelRequest& request) {
     const std::string key = cache_key(request);
-    const auto [at, added] = defects.try_emplace(key);
-    if (!added) return at->second;
-    if (const auto present = cache.load(key)) {
+    if (!seen.insert(key).second) return;
+    if (cache.load(key)) {
       ++result.present;
-      return at->second = defect_of(*present);
+      return;
     }
-    at->second = defect_of(cache.get(key, [&] { return compile(request); }));
+    cache.get(key, [&] { return compile(request); });
     if (!cache.load(key)) {  // the cache has said why
       throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
     }
     ++result.compiled;
-    return at->second;
   };
+  // Every tile, not the best alone: which one that is changes with lengths in between, and where
+  // the compiler finds a defect. An invariant call has the first whatever else is.
   for_reachable(problem, [&](const Candidates& candidates) {
     for (const auto& candidate : candidates) {
-      const std::vector<KernelUse> kernels = candidate->kernels();
-      for (const KernelUse& use : kernels) compiled(use.request);
-      // A plan falls to the next tile where a kernel has a defect, unless it is invariant.
-      if (problem.invariant || kernels.empty() || compiled(kernels[0].request).empty()) {
-        break;
-      }
+      for (const KernelUse& use : candidate->kernels()) add(use.request);
+      if (problem.invariant) break;
     }
   });
   return result;
