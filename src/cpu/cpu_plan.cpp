@@ -25,7 +25,7 @@ int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total
 /// Adds what it takes to decode sequences of at most `rows` rows a kv head.
 void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
   // Heads that lie side by side are read together, in the order of memory.
-  if (std::abs(p.k.head) < std::abs(p.k.row)) {
+  if (std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
     plan.decode_heads = p.hk;
     while (plan.decode_heads > kMostDecodeHeads && plan.decode_heads % 2 == 0) {
       plan.decode_heads /= 2;
@@ -46,7 +46,7 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
       std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
   const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);
   const int64_t keys =
-      runs * (sequences > p.total_k / most_keys ? p.total_k : sequences * most_keys);
+      runs * (sequences > p.total_keys / most_keys ? p.total_keys : sequences * most_keys);
   int64_t parts = keys / plan.least_part;
   if (plan.parts > 0) parts = std::min(parts, plan.parts);
   parts += sequences * runs;  // the last part of each may be shorter

@@ -225,9 +225,30 @@ inline void* address(const Tensor& t, int64_t offset) {
 /// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
 HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld) {
-  const int64_t at = layout.offset(task.b, task.s.k_begin + j, task.kv);
-  return load_rows(t.dtype, address(t, at), layout.row, n, dim, dst, ld);
+  bool finite = true;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const void* from = address(t, layout.offset(run.entry, run.row, task.kv));
+    finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
+    dst += run.count * ld;
+  }
+  return finite;
 }
+
+/// Where keys [j, j + n) of K or V of a task lie.
+struct KeyAddresses {
+  static constexpr int64_t kMost = kTiles * kBc;
+  const char* at[kMost];
+
+  KeyAddresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j, int64_t n) {
+    const int64_t stride = layout.row * size_of(t.dtype);
+    const char** to = at;
+    for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+      const auto* from =
+          static_cast<const char*>(address(t, layout.offset(run.entry, run.row, task.kv)));
+      for (int64_t i = 0; i < run.count; ++i) *to++ = from + i * stride;
+    }
+  }
+};
 
 /// Where row r of a task lies in a tensor of q heads (q, out, dout, dq, lse).
 inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {
