@@ -95,7 +95,11 @@ ForwardArgs convert(const fulgur_forward_args* given) {
                    .k = required<ConstTensor>(a.k, "k"),
                    .v = required<ConstTensor>(a.v, "v"),
                    .out = required<Tensor>(a.out, "out"),
-                   .lse = optional<Tensor>(a.lse, "lse")};
+                   .lse = optional<Tensor>(a.lse, "lse"),
+                   .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+                   .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+                   .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+                   .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k")};
   set_extras(a, args);
   return args;
 }

@@ -78,6 +78,13 @@ void check_device(const char* name, const ConstTensor& t, Device want) {
   }
 }
 
+void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
+                   Device device) {
+  check_shape(name, t, dims, {size}, false);
+  check_dtype(name, t, DType::kI32, "lengths are int32");
+  check_device(name, t, device);
+}
+
 void check_data(const char* name, const ConstTensor& t) {
   if (t.numel() == 0) return;
   if (t.data == nullptr) fail(name, "data is null");

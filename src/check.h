@@ -40,6 +40,10 @@ void check_dtype(const char* name, const ConstTensor& t, DType want, const char*
 /// `t` lies on q's device.
 void check_device(const char* name, const ConstTensor& t, Device want);
 
+/// An int32 vector of `size` on q's device.
+void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
+                   Device device);
+
 /// Data that is there and aligned to its dtype, unless there are no elements.
 void check_data(const char* name, const ConstTensor& t);
 

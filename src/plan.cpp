@@ -12,8 +12,7 @@ namespace fulgur {
 double visible_scores(const Problem& p, const std::vector<Sequence>& lengths) {
   double n = 0;
   for (const Sequence& s : lengths) n += visible_scores(p.mask, s);
-  const bool alike = !p.packed && !p.seqused_k;
-  return n * static_cast<double>(p.hq) * (alike ? static_cast<double>(p.batch) : 1);
+  return n * static_cast<double>(p.hq) * (p.alike() ? static_cast<double>(p.batch) : 1);
 }
 
 double flops(const Problem& p, const std::vector<Sequence>& lengths) {
@@ -47,7 +46,7 @@ std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& ar
   if (!lengths_on_host(args)) return std::nullopt;
   const Sequences sequences(p, args);
   std::vector<Sequence> lengths;
-  const int64_t count = p.packed || p.seqused_k ? p.batch : std::min<int64_t>(p.batch, 1);
+  const int64_t count = p.alike() ? std::min<int64_t>(p.batch, 1) : p.batch;
   for (int64_t b = 0; b < count; ++b) lengths.push_back(sequences[b]);
   return lengths;
 }
@@ -58,13 +57,30 @@ const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* w
               fmt::format("{}: the lengths of the sequences are on the device", what));
 }
 
+std::string summary(const Problem::Cache& c) {
+  std::string s;
+  if (c.paged()) {
+    s += fmt::format(", {} pages of {} keys, ", c.entries, c.page);
+    s += c.pages == Problem::Cache::Pages::kTable
+             ? fmt::format("page_table of {} a sequence", c.ids)
+             : fmt::format("page_table of {} by page_indptr", c.ids);
+  }
+  if (c.batch_idx) s += fmt::format(", cache_batch_idx into {} rows", c.entries);
+  if (c.leftpad) s += ", leftpad_k";
+  return s;
+}
+
 std::string summary(const Problem& p) {
   std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
                               p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
                               name_of(p.device), p.batch);
-  s += p.packed
-           ? fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk)
-           : fmt::format("sq {}, sk {}, ", p.sq, p.sk);
+  if (p.packed_k) {
+    s += fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk);
+  } else if (p.packed) {
+    s += fmt::format("packed {} rows, longest {}, sk {}, ", p.total_q, p.sq, p.sk);
+  } else {
+    s += fmt::format("sq {}, sk {}, ", p.sq, p.sk);
+  }
   s += fmt::format("hq {}, hk {}, d {}, dv {}, ", p.hq, p.hk, p.d, p.dv);
   if (p.mask == full()) {
     s += "full";
@@ -78,6 +94,7 @@ std::string summary(const Problem& p) {
   if (p.has_alibi()) s += ", ALiBi";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.seqused_k) s += ", seqused_k";
+  s += summary(p.cache);
   if (p.has_dlse) s += ", dlse";
   return s;
 }

@@ -5,7 +5,9 @@
 #include <bit>
 #include <cmath>
 #include <numbers>
+#include <type_traits>
 
+#include "cache.h"
 #include "check.h"
 #include "sequences.h"
 
@@ -15,16 +17,8 @@ namespace {
 constexpr int kMostThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
                                     // it cannot start one
 
-/// An int32 vector of `size`, on q's device, or (lengths only steer the plan) on the CPU.
-void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
-                   Device device) {
-  check_shape(name, t, dims, {size}, false);
-  check_dtype(name, t, DType::kI32, "lengths are int32");
-  check_device(name, t, device);
-}
-
 /// The longest sequence of packed tensors: what the user says, or what host memory says.
-int64_t longest(const char* name, const ConstTensor& cu, const char* tensor, int64_t total,
+int64_t longest(const char* name, const ConstTensor& cu, const char* things, int64_t total,
                 const char* max_name, int64_t given) {
   if (given < 0) fail(max_name, "got {}, want >= 0", given);
   const bool readable = cu.device.type == DeviceType::kCpu && (cu.data != nullptr || given == 0);
@@ -33,10 +27,42 @@ int64_t longest(const char* name, const ConstTensor& cu, const char* tensor, int
       fail(max_name, "not given, want the longest length (cu_seqlens is not on the CPU)");
     return given;
   }
-  const int64_t longest = longest_sequence(name, cu, tensor, total);
+  const int64_t longest = longest_sequence(name, cu, things, total);
   if (given > 0 && given < longest)
     fail(max_name, "got {}, want at least the longest sequence {}", given, longest);
   return given > 0 ? given : longest;
+}
+
+/// The rows of q.
+void set_queries(const ConstTensor& q, const ConstTensor& cu_q, const Options& options,
+                 Problem& p) {
+  if (!p.packed) {
+    if (options.max_seqlen_q != 0) fail("max_seqlen_q", "given without cu_seqlens_q");
+    p.batch = q.shape[0];
+    p.sq = q.shape[1];
+    p.total_q = p.batch * p.sq;
+    return;
+  }
+  if (cu_q.rank != 1 || cu_q.shape[0] < 1) {
+    fail("cu_seqlens_q", "got {}, want i32 (batch + 1)", cu_q.describe());
+  }
+  p.batch = cu_q.shape[0] - 1;
+  p.total_q = q.shape[0];
+  check_lengths("cu_seqlens_q", cu_q, p.batch + 1, "(batch + 1)", q.device);
+  // No sequence is longer than all rows, whatever the caller says.
+  p.sq = std::min(p.total_q, longest("cu_seqlens_q", cu_q, "rows of q", p.total_q, "max_seqlen_q",
+                                     options.max_seqlen_q));
+}
+
+/// The rows of packed k and v.
+void set_packed_keys(const ConstTensor& k, const ConstTensor& v, const ConstTensor& cu_k,
+                     const Options& options, Problem& p) {
+  p.total_k = p.total_keys = k.shape[0];
+  check_lengths("cu_seqlens_k", cu_k, p.batch + 1, "(batch + 1)", k.device);
+  p.sk = std::min(p.total_k, longest("cu_seqlens_k", cu_k, "rows of k", p.total_k, "max_seqlen_k",
+                                     options.max_seqlen_k));
+  check_shape("k", k, "(total_k, hk, d)", {p.total_k, p.hk, p.d}, false);
+  check_shape("v", v, "(total_k, hk, dv)", {p.total_k, p.hk, p.dv}, false);
 }
 
 /// What both passes have.
@@ -45,12 +71,21 @@ Problem make_shared(const Args& args, const Options& options) {
   Problem p;
   const ConstTensor &q = args.q, &k = args.k, &v = args.v;
   const ConstTensor &cu_q = args.cu_seqlens_q, &cu_k = args.cu_seqlens_k;
+  const CacheTensors cache = cache_of(args);
+  check_cache_given(cache, cu_k, args.seqused_k);
   p.packed = cu_q.given() || cu_k.given();
-  const char* dims = p.packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)";
-  const int rank = p.packed ? 3 : 4;
-  check_tensor("q", q, dims, rank, false);
-  check_tensor("k", k, dims, rank, false);
-  check_tensor("v", v, dims, rank, false);
+  // Packed queries may stand beside a cache, whose rows are no packed ones.
+  const bool may_be_cache = std::is_same_v<Args, ForwardArgs> && (cache.given() || k.rank == 4);
+  p.packed_k = cu_k.given() || (cu_q.given() && !may_be_cache);
+  const auto dims = [](bool packed) {
+    return packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)";
+  };
+  const char* const key_dims =
+      cache.page_table.given() ? "(pages, page, heads, dim)" : dims(p.packed_k);
+  const int rank = p.packed ? 3 : 4, key_rank = p.packed_k ? 3 : 4;
+  check_tensor("q", q, dims(p.packed), rank, false);
+  check_tensor("k", k, key_dims, key_rank, false);
+  check_tensor("v", v, key_dims, key_rank, false);
   if (is_integer(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
   p.dtype = q.dtype;
   p.device = q.device;
@@ -59,11 +94,10 @@ Problem make_shared(const Args& args, const Options& options) {
   check_device("k", k, q.device);
   check_device("v", v, q.device);
 
-  const int heads = rank - 2, dim = rank - 1;
-  p.hq = q.shape[heads];
-  p.hk = k.shape[heads];
-  p.d = q.shape[dim];
-  p.dv = v.shape[dim];
+  p.hq = q.shape[rank - 2];
+  p.hk = k.shape[key_rank - 2];
+  p.d = q.shape[rank - 1];
+  p.dv = v.shape[key_rank - 1];
   if (p.hq < 1) fail("q", "got {} heads, want at least 1", p.hq);
   if (p.hk < 1) fail("k", "got {} heads, want at least 1", p.hk);
   if (p.hq % p.hk != 0) {
@@ -72,35 +106,11 @@ Problem make_shared(const Args& args, const Options& options) {
   if (p.d < 1 || p.d > 512) fail("q", "got head dim {}, want 1 to 512", p.d);
   if (p.dv < 1 || p.dv > 512) fail("v", "got head dim {}, want 1 to 512", p.dv);
 
-  if (p.packed) {
-    p.total_q = q.shape[0];
-    p.total_k = k.shape[0];
-    if (!cu_q.given()) fail("cu_seqlens_q", "not given, want it beside cu_seqlens_k");
-    if (!cu_k.given()) fail("cu_seqlens_k", "not given, want it beside cu_seqlens_q");
-    if (cu_q.rank != 1 || cu_q.shape[0] < 1) {
-      fail("cu_seqlens_q", "got {}, want i32 (batch + 1)", cu_q.describe());
-    }
-    p.batch = cu_q.shape[0] - 1;
-    check_lengths("cu_seqlens_q", cu_q, p.batch + 1, "(batch + 1)", q.device);
-    check_lengths("cu_seqlens_k", cu_k, p.batch + 1, "(batch + 1)", q.device);
-    // No sequence is longer than all rows, whatever the caller says.
-    p.sq = std::min(p.total_q, longest("cu_seqlens_q", cu_q, "q", p.total_q, "max_seqlen_q",
-                                       options.max_seqlen_q));
-    p.sk = std::min(p.total_k, longest("cu_seqlens_k", cu_k, "k", p.total_k, "max_seqlen_k",
-                                       options.max_seqlen_k));
-    check_shape("k", k, "(total_k, hk, d)", {p.total_k, p.hk, p.d}, false);
-    check_shape("v", v, "(total_k, hk, dv)", {p.total_k, p.hk, p.dv}, false);
-  } else {
-    if (options.max_seqlen_q != 0) fail("max_seqlen_q", "given without cu_seqlens_q");
-    if (options.max_seqlen_k != 0) fail("max_seqlen_k", "given without cu_seqlens_k");
-    p.batch = q.shape[0];
-    p.sq = q.shape[1];
-    p.sk = k.shape[1];
-    check_shape("k", k, "(batch, sk, hk, d)", {p.batch, p.sk, p.hk, p.d}, false);
-    check_shape("v", v, "(batch, sk, hk, dv)", {p.batch, p.sk, p.hk, p.dv}, false);
-    p.total_q = p.batch * p.sq;
-    p.total_k = p.batch * p.sk;
-  }
+  if (p.packed && !cu_q.given()) fail("cu_seqlens_q", "not given, want it beside cu_seqlens_k");
+  if (p.packed_k && !cu_k.given()) fail("cu_seqlens_k", "not given, want it beside cu_seqlens_q");
+  set_queries(q, cu_q, options, p);
+  if (p.packed_k) set_packed_keys(k, v, cu_k, options, p);
+  check_cache(cache, k, v, options.max_seqlen_k, p);
   p.seqused_k = args.seqused_k.given();
   if (p.seqused_k) check_lengths("seqused_k", args.seqused_k, p.batch, "(batch)", q.device);
   p.q = rows_layout(q);
@@ -177,7 +187,7 @@ Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool 
 
 /// Nothing is written: no sequence is left, as the sizes beside a 0 may be too large to walk.
 void drop_sequences(Problem& p) {
-  if (!p.packed) p.batch = p.sq = p.sk = p.total_k = 0;
+  if (!p.packed) p.batch = p.sq = p.sk = p.total_k = p.total_keys = 0;
 }
 
 /// Strides that address the same elements: those of single rows and of empty tensors do not count.
@@ -196,7 +206,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 10> named(const ForwardArgs& a) {
+std::array<Named, 14> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -206,7 +216,11 @@ std::array<Named, 10> named(const ForwardArgs& a) {
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
            {"seqused_k", a.seqused_k},
-           {"rng_state", a.rng_state}}};
+           {"rng_state", a.rng_state},
+           {"page_table", a.page_table},
+           {"page_indptr", a.page_indptr},
+           {"cache_batch_idx", a.cache_batch_idx},
+           {"leftpad_k", a.leftpad_k}}};
 }
 
 std::array<Named, 15> named(const BackwardArgs& a) {
@@ -271,7 +285,9 @@ void check_pointers_of(const Args& args) {
 
 double bytes(const Problem& p) {
   const double q_rows = static_cast<double>(p.total_q) * static_cast<double>(p.hq);
-  const double k_rows = static_cast<double>(p.total_k) * static_cast<double>(p.hk);
+  // Of a cache a call reads no more than its sequences have.
+  const int64_t keys = std::min(p.total_k, p.total_keys);
+  const double k_rows = static_cast<double>(keys) * static_cast<double>(p.hk);
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
   const double once = q_rows * (d + dv) + k_rows * (d + dv);  // q, out, k, v
   const double gradients = p.pass == Pass::kBackward ? once : 0;
@@ -289,8 +305,10 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
-  add(p.packed, p.seqused_k, p.total_q, p.total_k, p.want_lse, p.has_dlse, p.mask.left,
-      p.mask.right);
+  add(p.packed, p.packed_k, p.seqused_k, p.total_q, p.total_k, p.total_keys, p.want_lse, p.has_dlse,
+      p.mask.left, p.mask.right);
+  add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
+      p.cache.batch_idx, p.cache.leftpad);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);

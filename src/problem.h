@@ -15,13 +15,32 @@ enum class Pass : uint8_t { kForward, kBackward };
 struct Problem {
   enum class Alibi : uint8_t { kNone, kHeads, kBatchHeads };
 
+  /// Where the sequences of K and V lie, if not side by side: tables say it when the call runs.
+  struct Cache {
+    enum class Pages : uint8_t { kNone, kTable, kLists };  ///< (batch, max_pages), page_indptr
+
+    Pages pages = Pages::kNone;
+    int64_t entries = 0;       ///< of k: pages, or rows of the batch
+    int64_t page = 0;          ///< keys of a page
+    int64_t ids = 0;           ///< of the table: of a sequence at most, or of all lists
+    int64_t table_stride = 0;  ///< from the ids of a sequence to those of the next
+    bool batch_idx = false, leftpad = false;
+
+    bool operator==(const Cache&) const = default;
+    bool paged() const { return pages != Pages::kNone; }
+  };
+
   Pass pass = Pass::kForward;
   DType dtype = DType::kF32;
   Device device;
   int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence that a call may have
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
-  bool packed = false, seqused_k = false;
+  bool packed = false;    ///< q, and what has its rows
+  bool packed_k = false;  ///< k and v; where q is and they are no cache
+  bool seqused_k = false;
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
+  int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
+  Cache cache;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
   Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)
@@ -40,6 +59,8 @@ struct Problem {
 
   int64_t group() const { return hq / hk; }
   bool has_alibi() const { return alibi != Alibi::kNone; }
+  /// All sequences have the same lengths, sq and sk.
+  bool alike() const { return !packed && !packed_k && !seqused_k && !cache.leftpad; }
   /// No row and no key: nothing is written.
   bool nothing_to_do() const;
 };

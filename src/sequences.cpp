@@ -13,7 +13,7 @@ const int32_t* values(const char* name, const ConstTensor& t) {
 
 }  // namespace
 
-int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* tensor,
+int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* things,
                          int64_t total) {
   const int32_t* cu = values(name, cu_seqlens);
   const int64_t batch = cu_seqlens.shape[0] - 1;
@@ -26,25 +26,30 @@ int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const 
     longest = std::max<int64_t>(longest, int64_t{cu[i]} - cu[i - 1]);
   }
   if (cu[batch] > total) {
-    fail(name, "ends with {}, want at most {} (rows of {})", cu[batch], total, tensor);
+    fail(name, "ends with {}, want at most {} ({})", cu[batch], total, things);
   }
   return longest;
 }
 
 Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-                     const ConstTensor& used_k)
+                     const ConstTensor& used_k, const CacheTensors& cache)
     : p_(&problem) {
-  const auto read = [](const char* name, const ConstTensor& cu, const char* tensor, int64_t total,
+  const auto read = [](const char* name, const ConstTensor& cu, const char* things, int64_t total,
                        int64_t most) {
-    const int64_t longest = longest_sequence(name, cu, tensor, total);
+    const int64_t longest = longest_sequence(name, cu, things, total);
     if (longest > most)
       fail(name, "has a sequence of {} rows, want at most {}, the longest as planned", longest,
            most);
     return static_cast<const int32_t*>(cu.data);
   };
-  if (problem.packed) {
-    cu_q_ = read("cu_seqlens_q", cu_q, "q", problem.total_q, problem.sq);
-    cu_k_ = read("cu_seqlens_k", cu_k, "k", problem.total_k, problem.sk);
+  if (problem.packed) cu_q_ = read("cu_seqlens_q", cu_q, "rows of q", problem.total_q, problem.sq);
+  if (problem.packed_k) {
+    cu_k_ = read("cu_seqlens_k", cu_k, "rows of k", problem.total_k, problem.sk);
+  }
+  if (size() == 0) return;  // the vectors may be too long to walk where nothing is written
+  if (problem.cache.pages == Problem::Cache::Pages::kLists) {
+    longest_sequence("page_indptr", cache.page_indptr, "ids of page_table", problem.cache.ids);
+    indptr_ = static_cast<const int32_t*>(cache.page_indptr.data);
   }
   if (problem.seqused_k) {
     const int32_t* used = values("seqused_k", used_k);
@@ -54,23 +59,49 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
     }
     used_k_ = used;
   }
+  if (problem.cache.leftpad) {
+    const int32_t* leftpad = values("leftpad_k", cache.leftpad_k);
+    for (int64_t b = 0; b < size(); ++b) {
+      const int64_t keys = (*this)[b].sk;
+      if (leftpad[b] < 0 || leftpad[b] > keys)
+        fail("leftpad_k", "got {} at {}, want 0 to {}, the keys of the sequence", leftpad[b], b,
+             keys);
+    }
+    leftpad_ = leftpad;
+  }
 }
 
 int64_t Sequences::room_k(int64_t b) const {
-  return cu_k_ == nullptr ? p_->sk : cu_k_[b + 1] - cu_k_[b];
+  if (cu_k_ != nullptr) return cu_k_[b + 1] - cu_k_[b];
+  if (indptr_ == nullptr) return p_->sk;
+  return std::min(p_->sk, (indptr_[b + 1] - indptr_[b]) * p_->cache.page);
 }
 
 Sequence Sequences::operator[](int64_t b) const {
-  Sequence s{0, 0, p_->sq, p_->sk};
-  if (cu_q_ != nullptr) s = {cu_q_[b], cu_k_[b], cu_q_[b + 1] - cu_q_[b], cu_k_[b + 1] - cu_k_[b]};
-  if (used_k_ != nullptr) s.sk = used_k_[b];
+  Sequence s{0, 0, p_->sq, used_k_ == nullptr ? room_k(b) : used_k_[b]};
+  if (cu_q_ != nullptr) {
+    s.q_begin = cu_q_[b];
+    s.sq = cu_q_[b + 1] - cu_q_[b];
+  }
+  if (cu_k_ != nullptr) s.k_begin = cu_k_[b];
+  if (leftpad_ != nullptr) {
+    s.k_begin += leftpad_[b];
+    s.sk -= leftpad_[b];
+  }
   return s;
 }
 
 Sequence Sequences::padding() const {
-  if (cu_q_ == nullptr) return {};
-  const int64_t end_q = cu_q_[p_->batch], end_k = cu_k_[p_->batch];
-  return {end_q, end_k, p_->total_q - end_q, p_->total_k - end_k};
+  Sequence rest;
+  if (cu_q_ != nullptr) {
+    rest.q_begin = cu_q_[p_->batch];
+    rest.sq = p_->total_q - rest.q_begin;
+  }
+  if (cu_k_ != nullptr) {
+    rest.k_begin = cu_k_[p_->batch];
+    rest.sk = p_->total_k - rest.k_begin;
+  }
+  return rest;
 }
 
 }  // namespace fulgur

@@ -2,11 +2,13 @@
 
 #include <cstdint>
 
+#include "cache.h"
 #include "problem.h"
 
 namespace fulgur {
 
-/// One sequence: its first row in q and in k (0 unless packed) and its lengths.
+/// One sequence: its first row in q (0 unless packed), its first key among the rows that k has for
+/// it (among all where k is packed), and its lengths.
 struct Sequence {
   int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
   bool operator==(const Sequence&) const = default;
@@ -19,7 +21,7 @@ class Sequences {
   /// than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
   template <class Args>
   Sequences(const Problem& problem, const Args& args)
-      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k) {}
+      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, cache_of(args)) {}
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
@@ -30,23 +32,27 @@ class Sequences {
 
  private:
   Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-            const ConstTensor& used_k);
+            const ConstTensor& used_k, const CacheTensors& cache);
 
   const Problem* p_;
   const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_k_ = nullptr;
+  const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;
 };
 
 /// Whether the host can read the lengths of a call, if it has any.
 template <class Args>
 bool lengths_on_host(const Args& args) {
-  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_k}) {
+  const CacheTensors cache = cache_of(args);
+  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_k,
+                               &cache.page_indptr, &cache.leftpad_k}) {
     if (t->given() && (t->device.type != DeviceType::kCpu || t->data == nullptr)) return false;
   }
   return true;
 }
 
-/// The longest of the cu_seqlens, checked, in host memory: that of a plan without max_seqlen.
-int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* tensor,
+/// The longest of the cu_seqlens, checked, in host memory: that of a plan without max_seqlen. They
+/// divide `total` things: "rows of q".
+int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* things,
                          int64_t total);
 
 }  // namespace fulgur

@@ -25,7 +25,8 @@ struct Options {
   /// ones are scaled by 1 / (1 - p). Run says which random numbers.
   double dropout_p = 0;
   /// Upper bounds of the packed sequence lengths, which no call may exceed. 0 = the longest in the
-  /// cu_seqlens that are planned for (on the CPU only).
+  /// cu_seqlens that are planned for (on the CPU only). max_seqlen_k may bound seqused_k beside a
+  /// page_table, too: 0 = as many keys as the table has room for.
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
@@ -52,6 +53,26 @@ struct ForwardArgs {
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
   ConstTensor rng_state{};
+
+  // Caches of K and V, whose sequences lie where tables say. What the tables and lengths hold may
+  // change from call to call of a plan. q may be packed by cu_seqlens_q alone, k and v then have
+  // four dimensions.
+
+  /// Pages: k is (pages, page, hk, d), v (pages, page, hk, dv), and key j of sequence b is row
+  /// j % page of page page_table[b, j / page]. i32 (batch, max_pages) with any stride between rows;
+  /// ids behind those that seqused_k[b] keys need are not looked at. seqused_k must be given,
+  /// cu_seqlens_k must not.
+  ConstTensor page_table{};
+  /// i32 (batch + 1), non-decreasing, first 0, last <= the number of ids: page_table is then i32
+  /// (ids), and the pages of sequence b are page_table[page_indptr[b]] .. page_table[page_indptr[b
+  /// + 1] - 1].
+  ConstTensor page_indptr{};
+  /// i32 (batch): sequence b is row cache_batch_idx[b] of k and v, which may have more or fewer
+  /// rows than q has sequences. Not looked at where a sequence has no keys. Not beside page_table.
+  ConstTensor cache_batch_idx{};
+  /// i32 (batch): the first leftpad_k[b] keys of sequence b do not exist, so that those in
+  /// [leftpad_k[b], seqused_k[b]) do. Masks and ALiBi know of no others.
+  ConstTensor leftpad_k{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
@@ -112,8 +133,8 @@ class FULGUR_API Plan {
 
   /// Computes. The tensors must have the shapes, strides, dtypes and devices planned for; the data
   /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was
-  /// null. Lengths on the CPU are read and checked. On cuda it only launches, and may be captured
-  /// into a graph. Throws Error(kInvalidArgument) otherwise, before anything is written.
+  /// null. Lengths and tables on the CPU are read and checked. On cuda it only launches, and may be
+  /// captured into a graph. Throws Error(kInvalidArgument) otherwise, before anything is written.
   void run(const ForwardArgs& args, const Run& run = {}) const;
   void run(const BackwardArgs& args, const Run& run = {}) const;
 
@@ -136,8 +157,8 @@ class FULGUR_API Plan {
   std::shared_ptr<const Impl> impl_;
 };
 
-/// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_* and
-/// seqused_k on the CPU, which are read if they are there.
+/// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_*,
+/// seqused_k, leftpad_k and page_indptr on the CPU, which are read if they are there.
 FULGUR_API Plan plan(const ForwardArgs& args, const Options& options = {});
 FULGUR_API Plan plan(const BackwardArgs& args, const Options& options = {});
 

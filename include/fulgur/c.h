@@ -61,9 +61,15 @@ typedef struct fulgur_forward_args {
   const DLTensor *q, *k, *v;
   const DLTensor *out, *lse;                    ///< written; lse may be null
   const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
-  const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout; both or none
+  const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout
   const DLTensor* seqused_k;                    ///< i32 (batch)
   const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
+  /// Caches of K and V; q may be packed by cu_seqlens_q alone. With a page_table k is (pages, page,
+  /// hk, d) and seqused_k must be given.
+  const DLTensor* page_table;       ///< i32 (batch, max_pages); beside page_indptr i32 (ids)
+  const DLTensor* page_indptr;      ///< i32 (batch + 1): where the ids of each sequence begin
+  const DLTensor* cache_batch_idx;  ///< i32 (batch): the row of k and v of each sequence
+  const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -107,7 +113,7 @@ FULGUR_API fulgur_status fulgur_backward(const fulgur_backward_args* args,
 typedef struct fulgur_plan fulgur_plan;
 
 /// `*plan` <- a new plan, which the caller frees; null on failure. Tensors may lack their data:
-/// only that of cu_seqlens_* and seqused_k on the CPU is read, where it is there. A plan keeps no
+/// only that of lengths and page_indptr on the CPU is read, where it is there. A plan keeps no
 /// tensor; its runs may take others of these shapes, and other lengths up to the longest planned.
 FULGUR_API fulgur_status fulgur_plan_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, fulgur_plan** plan);

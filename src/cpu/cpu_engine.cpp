@@ -43,6 +43,7 @@ class Work {
         plan_(plan),
         args_(args),
         sequences_(problem, args),
+        keys_(problem, sequences_, args),
         given_{static_cast<const float*>(args.alibi_slopes.data), dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
@@ -91,7 +92,10 @@ class Work {
   }
 
  private:
-  Task task(int64_t b, int64_t kv) const { return {p_, given_, sequences_[b], b, kv}; }
+  Task task(int64_t b, int64_t kv) const {
+    const Sequence s = sequences_[b];
+    return {p_, given_, s, keys_.of(b, s), b, kv};
+  }
   float* scratch() const { return scratch_ + thread_index() * plan_.scratch; }
 
   template <class Body>
@@ -194,6 +198,7 @@ class Work {
   const CpuPlan& plan_;
   const Args& args_;
   Sequences sequences_;
+  KeyPlaces keys_;
   Given given_;
   float *scratch_, *shared_;
 };

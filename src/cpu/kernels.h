@@ -5,6 +5,7 @@
 
 #include "fulgur/attention.h"
 #include "kernels/shared/dropout.h"
+#include "key_rows.h"
 #include "sequences.h"
 
 namespace fulgur::cpu {
@@ -25,6 +26,7 @@ struct Task {
   const Problem& problem;
   const Given& given;
   Sequence s;
+  KeyRows keys;
   int64_t b, kv;
 
   int64_t rows() const { return problem.group() * s.sq; }
@@ -37,6 +39,12 @@ struct Task {
                : given.slopes[b * problem.slopes_batch + h * problem.slopes_head];
   }
 };
+
+/// Elements from a key's row to that of the next, as a rule: where pages are single rows, the step
+/// between pages that were handed out one after the other.
+inline int64_t key_stride(const Problem& p, const Layout& layout) {
+  return p.cache.page == 1 ? layout.batch : layout.row;
+}
 
 /// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {

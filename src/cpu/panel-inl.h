@@ -225,8 +225,25 @@ inline void* address(const Tensor& t, int64_t offset) {
 /// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
 HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld) {
-  const int64_t at = layout.offset(task.b, task.s.k_begin + j, task.kv);
-  return load_rows(t.dtype, address(t, at), layout.row, n, dim, dst, ld);
+  bool finite = true;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const void* from = address(t, layout.offset(run.entry, run.row, task.kv));
+    finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
+    dst += run.count * ld;
+  }
+  return finite;
+}
+
+/// Where keys [j, j + n) of K or V of a task lie.
+inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j,
+                          int64_t n, const char** to) {
+  const int64_t size = size_of(t.dtype), entry = layout.batch * size, row = layout.row * size;
+  const char* const head = static_cast<const char*>(t.data) + task.kv * layout.head * size;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const char* const from = head + run.entry * entry + run.row * row;
+    for (int64_t i = 0; i < run.count; ++i) to[i] = from + i * row;
+    to += run.count;
+  }
 }
 
 /// Where row r of a task lies in a tensor of q heads (q, out, dout, dq, lse).

@@ -59,12 +59,22 @@ inline int64_t tile_forward_scratch(const Problem& p) {
   return arena.used();
 }
 
+/// Where the keys of some tiles lie in K or V.
+struct KeyAddresses {
+  const char* at[kTiles * kBc];
+
+  KeyAddresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j, int64_t n) {
+    key_addresses(task, t, layout, j, n, at);
+  }
+};
+
 /// Keys [j, j + n) of K or V of a task.
 inline auto key_rows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                      int64_t j, int64_t n) {
-  const auto* first =
-      static_cast<const uint16_t*>(address(t, layout.offset(task.b, task.s.k_begin + j, task.kv)));
-  return Rows{[=, row = layout.row](int64_t i) { return first + i * row; }, n, dim};
+  return Rows{[keys = KeyAddresses(task, t, layout, j, n)](int64_t i) {
+                return reinterpret_cast<const uint16_t*>(keys.at[i]);
+              },
+              n, dim};
 }
 
 /// Where the rows of a panel lie in q or dout.

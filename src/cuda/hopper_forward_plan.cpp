@@ -224,6 +224,10 @@ std::string hopper_forward_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
+  if (p.cache.paged()) return "computes keys without pages: not with a page_table";
+  if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
+  if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
+  if (p.packed != p.packed_k) return "computes packed queries beside packed keys alone";
   if (std::max(p.sq, p.sk) >= kMostRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);

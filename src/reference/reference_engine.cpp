@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "convert.h"
+#include "key_rows.h"
 #include "padding.h"
 #include "parallel.h"
 #include "random_numbers.h"
@@ -22,6 +23,18 @@ std::vector<double> gather(const ConstTensor& t, const Layout& layout, int64_t b
   for (int64_t r = 0; r < count; ++r) {
     const int64_t at = layout.offset(b, begin + r, h);
     for (int64_t c = 0; c < dim; ++c) dense[r * dim + c] = load_element(t.data, t.dtype, at + c);
+  }
+  return dense;
+}
+
+/// The keys of a sequence of one head of K or V, dense.
+std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout, const KeyRows& keys,
+                                int64_t sk, int64_t kv, int64_t dim) {
+  std::vector<double> dense;
+  dense.reserve(sk * dim);
+  for (KeyRuns run(keys, 0, sk); !run.done(); run.next()) {
+    const auto rows = gather(t, layout, run.entry, run.row, run.count, kv, dim);
+    dense.insert(dense.end(), rows.begin(), rows.end());
   }
   return dense;
 }
@@ -44,6 +57,7 @@ class Work {
         threads_(threads),
         args_(args),
         sequences_(problem, args),
+        keys_(problem, sequences_, args),
         dropout_(dropout_of(problem, args, run)) {}
 
   void forward() const {
@@ -52,8 +66,8 @@ class Work {
       const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
       const Sequence s = sequences_[b];
       const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
-      const auto k = gather(args_.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
-      const auto v = gather(args_.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
+      const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
       const Forward f = flash2_forward(head(b, h, s, q, k, v), kFastMemory);
       scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
       if (p_.want_lse) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
@@ -67,8 +81,8 @@ class Work {
     parallel_for(p_.batch * p_.hk, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
       const Sequence s = sequences_[b];
-      const auto k = gather(args_.k, p_.k, b, s.k_begin, s.sk, kv, p_.d);
-      const auto v = gather(args_.v, p_.v, b, s.k_begin, s.sk, kv, p_.dv);
+      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
+      const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
       std::vector<double> dk(k.size()), dv(v.size());
       const int64_t heads = s.sq == 0 ? 0 : p_.group();
       for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
@@ -118,6 +132,7 @@ class Work {
   int threads_;
   const Args& args_;
   Sequences sequences_;
+  KeyPlaces keys_;
   kernels::DropoutMask dropout_;
 };
 

@@ -33,7 +33,7 @@ FIELD(fulgur_options, invariant, 68, 4);
 FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 
-SIZE(fulgur_forward_args, 88);
+SIZE(fulgur_forward_args, 120);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -45,6 +45,10 @@ FIELD(fulgur_forward_args, cu_seqlens_q, 56, 8);
 FIELD(fulgur_forward_args, cu_seqlens_k, 64, 8);
 FIELD(fulgur_forward_args, seqused_k, 72, 8);
 FIELD(fulgur_forward_args, rng_state, 80, 8);
+FIELD(fulgur_forward_args, page_table, 88, 8);
+FIELD(fulgur_forward_args, page_indptr, 96, 8);
+FIELD(fulgur_forward_args, cache_batch_idx, 104, 8);
+FIELD(fulgur_forward_args, leftpad_k, 112, 8);
 
 SIZE(fulgur_backward_args, 128);
 FIELD(fulgur_backward_args, struct_size, 0, 8);

@@ -163,9 +163,11 @@ Found census_of(const Matrix& m, int64_t columns) {
 
 void run_forward(const Problem& p, const Given& given, const ForwardArgs& args) {
   const Sequences sequences(p, args);
+  const KeyPlaces keys(p, sequences, args);
   const ScratchMemory scratch(4 * tile_forward_scratch(p));
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
-    const Task task{p, given, sequences[i / p.hk], i / p.hk, i % p.hk};
+    const int64_t b = i / p.hk;
+    const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
     for (int64_t row = 0; row < task.rows(); row += kBlock) {
       tile_forward<Model>(task, args, row, std::min(task.rows(), row + kBlock),
@@ -176,9 +178,11 @@ void run_forward(const Problem& p, const Given& given, const ForwardArgs& args) 
 
 void run_backward(const Problem& p, const Given& given, const BackwardArgs& args) {
   const Sequences sequences(p, args);
+  const KeyPlaces keys(p, sequences, args);
   const ScratchMemory scratch(4 * tile_backward_scratch(p));
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
-    const Task task{p, given, sequences[i / p.hk], i / p.hk, i % p.hk};
+    const int64_t b = i / p.hk;
+    const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     const int64_t size = tile_dq_floats(p, task.rows()), block = kTiles * kBc;
     const ScratchMemory memory(4 * (size + 1));
     auto* dq = static_cast<float*>(memory.data());

@@ -15,6 +15,7 @@ namespace fulgur::test {
 struct Call {
   Tensor q, k, v, out, lse, dout, dq, dk, dv;
   Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse, rng_state;
+  Tensor page_table, page_indptr, cache_batch_idx, leftpad_k;  // of the forward pass
   Options options;
   Run run;
 
@@ -37,7 +38,20 @@ struct Call {
         options(w.options),
         run(w.run_options) {}
   ForwardArgs forward() const {
-    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state};
+    return {q,
+            k,
+            v,
+            out,
+            lse,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            rng_state,
+            page_table,
+            page_indptr,
+            cache_batch_idx,
+            leftpad_k};
   }
   BackwardArgs backward() const {
     return {
@@ -80,7 +94,9 @@ Struct c_struct() {
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
-      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state);
+      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state),
+      table(call.page_table), indptr(call.page_indptr), index(call.cache_batch_idx),
+      leftpad(call.leftpad_k);
   fulgur_options o;
   fulgur_options_init(&o, sizeof(o));
   o.window_left = call.options.mask.left;
@@ -103,7 +119,8 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                                     dk,           dv,   alibi, cu_q, cu_k, used, dlse, rng};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q, k, v, out, lse, alibi, cu_q, cu_k, used, rng};
+  const fulgur_forward_args args{sizeof(args), q,    k,   v,     out,    lse,   alibi,  cu_q,
+                                 cu_k,         used, rng, table, indptr, index, leftpad};
   return fulgur_forward(&args, &o, &run);
 }
 

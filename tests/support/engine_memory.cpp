@@ -20,7 +20,9 @@ template <class Tensors>
 Options with_longest(Device device, const Tensors& t, Options options) {
   if (device.type == DeviceType::kCpu || !t.cu_seqlens_q.given()) return options;
   if (options.max_seqlen_q == 0) options.max_seqlen_q = longest(t.cu_seqlens_q);
-  if (options.max_seqlen_k == 0) options.max_seqlen_k = longest(t.cu_seqlens_k);
+  if (options.max_seqlen_k == 0 && t.cu_seqlens_k.given()) {
+    options.max_seqlen_k = longest(t.cu_seqlens_k);
+  }
   return options;
 }
 
@@ -69,7 +71,11 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.cu_seqlens_q),
           at(t.cu_seqlens_k),
           at(t.seqused_k),
-          at(t.rng_state)};
+          at(t.rng_state),
+          at(t.page_table),
+          at(t.page_indptr),
+          at(t.cache_batch_idx),
+          at(t.leftpad_k)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {

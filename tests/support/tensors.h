@@ -7,9 +7,22 @@ namespace fulgur::test {
 
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
-  Tensor rng_state{};
+  Tensor rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{}, leftpad_k{};
   operator ForwardArgs() const {
-    return {q, k, v, out, lse, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state};
+    return {q,
+            k,
+            v,
+            out,
+            lse,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            rng_state,
+            page_table,
+            page_indptr,
+            cache_batch_idx,
+            leftpad_k};
   }
 };
 

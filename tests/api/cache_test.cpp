@@ -1,0 +1,341 @@
+// Attention over caches: bit for bit as over contiguous keys, whatever the layout is, who the
+// neighbours are and what the rest of the cache holds. attention_test runs the case list over them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "cached.h"
+#include "engine_memory.h"
+#include "engines.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+using Order = CacheShape::Order;
+using Index = CacheShape::Index;
+
+class Cache : public EveryEngine {};
+
+struct Bits {
+  std::vector<std::byte> out, lse;
+  bool operator==(const Bits&) const = default;
+};
+
+Bits bits_of(const ForwardTensors& t) { return {bits(t.out), bits(t.lse)}; }
+
+// The bits of a sequence: its rows of out, and of lse.
+Bits bits_of(const Workload& w, size_t b) {
+  const Rows& s = w.sequences[b];
+  Tensor out = w.forward.out, lse = w.forward.lse;
+  const auto row = static_cast<int64_t>(b);
+  const int dim = w.c.packed() ? 0 : 1;
+  const int64_t at = w.c.packed() ? s.q_begin * out.strides[0] : row * out.strides[0];
+  out.data = static_cast<std::byte*>(out.data) + at * size_of(out.dtype);
+  out.shape[dim] = s.sq;
+  const int64_t lse_at = w.c.packed() ? s.q_begin : row * lse.strides[0];
+  lse.data = static_cast<std::byte*>(lse.data) + lse_at * size_of(lse.dtype);
+  lse.shape[lse.rank - 1] = s.sq;
+  if (!w.c.packed()) out.shape[0] = lse.shape[0] = 1;
+  return {bits(out), bits(lse)};
+}
+
+// A batch to decode beside one of more rows than decoding takes.
+std::vector<Case> serving_cases() {
+  std::vector<Case> all;
+  for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16}) {
+    for (const int64_t sq : {1, 40}) {
+      for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+        all.push_back({.dtype = dtype,
+                       .batch = 4,
+                       .sq = sq,
+                       .sk = 700,
+                       .hq = 8,
+                       .hk = 2,
+                       .d = 40,
+                       .dv = 24,
+                       .mask = causal(),
+                       .layout = layout,
+                       .seqused = true});
+      }
+    }
+  }
+  return all;
+}
+
+// Of them what decides paths: rows to decode or not, packed or not.
+std::vector<Case> some_serving_cases() {
+  const std::vector<Case> all = serving_cases();
+  return {all[0], all[3], all[5]};
+}
+
+// The cases take turns: each has a part of the layouts, and all together have them all.
+TEST_P(Cache, EveryLayoutGivesTheSameBits) {
+  const std::vector<CacheShape> shapes = cache_shapes();
+  const std::vector<Case> cases = serving_cases();
+  for (size_t i = 0; i < cases.size(); ++i) {
+    SCOPED_TRACE(cases[i].name());
+    Workload w(cases[i], 1);
+    w.options.engine = engine();
+    w.options.invariant = true;
+    if (!computes([&] { w.run_forward(); })) continue;
+    const Bits want = bits_of(w.forward);
+    for (size_t at = i; at < shapes.size(); at += cases.size()) {
+      SCOPED_TRACE(shapes[at].name());
+      w.seal();
+      Cached cached(w, shapes[at], 2);
+      if (!computes([&] { cached.run_forward(); })) break;
+      ASSERT_EQ(bits_of(w.forward), want);
+    }
+  }
+}
+
+TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
+  for (const Case& c : some_serving_cases()) {
+    for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 16},
+                                   CacheShape{Order::kHnd, Index::kLists, 3, true},
+                                   CacheShape{Order::kNhd, Index::kBatch, 0, true}}) {
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      Workload w(c, 3);
+      w.options.engine = engine();
+      w.options.invariant = true;
+      Cached cached(w, shape, 4);
+      EngineMemory memory(engine());
+      const ForwardTensors there = memory.at(cached.forward);
+      std::optional<Plan> plan;
+      if (!computes([&] { plan.emplace(fulgur::plan(there, memory.options(there, w.options))); })) {
+        break;
+      }
+      const auto run = [&] {
+        w.seal();
+        memory.send();
+        plan->run(there, w.run_options);
+        memory.bring_back();
+      };
+      run();
+      const Bits want = bits_of(w.forward);
+      const auto before = cached.entries;
+      cached.move();
+      ASSERT_NE(cached.entries, before);
+      run();
+      EXPECT_EQ(bits_of(w.forward), want);
+
+      // The longest sequence loses its last key: as a call of its own says.
+      std::vector<double> used = read(cached.forward.seqused_k);
+      --used[0];
+      write(cached.forward.seqused_k, used);
+      run();
+      const Bits shorter = bits_of(w.forward);
+      EXPECT_NE(shorter, want);
+      w.seal();
+      compute(cached.forward, w.options, w.run_options);
+      EXPECT_EQ(bits_of(w.forward), shorter);
+    }
+  }
+}
+
+// Sequence b of a cached call, as a call of its own on the same cache.
+ForwardTensors alone(const Workload& w, const ForwardTensors& all, size_t b, Dense* cu_q) {
+  const auto row = static_cast<int64_t>(b);
+  const auto from = [](Tensor t, int64_t offset, int dim, int64_t count) {
+    t.data = static_cast<std::byte*>(t.data) + offset * size_of(t.dtype);
+    t.shape[dim] = count;
+    return t;
+  };
+  const Rows& s = w.sequences[b];
+  ForwardTensors one = all;
+  if (w.c.packed()) {
+    write(cu_q->tensor(), std::vector<double>{0, static_cast<double>(s.sq)});
+    one.cu_seqlens_q = *cu_q;
+    for (Tensor* t : {&one.q, &one.out}) *t = from(*t, s.q_begin * t->strides[0], 0, s.sq);
+    one.lse = from(one.lse, s.q_begin, 1, s.sq);
+  } else {
+    for (Tensor* t : {&one.q, &one.out, &one.lse}) *t = from(*t, row * t->strides[0], 0, 1);
+  }
+  for (Tensor* t : {&one.seqused_k, &one.cache_batch_idx, &one.leftpad_k}) {
+    if (t->given()) *t = from(*t, row, 0, 1);
+  }
+  if (one.page_indptr.given()) {
+    const std::vector<double> indptr = read(one.page_indptr);
+    const auto begin = static_cast<int64_t>(indptr[b]), end = static_cast<int64_t>(indptr[b + 1]);
+    one.page_table = from(one.page_table, begin, 0, end - begin);
+    one.page_indptr = {};
+    one.page_table.rank = 2;
+    one.page_table.shape = {1, end - begin};
+    one.page_table.strides = {end - begin, 1};
+  } else if (one.page_table.given()) {
+    one.page_table = from(one.page_table, row * one.page_table.strides[0], 0, 1);
+  }
+  return one;
+}
+
+// What other sequences are and hold, NaN even, does not reach a sequence's bits.
+TEST_P(Cache, InvariantToNeighbours) {
+  for (const Case& c : some_serving_cases()) {
+    for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 1, true},
+                                   CacheShape{Order::kInterleaved, Index::kLists, 17},
+                                   CacheShape{Order::kHnd, Index::kBatch, 0}}) {
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      Workload w(c, 5);
+      w.options.engine = engine();
+      w.options.invariant = true;
+      Cached cached(w, shape, 6);
+      if (!computes([&] { cached.run_forward(); })) break;
+      std::vector<Bits> all;
+      for (size_t b = 0; b < w.sequences.size(); ++b) all.push_back(bits_of(w, b));
+      for (size_t b = 0; b < w.sequences.size(); ++b) {
+        SCOPED_TRACE(b);
+        cached.move();
+        for (size_t other = 0; other < w.sequences.size(); ++other) {
+          if (other == b) continue;
+          for (const int64_t entry : cached.entries[other]) {
+            for (Tensor t : {cached.forward.k, cached.forward.v}) {
+              t.data = static_cast<std::byte*>(t.data) + entry * t.strides[0] * size_of(t.dtype);
+              t.shape[0] = 1;
+              write(t, std::vector<double>(static_cast<size_t>(t.numel()),
+                                           std::numeric_limits<double>::quiet_NaN()));
+            }
+          }
+        }
+        w.seal();
+        Dense cu(DType::kI32, {2});
+        compute(alone(w, cached.forward, b, &cu), w.options, w.run_options);
+        EXPECT_EQ(bits_of(w, b), all[b]);
+      }
+    }
+  }
+}
+
+// Sequences that begin alike may have pages, and rows of the batch, in common.
+TEST_P(Cache, SequencesMayShareKeys) {
+  const int64_t page = 16, used = 70;
+  Workload w({.dtype = DType::kF32, .batch = 3, .sq = 2, .sk = used, .hq = 2, .hk = 2}, 7);
+  w.options.engine = engine();
+  const auto first = [&](const Tensor& t) {
+    const std::vector<double> all = read(t);
+    return std::vector<double>(all.begin(), all.begin() + static_cast<int64_t>(all.size()) / 3);
+  };
+  for (const Tensor& t : {w.forward.k, w.forward.v}) {
+    std::vector<double> same;
+    for (int b = 0; b < 3; ++b) {
+      const std::vector<double> one = first(t);
+      same.insert(same.end(), one.begin(), one.end());
+    }
+    write(t, same);
+  }
+  w.seal();
+  w.run_forward();
+  const Bits want = bits_of(w.forward);
+  for (const Index index : {Index::kTable, Index::kBatch}) {
+    Cached cached(w, {Order::kNhd, index, page}, 8);
+    Tensor& ids =
+        index == Index::kBatch ? cached.forward.cache_batch_idx : cached.forward.page_table;
+    const std::vector<double> all = read(ids);
+    const auto row = static_cast<int64_t>(all.size()) / 3;
+    std::vector<double> shared;
+    for (int b = 0; b < 3; ++b) shared.insert(shared.end(), all.begin(), all.begin() + row);
+    write(ids, shared);
+    w.seal();
+    if (!computes([&] { cached.run_forward(); })) return;
+    EXPECT_EQ(bits_of(w.forward), want);
+  }
+  // One row of ids serves all sequences.
+  Cached cached(w, {Order::kNhd, Index::kTable, page}, 9);
+  cached.forward.page_table.strides[0] = 0;
+  w.seal();
+  cached.run_forward();
+  EXPECT_EQ(bits_of(w.forward), want);
+}
+
+// Packed queries beside a cache whose rows are those of the batch.
+TEST_P(Cache, PackedQueriesTakeAContiguousCache) {
+  Workload w({.dtype = DType::kBF16,
+              .sq = 30,
+              .sk = 50,
+              .hq = 4,
+              .hk = 2,
+              .mask = causal(),
+              .layout = Layout::kPacked},
+             10);
+  w.options.engine = engine();
+  const Expected e = expect(w);
+  Cached cached(w, {Order::kNhd, Index::kBatch, 0}, 11);
+  const int64_t batch = 4, rows = cached.forward.k.shape[1];
+  const Dense k(DType::kBF16, {batch, rows, 2, 64}), v(DType::kBF16, {batch, rows, 2, 64});
+  for (int64_t b = 0; b < batch; ++b) {
+    const auto one = [&](Tensor t, int64_t at) {
+      t.data = static_cast<std::byte*>(t.data) + at * t.strides[0] * size_of(t.dtype);
+      t.shape[0] = 1;
+      return t;
+    };
+    const int64_t entry = cached.entries[static_cast<size_t>(b)][0];
+    write(one(k, b), read(one(cached.forward.k, entry)));
+    write(one(v, b), read(one(cached.forward.v, entry)));
+  }
+  cached.forward.k = k;
+  cached.forward.v = v;
+  cached.forward.cache_batch_idx = {};
+  if (!computes([&] { cached.run_forward(); })) return;
+  EXPECT_TRUE(forward_is_right(w, e));
+}
+
+// Left padding without a cache: keys that do not exist before the first.
+TEST_P(Cache, LeftPaddingNeedsNoCache) {
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    Workload w({.dtype = DType::kF32,
+                .batch = 4,
+                .sq = 20,
+                .sk = 90,
+                .hq = 2,
+                .hk = 1,
+                .mask = window(40, 3),
+                .layout = layout,
+                .alibi = Alibi::kHeads},
+               12);
+    w.options.engine = engine();
+    const Dense leftpad(DType::kI32, {4});
+    std::vector<double> pads;
+    for (Rows& s : w.sequences) {
+      const int64_t pad = std::min<int64_t>(s.sk, 7 * static_cast<int64_t>(pads.size()));
+      pads.push_back(static_cast<double>(pad));
+      s.k_begin += pad;
+      s.sk -= pad;
+    }
+    write(leftpad, pads);
+    const Expected e = expect(w);
+    w.forward.leftpad_k = leftpad;
+    if (!computes([&] { w.run_forward(); })) return;
+    EXPECT_TRUE(forward_is_right(w, e));
+  }
+}
+
+TEST_P(Cache, ExplainSaysWhatACacheIs) {
+  Workload w({.batch = 2, .sq = 1, .sk = 100, .hq = 4, .hk = 2}, 13);
+  w.options.engine = engine();
+  const auto words = [&](const CacheShape& shape) {
+    Cached cached(w, shape, 14);
+    EngineMemory memory(engine());
+    std::string text;
+    computes([&] { text = plan(memory.at(cached.forward), w.options).explain(); });
+    return text;
+  };
+  const std::string paged = words({Order::kNhd, Index::kTable, 16, true});
+  if (paged.empty()) return;
+  EXPECT_NE(paged.find("pages of 16 keys, page_table of"), std::string::npos) << paged;
+  EXPECT_NE(paged.find("leftpad_k"), std::string::npos) << paged;
+  if (engine() == "cpu") {
+    EXPECT_NE(paged.find("a tile of K lies at 4 places or more, 16 rows of"), std::string::npos)
+        << paged;
+  }
+  const std::string lists = words({Order::kHnd, Index::kLists, 3});
+  EXPECT_NE(lists.find("by page_indptr"), std::string::npos) << lists;
+  const std::string batch = words({Order::kNhd, Index::kBatch, 0});
+  EXPECT_NE(batch.find("cache_batch_idx into 5 rows"), std::string::npos) << batch;
+}
+
+FULGUR_EVERY_ENGINE(Cache);
+
+}  // namespace
+}  // namespace fulgur::test
