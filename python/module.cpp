@@ -10,6 +10,7 @@
 #include <regex>
 
 #include "arrays.h"
+#include "jax_ffi.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -149,6 +150,20 @@ std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   return result;
 }
 
+/// {call: {platform: {stage: handler}}}, as jax.ffi.register_ffi_target takes the innermost.
+nb::dict jax_handlers() {
+  const auto inner = [](nb::dict& outer, const char* key) {
+    if (!outer.contains(key)) outer[key] = nb::dict();
+    return nb::cast<nb::dict>(outer[key]);
+  };
+  nb::dict calls;
+  for (const auto& [target, platform, stage, handler] : fulgur::python::jax_handlers()) {
+    nb::dict platforms = inner(calls, target);
+    inner(platforms, platform)[stage] = nb::capsule(reinterpret_cast<void*>(handler));
+  }
+  return calls;
+}
+
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
@@ -215,5 +230,6 @@ NB_MODULE(_fulgur, m) {
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
+  m.def("jax_handlers", &jax_handlers);
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });
 }
