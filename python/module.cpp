@@ -11,6 +11,7 @@
 
 #include "arrays.h"
 #include "jax_ffi.h"
+#include "program.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -164,6 +165,15 @@ nb::dict jax_handlers() {
   return calls;
 }
 
+/// The program, with its name as the first argument.
+int run_program(std::vector<std::string> arguments) {
+  std::vector<char*> pointers;
+  for (std::string& argument : arguments) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  nb::gil_scoped_release unlocked;
+  return fulgur::app::run_program(static_cast<int>(arguments.size()), pointers.data());
+}
+
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
@@ -231,5 +241,6 @@ NB_MODULE(_fulgur, m) {
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("jax_handlers", &jax_handlers);
+  m.def("run_program", &run_program, "arguments"_a);
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });
 }
