@@ -10,7 +10,7 @@ help:
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
 	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
-	@echo 'make wheel         a Python wheel that needs nothing of the system (build/wheel)'
+	@echo 'make wheel         Python wheels that need nothing of the system (build/wheel)'
 	@echo 'make install-deps  install the Debian packages that all of these need'
 	@echo 'make clean         remove build/'
 

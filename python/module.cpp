@@ -10,6 +10,8 @@
 #include <regex>
 
 #include "arrays.h"
+#include "jax_ffi.h"
+#include "program.h"
 #include "torch_ops.h"
 
 namespace nb = nanobind;
@@ -153,6 +155,29 @@ std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   return result;
 }
 
+/// {call: {platform: {stage: handler}}}, as jax.ffi.register_ffi_target takes the innermost.
+nb::dict jax_handlers() {
+  const auto inner = [](nb::dict& outer, const char* key) {
+    if (!outer.contains(key)) outer[key] = nb::dict();
+    return nb::cast<nb::dict>(outer[key]);
+  };
+  nb::dict calls;
+  for (const auto& [target, platform, stage, handler] : fulgur::python::jax_handlers()) {
+    nb::dict platforms = inner(calls, target);
+    inner(platforms, platform)[stage] = nb::capsule(reinterpret_cast<void*>(handler));
+  }
+  return calls;
+}
+
+/// The program, with its name as the first argument.
+int run_program(std::vector<std::string> arguments) {
+  std::vector<char*> pointers;
+  for (std::string& argument : arguments) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  nb::gil_scoped_release unlocked;
+  return fulgur::app::run_program(static_cast<int>(arguments.size()), pointers.data());
+}
+
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
@@ -219,5 +244,7 @@ NB_MODULE(_fulgur, m) {
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
+  m.def("jax_handlers", &jax_handlers);
+  m.def("run_program", &run_program, "arguments"_a);
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });
 }

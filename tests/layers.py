@@ -23,7 +23,7 @@ LAYERS = [
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
     ("plan", r"src/(plan(_cache)?\.(h|cpp)|engine\.cpp)"),
-    ("api", r"src/(api|c|merge)\.cpp|src/c_struct\.h"),
+    ("api", r"src/(api|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
 ]
 
 # Layers inside a folder, for its files that include each other.

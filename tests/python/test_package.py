@@ -5,6 +5,10 @@ import doctest
 import importlib.metadata
 import inspect
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +50,39 @@ def test_snippets_of_the_pages_run(code):
 
 def test_version():
     assert fulgur.__version__ == importlib.metadata.version("fulgur")
+
+
+def program(*arguments, **options):
+    command = [sys.executable, "-B", "-m", "fulgur", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_program(tmp_path):
+    assert program("--version").stdout == f"fulgur {fulgur.__version__}\n"
+    q = np.random.default_rng(0).standard_normal((1, 9, 2, 8), dtype=np.float32)
+    np.save(tmp_path / "q.npy", q)
+    names = [x for name in "qkv" for x in (f"--{name}", "q.npy")]
+    done = program("attend", *names, "--out", "o.npy", "--causal", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy"), fulgur.attention(q, q, q, causal=True))
+
+
+def test_program_fails():
+    done = program("attnd")
+    assert done.returncode == 2 and done.stderr.startswith("fulgur: there is no subcommand attnd")
+    done = program("attend", "--q", "no.npy", "--k", "no.npy", "--v", "no.npy", "--out", "o.npy")
+    assert done.returncode == 1 and done.stderr.startswith("fulgur: ") and "no.npy" in done.stderr
+
+
+def test_program_can_be_interrupted():
+    command = [sys.executable, "-B", "-m", "fulgur", "bench", "--grid", "standard"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            time.sleep(3)  # into the minutes that it takes
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=20) == -signal.SIGINT
+        finally:
+            process.kill()
 
 
 def functions_of(body, owner):

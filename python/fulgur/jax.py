@@ -1,0 +1,452 @@
+"""Exact attention as an operation of JAX: under jit, grad, vmap and shard_map.
+
+    from fulgur.jax import attention, dot_product_attention
+
+    out = attention(q, k, v, causal=True)
+    grads = jax.grad(lambda q: dot_product_attention(q, k, v, is_causal=True).sum())(q)
+
+:func:`dot_product_attention` stands in for ``jax.nn.dot_product_attention``; :func:`attention` means
+what :func:`fulgur.attention` means. Arrays are on the CPU, or on a CUDA device, where the work is put
+on XLA's stream. Needs JAX 0.7 or newer; nothing of fulgur is built against it: the calls are handlers
+of XLA's foreign function interface, ``fulgur_forward`` and ``fulgur_backward``.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fulgur import _arguments as _a
+from fulgur import _fulgur
+
+__all__ = ["attention", "dot_product_attention"]
+
+if jax.__version_info__ < (0, 7):
+    raise ImportError(f"fulgur.jax: got JAX {jax.__version__}, want 0.7 or newer")
+
+for _target, _platforms in _fulgur.jax_handlers().items():
+    for _platform, _stages in _platforms.items():
+        jax.ffi.register_ffi_target(_target, _stages, platform=_platform)
+
+_DTYPES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float64": "f64",
+    "int32": "i32",
+    "int64": "i64",  # of wrong inputs, for the library to refuse
+}
+
+
+class _Options(NamedTuple):
+    """What is fixed when a call is traced."""
+
+    scale: float
+    softcap: float
+    dropout_p: float
+    left: int
+    right: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    deterministic: bool
+    invariant: bool
+
+
+class _Extras(NamedTuple):
+    """Arrays that a call may have besides q, k and v, in the order of python/jax_ffi.cpp."""
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    alibi_slopes: Any = None
+    rng_state: Any = None
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _call(target, results, options, operands, extras, dlse=None):
+    """Runs a handler; dimensions of vmap lie in front of those of all its arrays."""
+    more = [*extras, dlse]
+    given = sum(1 << n for n, x in enumerate(more) if x is not None)
+    call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
+    return call(
+        *operands,
+        *(x for x in more if x is not None),
+        reals=np.array(options[:3], np.float64),
+        integers=np.array([*options[3:], given], np.int64),
+    )
+
+
+@_call.defjvp
+def _no_second_derivative(*_):
+    raise NotImplementedError("fulgur.jax: attention has a first derivative only")
+
+
+def _varying(x):
+    """The axes of a mesh along which an array differs inside shard_map."""
+    kind = jax.typeof(x)
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+
+def _vary_alike(arrays):
+    """All arrays of a tree, differing along the same axes of a mesh: what XLA's calls want."""
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+
+    def vary(x):
+        missing = tuple(axes - _varying(x))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)
+
+    return jax.tree.map(vary, arrays)
+
+
+def _result(shape, dtype, like):
+    """The type of a result that differs along the axes of a mesh along which `like` does."""
+    kind = jax.typeof(like)
+    if not hasattr(kind, "manual_axis_type"):  # the name since JAX 0.10
+        return jax.ShapeDtypeStruct(shape, dtype, vma=kind.vma)
+    mesh = kind.sharding.mesh
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    axes = kind.manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=axes)
+
+
+def _forward(options, tensors, extras, with_lse):
+    q, _, v = tensors
+    lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    results = (
+        _result((*q.shape[:-1], v.shape[-1]), q.dtype, q),
+        _result((*q.shape[:-3], q.shape[-2], q.shape[-3]), lse, q),
+    )
+    return _call("fulgur_forward", results[: 1 + with_lse], options, tensors, extras)
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # a call that is not under jit finds it compiled
+def _compiled(options, with_lse, tensors, extras):
+    return _attention(options, with_lse, tensors, extras)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(options, with_lse, tensors, extras):
+    """(out,), or out and lse."""
+    return _forward(options, tensors, extras, with_lse)
+
+
+def _attention_fwd(options, with_lse, tensors, extras):
+    slopes = extras.alibi_slopes
+    if slopes is not None and slopes.perturbed:
+        raise ValueError(
+            "alibi_slopes: a gradient is wanted, and there is none; want "
+            "jax.lax.stop_gradient(alibi_slopes)"
+        )
+    tensors, extras = jax.tree.map(
+        lambda x: x.value, (tensors, extras), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    results = _forward(options, tensors, extras, with_lse=True)
+    return results if with_lse else results[:1], (tensors, *results, extras)
+
+
+def _attention_bwd(options, with_lse, saved, gradients):
+    tensors, out, lse, extras = saved
+    zero = jax.custom_derivatives.SymbolicZero
+    dout, dlse = gradients if with_lse else (*gradients, None)
+    dout = jnp.zeros_like(out) if isinstance(dout, zero) else dout
+    dlse = None if isinstance(dlse, zero) else dlse
+    operands, dlse = _vary_alike(((dout, *tensors, out, lse), dlse))
+    results = tuple(_result(x.shape, x.dtype, x) for x in tensors)
+    return _call("fulgur_backward", results, options, operands, extras, dlse), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+def _planned(name, x):
+    if x.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"{name}: got {x.dtype.name}, want float32, bfloat16, float16 or float64, or int32 for "
+            "lengths"
+        )
+    return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
+
+
+def _check(arrays, options):
+    """Raises what the library has to say about the shapes and options of a call."""
+    views = {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
+    results = _a.forward_results(views["q"], views["v"])
+    views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
+    if views["cu_seqlens_q"] is not None:  # whose values are not there yet
+        longest = {name: x.shape[0] for name, x in arrays.items() if name in ("q", "k")}
+        for name, rows in longest.items():
+            options = options | {
+                f"max_seqlen_{name}": options[f"max_seqlen_{name}"] or rows
+            }
+    _fulgur.plan_forward(views | {"rng_state": None}, options)
+
+
+def _number(x):
+    """A number that may be an array whose value is known."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return x.item() if concrete and x.ndim == 0 else x
+
+
+def _halves(name, number):
+    """The low and the high 32 bits of a seed or an offset."""
+    if not isinstance(number, jax.Array):
+        number = _a.integer(name, number, *_a.UINT64)
+        return [jnp.uint32(number & 0xFFFFFFFF), jnp.uint32(number >> 32)]
+    if number.ndim != 0:
+        raise ValueError(f"{name}: got shape {number.shape}, want a scalar")
+    if jnp.issubdtype(number.dtype, jax.dtypes.prng_key):
+        return list(jax.random.bits(number, (2,), jnp.uint32))
+    if not jnp.issubdtype(number.dtype, jnp.integer):
+        raise TypeError(f"{name}: got {number.dtype.name}, want an integer or a key of jax.random")
+    if number.dtype.itemsize == 8:
+        return list(jax.lax.bitcast_convert_type(number, jnp.uint32))
+    return [number.astype(jnp.uint32), jnp.uint32(0)]
+
+
+def attention(
+    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
+    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, return_lse=False,
+):  # fmt: skip
+    """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
+
+    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k and v.
+    Under vmap the mapped dimension becomes a part of the batch; packed sequences and calls with
+    dropout are computed one after the other.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
+        k: ``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.
+        v: ``(batch, sk, hk, dv)`` or ``(total_k, hk, dv)``, dtype of q; 1 <= dv <= 512.
+        causal: query i of sq sees keys up to i + sk - sq.
+        window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is
+            unbounded. With ``causal`` both hold.
+        scale: of the scores; default 1 / sqrt(d). Known when the call is traced, as are all numbers
+            but for seed and offset.
+        softcap: 0 is off.
+        alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
+        seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or
+            a key of ``jax.random``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
+        max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
+            the CPU only.
+        seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        deterministic: the backward pass gives the same bits in every run.
+        invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq, sq)`` or packed
+        ``(hq, total_q)``, natural log. Gradients flow through both.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        jax.errors.JaxRuntimeError: values of lengths are wrong, or no engine computes this there.
+    """
+    tensors = tuple(map(jnp.asarray, (q, k, v)))
+    q, k, v = tensors
+    extras = _Extras(*(
+        None if x is None else jnp.asarray(x)
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes)
+    ))  # fmt: skip
+    options = _a.options(
+        causal, window, _number(scale), _number(softcap), _number(dropout_p), max_seqlen_q,
+        max_seqlen_k, deterministic, invariant, 0, "",
+    )  # fmt: skip
+    return_lse = _a.flag("return_lse", return_lse)
+    _check({"q": q, "k": k, "v": v} | extras._asdict(), options)
+    if extras.alibi_slopes is not None and q.ndim == 4:
+        slopes = jnp.broadcast_to(extras.alibi_slopes, (q.shape[0], q.shape[2]))
+        extras = extras._replace(alibi_slopes=slopes)
+    if options["dropout_p"] > 0:
+        numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
+        extras = extras._replace(rng_state=numbers)
+    fixed = _Options(
+        q.shape[-1] ** -0.5 if scale is None else options["scale"],
+        *(options[name] for name in _Options._fields[1:]),
+    )
+    results = _compiled(fixed, return_lse, *_vary_alike((tensors, extras)))
+    return results if return_lse else results[0]
+
+
+def dot_product_attention(
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False,
+    query_seq_lengths=None, key_value_seq_lengths=None, local_window_size=None,
+    implementation=None, return_residual=False,
+):  # fmt: skip
+    """``jax.nn.dot_product_attention``, computed by fulgur.
+
+    Args:
+        query: ``(B, T, N, H)`` or ``(T, N, H)``.
+        key: ``(B, S, K, H)`` or ``(S, K, H)``, dtype of query; N is a multiple of K.
+        value: shape and dtype of key.
+        bias: None: there is none here.
+        mask: boolean, of shape ``(B, 1, 1, S)`` or ``(1, 1, 1, S)``: the keys that take part. Masks
+            that differ between queries or heads are not there.
+        scale: of the scores; default 1 / sqrt(H). Known when the call is traced.
+        is_causal: query i sees keys up to i, whatever T and S are.
+        query_seq_lengths: int32 ``(B,)``: later rows of the result are 0.
+        key_value_seq_lengths: int32 ``(B,)``: later keys are not there.
+        local_window_size: ``(left, right)`` or one number for both: query i sees the keys from
+            i - left to i + right.
+        implementation: None.
+        return_residual: return ``(out, lse)``.
+
+    Returns:
+        An array of the shape of query; with ``return_residual`` also the log-sum-exp of each row,
+        ``(B, T, N)`` or ``(T, N)``, in the dtype of key. Gradients flow through both; jax.nn stops
+        them at the second one. A row that sees no key has out 0 and lse -inf; jax.nn averages all
+        values there.
+
+    Raises:
+        NotImplementedError: bias, mask or implementation says what fulgur does not have.
+        ValueError, TypeError: an argument is wrong.
+    """
+    if bias is not None:
+        raise NotImplementedError("bias: got an array, want None: fulgur has none")
+    if implementation is not None:
+        raise NotImplementedError(
+            f"implementation: got {implementation!r}, want None: fulgur computes this"
+        )
+    shape = jnp.shape(query)
+    q, k, v = (
+        x[None] if x.ndim == 3 else x for x in map(jnp.asarray, (query, key, value))
+    )
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {x.shape}, want (batch, length, heads, dim)")
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    for name, x, want in (("key", k, (B, S, K, H)), ("value", v, (B, S, K, H))):
+        if x.shape != want or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: got {x.dtype.name} {x.shape}, want {q.dtype.name} {want}"
+            )
+    if K == 0 or N % K != 0:
+        raise ValueError(f"query: got {N} heads, want a multiple of the {K} heads of key")
+    scale = H**-0.5 if scale is None else _a.real("scale", _number(scale))
+    left, right = _band(local_window_size, _a.flag("is_causal", is_causal))
+    rows = _before("query_seq_lengths", query_seq_lengths, B, T)
+    keys = _before("key_value_seq_lengths", key_value_seq_lengths, B, S)
+    hidden = _key_mask(mask, B, S)
+
+    options = {"scale": scale, "return_lse": True}
+    if hidden is None and keys is not None and left is None and right is None:
+        options["seqused_k"] = jnp.clip(jnp.asarray(key_value_seq_lengths), 0, S)
+        keys = None
+    keys = keys if hidden is None else hidden if keys is None else keys & hidden
+    if rows is not None:  # what padding holds reaches no gradient, NaN included
+        q = jnp.where(rows[:, :, None, None], q, 0)
+    if keys is not None:
+        q, k, v, options["scale"] = _push_away(q, k, v, keys, scale)
+
+    # Keys that no query sees, and queries that see no key, are cut off. What is left has a band
+    # that can be said from the other corner, where fulgur's masks are aligned.
+    seen = S if right is None else min(S, T + right)
+    seeing = T if left is None else min(T, seen + left)
+    q, k, v = q[:, :seeing], k[:, :seen], v[:, :seen]
+    shift = seen - seeing
+    window = (-1 if left is None else left + shift, -1 if right is None else right - shift)
+    out, lse = attention(q, k, v, window=window, **options)
+    lse = jnp.swapaxes(lse, 1, 2)
+    missing = [(0, 0), (0, T - seeing), (0, 0)]
+    out, lse = jnp.pad(out, [*missing, (0, 0)]), jnp.pad(lse, missing, constant_values=-jnp.inf)
+    if keys is not None:
+        some = _sees_a_key(keys, T, left, right)
+        rows = some if rows is None else rows & some
+    if rows is not None:
+        out = jnp.where(rows[:, :, None, None], out, 0)
+        lse = jnp.where(rows[:, :, None], lse, -jnp.inf)
+    out = out.reshape(shape)
+    return (out, lse.astype(k.dtype).reshape(shape[:-1])) if return_residual else out
+
+
+def _band(local_window_size, is_causal):
+    """How many keys are seen to the left and to the right of a query's own; None is all."""
+    left = right = None
+    if local_window_size is not None:
+        sides = local_window_size
+        if not isinstance(sides, (tuple, list)):
+            sides = (sides, sides)
+        if len(sides) != 2:
+            raise ValueError(f"local_window_size: got {sides!r}, want (left, right) or a number")
+        left, right = (_a.integer("local_window_size", n, 0, _a.INT32[1]) for n in sides)
+    return left, 0 if is_causal else right
+
+
+def _before(name, lengths, batch, most):
+    """Which of `most` rows each sequence has; None where all have all."""
+    if lengths is None:
+        return None
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
+        raise ValueError(f"{name}: got {lengths.dtype.name} {lengths.shape}, want int32 ({batch},)")
+    return jnp.arange(most) < lengths[:, None]
+
+
+def _key_mask(mask, batch, keys):
+    """A mask of keys (batch, keys), or None."""
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: got {mask.dtype.name}, want bool")
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    if len(shape) > 4 or shape[0] not in (1, batch) or shape[3] not in (1, keys):
+        raise ValueError(f"mask: got shape {mask.shape}, want ({batch} or 1, 1, 1, {keys})")
+    if shape[1:3] != (1, 1):
+        raise NotImplementedError(
+            f"mask: got shape {mask.shape}, want ({batch} or 1, 1, 1, {keys}): fulgur has no masks "
+            "that differ between heads or queries but for is_causal and local_window_size"
+        )
+    return jnp.broadcast_to(mask.reshape(shape[0], shape[3]), (batch, keys))
+
+
+def _push_away(q, k, v, keys, scale):
+    """q, k, v and scale with which keys that are not in `keys` get no weight.
+
+    They are told by dimensions behind the others, in which the product with every query is so far
+    below 0 that exp gives 0; so the band is not moved as seqused_k would move it, and keys may lack
+    anywhere. A power of two, the product is exact in every dtype.
+    """
+    keys = keys[:, :, None, None]
+    k, v = jnp.where(keys, k, 0), jnp.where(keys, v, 0)
+    if scale == 0:  # the scores are 0 whatever q is
+        q, scale = jnp.zeros_like(q), 1.0
+    # 2^30 and less for float16, whose numbers end at 65504.
+    exponent = min(20 - math.floor(math.log2(abs(scale)) / 2), 15 if q.dtype == jnp.float16 else 60)
+    far = 2.0**exponent
+    if abs(scale) * far * far < 2**14:
+        raise NotImplementedError(
+            f"scale: got {scale} in {q.dtype.name} beside keys that are hidden, want 2e-5 at least"
+        )
+    more = 16 // q.dtype.itemsize  # rows stay at multiples of 16 bytes
+    if q.shape[3] + more > 512:
+        raise NotImplementedError(
+            f"query: got head dim {q.shape[3]} beside keys that are hidden, want {512 - more} at most"
+        )
+    ends = [(0, 0)] * 3 + [(0, more)]
+    q = jnp.pad(q, ends).at[..., -more].set(far)
+    k = jnp.pad(k, ends).at[..., -more].set(
+        jnp.where(keys, 0, -math.copysign(far, scale))[..., 0].astype(k.dtype)
+    )
+    return q, k, v, scale
+
+
+def _sees_a_key(keys, queries, left, right):
+    """Whether a query sees one of `keys` (batch, keys) in its band: (batch, queries)."""
+    S = keys.shape[1]
+    i = jnp.arange(queries)
+    begin = jnp.zeros_like(i) if left is None else jnp.clip(i - left, 0, S)
+    end = jnp.full_like(i, S) if right is None else jnp.clip(i + right + 1, 0, S)
+    before = jnp.pad(jnp.cumsum(keys, axis=1, dtype=jnp.int32), [(0, 0), (1, 0)])
+    return before[:, end] > before[:, begin]

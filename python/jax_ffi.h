@@ -1,0 +1,20 @@
+/// The handlers of fulgur.jax's calls: what XLA runs for fulgur_forward and fulgur_backward.
+#pragma once
+
+#include "xla_ffi.h"
+
+namespace fulgur::python {
+
+struct JaxHandler {
+  const char* target;    ///< the name of the call
+  const char* platform;  ///< as XLA names it
+  const char* stage;     ///< of XLA's execution
+  xla::Handler* handler;
+};
+
+/// All that fulgur/jax.py registers. Nothing of JAX is needed to build: xla_ffi.h says what XLA
+/// hands over.
+inline constexpr int kJaxHandlers = 6;
+const JaxHandler (&jax_handlers())[kJaxHandlers];
+
+}  // namespace fulgur::python

@@ -1,0 +1,11 @@
+#pragma once
+
+#include "fulgur/attention.h"
+
+namespace fulgur {
+
+/// Makes the plan that forward() and backward() will find, so that such a call may be captured.
+void prepare(const ForwardArgs& args, const Options& options);
+void prepare(const BackwardArgs& args, const Options& options);
+
+}  // namespace fulgur
