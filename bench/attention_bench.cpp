@@ -46,7 +46,9 @@ int main(int argc, char** argv) {
   benchmark::AddCustomContext(fmt::format("f32 FMA peak, {} threads", threads),
                               fmt::format("{:.1f} GFLOP/s", peaks.flops_all * 1e-9));
   benchmark::AddCustomContext("memory read", fmt::format("{:.1f} GB/s", peaks.bandwidth * 1e-9));
-  for (const Case& c : cpu_grid("standard", threads)) {
+  std::vector<Case> cases = cpu_grid("standard", threads);
+  for (const Case& c : cache_grid(threads)) cases.push_back(c);
+  for (const Case& c : cases) {
     benchmark::RegisterBenchmark(c.name().c_str(), run, c, peaks)
         ->UseRealTime()
         ->Unit(benchmark::kMillisecond)

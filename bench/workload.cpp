@@ -80,8 +80,9 @@ std::string Case::name() const {
   const std::string where =
       device.type == DeviceType::kCpu ? fmt::format("threads:{}", threads) : name_of(device);
   if (pass == "decode") {
-    return fmt::format("decode/{}/batch:{}/keys:{}/group:{}/{}", name_of(dtype), batch, sk, hq / hk,
-                       where);
+    const std::string pages = page == 0 ? "" : fmt::format("page:{}/", page);
+    return fmt::format("decode/{}/batch:{}/keys:{}/group:{}/{}{}", name_of(dtype), batch, sk,
+                       hq / hk, pages, where);
   }
   return fmt::format("{}/{}/n:{}/d:{}/{}/{}", pass, name_of(dtype), sk, d,
                      causal ? "causal" : "full", where);
@@ -109,6 +110,21 @@ std::vector<Case> cpu_grid(const std::string& name, int threads) {
   }
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const int64_t group : {4, 8}) cases.push_back(decode(dtype, group, threads));
+  }
+  return cases;
+}
+
+std::vector<Case> cache_grid(int threads) {
+  std::vector<Case> cases;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int64_t group : {1, 4}) {
+      for (const int64_t page : {0, 1, 16, 64, 256}) {
+        Case c = decode(dtype, group, threads);
+        c.batch = 3;  // in no grid of contiguous keys
+        c.page = page;
+        cases.push_back(c);
+      }
+    }
   }
   return cases;
 }
@@ -168,10 +184,36 @@ Workload::Workload(const Case& c)
   const Plan forward_plan = plan(ForwardArgs{q, kv, kv, q, lse}, options);
   plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options) : forward_plan;
   forward_ = {filled(q), filled(kv), filled(kv), filled(q), filled(lse)};
+  if (c.page > 0) {
+    make_pages(c);
+    plan_ = plan(forward_, options);
+  }
   if (!backward_) return;
   forward_plan.run(forward_);
   backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,
                     forward_.lse, filled(q),  filled(kv), filled(kv)};
+}
+
+void Workload::make_pages(const Case& c) {
+  const int64_t pages = c.sk / c.page;
+  for (ConstTensor* t : {&forward_.k, &forward_.v}) {
+    *t = ConstTensor::contiguous(t->data, c.dtype, {c.batch * pages, c.page, c.hk, c.d});
+  }
+  const auto vector = [&](int64_t size) {
+    memory_.push_back(allocated(size * 4, device_));
+    return static_cast<int32_t*>(memory_.back().get());
+  };
+  int32_t* const ids = vector(c.batch * pages);
+  uint32_t state = 1;
+  for (int64_t i = 0; i < c.batch * pages; ++i) {
+    const auto other = static_cast<int64_t>(next(state)) % (i + 1);
+    ids[i] = ids[other];
+    ids[other] = static_cast<int32_t>(i);
+  }
+  int32_t* const used = vector(c.batch);
+  std::fill_n(used, c.batch, static_cast<int32_t>(c.sk));
+  forward_.page_table = ConstTensor::contiguous(ids, DType::kI32, {c.batch, pages});
+  forward_.seqused_k = ConstTensor::contiguous(used, DType::kI32, {c.batch});
 }
 
 void Workload::run() const {

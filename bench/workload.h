@@ -17,6 +17,7 @@ struct Case {
   bool causal = false;
   int threads = 1;  ///< on the CPU
   Device device{};
+  int64_t page = 0;  ///< keys of a page, which are handed out at random; 0 = contiguous keys
 
   /// "forward/f32/n:1024/d:64/full/threads:1"
   std::string name() const;
@@ -26,6 +27,9 @@ struct Case {
 /// 128, N 1k to 8k, 1 and all threads, causal beside full at 8k, decode over 16k keys with groups
 /// of 4 and 8. "quick" is a part of it for a first look. `threads` is the number meant by "all".
 std::vector<Case> cpu_grid(const std::string& name, int threads);
+
+/// Decode on the CPU over pages, beside the same over contiguous keys.
+std::vector<Case> cache_grid(int threads);
 
 /// Shapes for a GPU, bf16. "standard": forward and backward, d 64, 128 and 256, N 1k to 16k, full
 /// and causal, always 16k rows of 2048 elements, and decode of 1 and 16 sequences with groups of 4
@@ -47,6 +51,8 @@ class Workload {
  private:
   /// The tensor with memory of its own.
   Tensor filled(Tensor tensor);
+  /// The forward pass over pages.
+  void make_pages(const Case& c);
 
   Device device_;
   bool backward_;

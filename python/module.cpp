@@ -46,7 +46,11 @@ ForwardArgs read_args(const nb::dict& views) {
           .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
           .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
           .seqused_k = tensor(views, "seqused_k"),
-          .rng_state = tensor(views, "rng_state")};
+          .rng_state = tensor(views, "rng_state"),
+          .page_table = tensor(views, "page_table"),
+          .page_indptr = tensor(views, "page_indptr"),
+          .cache_batch_idx = tensor(views, "cache_batch_idx"),
+          .leftpad_k = tensor(views, "leftpad_k")};
 }
 
 template <>

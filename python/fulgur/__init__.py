@@ -66,8 +66,9 @@ class WorkspaceNeed(NamedTuple):
 def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
     dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
-    engine="", return_lse=False, out=None, stream=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
+    cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False, threads=0, engine="",
+    return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -90,9 +91,18 @@ def attention(
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead
             of both numbers.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
-            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none, or ``cu_seqlens_q`` alone
+            beside a cache, whose k and v have four dimensions.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
+            Beside a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page,
+            hk, dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j //
+            page]``. seqused_k must be given.
+        page_indptr: int32 ``(batch + 1,)``: page_table is ``(ids,)``, and the pages of sequence b
+            are ``page_table[page_indptr[b]:page_indptr[b + 1]]``.
+        cache_batch_idx: int32 ``(batch,)``: sequence b is row ``cache_batch_idx[b]`` of k and v.
+        leftpad_k: int32 ``(batch,)``: the first ``leftpad_k[b]`` keys of sequence b do not exist.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on ``threads``.
         threads: 0 is OMP_NUM_THREADS or all cores.
@@ -125,6 +135,7 @@ def attention(
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
     extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
+    extras |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
     return _forward(
         lambda views: _fulgur.forward(views, options, stream, **random),
         q, k, v, out, None, return_lse, extras, stream,
@@ -178,8 +189,9 @@ def attention_backward(
 def plan(
     q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, threads=0,
-    engine="", return_lse=False, out=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
+    cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False, threads=0, engine="",
+    return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -190,6 +202,7 @@ def plan(
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
         alibi_slopes, seqused_k, rng_state: given if runs will give them; the values may change.
+        page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
         return_lse: runs return ``(out, lse)``.
@@ -220,6 +233,7 @@ def plan(
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    views |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
@@ -311,7 +325,8 @@ class Plan(_AnyPlan):
 
     def run(
         self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, out=None, lse=None, workspace=None, stream=None,
+        cu_seqlens_k=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
+        leftpad_k=None, out=None, lse=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
@@ -319,6 +334,7 @@ class Plan(_AnyPlan):
             q, k, v: as planned; the values may be others.
             alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if it was;
                 the values may be others.
+            page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
             out, lse: where to write; lse only where the plan has ``return_lse``.
@@ -336,7 +352,7 @@ class Plan(_AnyPlan):
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
             alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
-        )
+        ) | _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
         return _forward(
             lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
             q, k, v, out, lse, self._return_lse, extras, stream,
@@ -427,7 +443,8 @@ def explain(
     q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
     softcap=0.0, alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    deterministic=False, invariant=False, threads=0, engine="",
+    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, deterministic=False,
+    invariant=False, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -436,7 +453,7 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
-        causal, ..., engine: as for :func:`attention`.
+        causal, ..., engine: as for :func:`attention`. The backward pass takes no cache.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -454,9 +471,16 @@ def explain(
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
         invariant=invariant, threads=threads, engine=engine,
     )  # fmt: skip
+    cache = dict(
+        page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
+        leftpad_k=leftpad_k,
+    )  # fmt: skip
     _a.random_numbers(seed, offset)
     if not _a.flag("backward", backward):
-        return plan(q, k, v, return_lse=True, **options).explain()
+        return plan(q, k, v, return_lse=True, **options, **cache).explain()
+    for name, array in cache.items():
+        if array is not None:
+            raise ValueError(f"{name}: given with backward, want None: caches have no gradients")
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     (out, dtype), (lse, _) = _a.forward_results(views["q"], views["v"]).values()
     return plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}).explain()

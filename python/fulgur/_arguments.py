@@ -143,6 +143,16 @@ def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, strea
     }
 
 
+def cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream=0):
+    """Views of what says where the sequences of a cache lie, which the forward pass may take."""
+    return {
+        "page_table": optional_view("page_table", page_table, stream),
+        "page_indptr": optional_view("page_indptr", page_indptr, stream),
+        "cache_batch_idx": optional_view("cache_batch_idx", cache_batch_idx, stream),
+        "leftpad_k": optional_view("leftpad_k", leftpad_k, stream),
+    }
+
+
 def planned_views(dtype, device, **given):
     """Views of arrays or, without memory, of shapes by name."""
     if not isinstance(device, str):

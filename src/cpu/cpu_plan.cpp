@@ -16,6 +16,7 @@ constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than i
 constexpr int64_t kInvariantPartKeys = 1024;
 constexpr double kMostTileScale = 0x1p64;  // tiles take products below 2^-126 for 0
 constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
+constexpr int64_t kStreamedBytes = 4096;   // the hardware's prefetching keeps up with such runs
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -104,6 +105,20 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
 }
 
+/// How a tile of K lies in pages, and what that costs.
+std::string describe_pages(const CpuPlan& plan, const Problem& p) {
+  const int64_t size = size_of(p.dtype), rows = std::min(p.cache.page, kBc);
+  const int64_t heads = p.k.head == p.d ? plan.decode_heads : 1;
+  std::string s =
+      fmt::format("pages: a tile of K lies at {} places or more, {} rows of {} bytes each",
+                  ceil_div(kBc, p.cache.page), rows, heads * p.d * size);
+  if (rows > 1) s += fmt::format(", {} bytes apart", p.k.row * size);
+  if (rows * heads * p.d * size < kStreamedBytes) {
+    s += "; so short ones are read more slowly than contiguous keys";
+  }
+  return s;
+}
+
 }  // namespace
 
 int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
@@ -172,6 +187,7 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
   if (plan.block_rows > 0) {
     all.push_back(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
   }
+  if (p.cache.paged()) all.push_back(describe_pages(plan, p));
   all.push_back(fmt::format("{} threads take tasks, longest first", plan.threads));
   return all;
 }

@@ -52,28 +52,32 @@ HWY_INLINE void for_streams(int64_t n, const Body& body) {
   for (int64_t j = run * kStreams; j < n; ++j) body(std::integral_constant<int, 1>(), j, 0);
 }
 
-/// A tile of n keys of K or V: its rows of all heads of the task.
+/// A tile of n keys of K or V: its rows of all heads of the task. The next tile ends at key `end`
+/// at most.
 struct DecodeTile {
-  KeyAddresses
-      keys;       // of the first head: those of the tile, and those asked for while they are used
-  int64_t head;   // bytes from a row to that of the next head
-  int64_t bytes;  // of a row
-  int64_t ahead;  // keys to what is asked for
+  const char *at[kBc],
+      *soon[kBc];  // of the first head: a key, and one that its stream comes to later
+  int64_t head;    // bytes from a row to that of the next head
+  int64_t bytes;   // of a row
 
   DecodeTile(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim, int64_t j,
-             int64_t n)
-      : keys(task, t, layout, j, std::min(n + keys_ahead(task, layout), task.s.sk - j)),
-        head(layout.head * size_of(t.dtype)),
-        bytes(dim * size_of(t.dtype)),
-        ahead(keys_ahead(task, layout)) {
-    for (int64_t at = task.s.sk - j; at < n + ahead; ++at) keys.at[at] = keys.at[at - 1];
+             int64_t n, int64_t end)
+      : head(layout.head * size_of(t.dtype)), bytes(dim * size_of(t.dtype)) {
+    key_addresses(task, t, layout, j, n, at);
+    std::copy_n(at, n, soon);
+    const int64_t run = n / kStreams, next = std::min(kBc, end - j - n) / kStreams;
+    const int64_t ahead = std::min(run, keys_ahead(task, layout));
+    for (int64_t s = 0; s < kStreams; ++s) {
+      const char** const to = std::copy_n(at + s * run + ahead, run - ahead, soon + s * run);
+      key_addresses(task, t, layout, j + n + s * next, std::min(ahead, next), to);
+    }
   }
 
-  /// The row; asks for one further on.
+  /// The row; asks for a later one.
   HWY_INLINE const char* row(int64_t j, int64_t i) const {
-    const char* const next = keys.at[j + ahead] + i * head;
-    for (int64_t byte = 0; byte < bytes; byte += 64) hwy::Prefetch(next + byte);
-    return keys.at[j] + i * head;
+    const char* const later = soon[j] + i * head;
+    for (int64_t byte = 0; byte < bytes; byte += 64) hwy::Prefetch(later + byte);
+    return at[j] + i * head;
   }
 
  private:
@@ -81,10 +85,9 @@ struct DecodeTile {
 
   static int64_t keys_ahead(const Task& task, const Layout& layout) {
     const int64_t stride = std::abs(key_stride(task.problem, layout)) * size_of(task.problem.dtype);
-    return std::clamp<int64_t>((kAhead + stride - 1) / std::max<int64_t>(1, stride), 1, kBc);
+    return (kAhead + stride - 1) / std::max<int64_t>(1, stride);
   }
 };
-static_assert(KeyAddresses::kMost >= 2 * kBc);
 
 /// What a kv head of a task keeps from tile to tile, and its scores of the current one.
 struct DecodeHead {
@@ -296,7 +299,7 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
     const auto [j, n, partial] = tile;
-    dot_keys<kDType>(DecodeTile(first, args.k, p.k, p.d, j, n), n, p.d, rows, state);
+    dot_keys<kDType>(DecodeTile(first, args.k, p.k, p.d, j, n, key_end), n, p.d, rows, state);
     for (const DecodeHead& s : state) {
       score_rule(p, s.panel, tile, s.S, s.panel.width(), nullptr);
       online_softmax(s.panel, n, s.S, s.panel.width(), s.m, s.l, s.alpha);
@@ -311,7 +314,7 @@ HWY_INLINE void decode_of(const Task& first, const ForwardArgs& args, int64_t he
         add_visible_values(task(i), args, s.panel, tile, s.S, s.panel.width(), s.alpha, s.O, ldo);
       }
     } else {
-      add_values<kDType>(DecodeTile(first, args.v, p.v, p.dv, j, n), n, p.dv, rows, state);
+      add_values<kDType>(DecodeTile(first, args.v, p.v, p.dv, j, n, key_end), n, p.dv, rows, state);
     }
   }
   for (int64_t i = 0; i < heads; ++i) {

@@ -235,20 +235,16 @@ HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& 
 }
 
 /// Where keys [j, j + n) of K or V of a task lie.
-struct KeyAddresses {
-  static constexpr int64_t kMost = kTiles * kBc;
-  const char* at[kMost];
-
-  KeyAddresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j, int64_t n) {
-    const int64_t stride = layout.row * size_of(t.dtype);
-    const char** to = at;
-    for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
-      const auto* from =
-          static_cast<const char*>(address(t, layout.offset(run.entry, run.row, task.kv)));
-      for (int64_t i = 0; i < run.count; ++i) *to++ = from + i * stride;
-    }
+inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j,
+                          int64_t n, const char** to) {
+  const int64_t size = size_of(t.dtype), entry = layout.batch * size, row = layout.row * size;
+  const char* const head = static_cast<const char*>(t.data) + task.kv * layout.head * size;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const char* const from = head + run.entry * entry + run.row * row;
+    for (int64_t i = 0; i < run.count; ++i) to[i] = from + i * row;
+    to += run.count;
   }
-};
+}
 
 /// Where row r of a task lies in a tensor of q heads (q, out, dout, dq, lse).
 inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {

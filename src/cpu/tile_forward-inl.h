@@ -59,6 +59,15 @@ inline int64_t tile_forward_scratch(const Problem& p) {
   return arena.used();
 }
 
+/// Where the keys of some tiles lie in K or V.
+struct KeyAddresses {
+  const char* at[kTiles * kBc];
+
+  KeyAddresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j, int64_t n) {
+    key_addresses(task, t, layout, j, n, at);
+  }
+};
+
 /// Keys [j, j + n) of K or V of a task.
 inline auto key_rows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                      int64_t j, int64_t n) {

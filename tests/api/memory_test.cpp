@@ -204,6 +204,53 @@ TEST_P(Memory, MoreThan2To31Elements) {
   EXPECT_TRUE(forward_is_right(w, e));
 }
 
+// Pages, rows and heads of a cache that lie more than 2^31 elements apart.
+TEST_P(Memory, PagesBeyond32Bits) {
+  const int64_t page = 4, used = 9, h = 2, d = 8, far = (int64_t{1} << 31) + 64;
+  const Device device = device_of(engine());
+  Workload w({.dtype = DType::kBF16, .sq = 2, .sk = used, .hq = h, .hk = h, .d = d, .dv = d}, 4);
+  w.options.engine = engine();
+  const Expected e = expect(w);
+  const std::array<int64_t, 3> ids{2, 0, 1};
+  const Dense table(DType::kI32, {1, 3}), lengths(DType::kI32, {1});
+  write(table, std::vector<double>(ids.begin(), ids.end()));
+  write(lengths, std::vector<double>{used});
+  const std::array<int64_t, 4> layouts[] = {
+      {far, h * d, d, 1}, {page * h * d, h * d, far, 1}, {h * d, far, d, 1}, {-far, h * d, d, 1}};
+  for (const auto& strides : layouts) {
+    SCOPED_TRACE(testing::PrintToString(strides));
+    w.seal();
+    EngineMemory memory(engine());
+    ForwardTensors args = memory.at(w.forward);
+    args.seqused_k = memory.at(lengths);
+    args.page_table = memory.at(table);
+    std::deque<BigBuffer> buffers;
+    for (auto [to, from] : {std::pair{&args.k, w.forward.k}, {&args.v, w.forward.v}}) {
+      const int64_t back = std::max<int64_t>(0, -2 * strides[0]);
+      int64_t elements = d;
+      for (int i = 0; i < 3; ++i) {
+        elements += std::abs(strides[i]) * (std::array<int64_t, 3>{3, page, h}[i] - 1);
+      }
+      auto* const data = static_cast<std::byte*>(buffers.emplace_back(device, elements * 2).data());
+      if (data == nullptr) GTEST_SKIP() << "this machine has not the memory";
+      Tensor cache = Tensor::contiguous(data + back * 2, DType::kBF16, {3, page, h, d}, device);
+      cache.strides = strides;
+      *to = cache;
+      for (int64_t j = 0; j < used; ++j) {
+        Tensor row = cache, key = from;
+        row.shape = key.shape = {1, 1, h, d};
+        row.data = static_cast<std::byte*>(cache.data) +
+                   (ids.at(static_cast<size_t>(j / page)) * strides[0] + j % page * strides[1]) * 2;
+        key.data = static_cast<std::byte*>(from.data) + j * from.strides[1] * 2;
+        copy_rows(row, key);
+      }
+    }
+    if (!computes([&] { forward(args, w.options); })) return;
+    memory.bring_back();
+    EXPECT_TRUE(forward_is_right(w, e));
+  }
+}
+
 // The score matrix would take 16 GiB; the plan says how much it takes besides the tensors.
 TEST_P(Memory, GrowsWithTheSequenceNotItsSquare) {
   if (engine() != "cpu") GTEST_SKIP() << "measured on the CPU engine";

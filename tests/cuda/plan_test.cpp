@@ -469,6 +469,24 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   }
 }
 
+TEST(HopperRejects, Caches) {
+  const auto why = [](auto change) {
+    Problem p = forward_problem({});
+    change(p);
+    return hopper_forward_rejects(p);
+  };
+  for (const auto pages : {Problem::Cache::Pages::kTable, Problem::Cache::Pages::kLists}) {
+    EXPECT_EQ(why([&](Problem& p) { p.cache.pages = pages; }),
+              "computes keys without pages: not with a page_table");
+  }
+  EXPECT_EQ(why([](Problem& p) { p.cache.batch_idx = true; }),
+            "computes sequence b from row b of k: not with a cache_batch_idx");
+  EXPECT_EQ(why([](Problem& p) { p.cache.leftpad = true; }),
+            "computes keys from the first on: not with a leftpad_k");
+  EXPECT_EQ(why([](Problem& p) { p.packed = true; }),
+            "computes packed queries beside packed keys alone");
+}
+
 // The kernel counts rows and diagonals with ints.
 TEST(HopperRejects, SequencesThatIntsCannotCount) {
   const int64_t most = (int64_t{1} << 29) - 1;

@@ -16,6 +16,7 @@
 
 namespace {
 
+constexpr int64_t kPages = 4, kIds = 3, kMostPage = 9;  // of a cache; ids of a sequence
 constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16, kMaxWorkspace = 1 << 26;
 
 /// Reads the input front to back; zeros follow its end.
@@ -186,8 +187,16 @@ void check(fulgur_status status, const std::vector<Owned*>& outputs) {
   }
 }
 
-/// How a call is made, bit by bit.
-enum How { kPlan = 1, kOwnWorkspace = 2, kMoved = 4 };
+/// How a call is made, bit by bit; two bits say of what cache, if any.
+enum How {
+  kPlan = 1,
+  kOwnWorkspace = 2,
+  kMoved = 4,
+  kPageTable = 8,
+  kPageLists = 16,
+  kBatchRows = 24,
+  kLeftPadded = 32
+};
 
 /// A plan, and its run: on other lengths in other memory, with a workspace of the very size.
 template <class Args>
@@ -243,6 +252,8 @@ void fuzz(Reader& in) {
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
   const uint8_t flags = in.byte();
   const bool packed = flags & 1;
+  const int cache = what == kForward ? how & kBatchRows : 0;
+  const bool pages = cache == kPageTable || cache == kPageLists;
   const auto rows = [&](int64_t n, int64_t heads, int64_t dim) {
     return packed ? Owned(dtype, {batch * n, heads, dim}) : Owned(dtype, {batch, n, heads, dim});
   };
@@ -252,7 +263,7 @@ void fuzz(Reader& in) {
   };
 
   std::vector<Owned> o;
-  o.reserve(16);
+  o.reserve(24);
   enum {
     kQ,
     kK,
@@ -269,11 +280,20 @@ void fuzz(Reader& in) {
     kSlopes,
     kDlse,
     kRng,
+    kTable,
+    kIndptr,
+    kIndex,
+    kLeftpad,
     kCount
   };
+  const auto keys = [&](int64_t dim) {
+    return pages   ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
+           : cache ? Owned(dtype, {kPages, sk, hk, dim})
+                   : rows(sk, hk, dim);
+  };
   o.push_back(rows(sq, hq, d));
-  o.push_back(rows(sk, hk, d));
-  o.push_back(rows(sk, hk, dv));
+  o.push_back(keys(d));
+  o.push_back(keys(dv));
   o.push_back(rows(sq, hq, dv));
   o.push_back(lse_like());
   o.push_back(rows(sq, hq, dv));
@@ -286,8 +306,17 @@ void fuzz(Reader& in) {
   o.push_back(flags & 2 ? Owned(kF32, {batch, hq}) : Owned(kF32, {hq}));
   o.push_back(lse_like());
   o.emplace_back(kI64, std::vector<int64_t>{2});
-  o[kCuQ].is_null = o[kCuK].is_null = !packed;
-  o[kUsed].is_null = !(flags & 4);
+  o.push_back(cache == kPageLists ? Owned(kI32, {batch * kIds}) : Owned(kI32, {batch, kIds}));
+  o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
+  o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o[kCuQ].is_null = !packed;
+  o[kCuK].is_null = !packed || cache != 0;
+  o[kUsed].is_null = !(flags & 4) && !pages;
+  o[kTable].is_null = !pages;
+  o[kIndptr].is_null = cache != kPageLists;
+  o[kIndex].is_null = cache != kBatchRows;
+  o[kLeftpad].is_null = what != kForward || (how & kLeftPadded) == 0;
   o[kSlopes].is_null = !(flags & 8);
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
@@ -363,17 +392,25 @@ void fuzz(Reader& in) {
   fill_ints(o[kCuQ], in, wild_ints, sq);
   fill_ints(o[kCuK], in, wild_ints, sk);
   fill_ints(o[kUsed], in, wild_ints, 1);
+  std::vector<Owned*> lengths = {&o[kCuQ], &o[kCuK], &o[kUsed]};
+  if (cache != 0 || !o[kLeftpad].is_null) {
+    fill_ints(o[kTable], in, wild_ints, 1);
+    fill_ints(o[kIndptr], in, wild_ints, kIds);
+    fill_ints(o[kIndex], in, wild_ints, 1);
+    fill_ints(o[kLeftpad], in, wild_ints, 0);
+    lengths.insert(lengths.end(), {&o[kTable], &o[kIndptr], &o[kIndex], &o[kLeftpad]});
+  }
   std::vector<const DLTensor*> p;
   for (Owned& owned : o) p.push_back(owned.pointer());
 
   std::vector<Owned*> all;
   for (Owned& owned : o) all.push_back(&owned);
-  const std::vector<Owned*> lengths = {&o[kCuQ], &o[kCuK], &o[kUsed]};
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],   p[kK],   p[kV],    p[kOut], p[kLse],
-            p[kSlopes],       p[kCuQ], p[kCuK], p[kUsed], p[kRng]};
+    args = {args.struct_size, p[kQ],      p[kK],      p[kV],     p[kOut],
+            p[kLse],          p[kSlopes], p[kCuQ],    p[kCuK],   p[kUsed],
+            p[kRng],          p[kTable],  p[kIndptr], p[kIndex], p[kLeftpad]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {

@@ -118,12 +118,26 @@ def c_api_seeds():
         yield f"{name}_plan_longer_lengths", call(
             what, flags=1, how=PLAN | MOVED | OWN_WORKSPACE
         ) + b"\x3c" + struct.pack("<4i", 0, 4, 0, 5)
+    # Caches of 4 pages of 6 keys, or of 4 rows of 5 keys, for sequences of up to 3 pages.
+    TABLE, LISTS, ROWS, LEFT_PADDED = 8, 16, 24, 32
+    for name, cache in [("table", TABLE), ("lists", LISTS), ("rows", ROWS)]:
+        for how_name, how in [("", 0), ("_plan", PLAN), ("_leftpad", LEFT_PADDED)]:
+            yield f"cache_{name}{how_name}", call(batch=1, flags=4, how=cache | how) + b"\x3c"
+        yield f"cache_{name}_packed", call(batch=1, flags=1 | 4, how=cache) + b"\x3c"
+        yield f"cache_{name}_wild", call(batch=0, flags=4 | 32, how=cache) + b"\x3c" + struct.pack(
+            "<12i", 0, 3, 0, 3, 5, 2, 1, -1, 0, 3, 1, 0
+        )
+        # Planned for lengths of 0, run with 5 keys in pages 3 and 1, or in row 1.
+        yield f"cache_{name}_moved", call(flags=4, how=cache | PLAN | MOVED) + b"\x3c" + struct.pack(
+            "<12i", 0, 3, 0, 3, 5, 3, 1, -1, 0, 3, 1, 0
+        )
+    yield "leftpad", call(how=LEFT_PADDED) + b"\x3c"
     # Change 9 is to a struct: which (options, run, args), its size, a byte behind it.
     yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
     yield "options_newer", call(changes=[bytes([9, 0, 96, 0, 0])])
     yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 96, 0, 1])])
     yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
-    yield "args_newer", call(changes=[bytes([9, 2, 88, 8, 1])])
+    yield "args_newer", call(changes=[bytes([9, 2, 128, 8, 1])])
     yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
     # Change 11 is to a tensor: its index, the field, the value.
     yield "null_q", call(changes=[bytes([11, 0, 0])])
