@@ -20,7 +20,8 @@ def test_tokens_are_those_of_dense_attention(shape):
     done = run(*shape)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    numbers = re.match(r"16 requests, (\d+) tokens in (\d+) steps, (\d+) of .*; (\d+) pages were taken (\d+) times", last)
+    pattern = r"16 requests, (\d+) tokens in (\d+) steps, (\d+) of .*; (\d+) pages were taken (\d+) times"
+    numbers = re.match(pattern, last)
     tokens, steps, mixed, pages, taken = map(int, numbers.groups())
     # Requests did share steps, chunks of prompts stood beside decoding, and pages were used again.
     assert steps < tokens and mixed > 3 and taken > pages
