@@ -19,6 +19,11 @@ Struct read_struct(const char* name, const Struct* given, size_t least, Struct d
   if (size < least) {
     fail(name, "struct_size is {}, want the sizeof of the struct, at least {}", size, least);
   }
+  // A size that ends inside a field would make half a pointer of it.
+  if (size % alignof(Struct) != 0) {
+    fail(name, "struct_size is {}, want the sizeof of the struct, a multiple of {}", size,
+         alignof(Struct));
+  }
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (size > sizeof(Struct) &&
       std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {

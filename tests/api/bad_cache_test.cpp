@@ -244,6 +244,12 @@ TEST(BadCaches, OlderStructsAreTaken) {
   args.page_table = args.q;  // not there for a caller of this size
   args.struct_size = offsetof(fulgur_forward_args, page_table);
   EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_OK) << fulgur_last_error();
+  // Half a pointer is none.
+  args.struct_size += 3;
+  w.seal();
+  EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "args: struct_size is 91, want .*multiple of 8"));
+  EXPECT_TRUE(w.nothing_written());
 }
 
 // Tables are read when a plan runs, not when it is made.
