@@ -66,7 +66,7 @@ fulgur_status guarded(Call call) noexcept {
 constexpr size_t kLeastOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
 constexpr size_t kLeastForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
 constexpr size_t kLeastBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
-constexpr size_t kLeastAppend = offsetof(fulgur_append_args, interleaved) + sizeof(int);
+constexpr size_t kLeastAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
 constexpr size_t kLeastRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
 constexpr size_t kLeastNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
 

@@ -198,10 +198,10 @@ typedef struct fulgur_append_args {
   const DLTensor* page_table;         ///< as in fulgur_forward_args, like the next two
   const DLTensor *page_indptr, *cache_batch_idx;
   const DLTensor *cos, *sin;       ///< (positions, rotary_dim / 2): turn new keys
+  int interleaved;                 ///< pairs (2 i, 2 i + 1), or 0: (i, i + rotary_dim / 2)
   const DLTensor* rotary_seqlens;  ///< i32 (batch): first positions; null = cache_seqlens
   const DLTensor *q, *q_out;       ///< queries to turn; q_out is written and may be q
   const DLTensor* cu_seqlens_q;    ///< i32 (batch + 1): q is packed
-  int interleaved;                 ///< pairs (2 i, 2 i + 1), or 0: (i, i + rotary_dim / 2)
 } fulgur_append_args;
 
 /// Writes new rows into caches of K and V and turns keys and queries (fulgur::append), on the CPU.

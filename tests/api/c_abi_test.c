@@ -89,11 +89,11 @@ FIELD(fulgur_append_args, page_indptr, 64, 8);
 FIELD(fulgur_append_args, cache_batch_idx, 72, 8);
 FIELD(fulgur_append_args, cos, 80, 8);
 FIELD(fulgur_append_args, sin, 88, 8);
-FIELD(fulgur_append_args, rotary_seqlens, 96, 8);
-FIELD(fulgur_append_args, q, 104, 8);
-FIELD(fulgur_append_args, q_out, 112, 8);
-FIELD(fulgur_append_args, cu_seqlens_q, 120, 8);
-FIELD(fulgur_append_args, interleaved, 128, 4);
+FIELD(fulgur_append_args, interleaved, 96, 4);
+FIELD(fulgur_append_args, rotary_seqlens, 104, 8);
+FIELD(fulgur_append_args, q, 112, 8);
+FIELD(fulgur_append_args, q_out, 120, 8);
+FIELD(fulgur_append_args, cu_seqlens_q, 128, 8);
 
 SIZE(fulgur_workspace_need, 32);
 FIELD(fulgur_workspace_need, struct_size, 0, 8);

@@ -458,11 +458,11 @@ void fuzz(Reader& in) {
             p[kIndex],
             p[kCos],
             p[kSin],
+            flags & 4,
             p[kLeftpad],
             queries ? p[kQ] : nullptr,
             queries ? turned : nullptr,
-            queries ? p[kCuQ] : nullptr,
-            flags & 4};
+            queries ? p[kCuQ] : nullptr};
     check(fulgur_append(&args, flags & 64 ? nullptr : &options, &run),
           {&o[kK], &o[kV], &o[kDq], &o[kQ]});
   } else {

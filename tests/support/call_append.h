@@ -16,9 +16,9 @@ inline fulgur_status append_c(const AppendTensors& a, const Options& options) {
   o.window_left = options.mask.left;
   o.window_right = options.mask.right;
   o.threads = options.threads;
-  const fulgur_append_args args{sizeof(args), k,     v,      k_new, v_new,        cu_k,
-                                seqlens,      table, indptr, index, cos,          sin,
-                                positions,    q,     q_out,  cu_q,  a.interleaved};
+  const fulgur_append_args args{sizeof(args),  k,         v,      k_new, v_new, cu_k,
+                                seqlens,       table,     indptr, index, cos,   sin,
+                                a.interleaved, positions, q,      q_out, cu_q};
   return fulgur_append(&args, &o, nullptr);
 }
 
