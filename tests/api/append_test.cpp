@@ -33,7 +33,7 @@ std::vector<AppendCase> append_cases() {
         const size_t n = all.size();
         AppendCase a{.c = {.dtype = dtypes[n % 4],
                            .batch = 3,
-                           .sq = static_cast<int64_t>(n % 5),
+                           .sq = static_cast<int64_t>(n / 3 % 6),
                            .sk = 29,
                            .hq = 4,
                            .hk = 2,
@@ -41,11 +41,11 @@ std::vector<AppendCase> append_cases() {
                            .dv = 20,
                            .mask = masks[n % 5],
                            .layout = layout},
-                     .shape = {orders[n % 3], index, page, n % 2 == 0},
+                     .shape = {orders[n / 3 % 3], index, page, n / 9 % 2 == 0},
                      .rotary_dim = rotary[n % 7],
-                     .interleaved = n / 2 % 2 == 0,
-                     .f32_angles = n / 3 % 2 == 0,
-                     .positions = n / 4 % 2 == 0,
+                     .interleaved = n / 4 % 2 == 0,
+                     .f32_angles = n / 7 % 2 == 0,
+                     .positions = n / 8 % 2 == 0,
                      .in_place = n / 5 % 2 == 0};
         if (layout == Layout::kPacked) a.c.batch = 4;
         all.push_back(a);
