@@ -1,5 +1,5 @@
-/// The Python module fulgur._fulgur: plans, merge, engines, on views of arrays. What users call,
-/// with its defaults and its documentation, is fulgur/__init__.py.
+/// The Python module fulgur._fulgur: plans, append, merge, engines, on views of arrays. What users
+/// call, with its defaults and its documentation, is fulgur/__init__.py.
 
 #include <fmt/format.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +10,7 @@
 #include <regex>
 
 #include "arrays.h"
+#include "fulgur/append.h"
 #include "jax_ffi.h"
 #include "program.h"
 #include "torch_ops.h"
@@ -19,6 +20,7 @@ using namespace nb::literals;
 
 namespace {
 
+using fulgur::AppendArgs;
 using fulgur::BackwardArgs;
 using fulgur::Error;
 using fulgur::ForwardArgs;
@@ -147,6 +149,28 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
   fulgur::merge(parts, {out.tensor, lse.tensor});
 }
 
+void append(const nb::dict& views, const nb::dict& options, bool interleaved) {
+  const AppendArgs args = {.k_cache = tensor(views, "k_cache"),
+                           .v_cache = tensor(views, "v_cache"),
+                           .k_new = tensor(views, "k_new"),
+                           .v_new = tensor(views, "v_new"),
+                           .cu_seqlens_k_new = tensor(views, "cu_seqlens_k_new"),
+                           .cache_seqlens = tensor(views, "cache_seqlens"),
+                           .page_table = tensor(views, "page_table"),
+                           .page_indptr = tensor(views, "page_indptr"),
+                           .cache_batch_idx = tensor(views, "cache_batch_idx"),
+                           .cos = tensor(views, "cos"),
+                           .sin = tensor(views, "sin"),
+                           .interleaved = interleaved,
+                           .rotary_seqlens = tensor(views, "rotary_seqlens"),
+                           .q = tensor(views, "q"),
+                           .q_out = tensor(views, "q_out"),
+                           .cu_seqlens_q = tensor(views, "cu_seqlens_q")};
+  const fulgur::Options read = read_options(options);
+  nb::gil_scoped_release unlocked;
+  fulgur::append(args, read);
+}
+
 std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   std::vector<std::tuple<std::string, std::string, std::string>> result;
   for (const auto& [name, description, unavailable] : fulgur::engines()) {
@@ -242,6 +266,7 @@ NB_MODULE(_fulgur, m) {
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
+  m.def("append", &append, "views"_a, "options"_a, "interleaved"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("jax_handlers", &jax_handlers);

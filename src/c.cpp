@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "c_struct.h"
+#include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
@@ -22,7 +23,7 @@ struct fulgur_plan {
 
 namespace {
 
-using fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
+using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
 using fulgur::ConstTensor, fulgur::Tensor;
 using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
 using fulgur::Status;
@@ -65,6 +66,7 @@ fulgur_status guarded(Call call) noexcept {
 constexpr size_t kLeastOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
 constexpr size_t kLeastForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
 constexpr size_t kLeastBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kLeastAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
 constexpr size_t kLeastRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
 constexpr size_t kLeastNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
 
@@ -118,6 +120,26 @@ BackwardArgs convert(const fulgur_backward_args* given) {
                     .dlse = optional<ConstTensor>(a.dlse, "dlse")};
   set_extras(a, args);
   return args;
+}
+
+AppendArgs convert(const fulgur_append_args* given) {
+  const fulgur_append_args a = read_struct("args", given, kLeastAppend);
+  return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
+          .v_cache = required<Tensor>(a.v_cache, "v_cache"),
+          .k_new = required<ConstTensor>(a.k_new, "k_new"),
+          .v_new = required<ConstTensor>(a.v_new, "v_new"),
+          .cu_seqlens_k_new = optional<ConstTensor>(a.cu_seqlens_k_new, "cu_seqlens_k_new"),
+          .cache_seqlens = required<ConstTensor>(a.cache_seqlens, "cache_seqlens"),
+          .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+          .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+          .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+          .cos = optional<ConstTensor>(a.cos, "cos"),
+          .sin = optional<ConstTensor>(a.sin, "sin"),
+          .interleaved = a.interleaved != 0,
+          .rotary_seqlens = optional<ConstTensor>(a.rotary_seqlens, "rotary_seqlens"),
+          .q = optional<ConstTensor>(a.q, "q"),
+          .q_out = optional<Tensor>(a.q_out, "q_out"),
+          .cu_seqlens_q = optional<ConstTensor>(a.cu_seqlens_q, "cu_seqlens_q")};
 }
 
 fulgur_options defaults() {
@@ -326,6 +348,11 @@ fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* con
     }
     fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")});
   });
+}
+
+fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options* options,
+                            const fulgur_run* run) {
+  return guarded([&] { fulgur::append(convert(args), convert(options), convert(run)); });
 }
 
 const char* fulgur_last_error(void) { return last_error.c_str(); }

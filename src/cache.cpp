@@ -28,17 +28,20 @@ int64_t product(const char* name, const ConstTensor& t, int64_t x, int64_t y) {
 }
 
 void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
-                 int64_t max_seqlen_k, Problem& p) {
+                 int64_t max_seqlen_k, Problem& p, const CacheNames& names) {
   using Pages = Problem::Cache::Pages;
   const ConstTensor& table = tensors.page_table;
   p.cache.page = k.shape[1];
-  if (p.cache.page < 1) fail("k", "got pages of {} keys, want at least 1", p.cache.page);
-  check_shape("k", k, "(pages, page, hk, d)", {p.cache.entries, p.cache.page, p.hk, p.d}, false);
-  check_shape("v", v, "(pages, page, hk, dv)", {p.cache.entries, p.cache.page, p.hk, p.dv}, false);
+  if (p.cache.page < 1) fail(names.k, "got pages of {} keys, want at least 1", p.cache.page);
+  check_shape(names.k, k, "(pages, page, hk, d)", {p.cache.entries, p.cache.page, p.hk, p.d},
+              false);
+  check_shape(names.v, v, "(pages, page, hk, dv)", {p.cache.entries, p.cache.page, p.hk, p.dv},
+              false);
   if (tensors.page_indptr.given()) {
     p.cache.pages = Pages::kLists;
     check_tensor("page_table", table, "(ids), as beside page_indptr", 1, false);
-    check_lengths("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device);
+    check_lengths("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device,
+                  names.like);
   } else {
     p.cache.pages = Pages::kTable;
     check_tensor("page_table", table, "(batch, max_pages)", 2, false);
@@ -46,7 +49,7 @@ void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstT
     p.cache.table_stride = p.batch > 1 ? table.strides[0] : 0;
   }
   check_dtype("page_table", table, DType::kI32, "page ids are int32");
-  check_device("page_table", table, p.device);
+  check_device("page_table", table, p.device, names.like);
   p.cache.ids = table.shape[table.rank - 1];
   p.total_k = p.cache.entries * p.cache.page;
   if (max_seqlen_k < 0) fail("max_seqlen_k", "got {}, want >= 0", max_seqlen_k);
@@ -76,23 +79,23 @@ void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlen
 }
 
 void check_cache(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
-                 int64_t max_seqlen_k, Problem& p) {
+                 int64_t max_seqlen_k, Problem& p, const CacheNames& names) {
   p.cache.batch_idx = tensors.cache_batch_idx.given();
   p.cache.leftpad = tensors.leftpad_k.given();
   if (p.cache.leftpad) check_lengths("leftpad_k", tensors.leftpad_k, p.batch, "(batch)", p.device);
   if (p.packed_k) return;
   p.cache.entries = k.shape[0];
-  if (tensors.page_table.given()) return check_pages(tensors, k, v, max_seqlen_k, p);
+  if (tensors.page_table.given()) return check_pages(tensors, k, v, max_seqlen_k, p, names);
   if (max_seqlen_k != 0) fail("max_seqlen_k", "given without cu_seqlens_k or page_table");
   p.sk = k.shape[1];
   if (!p.cache.batch_idx) p.cache.entries = p.batch;
   const int64_t rows = p.cache.entries;
-  check_shape("k", k, "(batch, sk, hk, d)", {rows, p.sk, p.hk, p.d}, false);
-  check_shape("v", v, "(batch, sk, hk, dv)", {rows, p.sk, p.hk, p.dv}, false);
+  check_shape(names.k, k, "(batch, sk, hk, d)", {rows, p.sk, p.hk, p.d}, false);
+  check_shape(names.v, v, "(batch, sk, hk, dv)", {rows, p.sk, p.hk, p.dv}, false);
   p.total_k = p.total_keys = rows * p.sk;
   if (!p.cache.batch_idx) return;
   const ConstTensor& index = tensors.cache_batch_idx;
-  check_lengths("cache_batch_idx", index, p.batch, "(batch)", p.device);
+  check_lengths("cache_batch_idx", index, p.batch, "(batch)", p.device, names.like);
   set_keys("cache_batch_idx", index, p.sk, product("cache_batch_idx", index, p.batch, p.sk), p);
 }
 

@@ -23,6 +23,11 @@ inline CacheTensors cache_of(const ForwardArgs& args) {
 }
 inline CacheTensors cache_of(const BackwardArgs&) { return {}; }
 
+/// What a call names its cache, and the tensor whose device its tables are on.
+struct CacheNames {
+  const char *k = "k", *v = "v", *like = "q";
+};
+
 /// Checks which of them are given together, and beside what else.
 void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlens_k,
                        const ConstTensor& seqused_k);
@@ -31,6 +36,6 @@ void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlen
 /// Sets what a problem says of keys: sk, total_k, total_keys and the cache. It knows the batch, the
 /// heads, the dims and the device. `max_seqlen_k`: as Options says.
 void check_cache(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
-                 int64_t max_seqlen_k, Problem& problem);
+                 int64_t max_seqlen_k, Problem& problem, const CacheNames& names = {});
 
 }  // namespace fulgur

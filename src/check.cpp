@@ -72,17 +72,17 @@ void check_dtype(const char* name, const ConstTensor& t, DType want, const char*
   if (t.dtype != want) fail(name, "got {}, want {} ({})", name_of(t.dtype), name_of(want), why);
 }
 
-void check_device(const char* name, const ConstTensor& t, Device want) {
+void check_device(const char* name, const ConstTensor& t, Device want, const char* like) {
   if (t.device != want) {
-    fail(name, "on {}, want {} as q", name_of(t.device), name_of(want));
+    fail(name, "on {}, want {} as {}", name_of(t.device), name_of(want), like);
   }
 }
 
 void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
-                   Device device) {
+                   Device device, const char* like) {
   check_shape(name, t, dims, {size}, false);
   check_dtype(name, t, DType::kI32, "lengths are int32");
-  check_device(name, t, device);
+  check_device(name, t, device, like);
 }
 
 void check_data(const char* name, const ConstTensor& t) {

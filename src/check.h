@@ -37,12 +37,12 @@ inline bool is_integer(DType dtype) { return dtype == DType::kI32 || dtype == DT
 
 void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why);
 
-/// `t` lies on q's device.
-void check_device(const char* name, const ConstTensor& t, Device want);
+/// `t` lies on the device of `like`.
+void check_device(const char* name, const ConstTensor& t, Device want, const char* like = "q");
 
-/// An int32 vector of `size` on q's device.
+/// An int32 vector of `size` on the device of `like`.
 void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
-                   Device device);
+                   Device device, const char* like = "q");
 
 /// Data that is there and aligned to its dtype, unless there are no elements.
 void check_data(const char* name, const ConstTensor& t);

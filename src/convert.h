@@ -19,24 +19,29 @@ inline uint16_t bf16_from_f32(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Those of f16 mask results instead of branching, so that loops over them vectorize.
+
 inline float f32_from_f16(uint16_t x) {
   const uint32_t sign = uint32_t{x & 0x8000u} << 16, magnitude = x & 0x7fffu;
-  if (magnitude >= 0x7c00) return std::bit_cast<float>(sign | 0x7f800000 | (magnitude << 13));
   // Scaling by 2^112 moves the exponent from bias 15 to 127, subnormals included.
   const float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
+  const uint32_t special = magnitude >= 0x7c00 ? 0x7f800000u : 0u;  // infinity, NaN
+  return std::bit_cast<float>(sign | special | std::bit_cast<uint32_t>(value));
 }
 
 inline uint16_t f16_from_f32(float x) {
-  const uint32_t sign = (std::bit_cast<uint32_t>(x) >> 16) & 0x8000u;
-  const float a = std::fabs(x);
-  if (std::isnan(x)) return static_cast<uint16_t>(sign | 0x7e00);
-  if (a >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);  // rounds to infinity
-  if (a < 0x1p-14f) {  // subnormal: the unit is 2^-24, and nearbyint rounds half to even
-    return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(a * 0x1p24f)));
-  }
-  const uint32_t bits = std::bit_cast<uint32_t>(a) - (112u << 23);
-  return static_cast<uint16_t>(sign | ((bits + 0xfff + ((bits >> 13) & 1)) >> 13));
+  const uint32_t all = std::bit_cast<uint32_t>(x), sign = (all >> 16) & 0x8000u;
+  const uint32_t magnitude = all & 0x7fffffffu, bits = magnitude - (112u << 23);
+  const uint32_t normal = (bits + 0xfff + ((bits >> 13) & 1)) >> 13;
+  // Subnormals are multiples of 2^-24, the unit of numbers from 0.5 on: the sum rounds to them.
+  const float moved = std::bit_cast<float>(magnitude) + 0.5f;
+  const uint32_t subnormal = std::bit_cast<uint32_t>(moved) - std::bit_cast<uint32_t>(0.5f);
+  const auto all_if = [](bool holds) { return -static_cast<uint32_t>(holds); };
+  const uint32_t small = all_if(magnitude < std::bit_cast<uint32_t>(0x1p-14f));
+  const uint32_t large = all_if(magnitude >= std::bit_cast<uint32_t>(65520.0f));  // or NaN
+  const uint32_t nan = all_if(magnitude > 0x7f800000u);
+  const uint32_t finite = (subnormal & small) | (normal & ~small);
+  return static_cast<uint16_t>(sign | (finite & ~large) | (large & 0x7c00u) | (nan & 0x200u));
 }
 
 /// Element `i` of an array of `dtype`.

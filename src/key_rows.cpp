@@ -2,22 +2,27 @@
 
 namespace fulgur {
 
-KeyPlaces::KeyPlaces(const Problem& problem, const Sequences& sequences,
-                     const CacheTensors& tensors)
+KeyPlaces::KeyPlaces(const Problem& problem, const CacheTensors& tensors, const char* k)
     : p_(&problem),
+      k_(k),
       batch_idx_(static_cast<const int32_t*>(tensors.cache_batch_idx.data)),
       table_(static_cast<const int32_t*>(tensors.page_table.data)),
-      indptr_(static_cast<const int32_t*>(tensors.page_indptr.data)) {
+      indptr_(static_cast<const int32_t*>(tensors.page_indptr.data)) {}
+
+KeyPlaces::KeyPlaces(const Problem& problem, const Sequences& sequences,
+                     const CacheTensors& tensors)
+    : KeyPlaces(problem, tensors, "k") {
   if (!problem.cache.paged() && !problem.cache.batch_idx) return;
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    const Sequence s = sequences[b];
-    if (s.sk == 0) continue;
-    if (problem.cache.paged()) {
-      check_pages(b, s);
-    } else if (batch_idx_[b] < 0 || batch_idx_[b] >= problem.cache.entries) {
-      fail("cache_batch_idx", "got {} at {}, want one of the {} rows of k", batch_idx_[b], b,
-           problem.cache.entries);
-    }
+  for (int64_t b = 0; b < problem.batch; ++b) check(b, sequences[b]);
+}
+
+void KeyPlaces::check(int64_t b, const Sequence& s) const {
+  if (s.sk == 0) return;
+  if (p_->cache.paged()) {
+    check_pages(b, s);
+  } else if (p_->cache.batch_idx && (batch_idx_[b] < 0 || batch_idx_[b] >= p_->cache.entries)) {
+    fail("cache_batch_idx", "got {} at {}, want one of the {} rows of {}", batch_idx_[b], b,
+         p_->cache.entries, k_);
   }
 }
 
@@ -30,8 +35,8 @@ void KeyPlaces::check_pages(int64_t b, const Sequence& s) const {
   const int64_t page = p_->cache.page, end = (s.k_begin + s.sk + page - 1) / page;
   for (int64_t i = s.k_begin / page; i < end; ++i) {
     if (ids[i] < 0 || ids[i] >= p_->cache.entries) {
-      fail("page_table", "got {} as page {} of sequence {}, want one of the {} pages of k", ids[i],
-           i, b, p_->cache.entries);
+      fail("page_table", "got {} as page {} of sequence {}, want one of the {} pages of {}", ids[i],
+           i, b, p_->cache.entries, k_);
     }
   }
 }

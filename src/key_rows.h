@@ -59,6 +59,11 @@ class KeyPlaces {
   KeyPlaces(const Problem& problem, const Sequences& sequences, const Args& args)
       : KeyPlaces(problem, sequences, cache_of(args)) {}
 
+  /// Nothing is checked yet. `k`: what the call names the cache of K.
+  KeyPlaces(const Problem& problem, const CacheTensors& tensors, const char* k);
+
+  /// Checks the entries of the tables that the keys of sequence b need, which is `s`.
+  void check(int64_t b, const Sequence& s) const;
   /// Of sequence b, which is `s`.
   KeyRows of(int64_t b, const Sequence& s) const;
 
@@ -70,6 +75,7 @@ class KeyPlaces {
   void check_pages(int64_t b, const Sequence& s) const;
 
   const Problem* p_;
+  const char* k_;
   const int32_t *batch_idx_ = nullptr, *table_ = nullptr, *indptr_ = nullptr;
 };
 

@@ -117,9 +117,7 @@ Problem make_shared(const Args& args, const Options& options) {
   p.k = rows_layout(k);
   p.v = rows_layout(v);
 
-  p.mask = options.mask;
-  if (p.mask.left < -1) fail("mask.left", "got {}, want -1 (unbounded) or >= 0", p.mask.left);
-  if (p.mask.right < -1) fail("mask.right", "got {}, want -1 (unbounded) or >= 0", p.mask.right);
+  p.mask = checked_mask(options);
   p.scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(p.d)));
   if (!std::isfinite(p.scale)) fail("scale", "got {}, want a finite number", p.scale);
   p.softcap = options.softcap;
@@ -316,6 +314,13 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
   add(p.alibi, p.slopes_batch, p.slopes_head, p.has_rng_state, p.deterministic, p.invariant);
   return hash;
+}
+
+Mask checked_mask(const Options& options) {
+  const Mask& mask = options.mask;
+  if (mask.left < -1) fail("mask.left", "got {}, want -1 (unbounded) or >= 0", mask.left);
+  if (mask.right < -1) fail("mask.right", "got {}, want -1 (unbounded) or >= 0", mask.right);
+  return mask;
 }
 
 int checked_threads(const Options& options) {

@@ -79,6 +79,9 @@ double bytes(const Problem& problem);
 Problem make_problem(const ForwardArgs& args, const Options& options);
 Problem make_problem(const BackwardArgs& args, const Options& options);
 
+/// The mask that options ask for, checked.
+Mask checked_mask(const Options& options);
+
 /// The threads that options ask for, checked.
 int checked_threads(const Options& options);
 

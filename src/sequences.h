@@ -23,6 +23,9 @@ class Sequences {
   Sequences(const Problem& problem, const Args& args)
       : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, cache_of(args)) {}
 
+  Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
+            const ConstTensor& used_k, const CacheTensors& cache);
+
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
   /// First row and count of the packed rows behind the last sequence, or of no rows.
@@ -31,9 +34,6 @@ class Sequences {
   int64_t room_k(int64_t b) const;
 
  private:
-  Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-            const ConstTensor& used_k, const CacheTensors& cache);
-
   const Problem* p_;
   const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_k_ = nullptr;
   const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;

@@ -18,12 +18,12 @@ GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
-    ("basics", r"src/(tensor|check|convert|parallel)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
+    ("basics", r"src/(tensor|check|convert|parallel|rotary)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
     ("problem", r"src/(problem|cache|sequences|key_rows|padding|tiles|random_numbers)\.(h|cpp)"),
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
     ("plan", r"src/(plan(_cache)?\.(h|cpp)|engine\.cpp)"),
-    ("api", r"src/(api|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
+    ("api", r"src/(api|append|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
 ]
 
 # Layers inside a folder, for its files that include each other.

@@ -187,6 +187,28 @@ FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const DLTensor* const* part_lses, size_t count,
                                       const DLTensor* out, const DLTensor* lse);
 
+/// What goes into caches of K and V (fulgur::AppendArgs): all 0 but struct_size, then what you
+/// need.
+typedef struct fulgur_append_args {
+  size_t struct_size;                 ///< sizeof(fulgur_append_args)
+  const DLTensor *k_cache, *v_cache;  ///< written, where new rows go
+  const DLTensor *k_new, *v_new;      ///< (batch, s_new, hk, dim) or packed (total, hk, dim)
+  const DLTensor* cu_seqlens_k_new;   ///< i32 (batch + 1): packed layout
+  const DLTensor* cache_seqlens;      ///< i32 (batch): rows that the caches have already
+  const DLTensor* page_table;         ///< as in fulgur_forward_args, like the next two
+  const DLTensor *page_indptr, *cache_batch_idx;
+  const DLTensor *cos, *sin;       ///< (positions, rotary_dim / 2): turn new keys
+  int interleaved;                 ///< pairs (2 i, 2 i + 1), or 0: (i, i + rotary_dim / 2)
+  const DLTensor* rotary_seqlens;  ///< i32 (batch): first positions; null = cache_seqlens
+  const DLTensor *q, *q_out;       ///< queries to turn; q_out is written and may be q
+  const DLTensor* cu_seqlens_q;    ///< i32 (batch + 1): q is packed
+} fulgur_append_args;
+
+/// Writes new rows into caches of K and V and turns keys and queries (fulgur::append), on the CPU.
+/// Of `options` it takes the mask and the threads; `options` and `run` may be null.
+FULGUR_API fulgur_status fulgur_append(const fulgur_append_args* args,
+                                       const fulgur_options* options, const fulgur_run* run);
+
 /// The message of the last failure in this thread ("" before any), in English. Valid until the
 /// thread's next failure or its end.
 FULGUR_API const char* fulgur_last_error(void);

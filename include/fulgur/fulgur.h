@@ -1,6 +1,7 @@
 #pragma once
 
 /// Exact attention: include this for the whole C++ API.
+#include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/error.h"
 #include "fulgur/mask.h"

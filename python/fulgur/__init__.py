@@ -34,6 +34,7 @@ __all__ = [
     "Plan",
     "WorkspaceNeed",
     "__version__",
+    "append",
     "attention",
     "attention_backward",
     "engines",
@@ -398,6 +399,86 @@ class BackwardPlan(_AnyPlan):
             lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
             dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
         )  # fmt: skip
+
+
+def append(
+    k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
+    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None,
+    threads=0,
+):  # fmt: skip
+    """Writes new keys and values into caches, in place, on the CPU.
+
+    Token i of sequence b goes to row ``cache_seqlens[b] + i`` of its cache. The call of
+    :func:`attention` that follows takes ``cache_seqlens`` plus the new rows as ``seqused_k``, and
+    reads what was stored, after rounding.
+
+    Args:
+        k_cache, v_cache: written in place: ``(batch, sk, hk, dim)`` or ``(pages, page, hk, dim)``,
+            as :func:`attention` takes them. Rows that take no token keep their bits.
+        k_new, v_new: ``(batch, s_new, hk, dim)``, or packed ``(total, hk, dim)`` with
+            cu_seqlens_k_new; dtype of the caches.
+        cache_seqlens: int32 ``(batch,)``: the old lengths, counted from the first row of each
+            sequence, left padding included.
+        cu_seqlens_k_new: int32 ``(batch + 1,)``: where the new rows of each sequence begin.
+        page_table, page_indptr, cache_batch_idx: as for :func:`attention`. No row may take two
+            tokens.
+        cos, sin: ``(positions, rotary_dim / 2)``, dtype of the caches or float32: rotary position
+            embedding of the first rotary_dim columns of new keys, computed in float32 (float64 for
+            float64) and rounded once. Values never turn.
+        interleaved: columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
+        rotary_seqlens: int32 ``(batch,)``: the position of each sequence's first new token; default
+            cache_seqlens.
+        q: queries to turn beside, ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with
+            cu_seqlens_q. As FlashAttention has it, query i turns to the position of the first new
+            token + i if ``causal`` or ``window`` bounds a side, else all to that of the first.
+        q_out: where the turned queries go; may be q itself.
+        cu_seqlens_q: int32 ``(batch + 1,)``.
+        causal, window: of the attention that follows.
+        threads: 0 is OMP_NUM_THREADS or all cores.
+
+    Returns:
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
+        the last sequence are not written.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was written.
+        fulgur.Error: the arrays are on a GPU.
+
+    >>> import numpy as np, fulgur
+    >>> k_cache, v_cache = np.zeros((2, 3, 4, 1, 2), np.float32)  # 3 pages of 4 rows
+    >>> new, lengths = np.ones((1, 2, 1, 2), np.float32), np.array([3], np.int32)
+    >>> page_table = np.array([[2, 0]], np.int32)
+    >>> fulgur.append(k_cache, v_cache, new, new, lengths, page_table=page_table)
+    >>> k_cache[..., 0, 0]  # the last row of page 2, and the first of page 0
+    array([[1., 0., 0., 0.],
+           [0., 0., 0., 0.],
+           [0., 0., 0., 1.]], dtype=float32)
+    """
+    options = _a.options(causal, window, None, 0.0, 0.0, 0, 0, False, False, threads, "")
+    interleaved = _a.flag("interleaved", interleaved)
+    views = {
+        "k_cache": _a.view("k_cache", k_cache, writable=True),
+        "v_cache": _a.view("v_cache", v_cache, writable=True),
+        **_a.views(k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
+        **_a.cache(page_table, page_indptr, cache_batch_idx, None),
+    }
+    for name, array in (
+        ("cu_seqlens_k_new", cu_seqlens_k_new), ("cos", cos), ("sin", sin),
+        ("rotary_seqlens", rotary_seqlens), ("q", q), ("cu_seqlens_q", cu_seqlens_q),
+    ):  # fmt: skip
+        views[name] = _a.optional_view(name, array)
+    if q is None:
+        written = None if q_out is None else _a.view("q_out", q_out, writable=True)
+        _fulgur.append(views | {"q_out": written}, options, interleaved)
+        return None
+    (turned,) = _a.filled(
+        {"q_out": (views["q"].shape, views["q"].dtype)},
+        {"q_out": q_out},
+        q,
+        lambda written: _fulgur.append(views | written, options, interleaved),
+    )
+    return turned
 
 
 def merge(outs, lses):

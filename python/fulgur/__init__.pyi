@@ -8,6 +8,7 @@ __all__ = [
     "Plan",
     "WorkspaceNeed",
     "__version__",
+    "append",
     "attention",
     "attention_backward",
     "engines",
@@ -314,6 +315,52 @@ class BackwardPlan(_AnyPlan):
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]: ...
 
+@overload
+def append(
+    k_cache: _DLPack,
+    v_cache: _DLPack,
+    k_new: _DLPack,
+    v_new: _DLPack,
+    cache_seqlens: _DLPack,
+    *,
+    cu_seqlens_k_new: _DLPack | None = None,
+    page_table: _DLPack | None = None,
+    page_indptr: _DLPack | None = None,
+    cache_batch_idx: _DLPack | None = None,
+    cos: _DLPack | None = None,
+    sin: _DLPack | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: _DLPack | None = None,
+    q: None = None,
+    q_out: None = None,
+    cu_seqlens_q: None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    threads: int = 0,
+) -> None: ...
+@overload
+def append(
+    k_cache: _DLPack,
+    v_cache: _DLPack,
+    k_new: _DLPack,
+    v_new: _DLPack,
+    cache_seqlens: _DLPack,
+    *,
+    cu_seqlens_k_new: _DLPack | None = None,
+    page_table: _DLPack | None = None,
+    page_indptr: _DLPack | None = None,
+    cache_batch_idx: _DLPack | None = None,
+    cos: _DLPack,
+    sin: _DLPack,
+    interleaved: bool = False,
+    rotary_seqlens: _DLPack | None = None,
+    q: _Array,
+    q_out: _Array | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    threads: int = 0,
+) -> _Array: ...
 def merge(outs: Iterable[_Array], lses: Iterable[_Array]) -> tuple[_Array, _Array]: ...
 def explain(
     q: _DLPack | _Shape,

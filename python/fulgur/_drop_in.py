@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+import fulgur
 from fulgur.torch import attention
 
 # The modules of this package by the names that they stand in for, parents first.
@@ -63,6 +64,15 @@ def refuse(**arguments):
             raise NotImplementedError(f"{name}: fulgur does not have this yet; want it left out")
 
 
+def refuse_off_cpu(q, **arguments):
+    """Raises for the first argument that asks for what fulgur has on the CPU alone."""
+    for name, value in arguments.items():
+        if value is not None and q.device.type != "cpu":
+            raise NotImplementedError(
+                f"{name}: fulgur has this on the CPU alone, q is on {q.device}; want it left out"
+            )
+
+
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     left, right = window_size
@@ -78,18 +88,55 @@ def longest(max_seqlen, packed):
     return int(max_seqlen) if max_seqlen.device.type == "cpu" else packed.shape[0]
 
 
-def with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, **options):
+def with_kvcache(
+    q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
+    cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,
+    cu_seqlens_k_new=None, max_seqlen_q=None, **options,
+):  # fmt: skip
     """(out, lse) of queries and a cache, to which new keys and values are added first."""
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full(
-            (q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device
-        )
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
+    if k is None and rotary_cos is not None:
+        raise ValueError("rotary_cos: given without k and v, want the keys that turn")
+    if cache_seqlens is None and k is not None:
+        raise ValueError("cache_seqlens: got None, want where k and v go")
+    if isinstance(cache_seqlens, int):
+        sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=q.device)
+    places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
+    if q.device.type != "cpu":
+        return _with_plain_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, **options)
+    q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
+    if k is not None:
+        turned = fulgur.append(
+            k_cache, v_cache, _rows(k), _rows(v), cache_seqlens, cos=rotary_cos, sin=rotary_sin,
+            interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+            q=None if rotary_cos is None else _rows(q),
+            cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
+            cu_seqlens_k_new=cu_seqlens_k_new, causal=options["causal"], window=options["window"],
+            **places,
+        )  # fmt: skip
+        q = q if turned is None else turned
+        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+        cache_seqlens = cache_seqlens + new
+    return fulgur.attention(
+        _rows(q), k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=0 if cu_seqlens_q is None else longest(max_seqlen_q, q), return_lse=True,
+        **places, **options,
+    )  # fmt: skip
+
+
+def _rows(x):
+    """The tensor, or a copy whose rows have no gaps."""
+    x = x.detach()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _with_plain_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, **options):
+    """Where append does not compute yet: rows of the batch that are written by index."""
     with torch.no_grad():
         if k is not None:
-            if cache_seqlens is None:
-                raise ValueError("cache_seqlens: got None, want where k and v go")
             places = cache_seqlens[:, None] + torch.arange(k.shape[1], device=q.device)
             sequences = torch.arange(q.shape[0], device=q.device)[:, None]
             k_cache[sequences, places] = k

@@ -76,6 +76,25 @@ FIELD(fulgur_run, workspace_bytes, 24, 8);
 FIELD(fulgur_run, dropout_seed, 32, 8);
 FIELD(fulgur_run, dropout_offset, 40, 8);
 
+SIZE(fulgur_append_args, 136);
+FIELD(fulgur_append_args, struct_size, 0, 8);
+FIELD(fulgur_append_args, k_cache, 8, 8);
+FIELD(fulgur_append_args, v_cache, 16, 8);
+FIELD(fulgur_append_args, k_new, 24, 8);
+FIELD(fulgur_append_args, v_new, 32, 8);
+FIELD(fulgur_append_args, cu_seqlens_k_new, 40, 8);
+FIELD(fulgur_append_args, cache_seqlens, 48, 8);
+FIELD(fulgur_append_args, page_table, 56, 8);
+FIELD(fulgur_append_args, page_indptr, 64, 8);
+FIELD(fulgur_append_args, cache_batch_idx, 72, 8);
+FIELD(fulgur_append_args, cos, 80, 8);
+FIELD(fulgur_append_args, sin, 88, 8);
+FIELD(fulgur_append_args, interleaved, 96, 4);
+FIELD(fulgur_append_args, rotary_seqlens, 104, 8);
+FIELD(fulgur_append_args, q, 112, 8);
+FIELD(fulgur_append_args, q_out, 120, 8);
+FIELD(fulgur_append_args, cu_seqlens_q, 128, 8);
+
 SIZE(fulgur_workspace_need, 32);
 FIELD(fulgur_workspace_need, struct_size, 0, 8);
 FIELD(fulgur_workspace_need, bytes, 8, 8);
@@ -114,5 +133,6 @@ fulgur_status fulgur_tune_backward(const fulgur_backward_args*, const fulgur_opt
                                    const fulgur_run*, char*, size_t, size_t*);
 fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
                            const DLTensor*);
+fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);

@@ -16,6 +16,7 @@
 
 namespace {
 
+constexpr int64_t kPositions = 80;                      // of cos and sin
 constexpr int64_t kPages = 4, kIds = 3, kMostPage = 9;  // of a cache; ids of a sequence
 constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16, kMaxWorkspace = 1 << 26;
 
@@ -243,16 +244,16 @@ constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
 constexpr DLDataType kI64 = {kDLInt, 64, 1};
 
 void fuzz(Reader& in) {
-  enum { kForward, kBackward, kMerge };
+  enum { kForward, kBackward, kMerge, kAppend };
   const uint8_t first = in.byte();
-  const int what = first % 3, how = first / 3;
+  const int what = first % 4, how = first / 4;
   const DLDataType dtype = kDTypes[in.byte() % 5];
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
   const uint8_t flags = in.byte();
   const bool packed = flags & 1;
-  const int cache = what == kForward ? how & kBatchRows : 0;
+  const int cache = what == kForward || what == kAppend ? how & kBatchRows : 0;
   const bool pages = cache == kPageTable || cache == kPageLists;
   const auto rows = [&](int64_t n, int64_t heads, int64_t dim) {
     return packed ? Owned(dtype, {batch * n, heads, dim}) : Owned(dtype, {batch, n, heads, dim});
@@ -284,13 +285,18 @@ void fuzz(Reader& in) {
     kIndptr,
     kIndex,
     kLeftpad,
+    kCos,
+    kSin,
     kCount
   };
   const auto keys = [&](int64_t dim) {
-    return pages   ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
-           : cache ? Owned(dtype, {kPages, sk, hk, dim})
-                   : rows(sk, hk, dim);
+    return pages             ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
+           : cache           ? Owned(dtype, {kPages, sk, hk, dim})
+           : what == kAppend ? Owned(dtype, {batch, sk, hk, dim})
+                             : rows(sk, hk, dim);
   };
+  // The rows of dk and dv, which append takes as new ones.
+  const int64_t s_new = what == kAppend ? sq : sk;
   o.push_back(rows(sq, hq, d));
   o.push_back(keys(d));
   o.push_back(keys(dv));
@@ -298,8 +304,8 @@ void fuzz(Reader& in) {
   o.push_back(lse_like());
   o.push_back(rows(sq, hq, dv));
   o.push_back(rows(sq, hq, d));
-  o.push_back(rows(sk, hk, d));
-  o.push_back(rows(sk, hk, dv));
+  o.push_back(rows(s_new, hk, d));
+  o.push_back(rows(s_new, hk, dv));
   o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
   o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
@@ -310,13 +316,16 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
+  o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o[kCuQ].is_null = !packed;
-  o[kCuK].is_null = !packed || cache != 0;
-  o[kUsed].is_null = !(flags & 4) && !pages;
+  o[kCuK].is_null = !packed || (cache != 0 && what != kAppend);
+  o[kUsed].is_null = !(flags & 4) && !pages && what != kAppend;
   o[kTable].is_null = !pages;
   o[kIndptr].is_null = cache != kPageLists;
   o[kIndex].is_null = cache != kBatchRows;
-  o[kLeftpad].is_null = what != kForward || (how & kLeftPadded) == 0;
+  o[kLeftpad].is_null = (what != kForward && what != kAppend) || (how & kLeftPadded) == 0;
+  o[kCos].is_null = o[kSin].is_null = !(flags & 8);
   o[kSlopes].is_null = !(flags & 8);
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
@@ -325,6 +334,7 @@ void fuzz(Reader& in) {
   Newer<fulgur_run> newer_run;
   Newer<fulgur_forward_args> forward_args;
   Newer<fulgur_backward_args> backward_args;
+  Newer<fulgur_append_args> append_args;
   fulgur_options& options = newer_options.known;
   fulgur_run& run = newer_run.known;
   fulgur_options_init(&options, sizeof options);
@@ -373,6 +383,8 @@ void fuzz(Reader& in) {
             forward_args.change(in);
             backward_args.behind[0] = forward_args.behind[0];
             backward_args.known.struct_size = forward_args.known.struct_size;
+            append_args.behind[0] = forward_args.behind[0];
+            append_args.known.struct_size = forward_args.known.struct_size;
             break;
         }
         break;
@@ -390,7 +402,7 @@ void fuzz(Reader& in) {
     if (!owned.allocate(fill)) owned.t.data = nullptr;
   }
   fill_ints(o[kCuQ], in, wild_ints, sq);
-  fill_ints(o[kCuK], in, wild_ints, sk);
+  fill_ints(o[kCuK], in, wild_ints, s_new);
   fill_ints(o[kUsed], in, wild_ints, 1);
   std::vector<Owned*> lengths = {&o[kCuQ], &o[kCuK], &o[kUsed]};
   if (cache != 0 || !o[kLeftpad].is_null) {
@@ -430,6 +442,29 @@ void fuzz(Reader& in) {
     } else {
       check(fulgur_backward(&args, &options, &run), outputs);
     }
+  } else if (what == kAppend) {
+    fulgur_append_args& args = append_args.known;
+    const bool queries = !o[kCos].is_null && (flags & 16) == 0;
+    const DLTensor* const turned = flags & 128 ? p[kQ] : p[kDq];
+    args = {args.struct_size,
+            p[kK],
+            p[kV],
+            p[kDk],
+            p[kDv],
+            p[kCuK],
+            p[kUsed],
+            p[kTable],
+            p[kIndptr],
+            p[kIndex],
+            p[kCos],
+            p[kSin],
+            flags & 4,
+            p[kLeftpad],
+            queries ? p[kQ] : nullptr,
+            queries ? turned : nullptr,
+            queries ? p[kCuQ] : nullptr};
+    check(fulgur_append(&args, flags & 64 ? nullptr : &options, &run),
+          {&o[kK], &o[kV], &o[kDq], &o[kQ]});
   } else {
     // Parts (dout, lse), twice; the result may be the first part itself.
     Owned result_lse = lse_like();

@@ -92,7 +92,7 @@ def c_api_seeds():
     def call(what=0, dtype=0, batch=0, sq=0, sk=0, hk=0, group=0, d=0, dv=0, flags=0, changes=(),
              how=0):
         sizes = [batch, sq, sk, hk, group, d, dv]
-        return bytes([what + 3 * how, dtype, *sizes, flags, len(changes)]) + b"".join(changes)
+        return bytes([what + 4 * how, dtype, *sizes, flags, len(changes)]) + b"".join(changes)
 
     causal = bytes([1, 0])
     for what, name in enumerate(["forward", "backward", "merge"]):
@@ -132,6 +132,21 @@ def c_api_seeds():
             "<12i", 0, 3, 0, 3, 5, 3, 1, -1, 0, 3, 1, 0
         )
     yield "leftpad", call(how=LEFT_PADDED) + b"\x3c"
+    # Of 3 new rows: with flag 8 cos and sin, of f32 with 2, and queries but with 16, in place with
+    # 128; LEFT_PADDED stands for rotary_seqlens.
+    for name, cache in [("plain", 0), ("table", TABLE), ("lists", LISTS), ("rows", ROWS)]:
+        for dtype, dtype_name in enumerate(["f32", "f16", "bf16", "f64"]):
+            yield f"append_{name}_{dtype_name}", call(
+                3, dtype, batch=1, d=9, flags=8 | 2 * (dtype % 2), how=cache, changes=[causal]
+            ) + b"\x3c"
+        yield f"append_{name}_copy", call(3, how=cache) + b"\x3c"
+        yield f"append_{name}_packed", call(3, batch=1, flags=1 | 8, how=cache) + b"\x3c"
+        yield f"append_{name}_positions", call(
+            3, flags=2 | 4 | 8 | 128, how=cache | LEFT_PADDED
+        ) + b"\x3c"
+        yield f"append_{name}_wild", call(
+            3, flags=1 | 8 | 16 | 32, how=cache | LEFT_PADDED
+        ) + b"\x3c" + struct.pack("<12i", 0, 3, 0, 2, 2, 3, 1, -1, 0, 3, 1, 7)
     # Change 9 is to a struct: which (options, run, args), its size, a byte behind it.
     yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
     yield "options_newer", call(changes=[bytes([9, 0, 96, 0, 0])])

@@ -256,6 +256,130 @@ class TestFlashAttention2:
             module.flash_attn_with_kvcache(q, k_cache, v_cache, new_k, cache_seqlens=7)
 
 
+def turned(x, cos, sin, interleaved):
+    """Rows (n, heads, dim), each at the position of its row of cos and sin, in float64."""
+    n = cos.shape[-1]
+    x, (cos, sin) = x.double(), (y.double()[:, None] for y in (cos, sin))
+    pairs = x[..., : 2 * n].unflatten(-1, (n, 2) if interleaved else (2, n))
+    a, b = pairs.unbind(-1 if interleaved else -2)
+    both = torch.stack((a * cos - b * sin, a * sin + b * cos), -1 if interleaved else -2)
+    return torch.cat((both.flatten(-2), x[..., 2 * n :]), -1)
+
+
+class TestCaches:
+    """flash_attn_with_kvcache beside its own words in PyTorch, one sequence at a time."""
+
+    PAGE, BATCH, HQ, HK, D = 4, 3, 4, 2, 16
+
+    def caches(self, kind):
+        """(k_cache, v_cache, arguments, the (entry, row) of row n of sequence b)."""
+        if kind == "pages":
+            k, v = make((12, self.PAGE, self.HK, self.D), (12, self.PAGE, self.HK, self.D))
+            table = torch.tensor([[7, 1, 4], [0, 2, 9], [11, 3, 5]], dtype=torch.int32)
+            places = lambda b, n: (table[b, n // self.PAGE], n % self.PAGE)  # noqa: E731
+            return k, v, table, None, places
+        k, v = make((5, 12, self.HK, self.D), (5, 12, self.HK, self.D))
+        rows = int32(4, 0, 2)
+        return k, v, None, rows, lambda b, n: (rows[b], n)
+
+    @pytest.mark.parametrize("kind", ["pages", "rows"])
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize(
+        "options",
+        [dict(causal=True), dict(), dict(window_size=(3, 1)), dict(causal=True, softcap=2.0)],
+    )
+    @pytest.mark.parametrize("module", [fa2, fa3])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rotation(self, module, options, interleaved, kind, dtype):
+        k_cache, v_cache, table, rows, places = self.caches(kind)
+        k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
+        q, k, v = (
+            x.to(dtype) for x in make(*((self.BATCH, 3, h, self.D) for h in (self.HQ, self.HK, self.HK)))
+        )  # fmt: skip
+        angles = torch.rand(20, 5) * 6
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        lengths, leftpad = int32(6, 0, 9), int32(2, 0, 5)
+        before = k_cache.clone(), v_cache.clone(), q.clone()
+        out, lse, *_ = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+            cache_batch_idx=rows, cache_leftpad=leftpad, rotary_interleaved=interleaved,
+            return_softmax_lse=True, **{"page_table" if module is fa3 else "block_table": table},
+            **options,
+        )  # fmt: skip
+        assert torch.equal(q, before[2])
+        written = set()
+        for b, (old, pad) in enumerate(zip(lengths.tolist(), leftpad.tolist())):
+            at = slice(old, old + 3)
+            new = turned(k[b], cos[at], sin[at], interleaved)
+            advance = "causal" in options or "window_size" in options
+            where = at if advance else [old] * 3
+            query = turned(q[b], cos[where], sin[where], interleaved).to(dtype)
+            for i in range(3):
+                place = places(b, old + i)
+                written.add(tuple(map(int, place)))
+                torch.testing.assert_close(k_cache[place], new[i].to(dtype))
+                assert torch.equal(v_cache[place], v[b, i])
+            keys, values = (
+                torch.stack([cache[places(b, n)] for n in range(pad, old + 3)])[None]
+                for cache in (k_cache, v_cache)
+            )
+            ours = dict(causal=options.get("causal", False), window=options.get("window_size"))
+            want = attention(
+                query[None], keys, values, softcap=options.get("softcap", 0.0), return_lse=True, **ours
+            )
+            torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), want)
+        for cache, was in zip((k_cache, v_cache), before):
+            same = (cache == was).flatten(2).all(-1)
+            changed = {tuple(place) for place in (~same).nonzero().tolist()}
+            assert changed == written
+
+    def test_packed_rows(self):
+        k_cache, v_cache, table, _, places = self.caches("pages")
+        q, k, v = make((6, self.HQ, self.D), (5, self.HK, self.D), (5, self.HK, self.D))
+        q_ends, k_ends, lengths = int32(0, 3, 4, 6), int32(0, 2, 2, 5), int32(4, 7, 1)
+        angles = torch.rand(40, 8) * 6
+        cos, sin, positions = angles.cos(), angles.sin(), int32(30, 2, 11)
+        out, lse, *_ = fa3.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths,
+            page_table=table, cu_seqlens_q=q_ends, cu_seqlens_k_new=k_ends, max_seqlen_q=3,
+            rotary_seqlens=positions, causal=True, return_softmax_lse=True,
+        )  # fmt: skip
+        for b in range(self.BATCH):
+            rows, new = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
+            old, first, total = int(lengths[b]), int(positions[b]), int(lengths[b]) + new.stop - new.start
+            keys, values = (
+                torch.stack([cache[places(b, n)] for n in range(total)])[None]
+                for cache in (k_cache, v_cache)
+            )
+            at = slice(first, first + total - old)
+            want = turned(k[new], cos[at], sin[at], True).float()
+            torch.testing.assert_close(keys[0, old:], want)
+            assert torch.equal(values[0, old:], v[new])
+            at = slice(first, first + rows.stop - rows.start)
+            query = turned(q[rows], cos[at], sin[at], True).float()
+            want, want_lse = attention(query[None], keys, values, causal=True, return_lse=True)
+            torch.testing.assert_close((out[rows], lse[:, rows]), (want[0], want_lse[0]))
+
+    @pytest.mark.parametrize("module", [fa2, fa3])
+    def test_errors(self, module):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        q, k, v = make(*((self.BATCH, 3, h, self.D) for h in (self.HQ, self.HK, self.HK)))
+        paged = {"page_table" if module is fa3 else "block_table": table}
+        angles = torch.rand(4, 4)
+        call = module.flash_attn_with_kvcache
+        with pytest.raises(ValueError, match="^rotary_cos: given without k and v"):
+            call(q, k_cache, v_cache, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3, **paged)
+        before = k_cache.clone()
+        with pytest.raises(ValueError, match="^cos: got 4 positions, want 6 for sequence 0"):
+            call(
+                q, k_cache, v_cache, k, v, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3,
+                **paged,
+            )  # fmt: skip
+        with pytest.raises(ValueError, match="^cache_seqlens: got 10 at 0, with 3 new rows 13"):
+            call(q, k_cache, v_cache, k, v, cache_seqlens=10, **paged)
+        assert torch.equal(k_cache, before)
+
+
 class TestFlashAttention3:
     @pytest.mark.parametrize("theirs, ours", OPTIONS)
     def test_results(self, theirs, ours):
@@ -325,13 +449,11 @@ class TestFlashAttention4:
 ANYTHING = torch.ones(2)
 REFUSED = [
     (fa2.flash_attn_varlen_func, 7, "block_table"),
-    *((fa2.flash_attn_with_kvcache, 3, name) for name in (
-        "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")),
     *((fa3.flash_attn_func, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
     *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv", "attention_chunk")),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
-        "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_cos", "k_descale")),
+        "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
     *((fa4.flash_attn_func, 3, name) for name in (
         "learnable_sink", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
     *((fa4.flash_attn_varlen_func, 3, name) for name in (
@@ -345,6 +467,20 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: 3 if name == "attention_chunk" else ANYTHING})
+
+
+@pytest.mark.parametrize("function, names", [
+    (fa2.flash_attn_with_kvcache, (
+        "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")),
+    (fa3.flash_attn_with_kvcache, (
+        "rotary_cos", "rotary_sin", "rotary_seqlens", "cache_batch_idx", "cache_leftpad",
+        "page_table", "cu_seqlens_q", "cu_seqlens_k_new")),
+])  # fmt: skip
+def test_what_is_missing_off_the_cpu_raises(function, names):
+    q, k, v = (x.to("meta") for x in make_qkv())
+    for name in names:
+        with pytest.raises(NotImplementedError, match=f"^{name}: .* on the CPU alone, q is on meta"):
+            function(q, k, v, **{name: ANYTHING})
 
 
 def test_probabilities_under_dropout_raise():

@@ -24,6 +24,7 @@ SNIPPETS = [
     for n, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
 ]
 FUNCTIONS = [
+    "append",
     "attention",
     "attention_backward",
     "engines",

@@ -13,7 +13,7 @@ TOOL = Path(__file__).parents[2] / "tools/upstream_suite.py"
 
 SUITE = """
 import pytest, torch
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 from flash_attn.bert_padding import pad_input, unpad_input
 
 calls = []
@@ -29,9 +29,10 @@ def test_output(sq, sk, d, causal):
     calls.append((sq, d, causal))
 
 @pytest.mark.parametrize("pages", [True, False])
-def test_cache(pages):
-    q = torch.randn(1, 1, 2, 8)
-    flash_attn_with_kvcache(q, q, q, block_table=torch.zeros(1, 1) if pages else None)
+def test_packed(pages):
+    q, ends = torch.randn(1, 2, 8), torch.tensor([0, 1], dtype=torch.int32)
+    table = torch.zeros(1, 1) if pages else None
+    flash_attn_varlen_func(q, q, q, ends, ends, 1, 1, block_table=table)
 
 def test_pairs():
     assert {c[:2] for c in calls} >= {(3, 8), (3, 16), (4, 8), (4, 16)}

@@ -1,0 +1,215 @@
+// Appending to caches of K and V: new rows, and queries, as a model in double precision turns them,
+// nothing else of a cache touched, and attention on what was stored.
+#include "fulgur/append.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <limits>
+
+#include "appended.h"
+#include "call.h"
+#include "call_append.h"
+#include "engines.h"
+
+namespace fulgur::test {
+namespace {
+
+using Order = CacheShape::Order;
+using Index = CacheShape::Index;
+
+// Every page size, index and order of a cache with ragged and with even rows; what else there is
+// takes turns, in cycles of different lengths.
+std::vector<AppendCase> append_cases() {
+  const DType dtypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
+  const Order orders[] = {Order::kNhd, Order::kHnd, Order::kInterleaved};
+  const Mask masks[] = {causal(), full(), window(4, -1), window(-1, 2), window(7, 0)};
+  const int64_t rotary[] = {24, 0, 10, 2, 24, 16, 24};
+  std::vector<AppendCase> all;
+  for (int64_t page = 0; page <= 17; ++page) {
+    for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
+      for (const Layout layout : {Layout::kPacked, Layout::kBshd, Layout::kPadded}) {
+        if ((page == 0) != (index == Index::kBatch)) continue;
+        const size_t n = all.size();
+        AppendCase a{.c = {.dtype = dtypes[n % 4],
+                           .batch = 3,
+                           .sq = static_cast<int64_t>(n / 3 % 6),
+                           .sk = 29,
+                           .hq = 4,
+                           .hk = 2,
+                           .d = 24,
+                           .dv = 20,
+                           .mask = masks[n % 5],
+                           .layout = layout},
+                     .shape = {orders[n / 3 % 3], index, page, n / 9 % 2 == 0},
+                     .rotary_dim = rotary[n % 7],
+                     .interleaved = n / 4 % 2 == 0,
+                     .f32_angles = n / 7 % 2 == 0,
+                     .positions = n / 8 % 2 == 0,
+                     .in_place = n / 5 % 2 == 0};
+        if (layout == Layout::kPacked) a.c.batch = 4;
+        all.push_back(a);
+      }
+    }
+  }
+  // Rows of the batch in every order, dtype and way to turn.
+  for (size_t n = 0; n < 24; ++n) {
+    AppendCase a = all[n];
+    a.shape.index = Index::kBatch;
+    a.shape.page = 0;
+    a.c.d = a.rotary_dim + 1 + static_cast<int64_t>(n % 3);
+    all.push_back(a);
+  }
+  return all;
+}
+
+class Append : public testing::TestWithParam<AppendCase> {};
+
+std::vector<std::byte> outputs(const Workload& w) {
+  std::vector<std::byte> all = bits(w.forward.out);
+  const std::vector<std::byte> lse = bits(w.forward.lse);
+  all.insert(all.end(), lse.begin(), lse.end());
+  return all;
+}
+
+TEST_P(Append, WritesWhatAttentionReads) {
+  Appended a(GetParam(), 1);
+  a.w.options.mask = a.given.c.mask;
+  a.run();
+  ASSERT_TRUE(a.check());
+  // The bits attended are the bits stored: those of a call on contiguous keys.
+  if (a.w.total_q == 0) return;
+  a.w.options.invariant = true;
+  a.w.run_forward();
+  const std::vector<std::byte> want = outputs(a.w);
+  a.w.seal();
+  a.cached.run_forward();
+  EXPECT_EQ(outputs(a.w), want);
+}
+
+TEST_P(Append, GivesTheSameBitsFromCAndOnOneThread) {
+  std::array<std::vector<std::byte>, 3> got;
+  for (size_t n = 0; n < 3; ++n) {
+    Appended a(GetParam(), 2);
+    a.w.options.mask = a.given.c.mask;
+    if (n == 1) a.w.options.threads = 1;
+    if (n == 2) {
+      ASSERT_EQ(append_c(a.args, a.w.options), FULGUR_OK) << fulgur_last_error();
+    } else {
+      a.run();
+    }
+    for (const Tensor& t : {a.args.k_cache, a.args.v_cache, a.args.q_out}) {
+      const std::vector<std::byte> all = bits(t);
+      got[n].insert(got[n].end(), all.begin(), all.end());
+    }
+    EXPECT_TRUE(a.check());
+  }
+  EXPECT_EQ(got[0], got[1]);
+  EXPECT_EQ(got[0], got[2]);
+}
+
+INSTANTIATE_TEST_SUITE_P(, Append, testing::ValuesIn(append_cases()), [](const auto& info) {
+  return std::to_string(info.index) + "_" + info.param.name();
+});
+
+// A cache whose rows are those of the batch takes rows as they are: NaN, -0 and infinities too.
+TEST(Appends, RowsKeepTheirBits) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kF64}) {
+    const Dense k(dtype, {2, 8, 3, 5}), v(dtype, {2, 8, 3, 7});
+    const Dense k_new(dtype, {2, 2, 3, 5}), v_new(dtype, {2, 2, 3, 7}), old(DType::kI32, {2});
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    const double infinity = std::numeric_limits<double>::infinity();
+    for (const Dense* t : {&k_new, &v_new}) {
+      std::vector<double> values;
+      for (int64_t n = 0; n < t->tensor().numel(); ++n)
+        values.push_back(std::array{nan, -0.0, infinity, 1e-7, -3.0}[n % 5]);
+      write(*t, values);
+    }
+    // A NaN of another kind.
+    std::byte* const first = static_cast<std::byte*>(v_new.tensor().data);
+    first[0] = std::byte{0x5a};
+    write(old, std::vector<double>{3, 6});
+    append({.k_cache = k, .v_cache = v, .k_new = k_new, .v_new = v_new, .cache_seqlens = old});
+    const auto rows = [](Tensor t, int64_t b, int64_t begin, int64_t count) {
+      t.data = static_cast<std::byte*>(t.data) +
+               (b * t.strides[0] + begin * t.strides[1]) * size_of(t.dtype);
+      t.shape[0] = 1;
+      t.shape[1] = count;
+      return bits(t);
+    };
+    EXPECT_EQ(rows(k, 0, 3, 2), rows(k_new, 0, 0, 2));
+    EXPECT_EQ(rows(v, 0, 3, 2), rows(v_new, 0, 0, 2));
+    EXPECT_EQ(rows(k, 1, 6, 2), rows(k_new, 1, 0, 2));
+    EXPECT_EQ(rows(v, 1, 6, 2), rows(v_new, 1, 0, 2));
+    const std::vector<std::byte> poison = rows(Dense(dtype, {1, 8, 3, 7}), 0, 0, 3);
+    EXPECT_EQ(rows(v, 0, 0, 3), poison);
+    EXPECT_EQ(rows(v, 0, 5, 3), poison);
+    EXPECT_EQ(rows(v, 1, 0, 3), poison);
+    EXPECT_EQ(rows(v, 1, 3, 3), poison);
+  }
+}
+
+// A prompt at once gives the bits of its tokens one by one.
+TEST(Appends, InAnyChunks) {
+  const int64_t tokens = 11, page = 4;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const Dense k_new(dtype, {1, tokens, 2, 16}), v_new(dtype, {1, tokens, 2, 16});
+    const Dense q(dtype, {1, tokens, 4, 16}), cos(DType::kF32, {20, 4}), sin(DType::kF32, {20, 4});
+    std::mt19937_64 random(3);
+    for (const Dense* t : {&k_new, &v_new, &q, &cos, &sin}) randomize(*t, random);
+    const Dense table(DType::kI32, {1, 4}), old(DType::kI32, {1});
+    write(table, std::vector<double>{2, 0, 3, 1});
+    const auto appended = [&](int64_t chunk) {
+      const Dense k(dtype, {4, page, 2, 16}), v(dtype, {4, page, 2, 16});
+      const Dense turned(dtype, {1, tokens, 4, 16});
+      for (int64_t begin = 0; begin < tokens; begin += chunk) {
+        const auto part = [&](Tensor t) {
+          t.data = static_cast<std::byte*>(t.data) + begin * t.strides[1] * size_of(t.dtype);
+          t.shape[1] = std::min(chunk, tokens - begin);
+          return t;
+        };
+        write(old, std::vector<double>{static_cast<double>(begin)});
+        append({.k_cache = k,
+                .v_cache = v,
+                .k_new = part(k_new),
+                .v_new = part(v_new),
+                .cache_seqlens = old,
+                .page_table = table,
+                .cos = cos,
+                .sin = sin,
+                .q = part(q),
+                .q_out = part(turned)},
+               {.mask = causal()});
+      }
+      return std::array{bits(k), bits(v), bits(turned)};
+    };
+    const auto whole = appended(tokens);
+    for (const int64_t chunk : {1, 2, 3, 5}) EXPECT_EQ(appended(chunk), whole) << chunk;
+  }
+}
+
+// Nothing to write: nothing is looked at but shapes, however large the sizes beside a 0 are.
+TEST(Appends, MayBeEmpty) {
+  const Dense k(DType::kF32, {2, 4, 1, 8}), old(DType::kI32, {2});
+  const Dense v(DType::kF32, {2, 4, 1, 8});
+  write(old, std::vector<double>{4, 0});
+  const Tensor none = Tensor::contiguous(nullptr, DType::kF32, {2, 0, 1, 8});
+  append({.k_cache = k, .v_cache = v, .k_new = none, .v_new = none, .cache_seqlens = old});
+  // The row of a sequence without new ones is not looked at.
+  const Dense rows(DType::kI32, {2});
+  append({.k_cache = k,
+          .v_cache = v,
+          .k_new = none,
+          .v_new = none,
+          .cache_seqlens = old,
+          .cache_batch_idx = rows});
+  const Tensor huge = Tensor::contiguous(nullptr, DType::kF32, {0, int64_t{1} << 60, 1, 8});
+  const Tensor cache = Tensor::contiguous(nullptr, DType::kF32, {0, 4, 1, 8});
+  const Tensor nobody = Tensor::contiguous(nullptr, DType::kI32, {0});
+  append(
+      {.k_cache = cache, .v_cache = cache, .k_new = huge, .v_new = huge, .cache_seqlens = nobody});
+  EXPECT_EQ(bits(k), bits(Dense(DType::kF32, {2, 4, 1, 8})));
+}
+
+}  // namespace
+}  // namespace fulgur::test
