@@ -7,8 +7,10 @@ from fulgur import _fulgur
 
 
 def main():
-    for name in (signal.SIGINT, signal.SIGPIPE):  # Python's own ways would wait for the program
-        signal.signal(name, signal.SIG_DFL)
+    # Python's own ways would wait for the program to return; what the caller ignores stays so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     return _fulgur.run_program(["fulgur", *sys.argv[1:]])
 
 

@@ -76,12 +76,16 @@ def test_program_fails():
 
 
 def test_program_can_be_interrupted():
-    command = [sys.executable, "-B", "-m", "fulgur", "bench", "--grid", "standard"]
+    command = ["env", "--default-signal=INT"]  # even where the tests run in the background
+    command += [sys.executable, "-B", "-m", "fulgur", "bench", "--grid", "standard"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            time.sleep(3)  # into the minutes that it takes
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == -signal.SIGINT
+            for _ in range(20):
+                time.sleep(3)  # into the minutes that it takes
+                process.send_signal(signal.SIGINT)
+                if process.poll() is not None:
+                    break
+            assert process.wait(timeout=1) == -signal.SIGINT
         finally:
             process.kill()
 
