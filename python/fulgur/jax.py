@@ -186,7 +186,8 @@ def _check(arrays, options):
             options = options | {
                 f"max_seqlen_{name}": options[f"max_seqlen_{name}"] or rows
             }
-    _fulgur.plan_forward(views | {"rng_state": None}, options)
+    views |= _a.cache(None, None, None, None) | {"rng_state": None}
+    _fulgur.plan_forward(views, options)
 
 
 def _number(x):
