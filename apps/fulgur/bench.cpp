@@ -86,7 +86,8 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
 
-/// What the engine of the CPU computes with; its threads, which a description ends with, stand apart.
+/// What the engine of the CPU computes with; its threads, which a description ends with, stand
+/// apart.
 std::string paths(Device device) {
   const std::string description = description_of(device);
   return description.substr(0, description.rfind(", "));

@@ -92,9 +92,10 @@ HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRIC
 /// O^T += V^T P^T where V holds inf or NaN: a key adds to the rows that see it and to no other, as
 /// 0 * NaN would.
 HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& tile, int64_t dv,
-                                     const float* HWY_RESTRICT V, int64_t ldv,
-                                     const float* HWY_RESTRICT P, int64_t ldp,
-                                     const float* HWY_RESTRICT alpha, float* HWY_RESTRICT Ot) {
+                                            const float* HWY_RESTRICT V, int64_t ldv,
+                                            const float* HWY_RESTRICT P, int64_t ldp,
+                                            const float* HWY_RESTRICT alpha,
+                                            float* HWY_RESTRICT Ot) {
   const F32 f;
   const Visible visible(panel, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
@@ -139,7 +140,7 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
 }
 
 inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
-             float* scratch) {
+                    float* scratch) {
   const Problem& p = task.problem;
   Arena arena(scratch);
   const ForwardScratch s(p, arena);

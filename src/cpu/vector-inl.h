@@ -150,7 +150,7 @@ HWY_INLINE bool load_rows_of(const void* src, int64_t stride, int64_t rows, int6
 /// Widens `rows` x `cols` elements with row stride `stride` (in elements) to dst[rows][ld], the
 /// columns behind `cols` zero. Returns whether all of them are finite.
 HWY_NOINLINE inline bool load_rows(DType dtype, const void* src, int64_t stride, int64_t rows,
-                            int64_t cols, float* HWY_RESTRICT dst, int64_t ld) {
+                                   int64_t cols, float* HWY_RESTRICT dst, int64_t ld) {
   switch (dtype) {
     case DType::kF16:
       return load_rows_of<DType::kF16>(src, stride, rows, cols, dst, ld);
@@ -177,7 +177,8 @@ HWY_INLINE void store_row_of(const float* HWY_RESTRICT src, int64_t cols, void* 
 }
 
 /// Rounds `cols` floats to `dtype` at dst; src is padded to whole vectors.
-HWY_NOINLINE inline void store_row(DType dtype, const float* HWY_RESTRICT src, int64_t cols, void* dst) {
+HWY_NOINLINE inline void store_row(DType dtype, const float* HWY_RESTRICT src, int64_t cols,
+                                   void* dst) {
   switch (dtype) {
     case DType::kF16:
       return store_row_of<DType::kF16>(src, cols, dst);
