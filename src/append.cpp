@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "cache.h"
@@ -376,10 +377,17 @@ void write_rows(const AppendCall& c, const Tokens& tokens, const Tokens& queries
   });
 }
 
+/// An engine that is named for the attention that follows must be one of this device.
+void check_engine(const std::string& name) {
+  if (name.empty() || name == "cpu" || name == "reference") return;
+  fail("engine", "got \"{}\", want cpu or reference: append works on the CPU alone", name);
+}
+
 }  // namespace
 
 void append(const AppendArgs& args, const Options& options, const Run&) {
   const AppendCall c = checked_call(args, options);
+  check_engine(options.engine);
   const int threads = checked_threads(options);
   if (c.p.device.type != DeviceType::kCpu) {
     throw Error(Status::kUnsupported,

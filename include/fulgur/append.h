@@ -46,9 +46,10 @@ struct AppendArgs {
   ConstTensor cu_seqlens_q{};  ///< i32 (batch + 1)
 };
 
-/// Writes new rows into caches of K and V. Of `options` it takes the mask and the threads, of `run`
-/// nothing yet: those of the attention that follows do. Tensors on the CPU alone (kUnsupported
-/// elsewhere). Throws Error(kInvalidArgument) before anything is written.
+/// Writes new rows into caches of K and V. Of `options` it takes the mask and the threads, and an
+/// engine only if it is one of the CPU; of `run` nothing yet: those of the attention that follows
+/// do. Tensors on the CPU alone (kUnsupported elsewhere). Throws Error(kInvalidArgument) before
+/// anything is written.
 FULGUR_API void append(const AppendArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur

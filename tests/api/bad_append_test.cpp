@@ -289,6 +289,8 @@ const std::vector<WrongAppend>& wrongs() {
       {"cu_q_is_written", table, to([](A& a) { a.cu_seqlens_q.data = a.q_out.data; }),
        "q_out: shares its memory with cu_seqlens_q", true},
       // Options.
+      {"engine", table, [](A&, Options& o) { o.engine = "cuda"; },
+       "engine: got \"cuda\", want cpu or reference"},
       {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "mask.left: got -2, want -1"},
       {"threads", table, [](A&, Options& o) { o.threads = 1025; },
        "threads: got 1025, want >= 0 .* and <= 1024"},

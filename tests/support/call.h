@@ -12,47 +12,21 @@
 namespace fulgur::test {
 
 // All arguments of a forward and a backward call.
-struct Call {
-  Tensor q, k, v, out, lse, dout, dq, dk, dv;
-  Tensor alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse, rng_state;
-  Tensor page_table, page_indptr, cache_batch_idx, leftpad_k;  // of the forward pass
+struct Call : ForwardTensors {
+  Tensor dout, dq, dk, dv, dlse;
   Options options;
   Run run;
 
   explicit Call(const Workload& w)
-      : q(w.forward.q),
-        k(w.forward.k),
-        v(w.forward.v),
-        out(w.forward.out),
-        lse(w.forward.lse),
+      : ForwardTensors(w.forward),
         dout(w.backward.dout),
         dq(w.backward.dq),
         dk(w.backward.dk),
         dv(w.backward.dv),
-        alibi_slopes(w.forward.alibi_slopes),
-        cu_seqlens_q(w.forward.cu_seqlens_q),
-        cu_seqlens_k(w.forward.cu_seqlens_k),
-        seqused_k(w.forward.seqused_k),
         dlse(w.backward.dlse),
-        rng_state(w.forward.rng_state),
         options(w.options),
         run(w.run_options) {}
-  ForwardArgs forward() const {
-    return {q,
-            k,
-            v,
-            out,
-            lse,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            rng_state,
-            page_table,
-            page_indptr,
-            cache_batch_idx,
-            leftpad_k};
-  }
+  ForwardArgs forward() const { return *this; }
   BackwardArgs backward() const {
     return {
         dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
@@ -91,23 +65,29 @@ Struct c_struct() {
   return s;
 }
 
+/// Options for the C API, of which they are a view.
+inline fulgur_options c_options(const Options& options) {
+  fulgur_options o;
+  fulgur_options_init(&o, sizeof(o));
+  o.window_left = options.mask.left;
+  o.window_right = options.mask.right;
+  o.scale = options.scale ? &*options.scale : nullptr;
+  o.softcap = options.softcap;
+  o.dropout_p = options.dropout_p;
+  o.max_seqlen_q = options.max_seqlen_q;
+  o.max_seqlen_k = options.max_seqlen_k;
+  o.threads = options.threads;
+  o.engine = options.engine.c_str();
+  return o;
+}
+
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
       cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state),
       table(call.page_table), indptr(call.page_indptr), index(call.cache_batch_idx),
       leftpad(call.leftpad_k);
-  fulgur_options o;
-  fulgur_options_init(&o, sizeof(o));
-  o.window_left = call.options.mask.left;
-  o.window_right = call.options.mask.right;
-  o.scale = call.options.scale ? &*call.options.scale : nullptr;
-  o.softcap = call.options.softcap;
-  o.dropout_p = call.options.dropout_p;
-  o.max_seqlen_q = call.options.max_seqlen_q;
-  o.max_seqlen_k = call.options.max_seqlen_k;
-  o.threads = call.options.threads;
-  o.engine = call.options.engine.c_str();
+  const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
                        call.run.workspace.data,

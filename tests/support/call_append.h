@@ -11,11 +11,7 @@ inline fulgur_status append_c(const AppendTensors& a, const Options& options) {
       seqlens(a.cache_seqlens), table(a.page_table), indptr(a.page_indptr),
       index(a.cache_batch_idx), cos(a.cos), sin(a.sin), positions(a.rotary_seqlens), q(a.q),
       q_out(a.q_out), cu_q(a.cu_seqlens_q);
-  fulgur_options o;
-  fulgur_options_init(&o, sizeof(o));
-  o.window_left = options.mask.left;
-  o.window_right = options.mask.right;
-  o.threads = options.threads;
+  const fulgur_options o = c_options(options);
   const fulgur_append_args args{sizeof(args),  k,         v,      k_new, v_new, cu_k,
                                 seqlens,       table,     indptr, index, cos,   sin,
                                 a.interleaved, positions, q,      q_out, cu_q};
