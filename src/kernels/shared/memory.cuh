@@ -9,6 +9,14 @@ __device__ __forceinline__ float load_global_fresh(const float* at) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
   return x;
 }
+__device__ __forceinline__ float4 load_global_fresh4(const float* at) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(at)
+               : "memory");
+  return x;
+}
 
 __device__ __forceinline__ int load_shared(u32 address) {
   int x;

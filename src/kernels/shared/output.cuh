@@ -12,11 +12,6 @@ __device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, 
   return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
 }
 
-// A row without keys has sum 0 and gets log(0) = -inf.
-__device__ __forceinline__ float lse_of(float sum, float shift) {
-  return sum == 0 ? -infinity() : (log2_fast(sum) - shift) * 0.693147180559945f;
-}
-
 __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const Place& place, const Lengths& n,
                                                  int row, const Rows& rows) {
   float* lse = p.lse + place.batch * p.lse_batch_stride + place.head * p.lse_head_stride + n.q_start;

@@ -92,3 +92,8 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
 
 // What a row's products must be multiplied with in the end; a row without keys is 0.
 __device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
+
+// A row without keys has sum 0 and gets log(0) = -inf.
+__device__ __forceinline__ float lse_of(float sum, float shift) {
+  return sum == 0 ? -infinity() : (log2_fast(sum) - shift) * 0.693147180559945f;
+}

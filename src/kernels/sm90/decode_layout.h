@@ -1,0 +1,49 @@
+// Sizes and the map of shared memory of the decode kernel.
+#pragma once
+#include "shared/host_device.h"
+
+namespace fulgur::kernels {
+
+enum : int {
+  kWarpRows = 16,
+  kMergeColumns = 32,  // of O that teams put together at a time
+  kMergeStride = 40,   // floats: rows of a quarter of a warp lie in different banks
+};
+
+// What the map depends on: constants of plan.h.
+struct DecodeTile {
+  int head_dim, value_dim, team_warps, teams, block_keys, stages;
+};
+
+// Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
+struct DecodeLayout {
+  int k_bytes, v_bytes;  // of a stage
+  int ring;              // [team][stage]{K, V}
+  int q;                 // [panel][row][64 columns], swizzled
+  int merge;             // [warp][row][kMergeStride]: columns of O
+  int stats;             // [warp][row]{shift, sum}, then {factor, sum}
+  int totals;            // [row]{shift, sum}
+  int scan;              // 8 bytes a warp, and those after them: what the block scan says
+  int bytes;
+};
+
+FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
+  const int warps = tile.team_warps * tile.teams;
+  const int rows = kWarpRows * tile.team_warps;
+  DecodeLayout map = {};
+  map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
+  map.v_bytes = (tile.value_dim + 63) / 64 * tile.block_keys * 128;
+  map.ring = 0;
+  map.q = map.ring + tile.teams * tile.stages * (map.k_bytes + map.v_bytes);
+  map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
+  map.stats = map.merge + warps * kWarpRows * kMergeStride * 4;
+  map.totals = map.stats + warps * kWarpRows * 8;
+  map.scan = map.totals + rows * 8;
+  map.bytes = map.scan + 8 * (warps + 4);
+  return map;
+}
+
+// Of a row of a part: its O, its shift and its sum.
+FULGUR_SHARED int partial_row_floats(int value_dim) { return value_dim + 4; }
+
+}  // namespace fulgur::kernels
