@@ -10,7 +10,7 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the decode kernel, and that of padding rows where q is packed.
+/// What a plan launches: the decode kernel, then that of padding rows where q is packed.
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
 
 /// The host's half of sm90/decode.cu: a plan with its compiled kernels on a device.
@@ -23,16 +23,16 @@ class HopperDecode final : public Executable {
   WorkspaceNeed workspace() const override;
 
  private:
-  DecodeParams params(const ForwardArgs& args, char* workspace) const;
+  DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
+  int64_t workspace_bytes() const;
 
   Gpu& gpu_;
   HopperDecodePlan plan_;
   Reasons reasons_;
-  bool nothing_to_do_;
+  bool empty_, no_keys_;  ///< no row of q; of k
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
-  TensorMapShape k_, v_;
 };
 
 }  // namespace fulgur::cuda

@@ -15,14 +15,15 @@ namespace {
 
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
-constexpr int kMostStages = 3;
+constexpr int kMostBuffers = 3;
+constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 64;
 
 // Measured on an H200.
-constexpr double kUnitBytes = 19;       // of K and V a cycle and multiprocessor
-constexpr double kStartCycles = 6000;   // lengths, first loads, merges
-constexpr double kTensorFlops = 1600;   // a cycle, where products bind
+constexpr double kReadBytes = 19;      // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 9000;  // lengths, first loads, merges
+constexpr double kProductFlops = 1600;  // a cycle, where products bind
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
@@ -47,27 +48,28 @@ std::string not_whole(const Layout& strides) {
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
 void set_tile(HopperDecodePlan& plan, int64_t rows, int shared_bytes) {
-  plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
-  plan.teams = kMostWarps / plan.team_warps;
   const int dim = std::max(plan.head_dim, plan.value_dim);
-  const int keys = dim <= 64 ? 32 : 16;
-  plan.block_keys = std::min(keys * plan.team_warps, dim <= 128 ? 64 : 32);
-  plan.stages = kMostStages;
-  plan.shared_bytes = layout_of(plan).bytes;
-  while (plan.shared_bytes > shared_bytes && plan.teams > 1) {
+  plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.residents = plan.team_warps == 1 && dim <= 128 ? 2 : 1;
+  plan.teams = kMostWarps / plan.team_warps / plan.residents;
+  plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
+  plan.stages = kMostBuffers;
+  const int most = shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  while (layout_of(plan).bytes > most && plan.teams > 1) {
+    if (--plan.stages >= 2) continue;
+    plan.stages = kMostBuffers;
     plan.teams /= 2;
-    plan.shared_bytes = layout_of(plan).bytes;
   }
+  plan.shared_bytes = layout_of(plan).bytes;
 }
 
-double predicted_cycles(const HopperDecodePlan& plan, const Problem& p) {
-  const double rows = static_cast<double>(rows_of_kv_head(p));
+double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
   const double blocks = ceil_div(rows_of_kv_head(p), plan.block_rows());
-  const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / plan.grid;
+  const double keys =
+      static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
   const double dims = plan.head_dim + plan.value_dim;
-  const double products = 2 * dims * plan.block_rows() / kTensorFlops;
-  return kStartCycles + keys * std::max(2 * dims / kUnitBytes, blocks * products) +
-         0 * rows;
+  const double products = 2 * dims * plan.block_rows() / kProductFlops;
+  return kStartCycles + keys * std::max(2 * dims / kReadBytes, blocks * products);
 }
 
 }  // namespace
@@ -96,6 +98,13 @@ std::string hopper_decode_rejects(const Problem& p) {
     return fmt::format("computes up to 2^31 pages, got {} and {} ids", p.cache.entries,
                        p.cache.ids);
   }
+  // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
+  const double lines = static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), 16);
+  const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
+  if (units > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 tiles of 16 x {}, got {:.3g}", int{kernels::kUnitKeys},
+                       units);
+  }
   return {};
 }
 
@@ -117,9 +126,10 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
+  plan.group = static_cast<int>(p.group());
   set_tile(plan, rows_of_kv_head(p), target.shared_bytes);
-  plan.grid = std::min(target.multiprocessors, int{kernels::kMostShares});
-  HopperDecodeTile tile{plan, predicted_cycles(plan, p), {}};
+  plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
+  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
   const bool cache = p.cache.paged() || p.cache.batch_idx || p.cache.leftpad;
   if (!cache && p.packed == p.packed_k && rows_of_kv_head(p) > kMostRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
@@ -135,6 +145,8 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kTeams", plan.teams);
   header.add("kBlockKeys", plan.block_keys);
   header.add("kStages", plan.stages);
+  header.add("kResidents", plan.residents);
+  header.add("kGroup", plan.group);
   header.add("kHasLeft", plan.has_left);
   header.add("kHasRight", plan.has_right);
   header.add("kScoreMode", plan.transforms_scores);

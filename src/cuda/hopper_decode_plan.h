@@ -15,6 +15,8 @@ struct HopperDecodeKey {
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
   int team_warps = 0, teams = 0;    ///< warps of 16 rows; teams with keys of their own
   int block_keys = 0, stages = 0;   ///< Bc; buffers of a team
+  int residents = 0;                ///< thread blocks of a multiprocessor
+  int group = 0;                    ///< hq / hk
   bool has_left = false, has_right = false;
   bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
@@ -32,18 +34,19 @@ struct HopperDecodePlan : HopperDecodeKey {
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * team_warps; }  ///< Br
   int threads() const { return 32 * team_warps * teams; }
-  /// Floats that parts of lines leave for the last one.
+  /// Floats that parts of lines leave for the last one, and counters that are zero between launches.
   int64_t partial_floats() const;
+  int counters() const { return 3 * grid; }
 };
 
 /// Why sm90/decode.cu does not compute a forward problem, and what it does compute; empty when it
 /// does.
 std::string hopper_decode_rejects(const Problem& problem);
 
-/// A plan for a problem that is not rejected, and the cycles of a multiprocessor that it takes.
+/// A plan for a problem that is not rejected.
 struct HopperDecodeTile {
   HopperDecodePlan plan;
-  double cycles = 0;
+  double cycles = 0;       ///< predicted
   std::string tuned_only;  ///< why the cost model may not take it; empty when it may
 };
 HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target);

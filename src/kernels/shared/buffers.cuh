@@ -30,8 +30,3 @@ struct Buffers {
     }
   }
 };
-
-// Low word of the descriptor of an operand, in a uniform register.
-__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
-  return u32(uniform(operand_descriptor(shared, leading_bytes)));
-}

@@ -13,23 +13,27 @@ namespace fulgur::kernels {
 enum : int {
   kUnitKeys = 64,
   kEntryUnits = 1,    // what a line takes beside its keys
-  kMostShares = 160,  // so many parts a line may have
+  kMostShares = 320,  // so many parts a line may have
 };
 
+// `count` shares, of which the first `longer` have a unit more than `each`.
 struct Shares {
-  long long units;
-  int count;
+  int count, each, longer;
 };
 
 // No share is empty, lest a line have parts that nobody computes.
-FULGUR_SHARED Shares shares_of(long long units, int blocks) {
-  return {units, units < blocks ? int(units) : blocks};
+FULGUR_SHARED Shares shares_of(int units, int blocks) {
+  const int count = least(units, blocks);
+  return count == 0 ? Shares{0, 0, 0} : Shares{count, units / count, units % count};
 }
 
-FULGUR_SHARED long long share_begin(const Shares& shares, int share) { return shares.units * share / shares.count; }
+FULGUR_SHARED int share_begin(const Shares& shares, int share) {
+  return shares.each * share + least(share, shares.longer);
+}
 
-FULGUR_SHARED int share_of_unit(const Shares& shares, long long unit) {
-  return int(((unit + 1) * shares.count - 1) / shares.units);
+FULGUR_SHARED int share_of_unit(const Shares& shares, int unit) {
+  const int rest = unit - shares.longer * (shares.each + 1);
+  return rest < 0 ? unit / (shares.each + 1) : shares.longer + rest / shares.each;
 }
 
 // Units of the keys [begin, end) of a line, whose borders are those of the sequence.
@@ -50,12 +54,12 @@ struct UnitRange {
   FULGUR_SHARED bool any() const { return end >= 0; }
 };
 
-FULGUR_SHARED UnitRange units_in_share(long long at, int count, long long begin, long long end) {
+FULGUR_SHARED UnitRange units_in_share(int at, int count, int begin, int end) {
   if (count == 0) return {0, at >= begin && at < end ? 0 : -1};
-  const long long keys = at + kEntryUnits;
-  const long long from = begin <= keys ? 0 : begin - keys;
-  const long long to = end - keys < count ? end - keys : count;
-  return to > from ? UnitRange{int(from), int(to)} : UnitRange{0, -1};
+  const int keys = at + kEntryUnits;
+  const int from = most(begin - keys, 0);
+  const int to = least(end - keys, count);
+  return to > from ? UnitRange{from, to} : UnitRange{0, -1};
 }
 
 }  // namespace fulgur::kernels

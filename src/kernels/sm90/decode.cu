@@ -6,10 +6,10 @@
 // with its own state of the online softmax; every warp has 16 rows. A warp starts the loads of the tiles to come
 // itself, over the ends of items, so that memory never waits for products, barriers and merges.
 // docs/kernels/decode.md derives this.
-#include "shared/mma.cuh"
 #include "shared/softmax.cuh"
 #include "shared/transform.cuh"
 #include "sm90/decode_output.cuh"
+#include "sm90/decode_products.cuh"
 
 // The keys that rows r and r + 8 of this thread may see: [low[i], high[i]).
 struct RowKeys {
@@ -21,8 +21,8 @@ __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, cons
   const ItemRows rows = rows_of_item(p, item);
   const Band band = band_of(p);
   const Lengths& n = item.sequence.n;
-  return {visible_keys(band, n, (rows.first + rows.count - 1) / p.group).begin,
-          visible_keys(band, n, rows.first / p.group).end};
+  return {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
+          visible_keys(band, n, rows.first / kGroup).end};
 }
 
 // What a thread knows of its two rows.
@@ -38,49 +38,14 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = item.block * kBlockRows + kWarpRows * team_warp + int(thread_row()) + 8 * i;
-    const int query = min(row / p.group, n.sq - 1);
+    const int query = min(row / kGroup, n.sq - 1);
     const KeyRange keys = visible_keys(band_of(p), n, query);
     rows.keys.low[i] = keys.begin;
     rows.keys.high[i] = keys.end;
     rows.diagonal[i] = diagonal_of(n, query);
-    rows.slope[i] = kAlibi ? alibi_slope(p, item.batch, item.head * p.group + row % p.group) : 0;
+    rows.slope[i] = kAlibi ? alibi_slope(p, item.batch, item.head * kGroup + row % kGroup) : 0;
   }
   return rows;
-}
-
-// S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.
-__device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = 0;
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    u32 a[4];
-    load_shared_matrices(q + step / 4 * kBlockRows * 128 + swizzled(lane % 16, step % 4 * 2 + lane / 16), a);
-#pragma unroll
-    for (int keys = 0; keys < kBlockKeys; keys += 16) {
-      u32 b[4];
-      const u32 row = keys + lane % 8 + lane / 16 * 8;
-      load_shared_matrices(k + step / 4 * kPanelBytes + swizzled(row, step % 4 * 2 + lane / 8 % 2), b);
-      multiply_16_8_16(S + keys / 2, a, b[0], b[1]);
-      multiply_16_8_16(S + keys / 2 + 4, a, b[2], b[3]);
-    }
-  }
-}
-
-// O += P V
-__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll
-  for (int keys = 0; keys < kBlockKeys; keys += 16)
-#pragma unroll
-    for (int column = 0; column < kValueDim; column += 16) {
-      u32 b[4];
-      load_shared_matrices_transposed(
-          v + column / 64 * kPanelBytes + swizzled(keys + lane % 16, column % 64 / 8 + lane / 16), b);
-      multiply_16_8_16(O + column / 2, P + keys / 4, b[0], b[1]);
-      multiply_16_8_16(O + column / 2 + 4, P + keys / 4, b[2], b[3]);
-    }
 }
 
 // What a score becomes before the softmax, and -inf where its key is hidden.
@@ -154,7 +119,7 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_decode(const __grid_constant__ DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   const Share share = find_share(p, raw);
   if (int(blockIdx.x) >= share.all.count) return;
@@ -162,13 +127,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_decode(const __
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
   const auto sync_team = [&] {
+    if (kWide) fence_async_proxy();
     if (kTeamWarps == 1)
       __syncwarp();
     else
       named_barrier_sync(1 + team, 32 * kTeamWarps);
   };
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
-  const u32 q = smem + kLayout.q + team_warp * kWarpRows * 128;
+  const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
   const u32 ring = smem + kLayout.ring + team * kStages * kStageBytes;
   DecodeLoader load(p, share, smem, team, team_warp);
 #pragma unroll
@@ -179,8 +145,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_decode(const __
   while (items.next()) {
     const DecodeItem& item = items.item;
     load_q(p, item, raw);
+    if (kWide) fence_async_proxy();
     __syncthreads();
-    const bool has_rows = kWarpRows * team_warp < rows_of_item(p, item).count;
+    const bool has_rows = team_warp * kWarpRows / kProductRows * kProductRows < rows_of_item(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);
     const ThreadRows thread_rows = rows_of_thread(p, item, team_warp);
     float O[kValueDim / 2];
@@ -209,6 +176,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_decode(const __
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
     merge_teams(p, item, rows, O, raw);
-    if (item.parts > 1) merge_parts(p, item, raw);
+    if (item.parts > 1) end_part(p, item, raw);
   }
 }

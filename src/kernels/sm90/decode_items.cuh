@@ -53,54 +53,62 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
 }
 
 // Rows of a kv head, (query, head of its group), go into blocks.
-__device__ __forceinline__ int row_blocks_of(const DecodeParams& p, const Lengths& n) {
-  return (n.sq * p.group + kBlockRows - 1) / kBlockRows;
+__device__ __forceinline__ int row_blocks_of(const Lengths& n) {
+  return (n.sq * kGroup + kBlockRows - 1) / kBlockRows;
 }
 
 // The keys that some of the rows [first, last] of a kv head see.
 __device__ __forceinline__ KeyRange keys_of_rows(const DecodeParams& p, const Lengths& n, int first, int last) {
   const Band band = band_of(p);
-  return {visible_keys(band, n, first / p.group).begin, visible_keys(band, n, last / p.group).end};
+  return {visible_keys(band, n, first / kGroup).begin, visible_keys(band, n, last / kGroup).end};
 }
 
-// Of each line of a sequence at most; the lines of a sequence stand as far apart.
-__device__ __forceinline__ int line_units(const DecodeParams& p, const Lengths& n) {
-  if (n.sq == 0) return 0;
-  return kEntryUnits + units_of(keys_of_rows(p, n, 0, n.sq * p.group - 1)).count;
+// The keys that a block of rows sees.
+__device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const Lengths& n, int block) {
+  return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }
 
-__device__ __forceinline__ long long sequence_units(const DecodeParams& p, int batch) {
-  const Lengths n = sequence_of(p, batch).n;
-  return (long long)(p.hk * row_blocks_of(p, n)) * line_units(p, n);
+// Of the lines of a kv head.
+__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n) {
+  const int blocks = row_blocks_of(n);
+  int units = kEntryUnits * blocks;
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) units += units_of(keys_of_block(p, n, block)).count;
+  return units;
+}
+
+__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch) {
+  return p.hk * head_units(p, sequence_of(p, batch).n);
 }
 
 // The share of this thread block, and the sequence in which it begins.
 struct Share {
   Shares all;
-  long long begin, end;
+  int begin, end;
   int batch;
-  long long at;  // where that sequence stands
+  int at;  // where that sequence stands
 };
 
 // Prefix sums over the sequences, by all threads of the block.
 __device__ __forceinline__ Share find_share(const DecodeParams& p, unsigned char* shared) {
-  long long* sums = reinterpret_cast<long long*>(shared + kLayout.scan);  // of warps, then what is found
+  int* const sums = reinterpret_cast<int*>(shared + kLayout.scan);  // of warps, then what is found
   const int lane = threadIdx.x % 32;
   const int each = (p.batch + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each;
   const int last = min(first + each, p.batch);
-  long long mine = 0;
+  int mine = 0;
+#pragma unroll 1
   for (int b = first; b < last; ++b) mine += sequence_units(p, b);
-  long long before = mine;
+  int before = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const long long x = __shfl_up_sync(0xffffffff, before, step);
+    const int x = __shfl_up_sync(0xffffffff, before, step);
     if (lane >= step) before += x;
   }
   if (lane == 31) sums[threadIdx.x / 32] = before;
   __syncthreads();
   before -= mine;
-  long long units = 0;
+  int units = 0;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) {
     if (warp < threadIdx.x / 32) before += sums[warp];
@@ -112,8 +120,9 @@ __device__ __forceinline__ Share find_share(const DecodeParams& p, unsigned char
   share.end = share_begin(share.all, blockIdx.x + 1);
   if (share.begin >= before && share.begin < before + mine) {
     int b = first;
+#pragma unroll 1
     for (;;) {
-      const long long after = before + sequence_units(p, b);
+      const int after = before + sequence_units(p, b);
       if (share.begin < after) break;
       before = after;
       ++b;
@@ -122,7 +131,7 @@ __device__ __forceinline__ Share find_share(const DecodeParams& p, unsigned char
     sums[kWarps + 1] = before;
   }
   __syncthreads();
-  share.batch = int(sums[kWarps]);
+  share.batch = sums[kWarps];
   share.at = sums[kWarps + 1];
   return share;
 }
@@ -141,6 +150,7 @@ class DecodeItems {
  public:
   __device__ __forceinline__ DecodeItems(const DecodeParams& p, const Share& share) : p_(p), share_(share) {
     item.batch = share.batch - 1;
+    item.head = item.block = 0;
     at_ = share.at;
   }
 
@@ -150,45 +160,53 @@ class DecodeItems {
   __device__ __forceinline__ bool next() {
     for (;;) {
       at_ += units_;
-      while (++line_ >= lines_) {
+      if (++item.block >= blocks_) {
+        item.block = 0;
+        ++item.head;
+      }
+      while (item.head >= heads_) {
         if (++item.batch >= p_.batch) return false;
-        item.sequence = sequence_of(p_, item.batch);
-        blocks_ = row_blocks_of(p_, item.sequence.n);
-        units_ = line_units(p_, item.sequence.n);
-        lines_ = p_.hk * blocks_;
-        line_ = -1;
+        begin_sequence();
       }
       if (at_ >= share_.end) return false;
-      if (at_ + units_ > share_.begin && take()) return true;
+      const KeyRange keys = keys_of_block(p_, item.sequence.n, item.block);
+      const Units units = units_of(keys);
+      units_ = kEntryUnits + units.count;
+      const UnitRange mine = units_in_share(at_, units.count, share_.begin, share_.end);
+      if (!mine.any()) continue;
+      take(keys, units, mine);
+      return true;
     }
   }
 
  private:
-  // Whether any of the line at hand is in the share.
-  __device__ __forceinline__ bool take() {
-    item.head = line_ / blocks_;
-    item.block = line_ - item.head * blocks_;
-    const Lengths& n = item.sequence.n;
-    const int last = min((item.block + 1) * kBlockRows, n.sq * p_.group) - 1;
-    const KeyRange keys = keys_of_rows(p_, n, item.block * kBlockRows, last);
-    const Units units = units_of(keys);
-    const UnitRange mine = units_in_share(at_, units.count, share_.begin, share_.end);
-    if (!mine.any()) return false;
+  // Goes to the head in which the share begins, or to the first.
+  __device__ __forceinline__ void begin_sequence() {
+    item.sequence = sequence_of(p_, item.batch);
+    blocks_ = row_blocks_of(item.sequence.n);
+    item.head = item.block = units_ = 0;
+    heads_ = blocks_ > 0 ? p_.hk : 0;
+    if (at_ >= share_.begin || heads_ == 0) return;
+    const int units = head_units(p_, item.sequence.n);
+    item.head = (share_.begin - at_) / units;
+    at_ += item.head * units;
+  }
+
+  __device__ __forceinline__ void take(const KeyRange& keys, const Units& units, const UnitRange& mine) {
     item.begin = (units.first + mine.begin) * kUnitKeys / kBlockKeys;
     item.end = min((units.first + mine.end) * kUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
     item.part = 0;
     item.parts = 1;
     if (mine.end - mine.begin < units.count) {
-      const long long first = at_ + kEntryUnits;
+      const int first = at_ + kEntryUnits;
       item.first_share = share_of_unit(share_.all, first);
       item.part = blockIdx.x - item.first_share;
       item.parts = share_of_unit(share_.all, first + units.count - 1) - item.first_share + 1;
     }
-    return true;
   }
 
   const DecodeParams& p_;
   const Share& share_;
-  long long at_;
-  int line_ = 0, lines_ = 0, blocks_ = 0, units_ = 0;
+  int at_;
+  int heads_ = 0, blocks_ = 0, units_ = 0;
 };

@@ -4,11 +4,12 @@
 
 namespace fulgur::kernels {
 
-enum : int {
-  kWarpRows = 16,
-  kMergeColumns = 32,  // of O that teams put together at a time
-  kMergeStride = 40,   // floats: rows of a quarter of a warp lie in different banks
-};
+enum : int { kWarpRows = 16 };
+
+// Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
+// rows in different banks.
+FULGUR_SHARED int merge_columns(int value_dim) { return value_dim > 128 ? 64 : 32; }
+FULGUR_SHARED int merge_stride(int value_dim) { return merge_columns(value_dim) + 8; }
 
 // What the map depends on: constants of plan.h.
 struct DecodeTile {
@@ -20,10 +21,10 @@ struct DecodeLayout {
   int k_bytes, v_bytes;  // of a stage
   int ring;              // [team][stage]{K, V}
   int q;                 // [panel][row][64 columns], swizzled
-  int merge;             // [warp][row][kMergeStride]: columns of O
+  int merge;             // [warp][row][merge_stride]: columns of O
   int stats;             // [warp][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
-  int scan;              // 8 bytes a warp, and those after them: what the block scan says
+  int scan;              // an int a warp, and a few more: sums over sequences
   int bytes;
 };
 
@@ -36,10 +37,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.ring = 0;
   map.q = map.ring + tile.teams * tile.stages * (map.k_bytes + map.v_bytes);
   map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
-  map.stats = map.merge + warps * kWarpRows * kMergeStride * 4;
+  map.stats = map.merge + warps * kWarpRows * merge_stride(tile.value_dim) * 4;
   map.totals = map.stats + warps * kWarpRows * 8;
   map.scan = map.totals + rows * 8;
-  map.bytes = map.scan + 8 * (warps + 4);
+  map.bytes = map.scan + 4 * (warps + 2);
   return map;
 }
 

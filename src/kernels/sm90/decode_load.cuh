@@ -108,12 +108,12 @@ struct ItemRows {
 
 __device__ __forceinline__ ItemRows rows_of_item(const DecodeParams& p, const DecodeItem& item) {
   const int first = item.block * kBlockRows;
-  return {first, min(item.sequence.n.sq * p.group - first, int(kBlockRows))};
+  return {first, min(item.sequence.n.sq * kGroup - first, int(kBlockRows))};
 }
 
 __device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const StridedTensor& t,
                                                     const DecodeItem& item, int row) {
-  return row_of(t, item.batch, item.sequence.n.q_start + row / p.group, item.head * p.group + row % p.group);
+  return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
 }
 
 // Q of an item, by all threads; zeros where there is none.

@@ -20,8 +20,20 @@ __device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned sh
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const DecodeItem& item, int row, float shift,
                                           float sum) {
   if (!kHasLse) return;
-  float* lse = p.lse + item.batch * p.lse_batch_stride + (item.head * p.group + row % p.group) * p.lse_head_stride;
-  lse[item.sequence.n.q_start + row / p.group] = lse_of(sum, shift);
+  float* lse = p.lse + item.batch * p.lse_batch_stride + (item.head * kGroup + row % kGroup) * p.lse_head_stride;
+  lse[item.sequence.n.q_start + row / kGroup] = lse_of(sum, shift);
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
+  sum.x += factor * x.x;
+  sum.y += factor * x.y;
+  sum.z += factor * x.z;
+  sum.w += factor * x.w;
+}
+
+// Of a row of a part, behind its O.
+__device__ __forceinline__ void store_stats(float* row, float shift, float sum) {
+  *reinterpret_cast<float2*>(row + kValueDim) = {shift, sum};
 }
 
 // What the sum and O relative to `shift` are multiplied with where `new_shift` counts.
@@ -29,16 +41,22 @@ __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
 
-// The part of an item's line that this thread block leaves, or that another one has left. A thread block has at most
-// two: of the line in which its share begins, and of the one in which it ends.
+// The number of a part of an item's line among all parts. A thread block has at most two: of the line in which its
+// share begins, and of the one in which it ends.
+__device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
+  return 2 * (item.first_share + part) + (part == 0);
+}
+
+// Where that part is left.
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  const long long slot = 2 * (item.first_share + part) + (part == 0);
-  return p.partial + slot * (kBlockRows * partial_row_floats(kValueDim));
+  return p.partial + (long long)(slot_of(item, part)) * (kBlockRows * partial_row_floats(kValueDim));
 }
 
 // Puts together what the teams have of an item, in the order of the teams: O, or this part of it.
 __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeItem& item, const Rows& rows,
                                             const float (&O)[kValueDim / 2], unsigned char* shared) {
+  constexpr int kMergeColumns = merge_columns(kValueDim);
+  constexpr int kMergeStride = merge_stride(kValueDim);
   const ItemRows of_item = rows_of_item(p, item);
   const bool whole = item.parts == 1;
   const int warp = threadIdx.x / 32;
@@ -64,13 +82,10 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       sum += of_team.x * of_team.y;
     }
     totals[row] = {shift, sum};
-    if (whole) {
+    if (whole)
       store_lse(p, item, of_item.first + row, shift, sum);
-    } else {
-      float* const left = partial + row * partial_row_floats(kValueDim) + kValueDim;
-      left[0] = shift;
-      left[1] = sum;
-    }
+    else
+      store_stats(partial + row * partial_row_floats(kValueDim), shift, sum);
   }
 #pragma unroll
   for (int first = 0; first < kValueDim; first += kMergeColumns) {
@@ -91,11 +106,8 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
 #pragma unroll
       for (int team = 0; team < kTeams; ++team) {
         const float factor = stats[team * kBlockRows + row].x;
-        const float4 x = *reinterpret_cast<const float4*>(columns + (team * kBlockRows + row) * kMergeStride + column);
-        sum.x += factor * x.x;
-        sum.y += factor * x.y;
-        sum.z += factor * x.z;
-        sum.w += factor * x.w;
+        add_scaled(sum, *reinterpret_cast<const float4*>(columns + (team * kBlockRows + row) * kMergeStride + column),
+                   factor);
       }
       if (whole)
         store_columns(p, item_row(p, p.o, item, of_item.first + row), first + column, sum,
@@ -107,67 +119,98 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   }
 }
 
-// Puts the parts of a line together, in the order of its keys, in the thread block that leaves the last one: a warp
-// takes a row, each lane the weights of some parts, then four columns of all.
-__device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
-  u32* const last = reinterpret_cast<u32*>(shared + kLayout.scan);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const u32 before = atomicInc(reinterpret_cast<unsigned*>(p.tickets) + item.first_share, item.parts - 1);
-    __threadfence();
-    *last = before == u32(item.parts - 1);
-  }
-  __syncthreads();
-  if (!*last) return;
+// Parts of a line, `count` of them, `step` apart.
+struct Parts {
+  int first, step, count;
+};
+
+// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes a
+// row: first each lane the weights of some parts, then four columns of all.
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
+                                            bool whole, unsigned char* shared) {
   constexpr int kRow = partial_row_floats(kValueDim);
-  constexpr int kOfLane = (kMostShares + 31) / 32;
+  constexpr int kAhead = 16;  // loads on their way
+  static_assert(2 * kMostShares <= kWarpRows * merge_stride(kValueDim));
   const ItemRows of_item = rows_of_item(p, item);
+  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  float2* const stats =  // of each part: {shift, sum}, then the weight
+      reinterpret_cast<float2*>(shared + kLayout.merge) + warp * kWarpRows * merge_stride(kValueDim) / 2;
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < of_item.count; row += kWarps) {
-    const auto part_row = [&](int part) { return partial_of(p, item, part) + row * kRow; };
-    float weight[kOfLane];
-    float sums[kOfLane];
+  for (int row = warp; row < of_item.count; row += kWarps) {
+    const auto part_row = [&](int i) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
     float shift = infinity();
+#pragma unroll 1
+    for (int first = 0; first < parts.count; first += 4 * 32) {
+      float2 x[4];
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      const int part = lane + 32 * i;
-      const bool is = part < item.parts;
-      weight[i] = is ? load_global_fresh(part_row(part) + kValueDim) : infinity();
-      sums[i] = is ? load_global_fresh(part_row(part) + kValueDim + 1) : 0;
-      shift = fminf(shift, weight[i]);
+      for (int i = 0; i < 4; ++i)
+        x[i] = load_global_fresh2(part_row(min(first + 32 * i + lane, parts.count - 1)) + kValueDim);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + 32 * i + lane < parts.count) stats[first + 32 * i + lane] = x[i];
+        shift = fminf(shift, x[i].x);
+      }
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) shift = fminf(shift, __shfl_xor_sync(0xffffffff, shift, step));
     float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      weight[i] = factor_of(weight[i], shift);
-      sum += weight[i] * sums[i];
+#pragma unroll 1
+    for (int part = lane; part < parts.count; part += 32) {
+      stats[part].x = factor_of(stats[part].x, shift);
+      sum += stats[part].x * stats[part].y;
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (lane == 0) store_lse(p, item, of_item.first + row, shift, sum);
-#pragma unroll 1
-    for (int column = 4 * lane; column - 4 * lane < kValueDim; column += 128) {
-      float4 x = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < kOfLane; ++i) {
-        const int count = min(item.parts - 32 * i, 32);
-#pragma unroll 8
-        for (int j = 0; j < count; ++j) {
-          const float factor = __shfl_sync(0xffffffff, weight[i], j);
-          if (column >= kValueDim) continue;
-          const float4 y = load_global_fresh4(part_row(32 * i + j) + column);
-          x.x += factor * y.x;
-          x.y += factor * y.y;
-          x.z += factor * y.z;
-          x.w += factor * y.w;
-        }
-      }
-      if (column < kValueDim)
-        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x, normalizer(sum));
+    __syncwarp();
+    if (lane == 0) {
+      if (whole)
+        store_lse(p, item, of_item.first + row, shift, sum);
+      else
+        store_stats(part_row(0), shift, sum);
     }
+#pragma unroll 1
+    for (int column = 4 * lane; column < kValueDim; column += 128) {
+      float4 x = {0, 0, 0, 0};
+#pragma unroll 1
+      for (int first = 0; first < parts.count; first += kAhead) {
+        float4 y[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          y[i] = load_global_fresh4(part_row(min(first + i, parts.count - 1)) + column);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          if (first + i < parts.count) add_scaled(x, y[i], stats[first + i].x);
+      }
+      if (whole)
+        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x, normalizer(sum));
+      else
+        *reinterpret_cast<float4*>(part_row(0) + column) = x;
+    }
+    __syncwarp();
   }
+}
+
+// Whether this thread block is the last of `count` that come here, after all that it has written.
+__device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* shared) {
+  int* const flag = reinterpret_cast<int*>(shared + kLayout.scan);
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = take_ticket(ticket, count - 1) == count - 1;
+  __syncthreads();
+  return *flag;
+}
+
+// Ends a line of several parts, whoever comes last. One thread block would be slow at many, so that these are put
+// together group by group, and then the groups.
+__device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
+  constexpr int kGroupParts = 16;
+  Parts parts = {0, 1, item.parts};
+  if (item.parts > 2 * kGroupParts) {
+    const int first = item.part / kGroupParts * kGroupParts;
+    const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
+    if (!is_last(p.tickets + gridDim.x + slot_of(item, first), group.count, shared)) return;
+    merge_parts(p, item, group, false, shared);
+    parts = {0, kGroupParts, (item.parts + kGroupParts - 1) / kGroupParts};
+  }
+  if (is_last(p.tickets + item.first_share, parts.count, shared)) merge_parts(p, item, parts, true, shared);
 }

@@ -8,6 +8,8 @@
 //   kTeams          teams of a thread block, each with keys of its own
 //   kBlockKeys      Bc, the keys that a team takes at a time
 //   kStages         buffers of a team, of kBlockKeys rows of K and V each
+//   kResidents      thread blocks of a multiprocessor
+//   kGroup          hq / hk
 //   kHasLeft, kHasRight, kScoreMode, kSoftcap, kAlibi, kHasLse    as in sm90/forward_params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
@@ -36,5 +38,5 @@ struct DecodeParams : CallParams {
 
   int q_whole, o_whole;  // 1: rows of q, of o are multiples of 16 bytes, strides and base included
   float* partial;  // [2 * thread blocks][Br][partial_row_floats(kValueDim)]
-  int* tickets;    // [thread blocks], zero before the first launch; every launch leaves them zero
+  int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 };
