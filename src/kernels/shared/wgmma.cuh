@@ -3,7 +3,6 @@
 // k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
 #pragma once
 #include "shared/mbarrier.cuh"
-#include "shared/warp.cuh"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -31,11 +30,6 @@ __device__ __forceinline__ u32 operand_descriptor(u32 shared, u32 leading_bytes)
   return (leading_bytes >> 4) << 16 | (shared & 0x3ffff) >> 4;
 }
 #define FULGUR_DESCRIPTOR_HIGH "0x40000040"
-
-// The same, in a uniform register.
-__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
-  return u32(uniform(operand_descriptor(shared, leading_bytes)));
-}
 
 // How an operand lies in shared memory; the instruction's transpose bit.
 enum Lies : int { kAlongK = 0, kAcrossK = 1 };

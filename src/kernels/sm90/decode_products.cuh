@@ -1,9 +1,9 @@
 // The two products of a tile: a warp's by mma.sync where a team has few rows, a warpgroup's by wgmma where it has 64.
 // Both leave the same fragments (shared/fragment.cuh).
 #pragma once
+#include "shared/descriptor.cuh"
 #include "shared/mma.cuh"
 #include "shared/tma.cuh"
-#include "shared/wgmma.cuh"
 #include "sm90/decode_load.cuh"
 
 enum : int {
