@@ -18,11 +18,6 @@ StridedTensor strided(const Layout& l) { return {nullptr, l.batch, l.row, l.head
 
 const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
 
-/// Whether rows begin at multiples of 16 bytes, so that they are read or written as a whole.
-int is_whole(const Layout& l) {
-  return l.aligned && l.batch % 8 == 0 && l.row % 8 == 0 && l.head % 8 == 0 ? 1 : 0;
-}
-
 }  // namespace
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
@@ -53,8 +48,6 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.entries = static_cast<int>(p.cache.entries);
   params_.ids = static_cast<int>(p.cache.ids);
   params_.table_stride = p.cache.table_stride;
-  params_.q_whole = is_whole(p.q);
-  params_.o_whole = is_whole(p.out);
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
@@ -68,10 +61,10 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   const auto elements = [](const char* name, const ConstTensor& t, bool any_alignment) {
     return static_cast<unsigned short*>(aligned_data(name, t, any_alignment));
   };
-  p.q.data = elements("q", args.q, p.q_whole == 0);
+  p.q.data = elements("q", args.q, !plan_.q_whole);
   p.k.data = elements("k", args.k, no_keys_);
   p.v.data = elements("v", args.v, no_keys_);
-  p.o.data = elements("out", args.out, p.o_whole == 0);
+  p.o.data = elements("out", args.out, !plan_.o_whole);
   p.lse = static_cast<float*>(args.lse.data);
   p.cu_seqlens_q = ints(args.cu_seqlens_q);
   p.cu_seqlens_k = ints(args.cu_seqlens_k);

@@ -29,7 +29,8 @@ int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
 kernels::DecodeLayout layout_of(const HopperDecodeKey& key) {
   return kernels::decode_layout(
-      {key.head_dim, key.value_dim, key.team_warps, key.teams, key.block_keys, key.stages});
+      {key.head_dim, key.value_dim, key.team_warps, key.teams, key.line_rows, key.block_keys,
+       key.stages});
 }
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
@@ -50,6 +51,7 @@ std::string not_whole(const Layout& strides) {
 void set_tile(HopperDecodePlan& plan, int64_t rows, int shared_bytes) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
   plan.residents = plan.team_warps == 1 && dim <= 128 ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
@@ -75,7 +77,7 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int mult
 }  // namespace
 
 int64_t HopperDecodePlan::partial_floats() const {
-  return int64_t{2} * grid * block_rows() * kernels::partial_row_floats(value_dim);
+  return int64_t{2} * grid * line_rows * kernels::partial_row_floats(value_dim);
 }
 
 std::string hopper_decode_rejects(const Problem& p) {
@@ -127,6 +129,8 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
   plan.group = static_cast<int>(p.group());
+  plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
+  plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
   set_tile(plan, rows_of_kv_head(p), target.shared_bytes);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
@@ -146,7 +150,10 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kBlockKeys", plan.block_keys);
   header.add("kStages", plan.stages);
   header.add("kResidents", plan.residents);
+  header.add("kLineRows", plan.line_rows);
   header.add("kGroup", plan.group);
+  header.add("kQWhole", plan.q_whole);
+  header.add("kOWhole", plan.o_whole);
   header.add("kHasLeft", plan.has_left);
   header.add("kHasRight", plan.has_right);
   header.add("kScoreMode", plan.transforms_scores);

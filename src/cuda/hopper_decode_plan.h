@@ -16,7 +16,9 @@ struct HopperDecodeKey {
   int team_warps = 0, teams = 0;    ///< warps of 16 rows; teams with keys of their own
   int block_keys = 0, stages = 0;   ///< Bc; buffers of a team
   int residents = 0;                ///< thread blocks of a multiprocessor
+  int line_rows = 0;                ///< of the rows of a block, those that a kv head may have
   int group = 0;                    ///< hq / hk
+  bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool has_left = false, has_right = false;
   bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, packed_k = false, seqused_k = false, has_lse = false;

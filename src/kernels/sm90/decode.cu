@@ -121,8 +121,8 @@ extern __shared__ __align__(1024) unsigned char raw[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
-  const Share share = find_share(p, raw);
-  if (int(blockIdx.x) >= share.all.count) return;
+  Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
+  if (!find_share(p, raw, share)) return;
   const int warp = uniform(threadIdx.x / 32);
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
@@ -135,16 +135,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
   };
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
   const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
+  const u32 left_items = smem + kLayout.items + warp * int(sizeof(DecodeItems));
   const u32 ring = smem + kLayout.ring + team * kStages * kStageBytes;
-  DecodeLoader load(p, share, smem, team, team_warp);
+  DecodeItems items = items_of(share);
+  bool more = items.next(p, share);
+  DecodeQuery query;
+  if (more) query.fetch(p, items.item);
+  DecodeLoader load(p, share, items, more, smem, team, team_warp);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) load.start();
   int stage = 0;
-  DecodeItems items(p, share);
 #pragma unroll 1
-  while (items.next()) {
+  while (more) {
     const DecodeItem& item = items.item;
-    load_q(p, item, raw);
+    store_shared_struct(left_items, items);
+    query.store(p, item, raw);
     if (kWide) fence_async_proxy();
     __syncthreads();
     const bool has_rows = team_warp * kWarpRows / kProductRows * kProductRows < rows_of_item(p, item).count;
@@ -173,9 +178,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
       if ((kHasLeft || kHasRight) && masked && is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
       if (has_rows) multiply_values(O, P, v);
     }
+    items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
     merge_teams(p, item, rows, O, raw);
     if (item.parts > 1) end_part(p, item, raw);
+    more = items.next(p, share);
+    if (more) query.fetch(p, item);
   }
 }

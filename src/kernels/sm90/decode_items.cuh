@@ -13,30 +13,25 @@ enum : int {
   kBlockRows = kWarpRows * kTeamWarps,
 };
 
-constexpr DecodeLayout kLayout = decode_layout({kHeadDim, kValueDim, kTeamWarps, kTeams, kBlockKeys, kStages});
+constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kStages};
+constexpr DecodeLayout kLayout = decode_layout(kTile);
 
-// A sequence: its lengths, where lengths.k_start is the row of its first key, and where such rows lie.
+// A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {
   Lengths n;
-  int entry;         // of the batch, kPage == 0
-  long long pages;   // its first entry of the page table, kPage > 0
+  int entry;  // of the batch; with kPageLists its first one of the page table
 };
 
 // The one place of this kernel that reads lengths and tables' beginnings, as lengths_of does: whatever they say, no
 // access leaves the tensors.
 __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int batch) {
-  DecodeSequence s = {{0, 0, p.sq, 0}, batch, 0};
+  DecodeSequence s = {{0, 0, p.sq, 0}, batch};
   if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
   int rows = p.rows_k;
   if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, s.n.k_start, rows);
   if (kPage > 0) {
     int ids = p.ids;
-    s.pages = batch * p.table_stride;
-    if (kPageLists) {
-      int first;
-      packed_rows(p.page_indptr, batch, p.ids, p.ids, first, ids);
-      s.pages = first;
-    }
+    if (kPageLists) packed_rows(p.page_indptr, batch, p.ids, p.ids, s.entry, ids);
     rows = int(min((long long)(ids) * kPage, (long long)(p.sk)));
   }
   int end = min(rows, p.sk);
@@ -89,9 +84,9 @@ struct Share {
   int at;  // where that sequence stands
 };
 
-// Prefix sums over the sequences, by all threads of the block.
-__device__ __forceinline__ Share find_share(const DecodeParams& p, unsigned char* shared) {
-  int* const sums = reinterpret_cast<int*>(shared + kLayout.scan);  // of warps, then what is found
+// Prefix sums over the sequences, by all threads of the block. False where there is no share for it.
+__device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char* shared, Share& share) {
+  int* const sums = reinterpret_cast<int*>(shared + kLayout.scan);  // of warps
   const int lane = threadIdx.x % 32;
   const int each = (p.batch + kThreads - 1) / kThreads;
   const int first = threadIdx.x * each;
@@ -114,26 +109,22 @@ __device__ __forceinline__ Share find_share(const DecodeParams& p, unsigned char
     if (warp < threadIdx.x / 32) before += sums[warp];
     units += sums[warp];
   }
-  Share share = {shares_of(units, gridDim.x), 0, 0, 0, 0};
-  if (int(blockIdx.x) >= share.all.count) return share;
-  share.begin = share_begin(share.all, blockIdx.x);
-  share.end = share_begin(share.all, blockIdx.x + 1);
-  if (share.begin >= before && share.begin < before + mine) {
+  const Shares all = shares_of(units, gridDim.x);
+  if (int(blockIdx.x) >= all.count) return false;
+  const int begin = share_begin(all, blockIdx.x);
+  if (begin >= before && begin < before + mine) {
     int b = first;
 #pragma unroll 1
     for (;;) {
       const int after = before + sequence_units(p, b);
-      if (share.begin < after) break;
+      if (begin < after) break;
       before = after;
       ++b;
     }
-    sums[kWarps] = b;
-    sums[kWarps + 1] = before;
+    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before};
   }
   __syncthreads();
-  share.batch = sums[kWarps];
-  share.at = sums[kWarps + 1];
-  return share;
+  return true;
 }
 
 // Keys of a line that this thread block computes.
@@ -145,68 +136,67 @@ struct DecodeItem {
   int first_share;   // of the line
 };
 
-// The items of a share, one after the other.
-class DecodeItems {
- public:
-  __device__ __forceinline__ DecodeItems(const DecodeParams& p, const Share& share) : p_(p), share_(share) {
-    item.batch = share.batch - 1;
-    item.head = item.block = 0;
-    at_ = share.at;
-  }
-
+// The items of a share, one after the other: 16 ints, which a warp may leave in shared memory.
+struct DecodeItems {
   DecodeItem item;
+  int at, units;  // where the item's line stands, and how long it is
+  int blocks;     // of rows, of its sequence
 
   // Goes on to the next one; false when there are no more.
-  __device__ __forceinline__ bool next() {
+  __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share) {
     for (;;) {
-      at_ += units_;
-      if (++item.block >= blocks_) {
+      at += units;
+      if (++item.block >= blocks) {
         item.block = 0;
         ++item.head;
       }
-      while (item.head >= heads_) {
-        if (++item.batch >= p_.batch) return false;
-        begin_sequence();
+      while (item.head >= p.hk || blocks == 0) {
+        if (++item.batch >= p.batch) return false;
+        begin_sequence(p, share);
       }
-      if (at_ >= share_.end) return false;
-      const KeyRange keys = keys_of_block(p_, item.sequence.n, item.block);
-      const Units units = units_of(keys);
-      units_ = kEntryUnits + units.count;
-      const UnitRange mine = units_in_share(at_, units.count, share_.begin, share_.end);
+      if (at >= share.end) return false;
+      const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
+      const Units of_line = units_of(keys);
+      units = kEntryUnits + of_line.count;
+      const UnitRange mine = units_in_share(at, of_line.count, share.begin, share.end);
       if (!mine.any()) continue;
-      take(keys, units, mine);
+      take(share, keys, of_line, mine);
       return true;
     }
   }
 
  private:
   // Goes to the head in which the share begins, or to the first.
-  __device__ __forceinline__ void begin_sequence() {
-    item.sequence = sequence_of(p_, item.batch);
-    blocks_ = row_blocks_of(item.sequence.n);
-    item.head = item.block = units_ = 0;
-    heads_ = blocks_ > 0 ? p_.hk : 0;
-    if (at_ >= share_.begin || heads_ == 0) return;
-    const int units = head_units(p_, item.sequence.n);
-    item.head = (share_.begin - at_) / units;
-    at_ += item.head * units;
+  __device__ __forceinline__ void begin_sequence(const DecodeParams& p, const Share& share) {
+    item.sequence = sequence_of(p, item.batch);
+    blocks = row_blocks_of(item.sequence.n);
+    item.head = item.block = units = 0;
+    if (at >= share.begin || blocks == 0) return;
+    const int of_head = head_units(p, item.sequence.n);
+    item.head = (share.begin - at) / of_head;
+    at += item.head * of_head;
   }
 
-  __device__ __forceinline__ void take(const KeyRange& keys, const Units& units, const UnitRange& mine) {
-    item.begin = (units.first + mine.begin) * kUnitKeys / kBlockKeys;
-    item.end = min((units.first + mine.end) * kUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
+  __device__ __forceinline__ void take(const Share& share, const KeyRange& keys, const Units& of_line,
+                                       const UnitRange& mine) {
+    item.begin = (of_line.first + mine.begin) * kUnitKeys / kBlockKeys;
+    item.end = min((of_line.first + mine.end) * kUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
     item.part = 0;
     item.parts = 1;
-    if (mine.end - mine.begin < units.count) {
-      const int first = at_ + kEntryUnits;
-      item.first_share = share_of_unit(share_.all, first);
-      item.part = blockIdx.x - item.first_share;
-      item.parts = share_of_unit(share_.all, first + units.count - 1) - item.first_share + 1;
-    }
+    if (mine.end - mine.begin == of_line.count) return;
+    const int first = at + kEntryUnits;
+    item.first_share = share_of_unit(share.all, first);
+    item.part = blockIdx.x - item.first_share;
+    item.parts = share_of_unit(share.all, first + of_line.count - 1) - item.first_share + 1;
   }
-
-  const DecodeParams& p_;
-  const Share& share_;
-  int at_;
-  int heads_ = 0, blocks_ = 0, units_ = 0;
 };
+
+// Before the first item.
+__device__ __forceinline__ DecodeItems items_of(const Share& share) {
+  DecodeItems items;
+  items.item.batch = share.batch - 1;
+  items.item.head = items.item.block = items.item.first_share = 0;
+  items.at = share.at;
+  items.units = items.blocks = 0;
+  return items;
+}

@@ -6,30 +6,33 @@ namespace fulgur::kernels {
 
 enum : int { kWarpRows = 16 };
 
-// Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
-// rows in different banks.
-FULGUR_SHARED int merge_columns(int value_dim) { return value_dim > 128 ? 64 : 32; }
-FULGUR_SHARED int merge_stride(int value_dim) { return merge_columns(value_dim) + 8; }
-
 // What the map depends on: constants of plan.h.
 struct DecodeTile {
-  int head_dim, value_dim, team_warps, teams, block_keys, stages;
+  int head_dim, value_dim, team_warps, teams, line_rows, block_keys, stages;
 };
+
+// Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
+// rows in different banks.
+FULGUR_SHARED int merge_columns(const DecodeTile& tile) {
+  return (tile.value_dim > 128 ? 64 : 32) * kWarpRows * tile.team_warps / tile.line_rows;
+}
+FULGUR_SHARED int merge_stride(const DecodeTile& tile) { return merge_columns(tile) + 8; }
 
 // Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
 struct DecodeLayout {
   int k_bytes, v_bytes;  // of a stage
   int ring;              // [team][stage]{K, V}
   int q;                 // [panel][row][64 columns], swizzled
-  int merge;             // [warp][row][merge_stride]: columns of O
-  int stats;             // [warp][row]{shift, sum}, then {factor, sum}
+  int merge;             // [team][row][merge_stride]: columns of O
+  int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
-  int scan;              // an int a warp, and a few more: sums over sequences
+  int items;             // 16 ints a warp: the item at hand
+  int share;             // 7 ints: the share of the thread block
+  int scan;              // an int a warp: sums over sequences; later a flag
   int bytes;
 };
 
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
-  const int warps = tile.team_warps * tile.teams;
   const int rows = kWarpRows * tile.team_warps;
   DecodeLayout map = {};
   map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
@@ -37,10 +40,12 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.ring = 0;
   map.q = map.ring + tile.teams * tile.stages * (map.k_bytes + map.v_bytes);
   map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
-  map.stats = map.merge + warps * kWarpRows * merge_stride(tile.value_dim) * 4;
-  map.totals = map.stats + warps * kWarpRows * 8;
-  map.scan = map.totals + rows * 8;
-  map.bytes = map.scan + 4 * (warps + 2);
+  map.stats = map.merge + tile.teams * tile.line_rows * merge_stride(tile) * 4;
+  map.totals = map.stats + tile.teams * tile.line_rows * 8;
+  map.items = map.totals + tile.line_rows * 8;
+  map.share = map.items + tile.teams * tile.team_warps * 64;
+  map.scan = map.share + 32;
+  map.bytes = map.scan + tile.teams * tile.team_warps * 4;
   return map;
 }
 

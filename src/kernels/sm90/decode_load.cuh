@@ -19,13 +19,16 @@ __device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(
 // The loads of a warp, which run ahead of its products over all items: a tile of its team at a time.
 class DecodeLoader {
  public:
-  __device__ __forceinline__ DecodeLoader(const DecodeParams& p, const Share& share, u32 smem, int team, int team_warp)
-      : p_(p), items_(p, share), team_(team) {
+  // `items` is at the first item, if there are `more`.
+  __device__ __forceinline__ DecodeLoader(const DecodeParams& p, const Share& share, const DecodeItems& items,
+                                          bool more, u32 smem, int team, int team_warp)
+      : p_(p), share_(share), items_(items), more_(more), team_(team) {
     const u32 lane = threadIdx.x % 32;
     row_ = 4 * team_warp + lane / 8;
     column_ = 8 * (lane % 8);
     ring_ = smem + kLayout.ring + team * kStages * kStageBytes;
-    find_tile();
+    tile_ = items_.item.begin + team_;
+    if (more_) begin_tile();
   }
 
   // Starts the loads of the next tile, of which there may be none, as one group.
@@ -33,23 +36,21 @@ class DecodeLoader {
     if (more_) {
       copy();
       tile_ += kTeams;
-      if (tile_ < items_.item.end)
-        fetch_ids();
-      else
-        find_tile();
+      begin_tile();
     }
     async_copy_commit();
     if (++stage_ == kStages) stage_ = 0;
   }
 
  private:
-  // The first tile of the next item that has one for this team.
-  __device__ __forceinline__ void find_tile() {
-    do {
-      more_ = items_.next();
+  // Goes to the next item that has a tile for this team, where this one has no more.
+  __device__ __forceinline__ void begin_tile() {
+    while (tile_ >= items_.item.end) {
+      more_ = items_.next(p_, share_);
+      if (!more_) return;
       tile_ = items_.item.begin + team_;
-    } while (more_ && tile_ >= items_.item.end);
-    if (more_) fetch_ids();
+    }
+    fetch_ids();
   }
 
   // The key of this lane's i-th row, from the first of the sequence on.
@@ -59,9 +60,10 @@ class DecodeLoader {
   __device__ __forceinline__ void fetch_ids() {
     if (kPage == 0) return;
     const DecodeSequence& s = items_.item.sequence;
+    const int* const ids = p_.page_table + (kPageLists ? s.entry : items_.item.batch * p_.table_stride);
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i)
-      ids_[i] = key(i) < s.n.sk ? p_.page_table[s.pages + (s.n.k_start + key(i)) / most(kPage, 1)] : -1;
+      ids_[i] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
   }
 
   __device__ __forceinline__ void copy() {
@@ -93,9 +95,10 @@ class DecodeLoader {
   }
 
   const DecodeParams& p_;
+  const Share& share_;
   DecodeItems items_;
-  int team_, tile_ = 0, stage_ = 0;
-  bool more_ = false;
+  bool more_;
+  int team_, tile_, stage_ = 0;
   int row_, column_;
   u32 ring_;
   int ids_[kLoadRows];
@@ -116,27 +119,50 @@ __device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const
   return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
 }
 
-// Q of an item, by all threads; zeros where there is none.
-__device__ __forceinline__ void load_q(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
-  constexpr int kChunks = kHeadDim / 8;
-  const ItemRows rows = rows_of_item(p, item);
-#pragma unroll 1
-  for (int at = threadIdx.x; at < kBlockRows * kChunks; at += kThreads) {
-    const int row = at / kChunks;
-    const int column = at % kChunks * 8;
-    uint4 x = {0, 0, 0, 0};
-    if (row < rows.count) {
-      const unsigned short* from = item_row(p, p.q, item, rows.first + row) + column;
-      if (p.q_whole && column + 8 <= p.d) {
-        x = *reinterpret_cast<const uint4*>(from);
-      } else {
-        unsigned short y[8];
+// Q of an item, zeros where there is none: 16 bytes at a time, by all threads, through registers. Where these are few it
+// is on its way before the item begins.
+class DecodeQuery {
+ public:
+  __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {
+    if (!kAhead) return;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) y[i] = column + i < p.d ? from[i] : 0;
-        x = {y[0] | u32(y[1]) << 16, y[2] | u32(y[3]) << 16, y[4] | u32(y[5]) << 16, y[6] | u32(y[7]) << 16};
-      }
-    }
-    *reinterpret_cast<uint4*>(shared + kLayout.q + column / 64 * kBlockRows * 128 + swizzled(row, column % 64 / 8)) =
-        x;
+    for (int i = 0; i < kOfThread; ++i) chunks_[i] = chunk(p, item, i);
   }
-}
+
+  __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
+#pragma unroll(kAhead ? kOfThread : 2)
+    for (int i = 0; i < kOfThread; ++i) {
+      const int row = at(i) / kChunks;
+      const int column = at(i) % kChunks * 8;
+      if (row < kBlockRows)
+        *reinterpret_cast<uint4*>(shared + kLayout.q + column / 64 * kBlockRows * 128 +
+                                  swizzled(row, column % 64 / 8)) = kAhead ? chunks_[i] : chunk(p, item, i);
+    }
+  }
+
+ private:
+  enum : int {
+    kChunks = kHeadDim / 8,
+    kOfThread = (kBlockRows * kChunks + kThreads - 1) / kThreads,
+    kAhead = kOfThread <= 2,
+  };
+
+  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kThreads; }
+
+  // 8 columns of a row.
+  static __device__ __forceinline__ uint4 chunk(const DecodeParams& p, const DecodeItem& item, int i) {
+    const ItemRows rows = rows_of_item(p, item);
+    const int row = at(i) / kChunks;
+    const int column = at(i) % kChunks * 8;
+    const int count = row < rows.count ? p.d - column : 0;
+    const unsigned short* const from = item_row(p, p.q, item, rows.first + row) + column;
+    if (kQWhole) return count > 0 ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    u32 pairs[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) pairs[i / 2] |= u32(from[i]) << (i % 2 * 16);
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+
+  uint4 chunks_[kAhead ? kOfThread : 1];
+};

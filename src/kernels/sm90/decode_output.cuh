@@ -8,7 +8,7 @@ __device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned sh
                                               const float4& x, float scale) {
   const u32 low = pack(x.x * scale, x.y * scale);
   const u32 high = pack(x.z * scale, x.w * scale);
-  if (p.o_whole && column + 4 <= p.dv) {
+  if (kOWhole && column + 4 <= p.dv) {
     *reinterpret_cast<uint2*>(row + column) = {low, high};
     return;
   }
@@ -49,17 +49,18 @@ __device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
 
 // Where that part is left.
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  return p.partial + (long long)(slot_of(item, part)) * (kBlockRows * partial_row_floats(kValueDim));
+  return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
 }
 
 // Puts together what the teams have of an item, in the order of the teams: O, or this part of it.
 __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeItem& item, const Rows& rows,
                                             const float (&O)[kValueDim / 2], unsigned char* shared) {
-  constexpr int kMergeColumns = merge_columns(kValueDim);
-  constexpr int kMergeStride = merge_stride(kValueDim);
+  constexpr int kMergeColumns = merge_columns(kTile);
+  constexpr int kMergeStride = merge_stride(kTile);
   const ItemRows of_item = rows_of_item(p, item);
   const bool whole = item.parts == 1;
-  const int warp = threadIdx.x / 32;
+  const int first_row = threadIdx.x / 32 / kTeamWarps * kLineRows + threadIdx.x / 32 % kTeamWarps * kWarpRows;
+  const auto has_row = [](int half) { return kLineRows >= kWarpRows || int(thread_row()) + 8 * half < kLineRows; };
   float* const partial = whole ? nullptr : partial_of(p, item, item.part);
   float2* const stats = reinterpret_cast<float2*>(shared + kLayout.stats);
   float2* const totals = reinterpret_cast<float2*>(shared + kLayout.totals);
@@ -67,17 +68,17 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   if (threadIdx.x % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      stats[warp * kWarpRows + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
+      if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
   }
   __syncthreads();
   for (int row = threadIdx.x; row < of_item.count; row += kThreads) {
     float shift = infinity();
     float sum = 0;
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) shift = fminf(shift, stats[team * kBlockRows + row].x);
+    for (int team = 0; team < kTeams; ++team) shift = fminf(shift, stats[team * kLineRows + row].x);
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
-      float2& of_team = stats[team * kBlockRows + row];
+      float2& of_team = stats[team * kLineRows + row];
       of_team.x = factor_of(of_team.x, shift);
       sum += of_team.x * of_team.y;
     }
@@ -91,9 +92,9 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   for (int first = 0; first < kValueDim; first += kMergeColumns) {
 #pragma unroll
     for (int i = 0; i < kMergeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
-      const int row = warp * kWarpRows + thread_row() + (i & 2 ? 8 : 0);
-      *reinterpret_cast<float2*>(columns + row * kMergeStride + i / 4 * 8 + thread_column()) = {O[first / 2 + i],
-                                                                                               O[first / 2 + i + 1]};
+      const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
+      float2* const to = reinterpret_cast<float2*>(columns + row * kMergeStride + i / 4 * 8 + thread_column());
+      if (has_row(i >> 1 & 1)) *to = {O[first / 2 + i], O[first / 2 + i + 1]};
     }
     __syncthreads();
     constexpr int kFours = kMergeColumns / 4;
@@ -105,8 +106,8 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       float4 sum = {0, 0, 0, 0};
 #pragma unroll
       for (int team = 0; team < kTeams; ++team) {
-        const float factor = stats[team * kBlockRows + row].x;
-        add_scaled(sum, *reinterpret_cast<const float4*>(columns + (team * kBlockRows + row) * kMergeStride + column),
+        const float factor = stats[team * kLineRows + row].x;
+        add_scaled(sum, *reinterpret_cast<const float4*>(columns + (team * kLineRows + row) * kMergeStride + column),
                    factor);
       }
       if (whole)
@@ -119,6 +120,9 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   }
 }
 
+// Parts that a thread block puts together at once: more of them, and more rows, would take it too long.
+enum : int { kMostParts = 64, kMostPartRows = 512, kGroupParts = 16 };
+
 // Parts of a line, `count` of them, `step` apart.
 struct Parts {
   int first, step, count;
@@ -130,27 +134,20 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
                                             bool whole, unsigned char* shared) {
   constexpr int kRow = partial_row_floats(kValueDim);
   constexpr int kAhead = 16;  // loads on their way
-  static_assert(2 * kMostShares <= kWarpRows * merge_stride(kValueDim));
+  static_assert(kWarps * kMostParts * 8 <= kLayout.stats - kLayout.merge);
   const ItemRows of_item = rows_of_item(p, item);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  float2* const stats =  // of each part: {shift, sum}, then the weight
-      reinterpret_cast<float2*>(shared + kLayout.merge) + warp * kWarpRows * merge_stride(kValueDim) / 2;
+  // Of each part {shift, sum}, then the weight.
+  float2* const stats = reinterpret_cast<float2*>(shared + kLayout.merge) + warp * kMostParts;
 #pragma unroll 1
   for (int row = warp; row < of_item.count; row += kWarps) {
     const auto part_row = [&](int i) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
     float shift = infinity();
 #pragma unroll 1
-    for (int first = 0; first < parts.count; first += 4 * 32) {
-      float2 x[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        x[i] = load_global_fresh2(part_row(min(first + 32 * i + lane, parts.count - 1)) + kValueDim);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (first + 32 * i + lane < parts.count) stats[first + 32 * i + lane] = x[i];
-        shift = fminf(shift, x[i].x);
-      }
+    for (int part = lane; part < parts.count; part += 32) {
+      stats[part] = load_global_fresh2(part_row(part) + kValueDim);
+      shift = fminf(shift, stats[part].x);
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) shift = fminf(shift, __shfl_xor_sync(0xffffffff, shift, step));
@@ -200,12 +197,10 @@ __device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* s
   return *flag;
 }
 
-// Ends a line of several parts, whoever comes last. One thread block would be slow at many, so that these are put
-// together group by group, and then the groups.
+// Ends a line of several parts, whoever comes last; where they are many, first each group of them.
 __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
-  constexpr int kGroupParts = 16;
   Parts parts = {0, 1, item.parts};
-  if (item.parts > 2 * kGroupParts) {
+  if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
     const int first = item.part / kGroupParts * kGroupParts;
     const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
     if (!is_last(p.tickets + gridDim.x + slot_of(item, first), group.count, shared)) return;

@@ -9,7 +9,9 @@
 //   kBlockKeys      Bc, the keys that a team takes at a time
 //   kStages         buffers of a team, of kBlockKeys rows of K and V each
 //   kResidents      thread blocks of a multiprocessor
+//   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kGroup          hq / hk
+//   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kHasLeft, kHasRight, kScoreMode, kSoftcap, kAlibi, kHasLse    as in sm90/forward_params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
@@ -36,7 +38,6 @@ struct DecodeParams : CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  int q_whole, o_whole;  // 1: rows of q, of o are multiples of 16 bytes, strides and base included
-  float* partial;  // [2 * thread blocks][Br][partial_row_floats(kValueDim)]
+  float* partial;  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 };
