@@ -117,6 +117,12 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
   return __any_sync(0xffffffff, found);
 }
 
+// Whether a tile is the first of its item, to the compiler.
+template <bool is>
+struct First {
+  static constexpr bool value = is;
+};
+
 extern __shared__ __align__(1024) unsigned char raw[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
@@ -143,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
   if (more) query.fetch(p, items.item);
   DecodeLoader load(p, share, items, more, smem, team, team_warp);
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) load.start();
+  for (int tile = 0; tile < kTilesAhead; ++tile) load.start();
   int stage = 0;
 #pragma unroll 1
   while (more) {
@@ -159,9 +165,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
     Rows rows = rows_without_keys();
-#pragma unroll 1
-    for (int tile = item.begin + team; tile < item.end; tile += kTeams) {
-      async_copy_wait<kStages - 2>();
+    u32 P[kBlockKeys / 4];
+    DecodeProducts products;
+    const auto take_tile = [&](auto first, int tile) {
+      async_copy_wait<kTilesAhead - 1>();
       sync_team();
       load.start();
       const u32 k = ring + stage * kStageBytes;
@@ -169,15 +176,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
       if (++stage == kStages) stage = 0;
       const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
       float S[kBlockKeys / 2];
-      u32 P[kBlockKeys / 4];
       if (has_rows) {
-        multiply_scores(S, q, k);
+        products.scores<first.value>(S, O, P, q, k);
         adjust_scores(p, S, thread_rows, tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
       if ((kHasLeft || kHasRight) && masked && is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
-      if (has_rows) multiply_values(O, P, v);
+      if (has_rows) products.values(O, P, v);
+    };
+    int tile = item.begin + team;
+    if (kWide && tile < item.end) {
+      take_tile(First<true>{}, tile);
+      tile += kTeams;
     }
+#pragma unroll 1
+    for (; tile < item.end; tile += kTeams) take_tile(First<false>{}, tile);
+    products.finish(O, P);
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);

@@ -10,25 +10,33 @@ enum : int {
   kWide = kTeamWarps >= 4,
   kProductRows = kWide ? 64 : kWarpRows,
   kQPanelBytes = kBlockRows * 128,
+  kTilesAhead = kWide ? kStages - 2 : kStages - 1,  // on their way beside the tile at hand, and V of the one before
 };
 
-// S = Q K^T of the rows whose Q lies at `q`, and the tile at `k`.
-__device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
-  if constexpr (kWide) {
-    const u32 Q = uniform_descriptor(q, 0);
-    const u32 K = uniform_descriptor(k, 0);
-    wgmma_fence();
+// S = Q K^T by wgmma, on its way.
+__device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+  const u32 Q = uniform_descriptor(q, 0);
+  const u32 K = uniform_descriptor(k, 0);
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      const int inside = step % 4 * 32;
-      Wgmma<kBlockKeys>::multiply<kAlongK, kAlongK>(S, Q + ((step / 4 * kQPanelBytes + inside) >> 4),
-                                                    K + ((step / 4 * kPanelBytes + inside) >> 4), step != 0);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    register_fence(S);
-    return;
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int inside = step % 4 * 32;
+    Wgmma<kBlockKeys>::multiply<kAlongK, kAlongK>(S, Q + ((step / 4 * kQPanelBytes + inside) >> 4),
+                                                  K + ((step / 4 * kPanelBytes + inside) >> 4), step != 0);
   }
+  wgmma_commit();
+}
+
+// O += P V by wgmma, on its way.
+__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+  const u32 V = uniform_descriptor(v, kPanelBytes);
+#pragma unroll
+  for (int step = 0; step < kBlockKeys / 16; ++step)
+    Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, V + (step * 16 * 128 >> 4), 1);
+  wgmma_commit();
+}
+
+// S = Q K^T of the rows whose Q lies at `q`, and the tile at `k`, by mma.sync.
+__device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = 0;
@@ -47,21 +55,8 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 
   }
 }
 
-// O += P V
-__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4], u32 v) {
-  if constexpr (kWide) {
-    const u32 V = uniform_descriptor(v, kPanelBytes);
-    register_fence(O);
-    register_fence(P);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kBlockKeys / 16; ++step)
-      Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, V + (step * 16 * 128 >> 4), 1);
-    wgmma_commit();
-    wgmma_wait<0>();
-    register_fence(O);
-    return;
-  }
+// O += P V by mma.sync.
+__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int keys = 0; keys < kBlockKeys; keys += 16)
@@ -74,3 +69,51 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], u32 (
       multiply_16_8_16(O + column / 2 + 4, P + keys / 4, b[2], b[3]);
     }
 }
+
+// The products of a warp or warpgroup over the tiles of an item. By wgmma, O += P V of a tile runs beside S = Q K^T of
+// the next one.
+class DecodeProducts {
+ public:
+  // S of the tile at `k`; O takes the tile before it, if this is not the first.
+  template <bool first>
+  __device__ __forceinline__ void scores(float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
+                                         u32 (&P)[kBlockKeys / 4], u32 q, u32 k) {
+    if constexpr (kWide) {
+      register_fence(O);
+      register_fence(P);
+      wgmma_fence();
+      issue_scores(S, q, k);
+      if (!first) issue_values(O, P, v_);
+      wgmma_wait<0>();
+      register_fence(S);
+      register_fence(O);
+    } else {
+      multiply_scores(S, q, k);
+    }
+  }
+
+  // O += P V, at once or with the next scores.
+  __device__ __forceinline__ void values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+    if constexpr (kWide) {
+      v_ = v;
+      waiting_ = true;
+    } else {
+      multiply_values(O, P, v);
+    }
+  }
+
+  // O takes the last tile.
+  __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) const {
+    if (!kWide || !waiting_) return;
+    register_fence(O);
+    register_fence(P);
+    wgmma_fence();
+    issue_values(O, P, v_);
+    wgmma_wait<0>();
+    register_fence(O);
+  }
+
+ private:
+  u32 v_ = 0;
+  bool waiting_ = false;
+};
