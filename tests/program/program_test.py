@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import struct
 import subprocess
 import xml.etree.ElementTree as ET
@@ -1173,6 +1174,82 @@ def test_bench_on_a_gpu(on_gpu, tmp_path):
     assert len(decode) == 1 and decode[0]["percent_of_copy_bandwidth"] > 0
     assert len(re.findall(r" ms +[\d.]+ (?:TFLOP/s|GB/s)", stdout)) == len(report["results"])
     assert len(report["results"]) == 13 and report["not_computed"] == []
+
+
+def decode_rows(folder, *only, device="cpu", **kwargs):
+    """The report of those shapes, and what was printed."""
+    command = ["bench", "--grid", "decode", "--device", device, "--json", "speed.json", "--only", *only]
+    stdout = succeeds(*command, cwd=folder, **kwargs)
+    return json.loads((folder / "speed.json").read_text()), stdout
+
+
+def check_decode(row):
+    keys = [row["sk"] // 8 if b and row["uneven"] else row["sk"] for b in range(row["batch"])]
+    rows = 2 * row["batch"] * row["sq"] * row["hq"] + 2 * sum(keys) * row["hk"]
+    assert row["gbytes_per_s"] == pytest.approx(2 * rows * row["d"] / row["ms"] * 1e-6)
+    assert row["dtype"] == "bf16" and row["causal"] == (row["sq"] > 1)
+
+
+def test_bench_decode(tmp_path):
+    report, stdout = decode_rows(tmp_path, "batch:1", "batch:4", "keys:1024", "hq:32", "hk:8", "hk:32", "page:16",
+                                 "page:none")
+    rows, peak = report["results"], report["peaks"]["read_gbytes_per_s_all_threads"]
+    kinds = ("batch", "hk", "sq", "page", "uneven")
+    assert sorted(tuple(row[kind] for kind in kinds) for row in rows) == sorted(
+        [(b, 8, sq, page, False) for b in (1, 4) for sq in (1, 2, 4, 16) for page in (0, 16)]
+        + [(b, 32, 1, page, False) for b in (1, 4) for page in (0, 16)]
+        + [(4, 8, 1, page, True) for page in (0, 16)]
+    )
+    for row in rows:
+        check_decode(row)
+        assert row["percent_of_read_bandwidth"] == pytest.approx(100 * row["gbytes_per_s"] / peak)
+        name = "decode/bf16/batch:{batch}/keys:1024/hq:32/hk:{hk}/d:128/tokens:{sq}/".format(**row)
+        assert f"{name}page:{row['page'] or 'none'}/{'uneven' if row['uneven'] else 'even'}/" in stdout
+    assert len(re.findall(r"% of read bandwidth$", stdout, re.M)) == len(rows)
+    assert report["grid"] == "decode" and report["not_computed"] == []
+
+
+def test_bench_leaves_out_what_does_not_fit_memory(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    only = ("batch:1", "batch:64", "keys:1024", "keys:32768", "hq:64", "d:128", "page:none")
+    report, stdout = decode_rows(tmp_path, *only, preexec_fn=limit, env=env)
+    sizes = [(row["batch"], row["sk"]) for row in report["results"]]
+    assert sizes == [(1, 1024), (1, 32768), (64, 1024)]
+    (left_out,) = report["not_computed"]
+    assert "memory" in left_out["why"]
+    assert left_out["shapes"] == [
+        "decode/bf16/batch:64/keys:32768/hq:64/hk:8/d:128/tokens:1/page:none/even/threads:1"
+    ]
+    assert left_out["shapes"][0] in stdout and left_out["why"] in stdout
+
+
+def test_bench_decode_on_a_gpu(on_gpu, tmp_path):
+    report, stdout = decode_rows(
+        tmp_path, "batch:4", "keys:1024", "hq:64", "hk:8", "d:128", "page:none", "page:64", device="cuda", env=on_gpu
+    )
+    for row in report["results"]:
+        check_decode(row)
+        assert row["device"] == "cuda:0" and row["percent_of_copy_bandwidth"] > 0
+    names = [name for left_out in report["not_computed"] for name in left_out["shapes"]]
+    assert len(report["results"]) + len(names) == 2 and report["results"]
+    assert all("/page:64/" in name for name in names)
+    assert len(re.findall(r"% of copies$", stdout, re.M)) == len(report["results"])
+
+
+@pytest.mark.parametrize(
+    "grid,only,says",
+    [
+        ("decode", ["batch:9"], ["only", "batch:9", "batch:128"]),
+        ("quick", ["page:16"], ["only", "page:16", "backward"]),
+        ("decode", ["hq:28", "hk:8"], ["only", "hq:28 and hk:8"]),
+    ],
+)
+def test_bench_has_no_such_shape(tmp_path, grid, only, says):
+    fails("bench", "--grid", grid, "--only", *only, "--json", "speed.json", says=says, cwd=tmp_path)
+    assert listing(tmp_path) == []
 
 
 def test_bench_needs_its_json_file(tmp_path):
