@@ -21,8 +21,8 @@ void run(benchmark::State& state, const Case& c, const Peaks& peaks) {
     return benchmark::Counter(amount / unit, benchmark::Counter::kIsIterationInvariantRate);
   };
   if (c.pass == "decode") {
-    state.counters["GB/s"] = per_second(workload.bytes(), 1e9);
-    state.counters["%read"] = per_second(100 * workload.bytes(), peaks.bandwidth);
+    state.counters["GB/s"] = per_second(c.bytes(), 1e9);
+    state.counters["%read"] = per_second(100 * c.bytes(), peaks.bandwidth);
   } else {
     const double peak = c.threads == 1 ? peaks.flops_1 : peaks.flops_all;
     state.counters["GFLOP/s"] = per_second(workload.flops(), 1e9);

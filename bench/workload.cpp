@@ -1,11 +1,16 @@
 #include "bench/workload.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <fstream>
+#include <map>
 #include <new>
+#include <set>
+#include <sstream>
 
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
@@ -59,19 +64,55 @@ std::vector<uint16_t> random_elements(DType dtype, int64_t count, uint32_t seed)
   return elements;
 }
 
+/// The numbers from 0 to `count` - 1 in a random order.
+std::vector<int32_t> shuffled(int64_t count) {
+  std::vector<int32_t> numbers(static_cast<size_t>(count));
+  uint32_t state = 1;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const size_t other = next(state) % (i + 1);
+    numbers[i] = numbers[other];
+    numbers[other] = static_cast<int32_t>(i);
+  }
+  return numbers;
+}
+
+/// Memory that the system says can be had, and of the machine, in bytes.
+struct HostMemory {
+  int64_t available = 0, total = 0;
+
+  HostMemory() {
+    std::ifstream file("/proc/meminfo");
+    int64_t kilobytes = 0;
+    for (std::string name, unit; file >> name >> kilobytes && std::getline(file, unit);) {
+      if (name == "MemTotal:") total = kilobytes * 1024;
+      if (name == "MemAvailable:") available = kilobytes * 1024;
+    }
+  }
+};
+
 std::shared_ptr<void> allocated(int64_t bytes, Device device) {
   if (device.type == DeviceType::kCpu) {
     constexpr std::align_val_t kAlign{64};
-    return {::operator new(static_cast<size_t>(bytes), kAlign),
-            [](void* data) { ::operator delete(data, kAlign); }};
+    // What the system promises beyond that, it may take back by ending the process.
+    const HostMemory memory;
+    void* const data = bytes > memory.available - memory.total / 4
+                           ? nullptr
+                           : ::operator new(static_cast<size_t>(bytes), kAlign, std::nothrow);
+    if (data == nullptr) throw Error(Status::kOutOfMemory, fmt::format("{} bytes on cpu", bytes));
+    return {data, [](void* block) { ::operator delete(block, kAlign); }};
   }
-  return {cuda::allocate(bytes, device.index), [device](void* data) {
-            try {
-              cuda::deallocate(data, device.index);
-            } catch (const Error&) {
-              // The failure that leads here has been reported; the process is about to end.
-            }
-          }};
+  const auto take = [device](int64_t size) {
+    return std::shared_ptr<void>(cuda::allocate(size, device.index), [device](void* data) {
+      try {
+        cuda::deallocate(data, device.index);
+      } catch (const Error&) {
+        // The failure that leads here has been reported; the process is about to end.
+      }
+    });
+  };
+  // The probe and the engine take memory, too.
+  const std::shared_ptr<void> spare = take(int64_t{2} << 30);
+  return take(bytes);
 }
 
 }  // namespace
@@ -80,12 +121,19 @@ std::string Case::name() const {
   const std::string where =
       device.type == DeviceType::kCpu ? fmt::format("threads:{}", threads) : name_of(device);
   if (pass == "decode") {
-    const std::string pages = page == 0 ? "" : fmt::format("page:{}/", page);
-    return fmt::format("decode/{}/batch:{}/keys:{}/group:{}/{}{}", name_of(dtype), batch, sk,
-                       hq / hk, pages, where);
+    return fmt::format("decode/{}/batch:{}/keys:{}/hq:{}/hk:{}/d:{}/tokens:{}/{}/{}/{}",
+                       name_of(dtype), batch, sk, hq, hk, d, sq,
+                       page == 0 ? "page:none" : fmt::format("page:{}", page),
+                       uneven ? "uneven" : "even", where);
   }
   return fmt::format("{}/{}/n:{}/d:{}/{}/{}", pass, name_of(dtype), sk, d,
                      causal ? "causal" : "full", where);
+}
+
+double Case::bytes() const {
+  int64_t rows = 2 * batch * sq * hq;
+  for (int64_t b = 0; b < batch; ++b) rows += 2 * keys(b) * hk;
+  return static_cast<double>(rows * d * size_of(dtype));
 }
 
 std::vector<Case> cpu_grid(const std::string& name, int threads) {
@@ -151,69 +199,128 @@ std::vector<Case> cuda_grid(const std::string& name, Device device) {
   return cases;
 }
 
+std::vector<Case> decode_grid(int threads, Device device) {
+  struct Heads {
+    int64_t hq, hk, d;
+  };
+  constexpr Heads kHeads[] = {{32, 8, 128}, {64, 8, 128}, {8, 1, 128}, {32, 32, 128},
+                              {28, 4, 128}, {64, 8, 64},  {16, 8, 256}};
+  std::vector<Case> cases;
+  const auto add = [&](const Heads& heads, int64_t tokens, bool uneven) {
+    for (const int64_t batch : {1, 4, 8, 32, 64, 128}) {
+      if (uneven && batch == 1) continue;
+      for (const int64_t keys : {1024, 4096, 8192, 32768}) {
+        for (const int64_t page : {0, 16, 64, 256}) {
+          cases.push_back({"decode", DType::kBF16, batch, tokens, keys, heads.hq, heads.hk, heads.d,
+                           tokens > 1, threads, device, page, uneven});
+        }
+      }
+    }
+  };
+  for (const Heads& heads : kHeads) add(heads, 1, false);
+  for (const int64_t tokens : {2, 4, 16}) add(kHeads[0], tokens, false);
+  add(kHeads[0], 1, true);
+  return cases;
+}
+
+std::vector<Case> only(const std::vector<Case>& cases, const std::vector<std::string>& parts) {
+  std::map<std::string, std::set<std::string>> wanted;  // by their kind
+  for (const std::string& part : parts) wanted[part.substr(0, part.find(':'))].insert(part);
+  std::set<std::string> there;
+  std::vector<Case> chosen;
+  for (const Case& c : cases) {
+    std::istringstream name(c.name());
+    std::set<std::string> of_case;
+    for (std::string part; std::getline(name, part, '/');) of_case.insert(part);
+    const bool all = std::all_of(wanted.begin(), wanted.end(), [&](const auto& kind) {
+      return std::any_of(kind.second.begin(), kind.second.end(),
+                         [&](const std::string& part) { return of_case.contains(part); });
+    });
+    if (all) chosen.push_back(c);
+    there.merge(of_case);
+  }
+  for (const std::string& part : parts) {
+    if (there.contains(part)) continue;
+    throw Error(Status::kInvalidArgument,
+                fmt::format("only: got {}, want parts of names of the grid: {}", part,
+                            fmt::join(there, ", ")));
+  }
+  if (chosen.empty()) {
+    throw Error(Status::kInvalidArgument,
+                fmt::format("only: no shape of the grid is {}", fmt::join(parts, " and ")));
+  }
+  return chosen;
+}
+
+void* Workload::take(int64_t bytes) {
+  return memory_.emplace_back(allocated(bytes, device_)).get();
+}
+
+void Workload::copy(void* to, const void* from, int64_t bytes) const {
+  if (device_.type == DeviceType::kCpu) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  } else {
+    cuda::copy(to, from, bytes, device_.index);
+  }
+}
+
 Tensor Workload::filled(Tensor tensor) {
   constexpr int64_t kMostRandom = 1 << 20;  // larger tensors repeat themselves
   const int64_t bytes = tensor.numel() * size_of(tensor.dtype);
-  tensor.data = memory_.emplace_back(allocated(bytes, device_)).get();
+  tensor.data = take(bytes);
   const std::vector<uint16_t> some = random_elements(
       tensor.dtype, std::min(tensor.numel(), kMostRandom), static_cast<uint32_t>(memory_.size()));
-  const auto step = static_cast<int64_t>(some.size() * sizeof(uint16_t));
-  for (int64_t at = 0; at < bytes; at += step) {
-    char* const to = static_cast<char*>(tensor.data) + at;
-    const int64_t count = std::min(step, bytes - at);
-    if (device_.type == DeviceType::kCpu) {
-      std::memcpy(to, some.data(), static_cast<size_t>(count));
-    } else {
-      cuda::copy(to, some.data(), count, device_.index);
-    }
+  int64_t done = static_cast<int64_t>(some.size() * sizeof(uint16_t));
+  copy(tensor.data, some.data(), done);
+  while (done < bytes) {
+    const int64_t more = std::min(done, bytes - done);
+    copy(static_cast<char*>(tensor.data) + done, tensor.data, more);
+    done += more;
   }
+  return tensor;
+}
+
+ConstTensor Workload::filled(ConstTensor tensor, const std::vector<int32_t>& values) {
+  if (!tensor.given()) return tensor;
+  const auto bytes = static_cast<int64_t>(values.size() * sizeof(int32_t));
+  void* const data = take(bytes);
+  copy(data, values.data(), bytes);
+  tensor.data = data;
   return tensor;
 }
 
 Workload::Workload(const Case& c)
     : device_(c.device), backward_(c.pass == "backward"), plan_(nullptr) {
-  const auto rows = [&](int64_t n, int64_t heads) {
-    return Tensor::contiguous(nullptr, c.dtype, {c.batch, n, heads, c.d}, c.device);
+  const int64_t pages = c.page == 0 ? 0 : c.sk / c.page;  // of a sequence
+  const auto tensor = [&](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, dtype, shape, c.device);
   };
-  const Tensor q = rows(c.sq, c.hq), kv = rows(c.sk, c.hk);
-  const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {c.batch, c.hq, c.sq}, c.device);
+  const Tensor q = tensor(c.dtype, {c.batch, c.sq, c.hq, c.d});
+  const Tensor kv = c.page == 0 ? tensor(c.dtype, {c.batch, c.sk, c.hk, c.d})
+                                : tensor(c.dtype, {c.batch * pages, c.page, c.hk, c.d});
+  const Tensor lse = tensor(DType::kF32, {c.batch, c.hq, c.sq});
   Options options;
   options.mask = c.causal ? causal() : full();
   options.threads = c.threads;
   options.engine = c.device.type == DeviceType::kCpu ? "cpu" : "cuda";
-  const Plan forward_plan = plan(ForwardArgs{q, kv, kv, q, lse}, options);
+  forward_ = {q, kv, kv, q, lse};
+  if (c.page > 0) forward_.page_table = tensor(DType::kI32, {c.batch, pages});
+  if (c.page > 0 || c.uneven) forward_.seqused_k = tensor(DType::kI32, {c.batch});
+  const Plan forward_plan = plan(forward_, options);
   plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options) : forward_plan;
-  forward_ = {filled(q), filled(kv), filled(kv), filled(q), filled(lse)};
-  if (c.page > 0) {
-    make_pages(c);
-    plan_ = plan(forward_, options);
-  }
+  forward_.q = filled(q);
+  forward_.k = filled(kv);
+  forward_.v = filled(kv);
+  forward_.out = filled(q);
+  forward_.lse = filled(lse);
+  forward_.page_table = filled(forward_.page_table, shuffled(c.batch * pages));
+  std::vector<int32_t> keys;
+  for (int64_t b = 0; b < c.batch; ++b) keys.push_back(static_cast<int32_t>(c.keys(b)));
+  forward_.seqused_k = filled(forward_.seqused_k, keys);
   if (!backward_) return;
   forward_plan.run(forward_);
   backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,
                     forward_.lse, filled(q),  filled(kv), filled(kv)};
-}
-
-void Workload::make_pages(const Case& c) {
-  const int64_t pages = c.sk / c.page;
-  for (ConstTensor* t : {&forward_.k, &forward_.v}) {
-    *t = ConstTensor::contiguous(t->data, c.dtype, {c.batch * pages, c.page, c.hk, c.d});
-  }
-  const auto vector = [&](int64_t size) {
-    memory_.push_back(allocated(size * 4, device_));
-    return static_cast<int32_t*>(memory_.back().get());
-  };
-  int32_t* const ids = vector(c.batch * pages);
-  uint32_t state = 1;
-  for (int64_t i = 0; i < c.batch * pages; ++i) {
-    const auto other = static_cast<int64_t>(next(state)) % (i + 1);
-    ids[i] = ids[other];
-    ids[other] = static_cast<int32_t>(i);
-  }
-  int32_t* const used = vector(c.batch);
-  std::fill_n(used, c.batch, static_cast<int32_t>(c.sk));
-  forward_.page_table = ConstTensor::contiguous(ids, DType::kI32, {c.batch, pages});
-  forward_.seqused_k = ConstTensor::contiguous(used, DType::kI32, {c.batch});
 }
 
 void Workload::run() const {

@@ -11,16 +11,21 @@ namespace fulgur::bench {
 
 /// One shape to be timed.
 struct Case {
-  std::string pass = "forward";  ///< "forward", "backward" or "decode" (forward, 1 query)
+  std::string pass = "forward";  ///< "forward", "backward" or "decode" (forward, few queries)
   DType dtype = DType::kF32;
   int64_t batch = 1, sq = 1024, sk = 1024, hq = 1, hk = 1, d = 64;
   bool causal = false;
   int threads = 1;  ///< on the CPU
   Device device{};
-  int64_t page = 0;  ///< keys of a page, which are handed out at random; 0 = contiguous keys
+  int64_t page = 0;     ///< keys of a page, which are handed out at random; 0 = contiguous keys
+  bool uneven = false;  ///< the first sequence has sk keys, the others an eighth of them
 
-  /// "forward/f32/n:1024/d:64/full/threads:1"
+  /// Parts, joined by "/": "forward/f32/n:1024/d:64/full/threads:1".
   std::string name() const;
+  /// The keys of sequence b.
+  int64_t keys(int64_t b) const { return uneven && b > 0 ? sk / 8 : sk; }
+  /// What a forward pass has to read and write: K and V of the keys that exist, q and out.
+  double bytes() const;
 };
 
 /// Shapes for the CPU. "standard" is the whole table: forward and backward, f32 and bf16, d 64 and
@@ -36,8 +41,17 @@ std::vector<Case> cache_grid(int threads);
 /// and 8. "quick": 4k and one decode.
 std::vector<Case> cuda_grid(const std::string& name, Device device);
 
+/// Decode of bf16 by what a server varies: sequences and their keys, heads and dims, contiguous
+/// keys and pages, and for the first heads query tokens (causal) and uneven lengths, too.
+std::vector<Case> decode_grid(int threads, Device device);
+
+/// The cases whose names have one of these parts of each kind, which is the text up to ":". Throws
+/// Error(kInvalidArgument) where no case has a part, or all.
+std::vector<Case> only(const std::vector<Case>& cases, const std::vector<std::string>& parts);
+
 /// The tensors of a case, filled with normal-like random numbers, and its plan. Throws Error as
-/// plan() does, before it has taken memory.
+/// plan() does, before it has taken memory, and kOutOfMemory; on the CPU a quarter of the memory
+/// stays free.
 class Workload {
  public:
   explicit Workload(const Case& c);
@@ -46,13 +60,14 @@ class Workload {
   /// Waits until the runs are done.
   void wait() const;
   double flops() const { return plan_.flops(); }
-  double bytes() const { return plan_.bytes(); }
 
  private:
   /// The tensor with memory of its own.
   Tensor filled(Tensor tensor);
-  /// The forward pass over pages.
-  void make_pages(const Case& c);
+  /// The tensor with these values, if it is given.
+  ConstTensor filled(ConstTensor tensor, const std::vector<int32_t>& values);
+  void* take(int64_t bytes);
+  void copy(void* to, const void* from, int64_t bytes) const;
 
   Device device_;
   bool backward_;

@@ -201,6 +201,22 @@ std::pair<Owned, Tensor> empty_like(const ConstTensor& t) {
   return empty(t.dtype, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]}, t.device);
 }
 
+/// The stream of a call on this device; sets its threads.
+Run run_on(Device device, Options& options) {
+  Run run;
+  if (device.type == DeviceType::kCuda) {
+    if (torch->current_cuda_stream == nullptr) {
+      throw Error(Status::kUnavailable, "this PyTorch has no CUDA");
+    }
+    torch->check(torch->current_cuda_stream(device.index, &run.stream));
+  } else {
+    uint32_t threads = 0;
+    torch->check(torch->num_threads(&threads));
+    options.threads = static_cast<int>(threads);
+  }
+  return run;
+}
+
 /// What both passes take behind their tensors, in the order of the schemas in fulgur/torch.py.
 struct Shared {
   Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state;
@@ -236,21 +252,7 @@ struct Shared {
     args.rng_state = view("rng_state", rng_state);
   }
 
-  /// The stream of a call on this device; sets its threads.
-  Run run(Device device) {
-    Run run;
-    if (device.type == DeviceType::kCuda) {
-      if (torch->current_cuda_stream == nullptr) {
-        throw Error(Status::kUnavailable, "this PyTorch has no CUDA");
-      }
-      torch->check(torch->current_cuda_stream(device.index, &run.stream));
-    } else {
-      uint32_t threads = 0;
-      torch->check(torch->num_threads(&threads));
-      options.threads = static_cast<int>(threads);
-    }
-    return run;
-  }
+  Run run(Device device) { return run_on(device, options); }
 };
 
 void check_rank(const char* name, const ConstTensor& t) {
@@ -278,14 +280,13 @@ struct Forward {
   }
 };
 
-void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Forward call(in);
-  ForwardArgs args = call.args();
+/// Computes, and leaves fresh results on the stack.
+void run_forward(Forward& call, ForwardArgs args, uint64_t* stack) {
   const ConstTensor& q = args.q;
   check_rank("q", q);
+  check_rank("v", args.v);
   const bool packed = q.rank == 3;
-  const int64_t dv = args.v.rank == q.rank ? args.v.shape[q.rank - 1] : q.shape[q.rank - 1];
+  const int64_t dv = args.v.shape[args.v.rank - 1];
   const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   const auto& n = q.shape;
   auto [out, out_view] = packed ? empty(q.dtype, {n[0], n[1], dv}, q.device)
@@ -297,6 +298,25 @@ void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   call.run(args);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
+}
+
+void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Forward call(in);
+  run_forward(call, call.args(), stack);
+}
+
+void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Forward call(in);
+  const Handle page_table = in.optional_tensor(), page_indptr = in.optional_tensor();
+  const Handle cache_batch_idx = in.optional_tensor(), leftpad_k = in.optional_tensor();
+  ForwardArgs args = call.args();
+  args.page_table = view("page_table", page_table);
+  args.page_indptr = view("page_indptr", page_indptr);
+  args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
+  args.leftpad_k = view("leftpad_k", leftpad_k);
+  run_forward(call, args, stack);
 }
 
 void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
@@ -373,6 +393,39 @@ void backward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
   call.run(args);
 }
 
+void append_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const Handle k_cache = in.tensor(), v_cache = in.tensor(), k_new = in.tensor();
+  const Handle v_new = in.tensor(), cache_seqlens = in.tensor();
+  const Handle cu_seqlens_k_new = in.optional_tensor(), page_table = in.optional_tensor();
+  const Handle page_indptr = in.optional_tensor(), cache_batch_idx = in.optional_tensor();
+  const Handle cos = in.optional_tensor(), sin = in.optional_tensor();
+  const bool interleaved = in.boolean();
+  const Handle rotary_seqlens = in.optional_tensor(), q = in.optional_tensor();
+  const Handle q_out = in.optional_tensor(), cu_seqlens_q = in.optional_tensor();
+  Options options;
+  options.mask.left = in.integer();
+  options.mask.right = in.integer();
+  const AppendArgs args{.k_cache = view("k_cache", k_cache),
+                        .v_cache = view("v_cache", v_cache),
+                        .k_new = view("k_new", k_new),
+                        .v_new = view("v_new", v_new),
+                        .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
+                        .cache_seqlens = view("cache_seqlens", cache_seqlens),
+                        .page_table = view("page_table", page_table),
+                        .page_indptr = view("page_indptr", page_indptr),
+                        .cache_batch_idx = view("cache_batch_idx", cache_batch_idx),
+                        .cos = view("cos", cos),
+                        .sin = view("sin", sin),
+                        .interleaved = interleaved,
+                        .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
+                        .q = view("q", q),
+                        .q_out = view("q_out", q_out),
+                        .cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q)};
+  const Run run = run_on(args.k_cache.device, options);
+  append(args, options, run);
+}
+
 }  // namespace
 
 void register_torch_ops() {
@@ -384,8 +437,10 @@ void register_torch_ops() {
     torch->check(torch->library_init_impl("fulgur", device, "python/torch_ops.cpp", 0, &library));
     torch->check(torch->library_impl(library, "forward", forward_kernel));
     torch->check(torch->library_impl(library, "forward_into", forward_into_kernel));
+    torch->check(torch->library_impl(library, "forward_cached", forward_cached_kernel));
     torch->check(torch->library_impl(library, "backward", backward_kernel));
     torch->check(torch->library_impl(library, "backward_into", backward_into_kernel));
+    torch->check(torch->library_impl(library, "append", append_kernel));
   }
 }
 

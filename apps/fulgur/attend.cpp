@@ -20,8 +20,12 @@ using io::Arrays;
 const std::vector<std::string> kInputs = {"q", "k", "v", "dout", "dlse"};
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
-const std::vector<std::string> kExtras = {"alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",
-                                          "seqused-k"};
+const std::vector<std::string> kExtras = {"alibi-slopes",    "cu-seqlens-q", "cu-seqlens-k",
+                                          "seqused-k",       "page-table",   "page-indptr",
+                                          "cache-batch-idx", "leftpad-k"};
+// Those of a cache, which has no gradient.
+const std::vector<std::string> kCache = {"page-table", "page-indptr", "cache-batch-idx",
+                                         "leftpad-k"};
 
 struct Request {
   std::map<std::string, std::string> npy;  // path by the name of an input, output or extra
@@ -164,15 +168,19 @@ Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
 }
 
 ForwardArgs forward_args(Tensors& t, Tensors& extras) {
-  return {t["q"],
-          t["k"],
-          t["v"],
-          t["out"],
-          t["lse"],
-          extras["alibi-slopes"],
-          extras["cu-seqlens-q"],
-          extras["cu-seqlens-k"],
-          extras["seqused-k"]};
+  return {.q = t["q"],
+          .k = t["k"],
+          .v = t["v"],
+          .out = t["out"],
+          .lse = t["lse"],
+          .alibi_slopes = extras["alibi-slopes"],
+          .cu_seqlens_q = extras["cu-seqlens-q"],
+          .cu_seqlens_k = extras["cu-seqlens-k"],
+          .seqused_k = extras["seqused-k"],
+          .page_table = extras["page-table"],
+          .page_indptr = extras["page-indptr"],
+          .cache_batch_idx = extras["cache-batch-idx"],
+          .leftpad_k = extras["leftpad-k"]};
 }
 
 BackwardArgs backward_args(Tensors& t, Tensors& extras) {
@@ -216,6 +224,9 @@ void attend(const Request& r) {
   const Device device = device_called(r.device, "--device " + r.device);
   const Arrays inputs = read_inputs(r), extras = read_extras(r);
   const bool backward = inputs.contains("dout");
+  for (const auto& name : kCache) {
+    if (backward && r.has(name)) usage(name, "does not go with dout: caches have no gradient");
+  }
 
   // Everything is checked on the shapes alone before memory is taken or time spent, and as CPU
   // tensors, whose lengths are read too; then whether the device's engine computes it.
@@ -285,11 +296,17 @@ void add_attend(CLI::App& app) {
   r->flags.add_to(*command);
   file("alibi-slopes", "ALiBi slopes, float32 (hq) or (batch, hq)");
   auto* cu_q = file("cu-seqlens-q",
-                    "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences");
-  auto* cu_k = file("cu-seqlens-k", "The same for k and v");
-  cu_q->needs(cu_k);
-  cu_k->needs(cu_q);
+                    "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences; of "
+                    "q alone beside a cache");
+  file("cu-seqlens-k", "The same for k and v")->needs(cu_q);
   file("seqused-k", "int32 (batch): only so many keys of each sequence exist");
+  auto* table =
+      file("page-table",
+           "k and v are pages (pages, page, hk, dim): int32 (batch, most pages), those of "
+           "each sequence");
+  file("page-indptr", "--page-table is (ids) then: int32 (batch + 1) starts in it")->needs(table);
+  file("cache-batch-idx", "int32 (batch): the row of k and v that has the sequence");
+  file("leftpad-k", "int32 (batch): the first so many keys of each sequence do not exist");
   command->footer(
       "Outputs have the dtype of the computation; .npy has no bf16, there it is written as "
       "float32.\nFiles appear complete, and all or none.\nExamples:\n"
@@ -297,7 +314,9 @@ void add_attend(CLI::App& app) {
       "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy --dtype bf16 --window 1024,0\n"
       "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy \\\n"
       "                --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy\n"
-      "  fulgur attend --input qkv.safetensors --output result.safetensors --softcap 30");
+      "  fulgur attend --input qkv.safetensors --output result.safetensors --softcap 30\n"
+      "  fulgur attend --q q.npy --k k_cache.npy --v v_cache.npy --out o.npy --causal \\\n"
+      "                --page-table table.npy --seqused-k lengths.npy");
   command->callback([r] { attend(*r); });
 }
 

@@ -150,8 +150,8 @@ struct Peaks {
   }
 };
 
-ordered_json result(const bench::Case& c, const bench::Workload& workload, double seconds,
-                    const Peaks& peaks) {
+/// `work` counts bytes of decode, flops otherwise.
+ordered_json result(const bench::Case& c, double work, double seconds, const Peaks& peaks) {
   const bool cuda = c.device.type == DeviceType::kCuda;
   ordered_json row = {{"pass", c.pass},    {"dtype", name_of(c.dtype)},
                       {"batch", c.batch},  {"sq", c.sq},
@@ -164,21 +164,22 @@ ordered_json result(const bench::Case& c, const bench::Workload& workload, doubl
     row["threads"] = c.threads;
   }
   row["ms"] = 1e3 * seconds;
+  const double rate = work / seconds;
   if (c.pass == "decode") {
-    const double rate = workload.bytes() / seconds;
+    row["page"] = c.page;
+    row["uneven"] = c.uneven;
     row["gbytes_per_s"] = rate * 1e-9;
     row[cuda ? "percent_of_copy_bandwidth" : "percent_of_read_bandwidth"] =
         100 * rate / peaks.bandwidth;
     return row;
   }
-  const double rate = workload.flops() / seconds;
   row["gflop_per_s"] = rate * 1e-9;
   if (cuda) return row;
   row["percent_of_fma_peak"] = 100 * rate / (c.threads == 1 ? peaks.flops_1 : peaks.flops_all);
   return row;
 }
 
-/// The cases that the engine computes, and why not the others.
+/// The cases that the engine computes and memory holds, and why not the others.
 struct Measured {
   std::vector<bench::Case> cases;
   ordered_json rows = ordered_json::array();
@@ -187,23 +188,28 @@ struct Measured {
 };
 
 /// Cases and probes take turns, so that what disturbs the machine for some seconds touches few of
-/// the times of a case; medians over the rounds.
+/// the times of a case; medians over the rounds. So do as many cases as memory holds together.
 Measured measure(const std::vector<bench::Case>& cases, int rounds, Device device, int threads) {
   Measured measured;
-  std::deque<bench::Workload> workloads;
-  for (const bench::Case& c : cases) {
-    try {
-      workloads.emplace_back(c);
-      measured.cases.push_back(c);
-    } catch (const Error& error) {
-      if (error.status() != Status::kUnsupported) throw;
-      measured.not_computed[error.what()].push_back(c.name());
-    }
-  }
-  std::vector<std::vector<double>> seconds(workloads.size());
   std::vector<Peaks> peaks;
-  {
-    Progress progress("bench", rounds * static_cast<int64_t>(workloads.size()));
+  std::vector<double> work, times;
+  Progress progress("bench", rounds * static_cast<int64_t>(cases.size()));
+  for (auto next = cases.begin(); next != cases.end();) {
+    std::deque<bench::Workload> workloads;
+    for (; next != cases.end(); ++next) {
+      try {
+        workloads.emplace_back(*next);
+        measured.cases.push_back(*next);
+      } catch (const Error& error) {
+        const bool memory = error.status() == Status::kOutOfMemory;
+        if (memory && !workloads.empty()) break;
+        if (!memory && error.status() != Status::kUnsupported) throw;
+        const std::string why = memory ? "they do not fit into the free memory" : error.what();
+        measured.not_computed[why].push_back(next->name());
+        for (int round = 0; round < rounds; ++round) progress.step();
+      }
+    }
+    std::vector<std::vector<double>> seconds(workloads.size());
     for (int round = 0; round < rounds; ++round) {
       peaks.push_back(Peaks::measured(device, threads));
       for (size_t i = 0; i < workloads.size(); ++i) {
@@ -211,16 +217,21 @@ Measured measure(const std::vector<bench::Case>& cases, int rounds, Device devic
         progress.step();
       }
     }
+    for (size_t i = 0; i < workloads.size(); ++i) {
+      const bench::Case& c = measured.cases[work.size()];
+      work.push_back(c.pass == "decode" ? c.bytes() : workloads[i].flops());
+      times.push_back(median(seconds[i]));
+    }
   }
   measured.peaks = Peaks::median_of(peaks);
-  for (size_t i = 0; i < workloads.size(); ++i) {
-    measured.rows.push_back(
-        result(measured.cases[i], workloads[i], median(seconds[i]), measured.peaks));
+  for (size_t i = 0; i < times.size(); ++i) {
+    measured.rows.push_back(result(measured.cases[i], work[i], times[i], measured.peaks));
   }
   return measured;
 }
 
-void print(const bench::Case& c, const ordered_json& row) {
+/// The name is as wide as the longest of the table.
+void print(const bench::Case& c, size_t width, const ordered_json& row) {
   const auto value = [&](const char* name) { return row[name].get<double>(); };
   const bool cuda = c.device.type == DeviceType::kCuda;
   std::string speed;
@@ -236,7 +247,7 @@ void print(const bench::Case& c, const ordered_json& row) {
     speed = fmt::format("{:>8.1f} GFLOP/s {:>5.1f}% of FMA peak", value("gflop_per_s"),
                         value("percent_of_fma_peak"));
   }
-  fmt::print("{:<45} {:>10.3f} ms {}\n", c.name(), value("ms"), speed);
+  fmt::print("{:<{}} {:>10.3f} ms {}\n", c.name(), width, value("ms"), speed);
 }
 
 /// Causal against full and all threads against one, where the grid has both.
@@ -271,11 +282,24 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
       });
 }
 
-void run_bench(const std::string& grid, const std::string& device_name,
-               const std::string& json_path) {
-  const Device device = device_called(device_name, "--device " + device_name);
-  if (!json_path.empty()) io::check_writable(json_path);
+struct Request {
+  std::string grid = "quick", device = "cpu", json;
+  std::vector<std::string> only;
+};
+
+std::vector<bench::Case> cases_of(const Request& r, Device device, int threads) {
+  const std::vector<bench::Case> cases = r.grid == "decode" ? bench::decode_grid(threads, device)
+                                         : device.type == DeviceType::kCuda
+                                             ? bench::cuda_grid(r.grid, device)
+                                             : bench::cpu_grid(r.grid, threads);
+  return r.only.empty() ? cases : bench::only(cases, r.only);
+}
+
+void run_bench(const Request& r) {
+  const Device device = device_called(r.device, "--device " + r.device);
+  if (!r.json.empty()) io::check_writable(r.json);
   const int threads = bench::all_threads();
+  const std::vector<bench::Case> cases = cases_of(r, device, threads);
   ordered_json report = {{"machine", machine(device, threads)}};
   const auto& m = report["machine"];
   fmt::print("fulgur {}, {}\n", FULGUR_VERSION, in_words(m));
@@ -283,51 +307,56 @@ void run_bench(const std::string& grid, const std::string& device_name,
     fmt::print("note: other work runs on this machine (load average {:.1f}); expect lower speeds\n",
                before);
   }
-  const std::vector<bench::Case> cases = device.type == DeviceType::kCuda
-                                             ? bench::cuda_grid(grid, device)
-                                             : bench::cpu_grid(grid, threads);
-  Measured measured = measure(cases, grid == "quick" ? 3 : 5, device, threads);
+  Measured measured = measure(cases, r.grid == "standard" ? 5 : 3, device, threads);
   report["peaks"] = measured.peaks.json(device);
   fmt::print("measured: {}\n", measured.peaks.in_words(device, threads));
-  for (size_t i = 0; i < measured.cases.size(); ++i) print(measured.cases[i], measured.rows[i]);
+  size_t width = 45;
+  for (const bench::Case& c : measured.cases) width = std::max(width, c.name().size());
+  for (size_t i = 0; i < measured.cases.size(); ++i) {
+    print(measured.cases[i], width, measured.rows[i]);
+  }
   print_ratios(measured.cases, measured.rows);
-  report["grid"] = grid;
+  report["grid"] = r.grid;
   report["results"] = std::move(measured.rows);
   report["not_computed"] = ordered_json::array();
   for (const auto& [why, names] : measured.not_computed) {
     fmt::print("not computed, {} shapes ({} ...): {}\n", names.size(), names[0], why);
     report["not_computed"].push_back({{"why", why}, {"shapes", names}});
   }
-  if (json_path.empty()) return;
+  if (r.json.empty()) return;
   const std::string text = report.dump(1) + "\n";
   const io::Bytes pieces[] = {std::as_bytes(std::span(text))};
   io::OutputFiles files;
-  files.add(json_path, pieces);
+  files.add(r.json, pieces);
   files.commit();
 }
 
 }  // namespace
 
 void add_bench(CLI::App& app) {
-  struct Request {
-    std::string grid = "quick", device = "cpu", json;
-  };
   auto r = std::make_shared<Request>();
   auto* command = app.add_subcommand(
       "bench", "The speed of the engine beside the peaks of this machine, measured in the run");
   command->add_option("--grid", r->grid, "Which shapes; default quick")
-      ->check(CLI::IsMember({"quick", "standard"}))
+      ->check(CLI::IsMember({"quick", "standard", "decode"}))
       ->type_name("G");
+  command
+      ->add_option("--only", r->only,
+                   "Only the shapes whose names have these parts, of each kind one")
+      ->type_name("PART");
   add_device(*command, r->device, "The engine of which device; default cpu");
   command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
   command->footer(
       "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
-      "products of the visible scores. On a GPU a time is that of a launch among many.\n"
+      "products of the visible scores; the bytes of decode are those of K and V that exist, q and "
+      "out.\nOn a GPU a time is that of a launch among many. The decode grid is a thousand shapes "
+      "of\nserving, over caches too; those that do not fit into the free memory are left out.\n"
       "Examples:\n"
       "  fulgur bench\n"
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"
-      "  fulgur bench --device cuda --grid standard");
-  command->callback([r] { run_bench(r->grid, r->device, r->json); });
+      "  fulgur bench --device cuda --grid standard\n"
+      "  fulgur bench --grid decode --only batch:8 keys:4096 hq:32 hk:8 page:none");
+  command->callback([r] { run_bench(*r); });
 }
 
 }  // namespace fulgur::app

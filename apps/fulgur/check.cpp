@@ -27,6 +27,7 @@ struct CheckCase {
   Mask mask = full();
   double softcap = 0;
   bool alibi = false;
+  int64_t page = 0;  ///< keys of a page of the cache that the forward pass reads; 0 = no cache
 };
 
 const CheckCase kCases[] = {
@@ -42,6 +43,7 @@ const CheckCase kCases[] = {
     {"softcap", 1, 90, 90, 2, 2, 64, 64, causal(), 5},
     {"ALiBi", 1, 120, 120, 4, 4, 64, 64, causal(), 0, true},
     {"decode", 2, 1, 700, 8, 2, 128, 128},
+    {"pages", 3, 5, 304, 8, 2, 128, 128, causal(), 0, false, 16},
 };
 
 struct Pass {
@@ -96,10 +98,39 @@ std::optional<Plan> planned(const Args& args, const Options& options, std::strin
   }
 }
 
+/// The keys of a case in pages, the last sequence's last page first, and where they are.
+struct Pages {
+  Array k, v, table, lengths;
+
+  Pages(const CheckCase& c, const Tensors& inputs)
+      : k(paged(c, inputs.at("k"))), v(paged(c, inputs.at("v"))) {
+    const int64_t pages = c.sk / c.page;
+    table = Array(DType::kI32, {c.batch, pages});
+    auto* ids = reinterpret_cast<int32_t*>(table.data());
+    for (int64_t i = 0; i < c.batch * pages; ++i) {
+      ids[i] = static_cast<int32_t>(c.batch * pages - 1 - i);
+    }
+    lengths = Array(DType::kI32, {c.batch});
+    std::fill_n(reinterpret_cast<int32_t*>(lengths.data()), c.batch, static_cast<int32_t>(c.sk));
+  }
+
+ private:
+  static Array paged(const CheckCase& c, const Array& keys) {
+    const int64_t pages = c.batch * c.sk / c.page;
+    Array cache(keys.dtype(), {pages, c.page, keys.shape()[2], keys.shape()[3]});
+    const int64_t bytes = keys.size_bytes() / pages;
+    for (int64_t i = 0; i < pages; ++i) {
+      std::memcpy(cache.data() + (pages - 1 - i) * bytes, keys.bytes().data() + i * bytes,
+                  static_cast<size_t>(bytes));
+    }
+    return cache;
+  }
+};
+
 /// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
-/// takes out and lse from the forward pass.
+/// takes out and lse from the forward pass, which reads `pages` if there are any.
 Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes,
-                 const Options& options, Device device) {
+                 const std::optional<Pages>& pages, const Options& options, Device device) {
   const DType dtype = inputs.at("q").dtype();
   Computed computed;
   Placement place(device);
@@ -116,7 +147,13 @@ Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes,
     }
   }
   const ConstTensor alibi = slopes.given() ? place.input(slopes) : Tensor();
-  const ForwardArgs forward{t["q"], t["k"], t["v"], t["out"], t["lse"], alibi};
+  ForwardArgs forward{t["q"], t["k"], t["v"], t["out"], t["lse"], alibi};
+  if (pages) {
+    forward.k = place.input(pages->k);
+    forward.v = place.input(pages->v);
+    forward.page_table = place.input(pages->table);
+    forward.seqused_k = place.input(pages->lengths);
+  }
   const BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
                               t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
   std::string why;
@@ -222,11 +259,13 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
     for (int64_t h = 0; h < c.hq; ++h) slope[h] = std::exp2(-static_cast<float>(h + 1));
   }
   options.engine = engine_of(device);
-  const Computed got = compute(c, inputs, slopes, options, device);
+  std::optional<Pages> pages;
+  if (c.page > 0) pages.emplace(c, inputs);
+  const Computed got = compute(c, inputs, slopes, pages, options, device);
   Tensors wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Computed want = compute(c, wide, slopes, options, {});
+  const Computed want = compute(c, wide, slopes, {}, options, {});
   const auto expected = naive(
       c, inputs, options, slopes.given() ? reinterpret_cast<const float*>(slopes.data()) : nullptr);
 

@@ -1,7 +1,10 @@
 #include <fmt/format.h>
 
+#include <limits>
+
 #include "commands.h"
 #include "flags.h"
+#include "io/array.h"
 #include "io/file.h"
 #include "svg.h"
 
@@ -12,6 +15,7 @@ struct Request {
   ShapeFlags shape;
   std::string dtype = "f32", device = "cpu";
   bool backward = false;
+  int64_t page = 0;
   std::string svg;
   OptionFlags flags;
 };
@@ -26,7 +30,23 @@ Plan plan_of(const Request& r) {
   const Tensor k = tensor(s.sk, s.hk, s.d), v = tensor(s.sk, s.hk, s.dv);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
   if (r.backward) return plan(BackwardArgs{out, q, k, v, out, lse, q, k, v}, r.flags.options());
-  return plan(ForwardArgs{q, k, v, out, lse}, r.flags.options());
+  ForwardArgs args{q, k, v, out, lse};
+  if (r.page == 0) return plan(args, r.flags.options());
+  if (s.sk > std::numeric_limits<int32_t>::max()) {
+    io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);
+  }
+  const int64_t pages = s.sk / r.page + (s.sk % r.page != 0);              // of a sequence
+  io::size_bytes(DType::kI32, std::vector{s.batch, pages}, "page_table");  // or it is too large
+  const auto cache = [&](int64_t dim) {
+    return Tensor::contiguous(nullptr, q.dtype, {s.batch * pages, r.page, s.hk, dim}, device);
+  };
+  args.k = cache(s.d);
+  args.v = cache(s.dv);
+  args.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, pages}, device);
+  std::vector<int32_t> lengths(static_cast<size_t>(s.batch), static_cast<int32_t>(s.sk));
+  void* const on_host = device.type == DeviceType::kCpu ? lengths.data() : nullptr;
+  args.seqused_k = Tensor::contiguous(on_host, DType::kI32, {s.batch}, device);
+  return plan(args, r.flags.options());
 }
 
 void explain(const Request& r) {
@@ -55,7 +75,11 @@ void add_explain(CLI::App& app) {
   r->shape.add_to(*command);
   add_dtype(*command, r->dtype, "Default f32");
   add_device(*command, r->device, "Where the tensors are; default cpu");
-  command->add_flag("--backward", r->backward, "The plan of the gradient");
+  auto* backward = command->add_flag("--backward", r->backward, "The plan of the gradient");
+  command->add_option("--page", r->page, "Keys in pages of so many; default: side by side")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber)
+      ->excludes(backward);
   r->flags.add_to(*command);
   command->add_option("--svg", r->svg, "Draw the tiles (empty, partial, full) into this file")
       ->type_name("F.svg");
@@ -63,6 +87,7 @@ void add_explain(CLI::App& app) {
       "Examples:\n"
       "  fulgur explain --sq 4096 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --svg tiles.svg\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128\n"
+      "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --page 16\n"
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda");
   command->callback([r] { explain(*r); });

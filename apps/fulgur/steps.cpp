@@ -72,14 +72,22 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
   return part;
 }
 
+/// Keys that lie elsewhere than their queries: in pages, in other rows, or beside packed queries.
+bool in_cache(const ForwardArgs& a) {
+  return a.page_table.given() || a.cache_batch_idx.given() || a.leftpad_k.given() ||
+         a.k.rank != a.q.rank;
+}
+bool in_cache(const BackwardArgs&) { return false; }
+
 template <class Args>
 double run(const Args& args, const Options& options, const Run& run, const char* label) {
   const Plan whole = plan(args, options);
   const bool cuda = args.q.device.type == DeviceType::kCuda;
-  const bool one_step = cuda || whole.flops() < kLongFlops || options.dropout_p > 0;
+  const bool one_step =
+      cuda || whole.flops() < kLongFlops || options.dropout_p > 0 || in_cache(args);
   const bool packed = args.q.rank == 3;
   const int heads = args.q.rank - 2;
-  const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[heads];
+  const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[args.k.rank - 2];
   const int64_t group = args.q.shape[heads] / hk;
   const int64_t b_steps = one_step ? 1 : std::min(batch, kMaxSteps);
   const int64_t h_steps = one_step ? 1 : std::min(hk, kMaxSteps / b_steps);

@@ -88,6 +88,17 @@ def longest(max_seqlen, packed):
     return int(max_seqlen) if max_seqlen.device.type == "cpu" else packed.shape[0]
 
 
+def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
+    """Arguments that say where keys lie: packed, too, or in pages, and then cu_seqlens_k tells
+    their lengths alone."""
+    if block_table is None:
+        return dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=longest(max_seqlen_k, k))
+    # 0 stands for as many as the table has room for.
+    given = max_seqlen_k is not None and not isinstance(max_seqlen_k, torch.Tensor)
+    most = max_seqlen_k if given else 0
+    return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
+
+
 def with_kvcache(
     q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
     cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,

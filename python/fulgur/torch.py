@@ -10,7 +10,8 @@ PyTorch 2.11 or newer; nothing of fulgur is built against it. The operators are
 ``torch.ops.fulgur.forward`` and ``torch.ops.fulgur.backward``: custom operators with fake kernels
 and rules for vmap and for the counter of flops, so that ``torch.compile(fullgraph=True)``,
 ``torch.export``, ``torch.func``, activation checkpointing and CUDA graphs need nothing more.
-``forward_into`` and ``backward_into`` write their results where the caller says.
+``forward_into`` and ``backward_into`` write their results where the caller says. Caches of keys and
+values are read by ``forward_cached``, which has no gradient, and written by ``append``.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fulgur import _fulgur
 
-__all__ = ["attention"]
+__all__ = ["append", "attention"]
 
 if torch.__version__ < (2, 11):
     raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
@@ -31,6 +32,13 @@ _SHARED = (
     "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state, bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
+_CACHE = "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k"
+_APPEND = (
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
+    "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, "
+    "Tensor? cos, Tensor? sin, bool interleaved, Tensor? rotary_seqlens, Tensor? q, "
+    "Tensor(c!)? q_out, Tensor? cu_seqlens_q, SymInt window_left, SymInt window_right"
+)
 _BACKWARD = (
     "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SHARED}, bool deterministic"
@@ -38,17 +46,22 @@ _BACKWARD = (
 for _schema in (
     f"forward({_FORWARD}) -> (Tensor out, Tensor lse)",
     f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    f"forward_cached({_FORWARD}, {_CACHE}) -> (Tensor out, Tensor lse)",
     f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)",
     f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+    f"append({_APPEND}) -> ()",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 _fulgur.register_torch_ops()
 
 _forward = torch.ops.fulgur.forward.default
+_forward_cached = torch.ops.fulgur.forward_cached.default
 _backward = torch.ops.fulgur.backward.default
+_append = torch.ops.fulgur.append.default
 
 
 @torch.library.register_fake("fulgur::forward", lib=_library)
+@torch.library.register_fake("fulgur::forward_cached", lib=_library)
 def _fake_forward(q, k, v, *_):
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -62,6 +75,7 @@ def _fake_backward(dout, dlse, q, k, v, *_):
 
 @torch.library.register_fake("fulgur::forward_into", lib=_library)
 @torch.library.register_fake("fulgur::backward_into", lib=_library)
+@torch.library.register_fake("fulgur::append", lib=_library)
 def _fake_into(*_):
     pass
 
@@ -113,7 +127,7 @@ torch.library.register_vmap("fulgur::forward", _batched(_forward, 3), lib=_libra
 torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
 
 
-def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right):
+def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, leftpad_k=None):
     """How many scores the mask shows in all sequences of one head."""
 
     def visible(sq, sk):
@@ -123,17 +137,23 @@ def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right):
 
     if cu_q is None and seqused_k is None:
         return q.shape[0] * visible(q.shape[1], k.shape[1])
-    lengths = [
-        [x.shape[1]] * x.shape[0] if ends is None else ends.diff().tolist()
-        for x, ends in ((q, cu_q), (k, cu_k))
-    ]
-    keys = lengths[1] if seqused_k is None else seqused_k.tolist()
-    return sum(map(visible, lengths[0], keys))
+    queries = [q.shape[1]] * q.shape[0] if cu_q is None else cu_q.diff().tolist()
+    if seqused_k is None:
+        keys = [k.shape[1]] * len(queries) if cu_k is None else cu_k.diff().tolist()
+    else:
+        keys = (seqused_k if leftpad_k is None else seqused_k - leftpad_k).tolist()
+    return sum(map(visible, queries, keys))
 
 
 @register_flop_formula(torch.ops.fulgur.forward, get_raw=True)
 def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
     pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
+    return pairs * 2 * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
+def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6], rest[-1])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
@@ -228,15 +248,28 @@ def _rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _want_no_gradient(**tensors):
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{name}: requires grad, and caches have no gradient; want torch.no_grad() or "
+                f"{name}.detach()"
+            )
+
+
 def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
     dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    seqused_k=None, deterministic=False, invariant=False, return_lse=False,
+    seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
+    deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q, k
-    and v. Under autocast q, k and v are cast to its dtype, float64 apart.
+    and v; caches have none. Under autocast q, k and v are cast to its dtype, float64 apart; of a
+    cache, q alone.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -254,6 +287,8 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
             the CPU only.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
+            :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -271,17 +306,27 @@ def attention(
         window_right = 0
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()")
+    cache = (page_table, page_indptr, cache_batch_idx, leftpad_k)
+    cached = any(x is not None for x in cache)
+    if cached:
+        _want_no_gradient(q=q, k=k, v=v)
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q = q.to(dtype)
+        if not cached:
+            k, v = k.to(dtype), v.to(dtype)
     rng = random_numbers(q) if dropout_p > 0 else None
     shared = (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
         alibi_slopes, dropout_p, rng, invariant,
     )  # fmt: skip
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q = _rows(q)
+    if cached:
+        out, lse = _forward_cached(q, k, v, *shared, *cache)
+        return (out, lse) if return_lse else out
+    k, v = _rows(k), _rows(v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         functional = torch._C._are_functorch_transforms_active()
@@ -290,6 +335,41 @@ def attention(
     else:
         out, lse = _forward(q, k, v, *shared)
     return (out, lse) if return_lse else out
+
+
+def append(
+    k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
+    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None,
+):  # fmt: skip
+    """Writes new keys and values into caches, in place, and turns them and q to their positions.
+
+    Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
+    recorded: tensors that require grad are refused but under ``torch.no_grad()``.
+
+    Returns:
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
+        the last sequence are not written.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or the tensors are where no
+            engine appends.
+    """
+    window_left, window_right = (-1, -1) if window is None else window
+    if causal:
+        window_right = 0
+    _want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
+    k_new, v_new = _rows(k_new), _rows(v_new)
+    if q is not None:
+        q = _rows(q)
+        if q_out is None:
+            q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _append(
+        k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
+        cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, q_out, cu_seqlens_q,
+        window_left, window_right,
+    )  # fmt: skip
+    return q_out
 
 
 from fulgur import _sdpa  # noqa: E402, F401  registers "fulgur" with PyTorch, and activates nothing

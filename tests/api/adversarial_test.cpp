@@ -5,6 +5,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
 
 #include "engines.h"
 #include "oracle.h"
@@ -366,6 +367,93 @@ TEST_P(Adversarial, ScoresOfMinusInfinity) {
   }
 }
 
+class InfiniteScores : public Adversarial {
+ protected:
+  static constexpr int64_t kRows = 90, kDim = 24, kKey = 60, kColumn = 3;
+
+  // A workload whose queries are positive in a column where one key is `value`, after both passes;
+  // none where the engine does not compute it.
+  std::unique_ptr<Workload> computed(DType dtype, const Mask& mask, double value) {
+    const Case c{.dtype = dtype, .sq = kRows, .sk = kRows, .d = kDim, .dv = kDim, .mask = mask};
+    auto w = std::make_unique<Workload>(c, 11);
+    w->options.engine = engine();
+    edit(w->forward.q, [](std::vector<double>& q) {
+      for (int64_t i = 0; i < kRows; ++i) q[i * kDim + kColumn] = 1;
+    });
+    edit(w->forward.k, [=](std::vector<double>& k) { k[kKey * kDim + kColumn] = value; });
+    w->seal();
+    return runs(*w) ? std::move(w) : nullptr;
+  }
+
+  // Elements of `got` are NaN where nan(row, column) says so, and elsewhere near those of `want`.
+  static void expect_near(const char* name, const Tensor& got, const Tensor& want,
+                          const std::function<bool(int64_t, int64_t)>& nan) {
+    // Other sums may be taken where a tile holds infinities: one more rounding either way.
+    const double ulp = want.dtype == DType::kF32   ? 0x1p-20
+                       : want.dtype == DType::kF16 ? 0x1p-10
+                                                   : 0x1p-7;
+    const auto x = read(got), y = read(want);
+    const auto columns = static_cast<int64_t>(x.size()) / kRows;
+    for (int64_t n = 0; n < static_cast<int64_t>(x.size()); ++n) {
+      const int64_t row = n / columns, column = n % columns;
+      if (nan(row, column)) {
+        ASSERT_TRUE(std::isnan(x[n])) << name << ", row " << row << ", column " << column;
+      } else {
+        ASSERT_NEAR(x[n], y[n], ulp * std::max(1.0, std::fabs(y[n])))
+            << name << ", row " << row << ", column " << column;
+      }
+    }
+  }
+
+  static bool sees(const Mask& mask, int64_t row, int64_t key) {
+    return (mask.left < 0 || key >= row - mask.left) && (mask.right < 0 || key <= row + mask.right);
+  }
+};
+
+const Mask kMasksOfInfiniteScores[] = {full(), causal(), window(5, 3)};
+
+// The key weighs nothing, and nothing shows it but dQ, a sum of 0 times K. The reference leaves
+// out what weighs nothing.
+TEST_P(InfiniteScores, OfMinusInfinityReachOneColumnOfDq) {
+  for (const DType dtype : kDtypes) {
+    for (const Mask& mask : kMasksOfInfiniteScores) {
+      const auto clean = computed(dtype, mask, -6e4), dirty = computed(dtype, mask, -kInf);
+      if (clean == nullptr || dirty == nullptr) continue;
+      const auto nowhere = [](int64_t, int64_t) { return false; };
+      const auto reached = [&](int64_t row, int64_t column) {
+        return engine() == "cpu" && column == kColumn && sees(mask, row, kKey);
+      };
+      expect_near("out", dirty->forward.out, clean->forward.out, nowhere);
+      expect_near("lse", dirty->forward.lse, clean->forward.lse, nowhere);
+      expect_near("dq", dirty->backward.dq, clean->backward.dq, reached);
+      expect_near("dk", dirty->backward.dk, clean->backward.dk, nowhere);
+      expect_near("dv", dirty->backward.dv, clean->backward.dv, nowhere);
+    }
+  }
+}
+
+// There is no weight, and all that the row has a part in shows it; nothing else does.
+TEST_P(InfiniteScores, OfPlusInfinityReachTheRowAndItsKeys) {
+  for (const DType dtype : kDtypes) {
+    for (const Mask& mask : kMasksOfInfiniteScores) {
+      const auto clean = computed(dtype, mask, 0), dirty = computed(dtype, mask, kInf);
+      if (clean == nullptr || dirty == nullptr) continue;
+      const auto row = [&](int64_t i, int64_t) { return sees(mask, i, kKey); };
+      const auto key = [&](int64_t j, int64_t) {
+        for (int64_t i = 0; i < kRows; ++i) {
+          if (sees(mask, i, kKey) && sees(mask, i, j)) return true;
+        }
+        return false;
+      };
+      expect_near("out", dirty->forward.out, clean->forward.out, row);
+      expect_near("lse", dirty->forward.lse, clean->forward.lse, row);
+      expect_near("dq", dirty->backward.dq, clean->backward.dq, row);
+      expect_near("dk", dirty->backward.dk, clean->backward.dk, key);
+      expect_near("dv", dirty->backward.dv, clean->backward.dv, key);
+    }
+  }
+}
+
 // Scales that f32 holds as 0, as a denormal number or near its end, of scores that stay in range.
 TEST_P(Adversarial, ScalesOfAnySize) {
   const Case c{.sq = 40, .sk = 130, .hq = 2, .d = 24, .dv = 24, .mask = causal()};
@@ -476,6 +564,8 @@ TEST(CpuNumbers, ProbabilitiesOfHugeScores) {
 }
 
 FULGUR_EVERY_ENGINE(Adversarial);
+// What -inf does to dQ, the contract leaves to an engine.
+FULGUR_CPU_MEMORY_ENGINES(InfiniteScores);
 
 }  // namespace
 }  // namespace fulgur::test

@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import resource
 import struct
 import subprocess
 import xml.etree.ElementTree as ET
@@ -309,6 +310,65 @@ def test_seqused_k(folder):
         assert_close(got, want[name], "f32")
 
 
+def in_pages(x, page, rng, used=None):
+    """Keys (batch, sk, heads, dim) as pages in a random order, and the table; NaN where no key is."""
+    batch, sk, heads, dim = x.shape
+    most = -(-sk // page)
+    table = rng.permutation(batch * most + 2)[: batch * most].astype(np.int32).reshape(batch, most)
+    cache = np.full((batch * most + 2, page, heads, dim), np.nan, x.dtype)
+    for b in range(batch):
+        for j in range(sk if used is None else used[b]):
+            cache[table[b, j // page], j % page] = x[b, j]
+    return cache, table
+
+
+PAGED = ["--page-table", "table.npy", "--seqused-k", "used.npy"]
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_pages(folder, page):
+    arrays, used = load(folder, ["q", "k", "v"]), np.array([53, 11], np.int32)
+    k, table = in_pages(arrays["k"], page, np.random.default_rng(1), used)
+    v, _ = in_pages(arrays["v"], page, np.random.default_rng(1), used)
+    save(folder, {"k": k, "v": v, "table": table, "used": used})
+    succeeds(*FORWARD, *LSE, *PAGED, "--causal", cwd=folder)
+    want = attention(**arrays, right=0, used=used)
+    for name, got in load(folder, want).items():
+        assert_close(got, want[name], "f32")
+    ends = np.array([0, table.shape[1], 2 * table.shape[1]], np.int32)
+    save(folder, {"table": table.ravel(), "ends": ends})
+    succeeds(*FORWARD, *LSE, *PAGED, "--page-indptr", "ends.npy", "--causal", cwd=folder)
+    for name, got in load(folder, want).items():
+        assert_close(got, want[name], "f32")
+
+
+def test_queries_packed_beside_rows_of_a_cache(folder):
+    arrays = tensors(batch=3, sk=20)
+    rows, used, pads = (np.array(x, np.int32) for x in ([2, 0], [20, 9], [3, 0]))
+    q, ends = arrays["q"].reshape(-1, 4, 24)[:40], np.array([0, 30, 40], np.int32)
+    save(folder, arrays | {"q": q, "ends": ends, "rows": rows, "used": used, "pads": pads})
+    succeeds(*FORWARD, *LSE, "--causal", "--cu-seqlens-q", "ends.npy", "--cache-batch-idx", "rows.npy",
+             "--leftpad-k", "pads.npy", "--seqused-k", "used.npy", cwd=folder)  # fmt: skip
+    got = load(folder, ["out", "lse"])
+    for b in range(2):
+        at, keys = slice(*ends[b : b + 2]), slice(pads[b], used[b])
+        want = attention(q[None, at], *(arrays[n][rows[b], keys][None] for n in "kv"), right=0)
+        assert_close(got["out"][at], want["out"][0], "f32")
+        assert_close(got["lse"][:, at], want["lse"][0], "f32")
+
+
+def test_caches_of_long_work(tmp_path):
+    """So much that contiguous keys are computed in steps."""
+    arrays, used = tensors(batch=2, sq=6000, sk=6000, hq=2, hk=2, d=64, dv=64), np.array([6000, 16], np.int32)
+    arrays["k"], table = in_pages(arrays["k"], 500, np.random.default_rng(1))
+    arrays["v"], _ = in_pages(arrays["v"], 500, np.random.default_rng(1))
+    save(tmp_path, arrays | {"table": table, "used": used})
+    succeeds(*FORWARD, *PAGED, cwd=tmp_path)
+    keys = {n: arrays[n][table].reshape(2, 6000, 2, 64) for n in "kv"}
+    want = attention(arrays["q"][:, -3:], keys["k"], keys["v"], used=used)
+    assert_close(np.load(tmp_path / "out.npy")[:, -3:], want["out"], "f32")
+
+
 def test_gradient_of_lse(folder):
     dlse = RNG.standard_normal((2, 4, 37), np.float32)
     np.save(folder / "dlse.npy", dlse)
@@ -466,12 +526,15 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (FORWARD + ["--device", "tpu"], ["--device", "tpu"]),
         (FORWARD + ["--scale", "big"], ["--scale", "big"]),
         (FORWARD + ["--seed", "1"], ["--seed", "--dropout"]),
-        (FORWARD + ["--cu-seqlens-q", "cu.npy"], ["--cu-seqlens-q", "--cu-seqlens-k"]),
+        (FORWARD + ["--cu-seqlens-k", "cu.npy"], ["--cu-seqlens-k", "--cu-seqlens-q"]),
+        (FORWARD + ["--page-indptr", "p.npy"], ["--page-indptr", "--page-table"]),
         (FORWARD + ["--nonsense"], ["--nonsense"]),
         (FORWARD + ["extra"], ["extra"]),
         (["explain", "--sq", "-3"], ["--sq", "-3"]),
         (["explain", "--dtype", "f64"], ["--dtype", "f64"]),
         (["explain", "--device", "tpu"], ["--device", "tpu"]),
+        (["explain", "--page", "0"], ["--page", "0"]),
+        (["explain", "--page", "16", "--backward"], ["--page", "--backward"]),
         (["check", "--device", "tpu"], ["--device", "tpu"]),
         (["bench", "--device", "tpu"], ["--device", "tpu"]),
         (["tune", "--dtype", "f32"], ["--dtype", "f32"]),
@@ -763,6 +826,32 @@ def test_bad_extras(folder, flag, array, says):
 
 
 @pytest.mark.parametrize(
+    "changes,says",
+    [
+        ({"table": np.full((2, 4), 9, np.int32)}, ["page_table", "got 9 as page 0 of sequence 0"]),
+        ({"table": np.zeros((2, 4), np.float32)}, ["page_table", "f32", "i32"]),
+        ({"table": np.zeros(4, np.int32)}, ["page_table", "1 dimensions"]),
+        ({"used": np.array([65, 0], np.int32)}, ["seqused_k", "65"]),
+        ({"k": np.zeros((9, 8, 2, 24), np.float32)}, ["v", "(9, 8, 2, 16)"]),
+    ],
+)
+def test_bad_pages(folder, changes, says):
+    cache = {"k": np.zeros((9, 16, 2, 24), np.float32), "v": np.zeros((9, 16, 2, 16), np.float32)}
+    save(folder, cache | {"table": np.zeros((2, 4), np.int32), "used": np.array([3, 2], np.int32)} | changes)
+    before = listing(folder)
+    fails(*FORWARD, *PAGED, says=says, cwd=folder)
+    assert listing(folder) == before
+
+
+def test_caches_have_no_gradient(folder):
+    np.save(folder / "extra.npy", np.zeros(2, np.int32))
+    before = listing(folder)
+    for flag in ("--page-table", "--cache-batch-idx", "--leftpad-k"):
+        fails(*ALL, flag, "extra.npy", code=2, says=[flag, "no gradient"], cwd=folder)
+    assert listing(folder) == before
+
+
+@pytest.mark.parametrize(
     "cu,says",
     [
         ([0, 20, 10, 30], ["cu_seqlens_k", "decreases", "10 after 20"]),
@@ -967,8 +1056,8 @@ def test_check_passes_for_every_dtype():
     stdout = succeeds("check")
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
-        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 12
-    assert stdout.endswith("\n36 forward and 36 backward checks passed\n")
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 13
+    assert stdout.endswith("\n39 forward and 39 backward checks passed\n")
     assert "not computed" not in stdout
 
 
@@ -992,7 +1081,7 @@ def test_check_on_a_gpu(on_gpu):
     """Each check is computed, or has its reason; the fake GPU's kernels compute nothing, and no
     check lets that pass. There bf16 alone is checked: half of the kernels to compile."""
     code, ends, reasons, last = check_on_gpu(on_gpu, *([] if has_cuda() else ["--dtype", "bf16"]))
-    assert len(ends) == (36 if has_cuda() else 12)
+    assert len(ends) == (39 if has_cuda() else 13)
     assert all("engine cuda: " in why for why in reasons)
     computed = set(ends.values()) - {"not computed"}
     counted = sum(map(int, re.findall(r"(\d+) (?:forward|backward)", last)))
@@ -1020,7 +1109,7 @@ def test_the_gpu_examples_compare_with_the_cpu(on_gpu, name):
 
 def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
     code, ends, reasons, last = check_on_gpu(on_gpu, "--dtype", "f32")
-    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 24
+    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 26
     assert last.startswith("fulgur: nothing was checked: ")
 
 
@@ -1048,6 +1137,10 @@ def test_explain():
     for text in ("bf16", "300", "500", "96", "80", "cpu", "causal"):
         assert text in stdout
     assert stdout != succeeds("explain", "--sq", "300", "--backward")
+    stdout = succeeds("explain", "--sq", "1", "--sk", "300", "--batch", "2", "--page", "16")
+    assert ", seqused_k, 38 pages of 16 keys, page_table of 19 a sequence" in stdout and "flop per byte" in stdout
+    fails("explain", "--sk", "3000000000", "--page", "16", says=["--page", "3000000000"])
+    fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
     fails("explain", "--d", "1000", says=["1000"])
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 
@@ -1173,6 +1266,82 @@ def test_bench_on_a_gpu(on_gpu, tmp_path):
     assert len(decode) == 1 and decode[0]["percent_of_copy_bandwidth"] > 0
     assert len(re.findall(r" ms +[\d.]+ (?:TFLOP/s|GB/s)", stdout)) == len(report["results"])
     assert len(report["results"]) == 13 and report["not_computed"] == []
+
+
+def decode_rows(folder, *only, device="cpu", **kwargs):
+    """The report of those shapes, and what was printed."""
+    command = ["bench", "--grid", "decode", "--device", device, "--json", "speed.json", "--only", *only]
+    stdout = succeeds(*command, cwd=folder, **kwargs)
+    return json.loads((folder / "speed.json").read_text()), stdout
+
+
+def check_decode(row):
+    keys = [row["sk"] // 8 if b and row["uneven"] else row["sk"] for b in range(row["batch"])]
+    rows = 2 * row["batch"] * row["sq"] * row["hq"] + 2 * sum(keys) * row["hk"]
+    assert row["gbytes_per_s"] == pytest.approx(2 * rows * row["d"] / row["ms"] * 1e-6)
+    assert row["dtype"] == "bf16" and row["causal"] == (row["sq"] > 1)
+
+
+def test_bench_decode(tmp_path):
+    report, stdout = decode_rows(tmp_path, "batch:1", "batch:4", "keys:1024", "hq:32", "hk:8", "hk:32", "page:16",
+                                 "page:none")
+    rows, peak = report["results"], report["peaks"]["read_gbytes_per_s_all_threads"]
+    kinds = ("batch", "hk", "sq", "page", "uneven")
+    assert sorted(tuple(row[kind] for kind in kinds) for row in rows) == sorted(
+        [(b, 8, sq, page, False) for b in (1, 4) for sq in (1, 2, 4, 16) for page in (0, 16)]
+        + [(b, 32, 1, page, False) for b in (1, 4) for page in (0, 16)]
+        + [(4, 8, 1, page, True) for page in (0, 16)]
+    )
+    for row in rows:
+        check_decode(row)
+        assert row["percent_of_read_bandwidth"] == pytest.approx(100 * row["gbytes_per_s"] / peak)
+        name = "decode/bf16/batch:{batch}/keys:1024/hq:32/hk:{hk}/d:128/tokens:{sq}/".format(**row)
+        assert f"{name}page:{row['page'] or 'none'}/{'uneven' if row['uneven'] else 'even'}/" in stdout
+    assert len(re.findall(r"% of read bandwidth$", stdout, re.M)) == len(rows)
+    assert report["grid"] == "decode" and report["not_computed"] == []
+
+
+def test_bench_leaves_out_what_does_not_fit_memory(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    only = ("batch:1", "batch:64", "keys:1024", "keys:32768", "hq:64", "d:128", "page:none")
+    report, stdout = decode_rows(tmp_path, *only, preexec_fn=limit, env=env)
+    sizes = [(row["batch"], row["sk"]) for row in report["results"]]
+    assert sizes == [(1, 1024), (1, 32768), (64, 1024)]
+    (left_out,) = report["not_computed"]
+    assert "memory" in left_out["why"]
+    assert left_out["shapes"] == [
+        "decode/bf16/batch:64/keys:32768/hq:64/hk:8/d:128/tokens:1/page:none/even/threads:1"
+    ]
+    assert left_out["shapes"][0] in stdout and left_out["why"] in stdout
+
+
+def test_bench_decode_on_a_gpu(on_gpu, tmp_path):
+    report, stdout = decode_rows(
+        tmp_path, "batch:4", "keys:1024", "hq:64", "hk:8", "d:128", "page:none", "page:64", device="cuda", env=on_gpu
+    )
+    for row in report["results"]:
+        check_decode(row)
+        assert row["device"] == "cuda:0" and row["percent_of_copy_bandwidth"] > 0
+    names = [name for left_out in report["not_computed"] for name in left_out["shapes"]]
+    assert len(report["results"]) + len(names) == 2 and report["results"]
+    assert all("/page:64/" in name for name in names)
+    assert len(re.findall(r"% of copies$", stdout, re.M)) == len(report["results"])
+
+
+@pytest.mark.parametrize(
+    "grid,only,says",
+    [
+        ("decode", ["batch:9"], ["only", "batch:9", "batch:128"]),
+        ("quick", ["page:16"], ["only", "page:16", "backward"]),
+        ("decode", ["hq:28", "hk:8"], ["only", "hq:28 and hk:8"]),
+    ],
+)
+def test_bench_has_no_such_shape(tmp_path, grid, only, says):
+    fails("bench", "--grid", grid, "--only", *only, "--json", "speed.json", says=says, cwd=tmp_path)
+    assert listing(tmp_path) == []
 
 
 def test_bench_needs_its_json_file(tmp_path):

@@ -360,6 +360,74 @@ class TestCaches:
             want, want_lse = attention(query[None], keys, values, causal=True, return_lse=True)
             torch.testing.assert_close((out[rows], lse[:, rows]), (want[0], want_lse[0]))
 
+    @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(3, 1), softcap=2.0)])
+    def test_pages_beside_packed_queries(self, options):
+        """Of cu_seqlens_k the lengths alone count, wherever the sequences begin."""
+        k_cache, v_cache, table, _, places = self.caches("pages")
+        (q,) = make((6, self.HQ, self.D))
+        q_ends, k_ends = int32(0, 3, 3, 6), int32(40, 47, 47, 59)
+        used, lengths = k_ends.diff(), (q_ends, k_ends, 3, 12)
+        out, lse, _ = fa2.flash_attn_varlen_func(
+            q, k_cache, v_cache, *lengths, return_attn_probs=True, block_table=table, **options
+        )
+        for b in (0, 2):
+            rows = slice(*q_ends[b : b + 2])
+            scores = torch.einsum(
+                "ihd,jhd->hij", q[rows].double(),
+                torch.stack([k_cache[places(b, n)] for n in range(used[b])]).double().repeat_interleave(2, 1),
+            ) / self.D**0.5  # fmt: skip
+            if "softcap" in options:
+                scores = 2.0 * (scores / 2.0).tanh()
+            left, right = (-1, 0) if "causal" in options else options.get("window_size", (-1, -1))
+            distance = torch.arange(used[b]) - (torch.arange(3)[:, None] + used[b] - 3)
+            hidden = (distance < -left) & (left >= 0) | (distance > right) & (right >= 0)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            values = torch.stack([v_cache[places(b, n)] for n in range(used[b])]).double().repeat_interleave(2, 1)
+            want = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
+            torch.testing.assert_close(out[rows], want.float())
+            torch.testing.assert_close(lse[:, rows], scores.logsumexp(-1).float())
+        ours = dict(causal=options.get("causal", False), window_size=options.get("window_size", (None, None)))
+        got = fa4.flash_attn_varlen_func(
+            q, k_cache, v_cache, cu_seqlens_q=q_ends, seqused_k=used, page_table=table, return_lse=True,
+            softcap=options.get("softcap", 0.0), **ours,
+        )  # fmt: skip
+        assert_same(got, (out, lse))
+        left, right = options.get("window_size", (-1, -1))
+        got = flash_attn_interface._flash_attn_varlen_forward(
+            q, k_cache, v_cache, *lengths, 0.0, self.D**-0.5, ours["causal"], left, right,
+            options.get("softcap", 0.0), block_table=table,
+        )  # fmt: skip
+        assert_same(got[:2], (out, lse))
+
+    def test_pages_of_a_batch(self):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        (q,) = make((self.BATCH, 2, self.HQ, self.D))
+        used = int32(7, 2, 12)
+        out, _ = fa4.flash_attn_varlen_func(q, k_cache, v_cache, seqused_k=used, page_table=table, causal=True)
+        want = fa2.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=used, block_table=table, causal=True
+        )
+        assert torch.equal(out, want)
+
+    def test_pages_beside_packed_queries_under_compile(self):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        (q,) = make((6, self.HQ, self.D))
+        lengths = (int32(0, 3, 3, 6), int32(0, 7, 7, 19), 3, torch.tensor(12))
+        call = lambda *x: fa2.flash_attn_varlen_func(*x, *lengths, block_table=table)  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(q, k_cache, v_cache), call(q, k_cache, v_cache))
+
+    def test_errors_of_pages_beside_packed_queries(self):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        (q,) = make((6, self.HQ, self.D))
+        call, ends = fa2.flash_attn_varlen_func, (int32(0, 3, 3, 6), int32(0, 7, 7, 19))
+        with pytest.raises(ValueError, match="^q: requires grad, and caches have no gradient"):
+            call(q.clone().requires_grad_(), k_cache, v_cache, *ends, 3, 12, block_table=table)
+        with pytest.raises(RuntimeError, match="^seqused_k: got 12 at 2, want 0 to 11"):
+            call(q, k_cache, v_cache, *ends, 3, 11, block_table=table)
+        with pytest.raises(RuntimeError, match="^page_table: got 12 as page 0 of sequence 0"):
+            call(q, k_cache, v_cache, *ends, 3, 12, block_table=table + 5)
+
     @pytest.mark.parametrize("module", [fa2, fa3])
     def test_errors(self, module):
         k_cache, v_cache, table, _, _ = self.caches("pages")
@@ -448,7 +516,6 @@ class TestFlashAttention4:
 
 ANYTHING = torch.ones(2)
 REFUSED = [
-    (fa2.flash_attn_varlen_func, 7, "block_table"),
     *((fa3.flash_attn_func, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
     *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv", "attention_chunk")),
@@ -457,7 +524,7 @@ REFUSED = [
     *((fa4.flash_attn_func, 3, name) for name in (
         "learnable_sink", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
     *((fa4.flash_attn_varlen_func, 3, name) for name in (
-        "page_table", "seqused_q", "learnable_sink", "score_mod", "gather_kv_indices")),
+        "seqused_q", "learnable_sink", "score_mod", "gather_kv_indices")),
 ]  # fmt: skip
 
 

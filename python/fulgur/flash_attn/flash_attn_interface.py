@@ -3,13 +3,16 @@ dim)``."""
 
 import torch
 
-from fulgur._drop_in import longest, refuse, refuse_off_cpu, sides, with_kvcache
+from fulgur._drop_in import (
+    keys_of_packed_queries, longest, refuse, refuse_off_cpu, sides, with_kvcache,
+)  # fmt: skip
 from fulgur.torch import attention, random_numbers
 
 USE_TRITON_ROCM = False
 
 _backward_into = torch.ops.fulgur.backward_into.default
 _forward = torch.ops.fulgur.forward.default
+_forward_cached = torch.ops.fulgur.forward_cached.default
 
 
 def _get_block_size_n(device, head_dim, is_dropout, is_causal):
@@ -74,12 +77,13 @@ def flash_attn_varlen_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    """The same of packed sequences."""
-    refuse(block_table=block_table)
+    """The same of packed sequences; with block_table, whose k and v are pages ``(num_blocks,
+    page_block_size, heads, dim)``, cu_seqlens_k tells lengths alone and nothing has a gradient."""
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
+        deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=longest(max_seqlen_q, q),
+        **keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table),
     )  # fmt: skip
 
 
@@ -166,15 +170,22 @@ def _flash_attn_varlen_forward(
     return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     num_splits=0,
 ):  # fmt: skip
-    """The same of packed sequences."""
-    refuse(return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k)
+    """The same of packed sequences, or of queries packed beside the pages of a block_table."""
+    refuse(return_softmax=return_softmax, leftpad_k=leftpad_k)
     rng_state = random_numbers(q)
+    where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
+    if seqused_k is not None:
+        where["seqused_k"] = seqused_k
+    page_table = where.pop("page_table", None)
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_k, longest(max_seqlen_q, q),
-        longest(max_seqlen_k, k),
+        dropout_p, rng_state, cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q), **where,
     )  # fmt: skip
-    return *_forward(q, k, v, *shared), q.new_empty(0), rng_state
+    if page_table is None:
+        results = _forward(q, k, v, *shared)
+    else:
+        results = _forward_cached(q, k, v, *shared, page_table, None, None, None)
+    return *results, q.new_empty(0), rng_state
 
 
 def _flash_attn_backward(
