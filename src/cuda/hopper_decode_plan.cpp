@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
-constexpr int kMostBuffers = 3;
+constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 64;
@@ -48,20 +48,29 @@ std::string not_whole(const Layout& strides) {
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
-void set_tile(HopperDecodePlan& plan, int64_t rows, int shared_bytes) {
+void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
+  const int64_t rows = rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
-  plan.residents = plan.team_warps == 1 && dim <= 128 ? 2 : 1;
+  // Two thread blocks hide each other's page ids, but they double the parts that lines have.
+  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
+  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 &&
+                   units >= kUnitsForTwo * target.multiprocessors;
+  plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  plan.stages = kMostBuffers;
-  const int most = shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
-  while (layout_of(plan).bytes > most && plan.teams > 1) {
-    if (--plan.stages >= 2) continue;
-    plan.stages = kMostBuffers;
+  const bool wide = plan.team_warps >= kernels::kWideTeam;
+  const int most = wide ? 5 : 3, least = wide ? 3 : 2;
+  plan.stages = most;
+  const int room =
+      target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  while (layout_of(plan).bytes > room && plan.teams > 1) {
+    if (--plan.stages >= least) continue;
+    plan.stages = most;
     plan.teams /= 2;
   }
+  while (layout_of(plan).bytes > room && plan.stages > least) --plan.stages;
   plan.shared_bytes = layout_of(plan).bytes;
 }
 
@@ -131,7 +140,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.group = static_cast<int>(p.group());
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
-  set_tile(plan, rows_of_kv_head(p), target.shared_bytes);
+  set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
   const bool cache = p.cache.paged() || p.cache.batch_idx || p.cache.leftpad;

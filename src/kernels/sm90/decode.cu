@@ -117,12 +117,6 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
   return __any_sync(0xffffffff, found);
 }
 
-// Whether a tile is the first of its item, to the compiler.
-template <bool is>
-struct First {
-  static constexpr bool value = is;
-};
-
 extern __shared__ __align__(1024) unsigned char raw[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
@@ -167,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
     Rows rows = rows_without_keys();
     u32 P[kBlockKeys / 4];
     DecodeProducts products;
-    const auto take_tile = [&](auto first, int tile) {
+    const auto take_tile = [&](bool first, int tile) __attribute__((always_inline)) {
       async_copy_wait<kTilesAhead - 1>();
       sync_team();
       load.start();
@@ -177,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
       const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
       float S[kBlockKeys / 2];
       if (has_rows) {
-        products.scores<first.value>(S, O, P, q, k);
+        products.scores(first, S, O, P, q, k);
         adjust_scores(p, S, thread_rows, tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
@@ -186,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
     };
     int tile = item.begin + team;
     if (kWide && tile < item.end) {
-      take_tile(First<true>{}, tile);
+      take_tile(true, tile);
       tile += kTeams;
     }
 #pragma unroll 1
-    for (; tile < item.end; tile += kTeams) take_tile(First<false>{}, tile);
+    for (; tile < item.end; tile += kTeams) take_tile(false, tile);
     products.finish(O, P);
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);

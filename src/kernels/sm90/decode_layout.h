@@ -4,7 +4,10 @@
 
 namespace fulgur::kernels {
 
-enum : int { kWarpRows = 16 };
+enum : int {
+  kWarpRows = 16,
+  kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups
+};
 
 // What the map depends on: constants of plan.h.
 struct DecodeTile {

@@ -124,9 +124,10 @@ __device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const
 class DecodeQuery {
  public:
   __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {
-    if (!kAhead) return;
+    if constexpr (kAhead) {
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) chunks_[i] = chunk(p, item, i);
+      for (int i = 0; i < kOfThread; ++i) chunks_[i] = chunk(p, item, i);
+    }
   }
 
   __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {

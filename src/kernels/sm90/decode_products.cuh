@@ -7,7 +7,7 @@
 #include "sm90/decode_load.cuh"
 
 enum : int {
-  kWide = kTeamWarps >= 4,
+  kWide = kTeamWarps >= kWideTeam,
   kProductRows = kWide ? 64 : kWarpRows,
   kQPanelBytes = kBlockRows * 128,
   kTilesAhead = kWide ? kStages - 2 : kStages - 1,  // on their way beside the tile at hand, and V of the one before
@@ -75,8 +75,7 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
 class DecodeProducts {
  public:
   // S of the tile at `k`; O takes the tile before it, if this is not the first.
-  template <bool first>
-  __device__ __forceinline__ void scores(float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
+  __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
                                          u32 (&P)[kBlockKeys / 4], u32 q, u32 k) {
     if constexpr (kWide) {
       register_fence(O);
