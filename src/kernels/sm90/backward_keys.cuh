@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int head = block.head * p.group;
         const long long first_ds =
             kSums ? 0
-                  : score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
+                  : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.group, block.batch,
                                head - p.wave.first_head * p.group, tile, block.block);
 #pragma unroll 1
         for (int g = 0; g < p.group; ++g) {
