@@ -89,6 +89,3 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   rows.sum[0] += sum0;
   rows.sum[1] += sum1;
 }
-
-// What a row's products must be multiplied with in the end; a row without keys is 0.
-__device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
