@@ -162,7 +162,8 @@ void HopperBackward::set_inputs(const Problem& p) {
   offsets_.end = at;
 }
 
-BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace) const {
+BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
+                                      char* workspace) const {
   BackwardParams p = params_;
   const auto data = [](const ConstTensor& t) {
     return static_cast<unsigned short*>(const_cast<void*>(t.data));
@@ -178,6 +179,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, char* workspace)
   p.lse.data = static_cast<const float*>(args.lse.data);
   p.dlse.data = static_cast<const float*>(args.dlse.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  set_random_numbers(p, args, run);
   p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
@@ -210,7 +212,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, offsets_.end);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  BackwardParams p = params(args, workspace);
+  BackwardParams p = params(args, run, workspace);
   for (const Input& in : inputs_) {
     if (!in.copied) continue;
     ForwardCopyParams copy = in.copy;

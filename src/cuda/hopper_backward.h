@@ -44,7 +44,7 @@ class HopperBackward final : public Executable {
 
   void set_params(const Problem& problem);
   void set_inputs(const Problem& problem);
-  BackwardParams params(const BackwardArgs& args, char* workspace) const;
+  BackwardParams params(const BackwardArgs& args, const Run& run, char* workspace) const;
 
   Gpu& gpu_;
   HopperBackwardPlan plan_;

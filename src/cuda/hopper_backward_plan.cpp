@@ -17,7 +17,6 @@ using kernels::ScoreTile;
 using kernels::Wave;
 
 constexpr int kConsumers = 2;
-constexpr int kMostSumsDim = 128, kMostSumsSoftcapDim = 64;
 
 /// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
 struct BackwardRegisters {
@@ -61,6 +60,7 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.alibi = p.has_alibi();
   plan.packed = p.packed;
   plan.seqused_k = p.seqused_k;
+  plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has_dlse;
   const BackwardMaps maps = backward_maps(p);
   plan.copies_q = not_addressable(maps.q);
@@ -74,10 +74,17 @@ HopperBackwardPlan common_plan(const Problem& p) {
   return plan;
 }
 
-/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, and
-/// the derivative of softcap.
+/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
+/// derivative of softcap, and what dropout leaves of P.
 bool needs_wide(const HopperBackwardPlan& plan) {
-  return plan.head_dim > (plan.softcap ? 128 : 192) || plan.value_dim > 128;
+  if (plan.softcap && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
+  return plan.head_dim > (plan.softcap || plan.dropout ? 128 : 192) || plan.value_dim > 128;
+}
+
+/// The most d and dv for which a warpgroup holds dK and dV where another sums up dQ, beside the
+/// same.
+int most_sums_dim(const HopperBackwardPlan& plan) {
+  return plan.softcap ? 64 : plan.dropout ? 96 : 128;
 }
 
 /// Fills the shared memory with buffers. False when it does not hold two of each.
@@ -324,7 +331,6 @@ std::string hopper_backward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
-  if (p.dropout_p > 0) return "computes without dropout";
   if (std::max(p.sq, p.sk) >= kMostRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
@@ -358,16 +364,15 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     HopperBackwardPlan& plan = tile.plan;
     plan.sums = sums;
     plan.block_keys = needs_wide(plan) ? 64 : 128;
-    plan.block_rows = std::max(plan.head_dim, plan.value_dim) <= 64 && !plan.softcap ? 128 : 64;
-    if (sums && std::max(p.d, p.dv) > kMostSumsDim) {
-      rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}, got {} and {}",
-                                      kMostSumsDim, p.d, p.dv));
-      continue;
-    }
-    if (sums && p.softcap > 0 && std::max(p.d, p.dv) > kMostSumsSoftcapDim) {
-      rejected->push_back(fmt::format(
-          "dQ as sums: the registers hold the derivative of softcap up to d and dv of {}",
-          kMostSumsSoftcapDim));
+    const bool narrow = std::max(plan.head_dim, plan.value_dim) <= 64;
+    plan.block_rows = narrow && !plan.softcap && !plan.dropout ? 128 : 64;
+    if (const int most = most_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
+      rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}{}, got {} and {}",
+                                      most,
+                                      plan.softcap   ? " with softcap"
+                                      : plan.dropout ? " with dropout"
+                                                     : "",
+                                      p.d, p.dv));
       continue;
     }
     if (sums && (p.deterministic || p.invariant)) {
@@ -410,6 +415,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kAlibi", key.alibi);
   text.add("kPacked", key.packed);
   text.add("kSeqUsedK", key.seqused_k);
+  text.add("kDropout", key.dropout);
   text.add("kHasDlse", key.has_dlse);
   text.add("kElements", key.elements);
   return text.text();

@@ -71,7 +71,8 @@ void HopperForward::set_inputs() {
       input("v", maps_.v, !plan_.copies_v.empty(), &ForwardParams::v_map, &ForwardParams::v)};
 }
 
-HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, char* workspace) const {
+HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
+                                                  char* workspace) const {
   Arguments a{params_, padding_, {}};
   ForwardParams& p = a.forward;
   p.counters = reinterpret_cast<int*>(workspace);
@@ -81,6 +82,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, char*
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  set_random_numbers(p, args, run);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
   const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
@@ -134,7 +136,7 @@ void HopperForward::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, workspace_bytes_);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  launch(arguments(args, workspace), stream);
+  launch(arguments(args, run, workspace), stream);
 }
 
 Explanation HopperForward::explain() const {

@@ -46,7 +46,7 @@ class HopperForward final : public Executable {
 
   void set_params(const Problem& problem);
   void set_inputs();
-  Arguments arguments(const ForwardArgs& args, char* workspace) const;
+  Arguments arguments(const ForwardArgs& args, const Run& run, char* workspace) const;
   void launch(const Arguments& arguments, CUstream stream) const;
 
   Gpu& gpu_;

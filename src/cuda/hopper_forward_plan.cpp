@@ -37,19 +37,27 @@ constexpr Registers registers_of(int consumers) {
 }
 
 /// Tiles for d and dv up to most_dim, and dv up to most_value_dim. The compiler keeps their S, O
-/// and P in registers whatever the options; with more keys or dims it would spill. The model was
-/// fitted to those above above_dim; for less only tuning takes them.
+/// and P in registers whatever the other options; with more keys or dims it would spill. The model
+/// was fitted to those above above_dim; for less only tuning takes them.
 struct Tile {
-  enum Scores { kPlain = 1, kTransformed = 2, kAny = 3 };  // transforming takes registers
+  enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4 };  // the last two take registers
   int above_dim, most_dim, most_value_dim, consumers, block_keys;
-  Scores scores;
+  int scores;  ///< kDropped: transformed or not
 };
+constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
-    {0, 32, 32, 3, 112, Tile::kAny},          {32, 64, 64, 3, 128, Tile::kPlain},
-    {32, 64, 64, 3, 112, Tile::kTransformed}, {32, 64, 64, 4, 64, Tile::kAny},
-    {64, 96, 96, 3, 96, Tile::kAny},          {96, 128, 128, 3, 80, Tile::kAny},
-    {64, 128, 128, 3, 64, Tile::kAny},        {64, 192, 128, 2, 128, Tile::kAny},
-    {128, 192, 192, 2, 80, Tile::kAny},       {128, 256, 256, 2, 64, Tile::kAny}};
+    {0, 32, 32, 3, 112, kAny},
+    {32, 64, 64, 3, 128, Tile::kPlain},
+    {32, 64, 64, 3, 112, Tile::kTransformed},
+    {32, 64, 64, 3, 96, Tile::kDropped},
+    {32, 64, 64, 4, 64, kUndropped},
+    {64, 96, 96, 3, 96, kUndropped},
+    {96, 128, 128, 3, 80, kUndropped},
+    {64, 128, 128, 3, 64, kAny},
+    {64, 192, 128, 2, 128, kAny},
+    {128, 192, 192, 2, 80, kAny},
+    {128, 256, 256, 2, 64, kAny},
+};
 
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
@@ -74,6 +82,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
   plan.seqused_k = p.seqused_k;
+  plan.dropout = p.dropout_p > 0;
   plan.has_lse = p.want_lse;
   plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
@@ -217,7 +226,6 @@ std::string hopper_forward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
-  if (p.dropout_p > 0) return "computes without dropout";
   if (p.cache.paged()) return "computes keys without pages: not with a page_table";
   if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
   if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
@@ -245,7 +253,9 @@ std::string hopper_forward_rejects(const Problem& p) {
 std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Target& target,
                                                     std::vector<std::string>* rejected) {
   std::vector<HopperForwardTile> tiles;
-  const auto scores = transforms(p) ? Tile::kTransformed : Tile::kPlain;
+  const auto scores = p.dropout_p > 0 ? Tile::kDropped
+                      : transforms(p) ? Tile::kTransformed
+                                      : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.most_dim && p.dv <= tile.most_value_dim;
     if (!fits || (tile.scores & scores) == 0) continue;
@@ -288,6 +298,7 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kAlibi", plan.alibi);
   header.add("kPacked", plan.packed);
   header.add("kSeqUsedK", plan.seqused_k);
+  header.add("kDropout", plan.dropout);
   header.add("kHasLse", plan.has_lse);
   header.add("kSplitTail", plan.split_tail);
   header.add("kStore", static_cast<int>(plan.store));

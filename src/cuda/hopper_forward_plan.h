@@ -20,7 +20,7 @@ struct HopperForwardKey {
   int producer_registers = 0, consumer_registers = 0;
   bool has_left = false, has_right = false;
   bool transforms_scores = false, softcap = false, alibi = false;
-  bool packed = false, seqused_k = false, has_lse = false;
+  bool packed = false, seqused_k = false, dropout = false, has_lse = false;
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves

@@ -12,7 +12,7 @@ namespace {
 constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
 constexpr double kSoftmaxScores = 11.2;   // scores a cycle beside busy tensor cores, all warpgroups
 constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
-constexpr double kTransformScores = 5;    // the same with softcap or ALiBi
+constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
 constexpr double kCopyBytes = 43;         // from L2 a cycle
 constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
 constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
@@ -31,8 +31,9 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
   const double scores = 64.0 * plan.block_keys;  // of a warpgroup
   const double dims = plan.head_dim + plan.value_dim;
   const double product = 2 * scores * dims / kTensorFlops;
-  const double rate = plan.transforms_scores ? kTransformScores : kSoftmaxScores;
-  const double alone = plan.transforms_scores ? kTransformScores : kSoftmaxAlone;
+  const bool slow = plan.transforms_scores || plan.dropout;
+  const double rate = slow ? kTransformScores : kSoftmaxScores;
+  const double alone = slow ? kTransformScores : kSoftmaxAlone;
   const double copy = 2 * plan.block_keys * dims / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);

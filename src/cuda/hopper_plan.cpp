@@ -6,6 +6,7 @@
 #include <limits>
 #include <numbers>
 
+#include "kernels/shared/dropout.h"
 #include "kernels/shared/softcap.h"
 
 namespace fulgur::cuda {
@@ -52,6 +53,8 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.window_left = band.left;
   params.window_right = band.right;
   params.scale_log2 = scale_log2(p);
+  params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
+  params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
   if (p.softcap > 0) {
     // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
     constexpr double kMost = std::numeric_limits<float>::max();

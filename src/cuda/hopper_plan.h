@@ -34,6 +34,14 @@ bool transforms(const Problem& problem);
 /// What is computed, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
 
+/// Where the random numbers of a run's dropout come from.
+template <class Args>
+void set_random_numbers(CallParams& params, const Args& args, const Run& run) {
+  params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
+  params.dropout_seed = run.dropout_seed;
+  params.dropout_offset = run.dropout_offset;
+}
+
 /// "q is copied ...", and why.
 std::string copy_sentence(std::string_view name, std::string_view why);
 

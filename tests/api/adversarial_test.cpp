@@ -278,13 +278,16 @@ TEST_P(Adversarial, PoisonInMaskedKeys) {
   for (const auto& [sq, sk, mask] : cases) {
     for (const int64_t key : {sk - 1, sk / 2, int64_t{64}, int64_t{0}}) {
       SCOPED_TRACE("key " + std::to_string(key));
-      follows_reference({.sq = sq, .sk = sk, .d = 24, .dv = 24, .mask = mask}, [key](Workload& w) {
-        for (const Tensor& t : {w.forward.k, w.forward.v}) {
-          edit(t, [key](std::vector<double>& x) {
-            for (int64_t c = 0; c < 24; ++c) x[key * 24 + c] = kNan;
-          });
-        }
-      });
+      for (const double dropout : {0.0, 0.25}) {
+        const Case c{.sq = sq, .sk = sk, .d = 24, .dv = 24, .mask = mask, .dropout = dropout};
+        follows_reference(c, [key](Workload& w) {
+          for (const Tensor& t : {w.forward.k, w.forward.v}) {
+            edit(t, [key](std::vector<double>& x) {
+              for (int64_t c = 0; c < 24; ++c) x[key * 24 + c] = kNan;
+            });
+          }
+        });
+      }
     }
   }
 }

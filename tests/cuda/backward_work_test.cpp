@@ -230,7 +230,8 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           add(map.step, sizeof(Step), 3, 16);
           add(map.ds_step, sizeof(Step), 2, 16);
           add(map.block, sizeof(KeyBlock), 1, 16);
-          for (const int barrier : {map.k_full, map.k_empty, map.v_full, map.v_empty, map.tail})
+          for (const int barrier :
+               {map.k_full, map.k_empty, map.v_full, map.v_empty, map.tail, map.dropout_key})
             add(barrier, 8, 1, 8);
           for (const int barrier : {map.q_full, map.q_empty}) add(barrier, 8, 3, 8);
           for (const int barrier : {map.o_full, map.o_empty}) add(barrier, 8, 2, 8);

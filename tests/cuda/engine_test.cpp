@@ -602,6 +602,40 @@ TEST_F(OnFakeGpu, ExplainTellsDecisionsAndRejections) {
   }
 }
 
+// Kernels are told where the numbers of dropout come from, and of what kind it is.
+TEST_F(OnFakeGpu, DropoutReachesTheKernels) {
+  ForwardCall call = forward_call({.lse = false, .dropout = 0.25});
+  call.args = placed(call.args, kBase);
+  const auto of = [&](const fulgur::Run& run) {
+    state_->launches.clear();
+    fulgur::plan(call.args, call.options).run(call.args, run);
+    return params<ForwardParams>(0);
+  };
+  const ForwardParams by_run = of({.dropout_seed = 1, .dropout_offset = ~uint64_t{0}});
+  EXPECT_EQ(by_run.rng_state, nullptr);
+  EXPECT_EQ(by_run.dropout_seed, 1u);
+  EXPECT_EQ(by_run.dropout_offset, ~0ull);
+  EXPECT_EQ(by_run.dropout_threshold, 0x40000000u);
+  EXPECT_FLOAT_EQ(by_run.keep_scale, 1 / 0.75f);
+  call.args.rng_state =
+      Tensor::contiguous(reinterpret_cast<void*>(kBase), DType::kI64, {2}, {DeviceType::kCuda, 0});
+  const void* const state = of({}).rng_state;
+  EXPECT_EQ(state, call.args.rng_state.data);
+
+  BackwardCall gradient = backward_call({.mask = causal(), .dropout = 0.25});
+  gradient.args = placed(gradient.args, kBase);
+  gradient.args.rng_state = call.args.rng_state;
+  state_->launches.clear();
+  fulgur::plan(gradient.args, gradient.options).run(gradient.args);
+  ASSERT_GE(state_->launches.size(), 4u);
+  for (size_t i = 0; i < state_->launches.size(); ++i) {
+    const auto p = params<BackwardParams>(i);
+    EXPECT_EQ(static_cast<const void*>(p.rng_state), call.args.rng_state.data);
+    EXPECT_EQ(p.dropout_threshold, 0x40000000u);
+    EXPECT_FLOAT_EQ(p.keep_scale, 1 / 0.75f);
+  }
+}
+
 TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   const auto message = [](const ForwardShape& shape) {
     const ForwardCall call = forward_call(shape);
@@ -611,15 +645,12 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   EXPECT_NE(message({.dtype = DType::kF32}).find("engine cuda: computes bf16 and f16"),
             std::string::npos);
   EXPECT_NE(message({.d = 512}).find("d and dv up to 256"), std::string::npos);
-  ForwardCall call = forward_call({});
-  call.options.dropout_p = 0.5;
-  EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find("without dropout"),
-            std::string::npos);
+  const BackwardCall wide = backward_call({.d = 512});
   EXPECT_NE(message_of([&] {
-              plan(backward_call({}).args, call.options);
-            }).find("engine cuda: computes without dropout"),
+              plan(wide.args, wide.options);
+            }).find("engine cuda: computes d and dv up to 256"),
             std::string::npos);
-  call.options.dropout_p = 0;
+  ForwardCall call = forward_call({});
   call.args.q.device.index = call.args.k.device.index = call.args.v.device.index = 3;
   call.args.out.device.index = call.args.lse.device.index = 3;
   EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find("cuda:3"), std::string::npos);

@@ -16,6 +16,7 @@ struct ForwardShape {
   std::optional<double> scale{};
   double softcap = 0;
   bool alibi = false, packed = false, seqused = false, lse = true, invariant = false;
+  double dropout = 0;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
 };
 
@@ -55,6 +56,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.scale = s.scale;
   call.options.softcap = s.softcap;
   call.options.invariant = s.invariant;
+  call.options.dropout_p = s.dropout;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
   if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);
   if (s.packed) {

@@ -1,4 +1,5 @@
 // Captured launches: what they need of the plan, of the memory and of the streams beside them.
+#include <cstring>
 #include <optional>
 
 #include "device.h"
@@ -167,6 +168,46 @@ TEST_F(Graphs, LengthsAndSlopesChangeBetweenReplays) {
         EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
       }
     }
+  }
+}
+
+// Replays read the seed and offset that are on the device by then, forward and backward.
+TEST_F(Graphs, RandomNumbersChangeBetweenReplays) {
+  const Stream stream;
+  Workload w({.dtype = DType::kBF16,
+              .batch = 2,
+              .sq = 150,
+              .sk = 200,
+              .hq = 4,
+              .hk = 2,
+              .mask = causal(),
+              .dropout = 0.25},
+             1);
+  Dense state(DType::kI64, {2});
+  w.forward.rng_state = w.backward.rng_state = state;
+  EngineMemory memory("cuda");
+  const ForwardTensors forward = memory.at(w.forward);
+  const BackwardTensors backward = memory.at(w.backward);
+  const Plan forward_plan = plan(forward, w.options), backward_plan = plan(backward, w.options);
+  const Graph graph(stream, [&] {
+    forward_plan.run(forward, stream.run());
+    backward_plan.run(backward, stream.run());
+  });
+  for (const auto& [seed, offset] :
+       {std::pair<uint64_t, uint64_t>{1, 0}, {1, 1}, {UINT64_MAX, uint64_t{1} << 63}, {1, 0}}) {
+    SCOPED_TRACE("seed " + std::to_string(seed) + ", offset " + std::to_string(offset));
+    const uint64_t numbers[] = {seed, offset};
+    std::memcpy(state.tensor().data, numbers, sizeof numbers);
+    w.seal();
+    memory.send();
+    cuda::synchronize();
+    graph.launch(stream);
+    stream.synchronize();
+    memory.bring_back();
+    w.run_options = {.dropout_seed = seed, .dropout_offset = offset};  // what the reference knows
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
   }
 }
 

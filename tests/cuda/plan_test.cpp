@@ -201,6 +201,8 @@ TEST(ShapeClass, NamesAllThatTheTileDependsOn) {
   EXPECT_EQ(of({.mask = window(100, 0)}), of({}) + " left 112 right 0");
   EXPECT_EQ(of({.softcap = 30, .alibi = true, .packed = true, .seqused = true}),
             of({}) + " transformed softcap alibi packed seqused_k");
+  EXPECT_EQ(of({.dropout = 0.5}), of({}) + " dropout");
+  EXPECT_EQ(of({.dropout = 0.1}), of({.dropout = 0.5}));
   std::set<std::string> different;
   const std::vector<test::ForwardShape> shapes = {{},
                                                   {.dtype = DType::kF16},

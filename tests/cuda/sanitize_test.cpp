@@ -87,6 +87,15 @@ TEST_F(Sanitize, Alibi) {
                      .mask = causal(),
                      .alibi = Alibi::kBatchHeads}));
 }
+TEST_F(Sanitize, Dropout) {
+  EXPECT_TRUE(right({.dtype = kBf16,
+                     .batch = 2,
+                     .sq = 100,
+                     .sk = 150,
+                     .hq = 2,
+                     .mask = causal(),
+                     .dropout = 0.25}));
+}
 TEST_F(Sanitize, CopiesAndElements) {  // odd rows, that TMA cannot address
   EXPECT_TRUE(right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .d = 63, .dv = 33}));
 }

@@ -246,6 +246,7 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
             {map.v_empty, 8 * plan.v_stages, 8},
             {map.v_tail, 8, 8},
             {map.last, 4 * plan.consumers, 4},
+            {map.dropout_key, 8, 8},
             {map.view, static_cast<int>(sizeof(kernels::View)) * plan.q_stages * plan.consumers,
              16}};
         for (int i = 0; i < plan.q_stages * plan.consumers; ++i) {

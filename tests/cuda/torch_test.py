@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fulgur
 from fulgur import _sdpa, flash_attn, flash_attn_cute, flash_attn_interface
-from fulgur.torch import attention
+from fulgur.torch import attention, random_numbers
 
 
 def make(*shapes, dtype=torch.bfloat16, grad=False):
@@ -120,6 +120,34 @@ class TestAttention(OnGpu):
                 want = torch.autograd.grad(math(q, k, v, **options), (q, k, v), dout.double())
                 for a, b in zip(got, want):
                     self.assert_close(a, b, 5e-2)
+
+    def test_dropout_is_that_of_the_cpu(self):
+        q, k, v = make_qkv(grad=True)
+        torch.manual_seed(5)
+        out = attention(q, k, v, causal=True, dropout_p=0.4)
+        torch.manual_seed(5)
+        seed, offset = random_numbers(q).tolist()
+        shared = dict(causal=True, dropout_p=0.4, seed=seed % 2**64, offset=offset % 2**64)
+        dout = torch.randn_like(out)
+        on_cpu = [x.detach().cpu() for x in (q, k, v)]
+        want, lse = fulgur.attention(*on_cpu, return_lse=True, **shared)
+        self.assert_close(out.cpu(), want)
+        expected = fulgur.attention_backward(dout.cpu(), *on_cpu, want, lse, **shared)
+        for a, b in zip(torch.autograd.grad(out, (q, k, v), dout), expected):
+            self.assert_close(a.cpu(), b, 5e-2)
+
+    def test_dropout_of_every_replay_is_another(self):
+        q, k, v = make_qkv()
+        attention(q, k, v, dropout_p=0.5)  # plans
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attention(q, k, v, dropout_p=0.5)
+        results = []
+        for _ in range(2):
+            graph.replay()
+            results.append(out.clone())
+        self.assertFalse(torch.equal(*results))
 
     def test_compile(self):
         q, k, v = make_qkv()

@@ -675,7 +675,7 @@ def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
     again = succeeds(*command, env=on_gpu).splitlines()[-1]
     assert again == f"0 kernels compiled, {done[1]} were there"
     assert not succeeds(*command, "--dlse", env=on_gpu).splitlines()[-1].startswith("0 kernels compiled")
-    fails(*command, "--dropout", "0.5", says=["without dropout"], env=on_gpu)
+    assert not succeeds(*command, "--dropout", "0.5", env=on_gpu).splitlines()[-1].startswith("0 kernels compiled")
 
 
 @pytest.mark.parametrize(
@@ -687,7 +687,6 @@ def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
         (["--d", "512"], ["computes d and dv up to 256, got 512"]),
         (["--d", "0"], ["head dim 0"]),
         (["--hq", "3", "--hk", "2"], ["3 heads"]),
-        (["--dropout", "0.5"], ["without dropout"]),
         (["--softcap", "-1"], ["softcap", "-1"]),
         (["--batch", "1000000000", "--sq", "1000000000"], ["q: shape"]),
         (["--batch", "4294967296", "--sq", "4294967296", "--packed"], ["q: shape"]),

@@ -35,7 +35,7 @@ class OnGpu(Capsule):
 
     def __init__(self, shape, device=(2, 0), dtype=(2, 16)):
         super().__init__(device, shape)
-        self.memory = np.zeros(shape, np.float16 if dtype[1] == 16 else np.int32)
+        self.memory = np.zeros(shape, "f2" if dtype[1] == 16 else "i%d" % (dtype[1] // 8))
         self.tensor.data = self.memory.ctypes.data
         self.tensor.dtype[0], self.tensor.dtype[1] = dtype
         self.device = "the GPU"
@@ -151,6 +151,16 @@ with pytest.raises(TypeError, match="^workspace: got ndarray.* contiguous array 
 """)
 
 
+def test_dropout(on_fake_gpu):
+    on_fake_gpu("""
+fulgur.attention(q, k, k, dropout_p=0.5, seed=3)
+fulgur.attention(q, k, k, dropout_p=0.5, rng_state=OnGpu((2,), dtype=(0, 64)))
+with pytest.raises(ValueError, match="^rng_state: .*cpu.*cuda:0"):
+    fulgur.attention(q, k, k, dropout_p=0.5, rng_state=np.zeros(2, np.int64))
+assert driver.launch_count() == 2
+""")
+
+
 def test_wrong_arguments(on_fake_gpu):
     on_fake_gpu("""
 with pytest.raises(ValueError, match="^k: .*cpu.*cuda:0"):
@@ -162,8 +172,6 @@ with pytest.raises(ValueError, match="^k: .*cuda:1.*cuda:0"):
 with pytest.raises(ValueError, match="^max_seqlen_q"):
     packed, ends = OnGpu((128, 4, 64)), OnGpu((3,), dtype=(0, 32))
     fulgur.attention(packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_k=ends)
-with pytest.raises(fulgur.Error, match="dropout"):
-    fulgur.attention(q, k, k, dropout_p=0.5)
 with pytest.raises(fulgur.Error, match="merge works on cpu"):
     fulgur.merge([q], [OnGpu((2, 4, 128), dtype=(2, 32))])
 for stream in (True, 1.0, "0"):

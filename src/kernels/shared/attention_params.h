@@ -30,6 +30,12 @@ struct CallParams {
   float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (shared/softcap.h)
 
   int total_q, total_k;  // rows of q and k in all, packed
+
+  // kDropout
+  const unsigned long long* rng_state;  // seed and offset; null: they are the next two
+  unsigned long long dropout_seed, dropout_offset;
+  unsigned dropout_threshold;  // as in shared/dropout.h
+  float keep_scale;            // 1 / (1 - p)
 };
 
 // What every forward kernel is told.

@@ -59,7 +59,10 @@ struct DropoutMask {
     return philox({{low_word(key_index / kDropoutKeys), low_word(query), low_word(head), high_word(head)}}, key);
   }
   FULGUR_SHARED bool keeps(u64 head, u64 query, u64 key_index) const {
-    return words(head, query, key_index)[int(key_index % kDropoutKeys)] >= threshold;
+    const PhiloxWords all = words(head, query, key_index);
+    u32 word = all[0];
+    for (int i = 1; i < kDropoutKeys; ++i) word = int(key_index % kDropoutKeys) == i ? all[i] : word;  // in registers
+    return word >= threshold;
   }
 };
 

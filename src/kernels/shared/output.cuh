@@ -12,6 +12,11 @@ __device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, 
   return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
 }
 
+// The same with what dropout multiplies the entries that it keeps with.
+__device__ __forceinline__ float normalizer(const AttentionParams& p, float sum) {
+  return kDropout ? normalizer(sum) * p.keep_scale : normalizer(sum);
+}
+
 __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const Place& place, const Lengths& n,
                                                  int row, const Rows& rows) {
   float* lse = p.lse + place.batch * p.lse_batch_stride + place.head * p.lse_head_stride + n.q_start;

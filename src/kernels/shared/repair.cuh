@@ -5,6 +5,7 @@
 // they leave. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys each
 // of them sees; unless no hidden key is to blame.
 #pragma once
+#include "shared/dropout.cuh"
 #include "shared/output.cuh"
 #include "shared/tma.cuh"
 
@@ -47,6 +48,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const float slope = kAlibi ? alibi_slope(p, place.batch, place.head) : 0;
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
@@ -58,7 +60,8 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
     s = kScoreMode == 0 ? s * p.scale_log2 : transform_score(p, s, slope, float(diagonal_of(n, row) - key));
-    const float weight = exp2_fast(s + shift);
+    float weight = exp2_fast(s + shift);
+    if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;
 #pragma unroll
     for (int i = 0; i < kOutput; ++i) {
@@ -69,7 +72,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
   }
   unsigned short* out = output_row(p, place, n, row);
-  const float scale = normalizer(sum);
+  const float scale = normalizer(p, sum);
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) {
     if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<unsigned short>(pack(o[i] * scale, 0));

@@ -115,6 +115,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     float dV[kValueDim / 2];
     begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
     begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
+    Kept<kBlockRows> kept;
+    const auto decide_dropout = [&](const Step& of) {  // beside the products
+      if (kDropout) kept = kept_of_step(p, k, of, 64 * consumer() + warp_row());
+    };
 
     if (block.state & kHasSteps) {
       const u32 k_operand = own_keys(k.address());
@@ -130,6 +134,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       register_fence(X);
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
+      decide_dropout(step);
       for (;;) {
         const bool masked = step.state & kMasked;
 
@@ -148,17 +153,26 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
 
-        // dP^T - D = V dO^T - D and dV += P^T dO together.
+        // dP^T - D = V dO^T - D and dV += P^T dO together. Dropped entries are not in dV, and D counts for them, too.
         o.wait_full();
-        start_from_delta(X, delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]));
+        const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
+        if (!kDropout) start_from_delta(X, delta);
+        u32 Z[kBlockRows / 4];  // what dropout leaves of P^T
+#pragma unroll
+        for (int i = 0; kDropout && i < kBlockRows / 4; ++i) {
+          Z[i] = P[i] & kept.pair(i);
+          P[i] = mark_dropped(P[i], kept.pair(i));
+        }
         register_fence(X);
         register_fence(dV);
         wgmma_fence();
-        issue_scores<kValueDim>(X, v_operand, along(o.address()), 1);
-        issue_gradient<kValueDim>(dV, P, across(o.address()));
+        issue_scores<kValueDim>(X, v_operand, along(o.address()), !kDropout);
+        issue_gradient<kValueDim>(dV, kDropout ? Z : P, across(o.address()));
         wgmma_wait<0>();
         register_fence(X);
         register_fence(dV);
+        if (kDropout) drop_gradients(p, X, P, delta);
+        if (kDropout) __syncwarp();
         o.release(leader);
 
         // dS^T = P^T o (dP^T - D).
@@ -177,7 +191,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           issue_gradient<kHeadDim>(dK, P, across(q.address()));
           ds.leave(p, step);
           block = load_block(k);  // not kept in registers
-          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
+          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -192,13 +206,14 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         issue_gradient<kHeadDim>(dK, P, across(q.address()));
         ds.leave(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
+        decide_dropout(step);
         wgmma_wait<0>();
         register_fence(X);
         register_fence(dK);
         q.release(leader);
       }
     } else {
-      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, 1);
+      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
     }
     k.release(leader);
 
@@ -219,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     OBuffers::init(smem, 2);
     mbarrier_init(smem + kKeysLayout.tail, 1);
     fence_mbarrier_init();
+    if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);

@@ -1,6 +1,7 @@
 // What the two kernels by keys of the Hopper backward pass share: the producer's walk over blocks of keys and their
 // steps, and the parts of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, as a warpgroup holds it.
 #pragma once
+#include "shared/dropout.cuh"
 #include "shared/fragment_store.cuh"
 #include "shared/transform.cuh"
 #include "sm90/backward_load.cuh"
@@ -55,7 +56,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int head = block.head * p.group;
         const long long first_ds =
             kSums ? 0
-                  : score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
+                  : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.group, block.batch,
                                head - p.wave.first_head * p.group, tile, block.block);
 #pragma unroll 1
         for (int g = 0; g < p.group; ++g) {
@@ -63,7 +64,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kSums ? int(statistics / kBlockRows) : int(first_ds) + g * p.score_tiles.unit;
-          const Step step = {place, row, __float_as_int(slope), (full ? 0 : kMasked) | (last ? kLastStep : 0)};
+          const Step step = {place, row, __float_as_int(slope),
+                             (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfGroup * g : 0)};
           load.load_step(step, {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch}, statistics);
         }
       }
@@ -155,6 +157,15 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
   }
 }
 
+// What dropout keeps of a step of the block that is announced beside K. `key`: the warp's first, in the block.
+__device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
+                                                         int key) {
+  const KeyBlock block = load_block(k);
+  const int head = block.batch * p.hq + block.head * p.group + u32(step.state) / kHeadOfGroup;
+  return kept_transposed<kBlockRows>(p, k.smem + kKeysLayout.dropout_key, head, step.row,
+                                     block.block * kBlockKeys + key);
+}
+
 // -D of each row: where dP^T starts from.
 __device__ __forceinline__ void start_from_delta(float (&X)[kBlockRows / 2], u32 delta) {
 #pragma unroll
@@ -162,6 +173,27 @@ __device__ __forceinline__ void start_from_delta(float (&X)[kBlockRows / 2], u32
     load_shared_pair(delta + 32 * j, X[4 * j], X[4 * j + 1]);
     X[4 * j + 2] = X[4 * j];
     X[4 * j + 3] = X[4 * j + 1];
+  }
+}
+
+// P has no use for its sign: with dropout it says that an entry is dropped. `kept` is all ones in the halves that are
+// not.
+__device__ __forceinline__ u32 mark_dropped(u32 pair, u32 kept) { return (pair & 0x7fff7fff) | (~kept & 0x80008000); }
+
+// dP^T - D from dP^T and -D, where dropped entries are without dP^T. Takes the marks from P.
+__device__ __forceinline__ void drop_gradients(const BackwardParams& p, float (&X)[kBlockRows / 2],
+                                               u32 (&P)[kBlockRows / 4], u32 delta) {
+#pragma unroll
+  for (int j = 0; j < kBlockRows / 8; ++j) {
+    float low;
+    float high;
+    load_shared_pair(delta + 32 * j, low, high);
+#pragma unroll
+    for (int i = 2 * j; i < 2 * j + 2; ++i) {
+      X[2 * i] = __fmaf_rn(P[i] & 0x8000 ? 0 : X[2 * i], p.keep_scale, low);
+      X[2 * i + 1] = __fmaf_rn(P[i] & 0x80000000 ? 0 : X[2 * i + 1], p.keep_scale, high);
+      P[i] &= 0x7fff7fff;
+    }
   }
 }
 

@@ -146,6 +146,16 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     const int key = block.block * kBlockKeys + warp_row() + thread_row();
     float dV[kValueDim / 2];
     begin_sums<kValueDim>(p, dV, block, 0, p.carry_dv);
+    Kept<kBlockRows> kept;
+    const auto decide_dropout = [&] {  // of the next step, beside the products
+      if (!kDropout) return;
+      const Step step = load_shared_struct_uniform<Step>(step_of(q));
+      kept = kept_of_step(p, k, step, warp_row());
+    };
+    const auto mark = [&](u32 (&P)[4], int part) {  // for the other warpgroup
+#pragma unroll
+      for (int i = 0; i < 4; ++i) P[i] = mark_dropped(P[i], kept.pair(4 * part + i));
+    };
 
     if (block.state & kHasSteps) {
       KeyOperand<kHeadDim> K;
@@ -160,6 +170,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       K.issue_scores(X, tile_of(q.address()), 0);
       o.wait_full();
       o.release(leader);  // V, for the other warpgroup
+      decide_dropout();
       wgmma_wait<0>();
       register_fence(X);
 
@@ -180,6 +191,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
             if (kSoftcap) factors[2 * half] = pack(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
             if (kSoftcap) factors[2 * half + 1] = pack(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
           }
+          if (kSoftcap && kDropout) mark(factors, part);
           if (kSoftcap) exchange.store(part, factors);
         }
         __syncwarp();
@@ -188,9 +200,14 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         u32 P[kBlockRows / 4];
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
-        if (!kSoftcap) {
 #pragma unroll
-          for (int part = 0; part < kBlockRows / 16; ++part) exchange.store(part, P + 4 * part);
+        for (int part = 0; part < kBlockRows / 16; ++part) {
+          if (!kSoftcap) {
+            u32 factors[4] = {P[4 * part], P[4 * part + 1], P[4 * part + 2], P[4 * part + 3]};
+            if (kDropout) mark(factors, part);
+            exchange.store(part, factors);
+          }
+          if (kDropout) kept.drop(P, 4 * part, 4);
         }
 
         // dV += P^T dO.
@@ -211,6 +228,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
 
         // S^T of the next tile.
         q.wait_full();
+        decide_dropout();
         register_fence(X);
         wgmma_fence();
         K.issue_scores(X, tile_of(q.address()), 0);
@@ -224,7 +242,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // not kept in registers
     }
     k.release(leader);
-    end_sums<kValueDim>(p, dV, block, 0, p.carry_dv, p.dv_grad, p.dv, 1);
+    end_sums<kValueDim>(p, dV, block, 0, p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
   }
 }
 
@@ -256,18 +274,18 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       V.load(o.address(), VRest(smem, 0).address());
       o.release(leader);
 
-      // dP^T - D = V dO^T - D of the first tile.
+      // dP^T - D = V dO^T - D of the first tile. With dropout dP^T alone: D stays with dO until entries are dropped.
       float X[kBlockRows / 2];
       o.wait_full();
-      start_from_delta(X, delta_of(o) + 4 * thread_column());
+      if (!kDropout) start_from_delta(X, delta_of(o) + 4 * thread_column());
       register_fence(X);
       wgmma_fence();
-      V.issue_scores(X, tile_of(o.address()), 1);
+      V.issue_scores(X, tile_of(o.address()), !kDropout);
       q.wait_full();
       q.release(leader);  // K
       wgmma_wait<0>();
       register_fence(X);
-      o.release(leader);
+      if (!kDropout) o.release(leader);
 
       for (;;) {
         // dS^T = P^T o (dP^T - D). The product is fp32, as in backward_keys.cu.
@@ -275,6 +293,11 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         exchange.wait_written();
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) exchange.load(part, P + 4 * part);
+        if (kDropout) {
+          drop_gradients(p, X, P, delta_of(o) + 4 * thread_column());
+          __syncwarp();
+          o.release(leader);
+        }
         q.wait_full();
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
 #pragma unroll
@@ -308,17 +331,17 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
 
         // dP^T - D of the next tile.
         o.wait_full();
-        start_from_delta(X, delta_of(o) + 4 * thread_column());
+        if (!kDropout) start_from_delta(X, delta_of(o) + 4 * thread_column());
         register_fence(X);
         wgmma_fence();
-        V.issue_scores(X, tile_of(o.address()), 1);
+        V.issue_scores(X, tile_of(o.address()), !kDropout);
         wgmma_wait<1>();
         register_fence(dK);
         register_fence(P);
         q.release(leader);
         wgmma_wait<0>();
         register_fence(X);
-        o.release(leader);
+        if (!kDropout) o.release(leader);
       }
       block = load_block(k);  // not kept in registers
     }
@@ -339,6 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     OBuffers::init(smem, 2);
     mbarrier_init(smem + kKeysLayout.tail, 1);
     fence_mbarrier_init();
+    if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);

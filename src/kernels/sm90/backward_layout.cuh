@@ -1,7 +1,8 @@
-// The maps of shared memory that plan.h leads to.
+// The maps of shared memory, and where dS lies in the workspace, as plan.h leads to them.
 #pragma once
 #include "plan.h"
 #include "sm90/backward_layout.h"
+#include "sm90/backward_params.h"
 
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
@@ -19,3 +20,11 @@ enum : int {
   kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
   kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS
 };
+
+// With what the plan fixes of it, so that the compiler computes no other places.
+__device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {
+  ScoreTiles store = p.score_tiles;
+  if (kPacked || kHasLeft || !kHasRight) __builtin_assume(store.pitch > 0);
+  if (!kPacked) store.compact = false;
+  return store;
+}

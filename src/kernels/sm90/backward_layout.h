@@ -41,7 +41,11 @@ struct Step {
   int slope;  // the bits of ALiBi's
   int state;  // bits of StepState
 };
-enum StepState : int { kMasked = 1, kLastStep = 2 };
+enum StepState : int {
+  kMasked = 1,
+  kLastStep = 2,
+  kHeadOfGroup = 4,  // times the q head's number in its group, kDropout
+};
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct KeysLayout {
@@ -51,6 +55,7 @@ struct KeysLayout {
   int step, ds_step;  // a Step beside each buffer of q, and of dS
   int block;         // a KeyBlock
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
+  int dropout_key;
   int bytes;
 };
 
@@ -84,7 +89,8 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   map.o_full = map.q_empty + 8 * tile.q_stages;
   map.o_empty = map.o_full + 8 * tile.o_stages;
   map.tail = map.o_empty + 8 * tile.o_stages;
-  map.bytes = map.tail + 8;
+  map.dropout_key = map.tail + 8;
+  map.bytes = map.dropout_key + 8;
   return map;
 }
 

@@ -1,6 +1,7 @@
 // Gradients that NaN or infinity has reached from where the mask hides it: P and dS are 0 there, but 0 * NaN is NaN,
 // and one product serves 64 rows or keys. The kernels that store gradients say when one is not finite; then every row of
 // dQ, dK and dV that is not is computed again from the definition, slowly, over what it sees alone.
+#include "shared/dropout.cuh"
 #include "shared/fragment_store.cuh"
 #include "shared/transform.cuh"
 #include "sm90/backward_layout.cuh"
@@ -57,16 +58,22 @@ __device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
   return __all_sync(0xffffffff, all);
 }
 
-// P and dS of one score.
+// P and dS of one score. `kept`: 1 / (1 - p) where dropout keeps it, 0 where not; 1 without dropout.
 struct Weights {
   float p, ds;
 };
-__device__ __forceinline__ Weights weights_of(const BackwardParams& p, float score, float dp, float shift, float delta,
-                                              float alibi, int distance) {
+__device__ __forceinline__ Weights weights_of(const BackwardParams& p, float score, float dp, float kept, float shift,
+                                              float delta, float alibi, int distance) {
   const float exponent = kSoftcap || kAlibi ? transform_score(p, score, alibi, float(distance)) : score * p.scale_log2;
   const float probability = exp2_fast(exponent + shift);
   const float slope = kSoftcap ? softcap_slope(p, score) : 1;
-  return {probability, probability * (dp + delta) * slope};
+  return {probability * kept, probability * (dp * kept + delta) * slope};
+}
+
+__device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutMask& dropout, int batch, int head,
+                                         int row, int key) {
+  if (!kDropout) return 1;
+  return dropout.keeps(batch * p.hq + head, row, key) ? p.keep_scale : 0;
 }
 
 // Where the statistics of a sequence's head lie.
@@ -87,14 +94,15 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   const long long at = statistics_of(p, n, batch, head) + row;
   const float alibi = kAlibi ? alibi_slope(p, batch, head) : 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !lost(sum, p.d); ++key) {
     float k[kHeadShare];
     float v[kValueShare];
     load_row(row_of(p.k, batch, n.k_start + key, head / p.group), p.d, k);
     load_row(row_of(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
-    const Weights weights =
-        weights_of(p, dot(q, k), dot(dout, v), p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+    const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, head, row, key),
+                                       p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
     add(sum, weights.ds, k);
   }
   store_row(dq, p.d, sum, p.scale);
@@ -114,6 +122,7 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
   load_row(row_of(p.v, batch, n.k_start + key, head), p.dv, v);
   const Band band = band_of(p);
   const RowTiles rows = row_tiles(band, n, 1, key, 1);
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
 #pragma unroll 1
   for (int row = rows.begin; row < rows.end && !(lost(sum_k, p.d) && lost(sum_v, p.dv)); ++row) {
 #pragma unroll 1
@@ -124,8 +133,8 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
       load_row(row_of(p.dout, batch, n.q_start + row, g), p.dv, dout);
       const long long at = statistics_of(p, n, batch, g) + row;
       const float alibi = kAlibi ? alibi_slope(p, batch, g) : 0;
-      const Weights weights =
-          weights_of(p, dot(q, k), dot(dout, v), p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+      const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
+                                         p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
       add(sum_k, weights.ds, q);
       add(sum_v, weights.p, dout);
     }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int tile = block.row / kBlockRows + i;
         tiles[i].keys = tile * kBlockRows < n.sq ? key_tiles_of(band, n, kScoreTile, tile) : KeyTiles{0, 0};
         const long long first =
-            score_tile(p.score_tiles, p.wave, band, n, kScoreTile, p.group, block.batch,
+            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.group, block.batch,
                        block.head - p.wave.first_head * p.group, tile, tiles[i].keys.begin);
         tiles[i].ds = p.ds + first * kTileBytes;
       }
@@ -150,7 +150,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     Finite finite;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const int row = block.row + int((consumer() * kRowTiles + tile) * kPieceRows + warp_row() + thread_row());
+      const int first = block.row + int(consumer() * kRowTiles + tile) * kPieceRows;
+      if (first >= n.sq) break;  // with one way out alone the compiler may not unroll, and keep dQ in memory
+      const int row = first + int(warp_row() + thread_row());
       unsigned short* dq = row_of(p.dq, block.batch, n.q_start + row, block.head);
       store_global_fragment<kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale, finite);
     }

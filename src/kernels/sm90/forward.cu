@@ -5,6 +5,7 @@
 // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
 // docs/kernels/README.md says what the words mean.
+#include "shared/dropout.cuh"
 #include "sm90/forward_output.cuh"
 #include "sm90/forward_pipeline.cuh"
 
@@ -126,6 +127,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if (kScoreMode) transform_scores(p, S, view, walk.diagonal, walk.tile);
       if (walk.masked(band_of(p), rightmost)) mask_scores(S, visible, walk.tile);
     };
+    Kept<kBlockKeys> kept;
+    const auto decide_dropout = [&] {  // beside the products
+      if (!kDropout) return;
+      const Place at = load_place(view);
+      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, at.batch * p.hq + at.head, at.row + warp_row(),
+                                     walk.tile * kBlockKeys);
+    };
     Rows rows = rows_without_keys();
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -142,11 +150,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       wgmma_fence();
       issue_scores(S, q, k_operand());
       if (kQStages > 1) release_q();
+      decide_dropout();
       wgmma_wait<0>();
       register_fence(S);
       keys.release(leader);
       adjust_scores(true);
       softmax_step<true>(S, P, O, rows, c);
+      if (kDropout) kept.drop(P);
 
 #pragma unroll 1
       while (walk.next()) {
@@ -157,6 +167,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         wgmma_fence();
         issue_scores(S, q, k_operand());
         issue_values(O, P, v_operand());
+        decide_dropout();
         wgmma_wait<1>();
         keys.release(leader);
         wgmma_wait<0>();
@@ -165,6 +176,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         values.release(leader);
         adjust_scores(false);
         softmax_step<false>(S, P, O, rows, c);
+        if (kDropout) kept.drop(P);
       }
 
       // O += P V of the leftmost tile.
@@ -208,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const _
     VBuffers::init(smem, 1);
     mbarrier_init(smem + kLayout.v_tail, 1);
     fence_mbarrier_init();
+    if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);

@@ -27,6 +27,7 @@ struct ForwardLayout {
   int v_tail;
   int view;  // one View per Q buffer and consumer
   int last;  // one int per consumer: its part is the last to finish
+  int dropout_key;
   int end, bytes;
 };
 
@@ -48,7 +49,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.v_tail = map.v_empty + 8 * tile.v_stages;
   map.view = (map.v_tail + 8 + 15) / 16 * 16;
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
-  map.end = map.last + 4 * tile.consumers;
+  map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
+  map.end = map.dropout_key + 8;
   map.bytes = map.q_full + kControlBytes;
   return map;
 }

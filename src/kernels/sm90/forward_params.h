@@ -20,6 +20,7 @@
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
 //   kPacked         1: packed variable length, cu_seqlens_q and cu_seqlens_k
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
+//   kDropout        1: dropout of P
 //   kHasLse         1: write LSE
 //   kStore          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
 //                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
