@@ -14,6 +14,7 @@
 
 #include "backward_call.h"
 #include "cuda/architectures.h"
+#include "cuda/call_kernel.h"
 #include "cuda/choose.h"
 #include "cuda/hopper_backward_plan.h"
 #include "cuda/hopper_forward_plan.h"
@@ -169,6 +170,10 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
           add(*candidate);
       }
     }
+  }
+  for (const CallKernel kernel : {CallKernel::kAppendF16, CallKernel::kAppendBF16,
+                                  CallKernel::kAppendF32, CallKernel::kMerge}) {
+    requests.push_back(use_of(kernel).request);
   }
   ASSERT_GT(requests.size(), 50u);
   // What was found clean once stays so: the keys of the cache are those of the compilation.
