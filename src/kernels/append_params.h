@@ -1,5 +1,5 @@
-// Arguments of append.cu, the same for the host and the device. Strides count elements. Nobody has checked what lengths,
-// tables and indices hold.
+// Arguments of append.cu, the same for the host and the device. Strides count elements. Nobody has checked what
+// lengths, tables and indices hold.
 #pragma once
 
 // Rows that go from one tensor to another.

@@ -1,5 +1,5 @@
-// Attention over disjoint parts of the keys to attention over all of them, in f64 as on the CPU: parts are added in their
-// order. A thread block takes a row of the batch, a group of lanes a head of it.
+// Attention over disjoint parts of the keys to attention over all of them, in f64 as on the CPU: parts are added in
+// their order. A thread block takes a row of the batch, a group of lanes a head of it.
 #include "merge_params.h"
 #include "shared/elements.cuh"
 #include "shared/heads.h"

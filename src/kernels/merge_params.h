@@ -1,16 +1,16 @@
 // Arguments of merge.cu, the same for the host and the device. Strides count elements.
 #pragma once
 
-constexpr int kMergeParts = 64;     // at most, since all arguments of a kernel are no more than 4096 bytes
-constexpr int kMergeWidth = 8;      // elements that a lane takes at once
-constexpr int kMergeLanes = 8;      // that share a row at least
+constexpr int kMergeParts = 64;  // at most, since all arguments of a kernel are no more than 4096 bytes
+constexpr int kMergeWidth = 8;   // elements that a lane takes at once
+constexpr int kMergeLanes = 8;   // that share a row at least
 
 // Of a part, or of the result.
 struct MergeTensors {
   void* out;
-  float* lse;  // of the result: or null
-  long long batch, row, head;      // strides of out
-  long long lse_batch, lse_head;   // that of rows is 1
+  float* lse;                     // of the result: or null
+  long long batch, row, head;     // strides of out
+  long long lse_batch, lse_head;  // that of rows is 1
 };
 
 struct MergeParams {

@@ -1,4 +1,5 @@
-// Elements of any type that memory holds, for kernels that are not of one input type: alone, or as many as 16 bytes hold.
+// Elements of any type that memory holds, for kernels that are not of one input type: alone, or as many as 16 bytes
+// hold.
 #pragma once
 #include "shared/element.h"
 #include "shared/host_device.h"
