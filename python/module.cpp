@@ -205,7 +205,8 @@ int run_program(std::vector<std::string> arguments) {
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
-      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"}};
+      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"},
+      {std::regex("^parts:"), "outs:"}};
   for (const auto& [name, python] : kNames) message = std::regex_replace(message, name, python);
   return message;
 }

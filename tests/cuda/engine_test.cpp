@@ -1189,6 +1189,18 @@ TEST_F(OnFakeGpu, SizesThatCallsWithoutAPlanDoNotTake) {
   EXPECT_TRUE(state_->launches.empty());
 }
 
+TEST_F(Prewarmed, AppendAndMergeCompileNothing) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    const ForwardCall call = forward_call({.dtype = dtype, .d = 64});
+    cuda::prewarm(call.args, call.options);
+    const auto before = kernels();
+    append(append_args(dtype));
+    const MergeCallOnGpu parts(3, 64);
+    merge(parts.parts, parts.result);
+    EXPECT_EQ(kernels(), before);
+  }
+}
+
 TEST_F(OnFakeGpu, Memory) {
   const std::string text = "through the device";
   void* data = cuda::allocate(64);

@@ -187,9 +187,9 @@ with pytest.raises(ValueError, match="^max_seqlen_q"):
 with pytest.raises(fulgur.Error, match="dropout"):
     fulgur.attention(q, k, k, dropout_p=0.5)
 lse = OnGpu((2, 4, 128), dtype=(2, 32))
-with pytest.raises(ValueError, match="^parts.1..out: on cpu, want cuda:0 as out"):
+with pytest.raises(ValueError, match="^outs.1.: on cpu, want cuda:0 as out"):
     fulgur.merge([q, q.memory], [lse, lse])
-with pytest.raises(fulgur.Error, match="^parts: got 65, merge on cuda takes at most 64"):
+with pytest.raises(fulgur.Error, match="^outs: got 65, merge on cuda takes at most 64"):
     fulgur.merge([q] * 65, [lse] * 65)
 with pytest.raises(ValueError, match="^cache_seqlens: on cpu, want cuda:0 as k_cache"):
     fulgur.append(k, k, q, q, np.zeros(2, np.int32))
