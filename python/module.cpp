@@ -142,14 +142,14 @@ void run_plan(const fulgur::Plan& plan, const nb::dict& views, uintptr_t stream,
 }
 
 void merge(const std::vector<const View*>& outs, const std::vector<const View*>& lses,
-           const View& out, const View& lse) {
+           const View& out, const View& lse, uintptr_t stream) {
   std::vector<fulgur::Partial> parts;
   for (size_t i = 0; i < outs.size(); ++i) parts.push_back({outs[i]->tensor, lses[i]->tensor});
   nb::gil_scoped_release unlocked;
-  fulgur::merge(parts, {out.tensor, lse.tensor});
+  fulgur::merge(parts, {out.tensor, lse.tensor}, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-void append(const nb::dict& views, const nb::dict& options, bool interleaved) {
+void append(const nb::dict& views, const nb::dict& options, bool interleaved, uintptr_t stream) {
   const AppendArgs args = {.k_cache = tensor(views, "k_cache"),
                            .v_cache = tensor(views, "v_cache"),
                            .k_new = tensor(views, "k_new"),
@@ -168,7 +168,7 @@ void append(const nb::dict& views, const nb::dict& options, bool interleaved) {
                            .cu_seqlens_q = tensor(views, "cu_seqlens_q")};
   const fulgur::Options read = read_options(options);
   nb::gil_scoped_release unlocked;
-  fulgur::append(args, read);
+  fulgur::append(args, read, {.stream = reinterpret_cast<void*>(stream)});
 }
 
 std::vector<std::tuple<std::string, std::string, std::string>> engines() {
@@ -205,7 +205,8 @@ int run_program(std::vector<std::string> arguments) {
 /// The message with the names of the Python arguments.
 std::string in_python(std::string message) {
   static const std::pair<std::regex, const char*> kNames[] = {
-      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"}};
+      {std::regex(R"(\bparts\[(\d+)\]\.(out|lse)\b)"), "$2s[$1]"},
+      {std::regex("^parts:"), "outs:"}};
   for (const auto& [name, python] : kNames) message = std::regex_replace(message, name, python);
   return message;
 }
@@ -265,8 +266,8 @@ NB_MODULE(_fulgur, m) {
   m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);
-  m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a);
-  m.def("append", &append, "views"_a, "options"_a, "interleaved"_a);
+  m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
+  m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("jax_handlers", &jax_handlers);

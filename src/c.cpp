@@ -336,7 +336,8 @@ fulgur_status fulgur_tune_backward(const fulgur_backward_args* args, const fulgu
 }
 
 fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* const* part_lses,
-                           size_t count, const DLTensor* out, const DLTensor* lse) {
+                           size_t count, const DLTensor* out, const DLTensor* lse,
+                           const fulgur_run* run) {
   return guarded([&] {
     if (count > 0 && (part_outs == nullptr || part_lses == nullptr))
       fail("parts", "got null, want {} tensors", count);
@@ -346,7 +347,8 @@ fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* con
           {required<ConstTensor>(part_outs[i], fmt::format("parts[{}].out", i).c_str()),
            required<ConstTensor>(part_lses[i], fmt::format("parts[{}].lse", i).c_str())});
     }
-    fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")});
+    fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")},
+                  convert(run));
   });
 }
 

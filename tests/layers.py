@@ -19,7 +19,7 @@ GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
     ("basics", r"src/(tensor|check|convert|parallel|rotary)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
-    ("problem", r"src/(problem|cache|sequences|key_rows|padding|tiles|random_numbers)\.(h|cpp)"),
+    ("problem", r"src/(problem|append_call|cache|merge_call|sequences|key_rows|padding|tiles|random_numbers)\.(h|cpp)"),
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
     ("plan", r"src/(plan(_cache)?\.(h|cpp)|engine\.cpp)"),
@@ -32,8 +32,8 @@ INNER = {
         ("loader", r"(shared_library|trust|driver|sha256)\.\w+"),
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
-        ("families", r"(family|launch|tensor_map|hopper_\w+)\.\w+"),
-        ("engine", r"(architectures|choose|reachable|shape_class|tuning|tune|prewarm|cuda_engine)\.\w+"),
+        ("families", r"(call_kernel|family|launch|tensor_map|hopper_\w+)\.\w+"),
+        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|tuning|tune|prewarm|cuda_engine)\.\w+"),
     ],
     "src/kernels/": [
         ("shared header", r"shared/\w+\.h"),

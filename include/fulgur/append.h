@@ -46,10 +46,14 @@ struct AppendArgs {
   ConstTensor cu_seqlens_q{};  ///< i32 (batch + 1)
 };
 
-/// Writes new rows into caches of K and V. Of `options` it takes the mask and the threads, and an
-/// engine only if it is one of the CPU; of `run` nothing yet: those of the attention that follows
-/// do. Tensors on the CPU alone (kUnsupported elsewhere). Throws Error(kInvalidArgument) before
-/// anything is written.
+/// Writes new rows into caches of K and V. Of `options` it takes the mask, the threads and the name
+/// of an engine, which must be one of the tensors' device; of `run` the stream. Throws
+/// Error(kInvalidArgument) before anything is written.
+///
+/// On cuda it only launches (bf16, f16 and f32; kUnsupported for f64), and may be captured into a
+/// graph once a call of that dtype has been made on the device. Lengths and tables are read there
+/// and not checked: a token whose row, page or position does not exist is not written, and where
+/// two tokens have one row, it holds any of both.
 FULGUR_API void append(const AppendArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur

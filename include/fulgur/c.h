@@ -182,10 +182,11 @@ FULGUR_API fulgur_status fulgur_tune_backward(const fulgur_backward_args* args,
                                               char* text, size_t size, size_t* length);
 
 /// Combines `count` partial results over disjoint keys into out, lse (lse may be null); see
-/// merge.h. Errors name part i as parts[i].out and parts[i].lse.
+/// merge.h. `run` may be null. Errors name part i as parts[i].out and parts[i].lse.
 FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const DLTensor* const* part_lses, size_t count,
-                                      const DLTensor* out, const DLTensor* lse);
+                                      const DLTensor* out, const DLTensor* lse,
+                                      const fulgur_run* run);
 
 /// What goes into caches of K and V (fulgur::AppendArgs): all 0 but struct_size, then what you
 /// need.
@@ -204,8 +205,8 @@ typedef struct fulgur_append_args {
   const DLTensor* cu_seqlens_q;    ///< i32 (batch + 1): q is packed
 } fulgur_append_args;
 
-/// Writes new rows into caches of K and V and turns keys and queries (fulgur::append), on the CPU.
-/// Of `options` it takes the mask and the threads; `options` and `run` may be null.
+/// Writes new rows into caches of K and V and turns keys and queries (fulgur::append). Of `options`
+/// it takes the mask, the threads and the engine, of `run` the stream; both may be null.
 FULGUR_API fulgur_status fulgur_append(const fulgur_append_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
 

@@ -31,8 +31,9 @@ struct Prewarmed {
 /// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need
 /// on an H100 or H200, tuned tiles apart (tune() compiles them). Fills `folder` (empty: the default
 /// cache, see FULGUR_CACHE_DIR). Needs NVRTC but no GPU; the tensors need no data, and their device
-/// is taken to be such a card. Throws Error: kUnsupported where the kernels do not compute the
-/// call, kUnavailable without NVRTC and where the folder cannot be used.
+/// is taken to be such a card. With the kernels of a forward pass come those of merge() and of
+/// append() for its dtype. Throws Error: kUnsupported where the kernels do not compute the call,
+/// kUnavailable without NVRTC and where the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
                              const std::string& folder = {});
 FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,

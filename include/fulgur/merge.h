@@ -2,6 +2,7 @@
 
 #include <span>
 
+#include "fulgur/attention.h"
 #include "fulgur/export.h"
 #include "fulgur/tensor.h"
 
@@ -21,8 +22,12 @@ struct Merged {
 /// Combines attention over disjoint sets of keys into attention over all of them
 /// (FlashAttention-3's split-KV combine): lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse)
 /// out_i. Parts with lse = -inf count nothing; where all do, out = 0 and lse = -inf. Parts and
-/// result share a shape; out may have any float dtype in each, lse is f32 (or f64). `lse` may be
-/// not given. A result may be the very tensor of a part. Throws Error(kInvalidArgument).
-FULGUR_API void merge(std::span<const Partial> parts, const Merged& result);
+/// result share a shape and a device; out may have any float dtype in each, lse is f32 (or f64).
+/// `lse` may be not given. A result may be the very tensor of a part. Throws
+/// Error(kInvalidArgument).
+///
+/// Of `run` it takes the stream. On cuda it only launches, with a first call as append() has one,
+/// and takes at most 64 parts, without f64 (kUnsupported).
+FULGUR_API void merge(std::span<const Partial> parts, const Merged& result, const Run& run = {});
 
 }  // namespace fulgur

@@ -405,9 +405,9 @@ def append(
     k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
     page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
     rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None,
-    threads=0,
+    threads=0, stream=None,
 ):  # fmt: skip
-    """Writes new keys and values into caches, in place, on the CPU.
+    """Writes new keys and values into caches, in place.
 
     Token i of sequence b goes to row ``cache_seqlens[b] + i`` of its cache. The call of
     :func:`attention` that follows takes ``cache_seqlens`` plus the new rows as ``seqused_k``, and
@@ -436,6 +436,9 @@ def append(
         cu_seqlens_q: int32 ``(batch + 1,)``.
         causal, window: of the attention that follows.
         threads: 0 is OMP_NUM_THREADS or all cores.
+        stream: on CUDA, where to put the work; default the current stream of k_cache's library.
+            Lengths and tables on a GPU are not checked: tokens without a place there are not
+            written.
 
     Returns:
         The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
@@ -443,7 +446,7 @@ def append(
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was written.
-        fulgur.Error: the arrays are on a GPU.
+        fulgur.Error: float64 arrays are on a GPU, or it cannot be used.
 
     >>> import numpy as np, fulgur
     >>> k_cache, v_cache = np.zeros((2, 3, 4, 1, 2), np.float32)  # 3 pages of 4 rows
@@ -456,37 +459,40 @@ def append(
            [0., 0., 0., 1.]], dtype=float32)
     """
     options = _a.options(causal, window, None, 0.0, 0.0, 0, 0, False, False, threads, "")
-    interleaved = _a.flag("interleaved", interleaved)
+    interleaved, stream = _a.flag("interleaved", interleaved), _a.run_stream(k_cache, stream)
     views = {
-        "k_cache": _a.view("k_cache", k_cache, writable=True),
-        "v_cache": _a.view("v_cache", v_cache, writable=True),
-        **_a.views(k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
-        **_a.cache(page_table, page_indptr, cache_batch_idx, None),
+        "k_cache": _a.view("k_cache", k_cache, True, stream),
+        "v_cache": _a.view("v_cache", v_cache, True, stream),
+        **_a.views(stream, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
+        **_a.cache(page_table, page_indptr, cache_batch_idx, None, stream),
     }
     for name, array in (
         ("cu_seqlens_k_new", cu_seqlens_k_new), ("cos", cos), ("sin", sin),
         ("rotary_seqlens", rotary_seqlens), ("q", q), ("cu_seqlens_q", cu_seqlens_q),
     ):  # fmt: skip
-        views[name] = _a.optional_view(name, array)
+        views[name] = _a.optional_view(name, array, stream)
     if q is None:
-        written = None if q_out is None else _a.view("q_out", q_out, writable=True)
-        _fulgur.append(views | {"q_out": written}, options, interleaved)
+        written = None if q_out is None else _a.view("q_out", q_out, True, stream)
+        _fulgur.append(views | {"q_out": written}, options, interleaved, stream)
         return None
     (turned,) = _a.filled(
         {"q_out": (views["q"].shape, views["q"].dtype)},
         {"q_out": q_out},
         q,
-        lambda written: _fulgur.append(views | written, options, interleaved),
+        lambda written: _fulgur.append(views | written, options, interleaved, stream),
+        stream,
     )
     return turned
 
 
-def merge(outs, lses):
+def merge(outs, lses, *, stream=None):
     """Combines attention over disjoint sets of keys into attention over all of them.
 
     Args:
         outs: a sequence of arrays ``(batch, sq, hq, dv)`` or packed ``(total_q, hq, dv)``.
         lses: for each the log-sum-exp ``(batch, hq, sq)`` or packed ``(hq, total_q)``.
+        stream: on CUDA, where to put the work; default the current stream of the library of
+            ``outs[0]``. There are at most 64 parts there, and no float64.
 
     Returns:
         (out, lse), fresh, with the shapes and dtypes of ``outs[0]`` and ``lses[0]``. Parts with lse
@@ -494,6 +500,7 @@ def merge(outs, lses):
 
     Raises:
         ValueError, TypeError: an argument is wrong.
+        fulgur.Error: a GPU does not take these arrays, or cannot be used.
 
     >>> import numpy as np, fulgur
     >>> rng = np.random.default_rng(0)
@@ -509,14 +516,16 @@ def merge(outs, lses):
         raise ValueError("outs: got no array, want at least 1")
     if len(lses) != len(outs):
         raise ValueError(f"lses: got {len(lses)} arrays, want {len(outs)}, one for each of outs")
-    out_views = [_a.view(f"outs[{i}]", out) for i, out in enumerate(outs)]
-    lse_views = [_a.view(f"lses[{i}]", lse) for i, lse in enumerate(lses)]
+    stream = _a.run_stream(outs[0], stream)
+    out_views = [_a.view(f"outs[{i}]", out, stream=stream) for i, out in enumerate(outs)]
+    lse_views = [_a.view(f"lses[{i}]", lse, stream=stream) for i, lse in enumerate(lses)]
     first = {"out": out_views[0], "lse": lse_views[0]}
     return _a.filled(
         {name: (view.shape, view.dtype) for name, view in first.items()},
         dict.fromkeys(first),
         outs[0],
-        lambda views: _fulgur.merge(out_views, lse_views, views["out"], views["lse"]),
+        lambda views: _fulgur.merge(out_views, lse_views, views["out"], views["lse"], stream),
+        stream,
     )
 
 

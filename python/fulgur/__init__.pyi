@@ -337,6 +337,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     threads: int = 0,
+    stream: int | _CudaStream | None = None,
 ) -> None: ...
 @overload
 def append(
@@ -360,8 +361,14 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     threads: int = 0,
+    stream: int | _CudaStream | None = None,
 ) -> _Array: ...
-def merge(outs: Iterable[_Array], lses: Iterable[_Array]) -> tuple[_Array, _Array]: ...
+def merge(
+    outs: Iterable[_Array],
+    lses: Iterable[_Array],
+    *,
+    stream: int | _CudaStream | None = None,
+) -> tuple[_Array, _Array]: ...
 def explain(
     q: _DLPack | _Shape,
     k: _DLPack | _Shape,

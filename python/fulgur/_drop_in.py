@@ -7,7 +7,6 @@ import sys
 import torch
 
 import fulgur
-from fulgur.torch import attention
 
 # The modules of this package by the names that they stand in for, parents first.
 _STANDS_IN = {
@@ -64,15 +63,6 @@ def refuse(**arguments):
             raise NotImplementedError(f"{name}: fulgur does not have this yet; want it left out")
 
 
-def refuse_off_cpu(q, **arguments):
-    """Raises for the first argument that asks for what fulgur has on the CPU alone."""
-    for name, value in arguments.items():
-        if value is not None and q.device.type != "cpu":
-            raise NotImplementedError(
-                f"{name}: fulgur has this on the CPU alone, q is on {q.device}; want it left out"
-            )
-
-
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     left, right = window_size
@@ -115,8 +105,6 @@ def with_kvcache(
         sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=q.device)
     places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
-    if q.device.type != "cpu":
-        return _with_plain_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, **options)
     q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
     if k is not None:
         turned = fulgur.append(
@@ -142,18 +130,6 @@ def _rows(x):
     """The tensor, or a copy whose rows have no gaps."""
     x = x.detach()
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _with_plain_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, **options):
-    """Where append does not compute yet: rows of the batch that are written by index."""
-    with torch.no_grad():
-        if k is not None:
-            places = cache_seqlens[:, None] + torch.arange(k.shape[1], device=q.device)
-            sequences = torch.arange(q.shape[0], device=q.device)[:, None]
-            k_cache[sequences, places] = k
-            v_cache[sequences, places] = v
-            cache_seqlens = cache_seqlens + k.shape[1]
-        return attention(q, k_cache, v_cache, seqused_k=cache_seqlens, return_lse=True, **options)
 
 
 def combine(out_partial, lse_partial, out=None, out_dtype=None):

@@ -9,7 +9,7 @@ flash_attn_interface`` find this module.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_off_cpu, sides
+from fulgur._drop_in import longest, refuse, sides
 from fulgur.torch import attention
 
 
@@ -96,16 +96,11 @@ def flash_attn_with_kvcache(
 
     rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
     window bounds it, else all of q to cache_seqlens; rotary_seqlens stands in for cache_seqlens
-    there. On GPUs there are no tables, no packed rows, no left padding and no rotation yet.
+    there.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk or None,
-    )  # fmt: skip
-    refuse_off_cpu(
-        q, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     out, lse = _drop_in.with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

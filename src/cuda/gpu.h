@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <string>
@@ -46,6 +48,9 @@ class Gpu {
   /// The kernel of a request, compiled or found in the cache at first.
   const Kernel& kernel(const KernelUse& use);
 
+  /// Room for one of the kernels of calls without a plan, null at first.
+  std::atomic<CUfunction>& call_function(int number) { return call_functions_.at(number); }
+
   /// Workspaces for launches, in the context.
   LaunchMemory& launch_memory() { return launch_memory_; }
 
@@ -65,6 +70,7 @@ class Gpu {
   std::once_flag context_made_;
   std::mutex mutex_;
   std::map<std::string, Slot> kernels_;
+  std::array<std::atomic<CUfunction>, 4> call_functions_{};
   LaunchMemory launch_memory_;
 };
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "cuda/architectures.h"
+#include "cuda/call_kernel.h"
 #include "cuda/cubin_cache.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
@@ -44,6 +45,10 @@ Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
       if (problem.invariant) break;
     }
   });
+  if (problem.pass == Pass::kForward) {
+    add(use_of(append_kernel(problem.dtype)).request);
+    add(use_of(CallKernel::kMerge).request);
+  }
   return result;
 }
 

@@ -10,6 +10,7 @@
 #include "appended.h"
 #include "call.h"
 #include "call_append.h"
+#include "engine_memory.h"
 #include "engines.h"
 
 namespace fulgur::test {
@@ -60,10 +61,28 @@ std::vector<AppendCase> append_cases() {
     a.c.d = a.rotary_dim + 1 + static_cast<int64_t>(n % 3);
     all.push_back(a);
   }
+  // Rows that can be moved 16 bytes at a time, in pages and in rows of the batch.
+  const int64_t turned[] = {32, 0, 64, 16, 48};
+  for (size_t n = 0; n < 60; ++n) {
+    AppendCase a = all[n];
+    a.aligned = true;
+    a.rotary_dim = turned[n % 5];
+    a.c.d = n % 2 == 0 ? 64 : 72;
+    a.c.dv = n % 3 == 0 ? 264 : 40;
+    if (a.c.layout == Layout::kPadded) a.c.layout = Layout::kBhsd;
+    all.push_back(a);
+  }
   return all;
 }
 
-class Append : public testing::TestWithParam<AppendCase> {};
+class Append : public EveryEngine {
+ protected:
+  // A call and what follows it, on an engine.
+  void on(const std::string& engine, Appended& a) {
+    a.w.options.mask = a.given.c.mask;
+    a.w.options.engine = engine;
+  }
+};
 
 std::vector<std::byte> outputs(const Workload& w) {
   std::vector<std::byte> all = bits(w.forward.out);
@@ -73,47 +92,55 @@ std::vector<std::byte> outputs(const Workload& w) {
 }
 
 TEST_P(Append, WritesWhatAttentionReads) {
-  Appended a(GetParam(), 1);
-  a.w.options.mask = a.given.c.mask;
-  a.run();
-  ASSERT_TRUE(a.check());
-  // The bits attended are the bits stored: those of a call on contiguous keys.
-  if (a.w.total_q == 0) return;
-  a.w.options.invariant = true;
-  a.w.run_forward();
-  const std::vector<std::byte> want = outputs(a.w);
-  a.w.seal();
-  a.cached.run_forward();
-  EXPECT_EQ(outputs(a.w), want);
-}
-
-TEST_P(Append, GivesTheSameBitsFromCAndOnOneThread) {
-  std::array<std::vector<std::byte>, 3> got;
-  for (size_t n = 0; n < 3; ++n) {
-    Appended a(GetParam(), 2);
-    a.w.options.mask = a.given.c.mask;
-    if (n == 1) a.w.options.threads = 1;
-    if (n == 2) {
-      ASSERT_EQ(append_c(a.args, a.w.options), FULGUR_OK) << fulgur_last_error();
-    } else {
-      a.run();
-    }
-    for (const Tensor& t : {a.args.k_cache, a.args.v_cache, a.args.q_out}) {
-      const std::vector<std::byte> all = bits(t);
-      got[n].insert(got[n].end(), all.begin(), all.end());
-    }
-    EXPECT_TRUE(a.check());
+  for (const AppendCase& c : append_cases()) {
+    SCOPED_TRACE(c.name());
+    Appended a(c, 1);
+    on(engine(), a);
+    if (!computes([&] { a.run(); })) continue;
+    ASSERT_TRUE(a.check());
+    // The bits attended are the bits stored: those of a call on contiguous keys.
+    if (a.w.total_q == 0) continue;
+    a.w.options.invariant = true;
+    if (!computes([&] { a.w.run_forward(); })) continue;
+    const std::vector<std::byte> want = outputs(a.w);
+    a.w.seal();
+    if (!computes([&] { a.cached.run_forward(); })) continue;
+    ASSERT_EQ(outputs(a.w), want);
   }
-  EXPECT_EQ(got[0], got[1]);
-  EXPECT_EQ(got[0], got[2]);
 }
 
-INSTANTIATE_TEST_SUITE_P(, Append, testing::ValuesIn(append_cases()), [](const auto& info) {
-  return std::to_string(info.index) + "_" + info.param.name();
-});
+std::vector<std::byte> appended_bits(const AppendTensors& t) {
+  std::vector<std::byte> all;
+  for (const Tensor& each : {t.k_cache, t.v_cache, t.q_out}) {
+    const std::vector<std::byte> more = bits(each);
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  return all;
+}
+
+// From C, on one thread, and on any device.
+TEST_P(Append, GivesTheSameBitsAsOnTheCpu) {
+  for (const AppendCase& c : append_cases()) {
+    SCOPED_TRACE(c.name());
+    Appended want(c, 2);
+    on("cpu", want);
+    want.w.options.threads = 1;
+    want.run();
+    Appended got(c, 2), from_c(c, 2);
+    on(engine(), got);
+    if (!computes([&] { got.run(); })) continue;
+    ASSERT_EQ(appended_bits(got.args), appended_bits(want.args));
+    on(engine(), from_c);
+    EngineMemory memory(engine());
+    ASSERT_EQ(append_c(memory.at(from_c.args), from_c.w.options), FULGUR_OK) << fulgur_last_error();
+    memory.bring_back();
+    ASSERT_EQ(appended_bits(from_c.args), appended_bits(want.args));
+    for (Appended* each : {&got, &from_c}) ASSERT_TRUE(each->check());
+  }
+}
 
 // A cache whose rows are those of the batch takes rows as they are: NaN, -0 and infinities too.
-TEST(Appends, RowsKeepTheirBits) {
+TEST_P(Append, RowsKeepTheirBits) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kF64}) {
     const Dense k(dtype, {2, 8, 3, 5}), v(dtype, {2, 8, 3, 7});
     const Dense k_new(dtype, {2, 2, 3, 5}), v_new(dtype, {2, 2, 3, 7}), old(DType::kI32, {2});
@@ -129,7 +156,13 @@ TEST(Appends, RowsKeepTheirBits) {
     std::byte* const first = static_cast<std::byte*>(v_new.tensor().data);
     first[0] = std::byte{0x5a};
     write(old, std::vector<double>{3, 6});
-    append({.k_cache = k, .v_cache = v, .k_new = k_new, .v_new = v_new, .cache_seqlens = old});
+    const auto call = [&] {
+      compute(
+          AppendTensors{
+              .k_cache = k, .v_cache = v, .k_new = k_new, .v_new = v_new, .cache_seqlens = old},
+          {.engine = engine()});
+    };
+    if (!computes(call)) continue;
     const auto rows = [](Tensor t, int64_t b, int64_t begin, int64_t count) {
       t.data = static_cast<std::byte*>(t.data) +
                (b * t.strides[0] + begin * t.strides[1]) * size_of(t.dtype);
@@ -150,7 +183,7 @@ TEST(Appends, RowsKeepTheirBits) {
 }
 
 // A prompt at once gives the bits of its tokens one by one.
-TEST(Appends, InAnyChunks) {
+TEST_P(Append, InAnyChunks) {
   const int64_t tokens = 11, page = 4;
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Dense k_new(dtype, {1, tokens, 2, 16}), v_new(dtype, {1, tokens, 2, 16});
@@ -169,17 +202,17 @@ TEST(Appends, InAnyChunks) {
           return t;
         };
         write(old, std::vector<double>{static_cast<double>(begin)});
-        append({.k_cache = k,
-                .v_cache = v,
-                .k_new = part(k_new),
-                .v_new = part(v_new),
-                .cache_seqlens = old,
-                .page_table = table,
-                .cos = cos,
-                .sin = sin,
-                .q = part(q),
-                .q_out = part(turned)},
-               {.mask = causal()});
+        compute(AppendTensors{.k_cache = k,
+                              .v_cache = v,
+                              .k_new = part(k_new),
+                              .v_new = part(v_new),
+                              .cache_seqlens = old,
+                              .page_table = table,
+                              .cos = cos,
+                              .sin = sin,
+                              .q = part(q),
+                              .q_out = part(turned)},
+                {.mask = causal(), .engine = engine()});
       }
       return std::array{bits(k), bits(v), bits(turned)};
     };
@@ -189,27 +222,36 @@ TEST(Appends, InAnyChunks) {
 }
 
 // Nothing to write: nothing is looked at but shapes, however large the sizes beside a 0 are.
-TEST(Appends, MayBeEmpty) {
+TEST_P(Append, MayBeEmpty) {
   const Dense k(DType::kF32, {2, 4, 1, 8}), old(DType::kI32, {2});
   const Dense v(DType::kF32, {2, 4, 1, 8});
   write(old, std::vector<double>{4, 0});
   const Tensor none = Tensor::contiguous(nullptr, DType::kF32, {2, 0, 1, 8});
-  append({.k_cache = k, .v_cache = v, .k_new = none, .v_new = none, .cache_seqlens = old});
+  compute(
+      AppendTensors{.k_cache = k, .v_cache = v, .k_new = none, .v_new = none, .cache_seqlens = old},
+      {.engine = engine()});
   // The row of a sequence without new ones is not looked at.
   const Dense rows(DType::kI32, {2});
-  append({.k_cache = k,
-          .v_cache = v,
-          .k_new = none,
-          .v_new = none,
-          .cache_seqlens = old,
-          .cache_batch_idx = rows});
+  compute(AppendTensors{.k_cache = k,
+                        .v_cache = v,
+                        .k_new = none,
+                        .v_new = none,
+                        .cache_seqlens = old,
+                        .cache_batch_idx = rows},
+          {.engine = engine()});
   const Tensor huge = Tensor::contiguous(nullptr, DType::kF32, {0, int64_t{1} << 60, 1, 8});
   const Tensor cache = Tensor::contiguous(nullptr, DType::kF32, {0, 4, 1, 8});
   const Tensor nobody = Tensor::contiguous(nullptr, DType::kI32, {0});
-  append(
-      {.k_cache = cache, .v_cache = cache, .k_new = huge, .v_new = huge, .cache_seqlens = nobody});
+  compute(AppendTensors{.k_cache = cache,
+                        .v_cache = cache,
+                        .k_new = huge,
+                        .v_new = huge,
+                        .cache_seqlens = nobody},
+          {.engine = engine()});
   EXPECT_EQ(bits(k), bits(Dense(DType::kF32, {2, 4, 1, 8})));
 }
+
+FULGUR_EVERY_ENGINE(Append);
 
 }  // namespace
 }  // namespace fulgur::test

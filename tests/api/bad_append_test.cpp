@@ -22,7 +22,6 @@ struct WrongAppend {
   std::function<void(AppendTensors&, Options&)> change;
   const char* message;  // what the message starts like (a regular expression)
   bool packed = false;
-  Status status = Status::kInvalidArgument;
 };
 
 void PrintTo(const WrongAppend& wrong, std::ostream* os) { *os << wrong.what; }
@@ -96,13 +95,6 @@ const std::vector<WrongAppend>& wrongs() {
        "k_cache: shares its memory with cache_seqlens"},
       {"cache_is_table", table, to([](A& a) { a.page_table.data = a.v_cache.data; }),
        "v_cache: shares its memory with page_table"},
-      {"all_on_cuda", table, to([](A& a) {
-         for (Tensor* t : {&a.k_cache, &a.v_cache, &a.k_new, &a.v_new, &a.cache_seqlens,
-                           &a.page_table, &a.cos, &a.sin, &a.q, &a.q_out}) {
-           *t = on_cuda(*t);
-         }
-       }),
-       "k_cache: on cuda:0, append works on cpu", false, Status::kUnsupported},
       // Lengths.
       {"no_seqlens", table, to([](A& a) { a.cache_seqlens = {}; }), "cache_seqlens: got n"},
       {"seqlens_of_i64", table,
@@ -290,7 +282,9 @@ const std::vector<WrongAppend>& wrongs() {
        "q_out: shares its memory with cu_seqlens_q", true},
       // Options.
       {"engine", table, [](A&, Options& o) { o.engine = "cuda"; },
-       "engine: got \"cuda\", want cpu or reference"},
+       "engine: got \"cuda\", want cpu or reference: k_cache is on cpu"},
+      {"unknown_engine", table, [](A&, Options& o) { o.engine = "gpu"; },
+       "engine: got \"gpu\", want cpu or reference: k_cache is on cpu"},
       {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "mask.left: got -2, want -1"},
       {"threads", table, [](A&, Options& o) { o.threads = 1025; },
        "threads: got 1025, want >= 0 .* and <= 1024"},
@@ -325,10 +319,10 @@ TEST_P(BadAppend, IsNamedAndNothingIsWritten) {
     append(a.args, a.w.options);
   } catch (const Error& error) {
     message = error.what();
-    EXPECT_EQ(error.status(), wrong.status);
+    EXPECT_EQ(error.status(), Status::kInvalidArgument);
   }
   EXPECT_TRUE(starts_like(message, wrong.message));
-  EXPECT_EQ(append_c(a.args, a.w.options), static_cast<fulgur_status>(wrong.status));
+  EXPECT_EQ(append_c(a.args, a.w.options), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), wrong.message)) << "(C API)";
   for (const auto& [t, values] : before) write(t, values);
   EXPECT_TRUE(a.nothing_written());
@@ -347,6 +341,27 @@ TEST(BadAppends, AreBadByTheirChangeAlone) {
       EXPECT_FALSE(a.nothing_written());
       EXPECT_TRUE(a.check());
     }
+  }
+}
+
+// On a machine with a GPU or without one.
+TEST(BadAppends, OnCuda) {
+  AppendCase c = base(Index::kTable, false);
+  c.c.dtype = DType::kF64;
+  Appended a(c, 1);
+  for (Tensor* t :
+       {&a.args.k_cache, &a.args.v_cache, &a.args.k_new, &a.args.v_new, &a.args.cache_seqlens,
+        &a.args.page_table, &a.args.cos, &a.args.sin, &a.args.q, &a.args.q_out}) {
+    *t = on_cuda(*t);
+  }
+  const auto call = [&] { append(a.args, a.w.options); };
+  EXPECT_EQ(message_of(call), "k_cache: got f64, append on cuda takes none of it");
+  EXPECT_EQ(status_of(call), Status::kUnsupported);
+  for (const char* name : {"cpu", "reference", "gpu"}) {
+    a.w.options.engine = name;
+    EXPECT_EQ(message_of(call),
+              "engine: got \"" + std::string(name) + "\", want cuda: k_cache is on cuda:0");
+    EXPECT_EQ(status_of(call), Status::kInvalidArgument);
   }
 }
 

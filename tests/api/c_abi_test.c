@@ -132,7 +132,7 @@ fulgur_status fulgur_tune_forward(const fulgur_forward_args*, const fulgur_optio
 fulgur_status fulgur_tune_backward(const fulgur_backward_args*, const fulgur_options*,
                                    const fulgur_run*, char*, size_t, size_t*);
 fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
-                           const DLTensor*);
+                           const DLTensor*, const fulgur_run*);
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);

@@ -479,7 +479,7 @@ int main(void) {
   CHECK(fulgur_forward(&half_a, NULL, NULL) == FULGUR_OK);
   CHECK(fulgur_forward(&half_b, NULL, NULL) == FULGUR_OK);
   const DLTensor *outs[] = {&oa, &ob}, *lses[] = {&la, &lb};
-  CHECK(fulgur_merge(outs, lses, 2, &to, &tl) == FULGUR_OK);
+  CHECK(fulgur_merge(outs, lses, 2, &to, &tl, NULL) == FULGUR_OK);
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
   for (int n = 0; n < kRows; ++n) CHECK(near(lse[n], want_lse[n]));
 

@@ -14,7 +14,6 @@
 namespace fulgur::test {
 namespace {
 
-constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
 class Property : public EveryEngine {};
@@ -220,7 +219,7 @@ TEST_P(Property, LseIsOptional) {
 void split_and_merge(Workload& w, const std::vector<int64_t>& ends, DType part_dtype) {
   const int64_t sq = w.c.sq, hq = w.c.hq, dv = w.c.dv;
   std::deque<Dense> memory;
-  std::vector<Partial> parts;
+  std::vector<Merged> parts;
   int64_t begin = 0;
   for (const int64_t end : ends) {
     const Tensor& part_out =
@@ -240,7 +239,7 @@ void split_and_merge(Workload& w, const std::vector<int64_t>& ends, DType part_d
     begin = end;
   }
   w.seal();
-  merge(parts, {w.forward.out, w.forward.lse});
+  compute(parts, {w.forward.out, w.forward.lse}, w.options.engine);
   EXPECT_TRUE(w.check_memory());
 }
 
@@ -363,75 +362,6 @@ TEST_P(Property, GradientsAreThoseOfFiniteDifferences) {
     write(input, x);
     expect_near(read(gradient), differences, 1e-5);
   }
-}
-
-TEST(Merge, WeighsByLse) {
-  // Two keys: out_i = x_i with lse_i = log(w_i) give the weighted mean.
-  Dense a(DType::kF32, {1, 1, 1, 2}), b(DType::kF64, {1, 1, 1, 2}), out(DType::kF32, {1, 1, 1, 2});
-  Dense la(DType::kF32, {1, 1, 1}), lb(DType::kF32, {1, 1, 1}), lse(DType::kF32, {1, 1, 1});
-  write(a, std::vector{1.0, 10.0});
-  write(b, std::vector{5.0, -10.0});
-  write(la, std::vector{std::log(3.0)});
-  write(lb, std::vector{std::log(1.0)});
-  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
-  expect_near(read(out), {2, 5}, 1e-6);
-  expect_near(read(lse), {std::log(4.0)}, 1e-6);
-}
-
-TEST(Merge, EmptyPartsCountNothing) {
-  Dense a(DType::kF32, {1, 2, 1, 1}), b(DType::kF32, {1, 2, 1, 1}), out(DType::kF32, {1, 2, 1, 1});
-  Dense la(DType::kF32, {1, 1, 2}), lb(DType::kF32, {1, 1, 2}), lse(DType::kF32, {1, 1, 2});
-  write(a, std::vector{7.0, 7.0});
-  write(b, std::vector{9.0, 9.0});
-  write(la, std::vector{-kInf, -kInf});
-  write(lb, std::vector{2.5, -kInf});
-  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
-  EXPECT_EQ(read(out), (std::vector{9.0, 0.0}));
-  EXPECT_EQ(read(lse), (std::vector{2.5, -kInf}));
-  EXPECT_TRUE(out.storage().padding_unchanged());
-}
-
-TEST(Merge, LseOfAnySizeDoesNotOverflow) {
-  Dense a(DType::kF32, {1, 1, 1, 1}), b(DType::kF32, {1, 1, 1, 1}), out(DType::kF32, {1, 1, 1, 1});
-  Dense la(DType::kF32, {1, 1, 1}), lb(DType::kF32, {1, 1, 1}), lse(DType::kF32, {1, 1, 1});
-  write(a, std::vector{1.0});
-  write(b, std::vector{3.0});
-  for (const double size : {-5000.0, 5000.0}) {
-    write(la, std::vector{size});
-    write(lb, std::vector{size});
-    merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
-    expect_near(read(out), {2}, 1e-6);
-    expect_near(read(lse), {size + std::log(2.0)}, 1e-3);
-  }
-}
-
-TEST(Merge, ResultMayBeAPart) {
-  std::mt19937_64 random(11);
-  for (const DType dtype : kDtypes) {
-    Dense a(dtype, {2, 5, 3, 7}), b(dtype, {2, 5, 3, 7}), out(dtype, {2, 5, 3, 7});
-    Dense la(DType::kF32, {2, 3, 5}), lb(DType::kF32, {2, 3, 5}), lse(DType::kF32, {2, 3, 5});
-    for (const Dense* t : {&a, &b, &la, &lb}) randomize(*t, random);
-    merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, lse});
-    merge(std::vector<Partial>{{a, la}, {b, lb}}, {b, lb});
-    EXPECT_EQ(bits(b), bits(out));
-    EXPECT_EQ(bits(lb), bits(lse));
-  }
-}
-
-TEST(Merge, PackedShapesAndNoLse) {
-  std::mt19937_64 random(12);
-  Dense a(DType::kF32, {5, 3, 7}), b(DType::kF32, {5, 3, 7}), out(DType::kF32, {5, 3, 7});
-  Dense la(DType::kF32, {3, 5}), lb(DType::kF32, {3, 5});
-  for (const Dense* t : {&a, &b, &la, &lb}) randomize(*t, random);
-  merge(std::vector<Partial>{{a, la}, {b, lb}}, {out, {}});
-  const auto x = read(a), y = read(b), lx = read(la), ly = read(lb);
-  std::vector<double> want(x.size());
-  for (int64_t n = 0; n < 5 * 3 * 7; ++n) {
-    const int64_t row = n / 21, h = n / 7 % 3;
-    const double wx = std::exp(lx[h * 5 + row]), wy = std::exp(ly[h * 5 + row]);
-    want[n] = (wx * x[n] + wy * y[n]) / (wx + wy);
-  }
-  expect_near(read(out), want, 1e-6);
 }
 
 FULGUR_EVERY_ENGINE(Property);

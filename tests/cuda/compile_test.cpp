@@ -14,6 +14,7 @@
 
 #include "backward_call.h"
 #include "cuda/architectures.h"
+#include "cuda/call_kernel.h"
 #include "cuda/choose.h"
 #include "cuda/hopper_backward_plan.h"
 #include "cuda/hopper_forward_plan.h"
@@ -223,6 +224,16 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   fmt::print("{} kernels, {} compiled now, {:.1f} s\n", requests.size(), compiled.load(), seconds);
+}
+
+TEST_F(Compile, CallsWithoutAPlanAreClean) {
+  for (const CallKernel kernel : {CallKernel::kAppendF16, CallKernel::kAppendBF16,
+                                  CallKernel::kAppendF32, CallKernel::kMerge}) {
+    const KernelRequest request = use_of(kernel).request;
+    const Cubin cubin = compile(request);
+    EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
+    EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << cubin.log;
+  }
 }
 
 /// Compiles a text for Hopper, as kernels are.

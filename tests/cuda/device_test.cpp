@@ -14,6 +14,8 @@
 #include "cuda/cuda_engine.h"
 #include "cuda/launch_memory.h"
 #include "engine_memory.h"
+#include "fulgur/append.h"
+#include "fulgur/merge.h"
 #include "kernels/forward_padding_params.h"
 
 namespace fulgur::test {
@@ -327,6 +329,22 @@ TEST_F(OnGpu, HostTime) {
   const Plan plan = fulgur::plan(p.args());
   const double run = best([&] { plan.run(p.args()); });
   const double forward = best([&] { fulgur::forward(p.args()); });
+  // A row to each of 64 sequences of a batch, which is turned, and parts of two.
+  const DeviceTensor k_new(DType::kBF16, {64, 1, 8, 128}, 1),
+      cache(DType::kBF16, {64, 16, 8, 128}, 2);
+  const DeviceTensor v_cache(DType::kBF16, {64, 16, 8, 128}, 3), cos(DType::kBF16, {16, 64}, 4);
+  const DeviceTensor old(DType::kI32, {64}, 5), merged(DType::kBF16, {1, 64, 1, 64}, 6);
+  fill(static_cast<const Tensor&>(old).data, old.bytes(), 0);
+  const AppendArgs rows{.k_cache = cache,
+                        .v_cache = v_cache,
+                        .k_new = k_new,
+                        .v_new = k_new,
+                        .cache_seqlens = old,
+                        .cos = cos,
+                        .sin = cos};
+  const double append = best([&] { fulgur::append(rows); });
+  const std::vector<Partial> parts{{p.out, p.lse}, {p.q, p.lse}};
+  const double merge = best([&] { fulgur::merge(parts, {merged, {}}); });
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   const cuda::CurrentContext current(gpu.context());
   const cuda::CUfunction kernel =
@@ -343,9 +361,11 @@ TEST_F(OnGpu, HostTime) {
         "launching a kernel that does nothing");
   });
   fmt::print(
-      "host time: run() {:.2f} us, an empty kernel's launch {:.2f} us, plan and run {:.2f} us\n",
-      run, launch, forward);
-  EXPECT_LT(run, 20);  // far above what is expected: only a wait for the device is that slow
+      "host time: run() {:.2f} us, an empty kernel's launch {:.2f} us, plan and run {:.2f} us, "
+      "append {:.2f} us, merge {:.2f} us\n",
+      run, launch, forward, append, merge);
+  // Far above what is expected: only a wait for the device is that slow.
+  for (const double time : {run, append, merge}) EXPECT_LT(time, 20);
 }
 
 }  // namespace

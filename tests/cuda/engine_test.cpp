@@ -26,10 +26,14 @@
 #include "fake_driver.h"
 #include "folder.h"
 #include "forward_call.h"
+#include "fulgur/append.h"
 #include "fulgur/cuda.h"
+#include "fulgur/merge.h"
 #include "fulgur/version.h"
+#include "kernels/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
+#include "kernels/merge_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/forward_params.h"
 
@@ -956,6 +960,276 @@ TEST_F(Spills, ThereMayBeNoBetterTile) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .d = 32});
   const std::string text = fulgur::plan(call.args, call.options).explain();
   EXPECT_NE(text.find("is slower than it looks: it spills "), std::string::npos) << text;
+}
+
+/// A cache of 20 pages of 16 rows and packed new rows of 3 sequences, on the "device".
+AppendArgs append_args(DType dtype) {
+  constexpr Device kDevice{DeviceType::kCuda, 0};
+  std::uintptr_t at = 0x7f0000000000;
+  const auto tensor = [&](DType type, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(reinterpret_cast<void*>(at += 0x100000000), type, shape, kDevice);
+  };
+  return {.k_cache = tensor(dtype, {20, 16, 2, 64}),
+          .v_cache = tensor(dtype, {20, 16, 2, 128}),
+          .k_new = tensor(dtype, {50, 2, 64}),
+          .v_new = tensor(dtype, {50, 2, 128}),
+          .cu_seqlens_k_new = tensor(DType::kI32, {4}),
+          .cache_seqlens = tensor(DType::kI32, {3}),
+          .page_table = tensor(DType::kI32, {3, 7}),
+          .cos = tensor(DType::kF32, {1000, 16}),
+          .sin = tensor(DType::kF32, {1000, 16}),
+          .q = tensor(dtype, {60, 8, 64}),
+          .q_out = tensor(dtype, {60, 8, 64}),
+          .cu_seqlens_q = tensor(DType::kI32, {4})};
+}
+
+void expect_rows(const AppendRows& rows, const ConstTensor& from, const ConstTensor& to,
+                 int pairs) {
+  const int row = from.rank - 3;
+  EXPECT_EQ(rows.from, from.data);
+  EXPECT_EQ(rows.from_batch, row == 0 ? 0 : from.strides[0]);
+  EXPECT_EQ(rows.from_row, from.strides[row]);
+  EXPECT_EQ(rows.from_head, from.strides[row + 1]);
+  EXPECT_EQ(rows.to, to.data);
+  EXPECT_EQ(rows.to_batch, to.rank == 3 ? 0 : to.strides[0]);
+  EXPECT_EQ(rows.to_row, to.strides[to.rank - 3]);
+  EXPECT_EQ(rows.to_head, to.strides[to.rank - 2]);
+  EXPECT_EQ(rows.heads, from.shape[row + 1]);
+  EXPECT_EQ(rows.dim, from.shape[row + 2]);
+  EXPECT_EQ(rows.pairs, pairs);
+}
+
+TEST_F(OnFakeGpu, AppendLaunchesOnce) {
+  const AppendArgs args = append_args(DType::kBF16);
+  void* const stream = reinterpret_cast<void*>(0x1230);
+  append(args, {.mask = causal(), .engine = "cuda"}, {.stream = stream});
+  ASSERT_EQ(state_->launches.size(), 1u);
+  const FakeLaunch& launch = state_->launches[0];
+  EXPECT_STREQ(launch.kernel, "fulgur_append");
+  EXPECT_EQ(launch.stream, stream);
+  EXPECT_EQ(launch.grid, 110u);   // tokens and queries
+  EXPECT_EQ(launch.block, 128u);  // 8 heads of 16 lanes
+  EXPECT_EQ(launch.grid_y, 1u);
+  const auto p = params<AppendParams>(0);
+  expect_rows(p.k, args.k_new, args.k_cache, 16);
+  expect_rows(p.v, args.v_new, args.v_cache, 0);
+  expect_rows(p.q, args.q, args.q_out, 16);
+  EXPECT_EQ(p.tokens.count, 50);
+  EXPECT_EQ(p.tokens.cu_seqlens, args.cu_seqlens_k_new.data);
+  EXPECT_EQ(p.queries.count, 60);
+  EXPECT_EQ(p.queries.cu_seqlens, args.cu_seqlens_q.data);
+  EXPECT_EQ(p.batch, 3);
+  EXPECT_EQ(p.cache_seqlens, args.cache_seqlens.data);
+  EXPECT_EQ(p.first_positions, args.cache_seqlens.data);
+  EXPECT_EQ(p.page_table, args.page_table.data);
+  EXPECT_EQ(p.page_indptr, nullptr);
+  EXPECT_EQ(p.cache_batch_idx, nullptr);
+  EXPECT_EQ(p.table_stride, 7);
+  EXPECT_EQ(p.ids, 7);
+  EXPECT_EQ(p.room, 7 * 16);
+  EXPECT_EQ(p.entries, 20);
+  EXPECT_EQ(p.page, 16u);
+  EXPECT_EQ(p.cos, args.cos.data);
+  EXPECT_EQ(p.sin, args.sin.data);
+  EXPECT_EQ(p.cos_row, 16);
+  EXPECT_EQ(p.sin_row, 16);
+  EXPECT_EQ(p.positions, 1000);
+  EXPECT_EQ(p.f32_angles, 1);
+  EXPECT_EQ(p.interleaved, 0);
+  EXPECT_EQ(p.advance, 1);
+  EXPECT_EQ(p.wide, 1);
+  EXPECT_EQ(1 << p.lanes_log2, 16);  // 128 columns, 8 a lane
+}
+
+TEST_F(OnFakeGpu, AppendToRowsOfTheBatch) {
+  AppendArgs args = append_args(DType::kF16);
+  const auto batched = [](auto t, std::initializer_list<int64_t> shape) {
+    return decltype(t)::contiguous(t.data, t.dtype, shape, t.device);
+  };
+  args.cu_seqlens_k_new = args.cu_seqlens_q = args.page_table = {};
+  args.k_new = batched(args.k_new, {3, 2, 2, 64});
+  args.v_new = batched(args.v_new, {3, 2, 2, 128});
+  args.q = batched(args.q, {3, 5, 8, 64});
+  args.q_out = batched(args.q_out, {3, 5, 8, 64});
+  args.cache_batch_idx = args.cache_seqlens;
+  args.rotary_seqlens = batched(args.cache_seqlens, {3});
+  args.rotary_seqlens.data = reinterpret_cast<void*>(kBase);
+  args.interleaved = true;
+  append(args);
+  const auto p = params<AppendParams>(0);
+  expect_rows(p.k, args.k_new, args.k_cache, 16);
+  expect_rows(p.q, args.q, args.q_out, 16);
+  EXPECT_EQ(p.tokens.count, 6);
+  EXPECT_EQ(p.tokens.each, 2);
+  EXPECT_EQ(p.tokens.cu_seqlens, nullptr);
+  EXPECT_EQ(p.queries.count, 15);
+  EXPECT_EQ(p.queries.each, 5);
+  EXPECT_EQ(p.page_table, nullptr);
+  EXPECT_EQ(p.cache_batch_idx, args.cache_batch_idx.data);
+  EXPECT_EQ(p.first_positions, args.rotary_seqlens.data);
+  EXPECT_EQ(p.room, 16);
+  EXPECT_EQ(p.entries, 20);
+  EXPECT_EQ(p.interleaved, 1);
+  EXPECT_EQ(p.advance, 0);
+}
+
+// What does not lie at multiples of 16 bytes is moved element by element.
+TEST_F(OnFakeGpu, AppendMovesSixteenBytesWhereItCan) {
+  const auto wide = [&](auto change) {
+    AppendArgs args = append_args(DType::kBF16);
+    change(args);
+    append(args);
+    return params<AppendParams>(state_->launches.size() - 1).wide;
+  };
+  const auto moved = [](auto* data, int bytes) {
+    return reinterpret_cast<decltype(data)>(reinterpret_cast<std::uintptr_t>(data) + bytes);
+  };
+  EXPECT_EQ(wide([](AppendArgs&) {}), 1);
+  EXPECT_EQ(wide([](AppendArgs& a) {
+              a.q_out = {};
+              a.cos = a.sin = a.q = a.cu_seqlens_q = {};
+            }),
+            1);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.k_cache.strides[0] += 4; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.v_new.strides[1] += 2; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.cos.strides[0] += 2; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.sin.shape[1] = a.cos.shape[1] = 12; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.v_cache.shape[3] = a.v_new.shape[2] = 100; }), 0);
+  EXPECT_EQ(wide([&](AppendArgs& a) { a.q.data = moved(a.q.data, 8); }), 0);
+  EXPECT_EQ(wide([&](AppendArgs& a) { a.v_cache.data = moved(a.v_cache.data, 2); }), 0);
+  EXPECT_EQ(wide([&](AppendArgs& a) { a.sin.data = moved(a.sin.data, 4); }), 0);
+}
+
+TEST_F(OnFakeGpu, AppendOfNothingLaunchesNothing) {
+  AppendArgs args = append_args(DType::kBF16);
+  args.k_new.shape[0] = args.v_new.shape[0] = args.q.shape[0] = args.q_out.shape[0] = 0;
+  append(args);
+  EXPECT_TRUE(state_->launches.empty());
+}
+
+/// What merge takes: parts of (2, 5, 3, dim), the second one in f32.
+struct MergeCallOnGpu {
+  std::vector<Partial> parts;
+  Merged result;
+
+  MergeCallOnGpu(int count, int64_t dim) {
+    constexpr Device kDevice{DeviceType::kCuda, 0};
+    std::uintptr_t at = 0x7f0000000000;
+    const auto tensor = [&](DType type, std::initializer_list<int64_t> shape) {
+      return Tensor::contiguous(reinterpret_cast<void*>(at += 0x100000), type, shape, kDevice);
+    };
+    for (int i = 0; i < count; ++i) {
+      parts.push_back({tensor(i == 1 ? DType::kF32 : DType::kBF16, {2, 5, 3, dim}),
+                       tensor(DType::kF32, {2, 3, 5})});
+    }
+    result = {tensor(DType::kF16, {2, 5, 3, dim}), tensor(DType::kF32, {2, 3, 5})};
+  }
+};
+
+TEST_F(OnFakeGpu, MergeLaunchesOnce) {
+  const MergeCallOnGpu call(64, 128);
+  void* const stream = reinterpret_cast<void*>(0x1230);
+  merge(call.parts, call.result, {.stream = stream});
+  ASSERT_EQ(state_->launches.size(), 1u);
+  const FakeLaunch& launch = state_->launches[0];
+  EXPECT_STREQ(launch.kernel, "fulgur_merge");
+  EXPECT_EQ(launch.stream, stream);
+  EXPECT_EQ(launch.grid, 10u);
+  EXPECT_EQ(launch.block, 64u);  // 3 heads of 16 lanes
+  const auto p = params<MergeParams>(0);
+  EXPECT_LE(sizeof(p), 4096u);
+  const auto expect_tensors = [](const MergeTensors& t, const ConstTensor& out, const void* lse) {
+    EXPECT_EQ(t.out, out.data);
+    EXPECT_EQ(t.lse, lse);
+    EXPECT_EQ(t.batch, 5 * 3 * 128);
+    EXPECT_EQ(t.row, 3 * 128);
+    EXPECT_EQ(t.head, 128);
+    EXPECT_EQ(t.lse_batch, 15);
+    EXPECT_EQ(t.lse_head, 5);
+  };
+  expect_tensors(p.to, call.result.out, call.result.lse.data);
+  for (int i = 0; i < 64; ++i) {
+    expect_tensors(p.from[i], call.parts[i].out, call.parts[i].lse.data);
+    EXPECT_EQ(p.types[i], static_cast<int>(i == 1 ? DType::kF32 : DType::kBF16));
+  }
+  EXPECT_EQ(p.type, static_cast<int>(DType::kF16));
+  EXPECT_EQ(p.parts, 64);
+  EXPECT_EQ(p.tokens, 10);
+  EXPECT_EQ(p.rows, 5);
+  EXPECT_EQ(p.heads, 3);
+  EXPECT_EQ(p.dim, 128);
+  EXPECT_EQ(p.wide, 1);
+  EXPECT_EQ(1 << p.lanes_log2, 16);
+}
+
+TEST_F(OnFakeGpu, MergeByElements) {
+  for (const int64_t dim : {1, 36, 100}) {
+    const MergeCallOnGpu call(2, dim);
+    merge(call.parts, {call.result.out, {}});
+    const auto p = params<MergeParams>(state_->launches.size() - 1);
+    EXPECT_EQ(p.wide, 0);
+    EXPECT_EQ(p.to.lse, nullptr);
+    EXPECT_EQ(1 << p.lanes_log2, dim == 1 ? 8 : 32);
+  }
+  MergeCallOnGpu call(2, 64);
+  call.parts[1].out.data = static_cast<const char*>(call.parts[1].out.data) + 4;
+  merge(call.parts, call.result);
+  EXPECT_EQ(params<MergeParams>(state_->launches.size() - 1).wide, 0);
+}
+
+// Calls without a plan load their kernel once, allocate nothing, and cannot begin in a capture.
+TEST_F(OnFakeGpu, CallsWithoutAPlanOnlyLaunch) {
+  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
+  const AppendArgs args = append_args(DType::kF32);  // no other test of this process
+  const auto call = [&] { append(args, {}, run); };
+  state_->capturing = run.stream;
+  EXPECT_EQ(status_of(call), Status::kInvalidArgument);
+  EXPECT_EQ(message_of(call),
+            "stream: is being captured, and this is the first launch of fulgur_append on the "
+            "device, which loads it; make such a call before the capture");
+  EXPECT_TRUE(state_->launches.empty());
+  state_->capturing = nullptr;
+  call();
+  const MergeCallOnGpu parts(2, 64);
+  merge(parts.parts, parts.result, run);
+  const FakeState before = *state_;
+  state_->capturing = run.stream;
+  for (int i = 0; i < 3; ++i) {
+    call();
+    merge(parts.parts, parts.result, run);
+  }
+  state_->capturing = nullptr;
+  EXPECT_EQ(state_->launches.size(), before.launches.size() + 6);
+  EXPECT_EQ(state_->loaded, before.loaded);
+  EXPECT_EQ(state_->allocated, before.allocated);
+  EXPECT_EQ(state_->unsafe_in_capture, before.unsafe_in_capture);
+}
+
+TEST_F(OnFakeGpu, SizesThatCallsWithoutAPlanDoNotTake) {
+  AppendArgs args = append_args(DType::kBF16);
+  args.k_new =
+      ConstTensor::contiguous(args.k_new.data, DType::kBF16, {1 << 30, 2, 64}, args.k_new.device);
+  args.k_new.strides[0] = 0;
+  args.v_new =
+      ConstTensor::contiguous(args.v_new.data, DType::kBF16, {1 << 30, 2, 128}, args.v_new.device);
+  args.v_new.strides[0] = 0;
+  const auto call = [&] { append(args); };
+  EXPECT_EQ(status_of(call), Status::kUnsupported);
+  EXPECT_EQ(message_of(call),
+            "k_new: got 1073741824 rows, append on cuda takes at most 1073741823");
+  EXPECT_TRUE(state_->launches.empty());
+}
+
+TEST_F(Prewarmed, AppendAndMergeCompileNothing) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    const ForwardCall call = forward_call({.dtype = dtype, .d = 64});
+    cuda::prewarm(call.args, call.options);
+    const auto before = kernels();
+    append(append_args(dtype));
+    const MergeCallOnGpu parts(3, 64);
+    merge(parts.parts, parts.result);
+    EXPECT_EQ(kernels(), before);
+  }
 }
 
 TEST_F(OnFakeGpu, Memory) {

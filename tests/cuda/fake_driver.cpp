@@ -12,9 +12,12 @@
 #include <mutex>
 #include <utility>
 
+#include "kernels/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
+#include "kernels/merge_params.h"
 #include "kernels/sm90/backward_params.h"
+#include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
 
 namespace {
@@ -28,7 +31,10 @@ struct Kernel {
   const char* name;
   size_t params;
 };
-constexpr Kernel kKernels[] = {{"fulgur_forward", sizeof(ForwardParams)},
+constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
+                               {"fulgur_merge", sizeof(MergeParams)},
+                               {"fulgur_forward", sizeof(ForwardParams)},
+                               {"fulgur_decode", sizeof(DecodeParams)},
                                {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
                                {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
                                {"fulgur_backward_prepare", sizeof(BackwardParams)},

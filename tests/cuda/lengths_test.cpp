@@ -4,79 +4,13 @@
 #include <functional>
 #include <limits>
 
+#include "arena.h"
 #include "device.h"
 
 namespace fulgur::test {
 namespace {
 
 using Lengths = OnGpu;
-
-constexpr int64_t kRoom = int64_t{8} << 20;  // bytes for a tensor and what lies around it
-constexpr int64_t kTensors = 8;
-constexpr auto kPattern = std::byte{0xa5};
-
-// One allocation in which tensors lie far apart, so that what is written beside them is seen.
-class Arena {
- public:
-  Arena()
-      : bytes_(static_cast<size_t>(kTensors * kRoom), kPattern),
-        device_(static_cast<std::byte*>(cuda::allocate(size()))) {}
-  ~Arena() { cuda::deallocate(device_); }
-  Arena(const Arena&) = delete;
-
-  // A row-major tensor in the middle of the next room.
-  Tensor place(DType dtype, std::initializer_list<int64_t> shape, bool output) {
-    const int64_t offset = tensors_++ * kRoom + kRoom / 2;
-    const Tensor host = Tensor::contiguous(bytes_.data() + offset, dtype, shape);
-    Tensor there = host;
-    there.data = device_ + offset;
-    there.device = {DeviceType::kCuda, 0};
-    if (output) outputs_.push_back({offset, host.numel() * size_of(dtype)});
-    return there;
-  }
-  // The same tensor in the picture of the arena that `send` copies to the device.
-  Tensor host(Tensor there) {
-    there.data = bytes_.data() + (static_cast<std::byte*>(there.data) - device_);
-    there.device = {};
-    return there;
-  }
-  void send() const {
-    cuda::copy(device_, bytes_.data(), size());
-    cuda::synchronize();
-  }
-  // What the outputs hold; everything else must be as it was sent.
-  std::vector<std::byte> outputs() const {
-    std::vector<std::byte> now(bytes_.size()), outputs;
-    cuda::copy(now.data(), device_, size());
-    size_t begin = 0;
-    const auto expect_untouched = [&](size_t end) {
-      const auto changed = std::mismatch(now.begin() + static_cast<int64_t>(begin),
-                                         now.begin() + static_cast<int64_t>(end),
-                                         bytes_.begin() + static_cast<int64_t>(begin));
-      EXPECT_TRUE(changed.first == now.begin() + static_cast<int64_t>(end))
-          << "byte " << (changed.first - now.begin()) % kRoom - kRoom / 2 << " of tensor "
-          << (changed.first - now.begin()) / kRoom << " was written";
-    };
-    for (const auto& [offset, size] : outputs_) {
-      expect_untouched(static_cast<size_t>(offset));
-      outputs.insert(outputs.end(), now.begin() + offset, now.begin() + offset + size);
-      begin = static_cast<size_t>(offset + size);
-    }
-    expect_untouched(now.size());
-    return outputs;
-  }
-
- private:
-  struct Range {
-    int64_t offset, size;
-  };
-  int64_t size() const { return static_cast<int64_t>(bytes_.size()); }
-
-  std::vector<std::byte> bytes_;
-  std::byte* device_;
-  int64_t tensors_ = 0;
-  std::vector<Range> outputs_;  // by offset
-};
 
 constexpr double kMost = std::numeric_limits<int32_t>::max();
 constexpr double kLeast = std::numeric_limits<int32_t>::min();

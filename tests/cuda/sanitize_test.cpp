@@ -1,15 +1,18 @@
 // Small shapes that take every path of the kernels together, for compute-sanitizer, which slows
 // them down a hundredfold.
+#include <array>
 #include <limits>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "appended.h"
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 #include "cuda/cuda_engine.h"
 #include "device.h"
 #include "engine_memory.h"
+#include "fulgur/merge.h"
 
 namespace fulgur::test {
 namespace {
@@ -117,6 +120,62 @@ TEST_F(Sanitize, PoisonInHiddenKeys) {
   w.run_forward();
   EXPECT_TRUE(w.check_memory());
   EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
+TEST_F(Sanitize, Append) {  // by 16 bytes and by elements, to pages and to rows of the batch
+  for (const bool aligned : {true, false}) {
+    for (const CacheShape::Index index :
+         {CacheShape::Index::kTable, CacheShape::Index::kLists, CacheShape::Index::kBatch}) {
+      for (const Layout layout : {Layout::kPacked, Layout::kBshd}) {
+        Appended a({.c = {.dtype = kBf16,
+                          .batch = 3,
+                          .sq = 5,
+                          .sk = 29,
+                          .hq = 4,
+                          .hk = 2,
+                          .d = aligned ? 64 : 27,
+                          .dv = aligned ? 128 : 20,
+                          .layout = layout},
+                    .shape = {CacheShape::Order::kHnd, index, 3, true},
+                    .rotary_dim = 16,
+                    .interleaved = layout == Layout::kPacked,
+                    .aligned = aligned},
+                   1);
+        a.w.options.engine = "cuda";
+        a.run();
+        EXPECT_TRUE(a.check());
+      }
+    }
+  }
+}
+TEST_F(Sanitize, AppendWithoutPlaces) {
+  for (const CacheShape::Index index :
+       {CacheShape::Index::kTable, CacheShape::Index::kLists, CacheShape::Index::kBatch}) {
+    for (const double value : {-1.0, 1e6, 2147483647.0, -2147483648.0}) {
+      for (int which = 0; which < 7; ++which) {
+        Appended a({.c = {.dtype = kBf16, .sq = 5, .sk = 29, .hk = 1, .layout = Layout::kPacked},
+                    .shape = {CacheShape::Order::kNhd, index, 4},
+                    .rotary_dim = 16,
+                    .positions = true},
+                   1);
+        a.w.options.engine = "cuda";
+        const Tensor ints =
+            std::array{a.args.cache_seqlens, a.args.rotary_seqlens,  a.args.cu_seqlens_k_new,
+                       a.args.cu_seqlens_q,  a.args.cache_batch_idx, a.args.page_table,
+                       a.args.page_indptr}[static_cast<size_t>(which)];
+        if (!ints.given()) continue;
+        write(ints, std::vector<double>(static_cast<size_t>(ints.numel()), value));
+        a.run();  // what is written is anything, and lies in the outputs
+      }
+    }
+  }
+}
+TEST_F(Sanitize, Merge) {
+  for (const int64_t d : {64, 7}) {
+    const DeviceTensor a(kBf16, {2, 5, 3, d}, 1), b(DType::kF32, {2, 5, 3, d}, 2);
+    const DeviceTensor la(DType::kF32, {2, 3, 5}, 3), lb(DType::kF32, {2, 3, 5}, 4);
+    merge(std::vector<Partial>{{a, la}, {b, lb}}, {a, la});
+    EXPECT_EQ(message_of([] { cuda::synchronize(); }), "");
+  }
 }
 TEST_F(Sanitize, Replay) {
   const Stream stream;

@@ -183,6 +183,61 @@ class TestDropIns(OnGpu):
         for b, n in enumerate((18, 201)):
             self.assert_close(out[b : b + 1], math(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]))
 
+    def test_cache_with_rotation(self):
+        lengths = torch.tensor([17, 50], device="cuda", dtype=torch.int32)
+        for module in (flash_attn, flash_attn_interface):
+            q, k, v = make_qkv(sq=3, sk=64)
+            names = dict(zip(("k", "v", "rotary_cos", "rotary_sin"), make(
+                *[(2, 3, 2, 64)] * 2, *[(64, 16)] * 2)), cache_seqlens=lengths)  # fmt: skip
+            on_cpu = [x.cpu() for x in (q, k, v)], {name: x.cpu() for name, x in names.items()}
+            call = module.flash_attn_with_kvcache
+            out, want = call(q, k, v, causal=True, **names), call(*on_cpu[0], causal=True, **on_cpu[1])
+            torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
+            self.assertTrue(torch.equal(k.cpu(), on_cpu[0][1]) and torch.equal(v.cpu(), on_cpu[0][2]))
+
+
+class TestAppend(OnGpu):
+    """Beside the same on the CPU, bit for bit."""
+
+    def test_append_and_merge(self):
+        k, v, q = make((2, 3, 2, 64), (2, 3, 2, 64), (2, 3, 8, 64))
+        caches, angles = make((9, 16, 2, 64), (9, 16, 2, 64)), make((40, 16), (40, 16))
+        lengths = torch.tensor([14, 5], device="cuda", dtype=torch.int32)
+        table = torch.tensor([[7, 2], [3, 8]], device="cuda", dtype=torch.int32)
+
+        def append(k, v, q, k_cache, v_cache, cos, sin, lengths, table):
+            turned = fulgur.append(
+                k_cache, v_cache, k, v, lengths, page_table=table, cos=cos, sin=sin, q=q, causal=True
+            )
+            return turned, k_cache, v_cache
+
+        tensors = (k, v, q, *caches, *angles, lengths, table)
+        want = append(*(x.cpu() for x in tensors))
+        for got, right in zip(append(*tensors), want):
+            self.assertTrue(torch.equal(got.cpu(), right))
+        outs, lses = make((2, 3, 8, 64), (2, 3, 8, 64)), make((2, 8, 3), (2, 8, 3), dtype=torch.float32)
+        want = fulgur.merge([x.cpu() for x in outs], [x.cpu() for x in lses])
+        for got, right in zip(fulgur.merge(outs, lses), want):
+            torch.testing.assert_close(got.cpu(), right)
+
+    def test_in_a_graph(self):
+        k, v, k_cache, v_cache = make(*[(2, 1, 2, 64)] * 2, *[(2, 16, 2, 64)] * 2)
+        lengths = torch.zeros(2, device="cuda", dtype=torch.int32)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            fulgur.append(k_cache, v_cache, k, v, lengths)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            fulgur.append(k_cache, v_cache, k, v, lengths)
+            lengths += 1
+        for n in range(3):
+            k.fill_(n)
+            graph.replay()
+        torch.cuda.synchronize()
+        self.assertEqual(k_cache[1, :3, 0, 0].tolist(), [0, 1, 2])
+        self.assertEqual(lengths.tolist(), [3, 3])
+
 
 class TestSdpa(OnGpu):
     def setUp(self):

@@ -472,7 +472,8 @@ void fuzz(Reader& in) {
     const DLTensor* const outs[] = {p[kDout], p[kOut]};
     const DLTensor* const lses[] = {p[kLse], p[kLse]};
     const size_t count = in.byte() % 3;
-    check(fulgur_merge(outs, lses, count, flags & 128 ? p[kDout] : p[kOut], result_lse.pointer()),
+    check(fulgur_merge(outs, lses, count, flags & 128 ? p[kDout] : p[kOut], result_lse.pointer(),
+                       flags & 64 ? nullptr : &run),
           {&o[kOut], &o[kDout], &result_lse});
   }
 }

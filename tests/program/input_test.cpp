@@ -330,29 +330,58 @@ TEST(BadInputs, Merge) {
     const Dl lses[] = {Dl(parts.empty() ? ConstTensor{} : parts[0].lse),
                        Dl(parts.empty() ? ConstTensor{} : parts[1].lse)};
     const DLTensor *part_outs[] = {outs[0], outs[1]}, *part_lses[] = {lses[0], lses[1]};
-    EXPECT_EQ(fulgur_merge(part_outs, part_lses, parts.size(), Dl(result.out), Dl(result.lse)),
-              FULGUR_INVALID_ARGUMENT)
+    EXPECT_EQ(
+        fulgur_merge(part_outs, part_lses, parts.size(), Dl(result.out), Dl(result.lse), nullptr),
+        FULGUR_INVALID_ARGUMENT)
         << message;
     EXPECT_TRUE(starts_like(fulgur_last_error(), message)) << "(C API)";
   }
-  EXPECT_EQ(fulgur_merge(nullptr, nullptr, 2, Dl(out), Dl(lse)), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_merge(nullptr, nullptr, 2, Dl(out), Dl(lse), nullptr), FULGUR_INVALID_ARGUMENT);
 }
 
 TEST(BadInputs, MergeOnAnotherDevice) {
   Dense a(DType::kF32, {2, 5, 3, 7}), out(DType::kF32, {2, 5, 3, 7}), la(DType::kF32, {2, 3, 5});
+  Dense lse(DType::kF32, {2, 3, 5});
   struct {
     const char* message;
     Partial part;
     Merged result;
-  } const wrong[] = {{"parts\\[0\\].out: on cuda:0.*cpu", {on_cuda(a), la}, {out, {}}},
-                     {"parts\\[0\\].lse: on cuda:0.*cpu", {a, on_cuda(la)}, {out, {}}},
-                     {"out: on cuda:0.*cpu", {a, la}, {on_cuda(out), {}}}};
+  } const wrong[] = {{"parts\\[0\\].out: on cuda:0, want cpu as out", {on_cuda(a), la}, {out, {}}},
+                     {"parts\\[0\\].lse: on cuda:0, want cpu as out", {a, on_cuda(la)}, {out, {}}},
+                     {"parts\\[0\\].out: on cpu, want cuda:0 as out", {a, la}, {on_cuda(out), {}}},
+                     {"lse: on cuda:0, want cpu as out", {a, la}, {out, on_cuda(lse)}}};
   for (const auto& [message, part, result] : wrong) {
     const auto call = [&, &part = part, &result = result] { merge(std::vector{part}, result); };
-    EXPECT_EQ(status_of(call), Status::kUnsupported);
+    EXPECT_EQ(status_of(call), Status::kInvalidArgument);
     EXPECT_TRUE(starts_like(message_of(call), message));
     EXPECT_TRUE(out.storage().all_unchanged());
   }
+}
+
+// What the CPU alone takes, on a machine with a GPU or without one.
+TEST(BadInputs, MergeOnCuda) {
+  const auto on_gpu = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(reinterpret_cast<void*>(0x100000), dtype, shape,
+                              {DeviceType::kCuda, 0});
+  };
+  const auto message = [&](size_t parts, DType part, DType part_lse, DType result, DType lse) {
+    Tensor out = on_gpu(result, {2, 5, 3, 7}), to_lse = on_gpu(lse, {2, 3, 5});
+    out.data = reinterpret_cast<void*>(0x200000);
+    to_lse.data = reinterpret_cast<void*>(0x300000);
+    const Partial each{on_gpu(part, {2, 5, 3, 7}), on_gpu(part_lse, {2, 3, 5})};
+    const auto call = [&] { merge(std::vector<Partial>(parts, each), {out, to_lse}); };
+    EXPECT_EQ(status_of(call), Status::kUnsupported);
+    return message_of(call);
+  };
+  const DType f32 = DType::kF32, f64 = DType::kF64;
+  EXPECT_EQ(message(2, f64, f32, f32, f32),
+            "parts[0].out: got f64, merge on cuda takes none of it");
+  EXPECT_EQ(message(2, f32, f64, f32, f32),
+            "parts[0].lse: got f64, merge on cuda takes none of it");
+  EXPECT_EQ(message(2, f32, f32, f64, f32), "out: got f64, merge on cuda takes none of it");
+  EXPECT_EQ(message(2, f32, f32, f32, f64), "lse: got f64, merge on cuda takes none of it");
+  EXPECT_EQ(message(65, f32, f32, f32, f32),
+            "parts: got 65, merge on cuda takes at most 64; merge some of them first");
 }
 
 // Strides of dimensions of size one, and data of empty tensors, mean nothing.

@@ -536,20 +536,6 @@ def test_what_is_missing_raises(function, tensors, name):
         function(*arguments, **{name: 3 if name == "attention_chunk" else ANYTHING})
 
 
-@pytest.mark.parametrize("function, names", [
-    (fa2.flash_attn_with_kvcache, (
-        "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table")),
-    (fa3.flash_attn_with_kvcache, (
-        "rotary_cos", "rotary_sin", "rotary_seqlens", "cache_batch_idx", "cache_leftpad",
-        "page_table", "cu_seqlens_q", "cu_seqlens_k_new")),
-])  # fmt: skip
-def test_what_is_missing_off_the_cpu_raises(function, names):
-    q, k, v = (x.to("meta") for x in make_qkv())
-    for name in names:
-        with pytest.raises(NotImplementedError, match=f"^{name}: .* on the CPU alone, q is on meta"):
-            function(q, k, v, **{name: ANYTHING})
-
-
 def test_probabilities_under_dropout_raise():
     with pytest.raises(NotImplementedError, match="^return_attn_probs with dropout_p"):
         fa2.flash_attn_func(*make_qkv(), 0.5, return_attn_probs=True)

@@ -161,6 +161,28 @@ assert driver.launch_count() == 2
 """)
 
 
+def test_append_and_merge(on_fake_gpu):
+    on_fake_gpu("""
+k_cache, v_cache, new = OnGpu((2, 64, 2, 64)), OnGpu((2, 64, 2, 64)), OnGpu((2, 3, 2, 64))
+lengths, cos, sin = OnGpu((2,), dtype=(0, 32)), OnGpu((99, 32)), OnGpu((99, 32))
+call = (k_cache, v_cache, new, OnGpu((2, 3, 2, 64)), lengths)
+assert fulgur.append(*call) is None
+assert driver.launch_count() == 1 and driver.last_stream() == 0x77
+turned = fulgur.append(*call, cos=cos, sin=sin, q=q, causal=True, stream=5)
+assert type(turned) is OnGpu and turned.memory.shape == (2, 128, 4, 64)
+assert driver.launch_count() == 2 and driver.last_stream() == 5
+assert fulgur.append(*call, cos=cos, sin=sin, q=q, q_out=q) is q
+asked.clear()
+lse = OnGpu((2, 4, 128), dtype=(2, 32))
+out, merged = fulgur.merge([q, q], [lse, lse])
+assert out.memory.shape == (2, 128, 4, 64) and merged.memory.shape == (2, 4, 128)
+assert driver.launch_count() == 4 and driver.last_stream() == 0x77
+assert set(asked) == {0x77}, asked
+fulgur.merge([q], [lse], stream=9)
+assert driver.last_stream() == 9
+""")
+
+
 def test_wrong_arguments(on_fake_gpu):
     on_fake_gpu("""
 with pytest.raises(ValueError, match="^k: .*cpu.*cuda:0"):
@@ -172,8 +194,13 @@ with pytest.raises(ValueError, match="^k: .*cuda:1.*cuda:0"):
 with pytest.raises(ValueError, match="^max_seqlen_q"):
     packed, ends = OnGpu((128, 4, 64)), OnGpu((3,), dtype=(0, 32))
     fulgur.attention(packed, packed, packed, cu_seqlens_q=ends, cu_seqlens_k=ends)
-with pytest.raises(fulgur.Error, match="merge works on cpu"):
-    fulgur.merge([q], [OnGpu((2, 4, 128), dtype=(2, 32))])
+lse = OnGpu((2, 4, 128), dtype=(2, 32))
+with pytest.raises(ValueError, match="^outs.1.: on cpu, want cuda:0 as out"):
+    fulgur.merge([q, q.memory], [lse, lse])
+with pytest.raises(fulgur.Error, match="^outs: got 65, merge on cuda takes at most 64"):
+    fulgur.merge([q] * 65, [lse] * 65)
+with pytest.raises(ValueError, match="^cache_seqlens: on cpu, want cuda:0 as k_cache"):
+    fulgur.append(k, k, q, q, np.zeros(2, np.int32))
 for stream in (True, 1.0, "0"):
     with pytest.raises(TypeError, match="^stream: got .* want the handle of a CUDA stream"):
         fulgur.attention(q, k, k, stream=stream)

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "engine_memory.h"
+
 namespace fulgur::test {
 namespace {
 
@@ -46,7 +48,8 @@ std::string AppendCase::name() const {
   if (interleaved) s += "_interleaved";
   if (f32_angles) s += "_f32angles";
   if (positions) s += "_positions";
-  return s + (in_place ? "_inplace" : "");
+  if (in_place) s += "_inplace";
+  return s + (aligned ? "_aligned" : "");
 }
 
 Appended::Appended(const AppendCase& a, uint64_t seed)
@@ -105,7 +108,7 @@ Tensor Appended::ints(const std::vector<int64_t>& values) {
 
 // New rows, with gaps between heads and between rows.
 Tensor Appended::rows(int64_t heads, int64_t dim) {
-  const int64_t head = dim + 3, row = heads * head + 5;
+  const int64_t head = dim + (given.aligned ? 8 : 3), row = heads * head + (given.aligned ? 16 : 5);
   int64_t all = kTail;
   for (const int64_t n : fresh) all += n;
   const std::array packed{all, heads, dim}, packed_strides{row, head, int64_t{1}};
@@ -120,7 +123,7 @@ Tensor Appended::rows(int64_t heads, int64_t dim) {
 
 void Appended::make_angles(int64_t positions) {
   const DType dtype = given.f32_angles ? DType::kF32 : w.c.dtype;
-  const int64_t pairs = given.rotary_dim / 2, gap = 3;
+  const int64_t pairs = given.rotary_dim / 2, gap = given.aligned ? 8 : 3;
   const std::array shape{positions, pairs}, strides{pairs + gap, int64_t{1}};
   std::vector<double> cos, sin;
   for (int64_t n = 0; n < positions; ++n) {
@@ -141,6 +144,8 @@ int64_t Appended::first_position(size_t b) const {
   if (!given.positions) return old[b];
   return static_cast<int64_t>(load(args.rotary_seqlens.data, DType::kI32, static_cast<int64_t>(b)));
 }
+
+void Appended::run() { compute(args, w.options, w.run_options); }
 
 testing::AssertionResult Appended::right(const std::vector<double>& x,
                                          const std::vector<double>& got, int64_t position) const {

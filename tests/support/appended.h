@@ -8,23 +8,8 @@
 #include <vector>
 
 #include "cached.h"
-#include "fulgur/append.h"
 
 namespace fulgur::test {
-
-/// The tensors of a call, all of which the tests may write.
-struct AppendTensors {
-  Tensor k_cache{}, v_cache{}, k_new{}, v_new{}, cu_seqlens_k_new{}, cache_seqlens{};
-  Tensor page_table{}, page_indptr{}, cache_batch_idx{}, cos{}, sin{};
-  bool interleaved = false;
-  Tensor rotary_seqlens{}, q{}, q_out{}, cu_seqlens_q{};
-  operator AppendArgs() const {
-    return {
-        k_cache,     v_cache,         k_new, v_new, cu_seqlens_k_new, cache_seqlens,  page_table,
-        page_indptr, cache_batch_idx, cos,   sin,   interleaved,      rotary_seqlens, q,
-        q_out,       cu_seqlens_q};
-  }
-};
 
 struct AppendCase {
   Case c;  ///< the attention that follows; packed: new rows are ragged
@@ -34,6 +19,7 @@ struct AppendCase {
   bool f32_angles = false;  ///< cos and sin, else in the dtype of the case
   bool positions = false;   ///< rotary_seqlens
   bool in_place = false;    ///< q_out is q
+  bool aligned = false;     ///< new rows and angles lie at multiples of 16 bytes, else at odd ones
 
   std::string name() const;
 };
@@ -48,7 +34,8 @@ class Appended {
   Appended(const Appended&) = delete;
   Appended& operator=(const Appended&) = delete;
 
-  void run() { append(args, w.options, w.run_options); }
+  /// In the memory of the engine that the options name.
+  void run();
   /// The new rows and the queries are as a model in double precision says, and nothing else of the
   /// caches and the outputs has changed. What is stored becomes the keys of the workload, and its
   /// queries those that were turned.

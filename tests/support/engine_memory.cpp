@@ -96,6 +96,25 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.rng_state)};
 }
 
+AppendTensors EngineMemory::at(const AppendTensors& t) {
+  return {at(t.k_cache),
+          at(t.v_cache),
+          at(t.k_new),
+          at(t.v_new),
+          at(t.cu_seqlens_k_new),
+          at(t.cache_seqlens),
+          at(t.page_table),
+          at(t.page_indptr),
+          at(t.cache_batch_idx),
+          at(t.cos),
+          at(t.sin),
+          t.interleaved,
+          at(t.rotary_seqlens),
+          at(t.q),
+          at(t.q_out),
+          at(t.cu_seqlens_q)};
+}
+
 Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {
   return with_longest(device_, t, options);
 }
@@ -126,6 +145,20 @@ void compute(const BackwardTensors& t, const Options& options, const Run& run) {
   EngineMemory memory(options.engine);
   const BackwardTensors there = memory.at(t);
   backward(there, memory.options(t, options), run);
+  memory.bring_back();
+}
+
+void compute(const AppendTensors& t, const Options& options, const Run& run) {
+  EngineMemory memory(options.engine);
+  append(memory.at(t), options, run);
+  memory.bring_back();
+}
+
+void compute(const std::vector<Merged>& parts, const Merged& result, const std::string& engine) {
+  EngineMemory memory(engine);
+  std::vector<Partial> there;
+  for (const Merged& part : parts) there.push_back({memory.at(part.out), memory.at(part.lse)});
+  merge(there, {memory.at(result.out), memory.at(result.lse)});
   memory.bring_back();
 }
 

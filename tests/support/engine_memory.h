@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fulgur/merge.h"
 #include "tensors.h"
 
 namespace fulgur::test {
@@ -28,6 +29,7 @@ class EngineMemory {
   Tensor at(Tensor t);
   ForwardTensors at(const ForwardTensors& t);
   BackwardTensors at(const BackwardTensors& t);
+  AppendTensors at(const AppendTensors& t);
 
   /// `options` with the longest packed sequences, which the library cannot read off a device.
   Options options(const ForwardTensors& t, const Options& options) const;
@@ -51,5 +53,8 @@ class EngineMemory {
 /// Plans and runs in the memory of the engine that the options name.
 void compute(const ForwardTensors& t, const Options& options, const Run& run = {});
 void compute(const BackwardTensors& t, const Options& options, const Run& run = {});
+/// The same of calls without a plan.
+void compute(const AppendTensors& t, const Options& options, const Run& run = {});
+void compute(const std::vector<Merged>& parts, const Merged& result, const std::string& engine);
 
 }  // namespace fulgur::test

@@ -1,6 +1,7 @@
 /// The tensors of a call, all of which the tests may write.
 #pragma once
 
+#include "fulgur/append.h"
 #include "fulgur/attention.h"
 
 namespace fulgur::test {
@@ -33,6 +34,19 @@ struct BackwardTensors {
     return {
         dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
         cu_seqlens_k, seqused_k, dlse, rng_state};
+  }
+};
+
+struct AppendTensors {
+  Tensor k_cache{}, v_cache{}, k_new{}, v_new{}, cu_seqlens_k_new{}, cache_seqlens{};
+  Tensor page_table{}, page_indptr{}, cache_batch_idx{}, cos{}, sin{};
+  bool interleaved = false;
+  Tensor rotary_seqlens{}, q{}, q_out{}, cu_seqlens_q{};
+  operator AppendArgs() const {
+    return {
+        k_cache,     v_cache,         k_new, v_new, cu_seqlens_k_new, cache_seqlens,  page_table,
+        page_indptr, cache_batch_idx, cos,   sin,   interleaved,      rotary_seqlens, q,
+        q_out,       cu_seqlens_q};
   }
 };
 

@@ -3,9 +3,7 @@ dim)``."""
 
 import torch
 
-from fulgur._drop_in import (
-    keys_of_packed_queries, longest, refuse, refuse_off_cpu, sides, with_kvcache,
-)  # fmt: skip
+from fulgur._drop_in import keys_of_packed_queries, longest, refuse, sides, with_kvcache
 from fulgur.torch import attention, random_numbers
 
 USE_TRITON_ROCM = False
@@ -120,13 +118,8 @@ def flash_attn_with_kvcache(
     """out, or (out, softmax_lse): attention over a cache, to which k and v are added in place.
 
     rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
-    window bounds it, else all of q to cache_seqlens. On GPUs there are no tables, no left padding
-    and no rotation yet.
+    window bounds it, else all of q to cache_seqlens.
     """
-    refuse_off_cpu(
-        q, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad, block_table=block_table,
-    )  # fmt: skip
     results = with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,

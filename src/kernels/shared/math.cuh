@@ -1,6 +1,7 @@
 // The fast functions of the hardware, and conversions between f32 and the input type.
 #pragma once
 #include "plan.h"
+#include "shared/elements.cuh"
 #include "shared/host_device.h"
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -43,11 +44,6 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
   u32 packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
-}
-__device__ __forceinline__ float half_to_float(unsigned short x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
 }
 __device__ __forceinline__ float low_of_half(u32 packed) { return half_to_float(static_cast<unsigned short>(packed)); }
 __device__ __forceinline__ float high_of_half(u32 packed) {

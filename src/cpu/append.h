@@ -1,0 +1,10 @@
+#pragma once
+
+#include "append_call.h"
+
+namespace fulgur::cpu {
+
+/// Reads and checks lengths and tables, then writes the rows. Throws Error(kInvalidArgument).
+void append(const AppendCall& call, int threads);
+
+}  // namespace fulgur::cpu

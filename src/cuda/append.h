@@ -1,0 +1,11 @@
+#pragma once
+
+#include "append_call.h"
+
+namespace fulgur::cuda {
+
+/// Launches the kernel that writes the rows. Throws Error: kUnsupported for what it does not take,
+/// and as planning a call does.
+void append(const AppendCall& call, const Run& run);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,36 @@
+#pragma once
+
+#include "check.h"
+#include "cuda/gpu.h"
+
+namespace fulgur::cuda {
+
+// The kernels of calls without a plan, append and merge.
+
+/// Append has one for each dtype.
+enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge };
+
+KernelUse use_of(CallKernel kernel);
+
+/// That of append for caches of f16, bf16 or f32.
+CallKernel append_kernel(DType dtype);
+
+/// Puts a kernel on the stream whose thread blocks take a token each, and groups of 2^lanes_log2
+/// lanes a head. The first call on a device loads it, and compiles it if need be. Throws
+/// Error(kInvalidArgument) for a first call on a stream that is being captured.
+void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
+            int heads, int lanes_log2);
+
+/// Throws Error(kUnsupported) for f64. `call`: "append".
+void refuse_f64(const char* name, const ConstTensor& tensor, const char* call);
+
+/// `count` of what a tensor has, as kernels count. Throws Error(kUnsupported) for 2^30 and more.
+int counted(const char* name, int64_t count, const char* of_what, const char* call);
+
+/// Whether rows begin at multiples of 16 bytes.
+bool rows_aligned(const Layout& rows, DType dtype);
+
+/// The lanes that share a row which takes a lane that many steps: a power of two, at most a warp.
+int lanes_log2(int64_t steps);
+
+}  // namespace fulgur::cuda

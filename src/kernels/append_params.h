@@ -1,0 +1,46 @@
+// Arguments of append.cu, the same for the host and the device. Strides count elements. Nobody has checked what
+// lengths, tables and indices hold.
+#pragma once
+
+// Rows that go from one tensor to another.
+struct AppendRows {
+  const void* from;
+  long long from_batch, from_row, from_head;
+  void* to;
+  long long to_batch, to_row, to_head;
+  int heads, dim;
+  int pairs;  // of columns that turn
+};
+
+// How rows of sequences follow each other.
+struct AppendTokens {
+  int count;              // in all, those behind the last sequence included
+  int each;               // of a sequence, where there are no cu_seqlens
+  const int* cu_seqlens;  // [batch + 1] or null
+};
+
+struct AppendParams {
+  AppendRows k, v, q;
+  AppendTokens tokens, queries;
+
+  int batch;
+  const int* cache_seqlens;    // [batch]
+  const int* page_table;       // or null
+  const int* page_indptr;      // [batch + 1] or null
+  const int* cache_batch_idx;  // [batch] or null
+  long long table_stride;      // from the ids of a sequence to those of the next, without page_indptr
+  long long ids;               // of all lists
+  long long room;              // rows of a sequence at most
+  long long entries;           // of a cache: pages, or rows of the batch
+  unsigned page;               // rows; 1 without pages
+
+  const void *cos, *sin;
+  long long cos_row, sin_row;
+  long long positions;         // rows of both
+  const int* first_positions;  // [batch]
+  int f32_angles;              // cos and sin are f32, and not as the caches
+  int interleaved, advance;
+
+  int wide;        // rows are made of 16 bytes that lie at multiples of 16 bytes, and so are halves that turn
+  int lanes_log2;  // that share a row
+};
