@@ -14,7 +14,7 @@ KernelUse decode_kernel(const HopperDecodePlan& plan) {
   return {{"sm90/decode.cu", plan_header(plan), "sm_90a"}, "fulgur_decode", plan.shared_bytes};
 }
 
-StridedTensor strided(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
+StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
 
 const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
 
@@ -36,10 +36,10 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       padding_(padding_params(p)) {
   static_cast<CallParams&>(params_) =
       call_params(p, band_of(p.mask, plan.has_left, plan.has_right));
-  params_.q = strided(p.q);
-  params_.k = strided(p.k);
-  params_.v = strided(p.v);
-  params_.o = strided(p.out);
+  params_.q = tensor_of(p.q);
+  params_.k = tensor_of(p.k);
+  params_.v = tensor_of(p.v);
+  params_.o = tensor_of(p.out);
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
   params_.batch = static_cast<int>(p.batch);

@@ -19,25 +19,30 @@ constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blo
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 64;
+constexpr int64_t kInvariantRows = 64;
 
 // Measured on an H200.
-constexpr double kReadBytes = 19;      // of K and V a cycle and multiprocessor
-constexpr double kStartCycles = 9000;  // lengths, first loads, merges
+constexpr double kReadBytes = 19;       // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 9000;   // lengths, first loads, merges
 constexpr double kProductFlops = 1600;  // a cycle, where products bind
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
+/// Whether no other kernel computes it: keys in pages or elsewhere, or packed queries alone.
+bool has_cache(const Problem& p) {
+  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+}
+
 kernels::DecodeLayout layout_of(const HopperDecodeKey& key) {
-  return kernels::decode_layout(
-      {key.head_dim, key.value_dim, key.team_warps, key.teams, key.line_rows, key.block_keys,
-       key.stages});
+  return kernels::decode_layout({key.head_dim, key.value_dim, key.team_warps, key.teams,
+                                 key.line_rows, key.block_keys, key.stages});
 }
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides) {
-  for (const auto& [name, stride] : {std::pair{"batch", strides.batch},
-                                     std::pair{"seqlen", strides.row},
-                                     std::pair{"heads", strides.head}}) {
+  for (const auto& [name, stride] :
+       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
+        std::pair{"heads", strides.head}}) {
     if (stride % kWholeRow != 0) {
       return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
                          name, kWholeRow);
@@ -49,7 +54,8 @@ std::string not_whole(const Layout& strides) {
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
-  const int64_t rows = rows_of_kv_head(p);
+  // How many rows there are depends on the batch: invariant calls have a tile for many and few.
+  const int64_t rows = p.invariant ? kInvariantRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
@@ -63,8 +69,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   const int most = wide ? 5 : 3, least = wide ? 3 : 2;
   plan.stages = most;
-  const int room =
-      target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
   while (layout_of(plan).bytes > room && plan.teams > 1) {
     if (--plan.stages >= least) continue;
     plan.stages = most;
@@ -95,7 +100,7 @@ std::string hopper_decode_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
-  if (p.invariant) return "computes without `invariant`: who computes which keys changes bits";
+  if (p.invariant && !has_cache(p)) return "computes `invariant` calls on caches alone";
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
     if (const std::string why = not_whole(*strides); !why.empty()) {
       return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
@@ -124,6 +129,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.dtype = p.dtype;
   plan.head_dim = ceil_div(p.d, 16) * 16;
   plan.value_dim = ceil_div(p.dv, 16) * 16;
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.has_left = left_binds(p);
   plan.has_right = right_binds(p);
   plan.softcap = p.softcap > 0;
@@ -138,13 +144,13 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
   plan.group = static_cast<int>(p.group());
+  plan.whole_lines = p.invariant;
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
-  const bool cache = p.cache.paged() || p.cache.batch_idx || p.cache.leftpad;
-  if (!cache && p.packed == p.packed_k && rows_of_kv_head(p) > kMostRowsForModel) {
+  if (!has_cache(p) && rows_of_kv_head(p) > kMostRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
   }
   return tile;
@@ -160,9 +166,11 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kStages", plan.stages);
   header.add("kResidents", plan.residents);
   header.add("kLineRows", plan.line_rows);
+  header.add("kWholeLines", plan.whole_lines);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);
   header.add("kOWhole", plan.o_whole);
+  header.add("kWholeColumns", plan.whole_columns);
   header.add("kHasLeft", plan.has_left);
   header.add("kHasRight", plan.has_right);
   header.add("kScoreMode", plan.transforms_scores);
@@ -188,8 +196,10 @@ std::vector<std::string> describe(const HopperDecodePlan& plan) {
       fmt::format("{} buffers of K and V a team: {} bytes of shared memory", plan.stages,
                   plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
-                  "has when it runs; the last one at a line merges its parts",
-                  plan.grid)};
+                  "has when it runs; {}",
+                  plan.grid,
+                  plan.whole_lines ? "no line is cut (`invariant`)"
+                                   : "the last one at a line merges its parts")};
   if (plan.page > 0) {
     sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
                                     plan.page_lists ? "page_indptr" : "page_table"));

@@ -12,13 +12,15 @@ namespace fulgur::cuda {
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
 struct HopperDecodeKey {
   DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
-  int team_warps = 0, teams = 0;    ///< warps of 16 rows; teams with keys of their own
-  int block_keys = 0, stages = 0;   ///< Bc; buffers of a team
-  int residents = 0;                ///< thread blocks of a multiprocessor
-  int line_rows = 0;                ///< of the rows of a block, those that a kv head may have
-  int group = 0;                    ///< hq / hk
+  int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
+  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
+  int block_keys = 0, stages = 0;         ///< Bc; buffers of a team
+  int residents = 0;                      ///< thread blocks of a multiprocessor
+  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
+  int group = 0;                          ///< hq / hk
+  bool whole_lines = false;               ///< no line is cut: for `invariant`
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
+  bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false;
   bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
@@ -36,7 +38,8 @@ struct HopperDecodePlan : HopperDecodeKey {
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * team_warps; }  ///< Br
   int threads() const { return 32 * team_warps * teams; }
-  /// Floats that parts of lines leave for the last one, and counters that are zero between launches.
+  /// Floats that parts of lines leave for the last one, and counters that are zero between
+  /// launches.
   int64_t partial_floats() const;
   int counters() const { return 3 * grid; }
 };

@@ -33,8 +33,8 @@ inline constexpr int kPaddingThreads = 256;
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
 
-/// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything. Throws
-/// Error(kInvalidArgument).
+/// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything.
+/// Throws Error(kInvalidArgument).
 void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 }  // namespace fulgur::cuda

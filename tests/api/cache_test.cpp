@@ -80,7 +80,7 @@ TEST_P(Cache, EveryLayoutGivesTheSameBits) {
     Workload w(cases[i], 1);
     w.options.engine = engine();
     w.options.invariant = true;
-    if (!computes([&] { w.run_forward(); })) continue;
+    if (!computes([&] { run_contiguous(w, 5); })) continue;
     const Bits want = bits_of(w.forward);
     for (size_t at = i; at < shapes.size(); at += cases.size()) {
       SCOPED_TRACE(shapes[at].name());

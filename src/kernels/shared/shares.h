@@ -47,15 +47,17 @@ FULGUR_SHARED Units units_of(const KeyRange& keys) {
   return {first, (keys.end + kUnitKeys - 1) / kUnitKeys - first};
 }
 
-// The units of a line, of `count`, that lie in the share [begin, end); the line stands at `at`. A line without keys has
-// its entry alone, which is in the share that it begins in: {0, 0} there, {0, -1} elsewhere.
+// The units of a line, of `count`, that a share computes. A line without keys has one that computes none of it: {0, 0}
+// there, {0, -1} elsewhere.
 struct UnitRange {
   int begin, end;
   FULGUR_SHARED bool any() const { return end >= 0; }
 };
 
-FULGUR_SHARED UnitRange units_in_share(int at, int count, int begin, int end) {
-  if (count == 0) return {0, at >= begin && at < end ? 0 : -1};
+// Of a line that stands at `at`, the share [begin, end) computes the units that lie in it; a line that is `whole`, or
+// has no keys, is with the share that it begins in.
+FULGUR_SHARED UnitRange units_in_share(int at, int count, bool whole, int begin, int end) {
+  if (whole || count == 0) return {0, at >= begin && at < end ? count : -1};
   const int keys = at + kEntryUnits;
   const int from = most(begin - keys, 0);
   const int to = least(end - keys, count);

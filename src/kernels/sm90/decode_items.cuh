@@ -158,7 +158,7 @@ struct DecodeItems {
       const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
       const Units of_line = units_of(keys);
       units = kEntryUnits + of_line.count;
-      const UnitRange mine = units_in_share(at, of_line.count, share.begin, share.end);
+      const UnitRange mine = units_in_share(at, of_line.count, kWholeLines, share.begin, share.end);
       if (!mine.any()) continue;
       take(share, keys, of_line, mine);
       return true;

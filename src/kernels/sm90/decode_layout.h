@@ -17,7 +17,8 @@ struct DecodeTile {
 // Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
 // rows in different banks.
 FULGUR_SHARED int merge_columns(const DecodeTile& tile) {
-  return (tile.value_dim > 128 ? 64 : 32) * kWarpRows * tile.team_warps / tile.line_rows;
+  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (tile.team_warps < kWideTeam ? 1 : 2);
+  return of_block * kWarpRows * tile.team_warps / tile.line_rows;
 }
 FULGUR_SHARED int merge_stride(const DecodeTile& tile) { return merge_columns(tile) + 8; }
 

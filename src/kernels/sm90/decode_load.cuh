@@ -66,32 +66,55 @@ class DecodeLoader {
       ids_[i] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
   }
 
-  __device__ __forceinline__ void copy() {
+  // Where the lane's i-th row lies in K or V.
+  __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
     const DecodeItem& item = items_.item;
     const DecodeSequence& s = item.sequence;
+    const long long entry = kPage > 0 ? ids_[i] : kPackedK ? 0 : s.entry;
+    const int row = kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
+    return t.data + entry * t.batch + row * t.row + item.head * t.head + column_;
+  }
+
+  __device__ __forceinline__ bool is_there(int i) const {
+    return kPage > 0 ? u32(ids_[i]) < u32(p_.entries) : key(i) < items_.item.sequence.n.sk;
+  }
+
+  __device__ __forceinline__ void copy() {
     const u32 k = ring_ + stage_ * kStageBytes;
+    bool whole = kWholeColumns;
+#pragma unroll
+    for (int i = 0; i < kLoadRows; ++i) whole = whole && is_there(i);
+    if (__all_sync(0xffffffff, whole))
+      copy_tile<true>(k);
+    else
+      copy_tile<false>(k);
+  }
+
+  // `whole`: every row is there, and has as many columns as are computed with.
+  template <bool whole>
+  __device__ __forceinline__ void copy_tile(u32 k) const {
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i) {
-      const bool here = kPage > 0 ? u32(ids_[i]) < u32(p_.entries) : key(i) < s.n.sk;
-      const long long entry = !here ? 0 : kPage > 0 ? ids_[i] : kPackedK ? 0 : s.entry;
-      const int row = !here ? 0 : kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
       const u32 to = k + swizzled(row_ + 4 * kTeamWarps * i, column_ / 8);
-      copy_row<kHeadDim>(to, p_.k, entry, row, item.head, here ? p_.d : 0);
-      copy_row<kValueDim>(to + kLayout.k_bytes, p_.v, entry, row, item.head, here ? p_.dv : 0);
+      const bool there = whole || is_there(i);
+      copy_row<kHeadDim, whole>(to, there ? row(p_.k, i) : p_.k.data, there ? p_.d : 0);
+      copy_row<kValueDim, whole>(to + kLayout.k_bytes, there ? row(p_.v, i) : p_.v.data, there ? p_.dv : 0);
     }
   }
 
   // This lane's columns of a row, of which `dim` exist.
-  template <int columns>
-  __device__ __forceinline__ void copy_row(u32 to, const StridedTensor& t, long long entry, int row, int head,
-                                           int dim) const {
-    const unsigned short* from = t.data + entry * t.batch + row * t.row + head * t.head + column_;
+  template <int columns, bool whole>
+  __device__ __forceinline__ void copy_row(u32 to, const unsigned short* from, int dim) const {
 #pragma unroll
-    for (int panel = 0; panel < (columns + 63) / 64; ++panel)
-      if (64 * panel + 64 <= columns || 64 * panel + column_ < columns) {
+    for (int panel = 0; panel < (columns + 63) / 64; ++panel) {
+      if (64 * panel + 64 > columns && 64 * panel + column_ >= columns) continue;
+      if (whole) {
+        async_copy16(to + panel * kPanelBytes, from + 64 * panel);
+      } else {
         const u32 bytes = bytes_of_chunk(64 * panel + column_, dim);
-        async_copy16(to + panel * kPanelBytes, bytes > 0 ? from + 64 * panel : t.data, bytes);
+        async_copy16(to + panel * kPanelBytes, bytes > 0 ? from + 64 * panel : from, bytes);
       }
+    }
   }
 
   const DecodeParams& p_;

@@ -10,8 +10,10 @@
 //   kStages         buffers of a team, of kBlockKeys rows of K and V each
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kWholeLines     1: no line is cut, so that its bits depend on nothing else
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
+//   kWholeColumns   1: d and dv are kHeadDim and kValueDim
 //   kHasLeft, kHasRight, kScoreMode, kSoftcap, kAlibi, kHasLse    as in sm90/forward_params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
