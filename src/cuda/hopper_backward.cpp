@@ -63,6 +63,7 @@ KernelUse repair_kernel(const HopperBackwardPlan& plan) {
   key.alibi = plan.alibi;
   key.packed = plan.packed;
   key.seqused_k = plan.seqused_k;
+  key.dropout = plan.dropout;
   return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
 
