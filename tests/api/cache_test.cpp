@@ -105,7 +105,9 @@ TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
       EngineMemory memory(engine());
       const ForwardTensors there = memory.at(cached.forward);
       std::optional<Plan> plan;
-      if (!computes([&] { plan.emplace(fulgur::plan(there, memory.options(there, w.options))); })) {
+      if (!computes([&] {
+            plan.emplace(fulgur::plan(there, memory.options(cached.forward, w.options)));
+          })) {
         break;
       }
       const auto run = [&] {
