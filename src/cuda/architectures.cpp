@@ -5,13 +5,14 @@
 #include <array>
 
 #include "cuda/hopper_backward_family.h"
+#include "cuda/hopper_decode_family.h"
 #include "cuda/hopper_forward_family.h"
 
 namespace fulgur::cuda {
 
 std::span<const Architecture> architectures() {
-  static const std::array<const Family*, 2> kHopper = {&hopper_forward_family(),
-                                                       &hopper_backward_family()};
+  static const std::array<const Family*, 3> kHopper = {
+      &hopper_forward_family(), &hopper_decode_family(), &hopper_backward_family()};
   // H100 PCIe; every other H100, H200 and GH200.
   static constexpr std::array<Target, 2> kHopperCards = {Target{114, 232448}, Target{132, 232448}};
   static const std::array<Architecture, 1> kArchitectures = {

@@ -63,6 +63,7 @@ KernelUse repair_kernel(const HopperBackwardPlan& plan) {
   key.alibi = plan.alibi;
   key.packed = plan.packed;
   key.seqused_k = plan.seqused_k;
+  key.dropout = plan.dropout;
   return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
 
@@ -194,7 +195,8 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.carry_dv = reinterpret_cast<float*>(workspace + offsets_.carry_dv);
   for (const Input& in : inputs_) {
     const ConstTensor& tensor = args.*in.argument;
-    void* from = in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape);
+    void* from =
+        in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape.empty());
     // Empty tensors are never read, but their maps must be valid: they lie around the workspace.
     encode(in.shape, in.shape.empty() ? workspace : from, &(p.*in.map));
   }

@@ -12,10 +12,6 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kPaddingThreads = 256;
-
-const KernelUse kPaddingKernel{{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
-
 KernelUse main_kernel(const HopperForwardPlan& plan) {
   return {{"sm90/forward.cu", plan_header(plan), "sm_90a"}, "fulgur_forward", plan.shared_bytes};
 }
@@ -53,14 +49,7 @@ void HopperForward::set_params(const Problem& p) {
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
   params_.work = plan_.work;
-
-  padding_.o_row_stride = p.out.row;
-  padding_.o_head_stride = p.out.head;
-  padding_.lse_head_stride = p.lse.head;
-  padding_.batch = static_cast<int>(p.batch);
-  padding_.total_q = static_cast<int>(p.total_q);
-  padding_.hq = params_.hq;
-  padding_.dv = params_.dv;
+  padding_ = padding_params(p);
 }
 
 // The workspace: counters and tickets, partial results, copies.
@@ -97,7 +86,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
   const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
-  void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o);
+  void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o.empty());
   if (plan_.store == HopperForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
   p.o.data = a.padding.o = static_cast<unsigned short*>(out);
 
@@ -107,7 +96,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
     a.copies[i] = in.copy;
     a.copies[i].from = static_cast<const unsigned short*>(tensors[i]->data);
     a.copies[i].to = workspace + in.offset;
-    void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape);
+    void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
     if (in.shape.empty()) {
       // An empty q or out launches nothing; empty k and v are never read, but their maps must be
       // valid: they lie around out.

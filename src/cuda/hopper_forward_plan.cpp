@@ -59,12 +59,6 @@ constexpr Tile kTiles[] = {
     {128, 256, 256, 2, 64, kAny},
 };
 
-/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
-/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
-bool transforms(const Problem& p) {
-  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has_alibi();
-}
-
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
 /// How O leaves. TMA writes multiples of 16 bytes.

@@ -34,6 +34,10 @@ kernels::Band band_of(const Mask& mask, bool has_left, bool has_right) {
 
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
 
+bool transforms(const Problem& p) {
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has_alibi();
+}
+
 CallParams call_params(const Problem& p, const kernels::Band& band) {
   constexpr double kLog2e = std::numbers::log2e;
   CallParams params{};

@@ -27,6 +27,10 @@ kernels::Band band_of(const Mask& mask, bool has_left, bool has_right);
 /// scale * log2(e), as the kernels compute with it.
 float scale_log2(const Problem& problem);
 
+/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
+/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
+bool transforms(const Problem& problem);
+
 /// What is computed, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
 

@@ -5,6 +5,7 @@
 namespace fulgur::cuda {
 
 const KernelUse kCopyKernel{{"forward_copy.cu", "", "sm_90a"}, "fulgur_forward_copy", 0};
+const KernelUse kPaddingKernel{{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
 
 void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
             int shared_bytes, const char* what) {
@@ -20,8 +21,21 @@ ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& 
           from.batch, from.rows,     from.heads,  from.dim};
 }
 
-void* aligned_data(const char* name, const ConstTensor& t, const TensorMapShape& shape) {
-  if (!shape.empty() && reinterpret_cast<uintptr_t>(t.data) % kCopyAlignment != 0) {
+ForwardPaddingParams padding_params(const Problem& p) {
+  return {nullptr,
+          p.out.row,
+          p.out.head,
+          nullptr,
+          p.lse.head,
+          nullptr,
+          static_cast<int>(p.batch),
+          static_cast<int>(p.total_q),
+          static_cast<int>(p.hq),
+          static_cast<int>(p.dv)};
+}
+
+void* aligned_data(const char* name, const ConstTensor& t, bool empty) {
+  if (!empty && reinterpret_cast<uintptr_t>(t.data) % kCopyAlignment != 0) {
     fail(name, "data {} is not aligned to {} bytes, as that of the tensor was that was planned for",
          t.data, kCopyAlignment);
   }

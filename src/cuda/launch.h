@@ -5,6 +5,8 @@
 #include "cuda/tensor_map.h"
 #include "fulgur/tensor.h"
 #include "kernels/forward_copy_params.h"
+#include "kernels/forward_padding_params.h"
+#include "problem.h"
 
 namespace fulgur::cuda {
 
@@ -25,7 +27,14 @@ inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks a multiproc
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to);
 
-/// A run's data, where it is aligned as the plan was told. Throws Error(kInvalidArgument).
-void* aligned_data(const char* name, const ConstTensor& tensor, const TensorMapShape& shape);
+/// Writes the rows of packed outputs that belong to no sequence.
+extern const KernelUse kPaddingKernel;
+inline constexpr int kPaddingThreads = 256;
+/// Its arguments, without addresses.
+ForwardPaddingParams padding_params(const Problem& problem);
+
+/// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything.
+/// Throws Error(kInvalidArgument).
+void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 }  // namespace fulgur::cuda

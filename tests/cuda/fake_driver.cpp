@@ -17,6 +17,7 @@
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
 #include "kernels/sm90/backward_params.h"
+#include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
 
 namespace {
@@ -33,6 +34,7 @@ struct Kernel {
 constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
                                {"fulgur_merge", sizeof(MergeParams)},
                                {"fulgur_forward", sizeof(ForwardParams)},
+                               {"fulgur_decode", sizeof(DecodeParams)},
                                {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
                                {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
                                {"fulgur_backward_prepare", sizeof(BackwardParams)},

@@ -199,4 +199,9 @@ void Cached::write_index() {
   }
 }
 
+void run_contiguous(Workload& w, uint64_t seed) {
+  if (w.options.engine != "cuda") return w.run_forward();
+  Cached(w, {.index = CacheShape::Index::kBatch, .page = 0}, seed).run_forward();
+}
+
 }  // namespace fulgur::test

@@ -2,9 +2,8 @@
 // barrier that says it is full and one that says it is empty.
 #pragma once
 #include "plan.h"
+#include "shared/descriptor.cuh"
 #include "shared/mbarrier.cuh"
-#include "shared/warp.cuh"
-#include "shared/wgmma.cuh"
 
 // One side's position in a ring of `kStages` buffers of `kBytes`; the other three are offsets in shared memory.
 template <u32 kBuffers, u32 kBytes, u32 kFull, u32 kEmpty, u32 kStages>
@@ -30,8 +29,3 @@ struct Buffers {
     }
   }
 };
-
-// Low word of the descriptor of an operand, in a uniform register.
-__device__ __forceinline__ u32 uniform_descriptor(u32 shared, u32 leading_bytes) {
-  return u32(uniform(operand_descriptor(shared, leading_bytes)));
-}

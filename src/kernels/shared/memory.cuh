@@ -9,6 +9,27 @@ __device__ __forceinline__ float load_global_fresh(const float* at) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
   return x;
 }
+__device__ __forceinline__ float2 load_global_fresh2(const float* at) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_global_fresh4(const float* at) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(at)
+               : "memory");
+  return x;
+}
+
+// Counts to `last` and starts again from 0. What the thread block wrote before its last barrier is there for whoever
+// sees the count.
+__device__ __forceinline__ int take_ticket(int* tickets, int last) {
+  int before;
+  asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(tickets), "r"(last) : "memory");
+  return before;
+}
 
 __device__ __forceinline__ int load_shared(u32 address) {
   int x;

@@ -12,14 +12,9 @@ __device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, 
   return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
 }
 
-// What a row's products must be multiplied with in the end; a row without keys is 0.
+// The same with what dropout multiplies the entries that it keeps with.
 __device__ __forceinline__ float normalizer(const AttentionParams& p, float sum) {
-  return sum == 0 ? 0 : kDropout ? reciprocal_fast(sum) * p.keep_scale : reciprocal_fast(sum);
-}
-
-// A row without keys has sum 0 and gets log(0) = -inf.
-__device__ __forceinline__ float lse_of(float sum, float shift) {
-  return sum == 0 ? -infinity() : (log2_fast(sum) - shift) * 0.693147180559945f;
+  return kDropout ? normalizer(sum) * p.keep_scale : normalizer(sum);
 }
 
 __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const Place& place, const Lengths& n,

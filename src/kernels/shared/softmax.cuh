@@ -89,3 +89,11 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   rows.sum[0] += sum0;
   rows.sum[1] += sum1;
 }
+
+// What a row's products must be multiplied with in the end; a row without keys is 0.
+__device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
+
+// A row without keys has sum 0 and gets log(0) = -inf.
+__device__ __forceinline__ float lse_of(float sum, float shift) {
+  return sum == 0 ? -infinity() : (log2_fast(sum) - shift) * 0.693147180559945f;
+}

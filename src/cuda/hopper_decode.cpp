@@ -1,0 +1,116 @@
+#include "cuda/hopper_decode.h"
+
+#include <fmt/format.h>
+
+#include "cuda/hopper_plan.h"
+#include "cuda/launch.h"
+#include "cuda/tensor_map.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+KernelUse decode_kernel(const HopperDecodePlan& plan) {
+  return {{"sm90/decode.cu", plan_header(plan), "sm_90a"}, "fulgur_decode", plan.shared_bytes};
+}
+
+StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
+
+const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
+
+}  // namespace
+
+std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
+  std::vector<KernelUse> kernels = {decode_kernel(plan)};
+  if (plan.packed) kernels.push_back(kPaddingKernel);
+  return kernels;
+}
+
+HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& plan,
+                           Reasons reasons)
+    : gpu_(gpu),
+      plan_(plan),
+      reasons_(std::move(reasons)),
+      empty_(p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0),
+      no_keys_(p.sk == 0 || (p.cache.paged() && p.cache.entries == 0)),
+      padding_(padding_params(p)) {
+  static_cast<CallParams&>(params_) =
+      call_params(p, band_of(p.mask, plan.has_left, plan.has_right));
+  params_.q = tensor_of(p.q);
+  params_.k = tensor_of(p.k);
+  params_.v = tensor_of(p.v);
+  params_.o = tensor_of(p.out);
+  params_.lse_batch_stride = p.lse.batch;
+  params_.lse_head_stride = p.lse.head;
+  params_.batch = static_cast<int>(p.batch);
+  params_.hk = static_cast<int>(p.hk);
+  params_.rows_k = params_.sk;
+  params_.entries = static_cast<int>(p.cache.entries);
+  params_.ids = static_cast<int>(p.cache.ids);
+  params_.table_stride = p.cache.table_stride;
+  kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
+  if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+}
+
+int64_t HopperDecode::workspace_bytes() const {
+  return LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
+}
+
+DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
+  DecodeParams p = params_;
+  const auto elements = [](const char* name, const ConstTensor& t, bool any_alignment) {
+    return static_cast<unsigned short*>(aligned_data(name, t, any_alignment));
+  };
+  p.q.data = elements("q", args.q, !plan_.q_whole);
+  p.k.data = elements("k", args.k, no_keys_);
+  p.v.data = elements("v", args.v, no_keys_);
+  p.o.data = elements("out", args.out, !plan_.o_whole);
+  p.lse = static_cast<float*>(args.lse.data);
+  p.cu_seqlens_q = ints(args.cu_seqlens_q);
+  p.cu_seqlens_k = ints(args.cu_seqlens_k);
+  p.seqused_k = ints(args.seqused_k);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.page_table = ints(args.page_table);
+  p.page_indptr = ints(args.page_indptr);
+  p.cache_batch_idx = ints(args.cache_batch_idx);
+  p.leftpad_k = ints(args.leftpad_k);
+  p.tickets = reinterpret_cast<int*>(workspace);
+  p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
+  return p;
+}
+
+void HopperDecode::run(const Call& call, const Run& run) const {
+  if (empty_) return;
+  const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+  const CurrentContext current(gpu_.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  LaunchMemory::Lease lease;
+  auto* workspace = static_cast<char*>(run.workspace.data);
+  if (workspace == nullptr) {
+    lease = gpu_.launch_memory().take(stream, workspace_bytes());
+    workspace = reinterpret_cast<char*>(lease.data);
+  }
+  const DecodeParams params = arguments(args, workspace);
+  launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+         "launching the decode kernel");
+  if (!plan_.packed) return;
+  ForwardPaddingParams padding = padding_;
+  padding.o = params.o.data;
+  padding.lse = params.lse;
+  padding.cu_seqlens_q = params.cu_seqlens_q;
+  launch(stream, padding_kernel_, &padding, {gpu_.multiprocessors()}, kPaddingThreads, 0,
+         "launching the kernel of padding rows");
+}
+
+Explanation HopperDecode::explain() const {
+  std::vector<std::string> decisions = describe(plan_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows(), plan_.block_keys};
+}
+
+WorkspaceNeed HopperDecode::workspace() const {
+  if (empty_) return {};
+  return {workspace_bytes(), kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <vector>
+
+#include "cuda/gpu.h"
+#include "cuda/hopper_decode_plan.h"
+#include "engine.h"
+#include "kernels/forward_padding_params.h"
+#include "kernels/sm90/decode_params.h"
+
+namespace fulgur::cuda {
+
+/// What a plan launches: the decode kernel, then that of padding rows where q is packed.
+std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
+
+/// The host's half of sm90/decode.cu: a plan with its compiled kernels on a device.
+class HopperDecode final : public Executable {
+ public:
+  HopperDecode(const Problem& problem, Gpu& gpu, const HopperDecodePlan& plan, Reasons reasons);
+
+  void run(const Call& call, const Run& run) const override;
+  Explanation explain() const override;
+  WorkspaceNeed workspace() const override;
+
+ private:
+  DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
+  int64_t workspace_bytes() const;
+
+  Gpu& gpu_;
+  HopperDecodePlan plan_;
+  Reasons reasons_;
+  bool empty_, no_keys_;  ///< no row of q; of k
+  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
+  DecodeParams params_{};  ///< what every run has in common
+  ForwardPaddingParams padding_{};
+};
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,43 @@
+#include "cuda/hopper_decode_family.h"
+
+#include "cuda/hopper_decode.h"
+
+namespace fulgur::cuda {
+namespace {
+
+class HopperDecodeFamily final : public Family {
+ public:
+  Pass pass() const override { return Pass::kForward; }
+  std::string rejects(const Problem& problem) const override {
+    return hopper_decode_rejects(problem);
+  }
+  Candidates candidates(const Problem& problem, const Target& target,
+                        std::vector<std::string>*) const override {
+    return {std::make_shared<HopperDecodeCandidate>(problem, hopper_decode_tile(problem, target))};
+  }
+};
+
+}  // namespace
+
+HopperDecodeCandidate::HopperDecodeCandidate(const Problem& problem, const HopperDecodeTile& only)
+    : problem_(problem), plan_(only.plan) {
+  tile = plan_.tile();
+  cycles = only.cycles;
+  tuned_only = only.tuned_only;
+}
+
+std::vector<KernelUse> HopperDecodeCandidate::kernels() const {
+  return hopper_decode_kernels(plan_);
+}
+
+std::unique_ptr<const Executable> HopperDecodeCandidate::executable(Gpu& gpu,
+                                                                    Reasons reasons) const {
+  return std::make_unique<HopperDecode>(problem_, gpu, plan_, std::move(reasons));
+}
+
+const Family& hopper_decode_family() {
+  static const HopperDecodeFamily kFamily;
+  return kFamily;
+}
+
+}  // namespace fulgur::cuda

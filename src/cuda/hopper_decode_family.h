@@ -1,0 +1,26 @@
+#pragma once
+
+#include "cuda/family.h"
+#include "cuda/hopper_decode_plan.h"
+
+namespace fulgur::cuda {
+
+/// sm90/decode.cu.
+const Family& hopper_decode_family();
+
+/// Its tile for a problem.
+class HopperDecodeCandidate final : public Candidate {
+ public:
+  HopperDecodeCandidate(const Problem& problem, const HopperDecodeTile& tile);
+
+  std::vector<KernelUse> kernels() const override;
+  std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override;
+
+  const HopperDecodePlan& plan() const { return plan_; }
+
+ private:
+  Problem problem_;
+  HopperDecodePlan plan_;
+};
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,210 @@
+#include "cuda/hopper_decode_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/hopper_plan.h"
+#include "cuda/tensor_map.h"
+#include "kernels/shared/shares.h"
+#include "kernels/sm90/decode_layout.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
+constexpr int kMostWarps = 8;
+constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
+constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
+/// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
+constexpr int64_t kMostRowsForModel = 64;
+constexpr int64_t kInvariantRows = 64;
+
+// Measured on an H200.
+constexpr double kReadBytes = 19;       // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 9000;   // lengths, first loads, merges
+constexpr double kProductFlops = 1600;  // a cycle, where products bind
+
+int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
+
+/// Whether no other kernel computes it: keys in pages or elsewhere, or packed queries alone.
+bool has_cache(const Problem& p) {
+  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+}
+
+kernels::DecodeLayout layout_of(const HopperDecodeKey& key) {
+  return kernels::decode_layout({key.head_dim, key.value_dim, key.team_warps, key.teams,
+                                 key.line_rows, key.block_keys, key.stages});
+}
+
+/// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
+std::string not_whole(const Layout& strides) {
+  for (const auto& [name, stride] :
+       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
+        std::pair{"heads", strides.head}}) {
+    if (stride % kWholeRow != 0) {
+      return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
+                         name, kWholeRow);
+    }
+  }
+  return strides.aligned ? "" : "has data at no multiple of 16 bytes";
+}
+
+/// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
+/// holds.
+void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
+  // How many rows there are depends on the batch: invariant calls have a tile for many and few.
+  const int64_t rows = p.invariant ? kInvariantRows : rows_of_kv_head(p);
+  const int dim = std::max(plan.head_dim, plan.value_dim);
+  plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
+  // Two thread blocks hide each other's page ids, but they double the parts that lines have.
+  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
+  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 &&
+                   units >= kUnitsForTwo * target.multiprocessors;
+  plan.residents = two ? 2 : 1;
+  plan.teams = kMostWarps / plan.team_warps / plan.residents;
+  plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
+  const bool wide = plan.team_warps >= kernels::kWideTeam;
+  const int most = wide ? 5 : 3, least = wide ? 3 : 2;
+  plan.stages = most;
+  const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  while (layout_of(plan).bytes > room && plan.teams > 1) {
+    if (--plan.stages >= least) continue;
+    plan.stages = most;
+    plan.teams /= 2;
+  }
+  while (layout_of(plan).bytes > room && plan.stages > least) --plan.stages;
+  plan.shared_bytes = layout_of(plan).bytes;
+}
+
+double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
+  const double blocks = ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const double keys =
+      static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
+  const double dims = plan.head_dim + plan.value_dim;
+  const double products = 2 * dims * plan.block_rows() / kProductFlops;
+  return kStartCycles + keys * std::max(2 * dims / kReadBytes, blocks * products);
+}
+
+}  // namespace
+
+int64_t HopperDecodePlan::partial_floats() const {
+  return int64_t{2} * grid * line_rows * kernels::partial_row_floats(value_dim);
+}
+
+std::string hopper_decode_rejects(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.d > kMostDim || p.dv > kMostDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  }
+  if (p.dropout_p > 0) return "computes without dropout";
+  if (p.invariant && !has_cache(p)) return "computes `invariant` calls on caches alone";
+  for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
+    if (const std::string why = not_whole(*strides); !why.empty()) {
+      return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
+    }
+  }
+  if (std::max({p.total_q, p.total_k, rows_of_kv_head(p), p.sk}) >= kMostRows) {
+    return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
+                       p.total_q, rows_of_kv_head(p), p.sk);
+  }
+  if (std::max(p.cache.entries, p.cache.ids) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages, got {} and {} ids", p.cache.entries,
+                       p.cache.ids);
+  }
+  // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
+  const double lines = static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), 16);
+  const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
+  if (units > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 tiles of 16 x {}, got {:.3g}", int{kernels::kUnitKeys},
+                       units);
+  }
+  return {};
+}
+
+HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
+  HopperDecodePlan plan;
+  plan.dtype = p.dtype;
+  plan.head_dim = ceil_div(p.d, 16) * 16;
+  plan.value_dim = ceil_div(p.dv, 16) * 16;
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  plan.has_left = left_binds(p);
+  plan.has_right = right_binds(p);
+  plan.softcap = p.softcap > 0;
+  plan.alibi = p.has_alibi();
+  plan.transforms_scores = transforms(p);
+  plan.packed = p.packed;
+  plan.packed_k = p.packed_k;
+  plan.seqused_k = p.seqused_k;
+  plan.has_lse = p.want_lse;
+  plan.page = static_cast<int>(p.cache.page);
+  plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  plan.batch_idx = p.cache.batch_idx;
+  plan.leftpad = p.cache.leftpad;
+  plan.group = static_cast<int>(p.group());
+  plan.whole_lines = p.invariant;
+  plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
+  plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
+  set_tile(plan, p, target);
+  plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
+  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
+  if (!has_cache(p) && rows_of_kv_head(p) > kMostRowsForModel) {
+    tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
+  }
+  return tile;
+}
+
+std::string plan_header(const HopperDecodeKey& plan) {
+  PlanHeader header(plan.dtype);
+  header.add("kHeadDim", plan.head_dim);
+  header.add("kValueDim", plan.value_dim);
+  header.add("kTeamWarps", plan.team_warps);
+  header.add("kTeams", plan.teams);
+  header.add("kBlockKeys", plan.block_keys);
+  header.add("kStages", plan.stages);
+  header.add("kResidents", plan.residents);
+  header.add("kLineRows", plan.line_rows);
+  header.add("kWholeLines", plan.whole_lines);
+  header.add("kGroup", plan.group);
+  header.add("kQWhole", plan.q_whole);
+  header.add("kOWhole", plan.o_whole);
+  header.add("kWholeColumns", plan.whole_columns);
+  header.add("kHasLeft", plan.has_left);
+  header.add("kHasRight", plan.has_right);
+  header.add("kScoreMode", plan.transforms_scores);
+  header.add("kSoftcap", plan.softcap);
+  header.add("kAlibi", plan.alibi);
+  header.add("kPacked", plan.packed);
+  header.add("kPackedK", plan.packed_k);
+  header.add("kSeqUsedK", plan.seqused_k);
+  header.add("kHasLse", plan.has_lse);
+  header.add("kPage", plan.page);
+  header.add("kPageLists", plan.page_lists);
+  header.add("kBatchIdx", plan.batch_idx);
+  header.add("kLeftPad", plan.leftpad);
+  return header.text();
+}
+
+std::vector<std::string> describe(const HopperDecodePlan& plan) {
+  std::vector<std::string> sentences = {
+      fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
+                  "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
+                  plan.block_rows(), plan.teams, plan.team_warps, plan.block_keys, plan.head_dim,
+                  plan.value_dim),
+      fmt::format("{} buffers of K and V a team: {} bytes of shared memory", plan.stages,
+                  plan.shared_bytes),
+      fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
+                  "has when it runs; {}",
+                  plan.grid,
+                  plan.whole_lines ? "no line is cut (`invariant`)"
+                                   : "the last one at a line merges its parts")};
+  if (plan.page > 0) {
+    sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
+                                    plan.page_lists ? "page_indptr" : "page_table"));
+  }
+  return sentences;
+}
+
+}  // namespace fulgur::cuda

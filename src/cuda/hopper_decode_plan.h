@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/family.h"
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+/// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
+struct HopperDecodeKey {
+  DType dtype = DType::kBF16;
+  int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
+  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
+  int block_keys = 0, stages = 0;         ///< Bc; buffers of a team
+  int residents = 0;                      ///< thread blocks of a multiprocessor
+  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
+  int group = 0;                          ///< hq / hk
+  bool whole_lines = false;               ///< no line is cut: for `invariant`
+  bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
+  bool whole_columns = false;             ///< d and dv are computed as they are
+  bool has_left = false, has_right = false;
+  bool transforms_scores = false, softcap = false, alibi = false;
+  bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
+  int page = 0;  ///< keys of a page; 0 without pages
+  bool page_lists = false, batch_idx = false, leftpad = false;
+  bool operator==(const HopperDecodeKey&) const = default;
+};
+
+/// Every decision about a forward pass by sm90/decode.cu.
+struct HopperDecodePlan : HopperDecodeKey {
+  int shared_bytes = 0;
+  int grid = 0;  ///< thread blocks: shares of the work
+  bool operator==(const HopperDecodePlan&) const = default;
+
+  TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
+  int block_rows() const { return 16 * team_warps; }  ///< Br
+  int threads() const { return 32 * team_warps * teams; }
+  /// Floats that parts of lines leave for the last one, and counters that are zero between
+  /// launches.
+  int64_t partial_floats() const;
+  int counters() const { return 3 * grid; }
+};
+
+/// Why sm90/decode.cu does not compute a forward problem, and what it does compute; empty when it
+/// does.
+std::string hopper_decode_rejects(const Problem& problem);
+
+/// A plan for a problem that is not rejected.
+struct HopperDecodeTile {
+  HopperDecodePlan plan;
+  double cycles = 0;       ///< predicted
+  std::string tuned_only;  ///< why the cost model may not take it; empty when it may
+};
+HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target);
+
+/// The text of plan.h.
+std::string plan_header(const HopperDecodeKey& key);
+
+/// The plan in sentences.
+std::vector<std::string> describe(const HopperDecodePlan& plan);
+
+}  // namespace fulgur::cuda

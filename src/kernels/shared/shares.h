@@ -1,0 +1,67 @@
+// How the keys of a launch are shared out among thread blocks that stay for all of it.
+//
+// A line is a block of rows beside the keys that it sees. Lines stand behind each other, each as long as its keys in
+// units and an entry that stands for its beginning and end. The share of a thread block is a stretch of all that, as
+// long as every other: it begins and ends inside lines, and each of these it computes a part of. Which share a unit is
+// in is a formula, so that nobody but the thread blocks themselves need know the lengths (stream-K; LeanAttention,
+// arXiv 2405.10480).
+#pragma once
+#include "shared/band.h"
+
+namespace fulgur::kernels {
+
+enum : int {
+  kUnitKeys = 64,
+  kEntryUnits = 1,    // what a line takes beside its keys
+  kMostShares = 320,  // so many parts a line may have
+};
+
+// `count` shares, of which the first `longer` have a unit more than `each`.
+struct Shares {
+  int count, each, longer;
+};
+
+// No share is empty, lest a line have parts that nobody computes.
+FULGUR_SHARED Shares shares_of(int units, int blocks) {
+  const int count = least(units, blocks);
+  return count == 0 ? Shares{0, 0, 0} : Shares{count, units / count, units % count};
+}
+
+FULGUR_SHARED int share_begin(const Shares& shares, int share) {
+  return shares.each * share + least(share, shares.longer);
+}
+
+FULGUR_SHARED int share_of_unit(const Shares& shares, int unit) {
+  const int rest = unit - shares.longer * (shares.each + 1);
+  return rest < 0 ? unit / (shares.each + 1) : shares.longer + rest / shares.each;
+}
+
+// Units of the keys [begin, end) of a line, whose borders are those of the sequence.
+struct Units {
+  int first, count;
+};
+
+FULGUR_SHARED Units units_of(const KeyRange& keys) {
+  if (keys.begin >= keys.end) return {0, 0};
+  const int first = keys.begin / kUnitKeys;
+  return {first, (keys.end + kUnitKeys - 1) / kUnitKeys - first};
+}
+
+// The units of a line, of `count`, that a share computes. A line without keys has one that computes none of it: {0, 0}
+// there, {0, -1} elsewhere.
+struct UnitRange {
+  int begin, end;
+  FULGUR_SHARED bool any() const { return end >= 0; }
+};
+
+// Of a line that stands at `at`, the share [begin, end) computes the units that lie in it; a line that is `whole`, or
+// has no keys, is with the share that it begins in.
+FULGUR_SHARED UnitRange units_in_share(int at, int count, bool whole, int begin, int end) {
+  if (whole || count == 0) return {0, at >= begin && at < end ? count : -1};
+  const int keys = at + kEntryUnits;
+  const int from = most(begin - keys, 0);
+  const int to = least(end - keys, count);
+  return to > from ? UnitRange{from, to} : UnitRange{0, -1};
+}
+
+}  // namespace fulgur::kernels

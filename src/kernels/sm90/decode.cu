@@ -1,0 +1,197 @@
+// Attention forward where K and V are read from memory for few rows of Q, or from a cache: O = softmax(scale Q K^T) V
+// and LSE, exact, fp32 accumulation.
+//
+// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each thread block
+// computes an equal share of all keys (shared/shares.h). Its teams of warps take turns at the tiles of an item, each
+// with its own state of the online softmax; every warp has 16 rows. A warp starts the loads of the tiles to come
+// itself, over the ends of items, so that memory never waits for products, barriers and merges.
+// docs/kernels/decode.md derives this.
+#include "shared/softmax.cuh"
+#include "shared/transform.cuh"
+#include "sm90/decode_output.cuh"
+#include "sm90/decode_products.cuh"
+
+// The keys that rows r and r + 8 of this thread may see: [low[i], high[i]).
+struct RowKeys {
+  int low[2], high[2];
+};
+
+// The keys that all rows of an item see.
+__device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const DecodeItem& item) {
+  const ItemRows rows = rows_of_item(p, item);
+  const Band band = band_of(p);
+  const Lengths& n = item.sequence.n;
+  return {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
+          visible_keys(band, n, rows.first / kGroup).end};
+}
+
+// What a thread knows of its two rows.
+struct ThreadRows {
+  RowKeys keys;
+  int diagonal[2];
+  float slope[2];
+};
+
+__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const DecodeItem& item, int team_warp) {
+  ThreadRows rows;
+  const Lengths& n = item.sequence.n;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = item.block * kBlockRows + kWarpRows * team_warp + int(thread_row()) + 8 * i;
+    const int query = min(row / kGroup, n.sq - 1);
+    const KeyRange keys = visible_keys(band_of(p), n, query);
+    rows.keys.low[i] = keys.begin;
+    rows.keys.high[i] = keys.end;
+    rows.diagonal[i] = diagonal_of(n, query);
+    rows.slope[i] = kAlibi ? alibi_slope(p, item.batch, item.head * kGroup + row % kGroup) : 0;
+  }
+  return rows;
+}
+
+// What a score becomes before the softmax, and -inf where its key is hidden.
+__device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
+                                              const ThreadRows& rows, int tile, bool masked) {
+  const int first = tile * kBlockKeys + int(thread_column());
+  if (kScoreMode) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+      const int half = i >> 1 & 1;
+      S[i] = transform_score(p, S[i], rows.slope[half], float(rows.diagonal[half] - (first + i / 4 * 8 + (i & 1))));
+    }
+  }
+  if (!masked) return;
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; ++i) {
+    const int half = i >> 1 & 1;
+    const int key = first + i / 4 * 8 + (i & 1);
+    if (key < rows.keys.low[half] || key >= rows.keys.high[half]) S[i] = -infinity();
+  }
+}
+
+__device__ __forceinline__ bool is_finite(u32 half) {
+  constexpr u32 kExponent = FULGUR_INPUT[0] == 'b' ? 0x7f80 : 0x7c00;
+  return (half & kExponent) != kExponent;
+}
+
+// P is 0 at a hidden key, but 0 * NaN is NaN: NaN and infinity of V count by hand in the rows that see their key, and
+// are 0 in the product. `sync` is a barrier of the team, which has the tile in common.
+template <class Sync>
+__device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowKeys& keys, int tile, u32 v, Sync sync) {
+  const auto pair_at = [&](int key, int column) {
+    return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
+  };
+  sync();
+#pragma unroll 1
+  for (int key = 0; key < kBlockKeys; ++key)
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; i += 4) {
+      const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
+      const float x[2] = {is_finite(pair) ? 0 : low_of(pair), is_finite(pair >> 16) ? 0 : high_of(pair)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = tile * kBlockKeys + key;
+        if (at >= keys.low[j / 2] && at < keys.high[j / 2]) O[i + j] += x[j % 2];
+      }
+    }
+  sync();
+#pragma unroll 1
+  for (int at = threadIdx.x % 32; at < kBlockKeys * kValueDim / 2; at += 32) {
+    const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
+    const u32 pair = load_shared(address);
+    store_shared(address, (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
+  }
+  sync();
+}
+
+// Whether V of a tile holds NaN or infinity.
+__device__ __forceinline__ bool is_poisoned(u32 v) {
+  bool found = false;
+#pragma unroll 1
+  for (int at = threadIdx.x % 32; at < kBlockKeys * kValueDim / 8; at += 32) {
+    const int column = at % (kValueDim / 8) * 8;
+    u32 x[4];
+    load_shared16(v + column / 64 * kPanelBytes + swizzled(at / (kValueDim / 8), column % 64 / 8), x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found = found || !is_finite(x[i]) || !is_finite(x[i] >> 16);
+  }
+  return __any_sync(0xffffffff, found);
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
+  if (!find_share(p, raw, share)) return;
+  const int warp = uniform(threadIdx.x / 32);
+  const int team = warp / kTeamWarps;
+  const int team_warp = warp % kTeamWarps;
+  const auto sync_team = [&] {
+    if (kWide) fence_async_proxy();
+    if (kTeamWarps == 1)
+      __syncwarp();
+    else
+      named_barrier_sync(1 + team, 32 * kTeamWarps);
+  };
+  const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
+  const u32 left_items = smem + kLayout.items + warp * int(sizeof(DecodeItems));
+  const u32 ring = smem + kLayout.ring + team * kStages * kStageBytes;
+  DecodeItems items = items_of(share);
+  bool more = items.next(p, share);
+  DecodeQuery query;
+  if (more) query.fetch(p, items.item);
+  DecodeLoader load(p, share, items, more, smem, team, team_warp);
+#pragma unroll
+  for (int tile = 0; tile < kTilesAhead; ++tile) load.start();
+  int stage = 0;
+#pragma unroll 1
+  while (more) {
+    const DecodeItem& item = items.item;
+    store_shared_struct(left_items, items);
+    query.store(p, item, raw);
+    if (kWide) fence_async_proxy();
+    __syncthreads();
+    const bool has_rows = team_warp * kWarpRows / kProductRows * kProductRows < rows_of_item(p, item).count;
+    const KeyRange seen_by_all = keys_seen_by_all(p, item);
+    const ThreadRows thread_rows = rows_of_thread(p, item, team_warp);
+    float O[kValueDim / 2];
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
+    Rows rows = rows_without_keys();
+    u32 P[kBlockKeys / 4];
+    DecodeProducts products;
+    const auto take_tile = [&](bool first, int tile) __attribute__((always_inline)) {
+      async_copy_wait<kTilesAhead - 1>();
+      sync_team();
+      load.start();
+      const u32 k = ring + stage * kStageBytes;
+      const u32 v = k + kLayout.k_bytes;
+      if (++stage == kStages) stage = 0;
+      const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
+      float S[kBlockKeys / 2];
+      if (has_rows) {
+        products.scores(first, S, O, P, q, k);
+        adjust_scores(p, S, thread_rows, tile, masked);
+        softmax_step<false>(S, P, O, rows, c);
+      }
+      if ((kHasLeft || kHasRight) && masked && is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
+      if (has_rows) products.values(O, P, v);
+    };
+    int tile = item.begin + team;
+    if (kWide && tile < item.end) {
+      take_tile(true, tile);
+      tile += kTeams;
+    }
+#pragma unroll 1
+    for (; tile < item.end; tile += kTeams) take_tile(false, tile);
+    products.finish(O, P);
+    items = load_shared_struct_uniform<DecodeItems>(left_items);
+    rows.sum[0] = quad_sum(rows.sum[0]);
+    rows.sum[1] = quad_sum(rows.sum[1]);
+    merge_teams(p, item, rows, O, raw);
+    if (item.parts > 1) end_part(p, item, raw);
+    more = items.next(p, share);
+    if (more) query.fetch(p, item);
+  }
+}

@@ -1,0 +1,202 @@
+// Which lines, and which keys of them, a thread block computes: from lengths on the device, by every warp for itself.
+#pragma once
+#include "plan.h"
+#include "shared/memory.cuh"
+#include "shared/schedule.cuh"
+#include "shared/shares.h"
+#include "sm90/decode_layout.h"
+#include "sm90/decode_params.h"
+
+enum : int {
+  kWarps = kTeams * kTeamWarps,
+  kThreads = 32 * kWarps,
+  kBlockRows = kWarpRows * kTeamWarps,
+};
+
+constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kStages};
+constexpr DecodeLayout kLayout = decode_layout(kTile);
+
+// A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
+struct DecodeSequence {
+  Lengths n;
+  int entry;  // of the batch; with kPageLists its first one of the page table
+};
+
+// The one place of this kernel that reads lengths and tables' beginnings, as lengths_of does: whatever they say, no
+// access leaves the tensors.
+__device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int batch) {
+  DecodeSequence s = {{0, 0, p.sq, 0}, batch};
+  if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
+  int rows = p.rows_k;
+  if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, s.n.k_start, rows);
+  if (kPage > 0) {
+    int ids = p.ids;
+    if (kPageLists) packed_rows(p.page_indptr, batch, p.ids, p.ids, s.entry, ids);
+    rows = int(min((long long)(ids) * kPage, (long long)(p.sk)));
+  }
+  int end = min(rows, p.sk);
+  if (kSeqUsedK) end = min(end, max(p.seqused_k[batch], 0));
+  int begin = 0;
+  if (kLeftPad) begin = min(max(p.leftpad_k[batch], 0), end);
+  if (kBatchIdx) {
+    s.entry = p.cache_batch_idx[batch];
+    if (u32(s.entry) >= u32(p.entries)) end = begin;
+  }
+  s.n.k_start += begin;
+  s.n.sk = end - begin;
+  return s;
+}
+
+// Rows of a kv head, (query, head of its group), go into blocks.
+__device__ __forceinline__ int row_blocks_of(const Lengths& n) {
+  return (n.sq * kGroup + kBlockRows - 1) / kBlockRows;
+}
+
+// The keys that some of the rows [first, last] of a kv head see.
+__device__ __forceinline__ KeyRange keys_of_rows(const DecodeParams& p, const Lengths& n, int first, int last) {
+  const Band band = band_of(p);
+  return {visible_keys(band, n, first / kGroup).begin, visible_keys(band, n, last / kGroup).end};
+}
+
+// The keys that a block of rows sees.
+__device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const Lengths& n, int block) {
+  return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
+}
+
+// Of the lines of a kv head.
+__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n) {
+  const int blocks = row_blocks_of(n);
+  int units = kEntryUnits * blocks;
+#pragma unroll 1
+  for (int block = 0; block < blocks; ++block) units += units_of(keys_of_block(p, n, block)).count;
+  return units;
+}
+
+__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch) {
+  return p.hk * head_units(p, sequence_of(p, batch).n);
+}
+
+// The share of this thread block, and the sequence in which it begins.
+struct Share {
+  Shares all;
+  int begin, end;
+  int batch;
+  int at;  // where that sequence stands
+};
+
+// Prefix sums over the sequences, by all threads of the block. False where there is no share for it.
+__device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char* shared, Share& share) {
+  int* const sums = reinterpret_cast<int*>(shared + kLayout.scan);  // of warps
+  const int lane = threadIdx.x % 32;
+  const int each = (p.batch + kThreads - 1) / kThreads;
+  const int first = threadIdx.x * each;
+  const int last = min(first + each, p.batch);
+  int mine = 0;
+#pragma unroll 1
+  for (int b = first; b < last; ++b) mine += sequence_units(p, b);
+  int before = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int x = __shfl_up_sync(0xffffffff, before, step);
+    if (lane >= step) before += x;
+  }
+  if (lane == 31) sums[threadIdx.x / 32] = before;
+  __syncthreads();
+  before -= mine;
+  int units = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    if (warp < threadIdx.x / 32) before += sums[warp];
+    units += sums[warp];
+  }
+  const Shares all = shares_of(units, gridDim.x);
+  if (int(blockIdx.x) >= all.count) return false;
+  const int begin = share_begin(all, blockIdx.x);
+  if (begin >= before && begin < before + mine) {
+    int b = first;
+#pragma unroll 1
+    for (;;) {
+      const int after = before + sequence_units(p, b);
+      if (begin < after) break;
+      before = after;
+      ++b;
+    }
+    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before};
+  }
+  __syncthreads();
+  return true;
+}
+
+// Keys of a line that this thread block computes.
+struct DecodeItem {
+  int batch, head, block;  // of k, of rows
+  DecodeSequence sequence;
+  int begin, end;    // tiles of kBlockKeys keys
+  int part, parts;   // of the line
+  int first_share;   // of the line
+};
+
+// The items of a share, one after the other: 16 ints, which a warp may leave in shared memory.
+struct DecodeItems {
+  DecodeItem item;
+  int at, units;  // where the item's line stands, and how long it is
+  int blocks;     // of rows, of its sequence
+
+  // Goes on to the next one; false when there are no more.
+  __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share) {
+    for (;;) {
+      at += units;
+      if (++item.block >= blocks) {
+        item.block = 0;
+        ++item.head;
+      }
+      while (item.head >= p.hk || blocks == 0) {
+        if (++item.batch >= p.batch) return false;
+        begin_sequence(p, share);
+      }
+      if (at >= share.end) return false;
+      const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
+      const Units of_line = units_of(keys);
+      units = kEntryUnits + of_line.count;
+      const UnitRange mine = units_in_share(at, of_line.count, kWholeLines, share.begin, share.end);
+      if (!mine.any()) continue;
+      take(share, keys, of_line, mine);
+      return true;
+    }
+  }
+
+ private:
+  // Goes to the head in which the share begins, or to the first.
+  __device__ __forceinline__ void begin_sequence(const DecodeParams& p, const Share& share) {
+    item.sequence = sequence_of(p, item.batch);
+    blocks = row_blocks_of(item.sequence.n);
+    item.head = item.block = units = 0;
+    if (at >= share.begin || blocks == 0) return;
+    const int of_head = head_units(p, item.sequence.n);
+    item.head = (share.begin - at) / of_head;
+    at += item.head * of_head;
+  }
+
+  __device__ __forceinline__ void take(const Share& share, const KeyRange& keys, const Units& of_line,
+                                       const UnitRange& mine) {
+    item.begin = (of_line.first + mine.begin) * kUnitKeys / kBlockKeys;
+    item.end = min((of_line.first + mine.end) * kUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
+    item.part = 0;
+    item.parts = 1;
+    if (mine.end - mine.begin == of_line.count) return;
+    const int first = at + kEntryUnits;
+    item.first_share = share_of_unit(share.all, first);
+    item.part = blockIdx.x - item.first_share;
+    item.parts = share_of_unit(share.all, first + of_line.count - 1) - item.first_share + 1;
+  }
+};
+
+// Before the first item.
+__device__ __forceinline__ DecodeItems items_of(const Share& share) {
+  DecodeItems items;
+  items.item.batch = share.batch - 1;
+  items.item.head = items.item.block = items.item.first_share = 0;
+  items.at = share.at;
+  items.units = items.blocks = 0;
+  return items;
+}

@@ -1,0 +1,59 @@
+// Sizes and the map of shared memory of the decode kernel.
+#pragma once
+#include "shared/host_device.h"
+
+namespace fulgur::kernels {
+
+enum : int {
+  kWarpRows = 16,
+  kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups
+};
+
+// What the map depends on: constants of plan.h.
+struct DecodeTile {
+  int head_dim, value_dim, team_warps, teams, line_rows, block_keys, stages;
+};
+
+// Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
+// rows in different banks.
+FULGUR_SHARED int merge_columns(const DecodeTile& tile) {
+  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (tile.team_warps < kWideTeam ? 1 : 2);
+  return of_block * kWarpRows * tile.team_warps / tile.line_rows;
+}
+FULGUR_SHARED int merge_stride(const DecodeTile& tile) { return merge_columns(tile) + 8; }
+
+// Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
+struct DecodeLayout {
+  int k_bytes, v_bytes;  // of a stage
+  int ring;              // [team][stage]{K, V}
+  int q;                 // [panel][row][64 columns], swizzled
+  int merge;             // [team][row][merge_stride]: columns of O
+  int stats;             // [team][row]{shift, sum}, then {factor, sum}
+  int totals;            // [row]{shift, sum}
+  int items;             // 16 ints a warp: the item at hand
+  int share;             // 7 ints: the share of the thread block
+  int scan;              // an int a warp: sums over sequences; later a flag
+  int bytes;
+};
+
+FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
+  const int rows = kWarpRows * tile.team_warps;
+  DecodeLayout map = {};
+  map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
+  map.v_bytes = (tile.value_dim + 63) / 64 * tile.block_keys * 128;
+  map.ring = 0;
+  map.q = map.ring + tile.teams * tile.stages * (map.k_bytes + map.v_bytes);
+  map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
+  map.stats = map.merge + tile.teams * tile.line_rows * merge_stride(tile) * 4;
+  map.totals = map.stats + tile.teams * tile.line_rows * 8;
+  map.items = map.totals + tile.line_rows * 8;
+  map.share = map.items + tile.teams * tile.team_warps * 64;
+  map.scan = map.share + 32;
+  map.bytes = map.scan + tile.teams * tile.team_warps * 4;
+  return map;
+}
+
+// Of a row of a part: its O, its shift and its sum.
+FULGUR_SHARED int partial_row_floats(int value_dim) { return value_dim + 4; }
+
+}  // namespace fulgur::kernels

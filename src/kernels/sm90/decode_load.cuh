@@ -1,0 +1,192 @@
+// K and V on their way into the ring of a team, and Q into its place.
+#pragma once
+#include "shared/async_copy.cuh"
+#include "shared/fragment_store.cuh"
+#include "sm90/decode_items.cuh"
+
+enum : int {
+  kStageBytes = kLayout.k_bytes + kLayout.v_bytes,
+  kPanelBytes = kBlockKeys * 128,
+  kLoadRows = kBlockKeys / (4 * kTeamWarps),  // rows that a lane copies of: eight lanes copy 128 bytes of a row
+};
+
+// Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
+__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
+
+// Bytes of the 16 from column `column` on that a row of `dim` columns has.
+__device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
+
+// The loads of a warp, which run ahead of its products over all items: a tile of its team at a time.
+class DecodeLoader {
+ public:
+  // `items` is at the first item, if there are `more`.
+  __device__ __forceinline__ DecodeLoader(const DecodeParams& p, const Share& share, const DecodeItems& items,
+                                          bool more, u32 smem, int team, int team_warp)
+      : p_(p), share_(share), items_(items), more_(more), team_(team) {
+    const u32 lane = threadIdx.x % 32;
+    row_ = 4 * team_warp + lane / 8;
+    column_ = 8 * (lane % 8);
+    ring_ = smem + kLayout.ring + team * kStages * kStageBytes;
+    tile_ = items_.item.begin + team_;
+    if (more_) begin_tile();
+  }
+
+  // Starts the loads of the next tile, of which there may be none, as one group.
+  __device__ __forceinline__ void start() {
+    if (more_) {
+      copy();
+      tile_ += kTeams;
+      begin_tile();
+    }
+    async_copy_commit();
+    if (++stage_ == kStages) stage_ = 0;
+  }
+
+ private:
+  // Goes to the next item that has a tile for this team, where this one has no more.
+  __device__ __forceinline__ void begin_tile() {
+    while (tile_ >= items_.item.end) {
+      more_ = items_.next(p_, share_);
+      if (!more_) return;
+      tile_ = items_.item.begin + team_;
+    }
+    fetch_ids();
+  }
+
+  // The key of this lane's i-th row, from the first of the sequence on.
+  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * kTeamWarps * i; }
+
+  // Page ids come one tile ahead of the loads that need them.
+  __device__ __forceinline__ void fetch_ids() {
+    if (kPage == 0) return;
+    const DecodeSequence& s = items_.item.sequence;
+    const int* const ids = p_.page_table + (kPageLists ? s.entry : items_.item.batch * p_.table_stride);
+#pragma unroll
+    for (int i = 0; i < kLoadRows; ++i)
+      ids_[i] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
+  }
+
+  // Where the lane's i-th row lies in K or V.
+  __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
+    const DecodeItem& item = items_.item;
+    const DecodeSequence& s = item.sequence;
+    const long long entry = kPage > 0 ? ids_[i] : kPackedK ? 0 : s.entry;
+    const int row = kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
+    return t.data + entry * t.batch + row * t.row + item.head * t.head + column_;
+  }
+
+  __device__ __forceinline__ bool is_there(int i) const {
+    return kPage > 0 ? u32(ids_[i]) < u32(p_.entries) : key(i) < items_.item.sequence.n.sk;
+  }
+
+  __device__ __forceinline__ void copy() {
+    const u32 k = ring_ + stage_ * kStageBytes;
+    bool whole = kWholeColumns;
+#pragma unroll
+    for (int i = 0; i < kLoadRows; ++i) whole = whole && is_there(i);
+    if (__all_sync(0xffffffff, whole))
+      copy_tile<true>(k);
+    else
+      copy_tile<false>(k);
+  }
+
+  // `whole`: every row is there, and has as many columns as are computed with.
+  template <bool whole>
+  __device__ __forceinline__ void copy_tile(u32 k) const {
+#pragma unroll
+    for (int i = 0; i < kLoadRows; ++i) {
+      const u32 to = k + swizzled(row_ + 4 * kTeamWarps * i, column_ / 8);
+      const bool there = whole || is_there(i);
+      copy_row<kHeadDim, whole>(to, there ? row(p_.k, i) : p_.k.data, there ? p_.d : 0);
+      copy_row<kValueDim, whole>(to + kLayout.k_bytes, there ? row(p_.v, i) : p_.v.data, there ? p_.dv : 0);
+    }
+  }
+
+  // This lane's columns of a row, of which `dim` exist.
+  template <int columns, bool whole>
+  __device__ __forceinline__ void copy_row(u32 to, const unsigned short* from, int dim) const {
+#pragma unroll
+    for (int panel = 0; panel < (columns + 63) / 64; ++panel) {
+      if (64 * panel + 64 > columns && 64 * panel + column_ >= columns) continue;
+      if (whole) {
+        async_copy16(to + panel * kPanelBytes, from + 64 * panel);
+      } else {
+        const u32 bytes = bytes_of_chunk(64 * panel + column_, dim);
+        async_copy16(to + panel * kPanelBytes, bytes > 0 ? from + 64 * panel : from, bytes);
+      }
+    }
+  }
+
+  const DecodeParams& p_;
+  const Share& share_;
+  DecodeItems items_;
+  bool more_;
+  int team_, tile_, stage_ = 0;
+  int row_, column_;
+  u32 ring_;
+  int ids_[kLoadRows];
+};
+
+// Rows of an item: of a kv head, (query, head of its group).
+struct ItemRows {
+  int first, count;
+};
+
+__device__ __forceinline__ ItemRows rows_of_item(const DecodeParams& p, const DecodeItem& item) {
+  const int first = item.block * kBlockRows;
+  return {first, min(item.sequence.n.sq * kGroup - first, int(kBlockRows))};
+}
+
+__device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const StridedTensor& t,
+                                                    const DecodeItem& item, int row) {
+  return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
+}
+
+// Q of an item, zeros where there is none: 16 bytes at a time, by all threads, through registers. Where these are few it
+// is on its way before the item begins.
+class DecodeQuery {
+ public:
+  __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int i = 0; i < kOfThread; ++i) chunks_[i] = chunk(p, item, i);
+    }
+  }
+
+  __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
+#pragma unroll(kAhead ? kOfThread : 2)
+    for (int i = 0; i < kOfThread; ++i) {
+      const int row = at(i) / kChunks;
+      const int column = at(i) % kChunks * 8;
+      if (row < kBlockRows)
+        *reinterpret_cast<uint4*>(shared + kLayout.q + column / 64 * kBlockRows * 128 +
+                                  swizzled(row, column % 64 / 8)) = kAhead ? chunks_[i] : chunk(p, item, i);
+    }
+  }
+
+ private:
+  enum : int {
+    kChunks = kHeadDim / 8,
+    kOfThread = (kBlockRows * kChunks + kThreads - 1) / kThreads,
+    kAhead = kOfThread <= 2,
+  };
+
+  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kThreads; }
+
+  // 8 columns of a row.
+  static __device__ __forceinline__ uint4 chunk(const DecodeParams& p, const DecodeItem& item, int i) {
+    const ItemRows rows = rows_of_item(p, item);
+    const int row = at(i) / kChunks;
+    const int column = at(i) % kChunks * 8;
+    const int count = row < rows.count ? p.d - column : 0;
+    const unsigned short* const from = item_row(p, p.q, item, rows.first + row) + column;
+    if (kQWhole) return count > 0 ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    u32 pairs[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) pairs[i / 2] |= u32(from[i]) << (i % 2 * 16);
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+
+  uint4 chunks_[kAhead ? kOfThread : 1];
+};

@@ -1,0 +1,211 @@
+// The end of an item: what its teams have is put together, and so are the parts of a line.
+#pragma once
+#include "shared/softmax.cuh"
+#include "sm90/decode_load.cuh"
+
+// Four columns of a row of O on their way out; `scale` is one over the sum.
+__device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned short* row, int column,
+                                              const float4& x, float scale) {
+  const u32 low = pack(x.x * scale, x.y * scale);
+  const u32 high = pack(x.z * scale, x.w * scale);
+  if (kOWhole && column + 4 <= p.dv) {
+    *reinterpret_cast<uint2*>(row + column) = {low, high};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (column + i < p.dv) row[column + i] = static_cast<unsigned short>((i < 2 ? low : high) >> (i % 2 * 16));
+}
+
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const DecodeItem& item, int row, float shift,
+                                          float sum) {
+  if (!kHasLse) return;
+  float* lse = p.lse + item.batch * p.lse_batch_stride + (item.head * kGroup + row % kGroup) * p.lse_head_stride;
+  lse[item.sequence.n.q_start + row / kGroup] = lse_of(sum, shift);
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
+  sum.x += factor * x.x;
+  sum.y += factor * x.y;
+  sum.z += factor * x.z;
+  sum.w += factor * x.w;
+}
+
+// Of a row of a part, behind its O.
+__device__ __forceinline__ void store_stats(float* row, float shift, float sum) {
+  *reinterpret_cast<float2*>(row + kValueDim) = {shift, sum};
+}
+
+// What the sum and O relative to `shift` are multiplied with where `new_shift` counts.
+__device__ __forceinline__ float factor_of(float shift, float new_shift) {
+  return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
+}
+
+// The number of a part of an item's line among all parts. A thread block has at most two: of the line in which its
+// share begins, and of the one in which it ends.
+__device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
+  return 2 * (item.first_share + part) + (part == 0);
+}
+
+// Where that part is left.
+__device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
+  return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
+}
+
+// Puts together what the teams have of an item, in the order of the teams: O, or this part of it.
+__device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeItem& item, const Rows& rows,
+                                            const float (&O)[kValueDim / 2], unsigned char* shared) {
+  constexpr int kMergeColumns = merge_columns(kTile);
+  constexpr int kMergeStride = merge_stride(kTile);
+  const ItemRows of_item = rows_of_item(p, item);
+  const bool whole = item.parts == 1;
+  const int first_row = threadIdx.x / 32 / kTeamWarps * kLineRows + threadIdx.x / 32 % kTeamWarps * kWarpRows;
+  const auto has_row = [](int half) { return kLineRows >= kWarpRows || int(thread_row()) + 8 * half < kLineRows; };
+  float* const partial = whole ? nullptr : partial_of(p, item, item.part);
+  float2* const stats = reinterpret_cast<float2*>(shared + kLayout.stats);
+  float2* const totals = reinterpret_cast<float2*>(shared + kLayout.totals);
+  float* const columns = reinterpret_cast<float*>(shared + kLayout.merge);
+  if (threadIdx.x % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
+  }
+  __syncthreads();
+  for (int row = threadIdx.x; row < of_item.count; row += kThreads) {
+    float shift = infinity();
+    float sum = 0;
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) shift = fminf(shift, stats[team * kLineRows + row].x);
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      float2& of_team = stats[team * kLineRows + row];
+      of_team.x = factor_of(of_team.x, shift);
+      sum += of_team.x * of_team.y;
+    }
+    totals[row] = {shift, sum};
+    if (whole)
+      store_lse(p, item, of_item.first + row, shift, sum);
+    else
+      store_stats(partial + row * partial_row_floats(kValueDim), shift, sum);
+  }
+#pragma unroll
+  for (int first = 0; first < kValueDim; first += kMergeColumns) {
+#pragma unroll
+    for (int i = 0; i < kMergeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
+      const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
+      float2* const to = reinterpret_cast<float2*>(columns + row * kMergeStride + i / 4 * 8 + thread_column());
+      if (has_row(i >> 1 & 1)) *to = {O[first / 2 + i], O[first / 2 + i + 1]};
+    }
+    __syncthreads();
+    constexpr int kFours = kMergeColumns / 4;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < of_item.count * kFours; at += kThreads) {
+      const int row = at / kFours;
+      const int column = at % kFours * 4;
+      if (first + column >= kValueDim) continue;
+      float4 sum = {0, 0, 0, 0};
+#pragma unroll
+      for (int team = 0; team < kTeams; ++team) {
+        const float factor = stats[team * kLineRows + row].x;
+        add_scaled(sum, *reinterpret_cast<const float4*>(columns + (team * kLineRows + row) * kMergeStride + column),
+                   factor);
+      }
+      if (whole)
+        store_columns(p, item_row(p, p.o, item, of_item.first + row), first + column, sum,
+                      normalizer(totals[row].y));
+      else
+        *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;
+    }
+    __syncthreads();
+  }
+}
+
+// Parts that a thread block puts together at once: more of them, and more rows, would take it too long.
+enum : int { kMostParts = 64, kMostPartRows = 512, kGroupParts = 16 };
+
+// Parts of a line, `count` of them, `step` apart.
+struct Parts {
+  int first, step, count;
+};
+
+// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes a
+// row: first each lane the weights of some parts, then four columns of all.
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
+                                            bool whole, unsigned char* shared) {
+  constexpr int kRow = partial_row_floats(kValueDim);
+  constexpr int kAhead = 16;  // loads on their way
+  static_assert(kWarps * kMostParts * 8 <= kLayout.stats - kLayout.merge);
+  const ItemRows of_item = rows_of_item(p, item);
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  // Of each part {shift, sum}, then the weight.
+  float2* const stats = reinterpret_cast<float2*>(shared + kLayout.merge) + warp * kMostParts;
+#pragma unroll 1
+  for (int row = warp; row < of_item.count; row += kWarps) {
+    const auto part_row = [&](int i) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
+    float shift = infinity();
+#pragma unroll 1
+    for (int part = lane; part < parts.count; part += 32) {
+      stats[part] = load_global_fresh2(part_row(part) + kValueDim);
+      shift = fminf(shift, stats[part].x);
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) shift = fminf(shift, __shfl_xor_sync(0xffffffff, shift, step));
+    float sum = 0;
+#pragma unroll 1
+    for (int part = lane; part < parts.count; part += 32) {
+      stats[part].x = factor_of(stats[part].x, shift);
+      sum += stats[part].x * stats[part].y;
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    __syncwarp();
+    if (lane == 0) {
+      if (whole)
+        store_lse(p, item, of_item.first + row, shift, sum);
+      else
+        store_stats(part_row(0), shift, sum);
+    }
+#pragma unroll 1
+    for (int column = 4 * lane; column < kValueDim; column += 128) {
+      float4 x = {0, 0, 0, 0};
+#pragma unroll 1
+      for (int first = 0; first < parts.count; first += kAhead) {
+        float4 y[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          y[i] = load_global_fresh4(part_row(min(first + i, parts.count - 1)) + column);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+          if (first + i < parts.count) add_scaled(x, y[i], stats[first + i].x);
+      }
+      if (whole)
+        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x, normalizer(sum));
+      else
+        *reinterpret_cast<float4*>(part_row(0) + column) = x;
+    }
+    __syncwarp();
+  }
+}
+
+// Whether this thread block is the last of `count` that come here, after all that it has written.
+__device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* shared) {
+  int* const flag = reinterpret_cast<int*>(shared + kLayout.scan);
+  __syncthreads();
+  if (threadIdx.x == 0) *flag = take_ticket(ticket, count - 1) == count - 1;
+  __syncthreads();
+  return *flag;
+}
+
+// Ends a line of several parts, whoever comes last; where they are many, first each group of them.
+__device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
+  Parts parts = {0, 1, item.parts};
+  if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
+    const int first = item.part / kGroupParts * kGroupParts;
+    const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
+    if (!is_last(p.tickets + gridDim.x + slot_of(item, first), group.count, shared)) return;
+    merge_parts(p, item, group, false, shared);
+    parts = {0, kGroupParts, (item.parts + kGroupParts - 1) / kGroupParts};
+  }
+  if (is_last(p.tickets + item.first_share, parts.count, shared)) merge_parts(p, item, parts, true, shared);
+}

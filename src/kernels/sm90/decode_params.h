@@ -1,0 +1,45 @@
+// Arguments of the decode kernel (sm90/decode.cu), the same for the host and the device.
+//
+// plan.h, generated per plan, holds one `#define` and one anonymous enum of ints:
+//   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
+//   kValueDim       dv rounded up to 16 (<= 256)
+//   kTeamWarps      warps of a team, 16 rows each: Br = 16 * kTeamWarps
+//   kTeams          teams of a thread block, each with keys of its own
+//   kBlockKeys      Bc, the keys that a team takes at a time
+//   kStages         buffers of a team, of kBlockKeys rows of K and V each
+//   kResidents      thread blocks of a multiprocessor
+//   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kWholeLines     1: no line is cut, so that its bits depend on nothing else
+//   kGroup          hq / hk
+//   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
+//   kWholeColumns   1: d and dv are kHeadDim and kValueDim
+//   kHasLeft, kHasRight, kScoreMode, kSoftcap, kAlibi, kHasLse    as in sm90/forward_params.h
+//   kPacked         1: q is packed, cu_seqlens_q
+//   kPackedK        1: k and v are packed, cu_seqlens_k
+//   kSeqUsedK       1: seqused_k[batch] bounds the keys
+//   kPage           keys of a page; 0: k and v have rows of a batch
+//   kPageLists      1: page_indptr says where the pages of a sequence begin, else table_stride does
+//   kBatchIdx       1: cache_batch_idx names the row of the batch
+//   kLeftPad        1: leftpad_k says which key is the first
+#pragma once
+#include "shared/attention_params.h"
+
+struct DecodeParams : CallParams {
+  StridedTensor o;
+  float* lse;                  // as in AttentionParams
+  long long lse_batch_stride, lse_head_stride;
+
+  int batch, hk;
+  int rows_k;    // that k has for a sequence, kPage and kPackedK aside
+  int entries;   // of k: pages, or rows of the batch
+  int ids;       // of the page table: of a sequence, or of all lists
+  long long table_stride;
+  const int* page_table;       // [b, ids] or [ids], kPage
+  const int* page_indptr;      // [b + 1], kPageLists
+  const int* cache_batch_idx;  // [b], kBatchIdx
+  const int* leftpad_k;        // [b], kLeftPad
+
+  float* partial;  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]
+  int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
+};
