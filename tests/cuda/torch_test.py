@@ -12,7 +12,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-import fulgur
+import fulgur.torch  # the operators, which the others take
 from fulgur import _sdpa, flash_attn, flash_attn_cute, flash_attn_interface
 from fulgur.torch import attention, random_numbers
 
