@@ -18,12 +18,12 @@ constexpr int kMostWarps = 8;
 constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
-constexpr int64_t kMostRowsForModel = 64;
+constexpr int64_t kMostRowsForModel = 128;
 constexpr int64_t kInvariantRows = 64;
 
 // Measured on an H200.
-constexpr double kReadBytes = 19;       // of K and V a cycle and multiprocessor
-constexpr double kStartCycles = 9000;   // lengths, first loads, merges
+constexpr double kDecodeBytes = 19;     // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 2000;   // lengths, first loads, merges
 constexpr double kProductFlops = 1600;  // a cycle, where products bind
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
@@ -85,7 +85,7 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int mult
       static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
   const double dims = plan.head_dim + plan.value_dim;
   const double products = 2 * dims * plan.block_rows() / kProductFlops;
-  return kStartCycles + keys * std::max(2 * dims / kReadBytes, blocks * products);
+  return kStartCycles + keys * std::max(2 * dims / kDecodeBytes, blocks * products);
 }
 
 }  // namespace
@@ -106,9 +106,10 @@ std::string hopper_decode_rejects(const Problem& p) {
       return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
     }
   }
-  if (std::max({p.total_q, p.total_k, rows_of_kv_head(p), p.sk}) >= kMostRows) {
+  const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
+  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMostRows) {
     return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
-                       p.total_q, rows_of_kv_head(p), p.sk);
+                       total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
   }
   if (std::max(p.cache.entries, p.cache.ids) > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 pages, got {} and {} ids", p.cache.entries,

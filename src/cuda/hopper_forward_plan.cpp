@@ -272,6 +272,8 @@ std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Targ
     }
     t.plan.store = store_of(p, t.plan.q_stages);
     t.cycles = predict(t.plan, p, target);
+    // How much is read depends on the batch, which the tile of an invariant call must not.
+    if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, target));
     if (std::max(p.d, p.dv) <= tile.above_dim) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }

@@ -19,6 +19,10 @@ struct BlockCost {
 /// the ends of a block the tensor cores' work overlaps with nothing, where they bind.
 BlockCost block_cost(const HopperForwardPlan& plan, const Problem& problem);
 
+/// Cycles in which K and V come from memory once, spread over all multiprocessors: what binds where
+/// rows are few.
+double reading_cycles(const Problem& problem, const Target& target);
+
 /// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `parts`.
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
                         int multiprocessors);

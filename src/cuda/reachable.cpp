@@ -1,5 +1,7 @@
 #include "cuda/reachable.h"
 
+#include <algorithm>
+
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 
@@ -10,8 +12,11 @@ namespace {
 void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
+  // The most rows of a kv head that each tile of the decode kernel is for.
+  for (const int64_t most : {4, 8, 16, 32, 64})
+    rows.push_back(std::max<int64_t>(most / p.group(), 1));
   // A window bounds only what is longer.
-  if (p.mask.right >= 0) rows.push_back(p.mask.right + 2);
+  if (p.mask.right >= 0) rows.insert(rows.end(), {p.mask.right + 1, p.mask.right + 2});
   if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
   for (p.batch = 1; p.batch <= 1024; p.batch *= 4) {
     for (const int64_t sq : rows) {

@@ -17,6 +17,7 @@
 #include "cuda/call_kernel.h"
 #include "cuda/choose.h"
 #include "cuda/hopper_backward_plan.h"
+#include "cuda/hopper_decode_family.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
@@ -108,6 +109,49 @@ std::vector<Problem> problems() {
   return all;
 }
 
+/// Of the decode kernel: every count of warps a team may have, with dims and options where a plan
+/// has most to hold in registers.
+std::vector<Problem> decode_problems() {
+  std::vector<Problem> all;
+  const auto add = [&](ForwardShape shape, auto change) {
+    for (const int64_t sq : {1, 2, 4, 8, 16, 64}) {
+      shape.sq = sq;
+      shape.hq = 8;  // 4 rows of a kv head for each query
+      Problem p = forward_problem(shape);
+      p.cache.pages = Problem::Cache::Pages::kTable;
+      p.cache.page = 16;
+      change(p);
+      all.push_back(p);
+    }
+  };
+  const auto paged = [](Problem&) {};
+  for (const auto& [d, dv] : {std::pair{16, 16}, {80, 80}, {128, 128}, {192, 128}, {256, 256}}) {
+    add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
+  }
+  for (const int64_t d : {64, 128, 250}) {
+    add({.dtype = DType::kF16,
+         .d = d,
+         .mask = window(100, 20),
+         .softcap = 9,
+         .alibi = true,
+         .packed = true,
+         .seqused = true},
+        [](Problem& p) {
+          p.packed_k = false;
+          p.cache.pages = Problem::Cache::Pages::kLists;
+          p.cache.page = 1;
+          p.cache.leftpad = true;
+        });
+  }
+  add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
+  add({.mask = causal(), .packed = true}, [](Problem& p) { p.cache = {}; });
+  add({.seqused = true, .invariant = true}, [](Problem& p) {
+    p.cache = {};
+    p.cache.batch_idx = true;
+  });
+  return all;
+}
+
 /// The same of the backward pass, whose kernels are many: every head dim with a mask, and the
 /// options where a plan has most to hold in registers.
 std::vector<Problem> backward_problems() {
@@ -186,8 +230,16 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
       if (seen.insert(name(use.request)).second) requests.push_back(use.request);
     }
   };
-  for (const Problem& problem : all)
-    for_reachable(problem, [&](const Candidates& candidates) { add(*candidates.at(0)); });
+  // The decode kernel, which is among the candidates of any problem, has problems of its own.
+  for (const Problem& problem : all) {
+    for_reachable(problem, [&](const Candidates& candidates) {
+      add(*candidates.at(candidates.at(0)->tile.family == "sm90_decode" ? 1 : 0));
+    });
+  }
+  for (const Problem& problem : decode_problems()) {
+    ASSERT_EQ(hopper_decode_rejects(problem), "");
+    add(HopperDecodeCandidate(problem, hopper_decode_tile(problem, {})));
+  }
   for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses
     for (const Problem& problem : {forward_problem({.d = d, .mask = causal()}),
                                    forward_problem({.d = d, .mask = causal(), .dropout = 0.1}),

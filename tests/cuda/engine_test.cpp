@@ -35,6 +35,7 @@
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
 #include "kernels/sm90/backward_params.h"
+#include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
 
 namespace fulgur::test {
@@ -358,7 +359,7 @@ TEST_F(OnFakeGpu, EachStreamHasItsWorkspace) {
 }
 
 TEST_F(OnFakeGpu, TheCallersWorkspace) {
-  const ForwardCall call = forward_call({.sq = 1, .sk = 65536});  // split: partial results
+  const ForwardCall call = forward_call({.sq = 192, .sk = 65536});  // split: partial results
   const ForwardArgs args = placed(call.args, kBase);
   const Plan plan = fulgur::plan(call.args, call.options);
   const WorkspaceNeed need = plan.workspace();
@@ -378,6 +379,55 @@ TEST_F(OnFakeGpu, TheCallersWorkspace) {
             fmt::format("workspace: got {} bytes, want {}", need.bytes - 1, need.bytes));
   EXPECT_NE(message(mine + 64, need.bytes).find("is not aligned to 256 bytes"), std::string::npos);
   EXPECT_EQ(state_->launches.size(), 1u);
+}
+
+TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
+  ForwardCall call = forward_call({.dtype = DType::kF16, .batch = 3, .sq = 1, .seqused = true});
+  ForwardArgs& args = call.args;
+  const Device device{DeviceType::kCuda, 0};
+  const auto at = [](int64_t offset) { return reinterpret_cast<void*>(kBase + offset); };
+  for (ConstTensor* t : {&args.k, &args.v}) {
+    *t = Tensor::contiguous(nullptr, DType::kF16, {40, 16, 2, 128}, device);
+    t->strides[0] = 9000;
+  }
+  args.page_table = Tensor::contiguous(nullptr, DType::kI32, {3, 7}, device);
+  args.page_table.strides[0] = 12;
+  args = placed(args, kBase);
+  args.page_table.data = at(64);
+  args.k.data = at(256);
+  args.v.data = at(512);
+  const Plan plan = fulgur::plan(args, call.options);
+  EXPECT_NE(plan.explain().find("pages of 16"), std::string::npos) << plan.explain();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const WorkspaceNeed need = plan.workspace();
+  plan.run(args, {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 1u);
+  EXPECT_EQ(state_->launches[0].kernel, std::string("fulgur_decode"));
+  EXPECT_EQ(state_->launches[0].grid, 132u);
+  const auto p = params<DecodeParams>(0);
+  EXPECT_EQ(static_cast<void*>(p.k.data), at(256));
+  EXPECT_EQ(static_cast<void*>(p.v.data), at(512));
+  EXPECT_EQ(p.k.batch, 9000);
+  EXPECT_EQ(p.k.row, 256);
+  EXPECT_EQ(p.k.head, 128);
+  EXPECT_EQ(static_cast<const void*>(p.page_table), at(64));
+  EXPECT_EQ(p.table_stride, 12);
+  EXPECT_EQ(p.ids, 7);
+  EXPECT_EQ(p.entries, 40);
+  EXPECT_EQ(p.batch, 3);
+  EXPECT_EQ(p.hk, 2);
+  EXPECT_EQ(static_cast<const void*>(p.seqused_k), args.seqused_k.data);
+  EXPECT_EQ(static_cast<void*>(p.tickets), mine);
+  EXPECT_EQ(reinterpret_cast<char*>(p.partial), mine + need.zeroed_bytes);
+  // K and V are copied 16 bytes at a time: a call must keep what the plan was told.
+  args.k.data = at(258);
+  EXPECT_NE(message_of([&] { plan.run(args); }).find("k: data"), std::string::npos);
+  args.k.data = at(256);
+  args.k.strides[1] = args.v.strides[1] = 260;
+  EXPECT_NE(message_of([&] {
+              fulgur::plan(args, call.options);
+            }).find("rows of multiples of 16 bytes: k has a stride of 260 elements between seqlen"),
+            std::string::npos);
 }
 
 /// What a backward kernel uses of the workspace: where, and how many bytes.
@@ -688,6 +738,7 @@ class Tune : public OnFakeGpu {
   }
   using Tile = std::pair<unsigned, unsigned>;  // Br and Bc
   Tile tile(size_t launch) const {
+    if (state_->launches.at(launch).kernel == std::string("fulgur_decode")) return {};
     return {(state_->launches.at(launch).block / 128 - 1) * 64, k_map(launch).box[1]};
   }
   /// Of the kernel that a plan launches.
@@ -721,7 +772,7 @@ TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
     EXPECT_EQ(tuned.shape_class, cuda::shape_class(forward_problem(shape)));
     EXPECT_EQ(tuned.device, "cuda:0 Fake GPU");
     EXPECT_EQ(std::vector<std::filesystem::path>{tuned.path}, kept());
-    ASSERT_EQ(tuned.tiles.size(), all.size());
+    ASSERT_EQ(tuned.tiles.size(), all.size() + 1);  // and that of the decode kernel
     EXPECT_EQ(Tile(tuned.tiles[0].Br, tuned.tiles[0].Bc), fastest);
     EXPECT_NEAR(tuned.tiles[0].microseconds, 500, 1e-3);
     EXPECT_NEAR(tuned.tiles[1].microseconds, 1000, 1e-3);
@@ -779,7 +830,7 @@ TEST_F(Tune, TilesTakeTurns) {
   for (size_t i = 0; i < state_->launches.size(); ++i) {
     if (turns.empty() || turns.back() != tile(i)) turns.push_back(tile(i));
   }
-  const size_t tiles = tiles_of({.batch = 6}).size();
+  const size_t tiles = tiles_of({.batch = 6}).size() + 1;  // and that of the decode kernel
   ASSERT_GE(turns.size(), 8 * tiles);
   for (size_t i = tiles; i < turns.size(); ++i) EXPECT_EQ(turns[i], turns[i - tiles]);
 }

@@ -1,0 +1,181 @@
+// What the host decides for the decode kernel, and the formulas by which its thread blocks share
+// out the keys.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+#include "cuda/architectures.h"
+#include "cuda/choose.h"
+#include "cuda/hopper_decode_plan.h"
+#include "forward_call.h"
+#include "kernels/shared/shares.h"
+
+namespace fulgur::cuda {
+namespace {
+
+using kernels::Shares;
+using kernels::UnitRange;
+using test::forward_problem;
+
+TEST(Shares, DivideTheUnits) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 2000; ++round) {
+    const int units = static_cast<int>(random() % (1u << random() % 20));
+    const int blocks = 1 + static_cast<int>(random() % 300);
+    const Shares shares = kernels::shares_of(units, blocks);
+    EXPECT_EQ(shares.count, std::min(units, blocks));
+    int end = 0;
+    for (int share = 0; share < shares.count; ++share) {
+      ASSERT_EQ(kernels::share_begin(shares, share), end);
+      end = kernels::share_begin(shares, share + 1);
+      const int size = end - kernels::share_begin(shares, share);
+      ASSERT_GE(size, 1);
+      ASSERT_LE(size, units / shares.count + 1);
+      ASSERT_EQ(kernels::share_of_unit(shares, end - size), share);
+      ASSERT_EQ(kernels::share_of_unit(shares, end - 1), share);
+    }
+    ASSERT_EQ(end, units);
+  }
+}
+
+// Every unit of every line is in one share; the shares of a line follow each other; a line without
+// keys has one share, too.
+TEST(Shares, EveryUnitOfALineHasOne) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 300; ++round) {
+    const bool whole = round % 3 == 0;
+    std::vector<int> lines;
+    int units = 0;
+    for (int i = 1 + static_cast<int>(random() % 40); i > 0; --i) {
+      lines.push_back(random() % 4 == 0 ? 0 : static_cast<int>(random() % 90));
+      units += kernels::kEntryUnits + lines.back();
+    }
+    const Shares shares = kernels::shares_of(units, 1 + static_cast<int>(random() % 140));
+    int at = 0;
+    for (const int count : lines) {
+      int next = 0;
+      std::vector<int> takers;
+      for (int share = 0; share < shares.count; ++share) {
+        const UnitRange mine =
+            kernels::units_in_share(at, count, whole, kernels::share_begin(shares, share),
+                                    kernels::share_begin(shares, share + 1));
+        if (!mine.any()) continue;
+        ASSERT_EQ(mine.begin, next);
+        next = mine.end;
+        takers.push_back(share);
+      }
+      ASSERT_EQ(next, count);
+      ASSERT_FALSE(takers.empty());
+      ASSERT_EQ(takers.back() - takers.front() + 1, static_cast<int>(takers.size()));
+      if (whole || count == 0) {
+        ASSERT_EQ(takers.size(), 1u);
+      } else {
+        const int first = at + kernels::kEntryUnits;
+        ASSERT_EQ(kernels::share_of_unit(shares, first), takers.front());
+        ASSERT_EQ(kernels::share_of_unit(shares, first + count - 1), takers.back());
+      }
+      at += kernels::kEntryUnits + count;
+    }
+  }
+}
+
+HopperDecodePlan plan_of(const test::ForwardShape& shape) {
+  return hopper_decode_tile(forward_problem(shape), {}).plan;
+}
+
+TEST(DecodePlan, FitsTheMachine) {
+  for (const int64_t d : {8, 64, 80, 128, 192, 256}) {
+    for (const int64_t dv : {8, 64, 128, 256}) {
+      for (const int64_t hq : {1, 4, 8, 16, 71}) {
+        for (const int64_t sq : {1, 2, 4, 16, 300}) {
+          const HopperDecodePlan plan = plan_of({.sq = sq, .hq = hq, .hk = 1, .d = d, .dv = dv});
+          SCOPED_TRACE(fmt::format("{} {} {} {}", d, dv, hq, sq));
+          EXPECT_LE(plan.shared_bytes * plan.residents, Target{}.shared_bytes);
+          EXPECT_LE(plan.threads(), 256);
+          EXPECT_GE(plan.line_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
+          EXPECT_LE(plan.line_rows, plan.block_rows());
+          EXPECT_EQ(kernels::kUnitKeys % plan.block_keys, 0);
+          EXPECT_GE(plan.stages, plan.team_warps >= 4 ? 3 : 2);
+          EXPECT_LE(plan.counters(), 1024);  // of the workspace's zeroed bytes
+        }
+      }
+    }
+  }
+}
+
+TEST(DecodePlan, RowsOfAKvHeadDecide) {
+  const auto rows = [](int64_t sq) { return plan_of({.sq = sq, .hq = 8, .hk = 2}).block_rows(); };
+  EXPECT_EQ(rows(1), 16);
+  EXPECT_EQ(rows(4), 16);
+  EXPECT_EQ(rows(5), 32);
+  EXPECT_EQ(rows(16), 64);
+  EXPECT_EQ(rows(17), 128);
+}
+
+/// The family that the model chooses.
+std::string chosen(const test::ForwardShape& shape) {
+  Reasons reasons;
+  return ranked(forward_problem(shape), architectures()[0].families, {}, {}, &reasons)
+      .at(0)
+      ->tile.family;
+}
+
+TEST(DecodePlan, IsChosenWhereMemoryBinds) {
+  for (const auto& [hq, hk] : {std::pair{32, 8}, {64, 8}, {8, 1}, {32, 32}, {28, 4}}) {
+    for (const int64_t batch : {1, 8, 64}) {
+      for (const int64_t sk : {8192, 65536}) {
+        EXPECT_EQ(chosen({.batch = batch, .sq = 1, .sk = sk, .hq = hq, .hk = hk}), "sm90_decode")
+            << batch << " " << sk << " " << hq << "/" << hk;
+      }
+    }
+  }
+  EXPECT_EQ(chosen({.batch = 8, .sq = 16, .sk = 8192, .hq = 64, .hk = 8}), "sm90_decode");
+  EXPECT_EQ(chosen({.batch = 8, .sq = 512, .sk = 8192, .hq = 64, .hk = 8}), "sm90_forward");
+  EXPECT_EQ(chosen({.batch = 8, .sq = 1024, .sk = 1024, .hq = 8, .hk = 8}), "sm90_forward");
+  // Contiguous invariant calls have one tile for all lengths.
+  EXPECT_EQ(chosen({.sq = 1, .sk = 8192, .invariant = true}), "sm90_forward");
+}
+
+TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
+  const auto plan = [](int64_t batch, int64_t sq) {
+    Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
+    p.cache.batch_idx = true;
+    HopperDecodePlan made = hopper_decode_tile(p, {}).plan;
+    EXPECT_TRUE(made.whole_lines);
+    return plan_header(made);
+  };
+  EXPECT_EQ(plan(1, 1), plan(64, 1));
+  EXPECT_EQ(plan(1, 1), plan(3, 100));
+}
+
+TEST(DecodePlan, Rejects) {
+  const auto why = [](const test::ForwardShape& shape, auto change) {
+    Problem p = forward_problem(shape);
+    change(p);
+    return hopper_decode_rejects(p);
+  };
+  const auto as_is = [](Problem&) {};
+  EXPECT_EQ(why({}, as_is), "");
+  EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "computes bf16 and f16");
+  EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
+  EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
+  EXPECT_EQ(why({.invariant = true}, as_is), "computes `invariant` calls on caches alone");
+  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
+            "computes caches in rows of multiples of 16 bytes: k has a stride of 12 elements "
+            "between heads, want a multiple of 8");
+  EXPECT_EQ(why({}, [](Problem& p) { p.v.aligned = false; }),
+            "computes caches in rows of multiples of 16 bytes: v has data at no multiple of 16 "
+            "bytes");
+  EXPECT_NE(why({.packed = true}, [](Problem& p) { p.total_q = int64_t{1} << 29; })
+                .find("less than 2^29 rows"),
+            std::string::npos);
+  EXPECT_NE(why({}, [](Problem& p) { p.cache.entries = int64_t{1} << 31; }).find("2^31 pages"),
+            std::string::npos);
+  EXPECT_NE(why({.batch = 1 << 20, .sk = 1 << 20}, as_is).find("up to 2^31 tiles"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace fulgur::cuda
