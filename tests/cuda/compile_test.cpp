@@ -128,7 +128,7 @@ std::vector<Problem> decode_problems() {
   for (const auto& [d, dv] : {std::pair{16, 16}, {80, 80}, {128, 128}, {192, 128}, {256, 256}}) {
     add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
   }
-  for (const int64_t d : {64, 128, 250}) {
+  for (const int64_t d : {64, 128, 248}) {
     add({.dtype = DType::kF16,
          .d = d,
          .mask = window(100, 20),

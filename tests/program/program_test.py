@@ -622,7 +622,8 @@ def test_tune_is_seen_by_later_runs(on_gpu):
     assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
     lines = succeeds("tune", *TUNED, env=on_gpu).splitlines()
     assert "bf16 d 128 dv 128 sq 768 sk 768 heads 4 group 2 right 0" in lines[0]
-    tiles = [re.fullmatch(r"tile +sm90_forward (\d+) x (\d+) +([\d.]+) us +([\d.]+).*", line) for line in lines[1:-1]]
+    tile = r"tile +sm90_(?:forward|decode) (\d+) x (\d+) +([\d.]+) us +([\d.]+).*"
+    tiles = [re.fullmatch(tile, line) for line in lines[1:-1]]
     assert len(tiles) >= 2 and all(tiles)
     times = [float(tile[3]) for tile in tiles]
     assert times == sorted(times) and times[0] > 0

@@ -28,11 +28,10 @@ def test_output(sq, sk, d, causal):
     assert flash_attn_func(q, k, k, causal=causal).shape == q.shape
     calls.append((sq, d, causal))
 
-@pytest.mark.parametrize("pages", [True, False])
-def test_packed(pages):
+@pytest.mark.parametrize("p", [0.5, 0.0])
+def test_packed(p):
     q, ends = torch.randn(1, 2, 8), torch.tensor([0, 1], dtype=torch.int32)
-    table = torch.zeros(1, 1) if pages else None
-    flash_attn_varlen_func(q, q, q, ends, ends, 1, 1, block_table=table)
+    flash_attn_varlen_func(q, q, q, ends, ends, 1, 1, dropout_p=p, return_attn_probs=True)
 
 def test_pairs():
     assert {c[:2] for c in calls} >= {(3, 8), (3, 16), (4, 8), (4, 16)}
@@ -51,7 +50,7 @@ def test_counts(tmp_path, broken):
     result = json.loads(to.read_text())
     counts = result["counts"]
     assert sum(counts.values()) == 41 and counts["skipped"] > 0 and counts.get("failed", 0) == broken
-    assert result["missing"] == {"block_table": counts["missing"]}
+    assert result["missing"] == {"return_attn_probs with dropout_p": counts["missing"]}
     assert counts["missing"] > 0 and counts["passed"] > 10
     if broken:
         (failure,) = result["failures"]
