@@ -13,7 +13,7 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
   // The most rows of a kv head that each tile of the decode kernel is for.
-  for (const int64_t most : {4, 8, 16, 32, 64})
+  for (const int64_t most : {4, 8, 16, 32, 64, 128})
     rows.push_back(std::max<int64_t>(most / p.group(), 1));
   // A window bounds only what is longer.
   if (p.mask.right >= 0) rows.insert(rows.end(), {p.mask.right + 1, p.mask.right + 2});
