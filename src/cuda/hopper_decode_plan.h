@@ -44,8 +44,8 @@ struct HopperDecodePlan : HopperDecodeKey {
   int counters() const { return 3 * grid; }
 };
 
-/// Why sm90/decode.cu does not compute a forward problem, and what it does compute; empty when it
-/// does.
+/// Why sm90/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what it does
+/// compute; empty when it does.
 std::string hopper_decode_rejects(const Problem& problem);
 
 /// A plan for a problem that is not rejected.
