@@ -143,7 +143,7 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
   store_row(dv, p.dv, sum_v, 1);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
     fulgur_backward_repair(const __grid_constant__ BackwardParams p) {
   if (*p.not_finite != 0) {
     const int hk = p.hq / p.group;
