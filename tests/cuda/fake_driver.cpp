@@ -1,7 +1,7 @@
 // A libcuda.so.1 for tests on machines without a GPU: one device of compute capability
-// FAKE_CUDA_CAPABILITY (default 90) and FAKE_CUDA_MULTIPROCESSORS (132), whose memory is the host's.
-// It records what it is asked. FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT the result
-// of cuInit. What kernels do is said by fake_kernels.cpp, nothing, or by the emulator.
+// FAKE_CUDA_CAPABILITY (default 90) and FAKE_CUDA_MULTIPROCESSORS (132), whose memory is the
+// host's. It records what it is asked. FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT
+// the result of cuInit. What kernels do is said by fake_kernels.cpp, nothing, or by the emulator.
 #include "fake_driver.h"
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-/// What a kernel's text finds in CUDA C++, for the host's compiler: nvrtc.cpp puts it before the text, whose inline PTX
-/// has become calls of emulator::execute.
+/// What a kernel's text finds in CUDA C++, for the host's compiler: nvrtc.cpp puts it before the
+/// text, whose inline PTX has become calls of emulator::execute.
 #pragma once
 
 #include <cmath>
@@ -14,6 +14,7 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
 #define __CUDA_ARCH__ 900
+#define __builtin_assume(...) static_cast<void>(0)
 
 struct uint2 {
   unsigned x, y;
@@ -68,8 +69,10 @@ template <class... Operands>
 void execute(const char* text, const Operands&... operands) {
   // A clobber is a string behind the operands.
   const auto as_operand = [](const auto& x) {
-    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(x)>, Operand>) return x;
-    else return Operand{};
+    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(x)>, Operand>)
+      return x;
+    else
+      return Operand{};
   };
   const Operand all[sizeof...(Operands) + 1] = {as_operand(operands)..., Operand{}};
   run_text(text, all);
@@ -174,7 +177,9 @@ inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return emulator::bits_of<double>(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)(a)*b >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned((unsigned long long)(a)*b >> 32);
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   unsigned result = 0;

@@ -35,13 +35,19 @@ struct Context {
         std::memcpy(&value, x.variable, static_cast<size_t>(x.bytes));
         return value;
       }
-      case Atom::kRegister: return registers[atom.value];
-      case Atom::kNumber: return atom.value;
-      case Atom::kLane: return place->thread.x % 32;
-      default: return 0;
+      case Atom::kRegister:
+        return registers[atom.value];
+      case Atom::kNumber:
+        return atom.value;
+      case Atom::kLane:
+        return place->thread.x % 32;
+      default:
+        return 0;
     }
   }
-  float get_float(const Atom& atom) const { return bits_of<float>(static_cast<uint32_t>(get(atom))); }
+  float get_float(const Atom& atom) const {
+    return bits_of<float>(static_cast<uint32_t>(get(atom)));
+  }
   uint32_t get32(const Atom& atom) const { return static_cast<uint32_t>(get(atom)); }
   void set(const Atom& atom, uint64_t value) {
     if (atom.kind == Atom::kRegister) registers[atom.value] = value;
@@ -90,7 +96,8 @@ void rcp(Context& c, const Instruction& i) {
 }
 void cvt(Context& c, const Instruction& i) {
   if (i.has("x2.f32")) {
-    const uint32_t high = narrow(i)(c.get_float(i.atoms[1])), low = narrow(i)(c.get_float(i.atoms[2]));
+    const uint32_t high = narrow(i)(c.get_float(i.atoms[1])),
+                   low = narrow(i)(c.get_float(i.atoms[2]));
     c.set(i.atoms[0], high << 16 | low);
   } else if (i.name.starts_with("cvt.f32")) {
     c.set_float(i.atoms[0], widen(i)(static_cast<uint16_t>(c.get(i.atoms[1]))));
@@ -101,7 +108,9 @@ void cvt(Context& c, const Instruction& i) {
 void fma_pair(Context& c, const Instruction& i) {
   uint32_t result = 0;
   for (int half = 0; half < 32; half += 16) {
-    const auto part = [&](int at) { return widen(i)(static_cast<uint16_t>(c.get(i.atoms[at]) >> half)); };
+    const auto part = [&](int at) {
+      return widen(i)(static_cast<uint16_t>(c.get(i.atoms[at]) >> half));
+    };
     const double sum = static_cast<double>(part(1)) * part(2) + part(3);
     result |= static_cast<uint32_t>(narrow(i)(static_cast<float>(sum))) << half;
   }
@@ -110,16 +119,22 @@ void fma_pair(Context& c, const Instruction& i) {
 void prmt(Context& c, const Instruction& i) {
   c.set(i.atoms[0], __byte_perm(c.get32(i.atoms[1]), c.get32(i.atoms[2]), c.get32(i.atoms[3])));
 }
-void bit_or(Context& c, const Instruction& i) { c.set(i.atoms[0], c.get(i.atoms[1]) | c.get(i.atoms[2])); }
+void bit_or(Context& c, const Instruction& i) {
+  c.set(i.atoms[0], c.get(i.atoms[1]) | c.get(i.atoms[2]));
+}
 void setp(Context& c, const Instruction& i) {
   const uint32_t a = c.get32(i.atoms[1]), b = c.get32(i.atoms[2]);
-  c.set(i.atoms[0], i.has(".ne.") ? a != b : i.has(".eq.") ? a == b : i.has(".ge.u") ? a >= b : (fail(i.name), false));
+  c.set(i.atoms[0], i.has(".ne.")    ? a != b
+                    : i.has(".eq.")  ? a == b
+                    : i.has(".ge.u") ? a >= b
+                                     : (fail(i.name), false));
 }
 void selp(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(c.get(i.atoms[3]) != 0 ? i.atoms[1] : i.atoms[2]));
 }
 void mov(Context& c, const Instruction& i) {
-  c.set(i.atoms[0], i.atoms.size() == 3 ? c.get(i.atoms[2]) << 32 | c.get32(i.atoms[1]) : c.get(i.atoms[1]));
+  c.set(i.atoms[0],
+        i.atoms.size() == 3 ? c.get(i.atoms[2]) << 32 | c.get32(i.atoms[1]) : c.get(i.atoms[1]));
 }
 
 // Memory.
@@ -181,7 +196,8 @@ void load_matrices(Context& c, const Instruction& i) {
     for (int lane = 0; lane < 32; ++lane)
       for (int k = 0; k < 4; ++k)
         static_cast<Matrices*>(lanes[lane])->x[k] =
-            m[k][lane % 4 * 2][lane / 4] | static_cast<uint32_t>(m[k][lane % 4 * 2 + 1][lane / 4]) << 16;
+            m[k][lane % 4 * 2][lane / 4] | static_cast<uint32_t>(m[k][lane % 4 * 2 + 1][lane / 4])
+                                               << 16;
   };
   meet(~0u, &mine, i.has(".trans") ? +transposed : +straight);
   for (int k = 0; k < 4; ++k) c.set(i.atoms[k], mine.x[k]);
@@ -242,14 +258,17 @@ void start(Groups& groups, std::function<void()> action) {
     if (!std::exchange(*done, true)) action();
   };
   groups.open.push_back(once);
-  if (at_once()) once();
-  else if (at_once()) later(once);
+  if (at_once())
+    once();
+  else if (at_once())
+    later(once);
 }
 void cp_async(Context& c, const Instruction& i) {
   const uint32_t address = c.get32(i.atoms[0]);
   const auto* const from = reinterpret_cast<const unsigned char*>(c.get(i.atoms[1]));
   const uint64_t bytes = i.atoms.size() > 3 ? c.get32(i.atoms[3]) : 16;
-  if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes > 16) fail("a copy is not aligned");
+  if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes > 16)
+    fail("a copy is not aligned");
   Block* const block = current->block;
   start(current->copies, [=] {
     unsigned char* const to = block->at(address, 16);
@@ -259,7 +278,8 @@ void cp_async(Context& c, const Instruction& i) {
 }
 void cp_async_arrive(Context& c, const Instruction& i) {
   std::vector<std::function<void()>> before = current->copies.open;
-  for (const auto& group : current->copies.closed) before.insert(before.end(), group.begin(), group.end());
+  for (const auto& group : current->copies.closed)
+    before.insert(before.end(), group.begin(), group.end());
   Block* const block = current->block;
   const uint32_t address = c.get32(i.atoms[0]);
   later([=] {
@@ -274,12 +294,15 @@ void bulk_wait(Context& c, const Instruction& i) { current->stores.finish(c.get(
 
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-/// Calls move(address in shared memory, address in global memory or null, bytes) for each 16 bytes of a box.
+/// Calls move(address in shared memory, address in global memory or null, bytes) for each 16 bytes
+/// of a box.
 template <class Move>
-void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&at)[4], const Move& move) {
+void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&at)[4],
+             const Move& move) {
   const uint32_t bytes = map.type == 7 ? 4 : 2;
   const uint32_t row_bytes = map.box[0] * bytes;
-  if (map.swizzle != 3 || row_bytes != 128 || shared % 1024 % 128 != 0) fail("a box of an unknown layout");
+  if (map.swizzle != 3 || row_bytes != 128 || shared % 1024 % 128 != 0)
+    fail("a box of an unknown layout");
   uint32_t line = 0;
   for (int64_t batch = 0; batch < map.box[3]; ++batch)
     for (int64_t head = 0; head < map.box[2]; ++head)
@@ -292,7 +315,8 @@ void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&
             inside = inside && index[i] >= 0 && index[i] < static_cast<int64_t>(map.dims[i]);
             address += index[i] * static_cast<int64_t>(map.byte_strides[i - 1]);
           }
-          move(swizzled(shared + line * 128 + column * bytes), inside ? const_cast<char*>(address) : nullptr, bytes);
+          move(swizzled(shared + line * 128 + column * bytes),
+               inside ? const_cast<char*>(address) : nullptr, bytes);
         }
 }
 uint32_t bytes_of_box(const fulgur::test::FakeMap& map) {
@@ -308,21 +332,25 @@ void landed(Block* block, uint32_t barrier, uint32_t bytes) {
 void tma_load(Context& c, const Instruction& i) {
   const uint32_t shared = c.get32(i.atoms[0]);
   const auto map = fulgur::test::FakeMap::of(reinterpret_cast<const void*>(c.get(i.atoms[1])));
-  const int64_t at[4] = {int(c.get(i.atoms[2])), int(c.get(i.atoms[3])), int(c.get(i.atoms[4])), int(c.get(i.atoms[5]))};
+  const int64_t at[4] = {int(c.get(i.atoms[2])), int(c.get(i.atoms[3])), int(c.get(i.atoms[4])),
+                         int(c.get(i.atoms[5]))};
   const uint32_t barrier = c.get32(i.atoms[6]);
   Block* const block = current->block;
   later([=] {
     for_box(map, shared, at, [&](uint32_t to, const char* from, uint32_t bytes) {
       unsigned char* const there = block->at(to, bytes);
-      if (from == nullptr) std::memset(there, 0, bytes);
-      else std::memcpy(there, from, bytes);
+      if (from == nullptr)
+        std::memset(there, 0, bytes);
+      else
+        std::memcpy(there, from, bytes);
     });
     landed(block, barrier, bytes_of_box(map));
   });
 }
 void tma_store(Context& c, const Instruction& i) {
   const auto map = fulgur::test::FakeMap::of(reinterpret_cast<const void*>(c.get(i.atoms[0])));
-  const int64_t at[4] = {int(c.get(i.atoms[1])), int(c.get(i.atoms[2])), int(c.get(i.atoms[3])), int(c.get(i.atoms[4]))};
+  const int64_t at[4] = {int(c.get(i.atoms[1])), int(c.get(i.atoms[2])), int(c.get(i.atoms[3])),
+                         int(c.get(i.atoms[4]))};
   const uint32_t shared = c.get32(i.atoms[5]);
   Block* const block = current->block;
   start(current->stores, [=] {
@@ -332,9 +360,11 @@ void tma_store(Context& c, const Instruction& i) {
   });
 }
 void bulk_load(Context& c, const Instruction& i) {
-  const uint32_t shared = c.get32(i.atoms[0]), bytes = c.get32(i.atoms[2]), barrier = c.get32(i.atoms[3]);
+  const uint32_t shared = c.get32(i.atoms[0]), bytes = c.get32(i.atoms[2]),
+                 barrier = c.get32(i.atoms[3]);
   const auto* const from = reinterpret_cast<const void*>(c.get(i.atoms[1]));
-  if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a bulk load is not aligned");
+  if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
+    fail("a bulk load is not aligned");
   Block* const block = current->block;
   later([=] {
     std::memcpy(block->at(shared, bytes), from, bytes);
@@ -344,7 +374,8 @@ void bulk_load(Context& c, const Instruction& i) {
 void bulk_store(Context& c, const Instruction& i) {
   auto* const to = reinterpret_cast<float*>(c.get(i.atoms[0]));
   const uint32_t shared = c.get32(i.atoms[1]), bytes = c.get32(i.atoms[2]);
-  if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0) fail("a bulk store is not aligned");
+  if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
+    fail("a bulk store is not aligned");
   Block* const block = current->block;
   const bool adds = i.has("reduce");
   start(current->stores, [=] {
@@ -392,8 +423,10 @@ void multiply_warp(Context& c, const Instruction& i) {
   for (int k = 0; k < 4; ++k) c.set_float(i.atoms[k], mine.c[k]);
 }
 
-/// A 64 x 16 or 16 x N operand in shared memory: `count` rows or columns beside k. `across`: k counts rows of 128 bytes.
-void read_operand(const Block& block, uint64_t descriptor, int count, bool across, Widen wide, float* out) {
+/// A 64 x 16 or 16 x N operand in shared memory: `count` rows or columns beside k. `across`: k
+/// counts rows of 128 bytes.
+void read_operand(const Block& block, uint64_t descriptor, int count, bool across, Widen wide,
+                  float* out) {
   const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
@@ -401,8 +434,9 @@ void read_operand(const Block& block, uint64_t descriptor, int count, bool acros
   for (int n = 0; n < count; ++n)
     for (int k = 0; k < 16; ++k) {
       const int row = across ? k : n, column = across ? n : k;
-      const uint32_t address = swizzled(start + static_cast<uint32_t>(row / 8) * stride + static_cast<uint32_t>(row % 8) * 128 +
-                                        static_cast<uint32_t>(column / 64) * leading + static_cast<uint32_t>(column % 64) * 2);
+      const uint32_t address = swizzled(
+          start + static_cast<uint32_t>(row / 8) * stride + static_cast<uint32_t>(row % 8) * 128 +
+          static_cast<uint32_t>(column / 64) * leading + static_cast<uint32_t>(column % 64) * 2);
       uint16_t x;
       std::memcpy(&x, const_cast<Block&>(block).at(address, 2), 2);
       out[n * 16 + k] = wide(x);
@@ -416,26 +450,31 @@ struct Share {
   uint64_t A, B;
 };
 
-void compute(const Block& block, const std::vector<Share>& shares, int N, bool A_shared, bool A_across, bool B_across,
-             bool keep, Widen wide) {
+void compute(const Block& block, const std::vector<Share>& shares, int N, bool A_shared,
+             bool A_across, bool B_across, bool keep, Widen wide) {
   for (const Share& share : shares)
-    if (share.B != shares[0].B || share.A != shares[0].A) fail("threads of a product name different operands");
+    if (share.B != shares[0].B || share.A != shares[0].A)
+      fail("threads of a product name different operands");
   std::vector<float> a(64 * 16), b(static_cast<size_t>(N) * 16);
   if (A_shared) {
     read_operand(block, shares[0].A, 64, A_across, wide, a.data());
   } else {
     for (int t = 0; t < 128; ++t)
       for (int k = 0; k < 8; ++k) {
-        const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8, column = t % 4 * 2 + k % 2 + k / 4 * 8;
-        a[static_cast<size_t>(row * 16 + column)] = wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
+        const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
+                  column = t % 4 * 2 + k % 2 + k / 4 * 8;
+        a[static_cast<size_t>(row * 16 + column)] =
+            wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
       }
   }
   read_operand(block, shares[0].B, N, B_across, wide, b.data());
   for (int t = 0; t < 128; ++t)
     for (int k = 0; k < N / 2; ++k) {
-      const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8, column = k / 4 * 8 + t % 4 * 2 + k % 2;
+      const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
+                column = k / 4 * 8 + t % 4 * 2 + k % 2;
       float sum = 0;
-      for (int j = 0; j < 16; ++j) sum += a[static_cast<size_t>(row * 16 + j)] * b[static_cast<size_t>(column * 16 + j)];
+      for (int j = 0; j < 16; ++j)
+        sum += a[static_cast<size_t>(row * 16 + j)] * b[static_cast<size_t>(column * 16 + j)];
       float& d = *shares[static_cast<size_t>(t)].D[k];
       d = keep ? d + sum : sum;
     }
@@ -463,7 +502,9 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
     product.shares = shares;
     Block* const block = current->block;
     const Widen wide = widen(i);
-    product.compute = [=] { compute(*block, *shares, N, A_shared, A_across, B_across, keep, wide); };
+    product.compute = [=] {
+      compute(*block, *shares, N, A_shared, A_across, B_across, keep, wide);
+    };
     group.products.push_back(std::move(product));
   }
   Product& product = group.products[number - group.first];
@@ -556,7 +597,8 @@ class Program {
   void run(const Operand* operands) const {
     Context context{operands};
     for (const Instruction& instruction : instructions_) {
-      if (instruction.guarded && (context.registers[instruction.guard] != 0) == instruction.negated) continue;
+      if (instruction.guarded && (context.registers[instruction.guard] != 0) == instruction.negated)
+        continue;
       instruction.handler(context, instruction);
     }
   }
@@ -564,7 +606,8 @@ class Program {
  private:
   void add(std::string_view text) {
     const auto skip = [&] {
-      while (!text.empty() && (text[0] == ' ' || text[0] == '{' || text[0] == '}')) text.remove_prefix(1);
+      while (!text.empty() && (text[0] == ' ' || text[0] == '{' || text[0] == '}'))
+        text.remove_prefix(1);
     };
     skip();
     if (text.empty()) return;
@@ -577,16 +620,17 @@ class Program {
       instruction.guarded = true;
       instruction.negated = text[1] == '!';
       const size_t end = text.find(' ');
-      instruction.guard = number_of(std::string(text.substr(instruction.negated ? 2 : 1, end - (instruction.negated ? 2 : 1))));
+      instruction.guard = number_of(std::string(
+          text.substr(instruction.negated ? 2 : 1, end - (instruction.negated ? 2 : 1))));
       text.remove_prefix(end);
       skip();
     }
     const size_t end = std::min(text.find(' '), text.size());
     instruction.name = text.substr(0, end);
     text.remove_prefix(end);
-    const auto* const known = std::find_if(std::begin(kKnown), std::end(kKnown), [&](const Known& k) {
-      return std::string_view(instruction.name).starts_with(k.prefix);
-    });
+    const auto* const known = std::find_if(
+        std::begin(kKnown), std::end(kKnown),
+        [&](const Known& k) { return std::string_view(instruction.name).starts_with(k.prefix); });
     if (known == std::end(kKnown)) fail("an unknown instruction: " + instruction.name);
     instruction.handler = known->handler;
     std::string word;
@@ -595,8 +639,11 @@ class Program {
       word.clear();
     };
     for (const char x : text) {
-      if (std::isalnum(static_cast<unsigned char>(x)) || x == '%' || x == '_' || x == '-' || x == '|') word += x;
-      else flush();
+      if (std::isalnum(static_cast<unsigned char>(x)) || x == '%' || x == '_' || x == '-' ||
+          x == '|')
+        word += x;
+      else
+        flush();
     }
     flush();
     instructions_.push_back(std::move(instruction));
@@ -613,7 +660,8 @@ class Program {
   Atom atom_of(const std::string& word) {
     if (word == "%laneid" || word == "%%laneid") return {Atom::kLane, 0};
     if (word[0] == '%') return {Atom::kOperand, std::strtoull(word.c_str() + 1, nullptr, 10)};
-    if (std::isdigit(static_cast<unsigned char>(word[0]))) return {Atom::kNumber, std::strtoull(word.c_str(), nullptr, 0)};
+    if (std::isdigit(static_cast<unsigned char>(word[0])))
+      return {Atom::kNumber, std::strtoull(word.c_str(), nullptr, 0)};
     if (word == "_") return {Atom::kNothing, 0};
     const size_t bar = word.find('|');
     return {Atom::kRegister, number_of(bar == std::string::npos ? word : word.substr(bar + 1))};

@@ -106,8 +106,8 @@ Thread* current = nullptr;
 const Place* place = nullptr;
 
 int multiprocessors() {
-  const char* const text = std::getenv("EMULATOR_MULTIPROCESSORS");
-  return text == nullptr ? 3 : std::atoi(text);
+  const char* const text = std::getenv("FAKE_CUDA_MULTIPROCESSORS");
+  return text == nullptr ? 132 : std::atoi(text);
 }
 
 void fail(const std::string& what) {
@@ -226,8 +226,8 @@ void run(const Launch& work) {
       for (const auto& block : blocks)
         for (const Thread& thread : block->threads)
           if (!thread.done && thread.place.thread.x % 32 == 0)
-            std::fprintf(stderr, "emulator: thread %u of thread block %u waits\n", thread.place.thread.x,
-                         thread.place.block.x);
+            std::fprintf(stderr, "emulator: thread %u of thread block %u waits\n",
+                         thread.place.thread.x, thread.place.block.x);
       fail("every thread waits for another");
     }
     std::erase_if(blocks, [](const auto& block) {
@@ -236,7 +236,8 @@ void run(const Launch& work) {
       return true;
     });
   }
-  while (some_action()) {}
+  while (some_action()) {
+  }
   current = nullptr;
 }
 
@@ -247,7 +248,8 @@ void synchronize_block() {
   const uint64_t phase = barrier.phase;
   ++barrier.arrived;
   Block& block = *current->block;
-  wait_until([&] { return barrier.phase != phase || static_cast<int>(barrier.arrived) == block.running; });
+  wait_until(
+      [&] { return barrier.phase != phase || static_cast<int>(barrier.arrived) == block.running; });
   if (barrier.phase != phase) return;
   barrier.arrived = 0;
   ++barrier.phase;
@@ -296,7 +298,8 @@ void* static_shared(int line, size_t bytes) {
 }
 
 size_t shared_address(const void* at) {
-  return kSharedBase + static_cast<size_t>(static_cast<const unsigned char*>(at) - current->block->shared);
+  return kSharedBase +
+         static_cast<size_t>(static_cast<const unsigned char*>(at) - current->block->shared);
 }
 
 }  // namespace emulator

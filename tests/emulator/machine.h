@@ -1,6 +1,7 @@
-/// A multiprocessor's threads, as fibers of one thread of the host: a thread runs until it must wait, and then another
-/// one that need not wait runs, in an order that a seed decides. Copies and products that a thread starts and waits for
-/// later happen at some time between, which the seed decides, too.
+/// A multiprocessor's threads, as fibers of one thread of the host: a thread runs until it must
+/// wait, and then another one that need not wait runs, in an order that a seed decides. Copies and
+/// products that a thread starts and waits for later happen at some time between, which the seed
+/// decides, too.
 #pragma once
 
 #include <csetjmp>
@@ -63,7 +64,7 @@ struct Thread {
   bool done = false;
   bool (*ready)(const void*) = nullptr;
   const void* waiting = nullptr;
-  Groups copies, stores;               ///< cp.async; bulk stores
+  Groups copies, stores;                 ///< cp.async; bulk stores
   std::vector<uint64_t> product_groups;  ///< number behind the last product of each group
   uint64_t products = 0;
   std::jmp_buf context;

@@ -1,5 +1,5 @@
-// An NVRTC whose code runs in the emulator: the host's compiler makes a library of a kernel's text, in which inline PTX
-// has become calls of the emulator.
+// An NVRTC whose code runs in the emulator: the host's compiler makes a library of a kernel's text,
+// in which inline PTX has become calls of the emulator.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -41,8 +41,8 @@ int nvrtcVersion(int* major, int* minor) {
   return 0;
 }
 
-int nvrtcCreateProgram(Program** program, const char* text, const char* name, int count, const char* const* texts,
-                       const char* const* names) {
+int nvrtcCreateProgram(Program** program, const char* text, const char* name, int count,
+                       const char* const* texts, const char* const* names) {
   char folder[] = "/tmp/fulgur_emulator_XXXXXX";
   if (mkdtemp(folder) == nullptr) return 1;
   *program = new Program{folder, name, {}, {}};
@@ -53,11 +53,12 @@ int nvrtcCreateProgram(Program** program, const char* text, const char* name, in
 
 int nvrtcCompileProgram(Program* program, int, const char* const*) {
   const fs::path log = program->folder / "log", image = program->folder / "image.so";
-  const std::string command = EMULATOR_PYTHON " -B " EMULATOR_TRANSLATE " " + program->folder.string() +
-                              " && " EMULATOR_COMPILER " -x c++ -std=c++20 -O1 -w -fPIC -shared -ffp-contract=off" +
-                              " -D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" + program->folder.string() + " -o " +
-                              image.string() + " " + (program->folder / program->name).string() + " -x none " +
-                              EMULATOR_DRIVER " >" + log.string() + " 2>&1";
+  const std::string command =
+      EMULATOR_PYTHON " -B " EMULATOR_TRANSLATE " " + program->folder.string() +
+      " && " EMULATOR_COMPILER " -x c++ -std=c++20 -O1 -w -fPIC -shared -ffp-contract=off" +
+      " -D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" + program->folder.string() + " -o " +
+      image.string() + " " + (program->folder / program->name).string() + " -x none " +
+      EMULATOR_DRIVER " >" + log.string() + " 2>&1";
   const int status = std::system(command.c_str());
   program->log = read(log);
   if (status != 0) return 6;
