@@ -414,6 +414,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kSoftcap", key.softcap);
   text.add("kAlibi", key.alibi);
   text.add("kPacked", key.packed);
+  text.add("kPackedK", key.packed);
   text.add("kSeqUsedK", key.seqused_k);
   text.add("kDropout", key.dropout);
   text.add("kHasDlse", key.has_dlse);

@@ -44,10 +44,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.lse_head_stride = p.lse.head;
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk);
-  params_.rows_k = params_.sk;
-  params_.entries = static_cast<int>(p.cache.entries);
-  params_.ids = static_cast<int>(p.cache.ids);
-  params_.table_stride = p.cache.table_stride;
+  params_.pages = key_pages(p);
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
@@ -70,8 +67,8 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.cu_seqlens_k = ints(args.cu_seqlens_k);
   p.seqused_k = ints(args.seqused_k);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
-  p.page_table = ints(args.page_table);
-  p.page_indptr = ints(args.page_indptr);
+  p.pages.table = ints(args.page_table);
+  p.pages.indptr = ints(args.page_indptr);
   p.cache_batch_idx = ints(args.cache_batch_idx);
   p.leftpad_k = ints(args.leftpad_k);
   p.tickets = reinterpret_cast<int*>(workspace);

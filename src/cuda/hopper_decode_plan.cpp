@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/hopper_forward_plan.h"
 #include "cuda/hopper_plan.h"
 #include "cuda/tensor_map.h"
 #include "kernels/shared/shares.h"
@@ -151,7 +152,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
-  if (!has_cache(p) && rows_of_kv_head(p) > kMostRowsForModel) {
+  if (rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
   }
   return tile;

@@ -31,7 +31,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      maps_(forward_maps(problem, plan.block_keys)) {
+      maps_(forward_maps(problem, plan.box_keys)) {
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
@@ -49,6 +49,7 @@ void HopperForward::set_params(const Problem& p) {
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
   params_.work = plan_.work;
+  params_.pages = key_pages(p);
   padding_ = padding_params(p);
 }
 
@@ -81,6 +82,8 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  p.pages.table = static_cast<const int*>(args.page_table.data);
+  p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   set_random_numbers(p, args, run);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "cuda/hopper_model.h"
 #include "cuda/hopper_plan.h"
@@ -36,6 +37,8 @@ constexpr Registers registers_of(int consumers) {
                           : Registers{40, 232};
 }
 
+constexpr int kPageRegisters = 40;  // of a producer that looks up pages
+
 /// Tiles for d and dv up to most_dim, and dv up to most_value_dim. The compiler keeps their S, O
 /// and P in registers whatever the other options; with more keys or dims it would spill. The model
 /// was fitted to those above above_dim; for less only tuning takes them.
@@ -59,6 +62,7 @@ constexpr Tile kTiles[] = {
     {128, 256, 256, 2, 64, kAny},
 };
 
+constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
 /// How O leaves. TMA writes multiples of 16 bytes.
@@ -81,6 +85,9 @@ HopperForwardPlan common(const Problem& p) {
   plan.alibi = p.has_alibi();
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
+  plan.packed_k = p.packed_k;
+  plan.page = static_cast<int>(p.cache.page);
+  plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
   plan.seqused_k = p.seqused_k;
   plan.dropout = p.dropout_p > 0;
   plan.has_lse = p.want_lse;
@@ -205,6 +212,27 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) 
   return schedule(other, one, target);
 }
 
+/// Why it does not compute keys in such pages; empty when it does.
+std::string pages_rejected(const Problem& p) {
+  // The bits of a decoding step must not depend on what else is in its batch, and those are the
+  // decode kernel's.
+  if (p.invariant) return "computes pages without `invariant`";
+  if (p.cache.page % kBoxRows != 0) {
+    return fmt::format("computes pages of multiples of {} keys, got {}", kBoxRows, p.cache.page);
+  }
+  if (p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
+                       p.cache.ids, p.cache.page);
+  }
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  for (const auto& [name, shape] : {std::pair{"k", &maps.k}, std::pair{"v", &maps.v}}) {
+    if (const std::string why = not_addressable(*shape); !why.empty()) {
+      return fmt::format("computes pages that TMA can address: of {}, {}", name, why);
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
@@ -226,10 +254,14 @@ std::string hopper_forward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
-  if (p.cache.paged()) return "computes keys without pages: not with a page_table";
+  if (p.cache.paged()) {
+    if (const std::string why = pages_rejected(p); !why.empty()) return why;
+  }
   if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
   if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
-  if (p.packed != p.packed_k) return "computes packed queries beside packed keys alone";
+  if (p.packed != p.packed_k && !p.cache.paged()) {
+    return "computes packed queries beside packed keys or pages alone";
+  }
   if (std::max(p.sq, p.sk) >= kMostRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
@@ -259,9 +291,11 @@ std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Targ
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.most_dim && p.dv <= tile.most_value_dim;
     if (!fits || (tile.scores & scores) == 0) continue;
+    if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     HopperForwardTile t{common(p), 0, {}};
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
+    t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
     t.plan.producer_registers = registers_of(tile.consumers).producer;
     t.plan.consumer_registers = registers_of(tile.consumers).consumer;
     if (!derive_stages(t.plan, target.shared_bytes)) {
@@ -274,7 +308,7 @@ std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Targ
     t.cycles = predict(t.plan, p, target);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, target));
-    if (std::max(p.d, p.dv) <= tile.above_dim) {
+    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged()) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }
     tiles.push_back(std::move(t));
@@ -299,6 +333,10 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kSoftcap", plan.softcap);
   header.add("kAlibi", plan.alibi);
   header.add("kPacked", plan.packed);
+  header.add("kPackedK", plan.packed_k);
+  header.add("kPage", plan.page);
+  header.add("kPageLists", plan.page_lists);
+  header.add("kBoxKeys", plan.box_keys);
   header.add("kSeqUsedK", plan.seqused_k);
   header.add("kDropout", plan.dropout);
   header.add("kHasLse", plan.has_lse);
@@ -329,6 +367,11 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
   for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
                                   std::pair{"v", &plan.copies_v}}) {
     if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
+  }
+  if (plan.page > 0) {
+    sentences.push_back(
+        fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
+                    plan.page_lists ? "page_indptr" : "page_table", plan.box_keys));
   }
   if (plan.store == HopperForwardPlan::Store::kElements) {
     sentences.emplace_back("O is stored by elements: its rows are no multiples of 16 bytes");

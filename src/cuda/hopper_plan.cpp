@@ -66,6 +66,11 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   return params;
 }
 
+KeyPages key_pages(const Problem& p) {
+  return {static_cast<int>(p.cache.entries), static_cast<int>(p.cache.ids), p.cache.table_stride,
+          nullptr, nullptr};
+}
+
 std::string copy_sentence(std::string_view name, std::string_view why) {
   return fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA can address: {}",
                      name, why);

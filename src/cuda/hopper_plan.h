@@ -34,6 +34,9 @@ bool transforms(const Problem& problem);
 /// What is computed, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
 
+/// The pages of its keys, without addresses.
+KeyPages key_pages(const Problem& problem);
+
 /// Where the random numbers of a run's dropout come from.
 template <class Args>
 void set_random_numbers(CallParams& params, const Args& args, const Run& run) {

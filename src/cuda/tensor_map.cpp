@@ -34,14 +34,17 @@ TensorMapShape of_q(const Problem& p, int64_t dim, const Layout& strides, int bo
 }
 
 TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int box_rows) {
-  return {p.dtype, dim,     p.packed ? p.total_k : p.sk, p.hk, p.packed ? 1 : p.batch,
+  if (p.cache.paged()) {
+    return {p.dtype, dim, p.cache.page, p.hk, p.cache.entries, strides, box_rows};
+  }
+  return {p.dtype, dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : p.batch,
           strides, box_rows};
 }
 
 }  // namespace
 
-ForwardMaps forward_maps(const Problem& p, int block_keys) {
-  return {of_q(p, p.d, p.q, 64), of_k(p, p.d, p.k, block_keys), of_k(p, p.dv, p.v, block_keys),
+ForwardMaps forward_maps(const Problem& p, int box_keys) {
+  return {of_q(p, p.d, p.q, 64), of_k(p, p.d, p.k, box_keys), of_k(p, p.dv, p.v, box_keys),
           of_q(p, p.dv, p.out, 16)};
 }
 

@@ -9,7 +9,7 @@ namespace fulgur::cuda {
 
 /// What a tensor map says of a 16-bit tensor besides its address: rank 4, dims {dim, rows, heads,
 /// batch} innermost first, boxes of 64 columns (128 bytes, swizzled) and box_rows rows. A packed
-/// tensor has batch 1.
+/// tensor has batch 1; one of pages has their keys for rows and themselves for its batch.
 struct TensorMapShape {
   DType dtype = DType::kBF16;
   int64_t dim = 0, rows = 0, heads = 0, batch = 0;
@@ -31,7 +31,7 @@ inline constexpr int64_t kWorkspaceAlignment = 256;
 struct ForwardMaps {
   TensorMapShape q, k, v, o;
 };
-ForwardMaps forward_maps(const Problem& problem, int block_keys);
+ForwardMaps forward_maps(const Problem& problem, int box_keys);
 
 /// The tensors of a backward pass: maps of q, k, v and dout; of the others only the layout counts.
 struct BackwardMaps {

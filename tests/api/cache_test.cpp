@@ -92,6 +92,39 @@ TEST_P(Cache, EveryLayoutGivesTheSameBits) {
   }
 }
 
+// More rows than decoding takes, in chunks of a longer context: on GPUs another kernel's.
+TEST_P(Cache, PrefillFollowsTheDefinition) {
+  for (const bool packed : {false, true}) {
+    const Case c{.dtype = packed ? DType::kF16 : DType::kBF16,
+                 .batch = 3,
+                 .sq = 150,
+                 .sk = 300,
+                 .hq = 4,
+                 .hk = 2,
+                 .d = packed ? 128 : 64,
+                 .dv = 64,
+                 .mask = packed ? window(90, 0) : causal(),
+                 .layout = packed ? Layout::kPacked : Layout::kBshd,
+                 .seqused = true};
+    Workload w(c, 11);
+    w.options.engine = engine();
+    const Expected e = expect_forward(w);
+    for (const CacheShape shape :
+         {CacheShape{Order::kNhd, Index::kTable, 16}, CacheShape{Order::kHnd, Index::kLists, 64},
+          CacheShape{Order::kInterleaved, Index::kTable, 256},
+          CacheShape{Order::kNhd, Index::kTable, 3},
+          CacheShape{Order::kNhd, Index::kLists, 24, true}}) {
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      w.seal();
+      Cached cached(w, shape, 12);
+      if (!computes([&] { cached.run_forward(); })) break;
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(w.check_memory());
+      EXPECT_TRUE(cached.check_memory());
+    }
+  }
+}
+
 TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
   for (const Case& c : some_serving_cases()) {
     for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 16},

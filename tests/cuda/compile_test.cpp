@@ -103,6 +103,25 @@ std::vector<Problem> problems() {
                                    .seqused = true,
                                    .dropout = 0.1}));
   }
+  for (const auto& [d, dv] : {std::pair{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
+    Problem pages = forward_problem({.d = d, .dv = dv, .mask = causal(), .seqused = true});
+    pages.cache.pages = Problem::Cache::Pages::kTable;
+    pages.cache.page = 16;
+    all.push_back(pages);
+    pages = forward_problem({.dtype = DType::kF16,
+                             .d = d,
+                             .dv = dv,
+                             .mask = window(100, 20),
+                             .softcap = 9,
+                             .alibi = true,
+                             .packed = true,
+                             .seqused = true,
+                             .dropout = d == 128 ? 0.1 : 0});
+    pages.packed_k = false;
+    pages.cache.pages = Problem::Cache::Pages::kLists;
+    pages.cache.page = 64;
+    all.push_back(pages);
+  }
   for (const int64_t d : {17, 32, 96, 192})  // the other tiles that dropout takes
     all.push_back(forward_problem({.d = d, .mask = causal(), .dropout = 0.1}));
   all.push_back(forward_problem({.d = 192, .dv = 128, .dropout = 0.1}));

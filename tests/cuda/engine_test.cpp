@@ -410,10 +410,10 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   EXPECT_EQ(p.k.batch, 9000);
   EXPECT_EQ(p.k.row, 256);
   EXPECT_EQ(p.k.head, 128);
-  EXPECT_EQ(static_cast<const void*>(p.page_table), at(64));
-  EXPECT_EQ(p.table_stride, 12);
-  EXPECT_EQ(p.ids, 7);
-  EXPECT_EQ(p.entries, 40);
+  EXPECT_EQ(static_cast<const void*>(p.pages.table), at(64));
+  EXPECT_EQ(p.pages.table_stride, 12);
+  EXPECT_EQ(p.pages.ids, 7);
+  EXPECT_EQ(p.pages.entries, 40);
   EXPECT_EQ(p.batch, 3);
   EXPECT_EQ(p.hk, 2);
   EXPECT_EQ(static_cast<const void*>(p.seqused_k), args.seqused_k.data);

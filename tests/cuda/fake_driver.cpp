@@ -1,7 +1,7 @@
 // A libcuda.so.1 for tests on machines without a GPU: one device of compute capability
-// FAKE_CUDA_CAPABILITY (default 90), whose memory is the host's and whose kernels do nothing, in a
-// millisecond. It records what it is asked. FAKE_CUDA_DEVICES is the number of devices,
-// FAKE_CUDA_INIT the result of cuInit.
+// FAKE_CUDA_CAPABILITY (default 90) and FAKE_CUDA_MULTIPROCESSORS (132), whose memory is the
+// host's. It records what it is asked. FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT
+// the result of cuInit. What kernels do is said by fake_kernels.cpp, nothing, or by the emulator.
 #include "fake_driver.h"
 
 #include <cstddef>
@@ -9,16 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <utility>
-
-#include "kernels/append_params.h"
-#include "kernels/forward_copy_params.h"
-#include "kernels/forward_padding_params.h"
-#include "kernels/merge_params.h"
-#include "kernels/sm90/backward_params.h"
-#include "kernels/sm90/decode_params.h"
-#include "kernels/sm90/forward_params.h"
 
 namespace {
 
@@ -26,30 +17,9 @@ using fulgur::test::FakeMap;
 using fulgur::test::FakeState;
 using fulgur::test::FakeUserObject;
 
-/// The kernels there are, and the bytes of their arguments.
-struct Kernel {
-  const char* name;
-  size_t params;
-};
-constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
-                               {"fulgur_merge", sizeof(MergeParams)},
-                               {"fulgur_forward", sizeof(ForwardParams)},
-                               {"fulgur_decode", sizeof(DecodeParams)},
-                               {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
-                               {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
-                               {"fulgur_backward_prepare", sizeof(BackwardParams)},
-                               {"fulgur_backward_keys", sizeof(BackwardParams)},
-                               {"fulgur_backward_rows", sizeof(BackwardParams)},
-                               {"fulgur_backward_round", sizeof(BackwardParams)},
-                               {"fulgur_backward_repair", sizeof(BackwardParams)}};
-
 FakeState state;
-std::mutex launching;
 thread_local void* current = nullptr;
 thread_local int capture_mode = 0;  // global
-
-/// A call that a capture does not bear, unless its thread says that it has nothing to do with it.
-void unsafe() { state.unsafe_in_capture += state.capturing != nullptr && capture_mode != 2; }
 
 int number(const char* name, int otherwise) {
   const char* text = std::getenv(name);
@@ -57,6 +27,14 @@ int number(const char* name, int otherwise) {
 }
 
 }  // namespace
+
+namespace fulgur::test {
+
+void unsafe_in_capture() {
+  state.unsafe_in_capture += state.capturing != nullptr && capture_mode != 2;
+}
+
+}  // namespace fulgur::test
 
 extern "C" {
 
@@ -91,7 +69,7 @@ int cuDeviceGetName(char* name, int size, int) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = number("FAKE_CUDA_CAPABILITY", 90);
-  *value = attribute == 16   ? 132
+  *value = attribute == 16   ? number("FAKE_CUDA_MULTIPROCESSORS", 132)
            : attribute == 75 ? capability / 10
            : attribute == 76 ? capability % 10
            : attribute == 97 ? 232448
@@ -117,23 +95,9 @@ int cuCtxPopCurrent_v2(void** context) {
   return 0;
 }
 int cuCtxSynchronize() { return 0; }
-int cuModuleLoadData(void** module, const void*) {
-  unsafe();
-  ++state.loaded;
-  *module = &state;
-  return 0;
-}
-int cuModuleGetFunction(void** function, void*, const char* name) {
-  for (const Kernel& kernel : kKernels) {
-    if (std::strcmp(name, kernel.name) != 0) continue;
-    *function = const_cast<Kernel*>(&kernel);
-    return 0;
-  }
-  return 500;
-}
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
-  unsafe();
+  fulgur::test::unsafe_in_capture();
   ++state.allocated;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
   return *pointer == 0 ? 2 : 0;
@@ -215,26 +179,4 @@ int cuTensorMapEncodeTiled(void* blob, int type, unsigned rank, void* address,
   std::memcpy(blob, &map, sizeof(map));
   return 0;
 }
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                   void* stream, void** arguments, void**) {
-  if (current == nullptr) return 201;
-  if (grid_x == 0 || grid_y == 0 || grid_y > 65535 || grid_z != 1 || block_y != 1 || block_z != 1)
-    return 1;
-  const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
-  const auto [name, size] = *static_cast<const Kernel*>(function);
-  unsigned keys = 0;  // of a key tile of the forward kernel
-  if (size == sizeof(ForwardParams)) {
-    ForwardParams params;
-    std::memcpy(&params, bytes, size);
-    keys = FakeMap::of(&params.k_map).box[1];
-  }
-  state.clock_ms += block_x == state.fast_block && keys == state.fast_keys ? 0.5 : 1;
-  if (!state.record) return 0;
-  const std::scoped_lock lock(launching);
-  state.launches.push_back(
-      {name, grid_x, grid_y, block_x, shared_bytes, stream, {bytes, bytes + size}});
-  return 0;
-}
-
 }  // extern "C"

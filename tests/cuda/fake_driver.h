@@ -52,6 +52,9 @@ struct FakeState {
   }
 };
 
+/// A call that a capture does not bear, unless its thread says that it has nothing to do with it.
+void unsafe_in_capture();
+
 }  // namespace fulgur::test
 
 /// The fake driver's only function that is none of the driver's.

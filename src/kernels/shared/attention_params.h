@@ -8,6 +8,15 @@ struct StridedTensor {
   long long batch, row, head;
 };
 
+// Where keys lie that are in pages: K and V are tensors [page, row, head, dim].
+struct KeyPages {
+  int entries;  // pages that there are
+  int ids;      // in the table: of a sequence, or of all lists
+  long long table_stride;
+  const int* table;   // [b, ids], or [ids]: the lists of all sequences
+  const int* indptr;  // [b + 1], kPageLists: where the list of a sequence begins
+};
+
 // What is computed: inputs, lengths, mask and scores.
 struct CallParams {
   StridedTensor q, k, v;       // for rows that are computed again (shared/repair.cuh)
@@ -50,4 +59,5 @@ struct AttentionParams : CallParams {
   int* counters;
   float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
+  KeyPages pages;  // kPage
 };

@@ -7,6 +7,7 @@
 #pragma once
 #include "shared/dropout.cuh"
 #include "shared/output.cuh"
+#include "shared/pages.cuh"
 #include "shared/tma.cuh"
 
 // Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows do not see.
@@ -24,9 +25,9 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
 #pragma unroll 1
     for (int key = walk.tile * kBlockKeys; key < end; ++key) {
       if (key >= seen_begin && key < seen_end) continue;
-      const unsigned short* v = row_of(p.v, place.batch, n.k_start + key, place.head / p.group);
+      const unsigned short* v = key_row(p, p.v, place, n, key);
 #pragma unroll 1
-      for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(to_float(v[i])) < infinity());
+      for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(element_of(v, i)) < infinity());
     }
   }
   return __any_sync(0xffffffff, found);
@@ -52,11 +53,11 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
-    const unsigned short* k = row_of(p.k, place.batch, n.k_start + key, place.head / p.group);
-    const unsigned short* v = row_of(p.v, place.batch, n.k_start + key, place.head / p.group);
+    const unsigned short* k = key_row(p, p.k, place, n, key);
+    const unsigned short* v = key_row(p, p.v, place, n, key);
     float s = 0;
 #pragma unroll
-    for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * to_float(k[lane + 32 * i]) : 0;
+    for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
     s = kScoreMode == 0 ? s * p.scale_log2 : transform_score(p, s, slope, float(diagonal_of(n, row) - key));
@@ -66,7 +67,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
     for (int i = 0; i < kOutput; ++i) {
       if (lane + 32 * i >= p.dv) continue;
-      o[i] += weight * to_float(v[lane + 32 * i]);
+      o[i] += weight * element_of(v, lane + 32 * i);
       done = done && o[i] != o[i];
     }
     done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays

@@ -16,10 +16,8 @@ __device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, in
 // the tensors, and no sequence is longer than the plan was told.
 __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
   Lengths n = {0, 0, p.sq, p.sk};
-  if (kPacked) {
-    packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, n.q_start, n.sq);
-    packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, n.k_start, n.sk);
-  }
+  if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, n.q_start, n.sq);
+  if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, n.k_start, n.sk);
   if (kSeqUsedK) n.sk = min(n.sk, max(p.seqused_k[batch], 0));
   return n;
 }
@@ -32,6 +30,6 @@ __device__ __forceinline__ Band band_of(const CallParams& p) {
 __device__ __forceinline__ int key_rows(const CallParams& p, int batch) {
   int start = 0;
   int count = p.sk;
-  if (kPacked) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, start, count);
+  if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, start, count);
   return count;
 }

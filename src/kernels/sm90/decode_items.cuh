@@ -27,11 +27,11 @@ struct DecodeSequence {
 __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int batch) {
   DecodeSequence s = {{0, 0, p.sq, 0}, batch};
   if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
-  int rows = p.rows_k;
+  int rows = p.sk;
   if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, s.n.k_start, rows);
   if (kPage > 0) {
-    int ids = p.ids;
-    if (kPageLists) packed_rows(p.page_indptr, batch, p.ids, p.ids, s.entry, ids);
+    int ids = p.pages.ids;
+    if (kPageLists) packed_rows(p.pages.indptr, batch, p.pages.ids, p.pages.ids, s.entry, ids);
     rows = int(min((long long)(ids) * kPage, (long long)(p.sk)));
   }
   int end = min(rows, p.sk);
@@ -40,7 +40,7 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
   if (kLeftPad) begin = min(max(p.leftpad_k[batch], 0), end);
   if (kBatchIdx) {
     s.entry = p.cache_batch_idx[batch];
-    if (u32(s.entry) >= u32(p.entries)) end = begin;
+    if (u32(s.entry) >= u32(p.pages.entries)) end = begin;
   }
   s.n.k_start += begin;
   s.n.sk = end - begin;

@@ -60,7 +60,7 @@ class DecodeLoader {
   __device__ __forceinline__ void fetch_ids() {
     if (kPage == 0) return;
     const DecodeSequence& s = items_.item.sequence;
-    const int* const ids = p_.page_table + (kPageLists ? s.entry : items_.item.batch * p_.table_stride);
+    const int* const ids = p_.pages.table + (kPageLists ? s.entry : items_.item.batch * p_.pages.table_stride);
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i)
       ids_[i] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
@@ -76,7 +76,7 @@ class DecodeLoader {
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
-    return kPage > 0 ? u32(ids_[i]) < u32(p_.entries) : key(i) < items_.item.sequence.n.sk;
+    return kPage > 0 ? u32(ids_[i]) < u32(p_.pages.entries) : key(i) < items_.item.sequence.n.sk;
   }
 
   __device__ __forceinline__ void copy() {

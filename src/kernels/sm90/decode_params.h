@@ -31,12 +31,7 @@ struct DecodeParams : CallParams {
   long long lse_batch_stride, lse_head_stride;
 
   int batch, hk;
-  int rows_k;    // that k has for a sequence, kPage and kPackedK aside
-  int entries;   // of k: pages, or rows of the batch
-  int ids;       // of the page table: of a sequence, or of all lists
-  long long table_stride;
-  const int* page_table;       // [b, ids] or [ids], kPage
-  const int* page_indptr;      // [b + 1], kPageLists
+  KeyPages pages;              // kPage; its entries without pages: rows of the batch
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 

@@ -18,7 +18,11 @@
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
 //   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
-//   kPacked         1: packed variable length, cu_seqlens_q and cu_seqlens_k
+//   kPacked         1: packed variable length, cu_seqlens_q
+//   kPackedK        1: k and v, too, cu_seqlens_k
+//   kPage           keys of a page; 0: k and v have no pages
+//   kPageLists      1: the pages of all sequences are one list; 0: a row of a table each
+//   kBoxKeys        keys of a box of a key tile: of one page
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kDropout        1: dropout of P
 //   kHasLse         1: write LSE
@@ -38,8 +42,8 @@
 // As sm90/tensor_map.h says.
 struct TensorMaps {
   TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {64, 64, 1, 1}
-  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBlockKeys, 1, 1}
-  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBlockKeys, 1, 1}
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
   TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {64, 16, 1, 1}; unused unless kStoreTiles
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "shared/buffers.cuh"
 #include "shared/items.cuh"
+#include "shared/pages.cuh"
 #include "shared/tma.cuh"
 #include "sm90/forward_layout.cuh"
 #include "sm90/forward_params.h"
@@ -18,12 +19,12 @@ __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
 // The keys of an item. The division by the heads of a group is made once for all of its tiles: it takes longer than
 // the rest of a load.
 struct Keys {
-  int first, count;  // in K and V
+  int first, count;  // in K and V, or in the list of pages
   int head, batch;
 };
 
 __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const Item& item, const Lengths& n) {
-  return {n.k_start, n.sk, item.head / p.group, kPacked ? 0 : item.batch};
+  return {n.k_start, n.sk, item.head / p.group, kPackedK ? 0 : item.batch};
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -67,22 +68,33 @@ struct Loader {
     q.advance();
   }
 
-  __device__ __forceinline__ void load_panels(u32 buffer, const void* map, u32 barrier, int panels, const Keys& keys,
-                                              int key_tile) {
+  // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for.
+  template <int panels>
+  __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile) {
+    if (elect_one()) {
+      mbarrier_arrive_expect(barrier, panels * kPanelBytes);
+      if (kPage == 0)
+        load_boxes<panels>(buffer, map, barrier,
+                           {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
+    }
+    const int box = threadIdx.x % 32;
+    if (kPage > 0 && box < kBlockKeys / kBoxKeys) {
+      const int key = key_tile * kBlockKeys + box * kBoxKeys;
+      const PageRow at = page_row(p.pages, keys.batch, keys.first, keys.count, key);
+      load_boxes<panels>(buffer + box * kBoxKeys * kPanelRowBytes, map, barrier, {0, at.row, keys.head, at.page});
+    }
+  }
+
+  template <int panels>
+  __device__ __forceinline__ void load_boxes(u32 buffer, const void* map, u32 barrier, const BoxStart& at) {
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
-      tma_load(buffer + panel * kPanelBytes, map, barrier,
-               {64 * panel, keys.first + key_tile * kBlockKeys, keys.head, keys.batch}, Keep::kLong);
+      tma_load(buffer + panel * kPanelBytes, map, barrier, {64 * panel, at.row, at.head, at.batch}, Keep::kLong);
   }
 
   __device__ __forceinline__ void load_k(const Keys& keys, int key_tile) {
     k.wait_empty();
-    const u32 full = k.full();
-    const u32 buffer = k.address();
-    if (elect_one()) {
-      mbarrier_arrive_expect(full, kLayout.k_bytes);
-      load_panels(buffer, &p.k_map, full, kHeadPanels, keys, key_tile);
-    }
+    load_tile<kHeadPanels>(k.address(), &p.k_map, k.full(), keys, key_tile);
     k.advance();
   }
 
@@ -92,12 +104,9 @@ struct Loader {
     const u32 full = v.full();
     const u32 buffer = v.address();
     const int valid = keys.count - key_tile * kBlockKeys;
-    const bool clear = (kPacked || kSeqUsedK) && valid < kBlockKeys;
+    const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     const u32 landed = clear ? smem + kLayout.v_tail : full;
-    if (elect_one()) {
-      mbarrier_arrive_expect(landed, kLayout.v_bytes);
-      load_panels(buffer, &p.v_map, landed, kValuePanels, keys, key_tile);
-    }
+    load_tile<kValuePanels>(buffer, &p.v_map, landed, keys, key_tile);
     if (clear) {
       const u32 lane = threadIdx.x % 32;
       mbarrier_wait(landed, tail_parity);

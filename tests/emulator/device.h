@@ -1,0 +1,200 @@
+/// What a kernel's text finds in CUDA C++, for the host's compiler: nvrtc.cpp puts it before the
+/// text, whose inline PTX has become calls of emulator::execute.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
+#define __CUDA_ARCH__ 900
+#define __builtin_assume(...) static_cast<void>(0)
+
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+
+namespace emulator {
+
+struct Index {
+  unsigned x, y, z;
+};
+
+/// Of the thread that runs.
+struct Place {
+  Index thread, block, threads, blocks;
+};
+extern const Place* place;
+
+/// An operand of inline PTX: a variable that it writes, or a value.
+struct Operand {
+  void* variable;
+  uint64_t value;
+  int bytes;
+};
+template <class T>
+Operand operand(const char* constraint, T&& x) {
+  using Value = std::remove_cvref_t<T>;
+  Operand result{nullptr, 0, sizeof(Value)};
+  std::memcpy(&result.value, &x, sizeof(Value));
+  if (constraint[0] == '=' || constraint[0] == '+') {
+    if constexpr (!std::is_const_v<std::remove_reference_t<T>>) result.variable = &x;
+  }
+  return result;
+}
+
+void run_text(const char* text, const Operand* operands);
+template <class... Operands>
+void execute(const char* text, const Operands&... operands) {
+  // A clobber is a string behind the operands.
+  const auto as_operand = [](const auto& x) {
+    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(x)>, Operand>)
+      return x;
+    else
+      return Operand{};
+  };
+  const Operand all[sizeof...(Operands) + 1] = {as_operand(operands)..., Operand{}};
+  run_text(text, all);
+}
+
+void synchronize_block();
+void synchronize_warp(unsigned mask);
+unsigned shuffle(unsigned mask, unsigned bits, int from);  ///< the value of lane `from`
+unsigned ballot(unsigned mask, bool vote);
+
+/// Shared memory of the thread block: the launch's own, and variables by their line.
+unsigned char* dynamic_shared();
+void* static_shared(int line, size_t bytes);
+size_t shared_address(const void* at);
+
+template <class T, int line>
+T& shared_variable() {
+  return *static_cast<T*>(static_shared(line, sizeof(T)));
+}
+
+template <class T>
+T shuffle_bits(unsigned mask, T x, int from) {
+  static_assert(sizeof(T) == 4);
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  bits = shuffle(mask, bits, from);
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+template <class To, class From>
+To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof(y));
+  return y;
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::place->thread)
+#define blockIdx (emulator::place->block)
+#define blockDim (emulator::place->threads)
+#define gridDim (emulator::place->blocks)
+
+inline void __syncthreads() { emulator::synchronize_block(); }
+inline void __syncwarp(unsigned mask = 0xffffffff) { emulator::synchronize_warp(mask); }
+inline void __threadfence() {}
+inline unsigned lane_() { return threadIdx.x % 32; }
+template <class T>
+T __shfl_sync(unsigned mask, T x, int from) {
+  return emulator::shuffle_bits(mask, x, from & 31);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int distance) {
+  return emulator::shuffle_bits(mask, x, int(lane_()) ^ distance);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T x, int distance) {
+  const int from = int(lane_()) - distance;
+  return emulator::shuffle_bits(mask, x, from < 0 ? int(lane_()) : from);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T x, int distance) {
+  const int from = int(lane_()) + distance;
+  return emulator::shuffle_bits(mask, x, from > 31 ? int(lane_()) : from);
+}
+inline unsigned __ballot_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote); }
+inline bool __any_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) == mask; }
+
+inline size_t __cvta_generic_to_shared(const void* at) { return emulator::shared_address(at); }
+
+// Thread blocks take turns in one thread of the host.
+inline int atomicAdd(int* at, int x) {
+  const int before = *at;
+  *at += x;
+  return before;
+}
+inline float atomicAdd(float* at, float x) {
+  const float before = *at;
+  *at += x;
+  return before;
+}
+inline unsigned atomicInc(unsigned* at, unsigned last) {
+  const unsigned before = *at;
+  *at = before >= last ? 0 : before + 1;
+  return before;
+}
+
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline float __double2float_rn(double x) { return static_cast<float>(x); }
+inline float __int_as_float(int x) { return emulator::bits_of<float>(x); }
+inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
+inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return emulator::bits_of<double>(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned((unsigned long long)(a)*b >> 32);
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned nibble = selector >> 4 * i & 15;
+    unsigned byte = unsigned(bytes >> 8 * (nibble & 7)) & 255;
+    if (nibble & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+using std::fabs;

@@ -1,0 +1,95 @@
+// An NVRTC whose code runs in the emulator: the host's compiler makes a library of a kernel's text,
+// in which inline PTX has become calls of the emulator.
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+namespace fs = std::filesystem;
+
+namespace {
+
+struct Program {
+  fs::path folder;
+  std::string name, log, image;
+  ~Program() { fs::remove_all(folder); }
+};
+
+std::string read(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void write(const fs::path& path, const std::string& text) {
+  fs::create_directories(path.parent_path());
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+}  // namespace
+
+extern "C" {
+
+int nvrtcVersion(int* major, int* minor) {
+  *major = 13;
+  *minor = 0;
+  return 0;
+}
+
+int nvrtcCreateProgram(Program** program, const char* text, const char* name, int count,
+                       const char* const* texts, const char* const* names) {
+  char folder[] = "/tmp/fulgur_emulator_XXXXXX";
+  if (mkdtemp(folder) == nullptr) return 1;
+  *program = new Program{folder, name, {}, {}};
+  write((*program)->folder / name, text);
+  for (int i = 0; i < count; ++i) write((*program)->folder / names[i], texts[i]);
+  return 0;
+}
+
+int nvrtcCompileProgram(Program* program, int, const char* const*) {
+  const fs::path log = program->folder / "log", image = program->folder / "image.so";
+  const std::string command =
+      EMULATOR_PYTHON " -B " EMULATOR_TRANSLATE " " + program->folder.string() +
+      " && " EMULATOR_COMPILER " -x c++ -std=c++20 -O1 -w -fPIC -shared -ffp-contract=off" +
+      " -D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" + program->folder.string() + " -o " +
+      image.string() + " " + (program->folder / program->name).string() + " -x none " +
+      EMULATOR_DRIVER " >" + log.string() + " 2>&1";
+  const int status = std::system(command.c_str());
+  program->log = read(log);
+  if (status != 0) return 6;
+  program->log += "ptxas info : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n";
+  program->image = read(image);
+  return 0;
+}
+
+int nvrtcGetProgramLogSize(Program* program, size_t* size) {
+  *size = program->log.size() + 1;
+  return 0;
+}
+int nvrtcGetProgramLog(Program* program, char* log) {
+  std::memcpy(log, program->log.c_str(), program->log.size() + 1);
+  return 0;
+}
+int nvrtcGetCUBINSize(Program* program, size_t* size) {
+  *size = program->image.size() + sizeof(size_t);
+  return 0;
+}
+/// The size comes first: who loads the image is not told it.
+int nvrtcGetCUBIN(Program* program, char* image) {
+  const size_t size = program->image.size();
+  std::memcpy(image, &size, sizeof(size));
+  std::memcpy(image + sizeof(size), program->image.data(), size);
+  return 0;
+}
+int nvrtcDestroyProgram(Program** program) {
+  delete *program;
+  *program = nullptr;
+  return 0;
+}
+
+}  // extern "C"
