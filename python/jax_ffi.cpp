@@ -19,7 +19,7 @@ using xla::DataType;
 
 /// The operands that a call may have behind those it must have, in this order: bits of the number
 /// that says which are there. fulgur/jax.py has the same list.
-enum Given { kCuSeqlensQ, kCuSeqlensK, kSequsedK, kAlibiSlopes, kRngState, kDlse };
+enum Given { kCuSeqlensQ, kCuSeqlensK, kSequsedK, kAlibiSlopes, kSinks, kRngState, kDlse };
 
 [[noreturn]] void fail(const std::string& message) {
   throw Error(Status::kInvalidArgument, message);
@@ -141,8 +141,9 @@ struct Shared {
     const bool packed = has(kCuSeqlensQ);
     Mapped mapped{.dims = std::max<int64_t>(q.rank - (packed ? 3 : 4), 0)};
     for (int64_t i = 0; i < mapped.dims; ++i) mapped.indices *= q.dims[i];
-    // What dropout keeps depends on the place in the batch, which has to stay what it is.
-    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState);
+    // What dropout keeps depends on the place in the batch, which has to stay what it is, and a
+    // batch has one sink for each head.
+    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks);
     return mapped;
   }
 };
@@ -193,6 +194,7 @@ void read_optional(Args& args, const Shared& shared, View& next) {
   if (shared.has(kCuSeqlensK)) args.cu_seqlens_k = next("cu_seqlens_k");
   if (shared.has(kSequsedK)) args.seqused_k = next("seqused_k");
   if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
+  if (shared.has(kSinks)) args.sinks = next("sinks");
   if (shared.has(kRngState)) args.rng_state = next("rng_state");
 }
 
@@ -232,6 +234,7 @@ struct Backward {
     args.dq = result("dq");
     args.dk = result("dk");
     args.dv = result("dv");
+    if (shared.has(kSinks)) args.dsinks = result("dsinks");
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {

@@ -54,7 +54,8 @@ ForwardArgs read_args(const nb::dict& views) {
           .page_table = tensor(views, "page_table"),
           .page_indptr = tensor(views, "page_indptr"),
           .cache_batch_idx = tensor(views, "cache_batch_idx"),
-          .leftpad_k = tensor(views, "leftpad_k")};
+          .leftpad_k = tensor(views, "leftpad_k"),
+          .sinks = tensor(views, "sinks")};
 }
 
 template <>
@@ -73,7 +74,9 @@ BackwardArgs read_args(const nb::dict& views) {
           .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
           .seqused_k = tensor(views, "seqused_k"),
           .dlse = tensor(views, "dlse"),
-          .rng_state = tensor(views, "rng_state")};
+          .rng_state = tensor(views, "rng_state"),
+          .sinks = tensor(views, "sinks"),
+          .dsinks = tensor(views, "dsinks")};
 }
 
 /// The options of _arguments.py, types and integer ranges checked there.

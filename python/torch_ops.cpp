@@ -219,7 +219,7 @@ Run run_on(Device device, Options& options) {
 
 /// What both passes take behind their tensors, in the order of the schemas in fulgur/torch.py.
 struct Shared {
-  Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, rng_state;
+  Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, rng_state;
   Options options;
 
   explicit Shared(Arguments& in) {
@@ -233,6 +233,7 @@ struct Shared {
     options.mask.left = in.integer();
     options.mask.right = in.integer();
     alibi_slopes = in.optional_tensor();
+    sinks = in.optional_tensor();
     options.dropout_p = in.real();
     rng_state = in.optional_tensor();
     options.invariant = in.boolean();
@@ -244,6 +245,7 @@ struct Shared {
     args.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
     args.seqused_k = view("seqused_k", seqused_k);
     args.alibi_slopes = view("alibi_slopes", alibi_slopes);
+    args.sinks = view("sinks", sinks);
     if (options.dropout_p == 0) return;
     if (rng_state == nullptr) {
       throw Error(Status::kInvalidArgument,
@@ -373,23 +375,28 @@ void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   auto [dq, dq_view] = empty_like(args.q);
   auto [dk, dk_view] = empty_like(args.k);
   auto [dv, dv_view] = empty_like(args.v);
+  auto [dsinks, dsinks_view] = empty(DType::kF32, {args.sinks.numel()}, args.q.device);
   args.dq = dq_view;
   args.dk = dk_view;
   args.dv = dv_view;
+  if (args.sinks.given()) args.dsinks = dsinks_view;
   call.run(args);
   stack[0] = reinterpret_cast<uint64_t>(dq.release());
   stack[1] = reinterpret_cast<uint64_t>(dk.release());
   stack[2] = reinterpret_cast<uint64_t>(dv.release());
+  stack[3] = reinterpret_cast<uint64_t>(dsinks.release());
 }
 
 void backward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
   Backward call(in);
   const Handle dq = in.tensor(), dk = in.tensor(), dv = in.tensor();
+  const Handle dsinks = in.optional_tensor();
   BackwardArgs args = call.args();
   args.dq = view("dq", dq);
   args.dk = view("dk", dk);
   args.dv = view("dv", dv);
+  args.dsinks = view("dsinks", dsinks);
   call.run(args);
 }
 

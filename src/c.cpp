@@ -89,6 +89,7 @@ void set_extras(const Given& given, Args& args) {
   args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
   args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
   args.rng_state = optional<ConstTensor>(given.rng_state, "rng_state");
+  args.sinks = optional<ConstTensor>(given.sinks, "sinks");
 }
 
 ForwardArgs convert(const fulgur_forward_args* given) {
@@ -117,7 +118,8 @@ BackwardArgs convert(const fulgur_backward_args* given) {
                     .dq = required<Tensor>(a.dq, "dq"),
                     .dk = required<Tensor>(a.dk, "dk"),
                     .dv = required<Tensor>(a.dv, "dv"),
-                    .dlse = optional<ConstTensor>(a.dlse, "dlse")};
+                    .dlse = optional<ConstTensor>(a.dlse, "dlse"),
+                    .dsinks = optional<Tensor>(a.dsinks, "dsinks")};
   set_extras(a, args);
   return args;
 }

@@ -92,10 +92,12 @@ std::string summary(const Problem& p) {
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.has_alibi()) s += ", ALiBi";
+  if (p.has_sinks) s += ", sinks";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);
   if (p.has_dlse) s += ", dlse";
+  if (p.want_dsinks) s += ", dsinks";
   return s;
 }
 

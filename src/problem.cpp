@@ -65,6 +65,13 @@ void set_packed_keys(const ConstTensor& k, const ConstTensor& v, const ConstTens
   check_shape("v", v, "(total_k, hk, dv)", {p.total_k, p.hk, p.dv}, false);
 }
 
+/// Sinks, or their gradient.
+void check_per_head(const char* name, const ConstTensor& t, const Problem& p, bool written) {
+  check_shape(name, t, "(hq)", {p.hq}, written);
+  check_dtype(name, t, DType::kF32, "sinks and dsinks are f32");
+  check_device(name, t, p.device);
+}
+
 /// What both passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
@@ -143,6 +150,8 @@ Problem make_shared(const Args& args, const Options& options) {
     check_dtype("alibi_slopes", slopes, DType::kF32, "slopes are f32");
     check_device("alibi_slopes", slopes, q.device);
   }
+  p.has_sinks = args.sinks.given();
+  if (p.has_sinks) check_per_head("sinks", args.sinks, p, false);
   p.has_rng_state = args.rng_state.given();
   if (p.has_rng_state) {
     check_shape("rng_state", args.rng_state, "(2)", {2}, false);
@@ -204,7 +213,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 14> named(const ForwardArgs& a) {
+std::array<Named, 15> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -218,10 +227,11 @@ std::array<Named, 14> named(const ForwardArgs& a) {
            {"page_table", a.page_table},
            {"page_indptr", a.page_indptr},
            {"cache_batch_idx", a.cache_batch_idx},
-           {"leftpad_k", a.leftpad_k}}};
+           {"leftpad_k", a.leftpad_k},
+           {"sinks", a.sinks}}};
 }
 
-std::array<Named, 15> named(const BackwardArgs& a) {
+std::array<Named, 17> named(const BackwardArgs& a) {
   return {{{"dout", a.dout},
            {"q", a.q},
            {"k", a.k},
@@ -236,7 +246,9 @@ std::array<Named, 15> named(const BackwardArgs& a) {
            {"cu_seqlens_k", a.cu_seqlens_k},
            {"seqused_k", a.seqused_k},
            {"dlse", a.dlse},
-           {"rng_state", a.rng_state}}};
+           {"rng_state", a.rng_state},
+           {"sinks", a.sinks},
+           {"dsinks", a.dsinks, true}}};
 }
 
 template <class Args>
@@ -304,7 +316,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
   add(p.packed, p.packed_k, p.seqused_k, p.total_q, p.total_k, p.total_keys, p.want_lse, p.has_dlse,
-      p.mask.left, p.mask.right);
+      p.has_sinks, p.want_dsinks, p.mask.left, p.mask.right);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
   for (const Layout* l :
@@ -351,6 +363,9 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.dq = check_like("dq", args.dq, p, true, p.d, true);
   p.dk = check_like("dk", args.dk, p, false, p.d, true);
   p.dv_grad = check_like("dv", args.dv, p, false, p.dv, true);
+  p.want_dsinks = args.dsinks.given();
+  if (p.want_dsinks && !p.has_sinks) fail("dsinks", "given without sinks");
+  if (p.want_dsinks) check_per_head("dsinks", args.dsinks, p, true);
   if (p.total_q == 0 && p.total_k == 0) drop_sequences(p);
   return p;
 }

@@ -47,6 +47,7 @@ struct Problem {
   bool want_lse = false;
   Layout dlse;  ///< strides as those of lse
   bool has_dlse = false;
+  bool has_sinks = false, want_dsinks = false;
 
   Mask mask;
   double scale = 1, softcap = 0, dropout_p = 0;

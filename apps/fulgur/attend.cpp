@@ -17,8 +17,8 @@ namespace {
 using io::Array;
 using io::Arrays;
 
-const std::vector<std::string> kInputs = {"q", "k", "v", "dout", "dlse"};
-const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv"};
+const std::vector<std::string> kInputs = {"q", "k", "v", "sinks", "dout", "dlse"};
+const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsinks"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {"alibi-slopes",    "cu-seqlens-q", "cu-seqlens-k",
                                           "seqused-k",       "page-table",   "page-indptr",
@@ -70,6 +70,9 @@ void check_usage(const Request& r) {
     }
   }
   if (r.has("dlse") && !r.has("dout")) usage("dlse", "needs --dout");
+  for (const char* name : {"dout", "sinks"}) {
+    if (r.has("dsinks") && !r.has(name)) usage("dsinks", std::string("needs --") + name);
+  }
   std::map<std::filesystem::path, std::string> names;
   for (const auto& name : kOutputs) {
     if (!r.has(name)) continue;
@@ -103,7 +106,9 @@ Arrays read_inputs(const Request& r) {
   if (!r.dtype.empty()) {
     const DType dtype = dtype_called(r.dtype);
     for (auto& [name, array] : arrays) {
-      const DType wanted = name == "dlse" ? lse_dtype(dtype) : dtype;
+      const DType wanted = name == "dlse"    ? lse_dtype(dtype)
+                           : name == "sinks" ? DType::kF32
+                                             : dtype;
       if (array.dtype() != wanted) array = array.converted(wanted, name);
     }
   }
@@ -163,6 +168,9 @@ Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
     for (const char* name : {"q", "k", "v"}) {
       add(std::string("d") + name, dtype, inputs.at(name).shape());
     }
+    if (inputs.contains("sinks") && (r.has("dsinks") || !r.output.empty())) {
+      add("dsinks", DType::kF32, inputs.at("sinks").shape());
+    }
   }
   return t;
 }
@@ -180,24 +188,27 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .page_table = extras["page-table"],
           .page_indptr = extras["page-indptr"],
           .cache_batch_idx = extras["cache-batch-idx"],
-          .leftpad_k = extras["leftpad-k"]};
+          .leftpad_k = extras["leftpad-k"],
+          .sinks = t["sinks"]};
 }
 
 BackwardArgs backward_args(Tensors& t, Tensors& extras) {
-  return {t["dout"],
-          t["q"],
-          t["k"],
-          t["v"],
-          t["out"],
-          t["lse"],
-          t["dq"],
-          t["dk"],
-          t["dv"],
-          extras["alibi-slopes"],
-          extras["cu-seqlens-q"],
-          extras["cu-seqlens-k"],
-          extras["seqused-k"],
-          t["dlse"]};
+  return {.dout = t["dout"],
+          .q = t["q"],
+          .k = t["k"],
+          .v = t["v"],
+          .out = t["out"],
+          .lse = t["lse"],
+          .dq = t["dq"],
+          .dk = t["dk"],
+          .dv = t["dv"],
+          .alibi_slopes = extras["alibi-slopes"],
+          .cu_seqlens_q = extras["cu-seqlens-q"],
+          .cu_seqlens_k = extras["cu-seqlens-k"],
+          .seqused_k = extras["seqused-k"],
+          .dlse = t["dlse"],
+          .sinks = t["sinks"],
+          .dsinks = t["dsinks"]};
 }
 
 void write_outputs(const Request& r, Arrays outputs) {
@@ -278,6 +289,7 @@ void add_attend(CLI::App& app) {
   file("q", "Queries (batch, sq, hq, d): float32, float16 or float64");
   file("k", "Keys (batch, sk, hk, d)");
   file("v", "Values (batch, sk, hk, dv)");
+  file("sinks", "A score of each q head in every softmax, without a value: float32 (hq)");
   file("out", "Output (batch, sq, hq, dv)");
   file("lse", "Output: log of the sum of exp(scores), float32 (batch, hq, sq)");
   file("dout", "Gradient of the output: compute dq, dk, dv too");
@@ -285,10 +297,11 @@ void add_attend(CLI::App& app) {
   file("dq", "Output: gradient of q");
   file("dk", "Output: gradient of k");
   file("dv", "Output: gradient of v");
+  file("dsinks", "Output: gradient of sinks, float32 (hq)");
   auto* input =
-      command->add_option("--input", r->input, "Reads q, k, v and, if there, dout and dlse");
+      command->add_option("--input", r->input, "Reads q, k, v and, if there, sinks, dout and dlse");
   auto* output = command->add_option("--output", r->output,
-                                     "Writes out, lse and, if dout was there, dq, dk, dv");
+                                     "Writes out, lse and, if dout was there, dq, dk, dv (dsinks)");
   input->type_name("F.safetensors")->needs(output);
   output->type_name("F.safetensors")->needs(input);
   add_dtype(*command, r->dtype, "Convert the inputs to this dtype; default: keep theirs");

@@ -28,6 +28,7 @@ struct CheckCase {
   double softcap = 0;
   bool alibi = false;
   int64_t page = 0;  ///< keys of a page of the cache that the forward pass reads; 0 = no cache
+  bool sinks = false;
 };
 
 const CheckCase kCases[] = {
@@ -44,6 +45,7 @@ const CheckCase kCases[] = {
     {"ALiBi", 1, 120, 120, 4, 4, 64, 64, causal(), 0, true},
     {"decode", 2, 1, 700, 8, 2, 128, 128},
     {"pages", 3, 5, 304, 8, 2, 128, 128, causal(), 0, false, 16},
+    {"sinks", 2, 130, 130, 8, 2, 64, 64, window(60, 0), 0, false, 0, true},
 };
 
 struct Pass {
@@ -129,7 +131,7 @@ struct Pages {
 
 /// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
 /// takes out and lse from the forward pass, which reads `pages` if there are any.
-Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes,
+Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes, const Array& sinks,
                  const std::optional<Pages>& pages, const Options& options, Device device) {
   const DType dtype = inputs.at("q").dtype();
   Computed computed;
@@ -148,14 +150,16 @@ Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes,
   }
   const ConstTensor alibi = slopes.given() ? place.input(slopes) : Tensor();
   ForwardArgs forward{t["q"], t["k"], t["v"], t["out"], t["lse"], alibi};
+  if (sinks.given()) forward.sinks = place.input(sinks);
   if (pages) {
     forward.k = place.input(pages->k);
     forward.v = place.input(pages->v);
     forward.page_table = place.input(pages->table);
     forward.seqused_k = place.input(pages->lengths);
   }
-  const BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
-                              t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
+  BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
+                        t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
+  backward.sinks = forward.sinks;
   std::string why;
   const std::optional<Plan> forward_plan = planned(forward, options, &why);
   if (!forward_plan) computed.not_computed[&kForward] = computed.not_computed[&kBackward] = why;
@@ -197,7 +201,8 @@ struct HeadRows {
 };
 
 std::map<std::string, Doubles> naive(const CheckCase& c, const Tensors& inputs,
-                                     const Options& options, const float* slopes) {
+                                     const Options& options, const float* slopes,
+                                     const float* sinks) {
   std::map<std::string, Doubles> in, out;
   for (const auto& [name, array] : inputs) in[name] = doubles(array);
   for (const Pass* pass : kPasses) {
@@ -213,10 +218,10 @@ std::map<std::string, Doubles> naive(const CheckCase& c, const Tensors& inputs,
       const HeadRows k{c.sk, c.hk, c.d, b, hk}, v{c.sk, c.hk, c.dv, b, hk};
       const Doubles hq = q.gather(in["q"]), hkeys = k.gather(in["k"]), hv = v.gather(in["v"]);
       const Doubles hdout = o.gather(in["dout"]);
-      const NaiveResult head =
-          naive_attention({c.sq, c.sk, c.d, c.dv, hq.data(), hkeys.data(), hv.data(), hdout.data(),
-                           1 / std::sqrt(static_cast<double>(c.d)), options.softcap,
-                           slopes ? slopes[h] : 0.0, options.mask, inputs.at("q").dtype()});
+      const NaiveResult head = naive_attention(
+          {c.sq, c.sk, c.d, c.dv, hq.data(), hkeys.data(), hv.data(), hdout.data(),
+           1 / std::sqrt(static_cast<double>(c.d)), options.softcap, slopes ? slopes[h] : 0.0,
+           sinks ? sinks[h] : -INFINITY, options.mask, inputs.at("q").dtype()});
       o.add(head.out, out["out"]);
       q.add(head.dq, out["dq"]);
       k.add(head.dk, out["dk"]);
@@ -252,22 +257,29 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
   options.mask = c.mask;
   options.softcap = c.softcap;
   options.threads = threads;
-  Array slopes;
+  Array slopes, sinks;
   if (c.alibi) {
     slopes = Array(DType::kF32, {c.hq});
     auto* slope = reinterpret_cast<float*>(slopes.data());
     for (int64_t h = 0; h < c.hq; ++h) slope[h] = std::exp2(-static_cast<float>(h + 1));
   }
+  if (c.sinks) {
+    sinks = Array(DType::kF32, {c.hq});
+    auto* sink = reinterpret_cast<float*>(sinks.data());
+    for (int64_t h = 0; h < c.hq; ++h) sink[h] = 4 - static_cast<float>(h);
+  }
   options.engine = engine_of(device);
   std::optional<Pages> pages;
   if (c.page > 0) pages.emplace(c, inputs);
-  const Computed got = compute(c, inputs, slopes, pages, options, device);
+  const Computed got = compute(c, inputs, slopes, sinks, pages, options, device);
   Tensors wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Computed want = compute(c, wide, slopes, {}, options, {});
-  const auto expected = naive(
-      c, inputs, options, slopes.given() ? reinterpret_cast<const float*>(slopes.data()) : nullptr);
+  const Computed want = compute(c, wide, slopes, sinks, {}, options, {});
+  const auto floats = [](Array& array) {
+    return array.given() ? reinterpret_cast<const float*>(array.data()) : nullptr;
+  };
+  const auto expected = naive(c, inputs, options, floats(slopes), floats(sinks));
 
   bool any = false, right = true;
   std::string line = fmt::format("{:<17} {:<5}", c.name, name_of(dtype));

@@ -74,10 +74,10 @@ NaiveResult naive_attention(const NaiveHead& h) {
 
   Matrix P{h.sq, h.sk, h.dtype};
   for (int64_t i = 0; i < h.sq; ++i) {
-    double m = -INFINITY;
+    double m = h.sink;
     for (int64_t j = 0; j < h.sk; ++j) m = std::max(m, S(i, j));
-    if (m == -INFINITY) continue;  // sees no key: P stays 0
-    float l = 0;
+    if (m == -INFINITY) continue;  // sees no key, nor a sink: P stays 0
+    auto l = static_cast<float>(std::exp(h.sink - m));
     for (int64_t j = 0; j < h.sk; ++j) l += static_cast<float>(std::exp(S(i, j) - m));
     for (int64_t j = 0; j < h.sk; ++j) P.set(i, j, std::exp(S(i, j) - m) / l);
   }

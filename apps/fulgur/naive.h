@@ -11,9 +11,9 @@ namespace fulgur::app {
 /// engine against. The rounded results are kept as doubles.
 struct NaiveHead {
   int64_t sq, sk, d, dv;
-  const double *q, *k, *v;  // [sq, d] [sk, d] [sk, dv]
-  const double* dout;       // [sq, dv]
-  double scale, softcap, slope;
+  const double *q, *k, *v;             // [sq, d] [sk, d] [sk, dv]
+  const double* dout;                  // [sq, dv]
+  double scale, softcap, slope, sink;  // sink: -inf without
   Mask mask;
   DType dtype;
 };

@@ -47,6 +47,7 @@ Args with_extras(const Args& whole, Args part, const Part& p, int64_t group) {
   ConstTensor slopes = whole.alibi_slopes;
   if (slopes.rank == 2) slopes = narrowed(slopes, 0, p.b, p.b_count);
   part.alibi_slopes = narrowed(slopes, slopes.rank - 1, p.h * group, p.h_count * group);
+  part.sinks = narrowed(whole.sinks, 0, p.h * group, p.h_count * group);
   part.cu_seqlens_q = whole.cu_seqlens_q;
   part.cu_seqlens_k = whole.cu_seqlens_k;
   part.seqused_k =
@@ -69,6 +70,7 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
                    rows_part(a.dq, p, group), rows_part(a.dk, p, 1), rows_part(a.dv, p, 1)},
                   p, group);
   part.dlse = lse_part(a.dlse, p, group);
+  part.dsinks = narrowed(a.dsinks, 0, p.h * group, p.h_count * group);
   return part;
 }
 
@@ -78,6 +80,10 @@ bool in_cache(const ForwardArgs& a) {
          a.k.rank != a.q.rank;
 }
 bool in_cache(const BackwardArgs&) { return false; }
+
+/// A result is a sum over the batch, which no step may have a part of.
+bool sums_batch(const ForwardArgs&) { return false; }
+bool sums_batch(const BackwardArgs& a) { return a.dsinks.given(); }
 
 template <class Args>
 double run(const Args& args, const Options& options, const Run& run, const char* label) {
@@ -89,7 +95,7 @@ double run(const Args& args, const Options& options, const Run& run, const char*
   const int heads = args.q.rank - 2;
   const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[args.k.rank - 2];
   const int64_t group = args.q.shape[heads] / hk;
-  const int64_t b_steps = one_step ? 1 : std::min(batch, kMaxSteps);
+  const int64_t b_steps = one_step || sums_batch(args) ? 1 : std::min(batch, kMaxSteps);
   const int64_t h_steps = one_step ? 1 : std::min(hk, kMaxSteps / b_steps);
 
   const auto start = std::chrono::steady_clock::now();

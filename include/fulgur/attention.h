@@ -16,7 +16,8 @@ namespace fulgur {
 /// v.
 ///
 ///   scores = scale * q k^T, then softcap * tanh(scores / softcap), then the ALiBi bias
-///   -slope * |i + sk - sq - j|, then the mask, then softmax, then dropout, then v.
+///   -slope * |i + sk - sq - j|, then the mask, then softmax (of these and the head's sink), then
+///   dropout, then v.
 struct Options {
   Mask mask{};                    ///< full(), causal() or window(left, right)
   std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
@@ -38,10 +39,10 @@ struct Options {
 /// dim):
 ///   q [b, sq, hq, d]   k [b, sk, hk, d]   v [b, sk, hk, dv]   out [b, sq, hq, dv]
 ///   lse f32 [b, hq, sq] (packed [hq, total_q]; f64 when q is), optional: natural log of the sum of
-///   exp(scores) of each row.
+///   exp(scores) of each row, its sink's among them.
 /// q, k, v, out share one dtype: f32, bf16, f16, or f64 (computed by the reference engine).
 /// hq % hk == 0; 1 <= d, dv <= 512; any strides whose last is 1. A row that sees no key has out = 0
-/// and lse = -inf.
+/// and lse = -inf, with a sink lse = sink.
 struct ForwardArgs {
   ConstTensor q{}, k{}, v{};
   Tensor out{}, lse{};
@@ -73,6 +74,11 @@ struct ForwardArgs {
   /// i32 (batch): the first leftpad_k[b] keys of sequence b do not exist, so that those in
   /// [leftpad_k[b], seqused_k[b]) do. Masks and ALiBi know of no others.
   ConstTensor leftpad_k{};
+
+  /// f32 (hq): a score of each q head that joins the softmax of every row and brings no value
+  /// (attention sinks): lse = log(exp(sink) + sum of exp(scores)), out = sum of exp(scores - lse)
+  /// v. Not scaled, capped, masked or dropped. -inf: no sink; +inf: out = 0, lse = +inf.
+  ConstTensor sinks{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
@@ -81,10 +87,13 @@ struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};
   ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};  ///< as in ForwardArgs
-  /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row that sees no key is
+  /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row whose lse is -inf is
   /// not used.
   ConstTensor dlse{};
   ConstTensor rng_state{};  ///< as in ForwardArgs, with the values that the forward pass had
+  /// As in ForwardArgs. dq, dk and dv know of them by lse.
+  ConstTensor sinks{};
+  Tensor dsinks{};  ///< f32 (hq), the gradient of the sinks; optional, and beside them alone
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

@@ -70,6 +70,7 @@ typedef struct fulgur_forward_args {
   const DLTensor* page_indptr;      ///< i32 (batch + 1): where the ids of each sequence begin
   const DLTensor* cache_batch_idx;  ///< i32 (batch): the row of k and v of each sequence
   const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
+  const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -82,6 +83,8 @@ typedef struct fulgur_backward_args {
   const DLTensor* seqused_k;
   const DLTensor* dlse;  ///< gradient of lse, shaped like it; null = 0
   const DLTensor* rng_state;
+  const DLTensor* sinks;   ///< as in fulgur_forward_args
+  const DLTensor* dsinks;  ///< written: f32 (hq), gradient of sinks; may be null
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

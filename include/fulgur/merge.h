@@ -23,8 +23,8 @@ struct Merged {
 /// (FlashAttention-3's split-KV combine): lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse)
 /// out_i. Parts with lse = -inf count nothing; where all do, out = 0 and lse = -inf. Parts and
 /// result share a shape and a device; out may have any float dtype in each, lse is f32 (or f64).
-/// `lse` may be not given. A result may be the very tensor of a part. Throws
-/// Error(kInvalidArgument).
+/// `lse` may be not given. Sinks belong to one of the parts. A result may be the very tensor of a
+/// part. Throws Error(kInvalidArgument).
 ///
 /// Of `run` it takes the stream. On cuda it only launches, with a first call as append() has one,
 /// and takes at most 64 parts, without f64 (kUnsupported).

@@ -65,7 +65,7 @@ class WorkspaceNeed(NamedTuple):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
     cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False, threads=0, engine="",
@@ -75,7 +75,7 @@ def attention(
 
     Scores are ``scale * q k^T``, then ``softcap * tanh(scores / softcap)``, then the ALiBi bias
     ``-slope * |i + sk - sq - j|``, then the mask, softmax, dropout. Masks are aligned bottom-right.
-    A row that sees no key has out 0 and lse -inf.
+    A row that sees no key has out 0 and lse -inf, with a sink that of the sink.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -87,6 +87,9 @@ def attention(
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without
+            a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf
+            is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead
@@ -135,7 +138,9 @@ def attention(
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
+    extras = _a.extras(
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+    )
     extras |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
     return _forward(
         lambda views: _fulgur.forward(views, options, stream, **random),
@@ -145,11 +150,12 @@ def attention(
 
 def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, stream=None,
+    alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
+    deterministic=False, invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
+    dsinks=None, stream=None,
 ):  # fmt: skip
-    """The gradients of attention to q, k and v.
+    """The gradients of attention to q, k and v, and to the sinks, if there are any.
 
     Args:
         dout: the gradient of out, shape and dtype of out.
@@ -158,10 +164,11 @@ def attention_backward(
         causal, ..., engine: as given to :func:`attention`.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
+        dsinks: where to write, float32 ``(hq,)``; beside sinks alone.
         stream: as for :func:`attention`.
 
     Returns:
-        (dq, dk, dv), each fresh or the very one given.
+        (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -180,19 +187,21 @@ def attention_backward(
         invariant, threads, engine,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-    extras = _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream)
+    extras = _a.extras(
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+    )
     return _backward(
         lambda views: _fulgur.backward(views, options, stream, **random),
-        dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
+        dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream,
     )  # fmt: skip
 
 
 def plan(
     q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
-    cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    return_lse=False, out=None,
+    alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False,
+    threads=0, engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -202,7 +211,8 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
-        alibi_slopes, seqused_k, rng_state: given if runs will give them; the values may change.
+        alibi_slopes, sinks, seqused_k, rng_state: given if runs will give them; the values may
+            change.
         page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
@@ -233,7 +243,7 @@ def plan(
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
-    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    views |= _a.extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
     views |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
@@ -244,9 +254,9 @@ def plan(
 
 def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
+    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, dsinks=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -257,7 +267,8 @@ def plan_backward(
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`plan`.
         dlse: given, an array or its shape, if runs will give one.
-        dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
+        dq, dk, dv, dsinks: given if runs will give ones with other strides than fresh arrays have;
+            dsinks beside sinks alone.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -281,12 +292,13 @@ def plan_backward(
     )  # fmt: skip
     views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
-    views["dlse"] = None
+    views |= {"dlse": None, "dsinks": None}
     if dlse is not None:
         views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
-    views |= _a.extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
-    results = _a.backward_results(views["q"], views["k"], views["v"])
-    views |= _a.planned_results(results, {"dq": dq, "dk": dk, "dv": dv}, views["q"].device)
+    views |= _a.extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
+    results = _backward_results(views, given)
+    views |= _a.planned_results(results, given, views["q"].device)
     return BackwardPlan(_fulgur.plan_backward(views, options))
 
 
@@ -325,16 +337,16 @@ class Plan(_AnyPlan):
         self._return_lse = return_lse
 
     def run(
-        self, q, k, v, *, alibi_slopes=None, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-        cu_seqlens_k=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
-        leftpad_k=None, out=None, lse=None, workspace=None, stream=None,
+        self, q, k, v, *, alibi_slopes=None, sinks=None, seed=0, offset=0, rng_state=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, page_indptr=None,
+        cache_batch_idx=None, leftpad_k=None, out=None, lse=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
         Args:
             q, k, v: as planned; the values may be others.
-            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if it was;
-                the values may be others.
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if
+                it was; the values may be others.
             page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
@@ -352,7 +364,7 @@ class Plan(_AnyPlan):
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
-            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
         ) | _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
         return _forward(
             lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
@@ -370,9 +382,9 @@ class BackwardPlan(_AnyPlan):
     __slots__ = ()
 
     def run(
-        self, dout, q, k, v, out, lse, *, alibi_slopes=None, seed=0, offset=0, rng_state=None,
-        cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None, dk=None, dv=None,
-        workspace=None, stream=None,
+        self, dout, q, k, v, out, lse, *, alibi_slopes=None, sinks=None, seed=0, offset=0,
+        rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None,
+        dk=None, dv=None, dsinks=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -381,11 +393,11 @@ class BackwardPlan(_AnyPlan):
             dout, q, k, v, out, lse: as planned; the values may be others.
             alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
             dlse: the gradient of lse; as planned, given if it was.
-            dq, dk, dv: where to write.
+            dq, dk, dv, dsinks: where to write; dsinks beside sinks alone.
             workspace, stream: as for :meth:`Plan.run`.
 
         Returns:
-            (dq, dk, dv), each fresh or the very one given.
+            (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
 
         Raises:
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
@@ -393,11 +405,11 @@ class BackwardPlan(_AnyPlan):
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
-            alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
         )
         return _backward(
             lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
-            dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream,
+            dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream,
         )  # fmt: skip
 
 
@@ -531,7 +543,7 @@ def merge(outs, lses, *, stream=None):
 
 def explain(
     q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
     page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, deterministic=False,
     invariant=False, threads=0, engine="",
@@ -556,7 +568,7 @@ def explain(
     """
     options = dict(
         dtype=dtype, device=device, causal=causal, window=window, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng_state=rng_state,
+        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
         invariant=invariant, threads=threads, engine=engine,
@@ -626,17 +638,20 @@ def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
     return arrays if return_lse else arrays[0]
 
 
-def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, extras, stream):
+def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream):
     """The results of ``compute``, which takes all views by name."""
     views = _a.views(stream, dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
-    views["dlse"] = _a.optional_view("dlse", dlse, stream)
-    return _a.filled(
-        _a.backward_results(views["q"], views["k"], views["v"]),
-        {"dq": dq, "dk": dk, "dv": dv},
-        q,
-        lambda written: compute(views | written),
-        stream,
-    )
+    views |= {"dlse": _a.optional_view("dlse", dlse, stream), "dsinks": None}
+    given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
+    results = _backward_results(views, given)
+    return _a.filled(results, given, q, lambda written: compute(views | written), stream)
+
+
+def _backward_results(views, given):
+    """(shape, dtype) of every gradient by name."""
+    if views["sinks"] is None and given["dsinks"] is not None:
+        raise ValueError("dsinks: given without sinks")
+    return _a.backward_results(views["q"], views["k"], views["v"], views["sinks"])
 
 
 # A forked child has none of its parent's OpenMP threads and would wait for them forever; without

@@ -59,6 +59,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -91,6 +92,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -112,6 +114,7 @@ def attention(
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array]: ...
+@overload
 def attention_backward(
     dout: _DLPack,
     q: _Array,
@@ -125,6 +128,7 @@ def attention_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -142,8 +146,44 @@ def attention_backward(
     dq: _Array | None = None,
     dk: _Array | None = None,
     dv: _Array | None = None,
+    dsinks: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array]: ...
+@overload
+def attention_backward(
+    dout: _DLPack,
+    q: _Array,
+    k: _DLPack,
+    v: _DLPack,
+    out: _DLPack,
+    lse: _DLPack,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    rng_state: _DLPack | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    threads: int = 0,
+    engine: str = "",
+    dlse: _DLPack | None = None,
+    dq: _Array | None = None,
+    dk: _Array | None = None,
+    dv: _Array | None = None,
+    dsinks: _Array | None = None,
+    stream: int | _CudaStream | None = None,
+) -> tuple[_Array, _Array, _Array, _Array]: ...
 @overload
 def plan(
     q: _DLPack | _Shape,
@@ -157,6 +197,7 @@ def plan(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -188,6 +229,7 @@ def plan(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -221,6 +263,7 @@ def plan_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -236,6 +279,7 @@ def plan_backward(
     dq: _DLPack | None = None,
     dk: _DLPack | None = None,
     dv: _DLPack | None = None,
+    dsinks: _DLPack | None = None,
 ) -> BackwardPlan: ...
 
 class _AnyPlan:
@@ -251,6 +295,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        sinks: _DLPack | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -274,6 +319,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        sinks: _DLPack | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -291,6 +337,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
     ) -> tuple[_Array, _Array]: ...
 
 class BackwardPlan(_AnyPlan):
+    @overload
     def run(
         self,
         dout: _DLPack,
@@ -301,6 +348,7 @@ class BackwardPlan(_AnyPlan):
         lse: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        sinks: None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -311,9 +359,36 @@ class BackwardPlan(_AnyPlan):
         dq: _Array | None = None,
         dk: _Array | None = None,
         dv: _Array | None = None,
+        dsinks: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]: ...
+    @overload
+    def run(
+        self,
+        dout: _DLPack,
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        out: _DLPack,
+        lse: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        sinks: _DLPack,
+        seed: int = 0,
+        offset: int = 0,
+        rng_state: _DLPack | None = None,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        dlse: _DLPack | None = None,
+        dq: _Array | None = None,
+        dk: _Array | None = None,
+        dv: _Array | None = None,
+        dsinks: _Array | None = None,
+        workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
+    ) -> tuple[_Array, _Array, _Array, _Array]: ...
 
 @overload
 def append(
@@ -382,6 +457,7 @@ def explain(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,

@@ -132,10 +132,11 @@ def views(stream=0, **arrays):
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-def extras(alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream=0):
+def extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream=0):
     """Views of what both passes may take besides."""
     return {
         "alibi_slopes": optional_view("alibi_slopes", alibi_slopes, stream),
+        "sinks": optional_view("sinks", sinks, stream),
         "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q, stream),
         "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k, stream),
         "seqused_k": optional_view("seqused_k", seqused_k, stream),
@@ -179,9 +180,10 @@ def forward_results(q, v):
     return {"out": (out, q.dtype), "lse": (lse, lse_dtype(q.dtype))}
 
 
-def backward_results(q, k, v):
-    """(shape, dtype) of dq, dk and dv by name."""
-    return {"d" + name: (x.shape, x.dtype) for name, x in zip(QKV, (q, k, v))}
+def backward_results(q, k, v, sinks):
+    """(shape, dtype) of dq, dk and dv by name, and of dsinks where there are sinks."""
+    results = {"d" + name: (x.shape, x.dtype) for name, x in zip(QKV, (q, k, v))}
+    return results if sinks is None else results | {"dsinks": (sinks.shape, "f32")}
 
 
 def planned_results(results, given, device):

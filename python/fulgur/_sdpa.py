@@ -24,8 +24,8 @@ def _shared(
     """The arguments that the operators take behind their tensors."""
     return (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, alibi_slopes, dropout_p,
-        rng_state, False,
+        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, alibi_slopes, None,
+        dropout_p, rng_state, False,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = _backward(grad_out, None, *tensors, lse.contiguous(), *shared, deterministic)
+    *gradients, _ = _backward(grad_out, None, *tensors, lse.contiguous(), *shared, deterministic)
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
@@ -196,7 +196,7 @@ def _cuda_flash_backward(
     )  # fmt: skip
     tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _backward(_rows(grad_out), None, *tensors, *shared, deterministic)
+    return _backward(_rows(grad_out), None, *tensors, *shared, deterministic)[:3]
 
 
 class _Active:

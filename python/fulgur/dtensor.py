@@ -8,7 +8,7 @@ backward, and nothing is sent. Other placements are gathered first, as PyTorch d
 """
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import fulgur.torch
@@ -18,11 +18,11 @@ __all__ = []
 
 def _shardings(q, k, shared, tensors, results):
     """The acceptable placements of results and arguments; `tensors` are (tensor, "rows" or "lse")."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *numbers, slopes, dropout_p, rng_state, invariant = shared
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng_state, _ = shared
 
-    def sharding(rows, lse, used, of_slopes):
+    def sharding(rows, lse, used, of_slopes, of_sinks, of_dsinks):
         everywhere = Replicate()
-        place = {"rows": rows, "lse": lse}
+        place = {"rows": rows, "lse": lse, "dsinks": everywhere if sinks is None else of_dsinks}
         return (
             [place[kind] for kind in results],
             [
@@ -31,6 +31,7 @@ def _shardings(q, k, shared, tensors, results):
                 None if seqused_k is None else used,
                 *[None] * len(numbers),
                 None if slopes is None else of_slopes,
+                None if sinks is None else of_sinks,
                 None,
                 None if rng_state is None else everywhere,
                 None,
@@ -38,16 +39,18 @@ def _shardings(q, k, shared, tensors, results):
         )
 
     packed = cu_seqlens_q is not None
-    acceptable = [sharding(*[Replicate()] * 4)]
+    acceptable = [sharding(*[Replicate()] * 6)]
     if dropout_p == 0 and not packed:  # dropout depends on the place in the batch
         slopes_dim = 0 if slopes is None else slopes.ndim
-        acceptable.append(
-            sharding(Shard(0), Shard(0), Shard(0), Shard(0) if slopes_dim == 2 else Replicate())
-        )
+        of_slopes = Shard(0) if slopes_dim == 2 else Replicate()
+        acceptable.append(sharding(*[Shard(0)] * 3, of_slopes, Replicate(), Partial()))
     if dropout_p == 0 and k.shape[-2] % q.mesh.size() == 0:  # and on that among the heads
         of_slopes = Shard(0 if slopes is None else slopes.ndim - 1)
         acceptable.append(
-            sharding(Shard(q.ndim - 2), Shard(0 if packed else 1), Replicate(), of_slopes)
+            sharding(
+                Shard(q.ndim - 2), Shard(0 if packed else 1), Replicate(), of_slopes, Shard(0),
+                Shard(0),
+            )  # fmt: skip
         )
     return acceptable
 
@@ -63,5 +66,5 @@ def _backward(dout, dlse, q, k, v, out, lse, *rest):
     *shared, _ = rest
     kinds = ("rows", "lse", "rows", "rows", "rows", "rows", "lse")
     tensors = list(zip((dout, dlse, q, k, v, out, lse), kinds))
-    acceptable = _shardings(q, k, shared, tensors, ("rows",) * 3)
+    acceptable = _shardings(q, k, shared, tensors, ("rows",) * 3 + ("dsinks",))
     return [(results, [*inputs, None]) for results, inputs in acceptable]

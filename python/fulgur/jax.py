@@ -63,6 +63,7 @@ class _Extras(NamedTuple):
     cu_seqlens_k: Any = None
     seqused_k: Any = None
     alibi_slopes: Any = None
+    sinks: Any = None
     rng_state: Any = None
 
 
@@ -160,7 +161,10 @@ def _attention_bwd(options, with_lse, saved, gradients):
     dlse = None if isinstance(dlse, zero) else dlse
     operands, dlse = _vary_alike(((dout, *tensors, out, lse), dlse))
     results = tuple(_result(x.shape, x.dtype, x) for x in tensors)
-    return _call("fulgur_backward", results, options, operands, extras, dlse), None
+    if extras.sinks is not None:
+        results += (_result(extras.sinks.shape, jnp.float32, tensors[0]),)
+    dq, dk, dv, *dsinks = _call("fulgur_backward", results, options, operands, extras, dlse)
+    return (dq, dk, dv), _Extras(sinks=dsinks[0]) if dsinks else None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -213,15 +217,15 @@ def _halves(name, number):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
     max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
-    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k and v.
-    Under vmap the mapped dimension becomes a part of the batch; packed sequences and calls with
-    dropout are computed one after the other.
+    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
+    sinks. Under vmap the mapped dimension becomes a part of the batch; packed sequences and calls
+    with dropout or sinks are computed one after the other.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -234,6 +238,8 @@ def attention(
             but for seed and offset.
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without
+            a value (attention sinks, as gpt-oss learns them).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or
             a key of ``jax.random``.
@@ -258,7 +264,7 @@ def attention(
     q, k, v = tensors
     extras = _Extras(*(
         None if x is None else jnp.asarray(x)
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes)
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     ))  # fmt: skip
     options = _a.options(
         causal, window, _number(scale), _number(softcap), _number(dropout_p), max_seqlen_q,

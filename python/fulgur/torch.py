@@ -29,7 +29,7 @@ _library = torch.library.Library("fulgur", "DEF")
 _SHARED = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
-    "Tensor? alibi_slopes, float dropout_p, Tensor? rng_state, bool invariant"
+    "Tensor? alibi_slopes, Tensor? sinks, float dropout_p, Tensor? rng_state, bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 _CACHE = "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k"
@@ -47,8 +47,9 @@ for _schema in (
     f"forward({_FORWARD}) -> (Tensor out, Tensor lse)",
     f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
     f"forward_cached({_FORWARD}, {_CACHE}) -> (Tensor out, Tensor lse)",
-    f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()",
+    f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsinks)"
+    " -> ()",
     f"append({_APPEND}) -> ()",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
@@ -69,8 +70,10 @@ def _fake_forward(q, k, v, *_):
 
 
 @torch.library.register_fake("fulgur::backward", lib=_library)
-def _fake_backward(dout, dlse, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _fake_backward(dout, dlse, q, k, v, out, lse, *shared):
+    sinks = shared[10]
+    dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
 
 @torch.library.register_fake("fulgur::forward_into", lib=_library)
@@ -82,10 +85,6 @@ def _fake_into(*_):
 
 def _fold(size, mapped, tensors, shared):
     """Arguments of a batched call with the mapped dimension as a part of the batch."""
-    if shared[0] is not None:
-        raise NotImplementedError(
-            "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
-        )
 
     def front(x, dim):
         return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -94,8 +93,8 @@ def _fold(size, mapped, tensors, shared):
     folded = [
         None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
     ]
-    cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
-    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 9, 11))
+    cu_q, cu_k, seqused_k, *numbers, slopes, _, dropout_p, rng, invariant = shared
+    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 9, 12))
     if seqused_k is not None:
         seqused_k = front(seqused_k, seqused_dim).flatten()
     if slopes is not None and (slopes_dim is not None or slopes.dim() == 2):
@@ -107,23 +106,53 @@ def _fold(size, mapped, tensors, shared):
         if rng_dim is None:
             raise NotImplementedError("dropout_p: vmap(randomness='same'); want 'different'")
         rng = rng.select(rng_dim, 0)  # what is kept depends on the place in the batch, too
-    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant
+    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, None, dropout_p, rng, invariant
 
 
-def _batched(op, tensors):
-    """The rule of vmap of an operator whose first so many arguments are tensors."""
+def _fold_heads(size, mapped, tensors, shared):
+    """The same as a part of the heads: each has a sink, whose gradient is wanted for each call."""
+    cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
+    seqused_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 9, 10))
+    if dropout_p > 0 or seqused_dim is not None:
+        name = "dropout_p" if dropout_p > 0 else "seqused_k, mapped"
+        raise NotImplementedError(f"{name}: with sinks under vmap; want it left out")
+
+    def fold(x, dim, heads=-2):
+        heads %= x.dim() - (dim is not None)
+        if dim is None:
+            x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
+        else:
+            x = x.movedim(dim, heads)
+        return x.flatten(heads, heads + 1)
+
+    folded = [None if x is None else fold(x, dim) for x, dim in zip(tensors, mapped)]
+    slopes = None if slopes is None else fold(slopes, slopes_dim, -1)
+    sinks = fold(sinks, sinks_dim, -1)
+    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant
+
+
+def _batched(op, tensors, heads):
+    """The rule of vmap of an operator whose first so many arguments are tensors, and whose results
+    have their heads in these dimensions."""
 
     def rule(info, in_dims, *args):
-        shared, rest = args[tensors : tensors + 13], args[tensors + 13 :]
-        results = op(*_fold(info.batch_size, in_dims, args[:tensors], shared), *rest)
-        results = tuple(x.unflatten(0, (info.batch_size, -1)) for x in results)
-        return results, (0,) * len(results)
+        size, shared, rest = info.batch_size, args[tensors : tensors + 14], args[tensors + 14 :]
+        if shared[0] is not None:
+            raise NotImplementedError(
+                "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
+            )
+        of_heads = shared[10] is not None
+        fold = _fold_heads if of_heads else _fold
+        results = op(*fold(size, in_dims, args[:tensors], shared), *rest)
+        dims = heads if of_heads else (0,) * len(results)
+        results = tuple(x.unflatten(dim, (size, -1)) for x, dim in zip(results, dims))
+        return results, tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
 
     return rule
 
 
-_vmap_backward = _batched(_backward, 7)
-torch.library.register_vmap("fulgur::forward", _batched(_forward, 3), lib=_library)
+_vmap_backward = _batched(_backward, 7, (-2, -2, -2, -1))
+torch.library.register_vmap("fulgur::forward", _batched(_forward, 3, (-2, -2)), lib=_library)
 torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
 
 
@@ -164,25 +193,25 @@ def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest,
 
 
 def _save(ctx, tensors, out, lse, shared, deterministic):
-    cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng, invariant = shared
-    ctx.save_for_backward(*tensors, out, lse, cu_q, cu_k, seqused_k, slopes, rng)
+    cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
+    ctx.save_for_backward(*tensors, out, lse, cu_q, cu_k, seqused_k, slopes, sinks, rng)
     ctx.numbers = numbers, dropout_p, invariant, deterministic
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, rng = ctx.saved_tensors
+    q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, sinks, rng = ctx.saved_tensors
     numbers, dropout_p, invariant, deterministic = ctx.numbers
     if dout is None and dlse is None:
-        return (None,) * 17
+        return (None,) * 18
     dout = torch.zeros_like(out) if dout is None else _rows(dout)
     dlse = None if dlse is None else _rows(dlse)
     compute = _Gradients.apply if torch.is_grad_enabled() else _backward
-    gradients = compute(
-        dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, dropout_p, rng,
-        invariant, deterministic,
+    *gradients, dsinks = compute(
+        dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p,
+        rng, invariant, deterministic,
     )  # fmt: skip
-    return *gradients, *(None,) * 14
+    return *gradients, *(None,) * 11, None if sinks is None else dsinks, *(None,) * 3
 
 
 class _Gradients(torch.autograd.Function):
@@ -260,16 +289,16 @@ def _want_no_gradient(**tensors):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None,
+    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
     deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
-    Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q, k
-    and v; caches have none. Under autocast q, k and v are cast to its dtype, float64 apart; of a
-    cache, q alone.
+    Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
+    k, v and sinks; caches have none. Under autocast q, k and v are cast to its dtype, float64
+    apart; of a cache, q alone.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -281,6 +310,8 @@ def attention(
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without
+            a value (attention sinks, as gpt-oss learns them).
         dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
@@ -309,7 +340,7 @@ def attention(
     cache = (page_table, page_indptr, cache_batch_idx, leftpad_k)
     cached = any(x is not None for x in cache)
     if cached:
-        _want_no_gradient(q=q, k=k, v=v)
+        _want_no_gradient(q=q, k=k, v=v, sinks=sinks)
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -320,14 +351,15 @@ def attention(
     shared = (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
-        alibi_slopes, dropout_p, rng, invariant,
+        alibi_slopes, sinks, dropout_p, rng, invariant,
     )  # fmt: skip
     q = _rows(q)
     if cached:
         out, lse = _forward_cached(q, k, v, *shared, *cache)
         return (out, lse) if return_lse else out
     k, v = _rows(k), _rows(v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         functional = torch._C._are_functorch_transforms_active()
         function = _FunctionalAttention if functional else _Attention

@@ -7,7 +7,7 @@
 Importing this module registers it. It takes what transformers' flash attention takes: padded
 batches with a mask ``(batch, seqlen)``, left or right; packed batches, by ``cu_seq_lens_q`` and
 ``cu_seq_lens_k`` or by ``position_ids`` that begin anew; sliding windows, softcap, caches, other
-dims of values than of keys; on the CPU as well.
+dims of values than of keys, attention sinks (``s_aux``, as gpt-oss has them); on the CPU as well.
 """
 
 import torch
@@ -32,10 +32,9 @@ def attention_forward(
     dim)``, as transformers calls it.
 
     Raises:
-        NotImplementedError: attention sinks (``s_aux``), a bias of positions, paged caches, and
-            masks of four dimensions.
+        NotImplementedError: a bias of positions, paged caches, and masks of four dimensions.
     """
-    refuse(s_aux=s_aux, cache=cache, block_table=block_table, position_bias=position_bias)
+    refuse(cache=cache, block_table=block_table, position_bias=position_bias)
     if attention_mask is not None and attention_mask.dim() != 2:
         refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
     dtype = get_target_dtype(query, module)  # of modules whose norms are float32
@@ -45,7 +44,8 @@ def attention_forward(
     left = -1 if sliding_window is None or sliding_window >= k.shape[1] else sliding_window - 1
     options = dict(
         causal=module.is_causal if is_causal is None else is_causal, window=(left, left),
-        scale=scaling, softcap=softcap or 0.0, dropout_p=dropout, deterministic=bool(deterministic),
+        scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float(),
+        dropout_p=dropout, deterministic=bool(deterministic),
     )  # fmt: skip
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None

@@ -13,6 +13,7 @@
 #include "padding.h"
 #include "parallel.h"
 #include "random_numbers.h"
+#include "sinks.h"
 #include "tiles.h"
 
 namespace fulgur::cpu {
@@ -44,7 +45,8 @@ class Work {
         args_(args),
         sequences_(problem, args),
         keys_(problem, sequences_, args),
-        given_{static_cast<const float*>(args.alibi_slopes.data), dropout_of(problem, args, run)},
+        given_{static_cast<const float*>(args.alibi_slopes.data),
+               static_cast<const float*>(args.sinks.data), dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
 
@@ -168,6 +170,8 @@ class Work {
       k_.backward_d(t, args_, blocks[i].begin, blocks[i].end, D_of(t));
     });
 
+    if (p_.want_dsinks) sink_gradients(D_of);
+
     const auto part_of = [&](const Task& t, int64_t split) {
       return dq + ((t.b * p_.hk + t.kv) * splits + split) * accumulator;
     };
@@ -188,6 +192,26 @@ class Work {
       std::vector<float*> parts(splits);
       for (int64_t split = 0; split < splits; ++split) parts[split] = part_of(t, split);
       k_.backward_dq(t, args_, blocks[i].begin, blocks[i].end, parts.data(), splits);
+    });
+  }
+
+  /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in their order and in
+  /// f64.
+  template <class Rows>
+  void sink_gradients(const Rows& D_of) const {
+    const auto* lse = static_cast<const float*>(args_.lse.data);
+    each(p_.hq, [&](int64_t h) {
+      double sum = 0;
+      for (int64_t b = 0; b < p_.batch; ++b) {
+        const Task t = task(b, h / p_.group());
+        const float* const D = D_of(t) + h % p_.group() * t.s.sq;
+        for (int64_t i = 0; i < t.s.sq; ++i) {
+          const double P =
+              sink_probability(given_.sinks[h], lse[p_.lse.offset(b, t.s.q_begin + i, h)]);
+          if (P != 0) sum -= P * D[i];
+        }
+      }
+      static_cast<float*>(args_.dsinks.data)[h] = static_cast<float>(sum);
     });
   }
 

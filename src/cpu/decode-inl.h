@@ -343,7 +343,7 @@ void decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t k
   }
 }
 
-/// m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i / l.
+/// m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i / l; then the sink joins.
 void decode_merge(const Task& task, const ForwardArgs& args, const float* states, int64_t splits,
                   int64_t split_stride) {
   const Problem& p = task.problem;
@@ -360,11 +360,11 @@ void decode_merge(const Task& task, const ForwardArgs& args, const float* states
       l += weight * part[p.dv + 1];
       for (int64_t c = 0; c < p.dv; ++c) o[c] += weight * part[c];
     }
-    for (int64_t c = 0; c < p.dv; ++c) o[c] = l == 0 ? 0 : o[c] / l;
+    const RowEnd end = end_row(task, r, m, l);
+    for (int64_t c = 0; c < p.dv; ++c) o[c] = l == 0 ? 0 : end.weight * o[c] / l;
     store_row(args.out.dtype, o, p.dv, address(args.out, row_offset(task, p.out, r)));
     if (!p.want_lse) continue;
-    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, r)] =
-        l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;
+    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, r)] = end.lse;
   }
 }
 

@@ -8,6 +8,7 @@
 #endif
 
 #include "cpu/panel-inl.h"
+#include "sinks.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -115,6 +116,22 @@ HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& t
   }
 }
 
+/// A finished row of a task, with its sink: the factor of O / l, and its LSE, where that is wanted.
+struct RowEnd {
+  float weight = 1, lse = 0;
+};
+
+/// Of row r, with the maximum m in log2 units.
+HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
+  const Problem& p = task.problem;
+  RowEnd end;
+  if (!p.want_lse && !p.has_sinks) return end;
+  end.lse = l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;
+  if (!p.has_sinks) return end;
+  const SinkJoined joined = join_sink(task.given.sinks[task.head(r)], end.lse);
+  return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
+}
+
 /// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t row,
                             const Panel& panel, const float* HWY_RESTRICT Ot,
@@ -125,7 +142,8 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
   const int64_t ld = round_up(p.dv, kLanes), width = panel.width();
   const auto lane_column = hn::Mul(hn::Iota(I32(), 0), hn::Set(I32(), static_cast<int32_t>(width)));
   for (int64_t r = 0; r < panel.count; ++r) {
-    const V32 scale = hn::Set(f, l[r] == 0 ? 0 : 1 / l[r]);
+    const RowEnd end = end_row(task, row + r, m[r], l[r]);
+    const V32 scale = hn::Set(f, l[r] == 0 ? 0 : end.weight / l[r]);
     int64_t c = 0;
     for (; c + kLanes <= p.dv; c += kLanes) {
       const V32 o = hn::GatherIndex(f, Ot + c * width + r, lane_column);
@@ -134,8 +152,7 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
     for (; c < ld; ++c) rows[c] = c < p.dv ? Ot[c * width + r] * hn::GetLane(scale) : 0;
     store_row(args.out.dtype, rows, p.dv, address(args.out, row_offset(task, p.out, row + r)));
     if (!p.want_lse) continue;
-    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] =
-        l[r] == 0 ? -std::numeric_limits<float>::infinity() : (m[r] + std::log2(l[r])) * kLn2;
+    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = end.lse;
   }
 }
 

@@ -17,6 +17,7 @@ constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel
 /// What a call gives besides its tensors of rows.
 struct Given {
   const float* slopes;  ///< ALiBi; null without
+  const float* sinks;   ///< null without
   kernels::DropoutMask dropout;
 };
 

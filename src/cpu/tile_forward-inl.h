@@ -234,18 +234,24 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
   const Problem& p = task.problem;
   const int64_t ld = blocks_of(p.dv) * kTileRows;
   for (int64_t v = 0; v < panel.vectors; ++v) {
-    const V32 sum = hn::Load(f, l + v * kLanes);
-    const V32 scale = hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(f)), hn::Div(hn::Set(f, 1.0f), sum));
-    transpose_sums(Ot, ld, panel.width(), v, scale, rows);
     const int64_t count = std::min(kLanes, panel.count - v * kLanes);
+    HWY_ALIGN float weight[kLanes] = {}, lse[kLanes];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = v * kLanes + i;
+      const RowEnd end = end_row(task, row + r, factor * m[r], l[r]);
+      weight[i] = end.weight;
+      lse[i] = end.lse;
+    }
+    const V32 sum = hn::Load(f, l + v * kLanes);
+    const V32 scale =
+        hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(f)), hn::Div(hn::Load(f, weight), sum));
+    transpose_sums(Ot, ld, panel.width(), v, scale, rows);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t r = v * kLanes + i;
       store_row(args.out.dtype, rows + i * ld, p.dv,
                 address(args.out, row_offset(task, p.out, row + r)));
       if (!p.want_lse) continue;
-      static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] =
-          l[r] == 0 ? -std::numeric_limits<float>::infinity()
-                    : (factor * m[r] + std::log2(l[r])) * kLn2;
+      static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = lse[i];
     }
   }
 }

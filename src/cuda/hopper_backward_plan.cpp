@@ -328,6 +328,7 @@ int HopperBackwardKey::tile_bytes() const {
 
 std::string hopper_backward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.has_sinks) return "computes without sinks";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }

@@ -32,7 +32,7 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const Outp
 
 // flash2.cpp: Q outer loop, O unscaled until the end, LSE only. FlashAttention-2, Alg. 1 and 2.
 Forward flash2_forward(const Head& h, int64_t M, Traffic* traffic = nullptr);
-/// The same over the keys [key_begin, key_end) alone.
+/// The same over the keys [key_begin, key_end) alone, without the sink.
 Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, int64_t M,
                             Traffic* traffic = nullptr);
 Backward flash2_backward(const Head& h, const Forward& forward, const OutputGradient& dout,

@@ -5,6 +5,7 @@
 
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 
@@ -44,6 +45,14 @@ Flash1Forward flash1_forward(const Head& h, int64_t M, Traffic* traffic) {
       store(traffic, I.size() * (h.dv + 2));  // Alg. 2, lines 15, 16: O_i, l_i, m_i
     }
   }
+  for (int64_t i = 0; i < h.sq && h.rule.sink != -kInf; ++i) {
+    const SinkJoined joined = join_sink(h.rule.sink, m[i] + std::log(l[i]));
+    const bool sees_none = m[i] == -kInf;
+    m[i] = joined.lse;
+    l[i] = 1;
+    if (sees_none) continue;  // O = 0
+    for (int64_t c = 0; c < h.dv; ++c) O[i * h.dv + c] *= joined.keys;
+  }
   return {O, l, m};  // Alg. 2, line 19
 }
 
@@ -54,6 +63,11 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const Outp
   const auto [Bc, Br] = BlockSizes(M, h);                               // Alg. 4, line 2
   std::vector<double> dQ(h.sq * h.d), dK(h.sk * h.d), dV(h.sk * h.dv);  // Alg. 4, lines 5, 8
   store(traffic, h.sq * h.d);
+  double dsink = 0;
+  for (int64_t i = 0; i < h.sq; ++i) {
+    const double D_i = dot(h.dv, dout.o + i * h.dv, &O[i * h.dv]) - dout.lse_of(i);
+    dsink += sink_gradient(h, m[i] + std::log(l[i]), D_i);
+  }
 
   for (const Range J : blocks({0, h.sk}, Bc)) {    // Alg. 4, lines 3, 6
     load(traffic, J.size() * (h.d + h.dv));        // Alg. 4, line 7: K_j, V_j
@@ -80,7 +94,7 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const Outp
     }
     store(traffic, J.size() * (h.d + h.dv));  // Alg. 4, line 24: dK_j, dV_j
   }
-  return {dQ, dK, dV};  // Alg. 4, line 26
+  return {dQ, dK, dV, dsink};  // Alg. 4, line 26
 }
 
 }  // namespace fulgur::reference

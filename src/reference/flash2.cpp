@@ -5,11 +5,14 @@
 
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 
 Forward flash2_forward(const Head& h, int64_t M, Traffic* traffic) {
-  return flash2_forward_keys(h, 0, h.sk, M, traffic);
+  Forward out = flash2_forward_keys(h, 0, h.sk, M, traffic);
+  join_sink(h, out);
+  return out;
 }
 
 Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, int64_t M,
@@ -59,10 +62,12 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
   std::vector<double> dQ(h.sq * h.d), dK(h.sk * h.d), dV(h.sk * h.dv);  // Alg. 2, lines 3, 7
   store(traffic, h.sq * h.d);
 
+  double dsink = 0;
   std::vector<double> D(h.sq);  // Alg. 2, line 4: D = rowsum(dO o O), less dLSE
   load(traffic, 2 * h.sq * h.dv + (dout.lse == nullptr ? 0 : h.sq));
   for (int64_t i = 0; i < h.sq; ++i) {
     D[i] = dot(h.dv, dout.o + i * h.dv, &O[i * h.dv]) - dout.lse_of(i);
+    dsink += sink_gradient(h, L[i], D[i]);
   }
   store(traffic, h.sq);
 
@@ -91,7 +96,7 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
     }
     store(traffic, J.size() * (h.d + h.dv));  // Alg. 2, line 18: dK_j, dV_j
   }
-  return {dQ, dK, dV};  // Alg. 2, line 20
+  return {dQ, dK, dV, dsink};  // Alg. 2, line 20
 }
 
 }  // namespace fulgur::reference

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "kernels/shared/dropout.h"
@@ -20,11 +21,13 @@ struct Dropout {
 };
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
-/// -slope * |i + sk - sq - j|, then the band mask; after the softmax, dropout.
+/// -slope * |i + sk - sq - j|, then the band mask; then the softmax, which the sink joins; after it
+/// dropout.
 struct Rule {
   double scale = 1;
   double softcap = 0;  // 0: none
   double slope = 0;
+  double sink = -std::numeric_limits<double>::infinity();  // none
   Band band = {};
   Dropout dropout = {};
   uint64_t head_index = 0;  // b * hq + h: the Philox stream of this head
@@ -37,7 +40,7 @@ struct Head {
   Rule rule;
 };
 
-/// A row that sees no key has O = 0 and LSE = -inf.
+/// A row that sees no key has O = 0 and LSE = sink.
 struct Forward {
   std::vector<double> o /*[sq, dv]*/, lse /*[sq]*/;
 };
@@ -51,6 +54,7 @@ struct OutputGradient {
 
 struct Backward {
   std::vector<double> dq /*[sq, d]*/, dk /*[sk, d]*/, dv /*[sk, dv]*/;
+  double dsink = 0;
 };
 
 /// Elements moved between slow and fast memory.

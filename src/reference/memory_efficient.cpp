@@ -5,6 +5,7 @@
 
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 
@@ -22,6 +23,7 @@ Forward memory_efficient_forward(const Head& h, Traffic* traffic) {
       for (int64_t j = 0; j < h.sk; ++j) l += std::exp(score(h, i, j).S - m);
       out.lse[i] = m + std::log(l);  // Eq. 1: L_i = sum_j exp(q_i . k_j)
     }
+    out.lse[i] = join_sink(h.rule.sink, out.lse[i]).lse;
 
     for (int64_t j = 0; j < h.sk; ++j) {  // Eq. 2: o_i = sum_j exp(q_i . k_j) / L_i v_j
       const double S = score(h, i, j).S;
@@ -43,6 +45,7 @@ Backward memory_efficient_backward(const Head& h, const Forward& forward,
     load(traffic, h.d + 2 * h.dv + 1);       // q_i, o_i, dO_i, LSE_i
     load(traffic, 2 * h.sk * (h.d + h.dv));  // k_j, v_j, dk_j, dv_j
     const double D_i = dot(h.dv, dO_i, &forward.o[i * h.dv]) - dout.lse_of(i);  // Eq. 4
+    grad.dsink += sink_gradient(h, forward.lse[i], D_i);
     for (int64_t j = 0; j < h.sk; ++j) {
       const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
       const auto [S, dS_dqk] = score(h, i, j);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "convert.h"
 #include "key_rows.h"
@@ -76,6 +77,14 @@ class Work {
   }
 
   void backward() const {
+    std::vector<double> dsinks(p_.want_dsinks && p_.total_q > 0 ? p_.batch * p_.hq : 0);
+    gradients(dsinks);
+    if (p_.want_dsinks) write_dsinks(dsinks);
+  }
+
+ private:
+  /// `dsinks`, where it is not empty, takes those of every head of every sequence.
+  void gradients(std::vector<double>& dsinks) const {
     if (p_.total_q == 0 && p_.total_k == 0) return;
     // One task owns a kv head, so that the gradients of its q heads add up in a fixed order.
     parallel_for(p_.batch * p_.hk, threads_, [&](int64_t item) {
@@ -95,6 +104,7 @@ class Work {
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
         const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory);
         scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
+        if (!dsinks.empty()) dsinks[b * p_.hq + h] = g.dsink;
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
         std::transform(dv.begin(), dv.end(), g.dv.begin(), dv.begin(), std::plus<>());
       }
@@ -104,11 +114,23 @@ class Work {
     write_padding(p_, sequences_, args_);
   }
 
- private:
+  void write_dsinks(const std::vector<double>& of_sequences) const {
+    for (int64_t h = 0; h < p_.hq; ++h) {
+      double sum = 0;
+      for (size_t at = h; at < of_sequences.size(); at += p_.hq) sum += of_sequences[at];
+      store_element(args_.dsinks.data, DType::kF32, h, sum);
+    }
+  }
+
   double slope(int64_t b, int64_t h) const {
     if (!p_.has_alibi()) return 0;
     return load_element(args_.alibi_slopes.data, DType::kF32,
                         b * p_.slopes_batch + h * p_.slopes_head);
+  }
+
+  double sink(int64_t h) const {
+    if (!p_.has_sinks) return -std::numeric_limits<double>::infinity();
+    return load_element(args_.sinks.data, DType::kF32, h);
   }
 
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,
@@ -123,6 +145,7 @@ class Work {
             Rule{.scale = p_.scale,
                  .softcap = p_.softcap,
                  .slope = slope(b, h),
+                 .sink = sink(h),
                  .band = {p_.mask.left, p_.mask.right},
                  .dropout = {p_.dropout_p, dropout_},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h)}};

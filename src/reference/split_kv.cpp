@@ -4,6 +4,7 @@
 
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 
@@ -12,7 +13,9 @@ Forward split_kv_forward(const Head& h, int64_t splits, int64_t M, Traffic* traf
   for (int64_t s = 0; s < splits; ++s) {
     parts.push_back(flash2_forward_keys(h, s * h.sk / splits, (s + 1) * h.sk / splits, M, traffic));
   }
-  return combine(parts, traffic);
+  Forward out = combine(parts, traffic);
+  join_sink(h, out);
+  return out;
 }
 
 Forward combine(const std::vector<Forward>& parts, Traffic* traffic) {

@@ -4,20 +4,24 @@
 
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 namespace {
 
-/// P = softmax(S), row by row, and LSE = log(sum of exp(S)). A row that sees no key stays 0.
-Matrix softmax(const Matrix& S, std::vector<double>& lse) {
+/// P = softmax(S), row by row, and LSE = log(sum of exp(S)), both with the sink. P of a row that
+/// sees no key stays 0.
+Matrix softmax(const Matrix& S, double sink, std::vector<double>& lse) {
   Matrix P(S.rows, S.cols);
   for (int64_t i = 0; i < S.rows; ++i) {
     const double m = rowmax(S.cols, S[i]);
+    lse[i] = sink;
     if (m == -kInf) continue;
     double l = 0;
     for (int64_t j = 0; j < S.cols; ++j) l += P[i][j] = std::exp(S[i][j] - m);
-    for (int64_t j = 0; j < S.cols; ++j) P[i][j] /= l;
-    lse[i] = m + std::log(l);
+    const SinkJoined joined = join_sink(sink, m + std::log(l));
+    for (int64_t j = 0; j < S.cols; ++j) P[i][j] = P[i][j] / l * joined.keys;
+    lse[i] = joined.lse;
   }
   return P;
 }
@@ -33,7 +37,7 @@ Forward standard_forward(const Head& h, Traffic* traffic) {
   store(traffic, h.sq * h.sk);
 
   load(traffic, h.sq * h.sk);  // Alg. 0, line 2: load S; P = softmax(S); store P
-  const Matrix P = softmax(S, out.lse);
+  const Matrix P = softmax(S, h.rule.sink, out.lse);
   store(traffic, h.sq * h.sk + h.sq);
 
   load(traffic, h.sq * h.sk + h.sk * h.dv);  // Alg. 0, line 3: load P, V; O = P V; store O
@@ -52,7 +56,7 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
   // The forward pass left P in slow memory; making it again is not counted.
   std::vector<double> lse(h.sq);
   const Matrix S = scores(h, {0, h.sq}, {0, h.sk});
-  const Matrix P = softmax(S, lse);
+  const Matrix P = softmax(S, h.rule.sink, lse);
   Matrix dP(h.sq, h.sk), dS(h.sq, h.sk);
   Backward grad{std::vector<double>(h.sq * h.d), std::vector<double>(h.sk * h.d),
                 std::vector<double>(h.sk * h.dv)};
@@ -78,7 +82,10 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
 
   load(traffic, 2 * h.sq * h.sk);  // Alg. 3, line 3: load P, dP; store dS = P o (dP - P . dP)
   std::vector<double> P_dP(h.sq);  // less dLSE, since dLSE / dS = P
-  for (int64_t i = 0; i < h.sq; ++i) P_dP[i] = dot(h.sk, P[i], dP[i]) - dout.lse_of(i);
+  for (int64_t i = 0; i < h.sq; ++i) {
+    P_dP[i] = dot(h.sk, P[i], dP[i]) - dout.lse_of(i);
+    grad.dsink += sink_gradient(h, lse[i], P_dP[i]);
+  }
   for_each_visible([&](int64_t i, int64_t j) {
     dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]) * score(h, i, j).dS_dqk;
   });

@@ -244,6 +244,55 @@ TEST_P(Adversarial, RowsWithoutKeysAreExactlyZero) {
   }
 }
 
+// Sinks of every size and no size, each beside a common one and one that is none. The first rows
+// see no key.
+TEST_P(Adversarial, SinksOfEverySize) {
+  const Case cases[] = {
+      {.batch = 2, .sq = 70, .sk = 40, .hq = 4, .hk = 2, .mask = causal(), .dlse = true},
+      {.batch = 2, .sq = 3, .sk = 300, .hq = 4, .hk = 2, .mask = causal(), .dlse = true},
+      {.batch = 2, .sq = 3, .sk = 0, .hq = 4, .hk = 2, .dlse = true},
+      {.batch = 2, .sq = 70, .sk = 0, .hq = 4, .hk = 2, .dlse = true}};
+  for (Case c : cases) {
+    c.sinks = true;
+    for (const double sink : {kInf, -kInf, kNan, 3.4e38, -3.4e38, 1e30, -1e30, 100.0, -100.0}) {
+      SCOPED_TRACE(sink);
+      follows_reference(c, [&](Workload& w) {
+        write(w.forward.sinks, std::vector{sink, 0.5, -kInf, 0.0});
+        if (sink != -kInf) return;
+        edit(w.backward.dlse, [&](std::vector<double>& dlse) {  // of rows whose LSE is -inf
+          for (size_t b = 0; b < 2; ++b) {
+            for (int64_t i = 0; i < c.sq - c.sk; ++i) dlse[w.lse_index(b, 0, i)] = kNan;
+          }
+        });
+      });
+    }
+  }
+}
+
+// With sinks of -inf a call is as without them, bit for bit.
+TEST_P(Adversarial, SinksOfMinusInfinityAreNone) {
+  for (const DType dtype : kDtypes) {
+    for (const int64_t sq : {70, 3}) {
+      Case c{.dtype = dtype, .sq = sq, .sk = 60, .hq = 2, .hk = 1, .mask = causal(), .dlse = true};
+      Workload without(c, 12);
+      c.sinks = true;
+      Workload with(c, 12);
+      without.options.engine = with.options.engine = engine();
+      without.options.deterministic = with.options.deterministic = true;
+      write(with.forward.sinks, std::vector{-kInf, -kInf});
+      write(with.backward.dlse, read(without.backward.dlse));
+      with.seal();
+      if (!runs(with) || !runs(without)) continue;
+      EXPECT_EQ(bits(with.forward.out), bits(without.forward.out));
+      EXPECT_EQ(bits(with.forward.lse), bits(without.forward.lse));
+      EXPECT_EQ(bits(with.backward.dq), bits(without.backward.dq));
+      EXPECT_EQ(bits(with.backward.dk), bits(without.backward.dk));
+      EXPECT_EQ(bits(with.backward.dv), bits(without.backward.dv));
+      for (const double x : read(with.backward.dsinks)) EXPECT_EQ(x, 0);
+    }
+  }
+}
+
 TEST_P(Adversarial, Denormals) {
   follows_reference({.sq = 40, .sk = 70, .d = 16, .dv = 16}, [](Workload& w) {
     const double tiny = w.c.dtype == DType::kF16 ? 1e-6 : 1e-39;

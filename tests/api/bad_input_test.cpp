@@ -362,6 +362,32 @@ const std::vector<Wrong>& wrongs() {
       {"alibi_null", [](Call& c) { c.alibi_slopes.data = nullptr; }, "alibi_slopes: data is null"},
       {"alibi_on_cuda", [](Call& c) { c.alibi_slopes = on_cuda(c.alibi_slopes); },
        "alibi_slopes: on cuda:0, want cpu"},
+      // Sinks.
+      {"sinks_of_other_heads", [](Call& c) { c.sinks.shape[0] = 3; },
+       "sinks: got .*\\(3\\).*want .*4"},
+      {"sinks_of_rank_2", [](Call& c) { c.sinks = resized(c.sinks, {1, 4}); },
+       "sinks: got 2 dim.*want 1"},
+      {"sinks_of_f64", [](Call& c) { c.sinks.dtype = DType::kF64; }, "sinks: got f64, want f32"},
+      {"sinks_of_bf16", [](Call& c) { c.sinks.dtype = DType::kBF16; }, "sinks: got bf16, want f32"},
+      {"sinks_strided", [](Call& c) { c.sinks.strides[0] = 2; }, "sinks: .*stride.* 2, want 1"},
+      {"sinks_null", [](Call& c) { c.sinks.data = nullptr; }, "sinks: data is null"},
+      {"sinks_on_cuda", [](Call& c) { c.sinks = on_cuda(c.sinks); }, "sinks: on cuda:0, want cpu"},
+      {"dsinks_of_other_heads", [](Call& c) { c.dsinks.shape[0] = 5; },
+       "dsinks: got .*\\(5\\).*want .*4", kBackwardOnly},
+      {"dsinks_of_f64", [](Call& c) { c.dsinks.dtype = DType::kF64; }, "dsinks: got f64, want f32",
+       kBackwardOnly},
+      {"dsinks_strided", [](Call& c) { c.dsinks.strides[0] = 0; },
+       "dsinks: last stride is 0, want 1", kBackwardOnly},
+      {"dsinks_null", [](Call& c) { c.dsinks.data = nullptr; }, "dsinks: data is null",
+       kBackwardOnly},
+      {"dsinks_on_cuda", [](Call& c) { c.dsinks = on_cuda(c.dsinks); },
+       "dsinks: on cuda:0, want cpu", kBackwardOnly},
+      {"dsinks_without_sinks", [](Call& c) { c.sinks = {}; }, "dsinks: given without sinks",
+       kBackwardOnly},
+      {"dsinks_are_sinks", [](Call& c) { c.dsinks.data = c.sinks.data; },
+       "dsinks: .*memory.* sinks", kBackwardOnly},
+      {"out_is_sinks", [](Call& c) { c.sinks.data = c.out.data; }, "out: .*memory.* sinks",
+       kForwardOnly},
       // Numbers.
       {"scale_nan", [](Call& c) { c.options.scale = kNan; }, "scale: got nan, want .*finite"},
       {"scale_beyond_f32", [](Call& c) { c.options.scale = 1e39; },
@@ -396,7 +422,7 @@ class BadInput : public testing::TestWithParam<Wrong> {
   static Case base() {
     Case c{.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24};
     c.alibi = Alibi::kHeads;
-    c.seqused = c.dlse = true;
+    c.seqused = c.dlse = c.sinks = true;
     if (GetParam().packed) c.layout = Layout::kPacked;
     return c;
   }
@@ -449,7 +475,8 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
                 .layout = layout,
                 .alibi = Alibi::kHeads,
                 .seqused = true,
-                .dlse = true},
+                .dlse = true,
+                .sinks = true},
                1);
     const Dense numbers(DType::kI64, {2});
     Call call(w);

@@ -33,7 +33,7 @@ FIELD(fulgur_options, invariant, 68, 4);
 FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 
-SIZE(fulgur_forward_args, 120);
+SIZE(fulgur_forward_args, 128);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -49,8 +49,9 @@ FIELD(fulgur_forward_args, page_table, 88, 8);
 FIELD(fulgur_forward_args, page_indptr, 96, 8);
 FIELD(fulgur_forward_args, cache_batch_idx, 104, 8);
 FIELD(fulgur_forward_args, leftpad_k, 112, 8);
+FIELD(fulgur_forward_args, sinks, 120, 8);
 
-SIZE(fulgur_backward_args, 128);
+SIZE(fulgur_backward_args, 144);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -67,6 +68,8 @@ FIELD(fulgur_backward_args, cu_seqlens_k, 96, 8);
 FIELD(fulgur_backward_args, seqused_k, 104, 8);
 FIELD(fulgur_backward_args, dlse, 112, 8);
 FIELD(fulgur_backward_args, rng_state, 120, 8);
+FIELD(fulgur_backward_args, sinks, 128, 8);
+FIELD(fulgur_backward_args, dsinks, 136, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

@@ -428,6 +428,37 @@ int main(void) {
   older.dlse = NULL;
   CHECK(fulgur_backward(&older, &options, NULL) == FULGUR_OK && dq[0] == with_dlse);
 
+  /* A sink, its gradient, and programs that do not know of sinks. */
+  float sink[] = {0.75f}, dsink[] = {7};
+  int64_t sink_shape[] = {1};
+  const DLTensor ts = tensor(sink, 1, sink_shape), tds = tensor(dsink, 1, sink_shape);
+  fulgur_forward_args with_sink = args;
+  with_sink.sinks = &ts;
+  CHECK(fulgur_forward(&with_sink, &options, NULL) == FULGUR_OK);
+  expected(q, k, v, 1, want, want_lse);
+  double want_dsink = 0;
+  for (int i = 0; i < kRows; ++i) {
+    const double l = exp(want_lse[i]) + exp(0.75), share = exp(want_lse[i]) / l;
+    double D = -dlse[i];
+    CHECK(near(lse[i], log(l)));
+    for (int c = 0; c < kDim; ++c) {
+      CHECK(near(out[i * kDim + c], want[i * kDim + c] * share));
+      D += dout[i * kDim + c] * want[i * kDim + c] * share;
+    }
+    want_dsink -= exp(0.75) / l * D;
+  }
+  fulgur_backward_args sink_gradient = gradient;
+  sink_gradient.sinks = &ts;
+  sink_gradient.dsinks = &tds;
+  CHECK(fulgur_backward(&sink_gradient, &options, NULL) == FULGUR_OK);
+  CHECK(near(dsink[0], want_dsink));
+  sink_gradient.sinks = NULL;
+  CHECK(fulgur_backward(&sink_gradient, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "dsinks: given without sinks") == 0);
+  with_sink.struct_size = offsetof(fulgur_forward_args, sinks);
+  CHECK(fulgur_forward(&with_sink, &options, NULL) == FULGUR_OK);
+  for (int n = 0; n < kRows; ++n) CHECK(near(lse[n], want_lse[n]));
+
   /* The random numbers of dropout by a tensor, and by the run. */
   uint64_t numbers[] = {(uint64_t)-3, 9};
   float dropped[kRows * kDim];

@@ -58,7 +58,8 @@ std::vector<Case> serving_cases() {
                        .dv = 24,
                        .mask = causal(),
                        .layout = layout,
-                       .seqused = true});
+                       .seqused = true,
+                       .sinks = dtype != DType::kF16});
       }
     }
   }

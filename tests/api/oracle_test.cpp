@@ -35,7 +35,8 @@ TEST(Cases, EveryDtypeMeetsEveryLevel) {
                           {"softcap", {c.softcap > 0}},
                           {"dropout", {c.dropout > 0}},
                           {"seqused", {c.seqused}},
-                          {"dlse", {c.dlse}}});
+                          {"dlse", {c.dlse}},
+                          {"sinks", {c.sinks}}});
   }
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64}) {
     for (const int64_t length : {0, 1, 2, 7, 63, 64, 65, 127, 333, 1024, 4096}) {
@@ -98,7 +99,8 @@ class Oracle : public testing::Test {
          .d = 24,
          .dv = 16,
          .mask = causal(),
-         .layout = Layout::kPadded};
+         .layout = Layout::kPadded,
+         .sinks = true};
   Workload w{c, 1};
   Expected e = expect(w);
 
@@ -108,6 +110,7 @@ class Oracle : public testing::Test {
     write(w.backward.dq, e.reference.dq);
     write(w.backward.dk, e.reference.dk);
     write(w.backward.dv, e.reference.dv);
+    write(w.backward.dsinks, e.reference.dsinks);
   }
 };
 
@@ -125,12 +128,12 @@ TEST_F(Oracle, RejectsOutputsThatWereNotWritten) {
 }
 
 TEST_F(Oracle, RejectsOneWrongElement) {
-  for (const Tensor& t :
-       {w.forward.out, w.forward.lse, w.backward.dq, w.backward.dk, w.backward.dv}) {
+  for (const Tensor& t : {w.forward.out, w.forward.lse, w.backward.dq, w.backward.dk, w.backward.dv,
+                          w.backward.dsinks}) {
     for (const double wrong : {kNan, 0.05}) {
       write_reference();
       auto values = read(t);
-      values[values.size() / 2 + 3] += wrong;
+      values[std::min(values.size() - 1, values.size() / 2 + 3)] += wrong;
       write(t, values);
       EXPECT_FALSE(forward_is_right(w, e) && backward_is_right(w, e)) << t.describe();
     }

@@ -215,7 +215,71 @@ TEST_P(Property, LseIsOptional) {
   }
 }
 
-// Attention over the keys in `ends.size()` parts, merged.
+// A sink is one more key whose score is the sink and whose value is 0: another dimension for each
+// head of a group, 1 in the queries of the head and its sink in that key, gives it.
+TEST_P(Property, SinkIsAKeyWithoutValue) {
+  const int64_t d = 16, dv = 24, hq = 4, hk = 2, group = 2;
+  for (const DType dtype : kDtypes) {
+    for (const auto& [sq, sk] : {std::pair{int64_t{70}, int64_t{130}}, {2, 3000}}) {
+      Case c{.dtype = dtype, .batch = 2, .sq = sq, .sk = sk, .hq = hq, .hk = hk, .d = d, .dv = dv};
+      c.dlse = c.sinks = true;
+      SCOPED_TRACE(c.name());
+      Workload w(c, 23);
+      c.sinks = false;
+      c.sk = sk + 1;
+      c.d = d + group;
+      Workload wide(c, 24);
+      const std::vector<double> sinks = {2, -1, 5, 3};
+      write(w.forward.sinks, sinks);
+      for (Workload* one : {&w, &wide}) {
+        one->options.engine = engine();
+        one->options.scale = 0.5;
+      }
+      const auto q = read(w.forward.q), k = read(w.forward.k);
+      std::vector<double> wide_q, wide_k;
+      for (int64_t row = 0; row < 2 * sq * hq; ++row) {
+        wide_q.insert(wide_q.end(), q.begin() + row * d, q.begin() + (row + 1) * d);
+        for (int64_t g = 0; g < group; ++g) wide_q.push_back(row % group == g ? 1 : 0);
+      }
+      for (int64_t b = 0; b < 2; ++b) {
+        for (int64_t row = b * sk * hk; row < (b + 1) * sk * hk; ++row) {
+          wide_k.insert(wide_k.end(), k.begin() + row * d, k.begin() + (row + 1) * d);
+          wide_k.resize(wide_k.size() + group);
+        }
+        for (int64_t h = 0; h < hq; ++h) {
+          if (h % group == 0) wide_k.resize(wide_k.size() + d);
+          wide_k.push_back(sinks[h] / 0.5);
+        }
+      }
+      write(wide.forward.q, wide_q);
+      write(wide.forward.k, wide_k);
+      write(rows(wide.forward.v, 0, sk), read(w.forward.v));
+      write(rows(wide.forward.v, sk, 1), std::vector<double>(2 * hk * dv));
+      write(wide.backward.dout, read(w.backward.dout));
+      write(wide.backward.dlse, read(w.backward.dlse));
+      w.seal();
+      wide.seal();
+      if (!computes([&] { w.run_forward(); })) continue;
+      wide.run_forward();
+      const double bound = dtype == DType::kF32 ? 1e-4 : 4 * ulp(dtype);
+      expect_near(read(w.forward.out), read(wide.forward.out), bound);
+      expect_near(read(w.forward.lse), read(wide.forward.lse), 1e-5);
+      if (!computes([&] { w.run_backward(); })) continue;
+      wide.run_backward();
+      expect_near(read(w.backward.dv), read(rows(wide.backward.dv, 0, sk)), bound);
+      const auto dk = read(rows(wide.backward.dk, sk, 1)), got = read(w.backward.dsinks);
+      for (int64_t h = 0; h < hq; ++h) {
+        double want = 0;
+        for (int64_t b = 0; b < 2; ++b) {
+          want += dk[(b * hk + h / group) * (d + group) + d + h % group] / 0.5;
+        }
+        EXPECT_NEAR(got[h], want, bound * (1 + std::fabs(want))) << "head " << h;
+      }
+    }
+  }
+}
+
+// Attention over the keys in `ends.size()` parts, merged. The first has the sinks.
 void split_and_merge(Workload& w, const std::vector<int64_t>& ends, DType part_dtype) {
   const int64_t sq = w.c.sq, hq = w.c.hq, dv = w.c.dv;
   std::deque<Dense> memory;
@@ -230,7 +294,8 @@ void split_and_merge(Workload& w, const std::vector<int64_t>& ends, DType part_d
                            .k = rows(w.forward.k, begin, end - begin),
                            .v = rows(w.forward.v, begin, end - begin),
                            .out = part_out,
-                           .lse = part_lse},
+                           .lse = part_lse,
+                           .sinks = parts.empty() ? w.forward.sinks : Tensor()},
             w.options);
     const Tensor& other =
         memory.emplace_back(part_dtype, std::initializer_list<int64_t>{w.c.batch, sq, hq, dv});
@@ -253,7 +318,8 @@ TEST_P(Property, MergeOfAnySplitIsTheWhole) {
                   .sk = 100,
                   .hq = 4,
                   .hk = 2,
-                  .layout = round % 2 ? Layout::kPadded : Layout::kBshd},
+                  .layout = round % 2 ? Layout::kPadded : Layout::kBshd,
+                  .sinks = round % 3 == 1},
                  round);
       w.options.engine = engine();
       if (!computes([&] { w.run_forward(); })) continue;
@@ -323,44 +389,60 @@ TEST_P(Property, MergeOfHalvesHasTheGradientOfTheWhole) {
 
 // Central differences of the forward pass in double precision.
 TEST_P(Property, GradientsAreThoseOfFiniteDifferences) {
-  Workload w({.sq = 3, .sk = 5, .hq = 2, .hk = 1, .d = 4, .dv = 3, .mask = causal(), .dlse = true},
-             22);
-  w.options.engine = engine();
-  if (!computes([&] { w.run_forward(); })) return;
-  if (!computes([&] { w.run_backward(); })) return;
-  Case wide = w.c;
-  wide.dtype = DType::kF64;
-  Workload exact(wide, 22);
-  exact.options.engine = "reference";
-  write(exact.forward.q, read(w.forward.q));
-  write(exact.forward.k, read(w.forward.k));
-  write(exact.forward.v, read(w.forward.v));
-  const auto dout = read(w.backward.dout), dlse = read(w.backward.dlse);
-  const auto loss = [&] {
-    exact.seal();
-    exact.run_forward();
-    const auto out = read(exact.forward.out), lse = read(exact.forward.lse);
-    return std::inner_product(out.begin(), out.end(), dout.begin(), 0.0) +
-           std::inner_product(lse.begin(), lse.end(), dlse.begin(), 0.0);
-  };
-  for (const auto& [input, gradient] : {std::pair{exact.forward.q, w.backward.dq},
-                                        {exact.forward.k, w.backward.dk},
-                                        {exact.forward.v, w.backward.dv}}) {
-    auto x = read(input);
-    std::vector<double> differences;
-    for (double& value : x) {
-      const double saved = value, step = 1e-5;
-      double sides[2];
-      for (const int side : {0, 1}) {
-        value = saved + (side ? step : -step);
-        write(input, x);
-        sides[side] = loss();
+  for (const bool sinks : {false, true}) {
+    Workload w({.sq = 3,
+                .sk = 5,
+                .hq = 2,
+                .hk = 1,
+                .d = 4,
+                .dv = 3,
+                .mask = causal(),
+                .dlse = true,
+                .sinks = sinks},
+               22);
+    w.options.engine = engine();
+    if (!computes([&] { w.run_forward(); })) return;
+    if (!computes([&] { w.run_backward(); })) return;
+    Case wide = w.c;
+    wide.dtype = DType::kF64;
+    Workload exact(wide, 22);
+    exact.options.engine = "reference";
+    write(exact.forward.q, read(w.forward.q));
+    write(exact.forward.k, read(w.forward.k));
+    write(exact.forward.v, read(w.forward.v));
+    const auto dout = read(w.backward.dout), dlse = read(w.backward.dlse);
+    const auto loss = [&] {
+      exact.seal();
+      exact.run_forward();
+      const auto out = read(exact.forward.out), lse = read(exact.forward.lse);
+      return std::inner_product(out.begin(), out.end(), dout.begin(), 0.0) +
+             std::inner_product(lse.begin(), lse.end(), dlse.begin(), 0.0);
+    };
+    struct {
+      Tensor input, gradient;
+      double step = 1e-5;
+    } const checked[] = {{exact.forward.q, w.backward.dq},
+                         {exact.forward.k, w.backward.dk},
+                         {exact.forward.v, w.backward.dv},
+                         {exact.forward.sinks, w.backward.dsinks, 0x1p-10}};  // of f32
+    for (const auto& [input, gradient, step] : checked) {
+      if (!input.given()) continue;
+      auto x = read(input);
+      std::vector<double> differences;
+      for (double& value : x) {
+        const double saved = value;
+        double sides[2];
+        for (const int side : {0, 1}) {
+          value = saved + (side ? step : -step);
+          write(input, x);
+          sides[side] = loss();
+        }
+        value = saved;
+        differences.push_back((sides[1] - sides[0]) / (2 * step));
       }
-      value = saved;
-      differences.push_back((sides[1] - sides[0]) / (2 * step));
+      write(input, x);
+      expect_near(read(gradient), differences, 1e-5);
     }
-    write(input, x);
-    expect_near(read(gradient), differences, 1e-5);
   }
 }
 

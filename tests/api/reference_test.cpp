@@ -15,6 +15,7 @@
 #include "kernels/shared/dropout.h"
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
+#include "reference/sink.h"
 
 namespace fulgur::reference {
 namespace {
@@ -76,11 +77,15 @@ std::vector<NamedRule> rules() {
       {"left", {.band = {3, -1}}},
       {"softcap", {.scale = 0.7, .softcap = 1.5}},
       {"alibi", {.scale = 0.7, .slope = 0.3}},
+      {"sink", {.scale = 0.7, .sink = 0.4}},
+      {"sink far above", {.sink = 700}},
+      {"sink far below", {.scale = 0.5, .sink = -700, .band = {2, 1}}},
       {"dropout", {.dropout = dropout, .head_index = 5}},
       {"all",
        {.scale = 0.6,
         .softcap = 2,
         .slope = 0.1,
+        .sink = -0.5,
         .band = {6, 2},
         .dropout = dropout,
         .head_index = uint64_t{1} << 40}},
@@ -112,6 +117,7 @@ void expect_close(const Backward& got, const Backward& want, const std::string& 
   expect_close(got.dq, want.dq, what + " dQ");
   expect_close(got.dk, want.dk, what + " dK");
   expect_close(got.dv, want.dv, what + " dV");
+  expect_close({got.dsink}, {want.dsink}, what + " dsink");
 }
 
 Forward with_lse(const Flash1Forward& forward) {
@@ -273,6 +279,61 @@ TEST(Forward, ByHand) {
   EXPECT_NEAR(standard_forward(h).o[0], 20, 1e-13);
 }
 
+TEST(Forward, SinkByHand) {
+  const double q[] = {2}, k[] = {3, -1}, v[] = {10, 20};
+  const Head h{1, 2, 1, 1, q, k, v, {.scale = 0.5, .softcap = 4, .slope = 0.25, .sink = 1.5}};
+  const double s0 = 4 * std::tanh(3 / 4.0) - 0.25, s1 = 4 * std::tanh(-1 / 4.0);
+  const double l = std::exp(s0) + std::exp(s1) + std::exp(1.5);
+  const Forward one = standard_forward(h);
+  EXPECT_NEAR(one.lse[0], std::log(l), 1e-14);
+  EXPECT_NEAR(one.o[0], (10 * std::exp(s0) + 20 * std::exp(s1)) / l, 1e-13);
+}
+
+/// What the definition says of every number that a sink may be, and of rows that see no key.
+TEST(Forward, SinksThatAreNoNumbers) {
+  Sample sample({7, 5, 4, 3}, {.band = {-1, 0}});  // the first two rows see no key
+  const Forward without = standard_forward(sample.head());
+  for (const double sink : {-kInf, kInf, kNan, 0.5}) {
+    sample.rule.sink = sink;
+    std::vector<NamedForward> all = all_forward(sample.head());
+    all.push_back({"standard", standard_forward(sample.head())});
+    for (const auto& [algorithm, got] : all) {
+      SCOPED_TRACE(algorithm + ", sink " + std::to_string(sink));
+      if (sink == -kInf) expect_close(got, without, algorithm);
+      for (int64_t i = 0; i < 7; ++i) {
+        if (std::isnan(sink)) {
+          EXPECT_TRUE(std::isnan(got.lse[i]));
+        } else if (i < 2 || sink == kInf) {
+          EXPECT_EQ(got.lse[i], sink);
+        }
+        for (int64_t c = i * 3; c < i * 3 + 3; ++c) {
+          if (std::isnan(sink) && i >= 2) {
+            EXPECT_TRUE(std::isnan(got.o[c]));
+          } else if (i < 2 || sink == kInf) {
+            EXPECT_EQ(got.o[c], 0);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// The gradient of an infinite sink is that of the LSE, which it is; -inf has none.
+TEST(Backward, SinksThatAreInfinite) {
+  Sample sample({7, 5, 4, 3}, {.band = {-1, 0}});
+  const double sum = std::accumulate(sample.dlse.begin(), sample.dlse.end(), 0.0);
+  for (const double sink : {-kInf, kInf}) {
+    sample.rule.sink = sink;
+    std::vector<NamedBackward> all = all_backward(sample.head(), sample.gradient());
+    all.push_back({"standard", standard_backward(sample.head(), sample.gradient())});
+    for (const auto& [algorithm, got] : all) {
+      SCOPED_TRACE(algorithm + ", sink " + std::to_string(sink));
+      expect_close({got.dsink}, {sink > 0 ? sum : 0}, "dsink");
+      if (sink > 0) expect_close(got.dq, std::vector<double>(got.dq.size()), "dQ");
+    }
+  }
+}
+
 // ------------------------------------------------------------------------ finite differences
 
 TEST(Backward, FiniteDifferences) {
@@ -289,23 +350,25 @@ TEST(Backward, FiniteDifferences) {
         }
         return sum;
       };
+      const auto difference = [&](double& value) {
+        const double step = 1e-5, saved = value;
+        value = saved + step;
+        const double up = loss();
+        value = saved - step;
+        const double down = loss();
+        value = saved;
+        return (up - down) / (2 * step);
+      };
       const auto differences = [&](std::vector<double>& x) {
-        const double step = 1e-5;
         std::vector<double> slope;
-        for (double& value : x) {
-          const double saved = value;
-          value = saved + step;
-          const double up = loss();
-          value = saved - step;
-          const double down = loss();
-          value = saved;
-          slope.push_back((up - down) / (2 * step));
-        }
+        for (double& value : x) slope.push_back(difference(value));
         return slope;
       };
       expect_close(grad.dq, differences(sample.q), "dQ", 1e-8);
       expect_close(grad.dk, differences(sample.k), "dK", 1e-8);
       expect_close(grad.dv, differences(sample.v), "dV", 1e-8);
+      if (rule.sink == -kInf) continue;
+      expect_close({grad.dsink}, {difference(sample.rule.sink)}, "dsink", 1e-7);
     }
   }
 }
@@ -371,9 +434,10 @@ TEST(Combine, AnySplitEqualsTheWhole) {
         parts.push_back(flash2_forward_keys(h, cuts[n], cuts[n + 1], 64));
       }
       std::shuffle(parts.begin(), parts.end(), random);
-      expect_close(
-          combine({combine({parts[0], parts[1]}), combine({parts[2], parts[3], parts[4]})}), want,
-          "uneven parts");
+      Forward whole =
+          combine({combine({parts[0], parts[1]}), combine({parts[2], parts[3], parts[4]})});
+      join_sink(h, whole);
+      expect_close(whole, want, "uneven parts");
     }
   }
 }

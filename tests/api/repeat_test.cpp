@@ -21,8 +21,10 @@ class Repeat : public EveryEngine {};
 using Bits = std::vector<std::byte>;
 
 std::vector<Bits> all_bits(const Workload& w) {
-  return {bits(w.forward.out), bits(w.forward.lse), bits(w.backward.dq), bits(w.backward.dk),
-          bits(w.backward.dv)};
+  std::vector<Bits> all = {bits(w.forward.out), bits(w.forward.lse), bits(w.backward.dq),
+                           bits(w.backward.dk), bits(w.backward.dv)};
+  if (w.c.sinks) all.push_back(bits(w.backward.dsinks));
+  return all;
 }
 
 // Shapes that engines plan differently: many rows, few rows over many keys, uneven work.
@@ -39,6 +41,15 @@ std::vector<Case> shapes() {
        .hk = 1,
        .layout = Layout::kPacked,
        .dropout = 0.2},
+      {.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 300, .hq = 4, .hk = 2, .sinks = true},
+      {.dtype = DType::kF32,
+       .batch = 3,
+       .sq = 2,
+       .sk = 1500,
+       .hq = 8,
+       .hk = 2,
+       .mask = window(300, 0),
+       .sinks = true},
   };
 }
 
@@ -118,11 +129,12 @@ TEST_P(Repeat, InvariantToTheBatch) {
                         &g.dq, &g.dk, &g.dv}) {
         *t = alone(*t, b);
       }
+      g.dsinks = {};
       w.seal();
       compute(f, w.options, w.run_options);
       computes([&] { compute(g, w.options, w.run_options); });
       const Bits parts[] = {bits(f.out), bits(f.lse), bits(g.dq), bits(g.dk), bits(g.dv)};
-      for (size_t i = 0; i < all.size(); ++i) {
+      for (size_t i = 0; i < std::size(parts); ++i) {  // dsinks is a sum over the batch
         const size_t size = parts[i].size();
         ASSERT_EQ(std::memcmp(parts[i].data(), all[i].data() + static_cast<size_t>(b) * size, size),
                   0)
@@ -141,7 +153,8 @@ TEST_P(Repeat, InvariantToPacking) {
                         .hq = 4,
                         .hk = 2,
                         .mask = causal(),
-                        .layout = Layout::kPacked};
+                        .layout = Layout::kPacked,
+                        .sinks = sq == 65};
       SCOPED_TRACE(packed.name());
       Workload w(packed, 3);
       w.options.engine = engine();
@@ -189,7 +202,7 @@ struct Recipe {
   DType dtype;
   int64_t hq, hk, d, dv;
   Options options;
-  Tensor slopes;
+  Tensor slopes, sinks;
 
   // Values of `size`; of size infinity or NaN, a few of them are that.
   Sample sample(int64_t sq, int64_t sk, double size, std::mt19937_64& random) const {
@@ -237,8 +250,8 @@ struct Batch {
     options.threads = threads;
     const auto& [cu_q, cu_k, used_k] = lengths;
     const auto computes = [](const auto& call) { return status_of(call) != Status::kUnsupported; };
-    const ForwardTensors f{of_q(q),  of_k(k), of_k(v), of_q(out), lse_view,
-                           s.slopes, cu_q,    cu_k,    used_k};
+    ForwardTensors f{of_q(q), of_k(k), of_k(v), of_q(out), lse_view, s.slopes, cu_q, cu_k, used_k};
+    f.sinks = s.sinks;
     const BackwardTensors b{of_q(dout), of_q(q),  of_k(k),  of_k(v), of_q(out), lse_view, of_q(dq),
                             of_k(dk),   of_k(dv), s.slopes, cu_q,    cu_k,      used_k};
     const auto run_forward = [&] { compute(f, options); };
@@ -351,13 +364,16 @@ TEST_P(Repeat, InvariantToNeighbours) {
     std::mt19937_64 random(static_cast<uint64_t>(round));
     const auto pick = [&](const auto& values) { return values[random() % std::size(values)]; };
     const int64_t hk = 1 + static_cast<int64_t>(random() % 2), hq = hk * pick(kGroups);
-    Recipe s{pick(kDtypes), hq, hk, 40, 24, {}, {}};
+    Recipe s{pick(kDtypes), hq, hk, 40, 24, {}, {}, {}};
     s.options.mask = pick(masks);
     s.options.softcap = round % 5 == 0 ? 3 : 0;
     s.options.engine = engine();
     Dense slopes(DType::kF32, {hq});
     write(slopes, std::vector<double>(static_cast<size_t>(hq), 0.1));
     if (round % 4 == 0) s.slopes = slopes;
+    Dense sinks(DType::kF32, {hq});
+    write(sinks, std::vector<double>(static_cast<size_t>(hq), 2.5));
+    if (round % 3 == 0) s.sinks = sinks;
 
     const bool packed = round % 4 != 3;  // else a padded batch: all have the same queries
     int64_t sq = pick(kQueries), longest = 0;

@@ -332,6 +332,7 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
        .dv = 24,
        .alibi = Alibi::kHeads,
        .dropout = 0.25},
+      {.dtype = bf16, .sq = 90, .sk = 70, .hq = 4, .hk = 2, .mask = causal(), .sinks = true},
       {.dtype = bf16,
        .sq = 7,
        .sk = 600,
@@ -345,9 +346,11 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
     SCOPED_TRACE(c.name());
     Workload w(c, c.seed());
     const ForwardArgs forward = w.forward;
+    w.backward.dsinks = {};  // no work of tiles
     const BackwardArgs backward = w.backward;
     const Problem problem = make_problem(forward, w.options);
     const cpu::Given given{static_cast<const float*>(forward.alibi_slopes.data),
+                           static_cast<const float*>(forward.sinks.data),
                            dropout_of(problem, forward, w.run_options)};
     const Expected e = expect(w);
     tiles::run_forward(problem, given, forward);

@@ -478,6 +478,9 @@ TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {
   EXPECT_EQ(why({.d = 64, .dv = 264}), "computes d and dv up to 256, got 64 and 264");
   EXPECT_TRUE(contains(why({.batch = 1, .sq = 1, .sk = int64_t{1} << 29, .hq = 1, .hk = 1}),
                        "sequences of less than 2^29 rows"));
+  Problem with_sinks = backward_problem({});
+  with_sinks.has_sinks = true;
+  EXPECT_EQ(hopper_backward_rejects(with_sinks), "computes without sinks");
 }
 
 }  // namespace

@@ -161,6 +161,7 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "computes bf16 and f16");
   EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
   EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
+  EXPECT_EQ(why({}, [](Problem& p) { p.has_sinks = true; }), "computes without sinks");
   EXPECT_EQ(why({.invariant = true}, as_is), "computes `invariant` calls on caches alone");
   EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
             "computes caches in rows of multiples of 16 bytes: k has a stride of 12 elements "

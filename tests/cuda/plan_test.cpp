@@ -489,6 +489,12 @@ TEST(HopperRejects, Caches) {
             "computes packed queries beside packed keys alone");
 }
 
+TEST(HopperRejects, Sinks) {
+  Problem p = forward_problem({});
+  p.has_sinks = true;
+  EXPECT_EQ(hopper_forward_rejects(p), "computes without sinks");
+}
+
 // The kernel counts rows and diagonals with ints.
 TEST(HopperRejects, SequencesThatIntsCannotCount) {
   const int64_t most = (int64_t{1} << 29) - 1;

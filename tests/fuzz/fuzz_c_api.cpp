@@ -247,7 +247,9 @@ void fuzz(Reader& in) {
   enum { kForward, kBackward, kMerge, kAppend };
   const uint8_t first = in.byte();
   const int what = first % 4, how = first / 4;
-  const DLDataType dtype = kDTypes[in.byte() % 5];
+  const uint8_t second = in.byte();
+  const DLDataType dtype = kDTypes[second % 5];
+  const int sinks = second / 5 % 3;  // none, given, their gradient wanted
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
@@ -285,6 +287,8 @@ void fuzz(Reader& in) {
     kIndptr,
     kIndex,
     kLeftpad,
+    kSinks,
+    kDsinks,
     kCos,
     kSin,
     kCount
@@ -316,6 +320,8 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{batch + 1});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
   o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o.emplace_back(kF32, std::vector<int64_t>{hq});
+  o.emplace_back(kF32, std::vector<int64_t>{hq});
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o[kCuQ].is_null = !packed;
@@ -327,6 +333,8 @@ void fuzz(Reader& in) {
   o[kLeftpad].is_null = (what != kForward && what != kAppend) || (how & kLeftPadded) == 0;
   o[kCos].is_null = o[kSin].is_null = !(flags & 8);
   o[kSlopes].is_null = !(flags & 8);
+  o[kSinks].is_null = sinks == 0;
+  o[kDsinks].is_null = sinks != 2;
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
 
@@ -420,9 +428,9 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],      p[kK],      p[kV],     p[kOut],
-            p[kLse],          p[kSlopes], p[kCuQ],    p[kCuK],   p[kUsed],
-            p[kRng],          p[kTable],  p[kIndptr], p[kIndex], p[kLeftpad]};
+    args = {args.struct_size, p[kQ],     p[kK],       p[kV],    p[kOut], p[kLse],
+            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed], p[kRng], p[kTable],
+            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {
@@ -433,9 +441,10 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],      p[kK],   p[kV],   p[kOut],  p[kLse],  p[kDq],
-            p[kDk],           p[kDv],   p[kSlopes], p[kCuQ], p[kCuK], p[kUsed], p[kDlse], p[kRng]};
-    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv]};
+    args = {args.struct_size, p[kDout], p[kQ],    p[kK],   p[kV],      p[kOut],
+            p[kLse],          p[kDq],   p[kDk],   p[kDv],  p[kSlopes], p[kCuQ],
+            p[kCuK],          p[kUsed], p[kDlse], p[kRng], p[kSinks],  p[kDsinks]};
+    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,
                    fulgur_plan_run_backward);

@@ -55,9 +55,10 @@ def visible(sq, sk, left, right):
 
 
 def attention(
-    q, k, v, dout=None, dlse=0, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None
-):
-    """out, lse and, given dout, dq, dk, dv for (batch, seqlen, heads, dim) arrays."""
+    q, k, v, dout=None, dlse=0, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None,
+    sinks=None,
+):  # fmt: skip
+    """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
     (b, hq, sq, d), hk, sk = q.shape, k.shape[1], k.shape[2]
     group = hq // hk
@@ -81,8 +82,12 @@ def attention(
             )
         masked = np.where(seen, s[n] + bias, -np.inf)
         m = masked.max(-1, keepdims=True, initial=-np.inf)
+        if sinks is not None:
+            m = np.maximum(m, sinks[:, None, None])
         e = np.exp(masked - np.where(np.isinf(m), 0, m))
         total = e.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks[:, None, None] - m)
         p[n] = e / np.where(total == 0, 1, total)
         with np.errstate(divide="ignore"):
             lse[n] = (np.log(total) + np.where(np.isinf(m), 0, m))[..., 0]
@@ -94,6 +99,8 @@ def attention(
         ds = p * (do @ v.transpose(0, 1, 3, 2) - d[..., None])
         ds *= scale * cap_slope
         per_kv = lambda x: x.reshape(b, hk, group, *x.shape[2:]).sum(2).transpose(0, 2, 1, 3)
+        if sinks is not None:
+            results["dsinks"] = -(np.exp(sinks[:, None] - lse) * d).sum((0, 2))
         results["dq"] = (ds @ k).transpose(0, 2, 1, 3)
         results["dk"] = per_kv(ds.transpose(0, 1, 3, 2) @ q)
         results["dv"] = per_kv(p.transpose(0, 1, 3, 2) @ do)
@@ -300,6 +307,26 @@ def test_alibi_slopes(folder):
         want = attention(**load(folder, ["q", "k", "v", "dout"]), right=0, slopes=slopes)
         for name, got in load(folder, want).items():
             assert_close(got, want[name], "f32")
+
+
+def test_sinks(folder):
+    sinks = RNG.standard_normal(4, np.float32)
+    np.save(folder / "sinks.npy", sinks)
+    flags = ["--causal", "--sinks", "sinks.npy", "--dsinks", "dsinks.npy"]
+    succeeds(*ALL, *flags, cwd=folder)
+    arrays = load(folder, ["q", "k", "v", "dout"])
+    want = attention(**arrays, right=0, sinks=sinks)
+    for name, got in load(folder, want).items():
+        assert_close(got, want[name], "f32")
+    inputs = {name: ("F32", x) for name, x in (arrays | {"sinks": sinks}).items()}
+    write_safetensors(folder / "in.safetensors", inputs)
+    succeeds(
+        "attend", "--input", "in.safetensors", "--output", "o.safetensors", "--causal", cwd=folder
+    )
+    got = read_safetensors(folder / "o.safetensors")
+    assert set(got) == set(want)
+    for name in want:
+        assert_close(got[name][1], want[name], "f32")
 
 
 def test_seqused_k(folder):
@@ -516,6 +543,8 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (FORWARD + ["--dout", "dout.npy"], ["--dout", "--dq"]),
         (FORWARD + ["--dk", "dk.npy"], ["--dk", "--dout"]),
         (FORWARD + ["--dlse", "dlse.npy"], ["--dlse", "--dout"]),
+        (FORWARD + ["--sinks", "sinks.npy", "--dsinks", "ds.npy"], ["--dsinks", "--dout"]),
+        (ALL + ["--dsinks", "ds.npy"], ["--dsinks", "--sinks"]),
         (FORWARD + ["--lse", "./out.npy"], ["--lse", "--out"]),
         (FORWARD + ["--window", "3"], ["--window", "'3'", "L,R"]),
         (FORWARD + ["--window", "3,x"], ["--window", "3,x"]),
@@ -812,6 +841,8 @@ def test_wrong_dtypes(folder):
     [
         ("--alibi-slopes", np.ones(3, np.float32), ["alibi_slopes", "3"]),
         ("--alibi-slopes", np.ones(4, np.float64), ["alibi_slopes", "f64", "f32"]),
+        ("--sinks", np.ones(3, np.float32), ["sinks", "3", "4"]),
+        ("--sinks", np.ones(4, np.float64), ["sinks", "f64", "f32"]),
         ("--seqused-k", np.array([1, 99], np.int32), ["seqused_k", "99"]),
         ("--seqused-k", np.array([1, -1], np.int32), ["seqused_k", "-1"]),
         ("--seqused-k", np.array([1.0, 2.0], np.float32), ["seqused_k", "f32", "i32"]),
@@ -1056,8 +1087,8 @@ def test_check_passes_for_every_dtype():
     stdout = succeeds("check")
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
-        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 13
-    assert stdout.endswith("\n39 forward and 39 backward checks passed\n")
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 14
+    assert stdout.endswith("\n42 forward and 42 backward checks passed\n")
     assert "not computed" not in stdout
 
 
@@ -1081,7 +1112,7 @@ def test_check_on_a_gpu(on_gpu):
     """Each check is computed, or has its reason; the fake GPU's kernels compute nothing, and no
     check lets that pass. There bf16 alone is checked: half of the kernels to compile."""
     code, ends, reasons, last = check_on_gpu(on_gpu, *([] if has_cuda() else ["--dtype", "bf16"]))
-    assert len(ends) == (39 if has_cuda() else 13)
+    assert len(ends) == (42 if has_cuda() else 14)
     assert all("engine cuda: " in why for why in reasons)
     computed = set(ends.values()) - {"not computed"}
     counted = sum(map(int, re.findall(r"(\d+) (?:forward|backward)", last)))
@@ -1109,7 +1140,7 @@ def test_the_gpu_examples_compare_with_the_cpu(on_gpu, name):
 
 def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
     code, ends, reasons, last = check_on_gpu(on_gpu, "--dtype", "f32")
-    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 26
+    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 28
     assert last.startswith("fulgur: nothing was checked: ")
 
 
@@ -1203,15 +1234,17 @@ def test_long_work_shows_a_bar_and_is_right(tmp_path):
     arrays = tensors(batch=2, sq=6000, sk=6100, hq=4, hk=2, d=192, dv=192)
     arrays["dout"][:, :-rows] = 0
     slopes, used = RNG.random((2, 4), np.float32) * 0.01, np.array([6100, 6003], np.int32)
-    save(tmp_path, arrays | {"slopes": slopes, "used": used})
+    sinks = np.array([0.5, 3, 9, -1], np.float32)
+    save(tmp_path, arrays | {"slopes": slopes, "used": used, "sinks": sinks})
     shown = on_a_terminal(
-        *ALL, "--alibi-slopes", "slopes.npy", "--seqused-k", "used.npy", cwd=tmp_path
-    )
+        *ALL, "--alibi-slopes", "slopes.npy", "--seqused-k", "used.npy", "--sinks", "sinks.npy",
+        "--dsinks", "dsinks.npy", cwd=tmp_path,
+    )  # fmt: skip
     for text in ("forward [", "backward [", "25%", " s left"):
         assert text in shown
     assert shown.endswith("\r\x1b[K")  # wiped
     last = {n: x[:, -rows:] if n in ("q", "dout") else x for n, x in arrays.items()}
-    want = attention(**last, slopes=slopes, used=used)
+    want = attention(**last, slopes=slopes, used=used, sinks=sinks)
     got = load(tmp_path, want)
     for name in ("out", "dq"):
         got[name] = got[name][:, -rows:]

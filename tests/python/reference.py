@@ -31,7 +31,7 @@ def sequences(q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, **_):
 
 
 def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=0.0,
-                  alibi_slopes=None, **_):  # fmt: skip
+                  alibi_slopes=None, sinks=None, **_):  # fmt: skip
     """P and LSE of one sequence q [sq, hq, d], k [sk, hq, d], and d score / d (q k^T)."""
     sq, sk = len(q), len(k)
     scale = r(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
@@ -52,13 +52,21 @@ def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=
     if right >= 0:
         seen &= j <= i + right
     S = np.where(seen, S, -np.inf)
+    if sinks is not None:  # one more column, of P without a value
+        S = np.concatenate([S, np.broadcast_to(sinks[:, None, None], (*S.shape[:2], 1))], axis=-1)
     top = S.max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isinf(top), 0, top)
     E = np.exp(S - top)
     total = E.sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
-    return r(E / np.where(total == 0, 1, total)), lse, slope
+    P = r(E / np.where(total == 0, 1, total))
+    return P, lse, slope
+
+
+def of_keys(P, sinks):
+    """P without the column of the sinks."""
+    return P if sinks is None else P[..., :-1]
 
 
 def _heads(x, hq):
@@ -77,6 +85,7 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
     lse = np.full((*out.shape[:-3], hq, out.shape[-3]), -np.inf)
     for b, (rows, keys) in enumerate(sequences(q, k, **options)):
         P, row_lse, _ = probabilities(r(q[rows]), _heads(r(k[keys]), hq), b, r, **options)
+        P = of_keys(P, options.get("sinks"))
         P = P if keep is None else P * keep[b]
         out[rows] = r(np.einsum("hij,jhd->ihd", P, _heads(r(v[keys]), hq)))
         lse[rows[0] if isinstance(rows, tuple) else (slice(None), rows)] = row_lse
@@ -86,23 +95,27 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
 def attention_backward(
     dout, q, k, v, *, dlse=None, precision=np.float64, keep=None, **options
 ):
-    """dq, dk, dv."""
+    """dq, dk, dv, and dsinks where there are sinks."""
     r, hq, hk = Naive(precision), q.shape[-2], k.shape[-2]
     dq, dk, dv = (np.zeros(x.shape, r.work) for x in (q, k, v))
+    sinks, dsinks = options.get("sinks"), np.zeros(hq, r.work)
     for b, (rows, keys) in enumerate(sequences(q, k, **options)):
         Q, K, V, dO = r(q[rows]), _heads(r(k[keys]), hq), _heads(r(v[keys]), hq), r(dout[rows])
         P, _, slope = probabilities(Q, K, b, r, **options)
+        whole, P = P, of_keys(P, sinks)
         Z = 1 if keep is None else keep[b]
         dP = r(np.einsum("ihd,jhd->hij", dO, V)) * Z
         D = (P * dP).sum(axis=-1, keepdims=True)
         if dlse is not None:
             at = rows[0] if isinstance(rows, tuple) else (slice(None), rows)
-            D = D - np.where(P.any(axis=-1), dlse[at], 0)[..., None]
+            D = D - np.where(whole.any(axis=-1), dlse[at], 0)[..., None]
         dS = r(P * (dP - D) * slope)
+        if sinks is not None:
+            dsinks -= (whole[..., -1] * D[..., 0]).sum(axis=-1)
         dq[rows] = r(np.einsum("hij,jhd->ihd", dS, K))
         dk[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", dS, Q), hk))
         dv[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", P * Z, dO), hk))
-    return dq, dk, dv
+    return (dq, dk, dv) if sinks is None else (dq, dk, dv, dsinks)
 
 
 def assert_close(name, got, exact, naive, factor):

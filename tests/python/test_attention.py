@@ -24,6 +24,9 @@ CASES = {
     "softcap": ((1, 24, 2, 16), 24, 2, 16, dict(softcap=1.5, scale=1.0, causal=True)),
     "ALiBi by head": ((2, 21, 4, 16), 30, 2, 16, dict(alibi_slopes=(4,), causal=True)),
     "ALiBi by batch": ((2, 21, 4, 16), 21, 4, 16, dict(alibi_slopes=(2, 4))),
+    "sinks": ((2, 21, 4, 16), 30, 2, 16, dict(sinks=(4,), causal=True)),
+    "sinks of rows without keys": ((1, 37, 4, 8), 5, 2, 8, dict(sinks=(4,), causal=True)),
+    "sinks of a decode": ((2, 1, 8, 64), 777, 2, 64, dict(sinks=(8,), seqused_k=[777, 0])),
     "seqused_k": ((3, 10, 2, 16), 40, 2, 16, dict(seqused_k=[40, 0, 13], causal=True)),
     "decode": ((2, 1, 8, 64), 777, 2, 64, dict(seqused_k=[777, 500])),
     "no query": ((2, 0, 2, 8), 5, 2, 8, {}),
@@ -44,6 +47,8 @@ def make_case(name, dtype, seed=0):
     options = dict(options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = rng.random(options["alibi_slopes"], dtype=np.float32)
+    if "sinks" in options:
+        options["sinks"] = rng.standard_normal(options["sinks"], dtype=np.float32)
     if "seqused_k" in options:
         options["seqused_k"] = np.array(options["seqused_k"], np.int32)
     shapes = (batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv)
@@ -63,8 +68,9 @@ def check(q, k, v, dout, **options):
     gradients = fulgur.attention_backward(dout, q, k, v, out, lse, **options)
     exact = reference.attention_backward(dout, q, k, v, **options)
     naive = reference.attention_backward(dout, q, k, v, precision=q.dtype, **options)
-    for name, got, want, yardstick in zip(("dq", "dk", "dv"), gradients, exact, naive):
-        assert got.dtype == q.dtype
+    assert len(gradients) == (4 if "sinks" in options else 3)
+    for name, got, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), gradients, exact, naive):
+        assert got.dtype == (np.float32 if name == "dsinks" else q.dtype)
         reference.assert_close(name, got, want, yardstick, 3)
     return out, lse, gradients
 
@@ -86,7 +92,7 @@ def test_gradient_of_lse(name, dtype):
     got = fulgur.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
     naive = reference.attention_backward(dout, q, k, v, dlse=dlse, precision=q.dtype, **options)
-    for name, gradient, want, yardstick in zip(("dq", "dk", "dv"), got, exact, naive):
+    for name, gradient, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), got, exact, naive):
         reference.assert_close(name, gradient, want, yardstick, 3)
 
 

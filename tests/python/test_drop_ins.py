@@ -514,6 +514,20 @@ class TestFlashAttention4:
         assert torch.equal(out, attention(q, k, v, seqused_k=int32(3, 7)))
 
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_learnable_sink(self, dtype):
+        q, k, v = make_qkv()
+        sinks = torch.randn(q.shape[2], dtype=dtype, requires_grad=True)
+        out, lse = fa4.flash_attn_func(q, k, v, learnable_sink=sinks, return_lse=True)
+        assert_same((out, lse), attention(q, k, v, sinks=sinks.float(), return_lse=True))
+        (got,) = torch.autograd.grad(out.square().sum(), sinks)
+        assert got.dtype == dtype and got.abs().min() > 0
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        q, k, v = (x[0] for x in (q, k, v))
+        out, _ = fa4.flash_attn_varlen_func(q, k, v, **ends, max_seqlen_q=3, learnable_sink=sinks)
+        assert torch.equal(out, attention(q, k, v, sinks=sinks.float(), **ends))
+
+
 ANYTHING = torch.ones(2)
 REFUSED = [
     *((fa3.flash_attn_func, 3, name) for name in (
@@ -522,9 +536,9 @@ REFUSED = [
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
     *((fa4.flash_attn_func, 3, name) for name in (
-        "learnable_sink", "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
+        "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
     *((fa4.flash_attn_varlen_func, 3, name) for name in (
-        "seqused_q", "learnable_sink", "score_mod", "gather_kv_indices")),
+        "seqused_q", "score_mod", "gather_kv_indices")),
 ]  # fmt: skip
 
 

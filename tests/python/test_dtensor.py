@@ -22,21 +22,24 @@ mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 q, k, v = torch.randn(4, 6, 4, 8), torch.randn(4, 6, 2, 8), torch.randn(4, 6, 2, 8)
 dout, dlse = torch.randn(4, 6, 4, 8), torch.randn(4, 4, 6)
-slopes = torch.rand(4)
+slopes, sinks = torch.rand(4), torch.rand(4)
 used = torch.tensor([6, 3, 0, 5], dtype=torch.int32)
 
 def check(placement, of_lse, of_slopes, of_used, quiet, **options):
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = attention(*whole, alibi_slopes=slopes, seqused_k=used, return_lse=True, **options)
+    whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    want = attention(*whole[:3], sinks=whole[3], alibi_slopes=slopes, seqused_k=used, return_lse=True, **options)
     expected = torch.autograd.grad(want, whole, (dout, dlse))
-    parts = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in (q, k, v)]
+    places = (placement, placement, placement, of_slopes)
+    parts = [
+        distribute_tensor(x, mesh, [place]).requires_grad_() for x, place in zip((q, k, v, sinks), places)
+    ]
     given = dict(
         alibi_slopes=distribute_tensor(slopes, mesh, [of_slopes]),
         seqused_k=distribute_tensor(used, mesh, [of_used]),
     )
     results = [distribute_tensor(x, mesh, [y]) for x, y in ((dout, placement), (dlse, of_lse))]
     with CommDebugMode() as sent:
-        out, lse = attention(*parts, return_lse=True, **given, **options)
+        out, lse = attention(*parts[:3], sinks=parts[3], return_lse=True, **given, **options)
         got = torch.autograd.grad((out, lse), parts, results)
     if quiet:
         assert sent.get_total_counts() == 0, sent.get_comm_counts()

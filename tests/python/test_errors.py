@@ -115,7 +115,7 @@ def test_the_unchanged_calls_are_right(good):
 
 TYPE_ERRORS = [
     *((call, {name: value}) for name in ("q", "k", "v") for value in (None, [[1.0]], 3, "x")),
-    *((call, {name: object()}) for name in ("out", "alibi_slopes", "seqused_k")),
+    *((call, {name: object()}) for name in ("out", "alibi_slopes", "sinks", "seqused_k")),
     *((call_packed, {name: [0, 5]}) for name in ("cu_seqlens_q", "cu_seqlens_k")),
     *((call_backward, {name: 1.0}) for name in ("dout", "q", "k", "v", "out", "lse")),
     (call, dict(q=np.full((2, 5, 4, 8), None))),
@@ -159,7 +159,7 @@ VALUE_ERRORS = [
     # ranks, shapes, dtypes, strides
     *((call, {name: zeros(5, 2, 8)}) for name in ("q", "k", "v")),
     *((call, {name: zeros(1, 2, 5, 2, 8)}) for name in ("q", "k", "v")),
-    *((call, {name: np.float32(1)}) for name in ("q", "k", "v", "out", "alibi_slopes")),
+    *((call, {name: np.float32(1)}) for name in ("q", "k", "v", "out", "alibi_slopes", "sinks")),
     *((call, {name: zeros(2, 7, 2, 8, dtype=np.int32)}) for name in ("q", "k", "v")),
     *((call, {name: zeros(2, 7, 2, 8, dtype=np.complex64)}) for name in ("q", "k", "v")),
     *((call, {name: zeros(2, 7, 2, 8, dtype=np.uint8)}) for name in ("q", "k", "v")),
@@ -192,6 +192,10 @@ VALUE_ERRORS = [
     (call, dict(alibi_slopes=zeros(3))),
     (call, dict(alibi_slopes=zeros(3, 4))),
     (call, dict(alibi_slopes=zeros(4, dtype=np.float64))),
+    (call, dict(sinks=zeros(3))),
+    (call, dict(sinks=zeros(1, 4))),
+    (call, dict(sinks=zeros(4, dtype=np.float16))),
+    (call, dict(sinks=zeros(8)[::2])),
     (call, dict(dropout_p=1.0)),
     (call, dict(dropout_p=-0.1)),
     (call, dict(dropout_p=float("nan"))),
@@ -229,6 +233,11 @@ VALUE_ERRORS = [
     (call_backward, dict(dlse=zeros(2, 5, 4))),
     (call_backward, dict(dlse=zeros(2, 4, 5, dtype=np.float64))),
     (call_backward, dict(dout=zeros(2, 5, 4, 8, dtype=np.float16))),
+    (call_backward, dict(dsinks=zeros(4))),
+    (call_backward, dict(sinks=zeros(5))),
+    (call_backward, dict(dsinks=zeros(5), sinks=zeros(4))),
+    (call_backward, dict(dsinks=zeros(4, dtype=np.float64), sinks=zeros(4))),
+    (call_backward, dict(dsinks=read_only(zeros(4)), sinks=zeros(4))),
     # merge
     (call_merge, dict(outs=[], lses=[])),
     (call_merge, dict(lses=[zeros(2, 4, 5)])),
@@ -249,6 +258,7 @@ VALUE_ERRORS = [
     (call_plan_backward, dict(lse=(2, 5, 4))),
     (call_plan_backward, dict(lse=zeros(2, 4, 5, dtype=np.float64))),
     (call_plan_backward, dict(dv=zeros(2, 5, 4, 9))),
+    (call_plan_backward, dict(dsinks=zeros(4))),
     # runs that are not as planned
     (call_run, dict(q=zeros(1, 5, 4, 8))),
     (call_run, dict(k=zeros(2, 7, 2, 8, dtype=np.float16))),
@@ -258,6 +268,7 @@ VALUE_ERRORS = [
     (call_run, dict(out=read_only(zeros(2, 5, 4, 8)))),
     (call_run, dict(lse=zeros(2, 5, 4))),
     (call_run, dict(alibi_slopes=zeros(4))),
+    (call_run, dict(sinks=zeros(4))),
     (call_run, dict(seqused_k=int32(7, 7))),
     (call_run, dict(cu_seqlens_q=int32(0, 5))),
     (call_run, dict(seed=-1)),

@@ -132,6 +132,7 @@ class TestTransformers:
         "llama": ("Llama", {}),
         "sliding window": ("Mistral", dict(sliding_window=5)),
         "softcap": ("Gemma2", dict(sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8)),
+        "sinks": ("GptOss", dict(sliding_window=5, num_local_experts=2, num_experts_per_tok=2)),
     }
     each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -187,7 +188,18 @@ class TestTransformers:
         out, _ = fulgur.transformers.attention_forward(module, query, key, value, None)
         assert out.dtype == torch.bfloat16 and out.shape == (1, 6, 4, 8)
 
-    @pytest.mark.parametrize("name", ["s_aux", "position_bias", "block_table"])
+    def test_sinks_of_any_dtype(self):
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        query, key, value = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
+        sinks = torch.tensor([0.5, -1, 2, 0], dtype=torch.bfloat16, requires_grad=True)
+        forward = fulgur.transformers.attention_forward
+        out, _ = forward(module, query, key, value, None, s_aux=sinks)
+        without, _ = forward(module, query, key, value, None)
+        assert not torch.equal(out, without)
+        (got,) = torch.autograd.grad(out.square().sum(), sinks)
+        assert got.dtype == torch.bfloat16 and got.abs().min() > 0
+
+    @pytest.mark.parametrize("name", ["position_bias", "block_table"])
     def test_what_is_missing_raises(self, name):
         module = self.model("Llama", "fulgur").model.layers[0].self_attn
         tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)

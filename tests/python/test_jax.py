@@ -244,6 +244,7 @@ CASES = {
     "softcap": dict(softcap=2.0, causal=True),
     "slopes": dict(alibi_slopes=SLOPES, scale=0.4),
     "slopes of each": dict(alibi_slopes=np.stack([SLOPES, 2 * SLOPES]), causal=True),
+    "sinks": dict(sinks=SLOPES, causal=True),
     "used": dict(seqused_k=np.array([15, 0], np.int32), causal=True),
     "packed": PACKED | dict(causal=True),
     "packed, bounds": PACKED | dict(max_seqlen_q=8, max_seqlen_k=10, alibi_slopes=SLOPES),
@@ -283,6 +284,36 @@ def test_contract(case, dtype):
     alone = jax.vjp(lambda *x: attention(*x, **options), *tensors)[1](dout)
     for a, b in zip(alone, back((dout, jnp.zeros_like(dlse)))):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", ["causal", "slopes of each", "used", "packed"])
+def test_gradient_of_sinks(case):
+    options, sinks = CASES[case], jnp.asarray([0.5, -1.0, 2.0, -jnp.inf], jnp.float32)
+    tensors = contract_tensors(options)
+    call = jax.jit(lambda s: attention(*tensors, sinks=s, return_lse=True, **options))
+    (out, lse), back = jax.vjp(call, sinks)
+    (dout,), (dlse,) = arrays(out.shape, seed=1), arrays(lse.shape, seed=2)
+    (got,) = back((dout, dlse))
+    want = reference.attention_backward(
+        np.asarray(dout), *map(np.asarray, tensors), dlse=np.asarray(dlse), sinks=np.asarray(sinks),
+        **options,
+    )  # fmt: skip
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, want[3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_vmap_of_sinks(axis):
+    """Of the results, and of the gradient of each sample."""
+    tensors = arrays((3, 2, 7, 4, 8), (3, 2, 9, 2, 8), (3, 2, 9, 2, 8))
+    (sinks,) = arrays((4,)) if axis is None else arrays((4, 3))
+    loss = lambda s, *x: (attention(*x, sinks=s, causal=True) ** 2).sum()  # noqa: E731
+    gradients = jax.value_and_grad(loss, (0, 1, 2, 3))
+    got = jax.tree.leaves(jax.vmap(gradients, (axis, 0, 0, 0))(sinks, *tensors))
+    for i in range(3):
+        one = gradients(sinks if axis is None else sinks[:, i], *(x[i] for x in tensors))
+        for a, b in zip(got, jax.tree.leaves(one)):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_of_lse_alone():
@@ -420,6 +451,7 @@ mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 rng = np.random.default_rng(0)
 q, k, v = (jnp.asarray(rng.standard_normal((2, 9, h, 8)), jnp.float32) for h in (4, 2, 2))
 slopes, used = jnp.array([0.1, 0.5, 1, 2]), jnp.array([9, 4], jnp.int32)
+sinks = jnp.array([0.5, -1, 2, 0])
 
 def function(q, k, v, slopes, used):
     out, lse = attention(
@@ -459,6 +491,13 @@ check(
     ),
     (heads, heads, heads), (heads, heads), q, k, v,
 )
+# So do sinks that they share.
+for specs in ((whole, batch, batch), (batch, heads, heads)):
+    of_rows = specs[1]
+    check(
+        lambda s, q, k: attention(q, k, k, sinks=s, return_lse=True, invariant=True), specs,
+        (of_rows, batch if of_rows == batch else P(None, "x")), sinks, q, k,
+    )
 print("sharded")
 """
 
@@ -509,6 +548,8 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(seqused_k=jnp.zeros(3, jnp.int32)), ValueError, "seqused_k: got "),
         (dict(seqused_k=jnp.zeros(2)), ValueError, "seqused_k: got "),
         (dict(alibi_slopes=jnp.zeros(3)), ValueError, "alibi_slopes: got "),
+        (dict(sinks=jnp.zeros(3)), ValueError, "sinks: got "),
+        (dict(sinks=jnp.zeros(4, jnp.bfloat16)), ValueError, "sinks: got bf16"),
         (dict(cu_seqlens_q=jnp.zeros(3, jnp.int32)), ValueError, "q: got 4 dimensions"),
         (dict(return_lse=None), TypeError, "return_lse: got None"),
     ],

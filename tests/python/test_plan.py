@@ -115,6 +115,24 @@ def test_slopes_used_keys_and_seeds_change():
         assert (before != after).any()
 
 
+def test_sinks_change():
+    q, k, v, dout = make()
+    sinks = np.zeros(4, np.float32)
+    plan = fulgur.plan(q, k, v, sinks=sinks, return_lse=True)
+    backward = fulgur.plan_backward(dout, q, k, v, *plan.run(q, k, v, sinks=sinks), sinks=sinks)
+    assert "sinks" in plan.explain() and "dsinks" in backward.explain()
+    assert ", sinks" in fulgur.explain(q, k, v, sinks=sinks)
+    for value in (0.0, 3.0, -np.inf):
+        sinks[1:3] = value
+        got = plan.run(q, k, v, sinks=sinks)
+        assert_equal(got, fulgur.attention(q, k, v, sinks=sinks, return_lse=True))
+        dsinks = np.empty(4, np.float32)
+        gradients = backward.run(dout, q, k, v, *got, sinks=sinks, dsinks=dsinks)
+        assert gradients[3] is dsinks
+        assert_equal(gradients, fulgur.attention_backward(dout, q, k, v, *got, sinks=sinks))
+    assert (dsinks[1:3] == 0).all() and (dsinks[[0, 3]] != 0).all()
+
+
 def test_random_numbers_by_an_array():
     q, k, v, dout = make()
     state = np.zeros(2, np.int64)

@@ -52,6 +52,7 @@ OPTIONS = {
     "softcap": dict(softcap=2.0, scale=1.5),
     "slopes": dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4])),
     "slopes of sequences": dict(alibi_slopes=torch.rand(2, 4)),
+    "sinks": dict(sinks=torch.tensor([0.5, -torch.inf, -1, 2]), causal=True),
     "keys in use": dict(seqused_k=torch.tensor([4, 0], dtype=torch.int32)),
     "packed": ENDS,
     "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5),
@@ -94,6 +95,8 @@ def test_results_and_gradients(options, dtype):
     assert out.dtype == dtype and out.is_contiguous()
     assert_allclose(out.detach().float(), exact, atol=tolerance)
     reference.assert_lse_close(lse.detach().numpy(), exact_lse)
+    if "sinks" in options:  # whose gradients are another test's
+        exact_gradients = [*exact_gradients[:3], *exact_gradients[4:7]]
     for got, want, x in zip(gradients + plain_gradients, exact_gradients, (q, k, v) * 2):
         assert got.dtype == dtype and got.shape == x.shape
         assert_allclose(got.float(), want, atol=4 * tolerance)
@@ -107,6 +110,47 @@ def test_gradcheck(options, one_thread):
 
     tensors = inputs(options, dtype=torch.float64, grad=True)
     assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+
+
+SINKS = torch.tensor([0.5, -0.25, -1, 2])
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "slopes of sequences", "keys in use", "packed"])
+def test_gradient_of_sinks(name):
+    """That of the definition, by PyTorch, and that of finite differences in float64."""
+    options = OPTIONS[name]
+    q, k, v = inputs(options, dtype=torch.float64)
+    sinks = SINKS.clone().requires_grad_()
+    out, lse = attention(q, k, v, sinks=sinks, return_lse=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    (got,) = torch.autograd.grad((out, lse), sinks, (dout, dlse))
+    assert got.dtype == torch.float32 and got.shape == (4,)
+    plain = [x.numpy() for x in (dout, q, k, v)]
+    exact = reference.attention_backward(
+        *plain, dlse=dlse.numpy(), sinks=SINKS.numpy(), **in_numpy(options)
+    )
+    assert_allclose(got, exact[3], rtol=1e-5, atol=1e-6)
+
+    def loss(h, step):
+        moved = SINKS.clone()
+        moved[h] += step
+        out, lse = attention(q, k, v, sinks=moved, return_lse=True, **options)
+        return (out * dout).sum() + (lse * dlse).sum()
+
+    step = 2**-10  # which float32 holds
+    differences = [(loss(h, step) - loss(h, -step)) / (2 * step) for h in range(4)]
+    assert_allclose(got, differences, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_alone_may_want_a_gradient():
+    q, k, v = make_qkv()
+    sinks = SINKS.clone().requires_grad_()
+    (attention(q, k, v, sinks=sinks) ** 2).sum().backward()
+    assert sinks.grad.abs().min() > 0
+    compiled = torch.compile(attention, fullgraph=True)
+    again = SINKS.clone().requires_grad_()
+    (compiled(q, k, v, sinks=again) ** 2).sum().backward()
+    assert_allclose(again.grad, sinks.grad, rtol=1e-5)
 
 
 def test_the_same_as_fulgur_attention():
@@ -323,7 +367,7 @@ class TestOpcheck:
             options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_k"),
             4 if "cu_seqlens_q" in options else 0, 5 if "cu_seqlens_q" in options else 0,
             options.get("scale", 0.3), options.get("softcap", 0.0), *options.get("window", (-1, -1)),
-            options.get("alibi_slopes"), 0.0, None, False,
+            options.get("alibi_slopes"), options.get("sinks"), 0.0, None, False,
         )  # fmt: skip
         return (q, k, v), shared
 
@@ -350,17 +394,21 @@ class TestOpcheck:
         torch.library.opcheck(torch.ops.fulgur.forward_into, (*tensors, *shared, *results))
         given = (torch.randn_like(want[0]), None, *tensors, *want, *shared, True)
         want = backward(*given)
+        want, dsinks = want[:3], want[3]
         wider = [torch.full((*x.shape[:-1], x.shape[-1] + 8), torch.nan) for x in want]
-        results = [x[..., :-8] for x in wider]
+        results = [*(x[..., :-8] for x in wider), None]
+        if "sinks" in options:
+            results[3] = torch.empty(4)
         torch.ops.fulgur.backward_into(*given, *results)
         assert all(map(torch.equal, results, want))
+        assert results[3] is None or torch.equal(results[3], dsinks)
         assert all(x[..., -8:].isnan().all() for x in wider)
         torch.library.opcheck(torch.ops.fulgur.backward_into, (*given, *results))
 
     def test_dropout(self):
         q, k, v = make_qkv()
         rng = torch.tensor([1, 2])
-        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, None, 0.5, rng, True)
+        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, None, None, 0.5, rng, True)
         torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
 
 
@@ -375,7 +423,9 @@ class TestFunc:
         ]
 
     @pytest.mark.parametrize("dims", DIMS)
-    @pytest.mark.parametrize("name", ["causal", "slopes", "slopes of sequences", "keys in use"])
+    @pytest.mark.parametrize(
+        "name", ["causal", "slopes", "slopes of sequences", "sinks", "keys in use"]
+    )
     def test_vmap(self, dims, name):
         options, tensors = OPTIONS[name], self.batched(dims)
         got = torch.vmap(lambda *x: attention(*x, **options), in_dims=dims)(*tensors)
@@ -390,6 +440,42 @@ class TestFunc:
         got = torch.vmap(call)(slopes, used)
         for i in range(3):
             assert torch.equal(got[i], call(slopes[i], used[i]))
+
+    @pytest.mark.parametrize("slopes", [None, torch.rand(4), torch.rand(2, 4)])
+    def test_vmap_over_sinks(self, slopes):
+        q, k, v = make_qkv()
+        sinks = torch.randn(4, 3)
+        call = lambda s, q: attention(q, k, v, sinks=s, alibi_slopes=slopes, return_lse=True)  # noqa: E731
+        got = torch.vmap(call, in_dims=(1, None))(sinks, q)
+        for i in range(3):
+            assert all(torch.equal(x[i], y) for x, y in zip(got, call(sinks[:, i].contiguous(), q)))
+
+    @pytest.mark.parametrize("dim", [None, 0])
+    def test_gradients_of_sinks_of_samples(self, dim):
+        q, k, v = self.batched((0, None, 1))
+        sinks = SINKS if dim is None else torch.stack([SINKS, 2 * SINKS, -SINKS])
+        loss = lambda s, q, v: attention(q, k, v, sinks=s, causal=True).square().sum()  # noqa: E731
+        gradients = torch.func.grad(loss, (0, 1, 2))
+        got = torch.vmap(gradients, in_dims=(dim, 0, 1))(sinks, q, v)
+        for i in range(3):
+            one = gradients(sinks if dim is None else sinks[i], q[i], v[:, i])
+            for a, b in zip(got, one):
+                assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "options, name",
+        [(dict(dropout_p=0.5), "dropout_p"), (dict(seqused_k=True), "seqused_k, mapped")],
+    )
+    def test_what_sinks_do_not_go_with(self, options, name):
+        q, k, v = make_qkv()
+        used = torch.tensor([[4, 0], [9, 9]], dtype=torch.int32)
+
+        def call(q, used):
+            given = options | ({"seqused_k": used} if "seqused_k" in options else {})
+            return attention(q, k, v, sinks=SINKS, **given)
+
+        with pytest.raises(NotImplementedError, match=f"^{name}: with sinks under vmap"):
+            torch.vmap(call, randomness="different")(torch.stack([q, q]), used)
 
     def test_grad(self):
         q, k, v = make_qkv(grad=True)
@@ -477,6 +563,9 @@ class TestWrongArguments:
             (dict(dropout_p=1.0), "^dropout_p: "),
             (dict(window=(-2, 0)), "^(left|window|mask)"),
             (dict(alibi_slopes=torch.zeros(3)), "^alibi_slopes: "),
+            (dict(sinks=torch.zeros(3)), "^sinks: got shape .3., want .4."),
+            (dict(sinks=torch.zeros(4).bfloat16()), "^sinks: got bf16, want f32"),
+            (dict(sinks=torch.zeros(8)[::2]), "^sinks: last stride is 2, want 1"),
             (dict(seqused_k=torch.zeros(2)), "^seqused_k: "),
             (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), "^q: .*want 3 .total, heads, dim"),
             (dict(max_seqlen_q=-1), "^max_seqlen_q"),
@@ -495,7 +584,7 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="^rng_state: "):
-                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, None, 0.5, rng, False)
+                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, None, None, 0.5, rng, False)
 
 
 def test_threads_are_those_of_torch(one_thread):

@@ -101,7 +101,8 @@ def test_opcheck(kind, packed):
     q, k, v, options, _ = make(kind, packed)
     of = options.get
     shared = (
-        of("cu_seqlens_q"), None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, None, 0.0, None, False
+        of("cu_seqlens_q"), None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, None, torch.zeros(HQ), 0.0,
+        None, False,
     )  # fmt: skip
     cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))
     torch.library.opcheck(forward_cached, (q, k, v, *shared, *cache))
@@ -120,6 +121,21 @@ def test_flops(kind, packed):
         sq, sk = len(q[rows]), len(keys)
         visible += sum(max(0, i + sk - sq + 1) for i in range(sq))
     assert counter.get_total_flops() == visible * HQ * 2 * (D + DV)
+
+
+@each_packing
+@each_kind
+def test_sinks(kind, packed):
+    q, k, v, options, sequences = make(kind, packed)
+    sinks = torch.randn(HQ)
+    out = attention(q, k, v, sinks=sinks, **options)
+    for rows, keys, values in sequences:
+        alone = attention(
+            q[rows][None], keys[None], values[None], sinks=sinks, causal=True, scale=0.7
+        )
+        torch.testing.assert_close(out[rows], alone[0])
+    with pytest.raises(ValueError, match="^sinks: requires grad, and caches have no gradient"):
+        attention(q, k, v, sinks=sinks.requires_grad_(), **options)
 
 
 def test_autocast_casts_queries_alone():

@@ -13,7 +13,7 @@ namespace fulgur::test {
 
 // All arguments of a forward and a backward call.
 struct Call : ForwardTensors {
-  Tensor dout, dq, dk, dv, dlse;
+  Tensor dout, dq, dk, dv, dlse, dsinks;
   Options options;
   Run run;
 
@@ -24,13 +24,28 @@ struct Call : ForwardTensors {
         dk(w.backward.dk),
         dv(w.backward.dv),
         dlse(w.backward.dlse),
+        dsinks(w.backward.dsinks),
         options(w.options),
         run(w.run_options) {}
   ForwardArgs forward() const { return *this; }
   BackwardArgs backward() const {
-    return {
-        dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-        cu_seqlens_k, seqused_k, dlse, rng_state};
+    return {dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            dlse,
+            rng_state,
+            sinks,
+            dsinks};
   }
 };
 
@@ -86,7 +101,7 @@ inline fulgur_status call_c(const Call& call, bool backward) {
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
       cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state),
       table(call.page_table), indptr(call.page_indptr), index(call.cache_batch_idx),
-      leftpad(call.leftpad_k);
+      leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -95,12 +110,12 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                        call.run.dropout_seed,
                        call.run.dropout_offset};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,     k,    v,    out,  lse,  dq,
-                                    dk,           dv,   alibi, cu_q, cu_k, used, dlse, rng};
+    const fulgur_backward_args args{sizeof(args), dout, q,    k,    v,    out, lse,   dq,    dk, dv,
+                                    alibi,        cu_q, cu_k, used, dlse, rng, sinks, dsinks};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q,    k,   v,     out,    lse,   alibi,  cu_q,
-                                 cu_k,         used, rng, table, indptr, index, leftpad};
+  const fulgur_forward_args args{sizeof(args), q,    k,   v,     out,    lse,   alibi,   cu_q,
+                                 cu_k,         used, rng, table, indptr, index, leftpad, sinks};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -32,13 +32,14 @@ constexpr double kSoftcaps[] = {0, 0, 2};
 constexpr Alibi kAlibis[] = {Alibi::kNone, Alibi::kNone, Alibi::kHeads, Alibi::kBatchHeads};
 constexpr double kDropouts[] = {0, 0, 0.25};
 constexpr bool kSequseds[] = {false, false, true};
+constexpr bool kSinks[] = {false, false, true};
 
-constexpr size_t kFactors = 11;
+constexpr size_t kFactors = 12;
 using Row = std::array<size_t, kFactors>;
 constexpr Row kLevels = {std::size(kDtypes),   std::size(kBatches),  std::size(kDims),
                          std::size(kLengths),  std::size(kMasks),    std::size(kHeads),
                          std::size(kLayouts),  std::size(kSoftcaps), std::size(kAlibis),
-                         std::size(kDropouts), std::size(kSequseds)};
+                         std::size(kDropouts), std::size(kSequseds), std::size(kSinks)};
 constexpr int64_t kMaxCost = 120'000'000;
 constexpr int64_t kMaxSmallCost = 2'000'000;
 
@@ -55,6 +56,7 @@ Case to_case(const Row& row) {
   c.alibi = kAlibis[row[8]];
   c.dropout = kDropouts[row[9]];
   c.seqused = kSequseds[row[10]];
+  c.sinks = kSinks[row[11]];
   return c;
 }
 
@@ -113,6 +115,22 @@ std::vector<Case> long_cases() {
       {.dtype = f32, .sq = 4096, .sk = 333, .mask = causal()},
       {.dtype = f32, .sq = 1, .sk = 4096, .hq = 8, .hk = 2, .d = 128, .dv = 128},
       {.dtype = bf16, .batch = 3, .sq = 1, .sk = 4096, .hq = 8, .hk = 1, .seqused = true},
+      {.dtype = bf16,  // a decoded part and a whole block of gpt-oss
+       .batch = 2,
+       .sq = 1,
+       .sk = 4096,
+       .hq = 8,
+       .hk = 1,
+       .mask = window(127, 0),
+       .sinks = true},
+      {.dtype = bf16,
+       .sq = 700,
+       .sk = 700,
+       .hq = 8,
+       .hk = 1,
+       .mask = window(127, 0),
+       .dlse = true,
+       .sinks = true},
       {.dtype = f16, .batch = 2, .sq = 3, .sk = 4096, .hq = 4, .hk = 1, .mask = causal()},
       {.dtype = f32,
        .batch = 3,
@@ -221,6 +239,7 @@ std::string Case::name() const {
   if (dropout > 0) s << "_dropout";
   if (seqused) s << "_seqused";
   if (dlse) s << "_dlse";
+  if (sinks) s << "_sinks";
   return s.str();
 }
 

@@ -35,6 +35,7 @@ struct Case {
   double dropout = 0;
   bool seqused = false;
   bool dlse = false;
+  bool sinks = false;
 
   bool packed() const { return layout == Layout::kPacked || layout == Layout::kPackedPadded; }
   /// "bf16_b2_q64_k65_h4x2_d64x128_causal_bhsd": unique in the list, the name in test output.

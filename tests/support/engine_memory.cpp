@@ -75,7 +75,8 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.page_table),
           at(t.page_indptr),
           at(t.cache_batch_idx),
-          at(t.leftpad_k)};
+          at(t.leftpad_k),
+          at(t.sinks)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {
@@ -93,7 +94,9 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.cu_seqlens_k),
           at(t.seqused_k),
           at(t.dlse),
-          at(t.rng_state)};
+          at(t.rng_state),
+          at(t.sinks),
+          at(t.dsinks)};
 }
 
 AppendTensors EngineMemory::at(const AppendTensors& t) {

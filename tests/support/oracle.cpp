@@ -30,6 +30,7 @@ struct HeadResult {
 // Largest sizes met, for the units of the error rule.
 struct Sizes {
   double q = 0, k = 0, v = 0, dout = 0, ds = 0;
+  double dsink = 0;  // the sum of all terms
   void include(const Sizes& other) {
     q = std::max(q, other.q);
     k = std::max(k, other.k);
@@ -95,19 +96,25 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   std::vector<T> dK(k.size()), dV(v.size());
   HeadResult result;
   result.forward.o.resize(sq * dv);
-  result.forward.lse.resize(sq, -kInf);
+  result.forward.lse.resize(sq, rule.sink);
+  const auto sink = static_cast<T>(rule.sink);
+  T dsink = 0;
   if (gradients) result.backward.dq.resize(sq * d);
 
   for (int64_t i = 0; i < sq; ++i) {
     const int64_t diagonal = i + sk - sq;
     const int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
     const int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
-    if (begin >= end) continue;
+    const auto dlse = static_cast<T>(data.gradient().lse_of(i));
+    if (begin >= end) {
+      if (sink > -kInf) dsink += dlse;
+      continue;
+    }
     std::fill(S.begin(), S.end(), T{0});
     for (int64_t c = 0; c < d; ++c) {
       for (int64_t j = begin; j < end; ++j) S[j] += q[i * d + c] * kt[c * sk + j];
     }
-    T m = -std::numeric_limits<T>::infinity(), l = 0;
+    T m = sink, l = 0;
     for (int64_t j = begin; j < end; ++j) {
       S[j] = round(S[j] * scale);
       jacobian[j] = 1;
@@ -122,6 +129,8 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       m = std::max(m, S[j]);
     }
     for (int64_t j = begin; j < end; ++j) l += P[j] = std::exp(S[j] - m);
+    const T e_sink = sink > -kInf ? std::exp(sink - m) : T{0};
+    l += e_sink;
     for (int64_t j = begin; j < end; ++j) {
       P[j] = round(P[j] / l);
       Z[j] = rule.dropout.p == 0 ? T{1} : mask.keeps(rule.head_index, i, j) ? kept : T{0};
@@ -133,16 +142,18 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       const T p = round(P[j] * Z[j]);
       for (int64_t c = 0; c < dv; ++c) row[c] += p * v[j * dv + c];
     }
-    T D = 0;
+    T D = 0, size_of_d = 0;
     for (int64_t c = 0; c < dv; ++c) {
       const T o = round(row[c]);
       result.forward.o[i * dv + c] = o;
       D += dout[i * dv + c] * o;
+      size_of_d += std::fabs(dout[i * dv + c] * o);
     }
     if (!gradients) continue;
 
-    const auto dlse = static_cast<T>(data.gradient().lse_of(i));
-
+    const T p_sink = round(e_sink / l);
+    if (p_sink > 0) dsink -= round(p_sink * (D - dlse));
+    sizes->dsink += p_sink * (size_of_d + std::fabs(dlse));
     for (int64_t j = begin; j < end; ++j) {
       const T p = round(P[j] * Z[j]);
       for (int64_t c = 0; c < dv; ++c) dV[j * dv + c] += p * dout[i * dv + c];
@@ -167,8 +178,9 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   if (gradients) {
     for (const T x : dK) result.backward.dk.push_back(round(x * scale));
     for (const T x : dV) result.backward.dv.push_back(round(x));
+    result.backward.dsink = dsink;
   }
-  sizes->include({max_abs(data.q), max_abs(data.k), max_abs(data.v), max_abs(data.dout), 0});
+  sizes->include({max_abs(data.q), max_abs(data.k), max_abs(data.v), max_abs(data.dout), 0, 0});
   return result;
 }
 
@@ -200,14 +212,15 @@ void accumulate(Outputs& all, const HeadResult& one, bool gradients, const Workl
   scatter(all.dq, one.backward.dq, s.q_begin, s.sq, c.hq, h, c.d);
   scatter(all.dk, one.backward.dk, s.k_begin, s.sk, c.hk, hk, c.d);
   scatter(all.dv, one.backward.dv, s.k_begin, s.sk, c.hk, hk, c.dv);
+  all.dsinks[h] += one.backward.dsink;
 }
 
 Outputs empty_outputs(const Workload& w) {
   const Case& c = w.c;
-  return {std::vector<double>(w.total_q * c.hq * c.dv),
-          std::vector<double>(w.total_q * c.hq, -kInf), std::vector<double>(w.total_q * c.hq * c.d),
-          std::vector<double>(w.total_k * c.hk * c.d),
-          std::vector<double>(w.total_k * c.hk * c.dv)};
+  return {
+      std::vector<double>(w.total_q * c.hq * c.dv), std::vector<double>(w.total_q * c.hq, -kInf),
+      std::vector<double>(w.total_q * c.hq * c.d),  std::vector<double>(w.total_k * c.hk * c.d),
+      std::vector<double>(w.total_k * c.hk * c.dv), std::vector<double>(c.hq)};
 }
 
 Expected expect_some(const Workload& w, bool gradients) {
@@ -215,8 +228,9 @@ Expected expect_some(const Workload& w, bool gradients) {
   const std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v),
                             dout = read(w.backward.dout);
   const std::vector<double> dlse = c.dlse ? read(w.backward.dlse) : std::vector<double>();
-  std::vector<double> slopes;
+  std::vector<double> slopes, sinks(c.hq, -kInf);
   if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
+  if (w.forward.sinks.given()) sinks = read(w.forward.sinks);
   const kernels::DropoutMask dropout =
       kernels::dropout_mask(kernels::dropout_threshold(w.options.dropout_p),
                             w.run_options.dropout_seed, w.run_options.dropout_offset);
@@ -245,6 +259,7 @@ Expected expect_some(const Workload& w, bool gradients) {
                  {scale,
                   o.softcap,
                   slope,
+                  sinks[h],
                   {o.mask.left, o.mask.right},
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};
@@ -269,6 +284,11 @@ Expected expect_some(const Workload& w, bool gradients) {
   e.unit.dq = std::max(max_abs(e.reference.dq), std::fabs(scale) * size.ds * size.k);
   e.unit.dk = std::max(max_abs(e.reference.dk), std::fabs(scale) * size.ds * size.q);
   e.unit.dv = std::max(max_abs(e.reference.dv), kept * size.dout);
+  for (int64_t h = 0; h < c.hq; ++h) {
+    double terms = 0;
+    for (int64_t n = h; n < heads; n += c.hq) terms += sizes[n].dsink;
+    e.unit.dsinks = std::max(e.unit.dsinks, terms);
+  }
   return e;
 }
 
@@ -340,7 +360,11 @@ testing::AssertionResult backward_is_right(const Workload& w, const Expected& e)
   const BackwardArgs& b = w.backward;
   if (auto r = within("dq", b.dq, e.reference.dq, e.naive.dq, 3, t * e.unit.dq); !r) return r;
   if (auto r = within("dk", b.dk, e.reference.dk, e.naive.dk, 3, t * e.unit.dk); !r) return r;
-  return within("dv", b.dv, e.reference.dv, e.naive.dv, 3, t * e.unit.dv);
+  if (auto r = within("dv", b.dv, e.reference.dv, e.naive.dv, 3, t * e.unit.dv); !r) return r;
+  if (!b.dsinks.given()) return testing::AssertionSuccess();
+  // They are f32 whatever the tensors are.
+  const double bound = std::max(t, tolerance(DType::kF32)) * e.unit.dsinks;
+  return within("dsinks", b.dsinks, e.reference.dsinks, e.naive.dsinks, 3, bound);
 }
 
 }  // namespace fulgur::test

@@ -8,8 +8,9 @@
 ///   factor     is 2 for the forward pass and 3 for gradients,
 ///   unit       is the size that the terms of the sum have (not their sum, which may cancel),
 ///   tolerance  is 1e-5 for 16-bit tensors, 32 ulp for f32 and f64.
-/// LSE, which is never rounded to 16 bits: max|got - reference| <= tolerance * max(1, |LSE|).
-/// Infinities and NaN must stand exactly where the reference has them.
+/// Of dsinks, a sum over all rows that is f32 in every naive computation, the unit is the sum of
+/// the sizes of its terms. LSE, which is never rounded to 16 bits: max|got - reference| <=
+/// tolerance * max(1, |LSE|). Infinities and NaN must stand exactly where the reference has them.
 #pragma once
 
 #include <vector>
@@ -20,13 +21,13 @@ namespace fulgur::test {
 
 /// Every output of a workload in row-major order of its tensor's shape.
 struct Outputs {
-  std::vector<double> out, lse, dq, dk, dv;
+  std::vector<double> out, lse, dq, dk, dv, dsinks;
 };
 
 struct Expected {
   Outputs reference, naive;
   struct {
-    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0;
+    double out = 0, lse = 0, dq = 0, dk = 0, dv = 0, dsinks = 0;
   } unit;
 };
 

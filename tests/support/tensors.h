@@ -8,7 +8,7 @@ namespace fulgur::test {
 
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
-  Tensor rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{}, leftpad_k{};
+  Tensor rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{}, leftpad_k{}, sinks{};
   operator ForwardArgs() const {
     return {q,
             k,
@@ -23,17 +23,33 @@ struct ForwardTensors {
             page_table,
             page_indptr,
             cache_batch_idx,
-            leftpad_k};
+            leftpad_k,
+            sinks};
   }
 };
 
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
   Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{}, dlse{}, rng_state{};
+  Tensor sinks{}, dsinks{};
   operator BackwardArgs() const {
-    return {
-        dout,         q,         k,    v,        out, lse, dq, dk, dv, alibi_slopes, cu_seqlens_q,
-        cu_seqlens_k, seqused_k, dlse, rng_state};
+    return {dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            dlse,
+            rng_state,
+            sinks,
+            dsinks};
   }
 };
 

@@ -1,6 +1,7 @@
 #include "workload.h"
 
 #include <array>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -66,6 +67,7 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   }
   if (c.dlse) randomize(backward.dlse, random);
   make_options(seed);
+  if (c.sinks) make_sinks();
   backward.alibi_slopes = forward.alibi_slopes;
   backward.cu_seqlens_q = forward.cu_seqlens_q;
   backward.cu_seqlens_k = forward.cu_seqlens_k;
@@ -205,6 +207,19 @@ void Workload::make_options(uint64_t seed) {
   write(forward.alibi_slopes, slopes);
 }
 
+// From about the LSE of 64 keys to far below it; the third is none.
+void Workload::make_sinks() {
+  const std::array shape{c.hq}, strides{int64_t{1}};
+  forward.sinks = backward.sinks = storage(DType::kF32, c.hq, false).view(0, shape, strides);
+  backward.dsinks = storage(DType::kF32, c.hq, true).view(0, shape, strides);
+  std::vector<double> sinks;
+  for (int64_t h = 0; h < c.hq; ++h) {
+    sinks.push_back(h % 4 == 2 ? -std::numeric_limits<double>::infinity()
+                               : 4 - 3 * static_cast<double>(h % 4));
+  }
+  write(forward.sinks, sinks);
+}
+
 // Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.
 void Workload::poison_missing_rows() {
   std::vector<bool> q_row(static_cast<size_t>(total_q)), k_row(static_cast<size_t>(total_k));
@@ -225,15 +240,19 @@ void Workload::poison_missing_rows() {
   if (c.dlse) poison_unused_dlse();
 }
 
-// Of rows that see no key or belong to no sequence.
+// Of rows whose LSE is -inf: those that see no key, and have no sink, or belong to no sequence.
 void Workload::poison_unused_dlse() {
   const std::vector<double> random = read(backward.dlse);
   std::vector<double> dlse(random.size(), std::numeric_limits<double>::quiet_NaN());
+  const std::vector<double> sinks = c.sinks ? read(forward.sinks) : std::vector<double>();
   for (size_t b = 0; b < sequences.size(); ++b) {
     const Rows& s = sequences[b];
     for (int64_t i = 0; i < s.sq; ++i) {
-      if (visible_keys(c.mask, {s.q_begin, s.k_begin, s.sq, s.sk}, i).empty()) continue;
-      for (int64_t h = 0; h < c.hq; ++h) dlse[lse_index(b, h, i)] = random[lse_index(b, h, i)];
+      const bool sees = !visible_keys(c.mask, {s.q_begin, s.k_begin, s.sq, s.sk}, i).empty();
+      for (int64_t h = 0; h < c.hq; ++h) {
+        const bool sink = c.sinks && !std::isinf(sinks[static_cast<size_t>(h)]);
+        if (sees || sink) dlse[lse_index(b, h, i)] = random[lse_index(b, h, i)];
+      }
     }
   }
   write(backward.dlse, dlse);

@@ -57,6 +57,7 @@ class Workload {
   Tensor lengths(const std::vector<int64_t>& values);
   void make_sequences(std::vector<Rows> given);
   void make_options(uint64_t seed);
+  void make_sinks();
   void poison_missing_rows();
   void poison_unused_dlse();
 

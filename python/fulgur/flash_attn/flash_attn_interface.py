@@ -139,7 +139,7 @@ def _shared(
     """The arguments that both operators take behind their tensors."""
     return (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
-        left, 0 if causal else right, alibi_slopes, dropout_p, rng_state, False,
+        left, 0 if causal else right, alibi_slopes, None, dropout_p, rng_state, False,
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _flash_attn_backward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv, None)
 
 
 def _flash_attn_varlen_backward(
@@ -204,4 +204,4 @@ def _flash_attn_varlen_backward(
         dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, None, longest(max_seqlen_q, q),
         longest(max_seqlen_k, k),
     )  # fmt: skip
-    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv)
+    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv, None)

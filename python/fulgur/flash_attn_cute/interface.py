@@ -14,15 +14,15 @@ def flash_attn_func(
 ):  # fmt: skip
     """(out, lse) of q ``(batch, seqlen, heads, dim)``."""
     refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, learnable_sink=learnable_sink,
-        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors,
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
     out, lse = attention(
         q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
-        softcap=softcap or 0.0, deterministic=deterministic, return_lse=True,
+        softcap=softcap or 0.0, sinks=None if learnable_sink is None else learnable_sink.float(),
+        deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return out, lse if return_lse else None
 
@@ -38,17 +38,17 @@ def flash_attn_varlen_func(
     """(out, lse) of packed sequences, or of a batch with ``seqused_k``; beside ``page_table`` that
     says how many keys the pages have, and nothing has a gradient."""
     refuse(
-        qv=qv, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices,
-        learnable_sink=learnable_sink, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
+        qv=qv, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
     packed = cu_seqlens_q is not None
     if page_table is None and packed != (cu_seqlens_k is not None):
         refuse(**{"cu_seqlens_q or cu_seqlens_k without the other": True})
     out, lse = attention(
         q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
-        softcap=softcap or 0.0, deterministic=deterministic, return_lse=True,
+        softcap=softcap or 0.0, sinks=None if learnable_sink is None else learnable_sink.float(),
+        deterministic=deterministic, return_lse=True,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
         page_table=page_table, max_seqlen_q=longest(max_seqlen_q, q) if packed else 0,
         max_seqlen_k=longest(max_seqlen_k, k) if packed and page_table is None else 0,
