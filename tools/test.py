@@ -106,7 +106,7 @@ def asan():
 
 
 def tsan():
-    """The small tests under ThreadSanitizer."""
+    """The tests where threads share work under ThreadSanitizer."""
     build("tsan")
     ctest("tsan")
 

@@ -14,16 +14,22 @@ constexpr int kPrepareThreads = 256;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
 // Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
-// it.
+// it. Of head dims some see only how many lanes or panels of columns they take.
+
+constexpr int kPanelColumns = 64, kWarpColumns = 32;
+
+int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
 KernelUse use(const char* source, const HopperBackwardKey& key, const char* entry, int shared) {
   return {{source, plan_header(key), "sm_90a"}, entry, shared};
 }
 
 KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key{.dtype = plan.dtype, .value_dim = plan.value_dim};
+  // 8, 16 or 32 lanes take a row of dO, 8 columns each.
+  const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
+  HopperBackwardKey key{.dtype = plan.dtype, .value_dim = value_dim};
   key.sums = plan.sums;
-  if (plan.sums) key.head_dim = plan.head_dim;
+  if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
   key.packed = plan.packed;
   key.has_dlse = plan.has_dlse;
   key.elements = plan.elements;
@@ -41,22 +47,22 @@ KernelUse keys_kernel(const HopperBackwardPlan& plan) {
 KernelUse rows_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key = plan;
   key.value_dim = key.q_stages = key.o_stages = key.ds_stages = 0;
-  key.softcap = key.alibi = key.has_dlse = false;
+  key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   return use("sm90/backward_rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
 KernelUse round_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key{.dtype = plan.dtype, .head_dim = plan.head_dim};
-  key.has_left = plan.has_left;
-  key.has_right = plan.has_right;
+  HopperBackwardKey key{.dtype = plan.dtype, .head_dim = round_up(plan.head_dim, kPanelColumns)};
+  key.has_right = plan.repairs();  // which bound it is does not matter
   key.packed = plan.packed;
   key.elements = plan.elements;
   return use("sm90/backward_round.cu", key, "fulgur_backward_round", 0);
 }
 
 KernelUse repair_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key{
-      .dtype = plan.dtype, .head_dim = plan.head_dim, .value_dim = plan.value_dim};
+  HopperBackwardKey key{.dtype = plan.dtype,
+                        .head_dim = round_up(plan.head_dim, kWarpColumns),
+                        .value_dim = round_up(plan.value_dim, kWarpColumns)};
   key.has_left = plan.has_left;
   key.has_right = plan.has_right;
   key.softcap = plan.softcap;

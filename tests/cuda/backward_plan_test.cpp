@@ -433,9 +433,31 @@ TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
   EXPECT_EQ(same(kernels({.mask = causal(), .alibi = true})), (Names{"prepare", "rows"}));
   EXPECT_EQ(same(kernels({.mask = causal()}, {.dlse = true})), (Names{"keys", "repair", "rows"}));
   EXPECT_EQ(same(kernels({.mask = causal(), .seqused = true})), Names{"prepare"});
+  EXPECT_EQ(same(kernels({.mask = causal(), .dropout = 0.1})), (Names{"prepare", "rows"}));
   EXPECT_EQ(same(kernels({.mask = window(5, 5)})), Names{"prepare"});
+  EXPECT_EQ(same(kernels({.d = 112, .mask = causal()})), (Names{"prepare", "repair"}));
+  EXPECT_EQ(same(kernels({.d = 80, .mask = causal()})), Names{"prepare"});
   EXPECT_EQ(same(kernels({.mask = causal(), .packed = true})), Names{});
   EXPECT_EQ(same(kernels({.dtype = DType::kF16, .mask = causal()})), Names{});
+}
+
+// That of dQ from sums depends on its panels of 64 columns, and on whether any bound needs repairs.
+TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
+  const auto header = [](const ForwardShape& shape) {
+    const HopperBackwardPlan plan = plans(backward_problem(shape)).at(0);
+    EXPECT_TRUE(plan.sums);
+    for (const KernelUse& use : hopper_backward_kernels(plan)) {
+      if (use.entry == std::string("fulgur_backward_round")) return use.request.plan_header;
+    }
+    return std::string();
+  };
+  const std::string plain = header({.d = 128, .mask = causal()});
+  EXPECT_NE(plain, "");
+  EXPECT_EQ(header({.d = 80, .mask = causal()}), plain);
+  EXPECT_EQ(header({.d = 128, .mask = window(5, -1)}), plain);
+  EXPECT_EQ(header({.d = 128, .mask = window(5, 5), .alibi = true, .seqused = true}), plain);
+  EXPECT_NE(header({.d = 128}), plain);
+  EXPECT_NE(header({.d = 64, .mask = causal()}), plain);
 }
 
 TEST(HopperBackwardPlan, SaysHowDqIsComputed) {

@@ -1,9 +1,18 @@
-// An NVRTC for tests, which compiles nothing: libnvrtc.so.12 is 12.0, libnvrtc.so.13 is 13.0, and
-// without a number it is 11.0.
+// An NVRTC for tests on the fake driver, whose kernels do nothing: it makes nothing of any text, at
+// once and without a complaint. libnvrtc.so.12 is 12.0, libnvrtc.so.13 is 13.0, and without a
+// number it is 11.0.
 #include <dlfcn.h>
 
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
+
+namespace {
+
+constexpr char kImage[] = "nothing";
+constexpr char kLog[] = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
+
+}  // namespace
 
 extern "C" {
 
@@ -17,12 +26,29 @@ int nvrtcVersion(int* major, int* minor) {
   return 0;
 }
 
-int nvrtcCreateProgram() { return 1; }
-int nvrtcCompileProgram() { return 1; }
-int nvrtcGetProgramLogSize() { return 1; }
-int nvrtcGetProgramLog() { return 1; }
-int nvrtcGetCUBINSize() { return 1; }
-int nvrtcGetCUBIN() { return 1; }
-int nvrtcDestroyProgram() { return 1; }
+int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*,
+                       const char* const*) {
+  static int any = 0;
+  *program = &any;
+  return 0;
+}
+int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcGetProgramLogSize(void*, size_t* size) {
+  *size = sizeof(kLog);
+  return 0;
+}
+int nvrtcGetProgramLog(void*, char* log) {
+  std::memcpy(log, kLog, sizeof(kLog));
+  return 0;
+}
+int nvrtcGetCUBINSize(void*, size_t* size) {
+  *size = sizeof(kImage);
+  return 0;
+}
+int nvrtcGetCUBIN(void*, char* image) {
+  std::memcpy(image, kImage, sizeof(kImage));
+  return 0;
+}
+int nvrtcDestroyProgram(void**) { return 0; }
 
 }  // extern "C"
