@@ -11,6 +11,7 @@ enum NamedBarrier : u32 { kBarrierSums = 1 + kDsStages * (1 + kConsumers) };
 enum : int {
   kDsFullThreads = 128 * (kConsumers + 1),  // those that own keys arrive, this warpgroup waits
   kDsEmptyThreads = 256,                    // this warpgroup arrives, one that owns keys waits
+  kStepUnits = kRowSteps * kHeadPanels,
 };
 
 // A unit of dQ, 64 rows x 64 columns, through shared memory to its sum.
@@ -34,6 +35,7 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   KBuffer k(smem, 0);
   u32 stage = 0;
+  u32 first_buffer = 0;  // of the next step: buffers take turns, whatever the units of a step are
   for (;;) {
     k.wait_full();
     const KeyBlock block = load_shared_struct_uniform<KeyBlock>(smem + kKeysLayout.block);
@@ -47,7 +49,7 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
       float* const sums = p.dq_sums + (long long)(step.tile) * (kBlockRows * 64 * kHeadPanels);
 #pragma unroll
-      for (int unit = 0; unit < kRowSteps * kHeadPanels; ++unit) {
+      for (int unit = 0; unit < kStepUnits; ++unit) {
         const int row_step = unit / kHeadPanels;
         const int panel = unit % kHeadPanels;
         float dQ[32];
@@ -63,13 +65,15 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
         wgmma_commit();
         wgmma_wait<0>();
         register_fence(dQ);
-        if (unit == kRowSteps * kHeadPanels - 1) {
+        if (unit == kStepUnits - 1) {
 #pragma unroll
           for (int owner = 0; owner < kConsumers; ++owner) named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
           mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
         }
-        add_unit(dQ, sums + unit * kUnitFloats, smem + kKeysLayout.sums + unit % kSumsStages * 4 * kUnitFloats);
+        const u32 buffer = (first_buffer + unit) % kSumsStages;
+        add_unit(dQ, sums + unit * kUnitFloats, smem + kKeysLayout.sums + buffer * 4 * kUnitFloats);
       }
+      first_buffer = (first_buffer + kStepUnits) % kSumsStages;
       stage = stage + 1 == kDsStages ? 0 : stage + 1;
     }
     mbarrier_arrive_if(k.empty(), leader && !(block.state & kHasSteps));
