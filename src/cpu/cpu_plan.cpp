@@ -60,10 +60,10 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
   const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
   plan.block_rows = most_rows;
-  // Fewer panels a block where blocks would be too few to share out.
+  // Fewer panels a block where blocks would be too few to share out; one thread shares nothing out.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
-  while (plan.block_rows > k.panel_rows &&
-         heads * ceil_div(rows, plan.block_rows) < 4 * plan.threads) {
+  const int64_t tasks = plan.threads > 1 ? 4 * plan.threads : 1;
+  while (plan.block_rows > k.panel_rows && heads * ceil_div(rows, plan.block_rows) < tasks) {
     plan.block_rows /= 2;
   }
   if (plan.block_rows < most_rows) {

@@ -86,6 +86,7 @@ struct Operand {
 /// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
 /// index.
 struct Product {
+  bool add;
   int64_t rows, columns, steps;
   Operand A, B;
   float* C;
@@ -98,112 +99,133 @@ struct Product {
 template <class Tiles>
 class Products {
  public:
-  template <bool kAdd>
-  HWY_INLINE void multiply(const Product& product) {
-    begin(product);
-    while (!done()) step<kAdd>();
+  /// At once. Nothing may be put off.
+  HWY_INLINE void multiply(const Product& p) {
+    for (int64_t n = 0; n < p.columns; n += 2) {
+      for (int64_t m = 0; m < p.rows; m += 2) {
+        for (int64_t s = 0; s < p.steps; ++s) take(Step(p, m, n, s));
+      }
+    }
   }
 
-  /// The same in steps, between which other work may be done: four products each, where tiles are
-  /// left for so many.
-  HWY_INLINE void begin(const Product& product) {
-    p_ = product;
-    m_ = n_ = s_ = 0;
+  /// Makes a product later, in steps of at most four products of tiles, between which other work
+  /// may be done. Two may wait.
+  HWY_INLINE void put_off(const Product& product) {
+    if (product.rows > 0) queue_[(first_ + waiting_++) % 2] = product;
   }
-  HWY_INLINE bool done() const { return n_ >= p_.columns; }
-  template <bool kAdd>
-  HWY_INLINE void step() {
-    float* const C = p_.C + m_ * kTileRows * p_.ldc + n_ * kTileRows;
-    const bool two_rows = m_ + 1 < p_.rows, two_columns = n_ + 1 < p_.columns;
-    if (two_rows && two_columns) {
-      block_step<kAdd, 2, 2>(s_, C);
-      if (s_ == 0) C_ = C, ldc_ = p_.ldc;
-      if (++s_ < p_.steps) return;
-      s_ = 0;
-    } else if (two_rows) {
-      block<kAdd, 2, 1>(C);
-    } else if (two_columns) {
-      block<kAdd, 1, 2>(C);
-    } else {
-      block<kAdd, 1, 1>(C);
+  /// Steps that are left.
+  HWY_INLINE int64_t left() const {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < waiting_; ++i) {
+      const Product& p = queue_[(first_ + i) % 2];
+      sum += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
     }
-    m_ += 2;
-    if (m_ < p_.rows) return;
-    m_ = 0;
-    n_ += 2;
+    return sum;
+  }
+  /// Turn `turn` of the kTurns in which the next step is made, if one is left.
+  template <int kTurns>
+  HWY_INLINE void turn(int turn) {
+    if (turn == 0) next_step();
+    if (!active_) return;
+    constexpr int kEach = 4 / kTurns;
+    if (0 / kEach == turn) part<0>(step_);
+    if (1 / kEach == turn) part<1>(step_);
+    if (2 / kEach == turn) part<2>(step_);
+    if (3 / kEach == turn) part<3>(step_);
+  }
+  HWY_INLINE void finish() {
+    for (next_step(); active_; next_step()) take(step_);
   }
 
   HWY_INLINE void flush() {
-    if (C_ == nullptr) return;
     store<0>();
     store<1>();
     store<2>();
     store<3>();
-    C_ = nullptr;
+  }
+  /// The same where the block that waits is at C.
+  HWY_INLINE void flush(const float* C) {
+    if (C_[0] == C) flush();
   }
 
  private:
-  /// Register kTile of C holds the tile of row kTile / 2 and column kTile % 2 of the block.
+  /// Step s along the summed index of the block at tile (m, n) of C.
+  struct Step {
+    Step() = default;
+    HWY_INLINE Step(const Product& p, int64_t m, int64_t n, int64_t s)
+        : A{p.A.at(m, s), m + 1 < p.rows ? p.A.at(m + 1, s) : nullptr},
+          B{p.B.at(n, s), n + 1 < p.columns ? p.B.at(n + 1, s) : nullptr},
+          B_stride(p.B.stride),
+          C(s == 0 ? p.C + m * kTileRows * p.ldc + n * kTileRows : nullptr),
+          ldc(p.ldc),
+          add(p.add) {}
+
+    const uint16_t *A[2], *B[2];  // null where the block lacks the second row or column
+    int64_t B_stride;
+    float* C;  // null behind the first step
+    int64_t ldc;
+    bool add;
+  };
+
+  HWY_INLINE void next_step() {
+    active_ = waiting_ > 0;
+    if (!active_) return;
+    const Product& p = queue_[first_];
+    step_ = Step(p, m_, n_, s_);
+    if (++s_ < p.steps) return;
+    s_ = 0;
+    m_ += 2;
+    if (m_ < p.rows) return;
+    m_ = 0;
+    n_ += 2;
+    if (n_ < p.columns) return;
+    n_ = 0;
+    first_ = 1 - first_;
+    --waiting_;
+  }
+
+  HWY_INLINE void take(const Step& step) {
+    part<0>(step);
+    part<1>(step);
+    part<2>(step);
+    part<3>(step);
+  }
+  /// The product for register kPart of C, which holds the tile of row kPart / 2 and column
+  /// kPart % 2 of the block.
+  template <int kPart>
+  HWY_INLINE void part(const Step& step) {
+    constexpr int kRow = kPart / 2, kColumn = kPart % 2;
+    // A block at an edge does not use, and so not store, every register.
+    const bool edge = step.A[1] == nullptr || step.B[1] == nullptr;
+    if (kPart == 0 && edge && step.C != nullptr) flush();
+    if (step.A[kRow] == nullptr || step.B[kColumn] == nullptr) return;
+    if constexpr (kRow == 0) Tiles::template load<6 + kColumn>(step.B[kColumn], step.B_stride);
+    if constexpr (kColumn == 0) Tiles::template load<4 + kRow>(step.A[kRow], 64);
+    if (step.C != nullptr) {
+      store<kPart>();
+      C_[kPart] = step.C + kRow * kTileRows * step.ldc + kColumn * kTileRows;
+      stride_[kPart] = step.ldc * 4;
+      if (step.add) {
+        Tiles::template load<kPart>(C_[kPart], stride_[kPart]);
+      } else {
+        Tiles::template zero<kPart>();
+      }
+    }
+    Tiles::template multiply<kPart, 4 + kRow, 6 + kColumn>();
+  }
   template <int kTile>
-  static HWY_INLINE float* tile(float* C, int64_t ldc) {
-    return C + kTile / 2 * kTileRows * ldc + kTile % 2 * kTileRows;
-  }
-  template <int kTile>
-  HWY_INLINE void store() const {
-    Tiles::template store<kTile>(tile<kTile>(C_, ldc_), ldc_ * 4);
-  }
-  template <bool kAdd, int kTile>
-  HWY_INLINE void begin(bool first, float* C) const {
-    if (!first) return;
-    if (C_ != nullptr) store<kTile>();
-    if constexpr (kAdd) {
-      Tiles::template load<kTile>(tile<kTile>(C, p_.ldc), p_.ldc * 4);
-    } else {
-      Tiles::template zero<kTile>();
-    }
+  HWY_INLINE void store() {
+    if (C_[kTile] != nullptr) Tiles::template store<kTile>(C_[kTile], stride_[kTile]);
+    C_[kTile] = nullptr;
   }
 
-  /// Step s of kRows x kColumns tiles of C.
-  template <bool kAdd, int kRows, int kColumns>
-  HWY_INLINE void block_step(int64_t s, float* C) const {
-    const bool first = s == 0;
-    Tiles::template load<6>(p_.B.at(n_, s), p_.B.stride);
-    Tiles::template load<4>(p_.A.at(m_, s), p_.A.stride);
-    begin<kAdd, 0>(first, C);
-    Tiles::template multiply<0, 4, 6>();
-    if constexpr (kColumns == 2) {
-      Tiles::template load<7>(p_.B.at(n_ + 1, s), p_.B.stride);
-      begin<kAdd, 1>(first, C);
-      Tiles::template multiply<1, 4, 7>();
-    }
-    if constexpr (kRows == 2) {
-      Tiles::template load<5>(p_.A.at(m_ + 1, s), p_.A.stride);
-      begin<kAdd, 2>(first, C);
-      Tiles::template multiply<2, 5, 6>();
-    }
-    if constexpr (kRows == 2 && kColumns == 2) {
-      begin<kAdd, 3>(first, C);
-      Tiles::template multiply<3, 5, 7>();
-    }
-  }
-
-  /// All steps of a block at an edge of C, stored at once.
-  template <bool kAdd, int kRows, int kColumns>
-  HWY_INLINE void block(float* C) {
-    flush();
-    for (int64_t s = 0; s < p_.steps; ++s) block_step<kAdd, kRows, kColumns>(s, C);
-    C_ = C;
-    ldc_ = p_.ldc;
-    store<0>();
-    if constexpr (kColumns == 2) store<1>();
-    if constexpr (kRows == 2) store<2>();
-    C_ = nullptr;
-  }
-
-  Product p_{};
-  int64_t m_ = 0, n_ = 0, s_ = 0;  // the next step: tiles of C, of the summed index
-  float* C_ = nullptr;             // of the block whose sums are in the registers
-  int64_t ldc_ = 0;
+  float* C_[4] = {};  // where the sums in the registers belong
+  int64_t stride_[4] = {};
+  Product queue_[2] = {};
+  int64_t first_ = 0, waiting_ = 0;  // of the queue
+  int64_t m_ = 0, n_ = 0, s_ = 0;    // the next step: tiles of C, of the summed index
+  Step step_;                        // that turns make
+  bool active_ = false;              // there is one
 };
 
 /// What the tiles make a difference of, among values that were packed.
@@ -385,10 +407,7 @@ HWY_INLINE __m512i round_up_half(V32 x) {
 
 /// The upper halves of a and b in turns: a row of B from two rows of C.
 HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
-  alignas(64) static constexpr uint16_t kTurns[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11,
-                                                      43, 13, 45, 15, 47, 17, 49, 19, 51, 21, 53,
-                                                      23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
-  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kTurns), b);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
 }
 
 /// The upper halves of a, then of b: a row of A from a row of C.

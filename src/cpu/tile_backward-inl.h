@@ -256,12 +256,10 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
         if (begin < end) {
-          products.template multiply<true>({key_blocks, v_blocks, end - begin,
-                                            in_group(s.P_keys, begin), in_group(s.dO_rows, begin),
-                                            s.dV + key * s.ldv, s.ldv});
-          products.template multiply<true>({key_blocks, k_blocks, end - begin,
-                                            in_group(s.dS_keys, begin), in_group(s.Q_rows, begin),
-                                            s.dK + key * s.ldk, s.ldk});
+          products.multiply({true, key_blocks, v_blocks, end - begin, in_group(s.P_keys, begin),
+                             in_group(s.dO_rows, begin), s.dV + key * s.ldv, s.ldv});
+          products.multiply({true, key_blocks, k_blocks, end - begin, in_group(s.dS_keys, begin),
+                             in_group(s.Q_rows, begin), s.dK + key * s.ldk, s.ldk});
         }
         begin = end + 1;
       };
@@ -275,12 +273,12 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         t.tiles.next();
         tile.partial |= t.panel.count < kTilePanelRows;
         float* const dqt = dq + (row / kTilePanelRows + i) * s.ldk * kTilePanelRows;
-        products.template multiply<false>(
-            {key_blocks, 2, k_steps, Operand::packed(K, k_steps),
+        products.multiply(
+            {false, key_blocks, 2, k_steps, Operand::packed(K, k_steps),
              Operand::packed(s.Q + i * kTilePanelRows * k_steps * kTileDepth, k_steps), s.P,
              kTilePanelRows});
-        products.template multiply<false>(
-            {key_blocks, 2, v_steps, Operand::packed(V, v_steps),
+        products.multiply(
+            {false, key_blocks, 2, v_steps, Operand::packed(V, v_steps),
              Operand::packed(s.dO + i * kTilePanelRows * v_steps * kTileDepth, v_steps), s.dS,
              kTilePanelRows});
         products.flush();
@@ -297,8 +295,9 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           std::fill(s.dS + n * kTilePanelRows, s.dS + padded * kTilePanelRows, 0.0f);
           round_gradients(padded, i, s);
         }
-        products.template multiply<true>(
-            {k_blocks,
+        products.multiply(
+            {true,
+             k_blocks,
              2,
              key_steps,
              Operand::packed(Kt, key_steps),

@@ -8,6 +8,9 @@
 #define FULGUR_CPU_TILE_FORWARD_INL_H_
 #endif
 
+#include <type_traits>
+#include <utility>
+
 #include "cpu/forward-inl.h"
 #include "cpu/tile-inl.h"
 
@@ -17,22 +20,27 @@ HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kTilePanelRows = 2 * kTileRows;
-constexpr int64_t kTilePanels = 16;  // of a block
+constexpr int64_t kTilePanels = 32;  // of a block
 
 /// Key tiles that are packed for all panels of a block. A panel walks over them while its O stays
 /// in the L1 cache.
 constexpr int64_t kChunk = 8;
 
+/// Keys of a half of a key tile. The scores of one half are multiplied while P is made from those
+/// of another: two of them, P, O and operands fit the L1 cache.
+constexpr int64_t kHalf = kTileDepth;
+
 /// The row block and a chunk of the keys in fast memory.
 struct TileForwardScratch {
   uint16_t* Q[kTilePanels];                // columns of B, summed over d
   float* Ot[kTilePanels];                  // [dv in tiles][width]
-  float *m[kTilePanels], *l[kTilePanels];  // [width]; m in units of the product
+  float *m[kTilePanels], *l[kTilePanels];  // [width]
   uint16_t* K[kChunk];                     // rows of A, summed over d
   uint16_t* Vt[kChunk];                    // rows of A, summed over keys
-  float* S;                                // [kBc][width]
+  float* S[2];                             // [kHalf][width], of a half and the next
   uint16_t* P[2];   // [kBc / 2][width][2]: B, summed over keys; of a tile and the one before
-  float *V, *rows;  // [kBc][dv in tiles], [kTileRows][dv in tiles]
+  float* P_wide;    // [kHalf][width]: P that is not ready for tiles
+  float *V, *rows;  // [kHalf][dv in tiles], [kTileRows][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
@@ -46,9 +54,10 @@ struct TileForwardScratch {
       K[i] = arena.take_halves(kBc * d);
       Vt[i] = arena.take_halves(kBc * dv);
     }
-    S = arena.take(kBc * kTilePanelRows);
+    for (float*& half : S) half = arena.take(kHalf * kTilePanelRows);
     for (uint16_t*& packed : P) packed = arena.take_halves(kBc * kTilePanelRows);
-    V = arena.take(kBc * dv);
+    P_wide = arena.take(kHalf * kTilePanelRows);
+    V = arena.take(kHalf * dv);
     rows = arena.take(kTileRows * dv);
   }
 };
@@ -122,66 +131,51 @@ HWY_INLINE void pack_probabilities(int64_t n, int64_t width, const float* HWY_RE
   }
 }
 
-/// The maximum m of the scores factor S so far, in units of S; alpha takes the factor that l and O
-/// must be rescaled by (Alg. 1, lines 9 and 10). The maximum of a row stays while it is outgrown by
-/// little: P then is up to 2^kSlack. Whether that of any row moved. n is even.
+/// The maxima of the scores factor S of a half.
 template <int kVectors>
-HWY_INLINE bool tile_maximum(int64_t n, float factor, const float* HWY_RESTRICT S,
-                             float* HWY_RESTRICT m, float* HWY_RESTRICT alpha) {
-  constexpr float kSlack = 8;
+HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)[kVectors]) {
+  const F32 f;
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    highest[v] = hn::Set(f, -std::numeric_limits<float>::infinity());
+  }
+  for (int64_t jj = 0; jj < kHalf; ++jj) {
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      highest[v] = hn::Max(highest[v], hn::Load(f, S + (jj * kVectors + v) * kLanes));
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    highest[v] = hn::Mul(highest[v], hn::Set(f, factor));
+  }
+}
+
+/// P = 2^(factor S - m) of a half, packed for tiles or not, and its sums. A step of the products is
+/// made beside each kTurns pairs of keys.
+template <int kVectors, int kTurns, class To, class Tiles>
+HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
+                                   const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
+                                   V32 (&sum)[kVectors], Products<Tiles>& products) {
   constexpr int64_t kWidth = kVectors * kLanes;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
-  V32 even[kVectors], odd[kVectors];
-  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) even[v] = odd[v] = none;
-  for (int64_t jj = 0; jj < n; jj += 2) {
-    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-      even[v] = hn::Max(even[v], hn::Load(f, S + jj * kWidth + v * kLanes));
-      odd[v] = hn::Max(odd[v], hn::Load(f, S + (jj + 1) * kWidth + v * kLanes));
-    }
-  }
-  bool moved = false;
-  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-    const V32 highest = hn::Max(even[v], odd[v]), old = hn::Load(f, m + v * kLanes);
-    // -inf - -inf is NaN, which is not above.
-    const auto above = hn::Gt(hn::Mul(hn::Sub(highest, old), c), hn::Set(f, kSlack));
-    const V32 rescale = exp2_short(hn::Mul(hn::Sub(old, highest), c));
-    hn::Store(hn::IfThenElse(above, highest, old), f, m + v * kLanes);
-    hn::Store(hn::IfThenElse(above, rescale, hn::Set(f, 1.0f)), f, alpha + v * kLanes);
-    moved |= !hn::AllFalse(f, above);
-  }
-  return moved;
-}
-
-/// S -> P, in place or rounded and packed, and l (Alg. 1, line 9). work() is called some kTileWork
-/// times on the way.
-constexpr int64_t kTileWork = 8;
-template <int kVectors, bool kInPlace, class Work>
-HWY_INLINE void tile_probabilities(int64_t n, float factor, float* HWY_RESTRICT S,
-                                   const float* HWY_RESTRICT m, const float* HWY_RESTRICT alpha,
-                                   float* HWY_RESTRICT l, uint16_t* HWY_RESTRICT P,
-                                   const Work& work) {
-  constexpr int64_t kWidth = kVectors * kLanes, kKeys = kBc / kTileWork;
-  const F32 f;
-  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
-  V32 shift[kVectors], sum[kVectors];
+  V32 shift[kVectors], total[kVectors];
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
     // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
     const V32 at = hn::Load(f, m + v * kLanes);
     shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
-    sum[v] = hn::Zero(f);
+    total[v] = hn::Zero(f);
   }
-  for (int64_t begin = 0; begin < n; begin += kKeys) {
-    work();
-    for (int64_t jj = begin; jj < begin + kKeys; jj += 2) {
+  for (int64_t begin = 0; begin < kHalf; begin += 2 * kTurns) {
+    FULGUR_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      products.template turn<kTurns>(turn);
+      const int64_t jj = begin + 2 * turn;
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-        float* const at = S + jj * kWidth + v * kLanes;
-        const V32 p0 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at), shift[v]), c));
-        const V32 p1 = exp2_short(hn::Mul(hn::Sub(hn::Load(f, at + kWidth), shift[v]), c));
-        sum[v] = hn::Add(sum[v], hn::Add(p0, p1));
-        if constexpr (kInPlace) {
-          hn::Store(p0, f, at);
-          hn::Store(p1, f, at + kWidth);
+        const float* const at = S + jj * kWidth + v * kLanes;
+        const V32 p0 = exp2_short(hn::MulSub(hn::Load(f, at), c, shift[v]));
+        const V32 p1 = exp2_short(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
+        total[v] = hn::Add(total[v], hn::Add(p0, p1));
+        if constexpr (std::is_same_v<To, float>) {
+          hn::Store(p0, f, P + jj * kWidth + v * kLanes);
+          hn::Store(p1, f, P + (jj + 1) * kWidth + v * kLanes);
         } else {
           _mm512_store_si512(P + jj * kWidth + 2 * v * kLanes,
                              pair_halves(round_up_half(p0), round_up_half(p1)));
@@ -189,10 +183,7 @@ HWY_INLINE void tile_probabilities(int64_t n, float factor, float* HWY_RESTRICT 
       }
     }
   }
-  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-    float* const at = l + v * kLanes;
-    hn::Store(hn::MulAdd(hn::Load(f, at), hn::Load(f, alpha + v * kLanes), sum[v]), f, at);
-  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) sum[v] = total[v];
 }
 
 /// O^T [dv][width] = O^T diag(alpha).
@@ -225,9 +216,9 @@ HWY_INLINE void transpose_sums(const float* HWY_RESTRICT Ct, int64_t columns, in
   }
 }
 
-/// O = O / l and LSE = ln 2 (factor m + log2 l) of a panel (Alg. 1, lines 12 to 15).
+/// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int64_t row,
-                                 const Panel& panel, float factor, const float* HWY_RESTRICT Ot,
+                                 const Panel& panel, const float* HWY_RESTRICT Ot,
                                  const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
                                  float* HWY_RESTRICT rows) {
   const F32 f;
@@ -238,7 +229,7 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
     HWY_ALIGN float weight[kLanes] = {}, lse[kLanes];
     for (int64_t i = 0; i < count; ++i) {
       const int64_t r = v * kLanes + i;
-      const RowEnd end = end_row(task, row + r, factor * m[r], l[r]);
+      const RowEnd end = end_row(task, row + r, m[r], l[r]);
       weight[i] = end.weight;
       lse[i] = end.lse;
     }
@@ -262,7 +253,12 @@ class TileForward {
  public:
   TileForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
               float* scratch)
-      : task_(task), p_(task.problem), args_(args), arena_(scratch), s_(p_, arena_) {
+      : task_(task),
+        p_(task.problem),
+        args_(args),
+        factor_(softmax_factor(p_)),
+        arena_(scratch),
+        s_(p_, arena_) {
     for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
       Panel& panel = panels_[count_];
       make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
@@ -273,7 +269,9 @@ class TileForward {
       std::fill_n(s_.Ot[count_], blocks_of(p_.dv) * kTileRows * panel.width(), 0.0f);
       std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
       std::fill_n(s_.l[count_], panel.width(), 0.0f);
+      fresh_[count_] = true;
     }
+    std::fill_n(alpha_, kTilePanelRows, 1.0f);
   }
 
   void run() {
@@ -281,18 +279,34 @@ class TileForward {
     for (int64_t j = next(); j != KeyTiles::kEnd; j = next()) {
       chunk_ = j / kKeys * kKeys;
       std::fill_n(packed_, kChunk, false);
-      for (int64_t i = 0; i < count_; ++i) walk(i, chunk_ + kKeys);
+      walk(chunk_ + kKeys);
     }
   }
 
   void finish(int64_t row_begin) const {
     for (int64_t i = 0; i < count_; ++i) {
-      finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], softmax_factor(p_),
-                       s_.Ot[i], s_.m[i], s_.l[i], s_.rows);
+      finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], s_.Ot[i], s_.m[i],
+                       s_.l[i], s_.rows);
     }
   }
 
  private:
+  /// A row keeps its maximum until P of a half sums up to more: then halves need not be searched
+  /// for theirs.
+  static constexpr float kMostSum = 256;
+
+  /// A key tile that panel i visits.
+  struct Visit {
+    int64_t i;
+    KeyTile tile;
+  };
+  /// P of halves [begin, end) of a visit's key tile, to be multiplied by V for the tiles of rows of
+  /// O^T from `row` on.
+  struct Packed {
+    uint16_t* P = nullptr;
+    int64_t i = 0, place = 0, begin = 0, end = 0, row = 0;
+  };
+
   /// The first tile that a panel has yet to visit.
   int64_t next() const {
     int64_t j = KeyTiles::kEnd;
@@ -300,44 +314,47 @@ class TileForward {
     return j;
   }
 
-  /// Panel i over its tiles up to key `end`. The products of P and V of a key tile are issued
-  /// between the exponentials of the next.
-  void walk(int64_t i, int64_t end) {
-    const Panel& panel = panels_[i];
-    const float factor = softmax_factor(p_);
-    bool waits = false;  // the tile before, for its products of P and V
-    KeyTile before{};
-    uint16_t *P = s_.P[0], *P_before = s_.P[1];
-    for (KeyTile tile = tiles_[i].tile(); tile.j < end; tile = tiles_[i].tile()) {
-      tiles_[i].next();
-      const int64_t padded = steps_of(tile.n) * kTileDepth;
-      score(i, tile);
-      const bool moved = panel.vectors == 1
-                             ? tile_maximum<1>(padded, factor, s_.S, s_.m[i], alpha_)
-                             : tile_maximum<2>(padded, factor, s_.S, s_.m[i], alpha_);
-      const bool by_tiles = tiles_add(tile);
-      if (waits) products_.begin(of_values(i, before, P_before));
-      if (moved || !by_tiles) {
-        add_waiting();
-        if (by_tiles) rescale(panel, p_.dv, alpha_, s_.Ot[i]);
-      }
-      if (panel.vectors == 1) {
-        probabilities<1>(i, tile, by_tiles, P);
-      } else {
-        probabilities<2>(i, tile, by_tiles, P);
-      }
-      add_waiting();
-      if (!by_tiles) add_by_vectors(i, tile);
-      waits = by_tiles;
-      before = tile;
-      std::swap(P, P_before);
-    }
-    if (waits) products_.template multiply<true>(of_values(i, before, P_before));
-    products_.flush();
+  /// The next visit of panel i or one behind it, up to key `end`.
+  Visit visit(int64_t i, int64_t end) const {
+    while (i < count_ && tiles_[i].tile().j >= end) ++i;
+    return {i, i < count_ ? tiles_[i].tile() : KeyTile()};
   }
 
-  void add_waiting() {
-    while (!products_.done()) products_.template step<true>();
+  /// All panels over their tiles up to key `end`. While P of a half is made from its scores, those
+  /// of the next half are multiplied, and P of the tile before by V.
+  void walk(int64_t end) {
+    const int64_t blocks = blocks_of(p_.dv), middle = std::min(blocks, (blocks + 3) / 4 * 2);
+    float *S = s_.S[0], *S_next = s_.S[1];
+    uint16_t *P = s_.P[0], *P_before = s_.P[1];
+    Packed before, now;
+    Visit at = visit(0, end);
+    products_.multiply(scores(at, 0, S));
+    products_.flush();
+    while (at.i < count_) {
+      tiles_[at.i].next();
+      const Visit later = visit(at.i, end);
+      const int64_t halves = steps_of(at.tile.n);
+      now = {P, at.i, place(at.tile)};
+      for (int64_t h = 0; h < halves; ++h, std::swap(S, S_next)) {
+        const bool last = h + 1 == halves;
+        if (!last) {
+          products_.put_off(scores(at, h + 1, S_next));
+        } else if (later.i < count_) {
+          products_.put_off(scores(later, 0, S_next));
+        }
+        products_.put_off(values(last ? blocks : middle, &before));
+        if (panels_[at.i].vectors == 1) {
+          probabilities<1>(at, h, S, &before, &now);
+        } else {
+          probabilities<2>(at, h, S, &before, &now);
+        }
+        products_.flush(S_next);
+      }
+      before = now;
+      std::swap(P, P_before);
+      at = later;
+    }
+    products_.multiply(values(blocks, &before));
     products_.flush();
   }
 
@@ -354,79 +371,179 @@ class TileForward {
     return at;
   }
 
-  /// S = K Q^T, as the softmax wants it.
-  void score(int64_t i, const KeyTile& tile) {
-    const int64_t steps = steps_of(p_.d), width = panels_[i].width(), n = tile.n;
-    products_.template multiply<false>({blocks_of(n), panels_[i].vectors, steps,
-                                        Operand::packed(s_.K[place(tile)], steps),
-                                        Operand::packed(s_.Q[i], steps), s_.S, width});
-    products_.flush();
-    if (softmax_factor(p_) != query_factor(p_)) scale_scores(n, width, query_factor(p_), s_.S);
-    score_rule(p_, panels_[i], tile, s_.S, width, nullptr);
-    std::fill(s_.S + n * width, s_.S + steps_of(n) * kTileDepth * width,
-              -std::numeric_limits<float>::infinity());
+  static KeyTile half_of(const KeyTile& tile, int64_t h) {
+    return {tile.j + h * kHalf, std::min(kHalf, tile.n - h * kHalf), tile.partial};
+  }
+
+  /// S = K Q^T of half h.
+  Product scores(const Visit& at, int64_t h, float* S) {
+    const int64_t steps = steps_of(p_.d), vectors = panels_[at.i].vectors;
+    return {false,
+            blocks_of(half_of(at.tile, h).n),
+            vectors,
+            steps,
+            Operand::packed(s_.K[place(at.tile)] + h * kHalf * steps * kTileDepth, steps),
+            Operand::packed(s_.Q[at.i], steps),
+            S,
+            vectors * kLanes};
+  }
+
+  /// O^T += V^T P^T for tiles of rows up to `end`.
+  Product values(int64_t end, Packed* p) {
+    if (p->begin == p->end) return {};
+    const int64_t steps = steps_of(std::min(kBc, task_.s.sk - chunk_ - p->place * kBc));
+    const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
+    const int64_t row = std::exchange(p->row, end);
+    const Operand Vt = Operand::packed(s_.Vt[p->place], steps);
+    return {true,
+            end - row,
+            vectors,
+            p->end - p->begin,
+            {Vt.at(row, p->begin), Vt.stride, Vt.block, Vt.step},
+            {p->P + p->begin * kHalf * width, width * 4, kTileDepth, kTileRows * width * 2},
+            s_.Ot[p->i] + row * kTileRows * width,
+            width};
   }
 
   /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and
   /// tiles take denormal numbers for 0.
-  bool tiles_add(const KeyTile& tile) {
-    const Census& values = values_[place(tile)];
-    return !values.denormal() && (values.finite() || !tile.partial);
+  static bool tiles_add(const Census& values, const KeyTile& half) {
+    return !values.denormal() && (values.finite() || !half.partial);
   }
 
-  /// S -> P, where the tiles are to add P V packed, else in place.
+  /// S -> P of half h of tile `now`, while the products under way are made.
   template <int kVectors>
-  void probabilities(int64_t i, const KeyTile& tile, bool by_tiles, uint16_t* P) {
-    const int64_t n = steps_of(tile.n) * kTileDepth, width = kVectors * kLanes;
-    const float factor = softmax_factor(p_);
-    const auto work = [&]() HWY_ATTR {
-      if (!products_.done()) products_.template step<true>();
+  void probabilities(const Visit& at, int64_t h, float* S, Packed* before, Packed* now) {
+    const int64_t i = at.i, width = kVectors * kLanes, blocks = blocks_of(p_.dv);
+    const KeyTile half = half_of(at.tile, h);
+    finish_scores(i, half, S);
+    const bool by_tiles = tiles_add(values_[now->place], half);
+    const bool packed = by_tiles && p_.dropout_p == 0;
+    uint16_t* const P = now->P + h * kHalf * width;
+    const int64_t steps = products_.left();
+    if (fresh_[i]) start_maximum<kVectors>(i, S);
+    V32 sum[kVectors];
+    const float* const m = s_.m[i];
+    const auto exponentials = [&]() HWY_ATTR {
+      if (!packed) {
+        tile_probabilities<kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
+      } else if (kVectors == 2 && steps <= kHalf / 8) {
+        tile_probabilities<kVectors, 4>(factor_, S, m, P, sum, products_);
+      } else if (kVectors == 2 && steps <= kHalf / 4) {
+        tile_probabilities<kVectors, 2>(factor_, S, m, P, sum, products_);
+      } else {
+        tile_probabilities<kVectors, 1>(factor_, S, m, P, sum, products_);
+      }
     };
-    if (by_tiles && p_.dropout_p == 0) {
-      return tile_probabilities<kVectors, false>(n, factor, s_.S, s_.m[i], alpha_, s_.l[i], P,
-                                                 work);
+    exponentials();
+    products_.finish();
+    if (outgrown<kVectors>(sum)) {
+      products_.multiply(values(blocks, before));
+      products_.multiply(values(blocks, now));
+      products_.flush();
+      *now = {now->P, i, now->place, now->end, now->end};
+      raise_maximum<kVectors>(i, S, sum);
+      exponentials();
     }
-    tile_probabilities<kVectors, true>(n, factor, s_.S, s_.m[i], alpha_, s_.l[i], P, work);
+    const F32 f;
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* const l = s_.l[i] + v * kLanes;
+      hn::Store(hn::Add(hn::Load(f, l), sum[v]), f, l);
+    }
+    if (by_tiles) now->end = h + 1;
+    if (packed) return;
     if (p_.dropout_p > 0) {
       const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
-      drop(task_.given.dropout, keep_scale, panels_[i], tile, width, s_.S, nullptr);
+      drop(task_.given.dropout, keep_scale, panels_[i], half, width, s_.P_wide, nullptr);
     }
-    if (by_tiles) pack_probabilities(n, width, s_.S, P);
+    if (by_tiles) {
+      pack_probabilities(kHalf, width, s_.P_wide, P);
+    } else {
+      products_.flush();
+      add_by_vectors(i, half);
+    }
   }
 
-  /// O^T += V^T P^T.
-  Product of_values(int64_t i, const KeyTile& tile, const uint16_t* P) {
-    const int64_t steps = steps_of(tile.n), width = panels_[i].width();
-    return {blocks_of(p_.dv),
-            panels_[i].vectors,
-            steps,
-            Operand::packed(s_.Vt[place(tile)], steps),
-            {P, width * 4, kTileDepth, kTileRows * width * 2},
-            s_.Ot[i],
-            width};
+  /// Turns products into scores.
+  void finish_scores(int64_t i, const KeyTile& half, float* S) {
+    const int64_t width = panels_[i].width(), n = half.n;
+    if (factor_ != query_factor(p_)) scale_scores(n, width, query_factor(p_), S);
+    score_rule(p_, panels_[i], half, S, width, nullptr);
+    std::fill(S + n * width, S + kHalf * width, -std::numeric_limits<float>::infinity());
   }
 
-  void add_by_vectors(int64_t i, const KeyTile& tile) {
+  /// The maximum of the rows that have seen no key yet.
+  template <int kVectors>
+  HWY_NOINLINE void start_maximum(int64_t i, const float* S) {
+    const F32 f;
+    const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
+    V32 highest[kVectors];
+    maxima<kVectors>(factor_, S, highest);
+    fresh_[i] = false;
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* const m = s_.m[i] + v * kLanes;
+      const V32 old = hn::Load(f, m);
+      const V32 now = hn::IfThenElse(hn::Eq(old, none), highest[v], old);
+      hn::Store(now, f, m);
+      fresh_[i] |= !hn::AllFalse(f, hn::Eq(now, none));
+    }
+  }
+
+  template <int kVectors>
+  HWY_INLINE bool outgrown(const V32 (&sum)[kVectors]) const {
+    const F32 f;
+    bool any = false;
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      any |= !hn::AllFalse(f, hn::Gt(sum[v], hn::Set(f, kMostSum)));
+    }
+    return any;
+  }
+
+  /// A new maximum of the rows that have outgrown theirs; rescales their l and O (Alg. 1, lines 9
+  /// and 10).
+  template <int kVectors>
+  HWY_NOINLINE void raise_maximum(int64_t i, const float* S, const V32 (&sum)[kVectors]) {
+    const F32 f;
+    V32 highest[kVectors];
+    maxima<kVectors>(factor_, S, highest);
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float *const m = s_.m[i] + v * kLanes, *const l = s_.l[i] + v * kLanes;
+      const V32 old = hn::Load(f, m);
+      const auto above = hn::Gt(sum[v], hn::Set(f, kMostSum));
+      const V32 now = hn::IfThenElse(above, highest[v], old);
+      const V32 rescale = exp2_short(hn::Sub(old, highest[v]));
+      const V32 alpha = hn::IfThenElse(above, rescale, hn::Set(f, 1.0f));
+      hn::Store(now, f, m);
+      hn::Store(hn::Mul(hn::Load(f, l), alpha), f, l);
+      hn::Store(alpha, f, alpha_ + v * kLanes);
+    }
+    rescale(panels_[i], p_.dv, alpha_, s_.Ot[i]);
+    std::fill_n(alpha_, kTilePanelRows, 1.0f);
+  }
+
+  void add_by_vectors(int64_t i, const KeyTile& half) {
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
-    load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
-    accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, s_.S, panels_[i].width(), alpha_,
+    load_keys(task_, args_.v, p_.v, p_.dv, half.j, half.n, s_.V, ld);
+    accumulate_visible(panels_[i], half, p_.dv, s_.V, ld, s_.P_wide, panels_[i].width(), alpha_,
                        s_.Ot[i]);
   }
 
   const Task& task_;
   const Problem& p_;
   const ForwardArgs& args_;
+  const float factor_;  // of the products, to scores
   Arena arena_;
   const TileForwardScratch s_;
   const typename Tiles::Session session_;
   Products<Tiles> products_;
   Panel panels_[kTilePanels];
   KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
+  bool fresh_[kTilePanels];      // some row has seen no key yet
   int64_t count_ = 0;
-  int64_t chunk_ = 0;      // its first key
-  bool packed_[kChunk];    // its tiles
-  Census values_[kChunk];  // of V
-  HWY_ALIGN float alpha_[kTilePanelRows];
+  int64_t chunk_ = 0;                      // its first key
+  bool packed_[kChunk];                    // its tiles
+  Census values_[kChunk];                  // of V
+  HWY_ALIGN float alpha_[kTilePanelRows];  // 1 while no row is rescaled
 };
 
 template <class Tiles>

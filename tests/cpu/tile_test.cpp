@@ -123,8 +123,8 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   pack_columns(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products<Model> products;
-  products.multiply<false>({blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                            Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
+  products.multiply({false, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
+                     Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
   return C;
 }
@@ -144,8 +144,8 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products<Model> products;
-  products.multiply<true>({blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                           Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
+  products.multiply({true, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
+                     Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
   return C;
 }
@@ -161,16 +161,17 @@ Found census_of(const Matrix& m, int64_t columns) {
   return {census.finite(), census.denormal()};
 }
 
-void run_forward(const Problem& p, const Given& given, const ForwardArgs& args) {
+/// In blocks of `block` rows.
+void run_forward(const Problem& p, const Given& given, const ForwardArgs& args,
+                 int64_t block = kTilePanels * kTilePanelRows) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
   const ScratchMemory scratch(4 * tile_forward_scratch(p));
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
-    constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
-    for (int64_t row = 0; row < task.rows(); row += kBlock) {
-      tile_forward<Model>(task, args, row, std::min(task.rows(), row + kBlock),
+    for (int64_t row = 0; row < task.rows(); row += block) {
+      tile_forward<Model>(task, args, row, std::min(task.rows(), row + block),
                           static_cast<float*>(scratch.data()));
     }
   }
@@ -358,6 +359,38 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
     tiles::run_backward(make_problem(backward, w.options), given, backward);
     EXPECT_TRUE(backward_is_right(w, e));
     EXPECT_TRUE(w.check_memory());
+  }
+}
+
+// Scores that spread over hundreds of powers of two: rows outgrow their maximum in either half of a
+// tile, beside rows that do not, and with values that vectors add.
+TEST_F(Tiles, RowsOutgrowTheirMaximum) {
+  const DType bf16 = DType::kBF16;
+  const Case cases[] = {
+      {.dtype = bf16, .sq = 70, .sk = 300, .d = 64, .dv = 80},
+      {.dtype = bf16, .sq = 70, .sk = 300, .d = 16, .dv = 16, .mask = causal(), .dropout = 0.25},
+  };
+  for (const Case& c : cases) {
+    for (const bool denormal : {false, true}) {
+      SCOPED_TRACE(c.name() + (denormal ? " denormal" : ""));
+      Workload w(c, c.seed());
+      w.options.scale = 1;
+      std::vector<double> values = read(w.forward.v);
+      if (denormal) values[40 * c.dv] = values[200 * c.dv] = 0x1p-130;
+      write(w.forward.v, values);
+      w.seal();
+      const ForwardArgs forward = w.forward;
+      const Problem problem = make_problem(forward, w.options);
+      const cpu::Given given{nullptr, dropout_of(problem, forward, w.run_options)};
+      const Expected e = expect(w);
+      tiles::run_forward(problem, given, forward);
+      EXPECT_TRUE(forward_is_right(w, e));
+      // What a row's neighbours hold changes none of its bits.
+      const auto out = bits(forward.out), lse = bits(forward.lse);
+      tiles::run_forward(problem, given, forward, 1);
+      EXPECT_EQ(bits(forward.out), out);
+      EXPECT_EQ(bits(forward.lse), lse);
+    }
   }
 }
 
