@@ -381,7 +381,7 @@ TEST_F(Tiles, RowsOutgrowTheirMaximum) {
       w.seal();
       const ForwardArgs forward = w.forward;
       const Problem problem = make_problem(forward, w.options);
-      const cpu::Given given{nullptr, dropout_of(problem, forward, w.run_options)};
+      const cpu::Given given{nullptr, nullptr, dropout_of(problem, forward, w.run_options)};
       const Expected e = expect(w);
       tiles::run_forward(problem, given, forward);
       EXPECT_TRUE(forward_is_right(w, e));

@@ -478,15 +478,51 @@ TEST(HopperRejects, Caches) {
     return hopper_forward_rejects(p);
   };
   for (const auto pages : {Problem::Cache::Pages::kTable, Problem::Cache::Pages::kLists}) {
-    EXPECT_EQ(why([&](Problem& p) { p.cache.pages = pages; }),
-              "computes keys without pages: not with a page_table");
+    const auto paged = [&](int64_t page, bool invariant) {
+      return why([&](Problem& p) {
+        p.cache.pages = pages;
+        p.cache.page = page;
+        p.cache.entries = 100;
+        p.cache.ids = 50;
+        p.invariant = invariant;
+      });
+    };
+    EXPECT_EQ(paged(8, false), "");
+    EXPECT_EQ(paged(256, false), "");
+    EXPECT_EQ(paged(1, false), "computes pages of multiples of 8 keys, got 1");
+    EXPECT_EQ(paged(17, false), "computes pages of multiples of 8 keys, got 17");
+    EXPECT_EQ(paged(16, true), "computes pages without `invariant`");
+    EXPECT_EQ(paged(1 << 26, false),
+              "computes up to 2^31 keys in lists of pages, got 50 pages of 67108864");
   }
   EXPECT_EQ(why([](Problem& p) { p.cache.batch_idx = true; }),
             "computes sequence b from row b of k: not with a cache_batch_idx");
   EXPECT_EQ(why([](Problem& p) { p.cache.leftpad = true; }),
             "computes keys from the first on: not with a leftpad_k");
   EXPECT_EQ(why([](Problem& p) { p.packed = true; }),
-            "computes packed queries beside packed keys alone");
+            "computes packed queries beside packed keys or pages alone");
+}
+
+// Boxes of a key tile lie inside one page each, and begin where the swizzle does.
+TEST(HopperForwardTiles, BoxesOfPages) {
+  for (const int64_t d : {32, 64, 128, 192, 256}) {
+    for (const int64_t page : {8, 16, 24, 48, 64, 80, 256}) {
+      Problem p = forward_problem({.d = d, .mask = causal()});
+      p.cache.pages = Problem::Cache::Pages::kTable;
+      p.cache.page = page;
+      p.cache.entries = p.cache.ids = 1000;
+      std::vector<std::string> rejected;
+      const auto tiles = hopper_forward_tiles(p, {}, &rejected);
+      ASSERT_FALSE(tiles.empty()) << d;
+      for (const HopperForwardTile& tile : tiles) {
+        const int box = tile.plan.box_keys;
+        EXPECT_EQ(page % box, 0);
+        EXPECT_EQ(tile.plan.block_keys % box, 0);
+        EXPECT_EQ(box % 8, 0);
+        EXPECT_LE(tile.plan.block_keys / box, 32);  // a lane each
+      }
+    }
+  }
 }
 
 TEST(HopperRejects, Sinks) {
