@@ -14,7 +14,8 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kMostParts = 8;           // more have not been measured
+constexpr int kMostParts = 8;  // more have not been measured
+constexpr int kMostCutPagesDim = 192;
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
@@ -188,8 +189,9 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, target.multiprocessors);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
-  // lengths of packed sequences are not known here.
-  if (!p.invariant && !plan.packed) {
+  // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
+  const bool no_registers = plan.page > 0 && plan.value_dim > kMostCutPagesDim;
+  if (!p.invariant && !plan.packed && !no_registers) {
     best = plan.has_left || plan.has_right
                ? cut_longest_blocks(plan, cost, target.multiprocessors, best)
                : cut_last_blocks(plan, p, cost, target.multiprocessors, best);
