@@ -41,10 +41,8 @@ void leave_thread() {
 
 void thread_main() {
   launch->kernel();
-  if (!current->copies.closed.empty() || !current->stores.closed.empty()) {
-    current->copies.finish(0);
-    current->stores.finish(0);
-  }
+  current->copies.finish(0);
+  current->stores.finish(0);
   leave_thread();
 }
 

@@ -1,6 +1,5 @@
 // An NVRTC whose code runs in the emulator: the host's compiler makes a library of a kernel's text,
 // in which inline PTX has become calls of the emulator.
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdio>
