@@ -34,10 +34,12 @@ bool has_cache(const Problem& p) {
   return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
 }
 
-kernels::DecodeLayout layout_of(const HopperDecodeKey& key) {
-  return kernels::decode_layout({key.head_dim, key.value_dim, key.team_warps, key.teams,
-                                 key.line_rows, key.block_keys, key.stages});
+kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
+  return {key.head_dim,  key.value_dim,  key.team_warps, key.teams,
+          key.line_rows, key.block_keys, key.stages};
 }
+
+int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides) {
@@ -67,17 +69,17 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  const bool wide = plan.team_warps >= kernels::kWideTeam;
-  const int most = wide ? 5 : 3, least = wide ? 3 : 2;
+  const int most = kernels::is_wide(tile_of(plan)) ? 5 : 3;
+  constexpr int least = 2;
   plan.stages = most;
   const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
-  while (layout_of(plan).bytes > room && plan.teams > 1) {
+  while (bytes_of(plan) > room && plan.teams > 1) {
     if (--plan.stages >= least) continue;
     plan.stages = most;
     plan.teams /= 2;
   }
-  while (layout_of(plan).bytes > room && plan.stages > least) --plan.stages;
-  plan.shared_bytes = layout_of(plan).bytes;
+  while (bytes_of(plan) > room && plan.stages > least) --plan.stages;
+  plan.shared_bytes = bytes_of(plan);
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -90,6 +92,8 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int mult
 }
 
 }  // namespace
+
+int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
 
 int64_t HopperDecodePlan::partial_floats() const {
   return int64_t{2} * grid * line_rows * kernels::partial_row_floats(value_dim);

@@ -37,7 +37,7 @@ struct HopperDecodePlan : HopperDecodeKey {
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * team_warps; }  ///< Br
-  int threads() const { return 32 * team_warps * teams; }
+  int threads() const;
   /// Floats that parts of lines leave for the last one, and counters that are zero between
   /// launches.
   int64_t partial_floats() const;

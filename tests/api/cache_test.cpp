@@ -126,6 +126,41 @@ TEST_P(Cache, PrefillFollowsTheDefinition) {
   }
 }
 
+// Rows of a kv head, (query, head of its group), from a few to more than a block holds.
+TEST_P(Cache, AnyRowsOfAKvHeadFollowTheDefinition) {
+  struct Shape {
+    int64_t sq, group, d;
+    Mask mask;
+  };
+  for (const Shape& shape : {Shape{9, 3, 80, causal()}, Shape{13, 4, 128, causal()},
+                             Shape{23, 5, 128, window(400, 7)}, Shape{27, 3, 256, Mask{}},
+                             Shape{40, 7, 64, causal()}}) {
+    const Case c = {.dtype = DType::kBF16,
+                    .batch = 3,
+                    .sq = shape.sq,
+                    .sk = 700,
+                    .hq = 2 * shape.group,
+                    .hk = 2,
+                    .d = shape.d,
+                    .dv = shape.d,
+                    .mask = shape.mask,
+                    .seqused = true};
+    Workload w(c, 21);
+    w.options.engine = engine();
+    const Expected e = expect_forward(w);
+    for (const CacheShape at :
+         {CacheShape{Order::kNhd, Index::kTable, 16}, CacheShape{Order::kHnd, Index::kBatch, 0}}) {
+      SCOPED_TRACE(c.name() + " " + at.name());
+      w.seal();
+      Cached cached(w, at, 22);
+      if (!computes([&] { cached.run_forward(); })) break;
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(w.check_memory());
+      EXPECT_TRUE(cached.check_memory());
+    }
+  }
+}
+
 TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
   for (const Case& c : some_serving_cases()) {
     for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 16},

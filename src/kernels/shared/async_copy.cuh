@@ -12,6 +12,11 @@ __device__ __forceinline__ void async_copy16(u32 shared, const void* from, u32 b
                : "memory");
 }
 
+// Arrives at an mbarrier, as one of those that it counts, when all copies that this thread has started are there.
+__device__ __forceinline__ void async_copy_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but the last `pending` groups of this thread are there.

@@ -22,10 +22,10 @@ struct Buffers {
     advance();
   }
   // A buffer is full when the producer has arrived so many times, and the bytes it spoke of are there.
-  static __device__ __forceinline__ void init(u32 smem, u32 arrivals, u32 readers = kConsumers) {
+  static __device__ __forceinline__ void init(u32 smem, u32 arrivals, u32 reading_warps) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem + kFull + 8 * i, arrivals);
-      mbarrier_init(smem + kEmpty + 8 * i, 4 * readers);  // the first lane of each warp arrives
+      mbarrier_init(smem + kEmpty + 8 * i, reading_warps);  // the first lane of each arrives
     }
   }
 };

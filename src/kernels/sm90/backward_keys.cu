@@ -230,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
   if (threadIdx.x == 0) {
     KBuffer::init(smem, 1, kConsumers + kSums);
     VBuffer::init(smem, 1);
-    QBuffers::init(smem, 2);
-    OBuffers::init(smem, 2);
+    QBuffers::init(smem, 2, 4 * kConsumers);
+    OBuffers::init(smem, 2, 4 * kConsumers);
     mbarrier_init(smem + kKeysLayout.tail, 1);
     fence_mbarrier_init();
     if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);

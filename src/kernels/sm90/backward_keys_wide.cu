@@ -358,8 +358,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
     KBuffer::init(smem, 2);
-    QBuffers::init(smem, 2);
-    OBuffers::init(smem, 2);
+    QBuffers::init(smem, 2, 4 * kConsumers);
+    OBuffers::init(smem, 2, 4 * kConsumers);
     mbarrier_init(smem + kKeysLayout.tail, 1);
     fence_mbarrier_init();
     if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowK
     }
   sync();
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < kBlockKeys * kValueDim / 2; at += 32) {
+  for (int at = threadIdx.x % kTeamThreads; at < kBlockKeys * kValueDim / 2; at += kTeamThreads) {
     const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
     const u32 pair = load_shared(address);
     store_shared(address, (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
@@ -119,10 +119,10 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode(const __grid_constant__ DecodeParams p) {
-  const u32 smem = u32(__cvta_generic_to_shared(raw));
-  Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
-  if (!find_share(p, raw, share)) return;
+// Computes the items of a share, from the first one on if there is one.
+template <class Tiles>
+__device__ __forceinline__ void compute_items(const DecodeParams& p, const Share& share, DecodeItems& items, bool more,
+                                              DecodeQuery& query, Tiles& tiles) {
   const int warp = uniform(threadIdx.x / 32);
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
@@ -131,27 +131,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
     if (kTeamWarps == 1)
       __syncwarp();
     else
-      named_barrier_sync(1 + team, 32 * kTeamWarps);
+      named_barrier_sync(1 + team, kTeamThreads);
   };
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
   const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
   const u32 left_items = smem + kLayout.items + warp * int(sizeof(DecodeItems));
-  const u32 ring = smem + kLayout.ring + team * kStages * kStageBytes;
-  DecodeItems items = items_of(share);
-  bool more = items.next(p, share);
-  DecodeQuery query;
-  if (more) query.fetch(p, items.item);
-  DecodeLoader load(p, share, items, more, smem, team, team_warp);
-#pragma unroll
-  for (int tile = 0; tile < kTilesAhead; ++tile) load.start();
-  int stage = 0;
 #pragma unroll 1
   while (more) {
     const DecodeItem& item = items.item;
     store_shared_struct(left_items, items);
     query.store(p, item, raw);
     if (kWide) fence_async_proxy();
-    __syncthreads();
+    sync_teams();
     const bool has_rows = team_warp * kWarpRows / kProductRows * kProductRows < rows_of_item(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);
     const ThreadRows thread_rows = rows_of_thread(p, item, team_warp);
@@ -159,33 +151,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
     Rows rows = rows_without_keys();
-    u32 P[kBlockKeys / 4];
-    DecodeProducts products;
-    const auto take_tile = [&](bool first, int tile) __attribute__((always_inline)) {
-      async_copy_wait<kTilesAhead - 1>();
-      sync_team();
-      load.start();
-      const u32 k = ring + stage * kStageBytes;
-      const u32 v = k + kLayout.k_bytes;
-      if (++stage == kStages) stage = 0;
+#pragma unroll 1
+    for (int tile = item.begin + team; tile < item.end; tile += kTeams) {
+      const u32 k = tiles.keys(sync_team);
       const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
       float S[kBlockKeys / 2];
+      u32 P[kBlockKeys / 4];
+      if (has_rows) multiply_scores(S, q, k);
+      tiles.release_keys();
       if (has_rows) {
-        products.scores(first, S, O, P, q, k);
         adjust_scores(p, S, thread_rows, tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
+      const u32 v = tiles.values();
       if ((kHasLeft || kHasRight) && masked && is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
-      if (has_rows) products.values(O, P, v);
-    };
-    int tile = item.begin + team;
-    if (kWide && tile < item.end) {
-      take_tile(true, tile);
-      tile += kTeams;
+      if (has_rows) multiply_values(O, P, v);
+      tiles.release_values();
     }
-#pragma unroll 1
-    for (; tile < item.end; tile += kTeams) take_tile(false, tile);
-    products.finish(O, P);
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
@@ -193,5 +175,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_decode
     if (item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
     if (more) query.fetch(p, item);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
+    fulgur_decode(const __grid_constant__ DecodeParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (kWide && threadIdx.x == 0) {
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) {
+      KBuffers::init(smem + team * kLayout.team_bytes, 32 * kTileWarps, kTeamWarps);
+      VBuffers::init(smem + team * kLayout.team_bytes, 32 * kTileWarps, kTeamWarps);
+    }
+  }
+  Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
+  if (!find_share(p, raw, share)) return;
+  const int warp = uniform(threadIdx.x / 32);
+  const bool loads = kWide && warp >= kWarps;
+  const int team = loads ? (warp - kWarps) / kTileWarps : warp / kTeamWarps;
+  const u32 buffers = smem + team * kLayout.team_bytes;
+  DecodeItems items = items_of(share);
+  const bool more = items.next(p, share);
+  if constexpr (kWide) {
+    if (loads) {
+      if (kMovesRegisters) registers_drop<kLoadRegisters>();
+      load_tiles(DecodeLoader(p, share, items, more, team, (warp - kWarps) % kTileWarps), buffers);
+    } else {
+      if (kMovesRegisters) registers_raise<kTeamRegisters>();
+      DecodeQuery query;
+      if (more) query.fetch(p, items.item);
+      Tiles<true> tiles(buffers);
+      compute_items(p, share, items, more, query, tiles);
+    }
+  } else {
+    DecodeQuery query;
+    if (more) query.fetch(p, items.item);
+    Tiles<false> tiles(DecodeLoader(p, share, items, more, team, warp % kTeamWarps), buffers);
+    compute_items(p, share, items, more, query, tiles);
   }
 }

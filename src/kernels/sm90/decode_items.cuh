@@ -4,16 +4,34 @@
 #include "shared/memory.cuh"
 #include "shared/schedule.cuh"
 #include "shared/shares.h"
+#include "shared/warp.cuh"
 #include "sm90/decode_layout.h"
 #include "sm90/decode_params.h"
 
+constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kStages};
+
 enum : int {
-  kWarps = kTeams * kTeamWarps,
+  kWarps = kTeams * kTeamWarps,  // of the teams
   kThreads = 32 * kWarps,
+  kBlockWarps = decode_warps(kTile),
+  kBlockThreads = 32 * kBlockWarps,
   kBlockRows = kWarpRows * kTeamWarps,
+  kTeamThreads = 32 * kTeamWarps,
+  kWide = is_wide(kTile),
+  // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
+  kMovesRegisters = kWide && kBlockWarps == 12,
+  kLoadRegisters = 88,
+  kTeamRegisters = 208,
 };
 
-constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kStages};
+// A barrier of all teams.
+__device__ __forceinline__ void sync_teams() {
+  if (kWide)
+    named_barrier_sync(0, kThreads);
+  else
+    __syncthreads();
+}
+
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
@@ -88,7 +106,7 @@ struct Share {
 __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char* shared, Share& share) {
   int* const sums = reinterpret_cast<int*>(shared + kLayout.scan);  // of warps
   const int lane = threadIdx.x % 32;
-  const int each = (p.batch + kThreads - 1) / kThreads;
+  const int each = (p.batch + kBlockThreads - 1) / kBlockThreads;
   const int first = threadIdx.x * each;
   const int last = min(first + each, p.batch);
   int mine = 0;
@@ -105,7 +123,7 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   before -= mine;
   int units = 0;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
+  for (int warp = 0; warp < kBlockWarps; ++warp) {
     if (warp < threadIdx.x / 32) before += sums[warp];
     units += sums[warp];
   }

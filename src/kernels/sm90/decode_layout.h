@@ -6,7 +6,8 @@ namespace fulgur::kernels {
 
 enum : int {
   kWarpRows = 16,
-  kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups
+  kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups, and other warps load for it
+  kLoadWarps = 4,  // of all such teams
 };
 
 // What the map depends on: constants of plan.h.
@@ -14,10 +15,18 @@ struct DecodeTile {
   int head_dim, value_dim, team_warps, teams, line_rows, block_keys, stages;
 };
 
+// Whether teams are warpgroups.
+FULGUR_SHARED bool is_wide(const DecodeTile& tile) { return tile.team_warps >= kWideTeam; }
+
+// Warps of a thread block.
+FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
+  return tile.teams * tile.team_warps + (is_wide(tile) ? int(kLoadWarps) : 0);
+}
+
 // Columns of O that teams put together at a time, and floats from one row of them to the next: a quarter of a warp has
 // rows in different banks.
 FULGUR_SHARED int merge_columns(const DecodeTile& tile) {
-  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (tile.team_warps < kWideTeam ? 1 : 2);
+  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (is_wide(tile) ? 2 : 1);
   return of_block * kWarpRows * tile.team_warps / tile.line_rows;
 }
 FULGUR_SHARED int merge_stride(const DecodeTile& tile) { return merge_columns(tile) + 8; }
@@ -25,7 +34,9 @@ FULGUR_SHARED int merge_stride(const DecodeTile& tile) { return merge_columns(ti
 // Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
 struct DecodeLayout {
   int k_bytes, v_bytes;  // of a stage
-  int ring;              // [team][stage]{K, V}
+  int k, v;              // [stage], of a team
+  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a wide team
+  int team_bytes;        // from one team's buffers to the next one's
   int q;                 // [panel][row][64 columns], swizzled
   int merge;             // [team][row][merge_stride]: columns of O
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
@@ -41,15 +52,21 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   DecodeLayout map = {};
   map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
   map.v_bytes = (tile.value_dim + 63) / 64 * tile.block_keys * 128;
-  map.ring = 0;
-  map.q = map.ring + tile.teams * tile.stages * (map.k_bytes + map.v_bytes);
+  map.k = 0;
+  map.v = tile.stages * map.k_bytes;
+  map.k_full = map.v + tile.stages * map.v_bytes;
+  map.k_empty = map.k_full + 8 * tile.stages;
+  map.v_full = map.k_empty + 8 * tile.stages;
+  map.v_empty = map.v_full + 8 * tile.stages;
+  map.team_bytes = map.k_full + (is_wide(tile) ? 1024 : 0);
+  map.q = tile.teams * map.team_bytes;
   map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
   map.stats = map.merge + tile.teams * tile.line_rows * merge_stride(tile) * 4;
   map.totals = map.stats + tile.teams * tile.line_rows * 8;
   map.items = map.totals + tile.line_rows * 8;
   map.share = map.items + tile.teams * tile.team_warps * 64;
   map.scan = map.share + 32;
-  map.bytes = map.scan + tile.teams * tile.team_warps * 4;
+  map.bytes = map.scan + decode_warps(tile) * 4;
   return map;
 }
 

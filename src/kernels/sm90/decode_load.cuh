@@ -1,14 +1,20 @@
-// K and V on their way into the ring of a team, and Q into its place.
+// K and V on their way into the buffers of a team, and Q into its place.
 #pragma once
 #include "shared/async_copy.cuh"
+#include "shared/buffers.cuh"
 #include "shared/fragment_store.cuh"
+#include "shared/tma.cuh"
 #include "sm90/decode_items.cuh"
 
 enum : int {
-  kStageBytes = kLayout.k_bytes + kLayout.v_bytes,
   kPanelBytes = kBlockKeys * 128,
-  kLoadRows = kBlockKeys / (4 * kTeamWarps),  // rows that a lane copies of: eight lanes copy 128 bytes of a row
+  kTileWarps = kWide ? kLoadWarps / kTeams : kTeamWarps,  // that load a tile
+  kLoadRows = kBlockKeys / (4 * kTileWarps),  // rows that a lane copies of: eight lanes copy 128 bytes of a row
 };
+
+// Of a wide team, from its first byte on.
+using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kStages>;
+using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kStages>;
 
 // Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
@@ -16,30 +22,45 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 +
 // Bytes of the 16 from column `column` on that a row of `dim` columns has.
 __device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
 
-// The loads of a warp, which run ahead of its products over all items: a tile of its team at a time.
+// The loads of a warp, which run ahead of the products over all items: a tile of its team at a time.
 class DecodeLoader {
  public:
-  // `items` is at the first item, if there are `more`.
+  // `items` is at the first item, if there are `more`. The warp is one of kTileWarps.
   __device__ __forceinline__ DecodeLoader(const DecodeParams& p, const Share& share, const DecodeItems& items,
-                                          bool more, u32 smem, int team, int team_warp)
+                                          bool more, int team, int tile_warp)
       : p_(p), share_(share), items_(items), more_(more), team_(team) {
     const u32 lane = threadIdx.x % 32;
-    row_ = 4 * team_warp + lane / 8;
+    row_ = 4 * tile_warp + lane / 8;
     column_ = 8 * (lane % 8);
-    ring_ = smem + kLayout.ring + team * kStages * kStageBytes;
     tile_ = items_.item.begin + team_;
     if (more_) begin_tile();
   }
 
-  // Starts the loads of the next tile, of which there may be none, as one group.
-  __device__ __forceinline__ void start() {
-    if (more_) {
-      copy();
-      tile_ += kTeams;
-      begin_tile();
-    }
-    async_copy_commit();
-    if (++stage_ == kStages) stage_ = 0;
+  // Whether there is a tile to load.
+  __device__ __forceinline__ bool more() const { return more_; }
+
+  // Whether this tile has all rows, and as many columns as are computed with.
+  __device__ __forceinline__ bool whole() const {
+    bool whole = kWholeColumns;
+#pragma unroll
+    for (int i = 0; i < kLoadRows; ++i) whole = whole && is_there(i);
+    return __all_sync(0xffffffff, whole);
+  }
+
+  // Starts the loads of this lane's part of the tile.
+  template <bool whole>
+  __device__ __forceinline__ void copy_keys(u32 to) const {
+    copy_rows<kHeadDim, whole>(p_.k, p_.d, to);
+  }
+  template <bool whole>
+  __device__ __forceinline__ void copy_values(u32 to) const {
+    copy_rows<kValueDim, whole>(p_.v, p_.dv, to);
+  }
+
+  // Goes to the next tile.
+  __device__ __forceinline__ void next() {
+    tile_ += kTeams;
+    begin_tile();
   }
 
  private:
@@ -54,7 +75,7 @@ class DecodeLoader {
   }
 
   // The key of this lane's i-th row, from the first of the sequence on.
-  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * kTeamWarps * i; }
+  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * kTileWarps * i; }
 
   // Page ids come one tile ahead of the loads that need them.
   __device__ __forceinline__ void fetch_ids() {
@@ -79,26 +100,13 @@ class DecodeLoader {
     return kPage > 0 ? u32(ids_[i]) < u32(p_.pages.entries) : key(i) < items_.item.sequence.n.sk;
   }
 
-  __device__ __forceinline__ void copy() {
-    const u32 k = ring_ + stage_ * kStageBytes;
-    bool whole = kWholeColumns;
-#pragma unroll
-    for (int i = 0; i < kLoadRows; ++i) whole = whole && is_there(i);
-    if (__all_sync(0xffffffff, whole))
-      copy_tile<true>(k);
-    else
-      copy_tile<false>(k);
-  }
-
-  // `whole`: every row is there, and has as many columns as are computed with.
-  template <bool whole>
-  __device__ __forceinline__ void copy_tile(u32 k) const {
+  template <int columns, bool whole>
+  __device__ __forceinline__ void copy_rows(const StridedTensor& t, int dim, u32 to) const {
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i) {
-      const u32 to = k + swizzled(row_ + 4 * kTeamWarps * i, column_ / 8);
       const bool there = whole || is_there(i);
-      copy_row<kHeadDim, whole>(to, there ? row(p_.k, i) : p_.k.data, there ? p_.d : 0);
-      copy_row<kValueDim, whole>(to + kLayout.k_bytes, there ? row(p_.v, i) : p_.v.data, there ? p_.dv : 0);
+      copy_row<columns, whole>(to + swizzled(row_ + 4 * kTileWarps * i, column_ / 8), there ? row(t, i) : t.data,
+                               there ? dim : 0);
     }
   }
 
@@ -121,10 +129,111 @@ class DecodeLoader {
   const Share& share_;
   DecodeItems items_;
   bool more_;
-  int team_, tile_, stage_ = 0;
+  int team_, tile_;
   int row_, column_;
-  u32 ring_;
   int ids_[kLoadRows];
+};
+
+// All loads of a wide team, by warps that do nothing else.
+__device__ __forceinline__ void load_tiles(DecodeLoader load, u32 buffers) {
+  KBuffers keys(buffers, 1);
+  VBuffers values(buffers, 1);
+#pragma unroll 1
+  for (; load.more(); load.next()) {
+    const bool whole = load.whole();
+    keys.wait_empty();
+    if (whole)
+      load.copy_keys<true>(keys.address());
+    else
+      load.copy_keys<false>(keys.address());
+    async_copy_arrive(keys.full());
+    keys.advance();
+    values.wait_empty();
+    if (whole)
+      load.copy_values<true>(values.address());
+    else
+      load.copy_values<false>(values.address());
+    async_copy_arrive(values.full());
+    values.advance();
+  }
+}
+
+// The tiles of a team, one after the other, as its warps see them: K and V of each where and when they are there.
+template <bool wide>
+class Tiles;
+
+// Warps that load for themselves.
+template <>
+class Tiles<false> {
+ public:
+  __device__ __forceinline__ Tiles(DecodeLoader load, u32 buffers) : load_(load), buffers_(buffers) {
+#pragma unroll
+    for (int tile = 0; tile < kAhead; ++tile) start();
+  }
+
+  // `sync` is a barrier of the team.
+  template <class Sync>
+  __device__ __forceinline__ u32 keys(Sync sync) {
+    async_copy_wait<kAhead - 1>();
+    sync();
+    start();
+    return buffers_ + kLayout.k + stage_ * kLayout.k_bytes;
+  }
+  __device__ __forceinline__ void release_keys() {}
+  __device__ __forceinline__ u32 values() const { return buffers_ + kLayout.v + stage_ * kLayout.v_bytes; }
+  __device__ __forceinline__ void release_values() {
+    if (++stage_ == kStages) stage_ = 0;
+  }
+
+ private:
+  enum : int { kAhead = kStages - 1 };
+
+  // The loads of the next tile, of which there may be none, are one group.
+  __device__ __forceinline__ void start() {
+    if (load_.more()) {
+      const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
+      const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
+      if (load_.whole()) {
+        load_.copy_keys<true>(k);
+        load_.copy_values<true>(v);
+      } else {
+        load_.copy_keys<false>(k);
+        load_.copy_values<false>(v);
+      }
+      load_.next();
+    }
+    async_copy_commit();
+    if (++free_ == kStages) free_ = 0;
+  }
+
+  DecodeLoader load_;
+  u32 buffers_;
+  int stage_ = 0, free_ = 0;
+};
+
+// A wide team's: other warps load them.
+template <>
+class Tiles<true> {
+ public:
+  __device__ __forceinline__ explicit Tiles(u32 buffers) : keys_(buffers, 0), values_(buffers, 0) {}
+
+  template <class Sync>
+  __device__ __forceinline__ u32 keys(Sync) const {
+    keys_.wait_full();
+    fence_async_proxy();
+    return keys_.address();
+  }
+  __device__ __forceinline__ void release_keys() { keys_.release(threadIdx.x % 32 == 0); }
+  __device__ __forceinline__ u32 values() const {
+    values_.wait_full();
+    fence_async_proxy();
+    return values_.address();
+  }
+  __device__ __forceinline__ void release_values() { values_.release(threadIdx.x % 32 == 0); }
+
+ private:
+  KBuffers keys_;
+  VBuffers values_;
 };
 
 // Rows of an item: of a kv head, (query, head of its group).

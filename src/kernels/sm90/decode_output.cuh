@@ -70,7 +70,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
     for (int i = 0; i < 2; ++i)
       if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
   }
-  __syncthreads();
+  sync_teams();
   for (int row = threadIdx.x; row < of_item.count; row += kThreads) {
     float shift = infinity();
     float sum = 0;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       float2* const to = reinterpret_cast<float2*>(columns + row * kMergeStride + i / 4 * 8 + thread_column());
       if (has_row(i >> 1 & 1)) *to = {O[first / 2 + i], O[first / 2 + i + 1]};
     }
-    __syncthreads();
+    sync_teams();
     constexpr int kFours = kMergeColumns / 4;
 #pragma unroll 1
     for (int at = threadIdx.x; at < of_item.count * kFours; at += kThreads) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       else
         *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;
     }
-    __syncthreads();
+    sync_teams();
   }
 }
 
@@ -191,9 +191,9 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
 // Whether this thread block is the last of `count` that come here, after all that it has written.
 __device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* shared) {
   int* const flag = reinterpret_cast<int*>(shared + kLayout.scan);
-  __syncthreads();
+  sync_teams();
   if (threadIdx.x == 0) *flag = take_ticket(ticket, count - 1) == count - 1;
-  __syncthreads();
+  sync_teams();
   return *flag;
 }
 

@@ -3,20 +3,18 @@
 #pragma once
 #include "shared/descriptor.cuh"
 #include "shared/mma.cuh"
-#include "shared/tma.cuh"
 #include "sm90/decode_load.cuh"
 
 enum : int {
-  kWide = kTeamWarps >= kWideTeam,
   kProductRows = kWide ? 64 : kWarpRows,
   kQPanelBytes = kBlockRows * 128,
-  kTilesAhead = kWide ? kStages - 2 : kStages - 1,  // on their way beside the tile at hand, and V of the one before
 };
 
-// S = Q K^T by wgmma, on its way.
-__device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+// S = Q K^T by wgmma.
+__device__ __forceinline__ void multiply_scores_wide(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 Q = uniform_descriptor(q, 0);
   const u32 K = uniform_descriptor(k, 0);
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int inside = step % 4 * 32;
@@ -24,19 +22,26 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
                                                   K + ((step / 4 * kPanelBytes + inside) >> 4), step != 0);
   }
   wgmma_commit();
+  wgmma_wait<0>();
+  register_fence(S);
 }
 
-// O += P V by wgmma, on its way.
-__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+// O += P V by wgmma.
+__device__ __forceinline__ void multiply_values_wide(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4], u32 v) {
   const u32 V = uniform_descriptor(v, kPanelBytes);
+  register_fence(O);
+  register_fence(P);
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kBlockKeys / 16; ++step)
     Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, V + (step * 16 * 128 >> 4), 1);
   wgmma_commit();
+  wgmma_wait<0>();
+  register_fence(O);
 }
 
 // S = Q K^T of the rows whose Q lies at `q`, and the tile at `k`, by mma.sync.
-__device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+__device__ __forceinline__ void multiply_scores_narrow(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = 0;
@@ -56,7 +61,7 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 
 }
 
 // O += P V by mma.sync.
-__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+__device__ __forceinline__ void multiply_values_narrow(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int keys = 0; keys < kBlockKeys; keys += 16)
@@ -70,49 +75,18 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
     }
 }
 
-// The products of a warp or warpgroup over the tiles of an item. By wgmma, O += P V of a tile runs beside S = Q K^T of
-// the next one.
-class DecodeProducts {
- public:
-  // S of the tile at `k`; O takes the tile before it, if this is not the first.
-  __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
-                                         u32 (&P)[kBlockKeys / 4], u32 q, u32 k) {
-    if constexpr (kWide) {
-      register_fence(O);
-      register_fence(P);
-      wgmma_fence();
-      issue_scores(S, q, k);
-      if (!first) issue_values(O, P, v_);
-      wgmma_wait<0>();
-      register_fence(S);
-      register_fence(O);
-    } else {
-      multiply_scores(S, q, k);
-    }
-  }
+// S = Q K^T of the tile whose K lies at `k`.
+__device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+  if constexpr (kWide)
+    multiply_scores_wide(S, q, k);
+  else
+    multiply_scores_narrow(S, q, k);
+}
 
-  // O += P V, at once or with the next scores.
-  __device__ __forceinline__ void values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
-    if constexpr (kWide) {
-      v_ = v;
-      waiting_ = true;
-    } else {
-      multiply_values(O, P, v);
-    }
-  }
-
-  // O takes the last tile.
-  __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) const {
-    if (!kWide || !waiting_) return;
-    register_fence(O);
-    register_fence(P);
-    wgmma_fence();
-    issue_values(O, P, v_);
-    wgmma_wait<0>();
-    register_fence(O);
-  }
-
- private:
-  u32 v_ = 0;
-  bool waiting_ = false;
-};
+// O += P V of the tile whose V lies at `v`.
+__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4], u32 v) {
+  if constexpr (kWide)
+    multiply_values_wide(O, P, v);
+  else
+    multiply_values_narrow(O, P, v);
+}

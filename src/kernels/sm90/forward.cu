@@ -215,9 +215,9 @@ extern __shared__ __align__(1024) unsigned char raw[];
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const __grid_constant__ ForwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    QBuffers::init(smem, 1);
-    KBuffers::init(smem, 1);
-    VBuffers::init(smem, 1);
+    QBuffers::init(smem, 1, 4 * kConsumers);
+    KBuffers::init(smem, 1, 4 * kConsumers);
+    VBuffers::init(smem, 1, 4 * kConsumers);
     mbarrier_init(smem + kLayout.v_tail, 1);
     fence_mbarrier_init();
     if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);
