@@ -36,7 +36,7 @@ bool has_cache(const Problem& p) {
 
 kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
   return {key.head_dim,  key.value_dim,  key.team_warps, key.teams,
-          key.line_rows, key.block_keys, key.stages};
+          key.line_rows, key.block_keys, key.k_stages,   key.v_stages};
 }
 
 int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
@@ -68,17 +68,20 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
                    units >= kUnitsForTwo * target.multiprocessors;
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
+  const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  const int most = kernels::is_wide(tile_of(plan)) ? 5 : 3;
-  constexpr int least = 2;
-  plan.stages = most;
+  const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
+  const auto set_buffers = [&](int count) {
+    plan.k_stages = (count + 1) / 2;
+    plan.v_stages = count / 2;
+    return count;
+  };
   const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
-  while (bytes_of(plan) > room && plan.teams > 1) {
-    if (--plan.stages >= least) continue;
-    plan.stages = most;
-    plan.teams /= 2;
+  int buffers = set_buffers(most);
+  while (bytes_of(plan) > room) {
+    if (buffers == 4) plan.teams /= 2;
+    buffers = set_buffers(buffers == 4 ? most : buffers - step);
   }
-  while (bytes_of(plan) > room && plan.stages > least) --plan.stages;
   plan.shared_bytes = bytes_of(plan);
 }
 
@@ -170,7 +173,8 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kTeamWarps", plan.team_warps);
   header.add("kTeams", plan.teams);
   header.add("kBlockKeys", plan.block_keys);
-  header.add("kStages", plan.stages);
+  header.add("kKStages", plan.k_stages);
+  header.add("kVStages", plan.v_stages);
   header.add("kResidents", plan.residents);
   header.add("kLineRows", plan.line_rows);
   header.add("kWholeLines", plan.whole_lines);
@@ -200,8 +204,8 @@ std::vector<std::string> describe(const HopperDecodePlan& plan) {
                   "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.teams, plan.team_warps, plan.block_keys, plan.head_dim,
                   plan.value_dim),
-      fmt::format("{} buffers of K and V a team: {} bytes of shared memory", plan.stages,
-                  plan.shared_bytes),
+      fmt::format("{} buffers of K and {} of V a team: {} bytes of shared memory", plan.k_stages,
+                  plan.v_stages, plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs; {}",
                   plan.grid,

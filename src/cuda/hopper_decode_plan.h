@@ -14,7 +14,8 @@ struct HopperDecodeKey {
   DType dtype = DType::kBF16;
   int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
   int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
-  int block_keys = 0, stages = 0;         ///< Bc; buffers of a team
+  int block_keys = 0;                     ///< Bc
+  int k_stages = 0, v_stages = 0;         ///< buffers of a team
   int residents = 0;                      ///< thread blocks of a multiprocessor
   int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
   int group = 0;                          ///< hq / hk

@@ -11,7 +11,7 @@
 namespace fulgur::kernels {
 
 enum : int {
-  kUnitKeys = 64,
+  kUnitKeys = 64,     // of a unit, where a tile has no more
   kEntryUnits = 1,    // what a line takes beside its keys
   kMostShares = 320,  // so many parts a line may have
 };
@@ -41,10 +41,10 @@ struct Units {
   int first, count;
 };
 
-FULGUR_SHARED Units units_of(const KeyRange& keys) {
+FULGUR_SHARED Units units_of(const KeyRange& keys, int unit_keys) {
   if (keys.begin >= keys.end) return {0, 0};
-  const int first = keys.begin / kUnitKeys;
-  return {first, (keys.end + kUnitKeys - 1) / kUnitKeys - first};
+  const int first = keys.begin / unit_keys;
+  return {first, (keys.end + unit_keys - 1) / unit_keys - first};
 }
 
 // The units of a line, of `count`, that a share computes. A line without keys has one that computes none of it: {0, 0}

@@ -120,9 +120,9 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
 extern __shared__ __align__(1024) unsigned char raw[];
 
 // Computes the items of a share, from the first one on if there is one.
-template <class Tiles>
+template <bool wide>
 __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share& share, DecodeItems& items, bool more,
-                                              DecodeQuery& query, Tiles& tiles) {
+                                              DecodeQuery& query, const Tiles<wide>& tiles) {
   const int warp = uniform(threadIdx.x / 32);
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
@@ -133,6 +133,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     else
       named_barrier_sync(1 + team, kTeamThreads);
   };
+  Products<wide> products(tiles, team_warp);
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
@@ -144,29 +145,38 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     query.store(p, item, raw);
     if (kWide) fence_async_proxy();
     sync_teams();
-    const bool has_rows = team_warp * kWarpRows / kProductRows * kProductRows < rows_of_item(p, item).count;
+    // Products of warpgroups allow no branch; their rows without a query are zeros.
+    const bool has_rows = kWide || team_warp * kWarpRows < rows_of_item(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);
     const ThreadRows thread_rows = rows_of_thread(p, item, team_warp);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
     Rows rows = rows_without_keys();
-#pragma unroll 1
-    for (int tile = item.begin + team; tile < item.end; tile += kTeams) {
-      const u32 k = tiles.keys(sync_team);
-      const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
+    u32 P[kBlockKeys / 4];
+    const auto take_tile = [&](bool first, int tile) __attribute__((always_inline)) {
       float S[kBlockKeys / 2];
-      u32 P[kBlockKeys / 4];
-      if (has_rows) multiply_scores(S, q, k);
-      tiles.release_keys();
+      products.scores(has_rows, first, S, O, P, q, sync_team);
+      const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
       if (has_rows) {
         adjust_scores(p, S, thread_rows, tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
-      const u32 v = tiles.values();
-      if ((kHasLeft || kHasRight) && masked && is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
-      if (has_rows) multiply_values(O, P, v);
-      tiles.release_values();
+      if ((kHasLeft || kHasRight) && masked) {
+        const u32 v = products.v();
+        if (is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
+      }
+      products.values(has_rows, O, P);
+    };
+    int tile = item.begin + team;
+    if (tile < item.end) {
+      if (kWide) {
+        take_tile(true, tile);
+        tile += kTeams;
+      }
+#pragma unroll 1
+      for (; tile < item.end; tile += kTeams) take_tile(false, tile);
+      products.finish(O, P);
     }
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);

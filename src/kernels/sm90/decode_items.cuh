@@ -8,7 +8,7 @@
 #include "sm90/decode_layout.h"
 #include "sm90/decode_params.h"
 
-constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kStages};
+constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kKStages, kVStages};
 
 enum : int {
   kWarps = kTeams * kTeamWarps,  // of the teams
@@ -33,6 +33,9 @@ __device__ __forceinline__ void sync_teams() {
 }
 
 constexpr DecodeLayout kLayout = decode_layout(kTile);
+
+// Of a share.
+constexpr int kShareUnitKeys = most(kUnitKeys, kBlockKeys);
 
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {
@@ -86,7 +89,7 @@ __device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& 
   const int blocks = row_blocks_of(n);
   int units = kEntryUnits * blocks;
 #pragma unroll 1
-  for (int block = 0; block < blocks; ++block) units += units_of(keys_of_block(p, n, block)).count;
+  for (int block = 0; block < blocks; ++block) units += units_of(keys_of_block(p, n, block), kShareUnitKeys).count;
   return units;
 }
 
@@ -174,7 +177,7 @@ struct DecodeItems {
       }
       if (at >= share.end) return false;
       const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
-      const Units of_line = units_of(keys);
+      const Units of_line = units_of(keys, kShareUnitKeys);
       units = kEntryUnits + of_line.count;
       const UnitRange mine = units_in_share(at, of_line.count, kWholeLines, share.begin, share.end);
       if (!mine.any()) continue;
@@ -197,8 +200,8 @@ struct DecodeItems {
 
   __device__ __forceinline__ void take(const Share& share, const KeyRange& keys, const Units& of_line,
                                        const UnitRange& mine) {
-    item.begin = (of_line.first + mine.begin) * kUnitKeys / kBlockKeys;
-    item.end = min((of_line.first + mine.end) * kUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
+    item.begin = (of_line.first + mine.begin) * kShareUnitKeys / kBlockKeys;
+    item.end = min((of_line.first + mine.end) * kShareUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
     item.part = 0;
     item.parts = 1;
     if (mine.end - mine.begin == of_line.count) return;

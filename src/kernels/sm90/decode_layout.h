@@ -12,7 +12,7 @@ enum : int {
 
 // What the map depends on: constants of plan.h.
 struct DecodeTile {
-  int head_dim, value_dim, team_warps, teams, line_rows, block_keys, stages;
+  int head_dim, value_dim, team_warps, teams, line_rows, block_keys, k_stages, v_stages;
 };
 
 // Whether teams are warpgroups.
@@ -53,11 +53,11 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
   map.v_bytes = (tile.value_dim + 63) / 64 * tile.block_keys * 128;
   map.k = 0;
-  map.v = tile.stages * map.k_bytes;
-  map.k_full = map.v + tile.stages * map.v_bytes;
-  map.k_empty = map.k_full + 8 * tile.stages;
-  map.v_full = map.k_empty + 8 * tile.stages;
-  map.v_empty = map.v_full + 8 * tile.stages;
+  map.v = tile.k_stages * map.k_bytes;
+  map.k_full = map.v + tile.v_stages * map.v_bytes;
+  map.k_empty = map.k_full + 8 * tile.k_stages;
+  map.v_full = map.k_empty + 8 * tile.k_stages;
+  map.v_empty = map.v_full + 8 * tile.v_stages;
   map.team_bytes = map.k_full + (is_wide(tile) ? 1024 : 0);
   map.q = tile.teams * map.team_bytes;
   map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;

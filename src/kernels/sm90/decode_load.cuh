@@ -13,8 +13,8 @@ enum : int {
 };
 
 // Of a wide team, from its first byte on.
-using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kStages>;
-using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kStages>;
+using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
+using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
 // Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
@@ -179,14 +179,14 @@ class Tiles<false> {
     start();
     return buffers_ + kLayout.k + stage_ * kLayout.k_bytes;
   }
-  __device__ __forceinline__ void release_keys() {}
   __device__ __forceinline__ u32 values() const { return buffers_ + kLayout.v + stage_ * kLayout.v_bytes; }
-  __device__ __forceinline__ void release_values() {
+  __device__ __forceinline__ void advance() {
     if (++stage_ == kStages) stage_ = 0;
   }
 
  private:
-  enum : int { kAhead = kStages - 1 };
+  enum : int { kStages = kKStages, kAhead = kStages - 1 };
+  static_assert(kWide || kKStages == kVStages);
 
   // The loads of the next tile, of which there may be none, are one group.
   __device__ __forceinline__ void start() {
@@ -217,8 +217,7 @@ class Tiles<true> {
  public:
   __device__ __forceinline__ explicit Tiles(u32 buffers) : keys_(buffers, 0), values_(buffers, 0) {}
 
-  template <class Sync>
-  __device__ __forceinline__ u32 keys(Sync) const {
+  __device__ __forceinline__ u32 keys() const {
     keys_.wait_full();
     fence_async_proxy();
     return keys_.address();
@@ -263,7 +262,7 @@ class DecodeQuery {
   }
 
   __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
-#pragma unroll(kAhead ? kOfThread : 2)
+#pragma unroll(kAhead ? kOfThread : 8)
     for (int i = 0; i < kOfThread; ++i) {
       const int row = at(i) / kChunks;
       const int column = at(i) % kChunks * 8;

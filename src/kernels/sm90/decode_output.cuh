@@ -128,64 +128,80 @@ struct Parts {
   int first, step, count;
 };
 
-// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes a
-// row: first each lane the weights of some parts, then four columns of all.
+// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes some
+// rows and parts at a time, so that all of its loads are on their way together: each lane the weight of one part of one
+// row, and four columns of all.
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
-                                            bool whole, unsigned char* shared) {
+                                            bool whole) {
   constexpr int kRow = partial_row_floats(kValueDim);
-  constexpr int kAhead = 16;  // loads on their way
-  static_assert(kWarps * kMostParts * 8 <= kLayout.stats - kLayout.merge);
+  constexpr int kRows = kWide ? 4 : 1;
+  constexpr int kAtOnce = kWide ? 4 : 32;  // parts
   const ItemRows of_item = rows_of_item(p, item);
-  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  // Of each part {shift, sum}, then the weight.
-  float2* const stats = reinterpret_cast<float2*>(shared + kLayout.merge) + warp * kMostParts;
+  const auto part_row = [&](int i, int row) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
 #pragma unroll 1
-  for (int row = warp; row < of_item.count; row += kWarps) {
-    const auto part_row = [&](int i) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
-    float shift = infinity();
+  for (int row = threadIdx.x / 32 * kRows; row < of_item.count; row += kWarps * kRows)
 #pragma unroll 1
-    for (int part = lane; part < parts.count; part += 32) {
-      stats[part] = load_global_fresh2(part_row(part) + kValueDim);
-      shift = fminf(shift, stats[part].x);
-    }
+    for (int column = 4 * lane; column - 4 * lane < kValueDim; column += 128) {
+      float4 x[kRows];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) shift = fminf(shift, __shfl_xor_sync(0xffffffff, shift, step));
-    float sum = 0;
+      for (int i = 0; i < kRows; ++i) x[i] = {0, 0, 0, 0};
+      const int row_of_lane = lane < kRows * kAtOnce ? row + lane / kAtOnce : of_item.count;
+      float shift = infinity();
+      float sum = 0;
 #pragma unroll 1
-    for (int part = lane; part < parts.count; part += 32) {
-      stats[part].x = factor_of(stats[part].x, shift);
-      sum += stats[part].x * stats[part].y;
-    }
+      for (int first = 0; first < parts.count; first += kAtOnce) {
+        const int part_of_lane = first + lane % kAtOnce;
+        float2 of_lane = {infinity(), 0};
+        if (part_of_lane < parts.count && row_of_lane < of_item.count)
+          of_lane = load_global_fresh2(part_row(part_of_lane, row_of_lane) + kValueDim);
+        float4 y[kRows][kAtOnce];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    __syncwarp();
-    if (lane == 0) {
-      if (whole)
-        store_lse(p, item, of_item.first + row, shift, sum);
-      else
-        store_stats(part_row(0), shift, sum);
-    }
-#pragma unroll 1
-    for (int column = 4 * lane; column < kValueDim; column += 128) {
-      float4 x = {0, 0, 0, 0};
-#pragma unroll 1
-      for (int first = 0; first < parts.count; first += kAhead) {
-        float4 y[kAhead];
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-          y[i] = load_global_fresh4(part_row(min(first + i, parts.count - 1)) + column);
+          for (int part = 0; part < kAtOnce; ++part) {
+            y[i][part] = {0, 0, 0, 0};
+            if (first + part < parts.count && row + i < of_item.count && column < kValueDim)
+              y[i][part] = load_global_fresh4(part_row(first + part, row + i) + column);
+          }
+        float next = of_lane.x;
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-          if (first + i < parts.count) add_scaled(x, y[i], stats[first + i].x);
+        for (int step = 1; step < kAtOnce; step *= 2) next = fminf(next, __shfl_xor_sync(0xffffffff, next, step));
+        next = fminf(next, shift);
+        const float before = factor_of(shift, next);
+        const float weight = factor_of(of_lane.x, next);
+        float more = weight * of_lane.y;
+#pragma unroll
+        for (int step = 1; step < kAtOnce; step *= 2) more += __shfl_xor_sync(0xffffffff, more, step);
+        sum = sum * before + more;
+        shift = next;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float4 sum_of_row = {0, 0, 0, 0};
+          add_scaled(sum_of_row, x[i], __shfl_sync(0xffffffff, before, i * kAtOnce));
+#pragma unroll
+          for (int part = 0; part < kAtOnce; ++part)
+            add_scaled(sum_of_row, y[i][part], __shfl_sync(0xffffffff, weight, i * kAtOnce + part));
+          x[i] = sum_of_row;
+        }
       }
-      if (whole)
-        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x, normalizer(sum));
-      else
-        *reinterpret_cast<float4*>(part_row(0) + column) = x;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float scale = normalizer(__shfl_sync(0xffffffff, sum, i * kAtOnce));
+        if (row + i >= of_item.count || column >= kValueDim) continue;
+        if (whole)
+          store_columns(p, item_row(p, p.o, item, of_item.first + row + i), column, x[i], scale);
+        else
+          *reinterpret_cast<float4*>(part_row(0, row + i) + column) = x[i];
+      }
+      // Behind the last columns, as the first part's may be where they go.
+      if (column - 4 * lane + 128 >= kValueDim && lane % kAtOnce == 0 && row_of_lane < of_item.count) {
+        if (whole)
+          store_lse(p, item, of_item.first + row_of_lane, shift, sum);
+        else
+          store_stats(part_row(0, row_of_lane), shift, sum);
+      }
     }
-    __syncwarp();
-  }
 }
 
 // Whether this thread block is the last of `count` that come here, after all that it has written.
@@ -204,8 +220,8 @@ __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem
     const int first = item.part / kGroupParts * kGroupParts;
     const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
     if (!is_last(p.tickets + gridDim.x + slot_of(item, first), group.count, shared)) return;
-    merge_parts(p, item, group, false, shared);
+    merge_parts(p, item, group, false);
     parts = {0, kGroupParts, (item.parts + kGroupParts - 1) / kGroupParts};
   }
-  if (is_last(p.tickets + item.first_share, parts.count, shared)) merge_parts(p, item, parts, true, shared);
+  if (is_last(p.tickets + item.first_share, parts.count, shared)) merge_parts(p, item, parts, true);
 }

@@ -7,7 +7,7 @@
 //   kTeamWarps      warps of a team, 16 rows each: Br = 16 * kTeamWarps
 //   kTeams          teams of a thread block, each with keys of its own
 //   kBlockKeys      Bc, the keys that a team takes at a time
-//   kStages         buffers of a team, of kBlockKeys rows of K and V each
+//   kKStages, kVStages  buffers of a team, of kBlockKeys rows of K, of V each
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kWholeLines     1: no line is cut, so that its bits depend on nothing else
