@@ -60,7 +60,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kInvariantRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
-  plan.team_warps = rows <= 16 ? 1 : rows <= 32 ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.team_warps = rows <= 16 ? 1 : rows <= 32 && dim <= 128 ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
   const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
@@ -70,6 +70,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
+  if (plan.team_warps == kMostWarps && dim <= 128) plan.block_keys = 128;
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;

@@ -181,7 +181,10 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    merge_teams(p, item, rows, O, raw);
+    if (kTeams == 1)
+      store_team(p, item, rows, O);
+    else
+      merge_teams(p, item, rows, O, raw);
     if (item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
     if (more) query.fetch(p, item);

@@ -9,7 +9,10 @@
 enum : int {
   kPanelBytes = kBlockKeys * 128,
   kTileWarps = kWide ? kLoadWarps / kTeams : kTeamWarps,  // that load a tile
-  kLoadRows = kBlockKeys / (4 * kTileWarps),  // rows that a lane copies of: eight lanes copy 128 bytes of a row
+  // Rows that a lane copies of, every fourth one: eight lanes copy 128 bytes of a row.
+  kLoadRows = kBlockKeys / (4 * kTileWarps),
+  // Of these, so many are in one page for certain, and equally far apart in memory.
+  kRunRows = kPage == 0 ? int(kLoadRows) : kPage % 16 == 0 && !kLeftPad ? least(kLoadRows, 4) : 1,
 };
 
 // Of a wide team, from its first byte on.
@@ -30,7 +33,7 @@ class DecodeLoader {
                                           bool more, int team, int tile_warp)
       : p_(p), share_(share), items_(items), more_(more), team_(team) {
     const u32 lane = threadIdx.x % 32;
-    row_ = 4 * tile_warp + lane / 8;
+    row_ = 4 * kLoadRows * tile_warp + lane / 8;
     column_ = 8 * (lane % 8);
     tile_ = items_.item.begin + team_;
     if (more_) begin_tile();
@@ -75,7 +78,7 @@ class DecodeLoader {
   }
 
   // The key of this lane's i-th row, from the first of the sequence on.
-  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * kTileWarps * i; }
+  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * i; }
 
   // Page ids come one tile ahead of the loads that need them.
   __device__ __forceinline__ void fetch_ids() {
@@ -83,30 +86,32 @@ class DecodeLoader {
     const DecodeSequence& s = items_.item.sequence;
     const int* const ids = p_.pages.table + (kPageLists ? s.entry : items_.item.batch * p_.pages.table_stride);
 #pragma unroll
-    for (int i = 0; i < kLoadRows; ++i)
-      ids_[i] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
+    for (int i = 0; i < kLoadRows; i += kRunRows)
+      ids_[i / kRunRows] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
   }
 
   // Where the lane's i-th row lies in K or V.
   __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
     const DecodeItem& item = items_.item;
     const DecodeSequence& s = item.sequence;
-    const long long entry = kPage > 0 ? ids_[i] : kPackedK ? 0 : s.entry;
+    const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
     return t.data + entry * t.batch + row * t.row + item.head * t.head + column_;
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
-    return kPage > 0 ? u32(ids_[i]) < u32(p_.pages.entries) : key(i) < items_.item.sequence.n.sk;
+    return key(i) < items_.item.sequence.n.sk && (kPage == 0 || u32(ids_[i / kRunRows]) < u32(p_.pages.entries));
   }
 
   template <int columns, bool whole>
   __device__ __forceinline__ void copy_rows(const StridedTensor& t, int dim, u32 to) const {
+    const u32 first = to + swizzled(row_, column_ / 8);  // rows of four are the only ones whose chunks differ by 64 bytes
+    const unsigned short* from = nullptr;
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i) {
+      from = i % kRunRows == 0 ? row(t, i) : from + 4 * t.row;
       const bool there = whole || is_there(i);
-      copy_row<columns, whole>(to + swizzled(row_ + 4 * kTileWarps * i, column_ / 8), there ? row(t, i) : t.data,
-                               there ? dim : 0);
+      copy_row<columns, whole>((first ^ (i % 2 * 64)) + i * 512, there ? from : t.data, there ? dim : 0);
     }
   }
 
@@ -131,7 +136,7 @@ class DecodeLoader {
   bool more_;
   int team_, tile_;
   int row_, column_;
-  int ids_[kLoadRows];
+  int ids_[kLoadRows / kRunRows];
 };
 
 // All loads of a wide team, by warps that do nothing else.
@@ -262,7 +267,7 @@ class DecodeQuery {
   }
 
   __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
-#pragma unroll(kAhead ? kOfThread : 8)
+#pragma unroll(kAhead ? kOfThread : kQWhole ? 8 : 2)
     for (int i = 0; i < kOfThread; ++i) {
       const int row = at(i) / kChunks;
       const int column = at(i) % kChunks * 8;

@@ -17,6 +17,17 @@ __device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned sh
     if (column + i < p.dv) row[column + i] = static_cast<unsigned short>((i < 2 ? low : high) >> (i % 2 * 16));
 }
 
+// Two columns of a row of O on their way out.
+__device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short* row, int column, float x, float y) {
+  const u32 pair = pack(x, y);
+  if (kOWhole && column + 2 <= p.dv) {
+    *reinterpret_cast<u32*>(row + column) = pair;
+    return;
+  }
+  if (column < p.dv) row[column] = static_cast<unsigned short>(pair);
+  if (column + 1 < p.dv) row[column + 1] = static_cast<unsigned short>(pair >> 16);
+}
+
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const DecodeItem& item, int row, float shift,
                                           float sum) {
   if (!kHasLse) return;
@@ -50,6 +61,35 @@ __device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
 // Where that part is left.
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
   return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
+}
+
+// What the one team of a thread block has of an item leaves as it is: O, or this part of it.
+__device__ __forceinline__ void store_team(const DecodeParams& p, const DecodeItem& item, const Rows& rows,
+                                           const float (&O)[kValueDim / 2]) {
+  const ItemRows of_item = rows_of_item(p, item);
+  const bool whole = item.parts == 1;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = threadIdx.x / 32 * kWarpRows + int(thread_row()) + 8 * half;
+    if (row >= of_item.count) continue;
+    float* const part = whole ? nullptr : partial_of(p, item, item.part) + row * partial_row_floats(kValueDim);
+    unsigned short* const out = whole ? item_row(p, p.o, item, of_item.first + row) : nullptr;
+    const float scale = normalizer(rows.sum[half]);
+    if (threadIdx.x % 4 == 0) {
+      if (whole)
+        store_lse(p, item, of_item.first + row, rows.shift[half], rows.sum[half]);
+      else
+        store_stats(part, rows.shift[half], rows.sum[half]);
+    }
+#pragma unroll
+    for (int i = 2 * half; i < kValueDim / 2; i += 4) {
+      const int column = 2 * (i - 2 * half) + int(thread_column());
+      if (whole)
+        store_pair(p, out, column, O[i] * scale, O[i + 1] * scale);
+      else
+        *reinterpret_cast<float2*>(part + column) = {O[i], O[i + 1]};
+    }
+  }
 }
 
 // Puts together what the teams have of an item, in the order of the teams: O, or this part of it.
@@ -134,8 +174,9 @@ struct Parts {
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
                                             bool whole) {
   constexpr int kRow = partial_row_floats(kValueDim);
-  constexpr int kRows = kWide ? 4 : 1;
-  constexpr int kAtOnce = kWide ? 4 : 32;  // parts
+  constexpr int kRows = least(kTeamWarps, 4);
+  constexpr int kAtOnce = kTeamWarps > 1 ? 16 / kRows : kValueDim <= 128 ? 20 : 16;  // parts
+  constexpr int kLanes = 32 / kRows;  // of a row
   const ItemRows of_item = rows_of_item(p, item);
   const int lane = threadIdx.x % 32;
   const auto part_row = [&](int i, int row) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
@@ -146,12 +187,12 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
       float4 x[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) x[i] = {0, 0, 0, 0};
-      const int row_of_lane = lane < kRows * kAtOnce ? row + lane / kAtOnce : of_item.count;
+      const int row_of_lane = row + lane / kLanes;
       float shift = infinity();
       float sum = 0;
 #pragma unroll 1
       for (int first = 0; first < parts.count; first += kAtOnce) {
-        const int part_of_lane = first + lane % kAtOnce;
+        const int part_of_lane = lane % kLanes < kAtOnce ? first + lane % kLanes : parts.count;
         float2 of_lane = {infinity(), 0};
         if (part_of_lane < parts.count && row_of_lane < of_item.count)
           of_lane = load_global_fresh2(part_row(part_of_lane, row_of_lane) + kValueDim);
@@ -166,28 +207,28 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
           }
         float next = of_lane.x;
 #pragma unroll
-        for (int step = 1; step < kAtOnce; step *= 2) next = fminf(next, __shfl_xor_sync(0xffffffff, next, step));
+        for (int step = 1; step < kLanes; step *= 2) next = fminf(next, __shfl_xor_sync(0xffffffff, next, step));
         next = fminf(next, shift);
         const float before = factor_of(shift, next);
         const float weight = factor_of(of_lane.x, next);
         float more = weight * of_lane.y;
 #pragma unroll
-        for (int step = 1; step < kAtOnce; step *= 2) more += __shfl_xor_sync(0xffffffff, more, step);
+        for (int step = 1; step < kLanes; step *= 2) more += __shfl_xor_sync(0xffffffff, more, step);
         sum = sum * before + more;
         shift = next;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           float4 sum_of_row = {0, 0, 0, 0};
-          add_scaled(sum_of_row, x[i], __shfl_sync(0xffffffff, before, i * kAtOnce));
+          add_scaled(sum_of_row, x[i], __shfl_sync(0xffffffff, before, i * kLanes));
 #pragma unroll
           for (int part = 0; part < kAtOnce; ++part)
-            add_scaled(sum_of_row, y[i][part], __shfl_sync(0xffffffff, weight, i * kAtOnce + part));
+            add_scaled(sum_of_row, y[i][part], __shfl_sync(0xffffffff, weight, i * kLanes + part));
           x[i] = sum_of_row;
         }
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float scale = normalizer(__shfl_sync(0xffffffff, sum, i * kAtOnce));
+        const float scale = normalizer(__shfl_sync(0xffffffff, sum, i * kLanes));
         if (row + i >= of_item.count || column >= kValueDim) continue;
         if (whole)
           store_columns(p, item_row(p, p.o, item, of_item.first + row + i), column, x[i], scale);
@@ -195,7 +236,7 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
           *reinterpret_cast<float4*>(part_row(0, row + i) + column) = x[i];
       }
       // Behind the last columns, as the first part's may be where they go.
-      if (column - 4 * lane + 128 >= kValueDim && lane % kAtOnce == 0 && row_of_lane < of_item.count) {
+      if (column - 4 * lane + 128 >= kValueDim && lane % kLanes == 0 && row_of_lane < of_item.count) {
         if (whole)
           store_lse(p, item, of_item.first + row_of_lane, shift, sum);
         else
