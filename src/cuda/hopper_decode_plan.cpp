@@ -25,7 +25,7 @@ constexpr int64_t kInvariantRows = 64;
 // Measured on an H200.
 constexpr double kDecodeBytes = 19;     // of K and V a cycle and multiprocessor
 constexpr double kStartCycles = 2000;   // lengths, first loads, merges
-constexpr double kProductFlops = 1600;  // a cycle, where products bind
+constexpr double kProductFlops = 2000;  // a cycle, where products bind
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
@@ -70,7 +70,8 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  if (plan.team_warps == kMostWarps && dim <= 128) plan.block_keys = 128;
+  // Of pages, loads bind, which are ahead further with smaller tiles.
+  if (plan.team_warps == kMostWarps && dim <= 128 && plan.page == 0) plan.block_keys = 128;
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;
