@@ -4,8 +4,11 @@ Gradients are tested where the CUDA engine computes them, and skipped with its o
 """
 
 import statistics
+import subprocess
+import sys
 import time
 import unittest
+from pathlib import Path
 
 import torch
 from torch.nn import attention as torch_attention
@@ -197,6 +200,28 @@ class TestDropIns(OnGpu):
             out, want = call(q, k, v, causal=True, **names), call(*on_cpu[0], causal=True, **on_cpu[1])
             torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
             self.assertTrue(torch.equal(k.cpu(), on_cpu[0][1]) and torch.equal(v.cpu(), on_cpu[0][2]))
+
+    def test_cache_in_one_graph(self):
+        q, k, v = make_qkv(sq=1, sk=256)
+        new_k, new_v = make((2, 1, 2, 64), (2, 1, 2, 64))
+        caches, theirs = (k, v), (k.clone(), v.clone())
+        call = lambda *x: flash_attn.flash_attn_with_kvcache(*x[:-1], cache_seqlens=x[-1])  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True)
+        for lengths in ((17, 200), (18, 201)):
+            lengths = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            want = call(q, *caches, new_k, new_v, lengths)
+            self.assertTrue(torch.equal(compiled(q, *theirs, new_k, new_v, lengths), want))
+            self.assertTrue(all(map(torch.equal, theirs, caches)))
+
+
+class TestServe(OnGpu):
+    """The example, which compares its tokens with dense attention itself."""
+
+    def test_tokens_are_those_of_dense_attention(self):
+        serve = Path(__file__).parents[2] / "examples/serve.py"
+        for shape in ((), ("--page", "17", "--pages", "9", "--budget", "7")):
+            command = [sys.executable, "-B", serve, "--device", "cuda", *shape]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 class TestAppend(OnGpu):
