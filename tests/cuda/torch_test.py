@@ -4,8 +4,11 @@ Gradients are tested where the CUDA engine computes them, and skipped with its o
 """
 
 import statistics
+import subprocess
+import sys
 import time
 import unittest
+from pathlib import Path
 
 import torch
 from torch.nn import attention as torch_attention
@@ -83,6 +86,7 @@ class TestAttention(OnGpu):
         q, k, v = make_qkv(sq=2048, sk=2048)
         want = attention(q, k, v)
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(10_000_000)
             later = [x * 2 for x in (q, k, v)]
@@ -90,7 +94,9 @@ class TestAttention(OnGpu):
         side.synchronize()
         self.assert_close(out, math(*later), 5e-2)
         self.assertTrue(torch.equal(out, same))
-        self.assertTrue(torch.equal(fulgur.attention(q, k, v, stream=side), want))
+        out = fulgur.attention(q, k, v, stream=side)
+        side.synchronize()
+        self.assertTrue(torch.equal(out, want))
 
     def test_graphs(self):
         q, k, v = make_qkv()
@@ -195,6 +201,28 @@ class TestDropIns(OnGpu):
             torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
             self.assertTrue(torch.equal(k.cpu(), on_cpu[0][1]) and torch.equal(v.cpu(), on_cpu[0][2]))
 
+    def test_cache_in_one_graph(self):
+        q, k, v = make_qkv(sq=1, sk=256)
+        new_k, new_v = make((2, 1, 2, 64), (2, 1, 2, 64))
+        caches, theirs = (k, v), (k.clone(), v.clone())
+        call = lambda *x: flash_attn.flash_attn_with_kvcache(*x[:-1], cache_seqlens=x[-1])  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True)
+        for lengths in ((17, 200), (18, 201)):
+            lengths = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+            want = call(q, *caches, new_k, new_v, lengths)
+            self.assertTrue(torch.equal(compiled(q, *theirs, new_k, new_v, lengths), want))
+            self.assertTrue(all(map(torch.equal, theirs, caches)))
+
+
+class TestServe(OnGpu):
+    """The example, which compares its tokens with dense attention itself."""
+
+    def test_tokens_are_those_of_dense_attention(self):
+        serve = Path(__file__).parents[2] / "examples/serve.py"
+        for shape in ((), ("--page", "17", "--pages", "9", "--budget", "7")):
+            command = [sys.executable, "-B", serve, "--device", "cuda", *shape]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
 
 class TestAppend(OnGpu):
     """Beside the same on the CPU, bit for bit."""
@@ -224,6 +252,7 @@ class TestAppend(OnGpu):
         k, v, k_cache, v_cache = make(*[(2, 1, 2, 64)] * 2, *[(2, 16, 2, 64)] * 2)
         lengths = torch.zeros(2, device="cuda", dtype=torch.int32)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             fulgur.append(k_cache, v_cache, k, v, lengths)
         stream.synchronize()

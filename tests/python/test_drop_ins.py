@@ -360,6 +360,69 @@ class TestCaches:
             want, want_lse = attention(query[None], keys, values, causal=True, return_lse=True)
             torch.testing.assert_close((out[rows], lse[:, rows]), (want[0], want_lse[0]))
 
+    STEPS = {
+        "no new": dict(cache_leftpad=int32(2, 0, 5)),
+        "new": dict(new=True),
+        "rotated": dict(new=True, rotated=True, window_size=(4, 0), softcap=2.0),
+        "packed": dict(new=True, rotated=True, packed=True, rotary_seqlens=int32(8, 2, 0)),
+    }
+
+    @pytest.mark.parametrize("module, step", [
+        *((module, step) for module in (fa2, fa3) for step in ("no new", "new", "rotated")), (fa3, "packed"),
+    ])  # fmt: skip
+    @pytest.mark.parametrize("kind, backend", [
+        ("pages", "aot_eager"), ("pages", "inductor"), ("rows", "aot_eager"), ("batch", "aot_eager"),
+    ])  # fmt: skip
+    def test_in_one_graph(self, module, step, kind, backend):
+        """The bits of eager mode, in the results and in the caches, whatever requires grad."""
+        options = dict(self.STEPS[step])
+        new, rotated, packed = (options.pop(name, False) for name in ("new", "rotated", "packed"))
+        k_cache, v_cache, table, rows, _ = self.caches("pages" if kind == "pages" else "rows")
+        if kind == "batch":
+            k_cache, v_cache, rows = k_cache[:3].clone(), v_cache[:3].clone(), None
+        options["page_table" if module is fa3 else "block_table"] = table
+        shape = (6,) if packed else (self.BATCH, 2)
+        q, k, v = make(*((*shape, h, self.D) for h in (self.HQ, self.HK, self.HK)), grad=True)
+        if new:
+            options.update(k=k, v=v)
+        if rotated:
+            angles = torch.rand(20, 5) * 6
+            options.update(rotary_cos=angles.cos(), rotary_sin=angles.sin())
+        if packed:
+            ends = int32(0, 3, 4, 6)
+            options.update(cu_seqlens_q=ends, cu_seqlens_k_new=ends, max_seqlen_q=3)
+
+        def call(q, k_cache, v_cache, lengths, options):
+            out, lse, *_ = module.flash_attn_with_kvcache(
+                q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=rows, causal=True,
+                return_softmax_lse=True, **options,
+            )  # fmt: skip
+            return out, lse, k_cache.sum()
+
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, backend=backend)
+        theirs = k_cache.clone(), v_cache.clone()
+        for lengths in (int32(6, 0, 9), int32(7, 3, 8)):
+            before = k_cache.clone()
+            want = call(q, k_cache, v_cache, lengths, options)
+            got = compiled(q, *theirs, lengths, options)
+            assert_same(got[:2], want[:2])
+            torch.testing.assert_close(got[2], want[2])
+            assert_same(theirs, (k_cache, v_cache))
+            assert torch.equal(before, k_cache) != new and not got[0].requires_grad
+
+    def test_lengths_that_are_numbers_in_one_graph(self):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        q, k, v = make(*((self.BATCH, 1, h, self.D) for h in (self.HQ, self.HK, self.HK)))
+        theirs = k_cache.clone(), v_cache.clone()
+        call = lambda *x: fa2.flash_attn_with_kvcache(*x[:-1], cache_seqlens=x[-1], block_table=table)  # noqa: E731
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for length in (4, 5, 6):
+            want = call(q, k_cache, v_cache, k, v, length)
+            assert torch.equal(compiled(q, *theirs, k, v, length), want)
+            assert_same(theirs, (k_cache, v_cache))
+
     @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(3, 1), softcap=2.0)])
     def test_pages_beside_packed_queries(self, options):
         """Of cu_seqlens_k the lengths alone count, wherever the sequences begin."""
@@ -438,12 +501,12 @@ class TestCaches:
         with pytest.raises(ValueError, match="^rotary_cos: given without k and v"):
             call(q, k_cache, v_cache, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3, **paged)
         before = k_cache.clone()
-        with pytest.raises(ValueError, match="^cos: got 4 positions, want 6 for sequence 0"):
+        with pytest.raises(RuntimeError, match="^cos: got 4 positions, want 6 for sequence 0"):
             call(
                 q, k_cache, v_cache, k, v, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3,
                 **paged,
             )  # fmt: skip
-        with pytest.raises(ValueError, match="^cache_seqlens: got 10 at 0, with 3 new rows 13"):
+        with pytest.raises(RuntimeError, match="^cache_seqlens: got 10 at 0, with 3 new rows 13"):
             call(q, k_cache, v_cache, k, v, cache_seqlens=10, **paged)
         assert torch.equal(k_cache, before)
 
