@@ -1,6 +1,6 @@
 // The end of an item: what its teams have is put together, and so are the parts of a line.
 #pragma once
-#include "shared/softmax.cuh"
+#include "shared/sinks.cuh"
 #include "sm90/decode_load.cuh"
 
 // Four columns of a row of O on their way out; `scale` is one over the sum.
@@ -17,11 +17,17 @@ __device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned sh
     if (column + i < p.dv) row[column + i] = static_cast<unsigned short>((i < 2 ? low : high) >> (i % 2 * 16));
 }
 
+// The q head of a row of an item.
+__device__ __forceinline__ int head_of_row(const DecodeItem& item, int row) {
+  return item.head * kGroup + row % kGroup;
+}
+
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const DecodeItem& item, int row, float shift,
                                           float sum) {
   if (!kHasLse) return;
-  float* lse = p.lse + item.batch * p.lse_batch_stride + (item.head * kGroup + row % kGroup) * p.lse_head_stride;
-  lse[item.sequence.n.q_start + row / kGroup] = lse_of(sum, shift);
+  const int head = head_of_row(item, row);
+  float* lse = p.lse + item.batch * p.lse_batch_stride + head * p.lse_head_stride;
+  lse[item.sequence.n.q_start + row / kGroup] = lse_of(p.sinks, head, sum, shift);
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
@@ -112,7 +118,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       }
       if (whole)
         store_columns(p, item_row(p, p.o, item, of_item.first + row), first + column, sum,
-                      normalizer(totals[row].y));
+                      normalizer(p.sinks, head_of_row(item, of_item.first + row), totals[row].y, totals[row].x));
       else
         *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;
     }
@@ -180,7 +186,8 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
           if (first + i < parts.count) add_scaled(x, y[i], stats[first + i].x);
       }
       if (whole)
-        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x, normalizer(sum));
+        store_columns(p, item_row(p, p.o, item, of_item.first + row), column, x,
+                      normalizer(p.sinks, head_of_row(item, of_item.first + row), sum, shift));
       else
         *reinterpret_cast<float4*>(part_row(0) + column) = x;
     }
