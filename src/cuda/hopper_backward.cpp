@@ -10,7 +10,7 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
-constexpr int kPrepareThreads = 256;
+constexpr int kPrepareThreads = 256, kSinksThreads = 1024;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
 // Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
@@ -73,6 +73,10 @@ KernelUse repair_kernel(const HopperBackwardPlan& plan) {
   return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
 
+KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
+  return use("sm90/backward_sinks.cu", {.packed = plan.packed}, "fulgur_backward_sinks", 0);
+}
+
 /// That of dQ.
 KernelUse queries_kernel(const HopperBackwardPlan& plan) {
   return plan.sums ? round_kernel(plan) : rows_kernel(plan);
@@ -91,6 +95,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
+  if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.repairs()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
@@ -101,13 +106,14 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      nothing_to_do_(problem.nothing_to_do()) {
+      nothing_to_do_(problem.nothing_to_do() && !plan.dsinks) {
   if (nothing_to_do_) return;
   set_params(problem);
   set_inputs(problem);
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   queries_ = gpu_.kernel(queries_kernel(plan_)).function;
+  if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
   if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
@@ -186,6 +192,8 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.lse.data = static_cast<const float*>(args.lse.data);
   p.dlse.data = static_cast<const float*>(args.dlse.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
+  p.dsinks = static_cast<float*>(args.dsinks.data);
   set_random_numbers(p, args, run);
   p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
@@ -231,6 +239,9 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   }
   launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
          "launching the kernel that prepares rows");
+  if (plan_.dsinks) {
+    launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks");
+  }
   for (const BackwardWave& wave : plan_.waves) {
     p.wave = wave.wave;
     p.key_blocks = wave.key_blocks;

@@ -50,8 +50,8 @@ class HopperBackward final : public Executable {
   HopperBackwardPlan plan_;
   Reasons reasons_;
   bool nothing_to_do_ = false;
-  CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, repair_ = nullptr,
-             copy_ = nullptr;
+  CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
+             repair_ = nullptr, copy_ = nullptr;
   int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
   Offsets offsets_;
   BackwardParams params_{};  ///< what every run has in common

@@ -62,6 +62,7 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.seqused_k = p.seqused_k;
   plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has_dlse;
+  plan.dsinks = p.want_dsinks;
   const BackwardMaps maps = backward_maps(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
@@ -328,7 +329,6 @@ int HopperBackwardKey::tile_bytes() const {
 
 std::string hopper_backward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.has_sinks) return "computes without sinks";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
@@ -454,6 +454,10 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
        {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
         std::pair{"v", &plan.copies_v}, std::pair{"dout", &plan.copies_dout}}) {
     if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
+  }
+  if (plan.dsinks) {
+    sentences.emplace_back(
+        "dsinks by a kernel of its own, a thread block a head, in f64: deterministic");
   }
   if (plan.elements) {
     sentences.emplace_back("gradients are stored by elements: rows are no multiples of 16 bytes");

@@ -54,6 +54,7 @@ struct HopperBackwardLaunch {
 struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   /// Why tensors are copied to where TMA can address them; empty where they are not.
   std::string copies_q, copies_k, copies_v, copies_dout;
+  bool dsinks = false;  ///< the gradient of the sinks is wanted
   bool operator==(const HopperBackwardPlan&) const = default;
 
   TileId tile() const {

@@ -67,6 +67,7 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.cu_seqlens_k = ints(args.cu_seqlens_k);
   p.seqused_k = ints(args.seqused_k);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
   p.pages.table = ints(args.page_table);
   p.pages.indptr = ints(args.page_indptr);
   p.cache_batch_idx = ints(args.cache_batch_idx);

@@ -106,7 +106,6 @@ int64_t HopperDecodePlan::partial_floats() const {
 
 std::string hopper_decode_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.has_sinks) return "computes without sinks";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
@@ -146,6 +145,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.has_right = right_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
+  plan.has_sinks = p.has_sinks;
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
   plan.packed_k = p.packed_k;
@@ -189,6 +189,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kScoreMode", plan.transforms_scores);
   header.add("kSoftcap", plan.softcap);
   header.add("kAlibi", plan.alibi);
+  header.add("kHasSinks", plan.has_sinks);
   header.add("kPacked", plan.packed);
   header.add("kPackedK", plan.packed_k);
   header.add("kSeqUsedK", plan.seqused_k);

@@ -85,6 +85,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.pages.table = static_cast<const int*>(args.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
   set_random_numbers(p, args, run);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 

@@ -84,6 +84,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.has_right = right_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
+  plan.has_sinks = p.has_sinks;
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
   plan.packed_k = p.packed_k;
@@ -253,7 +254,6 @@ int HopperForwardPlan::counters() const {
 
 std::string hopper_forward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.has_sinks) return "computes without sinks";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
@@ -335,6 +335,7 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kScoreMode", plan.transforms_scores);
   header.add("kSoftcap", plan.softcap);
   header.add("kAlibi", plan.alibi);
+  header.add("kHasSinks", plan.has_sinks);
   header.add("kPacked", plan.packed);
   header.add("kPackedK", plan.packed_k);
   header.add("kPage", plan.page);

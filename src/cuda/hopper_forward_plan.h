@@ -19,7 +19,7 @@ struct HopperForwardKey {
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
   bool has_left = false, has_right = false;
-  bool transforms_scores = false, softcap = false, alibi = false;
+  bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
   bool packed = false, packed_k = false, seqused_k = false, dropout = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin

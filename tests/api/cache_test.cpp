@@ -106,7 +106,8 @@ TEST_P(Cache, PrefillFollowsTheDefinition) {
                  .dv = 64,
                  .mask = packed ? window(90, 0) : causal(),
                  .layout = packed ? Layout::kPacked : Layout::kBshd,
-                 .seqused = true};
+                 .seqused = true,
+                 .sinks = packed};
     Workload w(c, 11);
     w.options.engine = engine();
     const Expected e = expect_forward(w);

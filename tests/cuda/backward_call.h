@@ -8,6 +8,7 @@ namespace fulgur::test {
 /// What a backward call has beside what the forward call of a shape has.
 struct BackwardOptions {
   bool deterministic = false, dlse = false;
+  bool dsinks = false;  ///< beside the sinks of the shape
 };
 
 struct BackwardCall {
@@ -33,9 +34,11 @@ inline BackwardCall backward_call(const ForwardShape& shape, const BackwardOptio
                      .alibi_slopes = f.alibi_slopes,
                      .cu_seqlens_q = f.cu_seqlens_q,
                      .cu_seqlens_k = f.cu_seqlens_k,
-                     .seqused_k = f.seqused_k},
+                     .seqused_k = f.seqused_k,
+                     .sinks = f.sinks},
                     options};
   if (with.dlse) call.args.dlse = f.lse;
+  if (with.dsinks) call.args.dsinks = gradient(f.sinks);
   call.options.deterministic = with.deterministic;
   return call;
 }

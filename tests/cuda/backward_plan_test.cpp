@@ -460,6 +460,31 @@ TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
   EXPECT_NE(header({.d = 64, .mask = causal()}), plain);
 }
 
+// The gradient of sinks is a kernel more, that of q, k and v knows of sinks by LSE alone.
+TEST(HopperBackwardPlan, SinksAreAKernelMore) {
+  const auto kernels = [](const ForwardShape& shape, bool dsinks) {
+    std::set<std::string> texts;
+    const Problem p = backward_problem(shape, {.dsinks = dsinks});
+    EXPECT_EQ(hopper_backward_rejects(p), "");
+    for (const KernelUse& use : hopper_backward_kernels(plans(p).at(0)))
+      texts.insert(use.request.source + use.request.plan_header);
+    return texts;
+  };
+  const auto beside = [](std::set<std::string> all, const std::set<std::string>& others) {
+    for (const std::string& other : others) EXPECT_EQ(all.erase(other), 1u);
+    return all;
+  };
+  const auto plain = kernels({.d = 64}, false), packed = kernels({.d = 64, .packed = true}, false);
+  EXPECT_EQ(kernels({.d = 64, .sinks = true}, false), plain);
+  const auto more = beside(kernels({.d = 64, .sinks = true}, true), plain);
+  ASSERT_EQ(more.size(), 1u);
+  EXPECT_TRUE(more.begin()->starts_with("sm90/backward_sinks.cu"));
+  // Its text depends on how rows lie, and on nothing else.
+  const auto f16 = kernels({.dtype = DType::kF16, .d = 64}, false);
+  EXPECT_EQ(beside(kernels({.dtype = DType::kF16, .d = 64, .sinks = true}, true), f16), more);
+  EXPECT_NE(beside(kernels({.d = 64, .packed = true, .sinks = true}, true), packed), more);
+}
+
 TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   const Family* const families[] = {&hopper_backward_family()};
   const auto said = [&](const Problem& p) {
@@ -488,6 +513,9 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   for (const char* name : {"q", "k", "v", "dout"})
     EXPECT_TRUE(contains(odd, std::string(name) + " is copied to rows of multiples of 16 bytes"));
   EXPECT_TRUE(contains(odd, "gradients are stored by elements")) << odd;
+  EXPECT_FALSE(contains(odd, "dsinks")) << odd;
+  const std::string sinks = said(backward_problem({.sinks = true}, {.dsinks = true}));
+  EXPECT_TRUE(contains(sinks, "dsinks by a kernel of its own")) << sinks;
 }
 
 TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {
@@ -500,9 +528,6 @@ TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {
   EXPECT_EQ(why({.d = 64, .dv = 264}), "computes d and dv up to 256, got 64 and 264");
   EXPECT_TRUE(contains(why({.batch = 1, .sq = 1, .sk = int64_t{1} << 29, .hq = 1, .hk = 1}),
                        "sequences of less than 2^29 rows"));
-  Problem with_sinks = backward_problem({});
-  with_sinks.has_sinks = true;
-  EXPECT_EQ(hopper_backward_rejects(with_sinks), "computes without sinks");
 }
 
 }  // namespace

@@ -89,12 +89,14 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .scale = -1.0}));
     all.push_back(forward_problem({.d = d, .seqused = true}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .lse = false}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .sinks = true}));
     all.push_back(forward_problem({.d = d,
                                    .mask = window(100, 20),
                                    .softcap = 9,
                                    .alibi = true,
                                    .packed = true,
-                                   .seqused = true}));
+                                   .seqused = true,
+                                   .sinks = true}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .dropout = 0.1}));
     all.push_back(forward_problem({.d = d, .dropout = 0.1}));
     all.push_back(forward_problem({.dtype = DType::kF16,
@@ -104,6 +106,7 @@ std::vector<Problem> problems() {
                                    .alibi = true,
                                    .packed = true,
                                    .seqused = true,
+                                   .sinks = true,
                                    .dropout = 0.1}));
   }
   for (const auto& [d, dv] : {std::pair{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
@@ -119,6 +122,7 @@ std::vector<Problem> problems() {
                              .alibi = true,
                              .packed = true,
                              .seqused = true,
+                             .sinks = true,
                              .dropout = d == 128 ? 0.1 : 0});
     pages.packed_k = false;
     pages.cache.pages = Problem::Cache::Pages::kLists;
@@ -157,7 +161,8 @@ std::vector<Problem> decode_problems() {
          .softcap = 9,
          .alibi = true,
          .packed = true,
-         .seqused = true},
+         .seqused = true,
+         .sinks = true},
         [](Problem& p) {
           p.packed_k = false;
           p.cache.pages = Problem::Cache::Pages::kLists;
@@ -167,7 +172,7 @@ std::vector<Problem> decode_problems() {
   }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
   add({.mask = causal(), .packed = true}, [](Problem& p) { p.cache = {}; });
-  add({.seqused = true, .invariant = true}, [](Problem& p) {
+  add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
     p.cache = {};
     p.cache.batch_idx = true;
   });
@@ -185,7 +190,8 @@ std::vector<Problem> backward_problems() {
     all.push_back(backward_problem({.d = d, .dv = dv, .mask = causal()}));
   }
   for (const int64_t d : {17, 129}) {  // gradients leave by elements
-    all.push_back(backward_problem({.d = d, .packed = true}, {.dlse = true}));
+    all.push_back(
+        backward_problem({.d = d, .packed = true, .sinks = true}, {.dlse = true, .dsinks = true}));
   }
   for (const int64_t d : {64, 128, 192, 256}) {
     const int64_t dv = std::min<int64_t>(d, d == 192 ? 128 : 256);
@@ -221,6 +227,7 @@ std::vector<Problem> backward_problems() {
     all.push_back(backward_problem({.d = 96, .softcap = softcap, .dropout = 0.1}));
     all.push_back(backward_problem({.d = 112, .softcap = softcap, .dropout = 0.1}));
   }
+  all.push_back(backward_problem({.sinks = true}, {.dsinks = true}));
   return all;
 }
 
@@ -242,7 +249,8 @@ std::string name(const KernelRequest& request) {
 /// sequences, of how blocks are shared out, of how results leave.
 bool outside_loops(const std::string& line) {
   static const std::regex kOutside(
-      "  k(Packed|SeqUsedK|HasLse|HasDlse|SplitTail|LineRows|WholeLines|Store|Elements) = .*");
+      "  k(Packed|SeqUsedK|HasSinks|HasLse|HasDlse|SplitTail|LineRows|WholeLines|Store|Elements) = "
+      ".*");
   return std::regex_match(line, kOutside);
 }
 

@@ -150,6 +150,17 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
   EXPECT_EQ(plan(1, 1), plan(3, 100));
 }
 
+// Sinks change a constant of plan.h, and nothing else of a plan.
+TEST(DecodePlan, SinksAreAConstant) {
+  const auto plan = [](bool sinks) {
+    return hopper_decode_tile(forward_problem({.sq = 1, .seqused = true, .sinks = sinks}), {}).plan;
+  };
+  HopperDecodePlan with = plan(true);
+  EXPECT_NE(plan_header(with).find("kHasSinks = 1,"), std::string::npos);
+  with.has_sinks = false;
+  EXPECT_EQ(with, plan(false));
+}
+
 TEST(DecodePlan, Rejects) {
   const auto why = [](const test::ForwardShape& shape, auto change) {
     Problem p = forward_problem(shape);
@@ -161,7 +172,6 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "computes bf16 and f16");
   EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
   EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
-  EXPECT_EQ(why({}, [](Problem& p) { p.has_sinks = true; }), "computes without sinks");
   EXPECT_EQ(why({.invariant = true}, as_is), "computes `invariant` calls on caches alone");
   EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
             "computes caches in rows of multiples of 16 bytes: k has a stride of 12 elements "

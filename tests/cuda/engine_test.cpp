@@ -136,15 +136,18 @@ ForwardArgs placed(ForwardArgs args, std::uintptr_t at) {
   for (Tensor* t : {&args.out, &args.lse}) {
     if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
   }
+  if (args.sinks.given()) args.sinks.data = reinterpret_cast<void*>(at += 0x100000000);
   return args;
 }
 
 BackwardArgs placed(BackwardArgs args, std::uintptr_t at) {
-  for (ConstTensor* t : {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse, &args.dlse}) {
+  for (ConstTensor* t :
+       {&args.dout, &args.q, &args.k, &args.v, &args.out, &args.lse, &args.dlse, &args.sinks}) {
     if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
   }
-  for (Tensor* t : {&args.dq, &args.dk, &args.dv})
-    t->data = reinterpret_cast<void*>(at += 0x100000000);
+  for (Tensor* t : {&args.dq, &args.dk, &args.dv, &args.dsinks}) {
+    if (t->given()) t->data = reinterpret_cast<void*>(at += 0x100000000);
+  }
   return args;
 }
 
@@ -502,6 +505,37 @@ TEST_F(OnFakeGpu, BackwardByStoredScoresLaunchesWaves) {
                 {p.carry_dk, carry},
                 {p.carry_dv, carry}},
                mine, need.bytes);
+}
+
+TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
+  const ForwardCall forward = forward_call({.sinks = true});
+  const ForwardArgs there = placed(forward.args, kBase);
+  plan(forward.args, forward.options).run(there);
+  EXPECT_EQ(params<ForwardParams>(0).sinks, there.sinks.data);
+  const ForwardCall decode = forward_call({.sq = 1, .seqused = true, .sinks = true});
+  const ForwardArgs few = placed(decode.args, kBase);
+  plan(decode.args, decode.options).run(few);
+  ASSERT_STREQ(state_->launches[1].kernel, "fulgur_decode");
+  EXPECT_EQ(params<DecodeParams>(1).sinks, few.sinks.data);
+
+  const BackwardCall call = backward_call({.sinks = true}, {.dsinks = true});
+  const BackwardArgs args = placed(call.args, kBase);
+  plan(call.args, call.options).run(args);
+  ASSERT_EQ(state_->launches.size(), 6u);
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_prepare");
+  EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_sinks");
+  EXPECT_EQ(state_->launches[3].grid, 8u);  // heads
+  EXPECT_EQ(params<BackwardParams>(3).sinks, args.sinks.data);
+  EXPECT_EQ(params<BackwardParams>(3).dsinks, args.dsinks.data);
+}
+
+// Beside no rows there is a gradient of the sinks, which is 0.
+TEST_F(OnFakeGpu, SinksOfNoRowsHaveAGradient) {
+  const BackwardCall call = backward_call({.sq = 0, .sk = 0, .sinks = true}, {.dsinks = true});
+  plan(call.args, call.options).run(placed(call.args, kBase));
+  std::set<std::string> names;
+  for (const FakeLaunch& launch : state_->launches) names.insert(launch.kernel);
+  EXPECT_TRUE(names.contains("fulgur_backward_sinks"));
 }
 
 TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {

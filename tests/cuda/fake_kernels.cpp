@@ -31,6 +31,7 @@ constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
                                {"fulgur_backward_keys", sizeof(BackwardParams)},
                                {"fulgur_backward_rows", sizeof(BackwardParams)},
                                {"fulgur_backward_round", sizeof(BackwardParams)},
+                               {"fulgur_backward_sinks", sizeof(BackwardParams)},
                                {"fulgur_backward_repair", sizeof(BackwardParams)}};
 
 std::mutex launching;

@@ -15,7 +15,7 @@ struct ForwardShape {
   Mask mask{};
   std::optional<double> scale{};
   double softcap = 0;
-  bool alibi = false, packed = false, seqused = false, lse = true, invariant = false;
+  bool alibi = false, packed = false, seqused = false, lse = true, invariant = false, sinks = false;
   double dropout = 0;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
 };
@@ -58,6 +58,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.invariant = s.invariant;
   call.options.dropout_p = s.dropout;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
+  if (s.sinks) call.args.sinks = vector(DType::kF32, s.hq);
   if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);
   if (s.packed) {
     call.args.cu_seqlens_q = call.args.cu_seqlens_k = vector(DType::kI32, s.batch + 1);

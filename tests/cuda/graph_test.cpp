@@ -121,8 +121,8 @@ void copy_bytes(const Tensor& to, const Tensor& from) {
   cuda::copy(to.data, from.data, to.numel() * size_of(to.dtype));
 }
 
-// Replays read the lengths and slopes that are on the device by then.
-TEST_F(Graphs, LengthsAndSlopesChangeBetweenReplays) {
+// Replays read the lengths, slopes and sinks that are on the device by then.
+TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
   const std::vector<Rows> lengths[] = {{{0, 0, 300, 400}, {0, 0, 100, 50}, {0, 0, 0, 100}},
                                        {{0, 0, 100, 50}, {0, 0, 300, 400}, {0, 0, 0, 100}},
                                        {{0, 0, 133, 183}, {0, 0, 133, 183}, {0, 0, 134, 184}},
@@ -139,7 +139,8 @@ TEST_F(Graphs, LengthsAndSlopesChangeBetweenReplays) {
                    .mask = mask,
                    .layout = Layout::kPacked,
                    .alibi = Alibi::kHeads,
-                   .seqused = seqused};
+                   .seqused = seqused,
+                   .sinks = true};
       Workload planned(c, 1, lengths[0]);
       EngineMemory memory("cuda");
       const ForwardTensors there = memory.at(planned.forward);
@@ -155,6 +156,7 @@ TEST_F(Graphs, LengthsAndSlopesChangeBetweenReplays) {
               std::pair{there.v, w.forward.v}, std::pair{there.out, w.forward.out},
               std::pair{there.lse, w.forward.lse},
               std::pair{there.alibi_slopes, w.forward.alibi_slopes},
+              std::pair{there.sinks, w.forward.sinks},
               std::pair{there.cu_seqlens_q, w.forward.cu_seqlens_q},
               std::pair{there.cu_seqlens_k, w.forward.cu_seqlens_k}}) {
           copy_bytes(to, from);

@@ -525,10 +525,21 @@ TEST(HopperForwardTiles, BoxesOfPages) {
   }
 }
 
-TEST(HopperRejects, Sinks) {
-  Problem p = forward_problem({});
-  p.has_sinks = true;
-  EXPECT_EQ(hopper_forward_rejects(p), "computes without sinks");
+// Sinks change a constant of plan.h, and nothing else of a plan.
+TEST(HopperForwardPlan, SinksAreAConstant) {
+  std::vector<std::string> rejected;
+  const auto plans = [&](bool sinks) {
+    return hopper_forward_tiles(forward_problem({.mask = causal(), .sinks = sinks}), {}, &rejected);
+  };
+  const auto without = plans(false), with = plans(true);
+  ASSERT_EQ(with.size(), without.size());
+  for (size_t i = 0; i < with.size(); ++i) {
+    HopperForwardPlan plan = with[i].plan;
+    EXPECT_NE(plan_header(plan).find("kHasSinks = 1,"), std::string::npos);
+    EXPECT_NE(plan_header(without[i].plan).find("kHasSinks = 0,"), std::string::npos);
+    plan.has_sinks = false;
+    EXPECT_EQ(plan, without[i].plan);
+  }
 }
 
 // The kernel counts rows and diagonals with ints.

@@ -90,6 +90,16 @@ TEST_F(Sanitize, Alibi) {
                      .mask = causal(),
                      .alibi = Alibi::kBatchHeads}));
 }
+TEST_F(Sanitize, Sinks) {
+  EXPECT_TRUE(right({.dtype = kF16,
+                     .sq = 130,
+                     .sk = 100,
+                     .hq = 2,
+                     .mask = causal(),
+                     .layout = Layout::kPacked,
+                     .dlse = true,
+                     .sinks = true}));
+}
 TEST_F(Sanitize, Dropout) {
   EXPECT_TRUE(right({.dtype = kBf16,
                      .batch = 2,

@@ -29,7 +29,7 @@ def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64, dv=64, **kind):
     return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, dv), **kind)
 
 
-def math(q, k, v, causal=False, scale=None, softcap=0.0):
+def math(q, k, v, causal=False, scale=None, softcap=0.0, sinks=None):
     """In float64, masks aligned at the bottom right."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -41,7 +41,9 @@ def math(q, k, v, causal=False, scale=None, softcap=0.0):
     if causal:
         hidden = torch.ones(sq, sk, dtype=torch.bool, device=q.device).triu(sk - sq + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2)
+    if sinks is not None:  # one more key, without a value
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., :sk] @ v).transpose(1, 2)
 
 
 class OnGpu(unittest.TestCase):
@@ -126,6 +128,26 @@ class TestAttention(OnGpu):
                 want = torch.autograd.grad(math(q, k, v, **options), (q, k, v), dout.double())
                 for a, b in zip(got, want):
                     self.assert_close(a, b, 5e-2)
+
+    def test_sinks(self):
+        sinks = torch.tensor([0.5, -torch.inf, -1, 2, 0, 9, -3, 1], device="cuda", requires_grad=True)
+        for options in self.OPTIONS:
+            for sq in (128, 1):  # by the forward and by the decode kernel
+                with self.subTest(options=options, sq=sq):
+                    q, k, v = make_qkv(sq=sq, grad=True)
+                    out = attention(q, k, v, sinks=sinks, **options)
+                    want = math(q, k, v, sinks=sinks, **options)
+                    self.assert_close(out, want)
+                    dout = torch.randn_like(out)
+                    got = self.gradients(out, (q, k, v, sinks), dout)
+                    for a, b in zip(got, torch.autograd.grad(want, (q, k, v, sinks), dout.double())):
+                        self.assert_close(a, b, 5e-2 * max(1, b.abs().max().item()))
+
+    def test_sinks_of_drop_ins(self):
+        q, k, v = make_qkv()
+        sinks = torch.randn(8, device="cuda")
+        out = flash_attn_cute.flash_attn_func(q, k, v, causal=True, learnable_sink=sinks.bfloat16())[0]
+        self.assert_close(out, math(q, k, v, causal=True, sinks=sinks.bfloat16()))
 
     def test_dropout_is_that_of_the_cpu(self):
         q, k, v = make_qkv(grad=True)

@@ -60,4 +60,5 @@ struct AttentionParams : CallParams {
   float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
   KeyPages pages;  // kPage
+  const float* sinks;  // [hq], kHasSinks
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include "shared/fragment_store.cuh"
 #include "shared/scores.cuh"
-#include "shared/softmax.cuh"
+#include "shared/sinks.cuh"
 
 // How O leaves: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.
 enum Store : int { kStoreTiles, kStoreRows, kStoreElements };
@@ -12,9 +12,10 @@ __device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, 
   return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
 }
 
-// The same with what dropout multiplies the entries that it keeps with.
-__device__ __forceinline__ float normalizer(const AttentionParams& p, float sum) {
-  return kDropout ? normalizer(sum) * p.keep_scale : normalizer(sum);
+// The normalizer with what dropout multiplies the entries that it keeps with.
+__device__ __forceinline__ float output_scale(const AttentionParams& p, const Place& place, float sum, float shift) {
+  const float scale = normalizer(p.sinks, place.head, sum, shift);
+  return kDropout ? scale * p.keep_scale : scale;
 }
 
 __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const Place& place, const Lengths& n,
@@ -23,7 +24,7 @@ __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const
   if (threadIdx.x % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (row + 8 * i < n.sq) lse[row + 8 * i] = lse_of(rows.sum[i], rows.shift[i]);
+      if (row + 8 * i < n.sq) lse[row + 8 * i] = lse_of(p.sinks, place.head, rows.sum[i], rows.shift[i]);
   }
 }
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
   }
   unsigned short* out = output_row(p, place, n, row);
-  const float scale = normalizer(p, sum);
+  const float scale = output_scale(p, place, sum, shift);
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) {
     if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<unsigned short>(pack(o[i] * scale, 0));

@@ -50,11 +50,15 @@ struct BackwardParams : BackwardMaps, CallParams {
   // Memory of the launch.
   int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
   int* not_finite;    // behind them: some gradient is not; left 0 by backward_repair.cu
-  float* shift;       // [hq][statistics_rows]: -LSE log2(e); -inf where no key is seen and where there is no row
+  float* shift;       // [hq][statistics_rows]: -LSE log2(e); -inf where LSE is -inf and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
   float* carry_dk;    // [b, hk, key blocks][head or value dims / 2][2 kBlockKeys], between waves of the same keys
   float* carry_dv;
+
+  // For backward_sinks.cu, where the gradient of the sinks is wanted.
+  const float* sinks;  // [hq]
+  float* dsinks;       // [hq]
 };

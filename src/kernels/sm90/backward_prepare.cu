@@ -49,14 +49,14 @@ __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, in
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
-// -LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row that sees no key is data.
+// -LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row whose LSE is -inf is data.
 __device__ __forceinline__ void store_statistics(const BackwardParams& p, int batch, int row, int head, float product,
                                                  long long at) {
   const float lse = p.lse.data[batch * p.lse.batch + head * p.lse.head + row];
-  const bool sees = lse != -infinity();
-  const float dlse = kHasDlse && sees ? p.dlse.data[batch * p.dlse.batch + head * p.dlse.head + row] : 0;
-  p.shift[at] = sees ? -lse * 1.4426950408889634f : -infinity();
-  p.delta[at] = sees ? dlse - product : 0;
+  const bool counts = lse != -infinity();
+  const float dlse = kHasDlse && counts ? p.dlse.data[batch * p.dlse.batch + head * p.dlse.head + row] : 0;
+  p.shift[at] = counts ? -lse * 1.4426950408889634f : -infinity();
+  p.delta[at] = counts ? dlse - product : 0;
 }
 
 // Grid: (chunks of 64 rows of the longest sequence, batch * hq).

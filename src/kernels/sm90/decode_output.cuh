@@ -1,6 +1,6 @@
 // The end of an item: what its teams have is put together, and so are the parts of a line.
 #pragma once
-#include "shared/softmax.cuh"
+#include "shared/sinks.cuh"
 #include "sm90/decode_load.cuh"
 
 // Four columns of a row of O on their way out; `scale` is one over the sum.
@@ -28,11 +28,17 @@ __device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short
   if (column + 1 < p.dv) row[column + 1] = static_cast<unsigned short>(pair >> 16);
 }
 
+// The q head of a row of an item.
+__device__ __forceinline__ int head_of_row(const DecodeItem& item, int row) {
+  return item.head * kGroup + row % kGroup;
+}
+
 __device__ __forceinline__ void store_lse(const DecodeParams& p, const DecodeItem& item, int row, float shift,
                                           float sum) {
   if (!kHasLse) return;
-  float* lse = p.lse + item.batch * p.lse_batch_stride + (item.head * kGroup + row % kGroup) * p.lse_head_stride;
-  lse[item.sequence.n.q_start + row / kGroup] = lse_of(sum, shift);
+  const int head = head_of_row(item, row);
+  float* lse = p.lse + item.batch * p.lse_batch_stride + head * p.lse_head_stride;
+  lse[item.sequence.n.q_start + row / kGroup] = lse_of(p.sinks, head, sum, shift);
 }
 
 __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
@@ -74,7 +80,8 @@ __device__ __forceinline__ void store_team(const DecodeParams& p, const DecodeIt
     if (row >= of_item.count) continue;
     float* const part = whole ? nullptr : partial_of(p, item, item.part) + row * partial_row_floats(kValueDim);
     unsigned short* const out = whole ? item_row(p, p.o, item, of_item.first + row) : nullptr;
-    const float scale = normalizer(rows.sum[half]);
+    const float scale =
+        normalizer(p.sinks, head_of_row(item, of_item.first + row), rows.sum[half], rows.shift[half]);
     if (threadIdx.x % 4 == 0) {
       if (whole)
         store_lse(p, item, of_item.first + row, rows.shift[half], rows.sum[half]);
@@ -152,7 +159,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
       }
       if (whole)
         store_columns(p, item_row(p, p.o, item, of_item.first + row), first + column, sum,
-                      normalizer(totals[row].y));
+                      normalizer(p.sinks, head_of_row(item, of_item.first + row), totals[row].y, totals[row].x));
       else
         *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;
     }
@@ -228,10 +235,12 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const float scale = normalizer(__shfl_sync(0xffffffff, sum, i * kLanes));
+        const float sum_of_row = __shfl_sync(0xffffffff, sum, i * kLanes);
+        const float shift_of_row = __shfl_sync(0xffffffff, shift, i * kLanes);
         if (row + i >= of_item.count || column >= kValueDim) continue;
         if (whole)
-          store_columns(p, item_row(p, p.o, item, of_item.first + row + i), column, x[i], scale);
+          store_columns(p, item_row(p, p.o, item, of_item.first + row + i), column, x[i],
+                        normalizer(p.sinks, head_of_row(item, of_item.first + row + i), sum_of_row, shift_of_row));
         else
           *reinterpret_cast<float4*>(part_row(0, row + i) + column) = x[i];
       }

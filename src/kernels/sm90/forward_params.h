@@ -18,6 +18,7 @@
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
 //   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
+//   kHasSinks       1: sinks[head] joins the softmax of a row (shared/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q
 //   kPackedK        1: k and v, too, cu_seqlens_k
 //   kPage           keys of a page; 0: k and v have no pages
