@@ -55,7 +55,8 @@ ForwardArgs read_args(const nb::dict& views) {
           .page_indptr = tensor(views, "page_indptr"),
           .cache_batch_idx = tensor(views, "cache_batch_idx"),
           .leftpad_k = tensor(views, "leftpad_k"),
-          .sinks = tensor(views, "sinks")};
+          .sinks = tensor(views, "sinks"),
+          .tree_mask = tensor(views, "tree_mask")};
 }
 
 template <>

@@ -313,11 +313,13 @@ void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Forward call(in);
   const Handle page_table = in.optional_tensor(), page_indptr = in.optional_tensor();
   const Handle cache_batch_idx = in.optional_tensor(), leftpad_k = in.optional_tensor();
+  const Handle tree_mask = in.optional_tensor();
   ForwardArgs args = call.args();
   args.page_table = view("page_table", page_table);
   args.page_indptr = view("page_indptr", page_indptr);
   args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
   args.leftpad_k = view("leftpad_k", leftpad_k);
+  args.tree_mask = view("tree_mask", tree_mask);
   run_forward(call, args, stack);
 }
 

@@ -102,7 +102,8 @@ ForwardArgs convert(const fulgur_forward_args* given) {
                    .page_table = optional<ConstTensor>(a.page_table, "page_table"),
                    .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
                    .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
-                   .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k")};
+                   .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
+                   .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask")};
   set_extras(a, args);
   return args;
 }

@@ -93,6 +93,7 @@ std::string summary(const Problem& p) {
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.has_alibi()) s += ", ALiBi";
   if (p.has_sinks) s += ", sinks";
+  if (p.has_tree) s += ", tree mask";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);

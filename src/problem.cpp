@@ -10,6 +10,7 @@
 #include "cache.h"
 #include "check.h"
 #include "sequences.h"
+#include "tree.h"
 
 namespace fulgur {
 namespace {
@@ -163,6 +164,24 @@ Problem make_shared(const Args& args, const Options& options) {
   return p;
 }
 
+/// A word for each query, side by side.
+void check_tree(const ConstTensor& t, const Problem& p) {
+  if (p.packed) {
+    check_shape("tree_mask", t, "(total_q)", {p.total_q}, false);
+  } else {
+    check_shape("tree_mask", t, "(batch, sq)", {p.batch, p.sq}, false);
+    if (t.numel() > 0 && p.batch > 1 && t.strides[0] != p.sq) {
+      fail("tree_mask", "got strides {}, want rows side by side: ({}, 1)", list(t, t.strides),
+           p.sq);
+    }
+  }
+  check_dtype("tree_mask", t, DType::kI64, "a bit for each of 64 tokens");
+  check_device("tree_mask", t, p.device);
+  if (p.sq > kMostTreeTokens) {
+    fail("tree_mask", "given for sequences of {} queries, want at most {}", p.sq, kMostTreeTokens);
+  }
+}
+
 /// A tensor with the rows and heads of q (out, dout, dq) or of k (dk, dv).
 Layout check_like(const char* name, const ConstTensor& t, const Problem& p, bool of_q, int64_t dim,
                   bool written) {
@@ -213,7 +232,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 15> named(const ForwardArgs& a) {
+std::array<Named, 16> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -228,7 +247,8 @@ std::array<Named, 15> named(const ForwardArgs& a) {
            {"page_indptr", a.page_indptr},
            {"cache_batch_idx", a.cache_batch_idx},
            {"leftpad_k", a.leftpad_k},
-           {"sinks", a.sinks}}};
+           {"sinks", a.sinks},
+           {"tree_mask", a.tree_mask}}};
 }
 
 std::array<Named, 17> named(const BackwardArgs& a) {
@@ -316,7 +336,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
   add(p.packed, p.packed_k, p.seqused_k, p.total_q, p.total_k, p.total_keys, p.want_lse, p.has_dlse,
-      p.has_sinks, p.want_dsinks, p.mask.left, p.mask.right);
+      p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
   for (const Layout* l :
@@ -347,6 +367,8 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
   p.out = check_like("out", args.out, p, true, p.dv, true);
   p.want_lse = args.lse.given();
   if (p.want_lse) p.lse = check_lse("lse", args.lse, p, true);
+  p.has_tree = args.tree_mask.given();
+  if (p.has_tree) check_tree(args.tree_mask, p);
   if (p.total_q == 0) drop_sequences(p);
   return p;
 }

@@ -48,6 +48,7 @@ struct Problem {
   Layout dlse;  ///< strides as those of lse
   bool has_dlse = false;
   bool has_sinks = false, want_dsinks = false;
+  bool has_tree = false;
 
   Mask mask;
   double scale = 1, softcap = 0, dropout_p = 0;

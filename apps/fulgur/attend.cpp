@@ -22,10 +22,10 @@ const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsin
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {"alibi-slopes",    "cu-seqlens-q", "cu-seqlens-k",
                                           "seqused-k",       "page-table",   "page-indptr",
-                                          "cache-batch-idx", "leftpad-k"};
-// Those of a cache, which has no gradient.
-const std::vector<std::string> kCache = {"page-table", "page-indptr", "cache-batch-idx",
-                                         "leftpad-k"};
+                                          "cache-batch-idx", "leftpad-k",    "tree-mask"};
+// Those of a cache and of drafts, which have no gradient.
+const std::vector<std::string> kForwardExtras = {"page-table", "page-indptr", "cache-batch-idx",
+                                                 "leftpad-k", "tree-mask"};
 
 struct Request {
   std::map<std::string, std::string> npy;  // path by the name of an input, output or extra
@@ -189,7 +189,8 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .page_indptr = extras["page-indptr"],
           .cache_batch_idx = extras["cache-batch-idx"],
           .leftpad_k = extras["leftpad-k"],
-          .sinks = t["sinks"]};
+          .sinks = t["sinks"],
+          .tree_mask = extras["tree-mask"]};
 }
 
 BackwardArgs backward_args(Tensors& t, Tensors& extras) {
@@ -235,8 +236,10 @@ void attend(const Request& r) {
   const Device device = device_called(r.device, "--device " + r.device);
   const Arrays inputs = read_inputs(r), extras = read_extras(r);
   const bool backward = inputs.contains("dout");
-  for (const auto& name : kCache) {
-    if (backward && r.has(name)) usage(name, "does not go with dout: caches have no gradient");
+  for (const auto& name : kForwardExtras) {
+    if (!backward || !r.has(name)) continue;
+    const char* things = name == "tree-mask" ? "tree masks" : "caches";
+    usage(name, fmt::format("does not go with dout: {} have no gradient", things));
   }
 
   // Everything is checked on the shapes alone before memory is taken or time spent, and as CPU
@@ -320,6 +323,10 @@ void add_attend(CLI::App& app) {
   file("page-indptr", "--page-table is (ids) then: int32 (batch + 1) starts in it")->needs(table);
   file("cache-batch-idx", "int32 (batch): the row of k and v that has the sequence");
   file("leftpad-k", "int32 (batch): the first so many keys of each sequence do not exist");
+  file(
+      "tree-mask",
+      "int64 (batch, sq) or packed (total): bit j says whether a query sees the jth of the last sq "
+      "keys");
   command->footer(
       "Outputs have the dtype of the computation; .npy has no bf16, there it is written as "
       "float32.\nFiles appear complete, and all or none.\nExamples:\n"

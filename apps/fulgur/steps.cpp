@@ -74,12 +74,13 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
   return part;
 }
 
-/// Keys that lie elsewhere than their queries: in pages, in other rows, or beside packed queries.
-bool in_cache(const ForwardArgs& a) {
+/// A step of a server: keys that lie elsewhere than their queries, in pages, in other rows, or
+/// beside packed queries; or drafts, which are short.
+bool serves(const ForwardArgs& a) {
   return a.page_table.given() || a.cache_batch_idx.given() || a.leftpad_k.given() ||
-         a.k.rank != a.q.rank;
+         a.k.rank != a.q.rank || a.tree_mask.given();
 }
-bool in_cache(const BackwardArgs&) { return false; }
+bool serves(const BackwardArgs&) { return false; }
 
 /// A result is a sum over the batch, which no step may have a part of.
 bool sums_batch(const ForwardArgs&) { return false; }
@@ -89,8 +90,7 @@ template <class Args>
 double run(const Args& args, const Options& options, const Run& run, const char* label) {
   const Plan whole = plan(args, options);
   const bool cuda = args.q.device.type == DeviceType::kCuda;
-  const bool one_step =
-      cuda || whole.flops() < kLongFlops || options.dropout_p > 0 || in_cache(args);
+  const bool one_step = cuda || whole.flops() < kLongFlops || options.dropout_p > 0 || serves(args);
   const bool packed = args.q.rank == 3;
   const int heads = args.q.rank - 2;
   const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[args.k.rank - 2];

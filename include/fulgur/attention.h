@@ -79,6 +79,12 @@ struct ForwardArgs {
   /// (attention sinks): lse = log(exp(sink) + sum of exp(scores)), out = sum of exp(scores - lse)
   /// v. Not scaled, capped, masked or dropped. -inf: no sink; +inf: out = 0, lse = +inf.
   ConstTensor sinks{};
+
+  /// i64 (batch, sq), packed (total_q), side by side; sq <= 64: a word of bits for each query. The
+  /// last sq keys of a sequence are its queries' own tokens, and bit j says whether a query sees
+  /// the jth of them, key sk - sq + j, where the mask shows it, too (speculative decoding). Earlier
+  /// keys, and bits that have no key, are as without it.
+  ConstTensor tree_mask{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the

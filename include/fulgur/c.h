@@ -71,6 +71,7 @@ typedef struct fulgur_forward_args {
   const DLTensor* cache_batch_idx;  ///< i32 (batch): the row of k and v of each sequence
   const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
   const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
+  const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.

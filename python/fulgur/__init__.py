@@ -68,8 +68,8 @@ def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
-    cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False, threads=0, engine="",
-    return_lse=False, out=None, stream=None,
+    cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False, invariant=False,
+    threads=0, engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -107,6 +107,10 @@ def attention(
             are ``page_table[page_indptr[b]:page_indptr[b + 1]]``.
         cache_batch_idx: int32 ``(batch,)``: sequence b is row ``cache_batch_idx[b]`` of k and v.
         leftpad_k: int32 ``(batch,)``: the first ``leftpad_k[b]`` keys of sequence b do not exist.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: a word of bits for each
+            query. The last sq keys of a sequence are the tokens of its queries, and bit j says
+            whether a query sees the jth of them, where the mask shows it, too (drafts of
+            speculative decoding). Earlier keys are as without it. It has no gradient.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on ``threads``.
         threads: 0 is OMP_NUM_THREADS or all cores.
@@ -141,7 +145,9 @@ def attention(
     extras = _a.extras(
         alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
     )
-    extras |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
+    extras |= _a.forward_extras(
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
+    )
     return _forward(
         lambda views: _fulgur.forward(views, options, stream, **random),
         q, k, v, out, None, return_lse, extras, stream,
@@ -200,8 +206,8 @@ def plan(
     q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
-    page_indptr=None, cache_batch_idx=None, leftpad_k=None, deterministic=False, invariant=False,
-    threads=0, engine="", return_lse=False, out=None,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
+    invariant=False, threads=0, engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -213,7 +219,7 @@ def plan(
         causal, ..., engine: as for :func:`attention`.
         alibi_slopes, sinks, seqused_k, rng_state: given if runs will give them; the values may
             change.
-        page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
         return_lse: runs return ``(out, lse)``.
@@ -244,7 +250,7 @@ def plan(
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     views |= _a.extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
-    views |= _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k)
+    views |= _a.forward_extras(page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
@@ -339,7 +345,8 @@ class Plan(_AnyPlan):
     def run(
         self, q, k, v, *, alibi_slopes=None, sinks=None, seed=0, offset=0, rng_state=None,
         cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, page_indptr=None,
-        cache_batch_idx=None, leftpad_k=None, out=None, lse=None, workspace=None, stream=None,
+        cache_batch_idx=None, leftpad_k=None, tree_mask=None, out=None, lse=None, workspace=None,
+        stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
@@ -347,7 +354,7 @@ class Plan(_AnyPlan):
             q, k, v: as planned; the values may be others.
             alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if
                 it was; the values may be others.
-            page_table, page_indptr, cache_batch_idx, leftpad_k: likewise.
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
             out, lse: where to write; lse only where the plan has ``return_lse``.
@@ -365,7 +372,9 @@ class Plan(_AnyPlan):
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
             alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
-        ) | _a.cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream)
+        ) | _a.forward_extras(
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
+        )
         return _forward(
             lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
             q, k, v, out, lse, self._return_lse, extras, stream,
@@ -545,8 +554,8 @@ def explain(
     q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
     softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, deterministic=False,
-    invariant=False, threads=0, engine="",
+    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
+    deterministic=False, invariant=False, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -555,7 +564,8 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
-        causal, ..., engine: as for :func:`attention`. The backward pass takes no cache.
+        causal, ..., engine: as for :func:`attention`. The backward pass takes neither a
+            cache nor a tree_mask.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -573,16 +583,17 @@ def explain(
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
         invariant=invariant, threads=threads, engine=engine,
     )  # fmt: skip
-    cache = dict(
+    forward = dict(
         page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
-        leftpad_k=leftpad_k,
+        leftpad_k=leftpad_k, tree_mask=tree_mask,
     )  # fmt: skip
     _a.random_numbers(seed, offset)
     if not _a.flag("backward", backward):
-        return plan(q, k, v, return_lse=True, **options, **cache).explain()
-    for name, array in cache.items():
+        return plan(q, k, v, return_lse=True, **options, **forward).explain()
+    for name, array in forward.items():
         if array is not None:
-            raise ValueError(f"{name}: given with backward, want None: caches have no gradients")
+            things = "tree masks" if name == "tree_mask" else "caches"
+            raise ValueError(f"{name}: given with backward, want None: {things} have no gradients")
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
     (out, dtype), (lse, _) = _a.forward_results(views["q"], views["v"]).values()
     return plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}).explain()

@@ -145,12 +145,19 @@ def extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state
 
 
 def cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream=0):
-    """Views of what says where the sequences of a cache lie, which the forward pass may take."""
+    """Views of what says where the sequences of a cache lie."""
     return {
         "page_table": optional_view("page_table", page_table, stream),
         "page_indptr": optional_view("page_indptr", page_indptr, stream),
         "cache_batch_idx": optional_view("cache_batch_idx", cache_batch_idx, stream),
         "leftpad_k": optional_view("leftpad_k", leftpad_k, stream),
+    }
+
+
+def forward_extras(page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream=0):
+    """Views of what the forward pass alone may take besides."""
+    return cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream) | {
+        "tree_mask": optional_view("tree_mask", tree_mask, stream)
     }
 
 

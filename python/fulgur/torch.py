@@ -32,7 +32,11 @@ _SHARED = (
     "Tensor? alibi_slopes, Tensor? sinks, float dropout_p, Tensor? rng_state, bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
-_CACHE = "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k"
+# What the forward pass alone takes behind them, and has no gradient.
+_CACHE = (
+    "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k, "
+    "Tensor? tree_mask"
+)
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
     "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, "
@@ -182,7 +186,7 @@ def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
 
 @register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
 def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6], rest[-1])
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6], rest[-2])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
@@ -277,13 +281,13 @@ def _rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _want_no_gradient(**tensors):
+def _want_no_gradient(of="caches", **tensors):
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise ValueError(
-                f"{name}: requires grad, and caches have no gradient; want torch.no_grad() or "
+                f"{name}: requires grad, and {of} have no gradient; want torch.no_grad() or "
                 f"{name}.detach()"
             )
 
@@ -292,12 +296,12 @@ def attention(
     q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
-    deterministic=False, invariant=False, return_lse=False,
+    tree_mask=None, deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v and sinks; caches have none. Under autocast q, k and v are cast to its dtype, float64
+    k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
     apart; of a cache, q alone.
 
     Args:
@@ -320,6 +324,8 @@ def attention(
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a
+            query sees the jth of the last sq keys, the drafted tokens.
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -339,8 +345,9 @@ def attention(
         raise ValueError("alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()")
     cache = (page_table, page_indptr, cache_batch_idx, leftpad_k)
     cached = any(x is not None for x in cache)
-    if cached:
-        _want_no_gradient(q=q, k=k, v=v, sinks=sinks)
+    forward_only = cached or tree_mask is not None
+    if forward_only:
+        _want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -354,10 +361,11 @@ def attention(
         alibi_slopes, sinks, dropout_p, rng, invariant,
     )  # fmt: skip
     q = _rows(q)
-    if cached:
-        out, lse = _forward_cached(q, k, v, *shared, *cache)
+    if not cached:
+        k, v = _rows(k), _rows(v)
+    if forward_only:
+        out, lse = _forward_cached(q, k, v, *shared, *cache, tree_mask)
         return (out, lse) if return_lse else out
-    k, v = _rows(k), _rows(v)
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

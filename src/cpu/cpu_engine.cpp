@@ -46,7 +46,8 @@ class Work {
         sequences_(problem, args),
         keys_(problem, sequences_, args),
         given_{static_cast<const float*>(args.alibi_slopes.data),
-               static_cast<const float*>(args.sinks.data), dropout_of(problem, args, run)},
+               static_cast<const float*>(args.sinks.data), tree_mask_of(args),
+               dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
 

@@ -260,7 +260,7 @@ HWY_NOINLINE void add_visible_values(const Task& task, const ForwardArgs& args, 
   for (int64_t jj = 0; jj < n; ++jj) {
     load_keys(task, args.v, p.v, p.dv, j + jj, 1, value, ldo);
     for (int64_t r = 0; r < panel.count; ++r) {
-      if (j + jj < panel.begin[r] || j + jj >= panel.end[r]) continue;
+      if (!panel.sees(r, j + jj)) continue;
       const V32 weight = hn::Set(f, P[jj * ldp + r]);
       for (int64_t c = 0; c < ldo; c += kLanes) {
         float* o = O + r * ldo + c;

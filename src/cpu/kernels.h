@@ -7,6 +7,7 @@
 #include "kernels/shared/dropout.h"
 #include "key_rows.h"
 #include "sequences.h"
+#include "tree.h"
 
 namespace fulgur::cpu {
 
@@ -18,6 +19,7 @@ constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel
 struct Given {
   const float* slopes;  ///< ALiBi; null without
   const float* sinks;   ///< null without
+  ConstTensor tree_mask;
   kernels::DropoutMask dropout;
 };
 

@@ -8,6 +8,8 @@
 
 #include <hwy/contrib/math/math-inl.h>
 
+#include <bit>
+
 #include "cpu/gemm-inl.h"
 #include "cpu/kernels.h"
 #include "cpu/vector-inl.h"
@@ -47,8 +49,14 @@ struct Panel {
   int64_t diagonal[kPanelRows];                ///< the key aligned with each query
   HWY_ALIGN float slope[kPanelRows];           ///< ALiBi, in log2 units
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
+  int64_t tree;                                ///< keys from this one on have bits; INT64_MAX: none
+  HWY_ALIGN int32_t tree_word[2][kPanelRows];  ///< those of keys tree to tree + 31, and behind
 
   int64_t width() const { return vectors * kLanes; }
+  bool sees(int64_t lane, int64_t j) const {
+    if (j < begin[lane] || j >= end[lane]) return false;
+    return j < tree || (tree_word[(j - tree) / 32][lane] >> (j - tree) % 32 & 1) != 0;
+  }
   /// The tiles of `keys` that the panel visits.
   KeyTiles tiles(KeyRange keys) const { return {keys, any, all, kBc}; }
 };
@@ -59,6 +67,8 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   panel->vectors = (panel->count + kLanes - 1) / kLanes;
   panel->any = {INT64_MAX, 0};
   panel->all = {0, INT64_MAX};
+  const uint64_t* const words = tree_words(p, task.given.tree_mask, task.b, task.s);
+  panel->tree = words == nullptr ? INT64_MAX : task.s.sk - task.s.sq;
   int64_t i = task.query(row_begin), h = task.head(row_begin);
   const auto next = [&] {  // without the divisions of query() and head()
     if (++i < task.s.sq) return;
@@ -67,7 +77,14 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   };
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bool used = lane < panel->count;
-    const KeyRange keys = visible_keys(p.mask, task.s, i);
+    KeyRange keys = visible_keys(p.mask, task.s, i);
+    int64_t gap = keys.end;  // the first key of these that the row does not see
+    if (words != nullptr) {
+      panel->tree_word[0][lane] = static_cast<int32_t>(words[i]);
+      panel->tree_word[1][lane] = static_cast<int32_t>(words[i] >> 32);
+      gap = std::clamp(panel->tree + std::countr_one(words[i]), keys.begin, keys.end);
+      keys.end = std::clamp(panel->tree + 64 - std::countl_zero(words[i]), keys.begin, keys.end);
+    }
     const auto index = static_cast<uint64_t>(task.b * p.hq + h);
     panel->begin[lane] = keys.begin;
     panel->end[lane] = used ? keys.end : keys.begin;
@@ -79,18 +96,20 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     if (!used) continue;
     if (lane + 1 < panel->count) next();
     panel->all.begin = std::max(panel->all.begin, keys.begin);
-    panel->all.end = std::min(panel->all.end, keys.end);
+    panel->all.end = std::min(panel->all.end, gap);
     if (keys.empty()) continue;
     panel->any.begin = std::min(panel->any.begin, keys.begin);
     panel->any.end = std::max(panel->any.end, keys.end);
   }
 }
 
-/// The range of each row in keys relative to a tile.
+/// What each row sees, in keys relative to a tile.
 struct Visible {
   HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];
+  const Panel& panel;
+  int64_t tree;  // keys from this one on have bits
 
-  Visible(const Panel& panel, const KeyTile& tile) {
+  Visible(const Panel& panel, const KeyTile& tile) : panel(panel), tree(panel.tree - tile.j) {
     const auto [j, n, partial] = tile;
     for (int64_t lane = 0; lane < panel.width(); ++lane) {
       begin[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.begin[lane] - j, 0, n));
@@ -102,7 +121,12 @@ struct Visible {
     const I32 i;
     const auto key = hn::Set(i, static_cast<int32_t>(jj));
     const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
-    return hn::RebindMask(F32(), hn::AndNot(hn::Lt(key, from), hn::Lt(key, to)));
+    const auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
+    if (jj < tree) return hn::RebindMask(F32(), inside);
+    const int64_t bit = jj - tree;
+    const auto words = hn::Load(i, panel.tree_word[bit / 32] + v * kLanes);
+    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
+    return hn::RebindMask(F32(), hn::And(inside, shown));
   }
 };
 

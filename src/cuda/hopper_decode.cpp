@@ -72,6 +72,7 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.pages.indptr = ints(args.page_indptr);
   p.cache_batch_idx = ints(args.cache_batch_idx);
   p.leftpad_k = ints(args.leftpad_k);
+  p.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
   p.tickets = reinterpret_cast<int*>(workspace);
   p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
   return p;

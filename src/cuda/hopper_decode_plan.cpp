@@ -29,7 +29,7 @@ constexpr double kProductFlops = 2000;  // a cycle, where products bind
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
-/// Whether no other kernel computes it: keys in pages or elsewhere, or packed queries alone.
+/// Keys in pages or elsewhere, or packed queries alone.
 bool has_cache(const Problem& p) {
   return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
 }
@@ -70,8 +70,10 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  // Of pages, loads bind, which are ahead further with smaller tiles.
-  if (plan.team_warps == kMostWarps && dim <= 128 && plan.page == 0) plan.block_keys = 128;
+  // Of pages, loads bind, which are ahead further with smaller tiles; a word has bits for 64 keys.
+  if (plan.team_warps == kMostWarps && dim <= 128 && plan.page == 0 && !plan.tree) {
+    plan.block_keys = 128;
+  }
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;
@@ -110,7 +112,9 @@ std::string hopper_decode_rejects(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
-  if (p.invariant && !has_cache(p)) return "computes `invariant` calls on caches alone";
+  if (p.invariant && !has_cache(p) && !p.has_tree) {
+    return "computes `invariant` calls on caches alone";
+  }
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
     if (const std::string why = not_whole(*strides); !why.empty()) {
       return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
@@ -155,6 +159,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
+  plan.tree = p.has_tree;
   plan.group = static_cast<int>(p.group());
   plan.whole_lines = p.invariant;
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
@@ -198,6 +203,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kPageLists", plan.page_lists);
   header.add("kBatchIdx", plan.batch_idx);
   header.add("kLeftPad", plan.leftpad);
+  header.add("kTree", plan.tree);
   return header.text();
 }
 

@@ -27,6 +27,7 @@ struct HopperDecodeKey {
   bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
   int page = 0;  ///< keys of a page; 0 without pages
   bool page_lists = false, batch_idx = false, leftpad = false;
+  bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool operator==(const HopperDecodeKey&) const = default;
 };
 

@@ -254,6 +254,7 @@ int HopperForwardPlan::counters() const {
 
 std::string hopper_forward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.has_tree) return "computes without tree masks";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }

@@ -21,14 +21,15 @@ struct Dropout {
 };
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
-/// -slope * |i + sk - sq - j|, then the band mask; then the softmax, which the sink joins; after it
-/// dropout.
+/// -slope * |i + sk - sq - j|, then the band mask and the tree mask; then the softmax, which the
+/// sink joins; after it dropout.
 struct Rule {
   double scale = 1;
   double softcap = 0;  // 0: none
   double slope = 0;
   double sink = -std::numeric_limits<double>::infinity();  // none
   Band band = {};
+  const uint64_t* tree = nullptr;  // [sq]: bit j: query i sees key sk - sq + j; null: all
   Dropout dropout = {};
   uint64_t head_index = 0;  // b * hq + h: the Philox stream of this head
 };

@@ -11,6 +11,7 @@
 #include "parallel.h"
 #include "random_numbers.h"
 #include "reference/algorithms.h"
+#include "tree.h"
 
 namespace fulgur::reference {
 namespace {
@@ -147,6 +148,7 @@ class Work {
                  .slope = slope(b, h),
                  .sink = sink(h),
                  .band = {p_.mask.left, p_.mask.right},
+                 .tree = tree_words(p_, tree_mask_of(args_), b, s),
                  .dropout = {p_.dropout_p, dropout_},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h)}};
   }

@@ -22,6 +22,8 @@ inline Score score(const Head& h, int64_t i, int64_t j) {
   const int64_t distance = j - (i + h.sk - h.sq);  // 0 on the diagonal that ends bottom right
   if (rule.band.left >= 0 && -distance > rule.band.left) return {-kInf, 0};
   if (rule.band.right >= 0 && distance > rule.band.right) return {-kInf, 0};
+  const int64_t token = j - (h.sk - h.sq);  // of the queries' own
+  if (rule.tree != nullptr && token >= 0 && (rule.tree[i] >> token & 1) == 0) return {-kInf, 0};
   double S = rule.scale * dot(h.d, h.q + i * h.d, h.k + j * h.d);
   double dS_dqk = rule.scale;
   if (rule.softcap > 0) {

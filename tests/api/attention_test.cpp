@@ -23,14 +23,23 @@ struct Answer {
 
 const Expected& expected(const Workload& w) {
   static Answer last;
-  if (last.name != w.c.name()) last = {w.c.name(), std::make_unique<Expected>(expect(w))};
+  if (last.name != w.c.name()) {
+    const bool backward = w.c.tree == Tree::kNone;
+    last = {w.c.name(), std::make_unique<Expected>(backward ? expect(w) : expect_forward(w))};
+  }
   return *last.expected;
+}
+
+// The decode kernel alone computes them, which takes rows of multiples of 16 bytes.
+bool is_odd_tree(const Case& c) {
+  return c.tree != Tree::kNone &&
+         (c.d % 8 != 0 || c.dv % 8 != 0 || c.layout == Layout::kPackedPadded || c.dropout > 0);
 }
 
 // The CUDA engine computes part of the contract and says so of the rest.
 bool may_lack(const EngineInfo& engine, const Error& error, const Case& c) {
-  const bool lacks =
-      (c.dtype != DType::kBF16 && c.dtype != DType::kF16) || std::max(c.d, c.dv) > 256;
+  const bool lacks = (c.dtype != DType::kBF16 && c.dtype != DType::kF16) ||
+                     std::max(c.d, c.dv) > 256 || is_odd_tree(c);
   return engine.name == "cuda" && error.status() == Status::kUnsupported && lacks;
 }
 
@@ -79,12 +88,13 @@ TEST_P(Attention, FollowsReference) {
   EXPECT_TRUE(w.check_memory());
 
   const auto out = bits(w.forward.out), lse = bits(w.forward.lse);
-  w.run_backward();
-  EXPECT_TRUE(backward_is_right(w, e));
-  EXPECT_TRUE(w.check_memory());
-  EXPECT_EQ(bits(w.forward.out), out) << "backward wrote its input out";
-  EXPECT_EQ(bits(w.forward.lse), lse) << "backward wrote its input lse";
-
+  if (c.tree == Tree::kNone) {
+    w.run_backward();
+    EXPECT_TRUE(backward_is_right(w, e));
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_EQ(bits(w.forward.out), out) << "backward wrote its input out";
+    EXPECT_EQ(bits(w.forward.lse), lse) << "backward wrote its input lse";
+  }
   if (engine.name != "cuda") expect_same_of_caches(w, e, out, lse);
 }
 

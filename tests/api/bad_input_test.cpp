@@ -388,6 +388,31 @@ const std::vector<Wrong>& wrongs() {
        "dsinks: .*memory.* sinks", kBackwardOnly},
       {"out_is_sinks", [](Call& c) { c.sinks.data = c.out.data; }, "out: .*memory.* sinks",
        kForwardOnly},
+      // Tree masks.
+      {"tree_of_another_batch", [](Call& c) { c.tree_mask.shape[0] = 1; },
+       "tree_mask: got .*\\(1, 8\\).*want .*2, 8.*batch, sq", kForwardOnly},
+      {"tree_of_other_queries", [](Call& c) { c.tree_mask.shape[1] = 7; },
+       "tree_mask: got .*\\(2, 7\\).*want .*2, 8", kForwardOnly},
+      {"tree_of_rank_1", [](Call& c) { c.tree_mask = resized(c.tree_mask, {16}); },
+       "tree_mask: got 1 dim.*want 2 \\(batch, sq\\)", kForwardOnly},
+      {"packed_tree_of_other_rows", [](Call& c) { c.tree_mask.shape[0] = 17; },
+       "tree_mask: got .*\\(17\\).*want .*18.*total_q", kForwardOnly, true},
+      {"packed_tree_of_rank_2", [](Call& c) { c.tree_mask = resized(c.tree_mask, {1, 18}); },
+       "tree_mask: got 2 dim.*want 1 \\(total_q\\)", kForwardOnly, true},
+      {"tree_of_i32", [](Call& c) { c.tree_mask.dtype = DType::kI32; },
+       "tree_mask: got i32, want i64", kForwardOnly},
+      {"tree_of_f64", [](Call& c) { c.tree_mask.dtype = DType::kF64; },
+       "tree_mask: got f64, want i64", kForwardOnly},
+      {"tree_with_gaps", [](Call& c) { c.tree_mask.strides[0] = 9; },
+       "tree_mask: got strides \\(9, 1\\), want rows side by side: \\(8, 1\\)", kForwardOnly},
+      {"tree_strided", [](Call& c) { c.tree_mask.strides[1] = 2; },
+       "tree_mask: last stride is 2, want 1", kForwardOnly},
+      {"tree_null", [](Call& c) { c.tree_mask.data = nullptr; }, "tree_mask: data is null",
+       kForwardOnly},
+      {"tree_on_cuda", [](Call& c) { c.tree_mask = on_cuda(c.tree_mask); },
+       "tree_mask: on cuda:0, want cpu", kForwardOnly},
+      {"out_is_tree", [](Call& c) { c.tree_mask.data = c.out.data; }, "out: .*memory.* tree_mask",
+       kForwardOnly},
       // Numbers.
       {"scale_nan", [](Call& c) { c.options.scale = kNan; }, "scale: got nan, want .*finite"},
       {"scale_beyond_f32", [](Call& c) { c.options.scale = 1e39; },
@@ -423,6 +448,7 @@ class BadInput : public testing::TestWithParam<Wrong> {
     Case c{.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24};
     c.alibi = Alibi::kHeads;
     c.seqused = c.dlse = c.sinks = true;
+    c.tree = Tree::kAncestors;
     if (GetParam().packed) c.layout = Layout::kPacked;
     return c;
   }
@@ -476,7 +502,8 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
                 .alibi = Alibi::kHeads,
                 .seqused = true,
                 .dlse = true,
-                .sinks = true},
+                .sinks = true,
+                .tree = Tree::kAncestors},
                1);
     const Dense numbers(DType::kI64, {2});
     Call call(w);

@@ -33,7 +33,7 @@ FIELD(fulgur_options, invariant, 68, 4);
 FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 
-SIZE(fulgur_forward_args, 128);
+SIZE(fulgur_forward_args, 136);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -50,6 +50,7 @@ FIELD(fulgur_forward_args, page_indptr, 96, 8);
 FIELD(fulgur_forward_args, cache_batch_idx, 104, 8);
 FIELD(fulgur_forward_args, leftpad_k, 112, 8);
 FIELD(fulgur_forward_args, sinks, 120, 8);
+FIELD(fulgur_forward_args, tree_mask, 128, 8);
 
 SIZE(fulgur_backward_args, 144);
 FIELD(fulgur_backward_args, struct_size, 0, 8);

@@ -459,6 +459,22 @@ int main(void) {
   CHECK(fulgur_forward(&with_sink, &options, NULL) == FULGUR_OK);
   for (int n = 0; n < kRows; ++n) CHECK(near(lse[n], want_lse[n]));
 
+  /* Tokens that are a chain see as causal queries do, where the program knows of trees. */
+  int64_t words[] = {1, 3, 7}, words_shape[] = {1, kRows};
+  DLTensor tree = tensor(NULL, 2, words_shape);
+  tree.data = words;
+  tree.dtype = (DLDataType){kDLInt, 64, 1};
+  fulgur_forward_args with_tree = args;
+  with_tree.tree_mask = &tree;
+  options.window_right = -1;
+  CHECK(fulgur_forward(&with_tree, &options, NULL) == FULGUR_OK);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
+  with_tree.struct_size = offsetof(fulgur_forward_args, tree_mask);
+  CHECK(fulgur_forward(&with_tree, &options, NULL) == FULGUR_OK);
+  expected(q, k, v, 0, want, want_lse);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
+  options.window_right = 0;
+
   /* The random numbers of dropout by a tensor, and by the run. */
   uint64_t numbers[] = {(uint64_t)-3, 9};
   float dropped[kRows * kDim];

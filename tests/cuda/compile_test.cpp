@@ -170,6 +170,8 @@ std::vector<Problem> decode_problems() {
           p.cache.leftpad = true;
         });
   }
+  add({.d = 256, .dv = 256, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true},
+      [](Problem& p) { p.has_tree = true; });
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
   add({.mask = causal(), .packed = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {

@@ -161,6 +161,28 @@ TEST(DecodePlan, SinksAreAConstant) {
   EXPECT_EQ(with, plan(false));
 }
 
+// No other kernel computes them, however many rows they have.
+TEST(DecodePlan, TakesEveryTreeMask) {
+  for (const bool invariant : {false, true}) {
+    for (const int64_t hq : {8, 64}) {
+      for (const int64_t sq : {1, 64}) {
+        Problem p = forward_problem({.sq = sq, .hq = hq, .hk = 8, .invariant = invariant});
+        p.has_tree = true;
+        Reasons reasons;
+        const Candidates all = ranked(p, architectures()[0].families, {}, {}, &reasons);
+        ASSERT_EQ(all.size(), 1u);
+        EXPECT_EQ(all[0]->tile.family, "sm90_decode");
+        const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+        EXPECT_EQ(plan.whole_lines, invariant);
+        EXPECT_NE(plan_header(plan).find("  kTree = 1,\n"), std::string::npos);
+        p.has_tree = false;
+        EXPECT_NE(plan_header(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),
+                  std::string::npos);
+      }
+    }
+  }
+}
+
 TEST(DecodePlan, Rejects) {
   const auto why = [](const test::ForwardShape& shape, auto change) {
     Problem p = forward_problem(shape);

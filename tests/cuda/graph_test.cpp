@@ -173,6 +173,35 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
   }
 }
 
+// And so with the words of a tree mask.
+TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
+  const Stream stream;
+  Workload w({.dtype = DType::kBF16,
+              .batch = 2,
+              .sq = 9,
+              .sk = 200,
+              .hq = 4,
+              .hk = 2,
+              .tree = Tree::kAncestors},
+             1);
+  EngineMemory memory("cuda");
+  const ForwardTensors there = memory.at(w.forward);
+  const Plan plan = fulgur::plan(there, w.options);
+  const Graph graph(stream, [&] { plan.run(there, stream.run()); });
+  auto* const words = static_cast<uint64_t*>(w.forward.tree_mask.data);
+  for (uint64_t turn = 0; turn < 3; ++turn) {
+    SCOPED_TRACE(turn);
+    for (int64_t i = 0; i < w.forward.tree_mask.numel(); ++i) words[i] = words[i] * 5 + turn;
+    copy_bytes(there.tree_mask, w.forward.tree_mask);
+    cuda::synchronize();
+    graph.launch(stream);
+    stream.synchronize();
+    copy_bytes(w.forward.out, there.out);
+    copy_bytes(w.forward.lse, there.lse);
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+  }
+}
+
 // Replays read the seed and offset that are on the device by then, forward and backward.
 TEST_F(Graphs, RandomNumbersChangeBetweenReplays) {
   const Stream stream;

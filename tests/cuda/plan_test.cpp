@@ -542,6 +542,12 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
   }
 }
 
+TEST(HopperRejects, TreeMasks) {
+  Problem p = forward_problem({});
+  p.has_tree = true;
+  EXPECT_EQ(hopper_forward_rejects(p), "computes without tree masks");
+}
+
 // The kernel counts rows and diagonals with ints.
 TEST(HopperRejects, SequencesThatIntsCannotCount) {
   const int64_t most = (int64_t{1} << 29) - 1;

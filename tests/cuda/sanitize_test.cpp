@@ -131,6 +131,17 @@ TEST_F(Sanitize, PoisonInHiddenKeys) {
   EXPECT_TRUE(w.check_memory());
   EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
 }
+TEST_F(Sanitize, TreeMask) {  // with NaN in the values of a token
+  Workload w({.dtype = kBf16, .sq = 12, .sk = 100, .hq = 4, .hk = 2, .tree = Tree::kRandom}, 1);
+  w.options.engine = "cuda";
+  std::vector<double> v = read(w.forward.v);
+  v[95 * 2 * 64] = std::numeric_limits<double>::quiet_NaN();
+  write(w.forward.v, v);
+  w.seal();
+  w.run_forward();
+  EXPECT_TRUE(w.check_memory());
+  EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
 TEST_F(Sanitize, Append) {  // by 16 bytes and by elements, to pages and to rows of the batch
   for (const bool aligned : {true, false}) {
     for (const CacheShape::Index index :

@@ -250,6 +250,7 @@ void fuzz(Reader& in) {
   const uint8_t second = in.byte();
   const DLDataType dtype = kDTypes[second % 5];
   const int sinks = second / 5 % 3;  // none, given, their gradient wanted
+  const bool tree = second / 15 % 2 != 0;
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
@@ -266,7 +267,7 @@ void fuzz(Reader& in) {
   };
 
   std::vector<Owned> o;
-  o.reserve(24);
+  o.reserve(25);
   enum {
     kQ,
     kK,
@@ -291,6 +292,7 @@ void fuzz(Reader& in) {
     kDsinks,
     kCos,
     kSin,
+    kTree,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -324,6 +326,7 @@ void fuzz(Reader& in) {
   o.emplace_back(kF32, std::vector<int64_t>{hq});
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
+  o.push_back(packed ? Owned(kI64, {batch * sq}) : Owned(kI64, {batch, sq}));
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && what != kAppend);
   o[kUsed].is_null = !(flags & 4) && !pages && what != kAppend;
@@ -335,6 +338,7 @@ void fuzz(Reader& in) {
   o[kSlopes].is_null = !(flags & 8);
   o[kSinks].is_null = sinks == 0;
   o[kDsinks].is_null = sinks != 2;
+  o[kTree].is_null = !tree;
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
 
@@ -428,9 +432,9 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],     p[kK],       p[kV],    p[kOut], p[kLse],
-            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed], p[kRng], p[kTable],
-            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks]};
+    args = {args.struct_size, p[kQ],     p[kK],       p[kV],     p[kOut], p[kLse],
+            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed],  p[kRng], p[kTable],
+            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks], p[kTree]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {

@@ -83,7 +83,7 @@ def safetensors_seeds():
 
 
 def c_api_seeds():
-    """What and how, dtype (5 more: with sinks, 10 more: and dsinks), seven sizes and flags, then the number of changes and the changes.
+    """What and how, dtype (5 more: with sinks, 10 more: and dsinks, 15 more: with a tree mask), seven sizes and flags, then the number of changes and the changes.
 
     What follows is the byte that fills the memory, wild lengths with flag 32, for a merge the number
     of parts, and with MOVED the lengths of the run.
@@ -101,6 +101,7 @@ def c_api_seeds():
                 what, dtype, batch=1, sq=4, sk=60, group=1, d=13
             ) + b"\x3c\2"
         yield f"{name}_sinks", call(what, 2 + 10, batch=1, sq=4, sk=60, group=1) + b"\x3c\2"
+        yield f"{name}_tree", call(what, 2 + 15, batch=1, sq=4, sk=60, group=1) + b"\x3c\2"
         yield f"{name}_packed", call(what, batch=1, flags=1, changes=[causal]) + b"\x3c\2"
         yield f"{name}_extras", call(
             what, flags=4 | 8, changes=[causal, b"\x04\x14" + bytes(8)]
@@ -153,7 +154,7 @@ def c_api_seeds():
     yield "options_newer", call(changes=[bytes([9, 0, 96, 0, 0])])
     yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 96, 0, 1])])
     yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
-    yield "args_newer", call(changes=[bytes([9, 2, 136, 8, 1])])
+    yield "args_newer", call(changes=[bytes([9, 2, 144, 8, 1])])
     yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
     yield "args_of_half_a_pointer", call(changes=[bytes([9, 2, 84, 0, 0])])
     # Change 11 is to a tensor: its index, the field, the value.

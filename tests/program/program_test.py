@@ -56,7 +56,7 @@ def visible(sq, sk, left, right):
 
 def attention(
     q, k, v, dout=None, dlse=0, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None,
-    sinks=None,
+    sinks=None, words=None,
 ):  # fmt: skip
     """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
@@ -74,6 +74,10 @@ def attention(
         keys = sk if used is None else used[n]
         seen = np.zeros((sq, sk), bool)
         seen[:, :keys] = visible(sq, keys, left, right)
+        for i in range(sq if words is not None else 0):
+            for token in range(sq):
+                if keys - sq + token >= 0 and not int(words[n, i]) >> token & 1:
+                    seen[i, keys - sq + token] = False
         bias = 0
         if slopes is not None:
             of_batch = np.broadcast_to(slopes, (b, hq))[n].astype(np.float64)
@@ -365,6 +369,16 @@ def test_pages(folder, page):
     ends = np.array([0, table.shape[1], 2 * table.shape[1]], np.int32)
     save(folder, {"table": table.ravel(), "ends": ends})
     succeeds(*FORWARD, *LSE, *PAGED, "--page-indptr", "ends.npy", "--causal", cwd=folder)
+    for name, got in load(folder, want).items():
+        assert_close(got, want[name], "f32")
+
+
+def test_tree_mask(folder):
+    arrays, used = load(folder, ["q", "k", "v"]), np.array([53, 11], np.int32)
+    words = RNG.integers(-(2**63), 2**63 - 1, arrays["q"].shape[:2], np.int64)
+    save(folder, {"words": words, "used": used})
+    succeeds(*FORWARD, *LSE, "--tree-mask", "words.npy", "--seqused-k", "used.npy", cwd=folder)
+    want = attention(**arrays, words=words, used=used)
     for name, got in load(folder, want).items():
         assert_close(got, want[name], "f32")
 
@@ -760,7 +774,7 @@ def npy(descr, shape, data=b"", version=1, order=False, header=None):
         (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}", ["truncated", "4294967295"]),
         (npy("<f4", (1,), version=9), ["version", "9"]),
         (npy(">f4", (1, 1, 1, 1), bytes(4)), [">f4"]),
-        (npy("<i8", (1, 1, 1, 1), bytes(8)), ["<i8"]),
+        (npy("<u8", (1, 1, 1, 1), bytes(8)), ["<u8"]),
         (npy("|O", (1,), bytes(8)), ["|O"]),
         (npy("<f4", (1, 2, 2, 1), bytes(16), order=True), ["Fortran"]),
         (npy("<f4", (1, 1, 1, 2), bytes(4)), ["4 bytes", "want 8"]),
@@ -884,10 +898,24 @@ def test_bad_pages(folder, changes, says):
     assert listing(folder) == before
 
 
+@pytest.mark.parametrize(
+    "words,says",
+    [
+        (np.ones((2, 3), np.int64), ["tree_mask", "(2, 3)", "2, 37"]),
+        (np.ones((2, 37), np.int32), ["tree_mask", "i32", "i64"]),
+    ],
+)
+def test_bad_tree_mask(folder, words, says):
+    np.save(folder / "words.npy", words)
+    before = listing(folder)
+    fails(*FORWARD, "--tree-mask", "words.npy", says=says, cwd=folder)
+    assert listing(folder) == before
+
+
 def test_caches_have_no_gradient(folder):
     np.save(folder / "extra.npy", np.zeros(2, np.int32))
     before = listing(folder)
-    for flag in ("--page-table", "--cache-batch-idx", "--leftpad-k"):
+    for flag in ("--page-table", "--cache-batch-idx", "--leftpad-k", "--tree-mask"):
         fails(*ALL, flag, "extra.npy", code=2, says=[flag, "no gradient"], cwd=folder)
     assert listing(folder) == before
 

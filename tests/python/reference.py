@@ -31,7 +31,7 @@ def sequences(q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, **_):
 
 
 def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=0.0,
-                  alibi_slopes=None, sinks=None, **_):  # fmt: skip
+                  alibi_slopes=None, sinks=None, tree_words=None, **_):  # fmt: skip
     """P and LSE of one sequence q [sq, hq, d], k [sk, hq, d], and d score / d (q k^T)."""
     sq, sk = len(q), len(k)
     scale = r(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
@@ -51,6 +51,10 @@ def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=
         seen &= j >= i - left
     if right >= 0:
         seen &= j <= i + right
+    if tree_words is not None:  # [sq]: the bits of keys sk - sq and on
+        token = j - (sk - sq)
+        bits = tree_words.view(np.uint64)[:, None] >> np.maximum(token, 0).astype(np.uint64)
+        seen &= (token < 0) | (bits % 2 == 1)
     S = np.where(seen, S, -np.inf)
     if sinks is not None:  # one more column, of P without a value
         S = np.concatenate([S, np.broadcast_to(sinks[:, None, None], (*S.shape[:2], 1))], axis=-1)
@@ -84,7 +88,10 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
     out = np.zeros(q.shape[:-1] + v.shape[-1:], r.work)
     lse = np.full((*out.shape[:-3], hq, out.shape[-3]), -np.inf)
     for b, (rows, keys) in enumerate(sequences(q, k, **options)):
-        P, row_lse, _ = probabilities(r(q[rows]), _heads(r(k[keys]), hq), b, r, **options)
+        words = None if options.get("tree_mask") is None else options["tree_mask"][rows]
+        P, row_lse, _ = probabilities(
+            r(q[rows]), _heads(r(k[keys]), hq), b, r, tree_words=words, **options
+        )
         P = of_keys(P, options.get("sinks"))
         P = P if keep is None else P * keep[b]
         out[rows] = r(np.einsum("hij,jhd->ihd", P, _heads(r(v[keys]), hq)))

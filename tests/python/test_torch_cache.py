@@ -105,6 +105,7 @@ def test_opcheck(kind, packed):
         None, False,
     )  # fmt: skip
     cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))
+    cache += (torch.full(q.shape[:-2], -1),)
     torch.library.opcheck(forward_cached, (q, k, v, *shared, *cache))
 
 
@@ -136,6 +137,38 @@ def test_sinks(kind, packed):
         torch.testing.assert_close(out[rows], alone[0])
     with pytest.raises(ValueError, match="^sinks: requires grad, and caches have no gradient"):
         attention(q, k, v, sinks=sinks.requires_grad_(), **options)
+
+
+@each_packing
+@each_kind
+def test_tree_masks(kind, packed):
+    q, k, v, options, sequences = make(kind, packed)
+    options["causal"] = False
+    words = torch.randint(0, 8, q.shape[:-2])
+    out = attention(q, k, v, tree_mask=words, **options)
+    call = lambda *x: attention(*x, tree_mask=words, **options)  # noqa: E731
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), out)
+    for rows, keys, values in sequences:
+        alone = attention(
+            q[rows][None], keys[None], values[None], tree_mask=words[rows][None], scale=0.7
+        )
+        torch.testing.assert_close(out[rows], alone[0])
+
+
+def test_tree_masks_without_a_cache():
+    q, k, v = torch.randn(2, 3, HQ, D), torch.randn(2, 9, HK, D), torch.randn(2, 9, HK, DV)
+    chain = torch.tensor([1, 3, 7]).expand(2, 3).contiguous()
+    want = attention(q, k, v, causal=True, return_lse=True)
+    assert all(map(torch.equal, attention(q, k, v, tree_mask=chain, return_lse=True), want))
+    with torch.autocast("cpu"):
+        out = attention(q, k, v, tree_mask=chain)
+    assert torch.equal(out, attention(*(x.bfloat16() for x in (q, k, v)), tree_mask=chain))
+    turned = k.transpose(-1, -2).contiguous().transpose(-1, -2)  # rows that are copied
+    assert torch.equal(attention(q, turned, v, tree_mask=chain), want[0])
+    with pytest.raises(ValueError, match="^v: requires grad, and tree masks have no gradient"):
+        attention(q, k, v.requires_grad_(), tree_mask=chain)
+    with pytest.raises(RuntimeError, match="^tree_mask: got i32, want i64"):
+        attention(q, k, v.detach(), tree_mask=chain.int())
 
 
 def test_autocast_casts_queries_alone():

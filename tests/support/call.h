@@ -101,7 +101,7 @@ inline fulgur_status call_c(const Call& call, bool backward) {
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
       cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state),
       table(call.page_table), indptr(call.page_indptr), index(call.cache_batch_idx),
-      leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks);
+      leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks), tree(call.tree_mask);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -114,8 +114,9 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                                     alibi,        cu_q, cu_k, used, dlse, rng, sinks, dsinks};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q,    k,   v,     out,    lse,   alibi,   cu_q,
-                                 cu_k,         used, rng, table, indptr, index, leftpad, sinks};
+  const fulgur_forward_args args{sizeof(args), q,     k,       v,     out, lse,
+                                 alibi,        cu_q,  cu_k,    used,  rng, table,
+                                 indptr,       index, leftpad, sinks, tree};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -209,6 +209,37 @@ std::vector<Case> long_cases() {
   };
 }
 
+// Drafts of a few tokens and of as many as a word has, over keys of which some are no tokens, all
+// are, or not even these.
+std::vector<Case> tree_cases() {
+  constexpr Pair kTreeLengths[] = {{1, 70},  {2, 2},   {5, 333}, {7, 7},    {8, 3},   {16, 1024},
+                                   {33, 65}, {40, 20}, {63, 64}, {64, 200}, {64, 64}, {13, 0}};
+  constexpr Layout kTreeLayouts[] = {Layout::kBshd, Layout::kPacked, Layout::kBhsd,
+                                     Layout::kPackedPadded};
+  constexpr Mask kTreeMasks[] = {full(), causal(), full(), window(20, 0), window(6, 3)};
+  constexpr Pair kTreeHeads[] = {{4, 1}, {2, 2}, {6, 2}};
+  constexpr Pair kTreeDims[] = {{64, 64}, {128, 128}, {40, 24}, {17, 80}, {256, 192}};
+  std::vector<Case> cases;
+  for (size_t i = 0; i < 36; ++i) {
+    Case c;
+    c.dtype = i % 9 == 8 ? DType::kF64 : kDtypes[i % 3];
+    c.batch = kBatches[i % 2 + 1];
+    std::tie(c.sq, c.sk) = kTreeLengths[i % std::size(kTreeLengths)];
+    std::tie(c.hq, c.hk) = kTreeHeads[i / 2 % std::size(kTreeHeads)];
+    std::tie(c.d, c.dv) = kTreeDims[i % std::size(kTreeDims)];
+    c.mask = kTreeMasks[i / 3 % std::size(kTreeMasks)];
+    c.layout = kTreeLayouts[i / 5 % std::size(kTreeLayouts)];
+    c.softcap = i % 7 == 3 ? 2 : 0;
+    c.alibi = i % 5 == 4 ? Alibi::kHeads : Alibi::kNone;
+    c.dropout = i % 11 == 5 ? 0.25 : 0;
+    c.seqused = i % 4 == 1;
+    c.sinks = i % 7 == 1;
+    c.tree = i % 2 == 0 ? Tree::kAncestors : Tree::kRandom;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
 std::vector<Case> select(bool small) {
   std::vector<Case> selected;
   int cheap = 0;
@@ -257,6 +288,8 @@ std::string Case::name() const {
   if (seqused) s << "_seqused";
   if (dlse) s << "_dlse";
   if (sinks) s << "_sinks";
+  if (tree == Tree::kAncestors) s << "_tree";
+  if (tree == Tree::kRandom) s << "_treerandom";
   return s.str();
 }
 
@@ -269,6 +302,7 @@ uint64_t Case::seed() const {
 std::vector<Case> all_cases() {
   std::vector<Case> cases = pairwise();
   for (const Case& c : long_cases()) cases.push_back(c);
+  for (const Case& c : tree_cases()) cases.push_back(c);
   return cases;
 }
 

@@ -22,6 +22,9 @@ enum class Layout {
 
 enum class Alibi { kNone, kHeads, kBatchHeads };
 
+/// Of the words: a token and its ancestors in a random tree, or random bits. Forward alone.
+enum class Tree { kNone, kAncestors, kRandom };
+
 struct Case {
   DType dtype = DType::kF32;
   int64_t batch = 1;
@@ -36,6 +39,7 @@ struct Case {
   bool seqused = false;
   bool dlse = false;
   bool sinks = false;
+  Tree tree = Tree::kNone;
 
   bool packed() const { return layout == Layout::kPacked || layout == Layout::kPackedPadded; }
   /// "bf16_b2_q64_k65_h4x2_d64x128_causal_bhsd": unique in the list, the name in test output.
@@ -50,7 +54,8 @@ struct Case {
 inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name(); }
 
 /// Every pair of values of two factors occurs together in some case (where it can), every second
-/// one with a gradient of LSE, plus a few hand-picked long ones. The same list on every machine.
+/// one with a gradient of LSE, plus a few hand-picked long ones and tree masks. The same list on
+/// every machine.
 std::vector<Case> all_cases();
 /// A cheap part of it, for sanitizers and for forcing SIMD targets.
 std::vector<Case> small_cases();

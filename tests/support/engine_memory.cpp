@@ -76,7 +76,8 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.page_indptr),
           at(t.cache_batch_idx),
           at(t.leftpad_k),
-          at(t.sinks)};
+          at(t.sinks),
+          at(t.tree_mask)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {

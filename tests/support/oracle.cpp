@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <thread>
 
@@ -101,13 +102,18 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   const auto sink = static_cast<T>(rule.sink);
   T dsink = 0;
   if (gradients) result.backward.dq.resize(sq * d);
+  std::vector<bool> hidden(sk);  // by the tree mask, which has no gradients
 
   for (int64_t i = 0; i < sq; ++i) {
+    for (int64_t token = 0; rule.tree != nullptr && token < sq; ++token) {
+      const int64_t j = sk - sq + token;
+      if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
+    }
     const int64_t diagonal = i + sk - sq;
     const int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
     const int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
     const auto dlse = static_cast<T>(data.gradient().lse_of(i));
-    if (begin >= end) {
+    if (std::count(hidden.begin() + begin, hidden.begin() + std::max(begin, end), false) == 0) {
       if (sink > -kInf) dsink += dlse;
       continue;
     }
@@ -127,6 +133,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       if (rule.slope != 0) {
         S[j] = round(S[j] - static_cast<T>(rule.slope) * static_cast<T>(std::abs(diagonal - j)));
       }
+      if (hidden[j]) S[j] = -std::numeric_limits<T>::infinity();
       m = std::max(m, S[j]);
     }
     for (int64_t j = begin; j < end; ++j) l += P[j] = std::exp(S[j] - m);
@@ -140,6 +147,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
 
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
+      if (hidden[j]) continue;
       const T p = round(P[j] * Z[j]);
       for (int64_t c = 0; c < dv; ++c) row[c] += p * v[j * dv + c];
     }
@@ -234,6 +242,8 @@ Expected expect_some(const Workload& w, bool gradients) {
   std::vector<double> slopes, sinks(c.hq, -kInf);
   if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
   if (w.forward.sinks.given()) sinks = read(w.forward.sinks);
+  std::vector<uint64_t> tree(w.forward.tree_mask.numel());
+  std::memcpy(tree.data(), w.forward.tree_mask.data, 8 * tree.size());
   const kernels::DropoutMask dropout =
       kernels::dropout_mask(kernels::dropout_threshold(w.options.dropout_p),
                             w.run_options.dropout_seed, w.run_options.dropout_offset);
@@ -264,6 +274,7 @@ Expected expect_some(const Workload& w, bool gradients) {
                   slope,
                   sinks[h],
                   {o.mask.left, o.mask.right},
+                  tree.empty() ? nullptr : tree.data() + s.q_begin,
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};
     references[n] = reference_head(data, gradients);

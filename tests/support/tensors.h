@@ -9,6 +9,7 @@ namespace fulgur::test {
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
   Tensor rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{}, leftpad_k{}, sinks{};
+  Tensor tree_mask{};
   operator ForwardArgs() const {
     return {q,
             k,
@@ -24,7 +25,8 @@ struct ForwardTensors {
             page_indptr,
             cache_batch_idx,
             leftpad_k,
-            sinks};
+            sinks,
+            tree_mask};
   }
 };
 

@@ -68,6 +68,7 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   if (c.dlse) randomize(backward.dlse, random);
   make_options(seed);
   if (c.sinks) make_sinks();
+  if (c.tree != Tree::kNone) make_trees(seed);
   backward.alibi_slopes = forward.alibi_slopes;
   backward.cu_seqlens_q = forward.cu_seqlens_q;
   backward.cu_seqlens_k = forward.cu_seqlens_k;
@@ -218,6 +219,29 @@ void Workload::make_sinks() {
                                : 4 - 3 * static_cast<double>(h % 4));
   }
   write(forward.sinks, sinks);
+}
+
+// A token's word is its parent's and its own bit; the parent is any earlier token or none. Bits
+// without a key, and words of padding, are random.
+void Workload::make_trees(uint64_t seed) {
+  const int64_t words = c.packed() ? total_q : c.batch * c.sq;
+  const std::array shape{c.batch, c.packed() ? words : c.sq}, strides{c.sq, int64_t{1}};
+  const std::span dims(shape), steps(strides);
+  Storage& s = storage(DType::kI64, words, false);
+  forward.tree_mask = c.packed() ? s.view(0, dims.last(1), steps.last(1)) : s.view(0, dims, steps);
+  std::mt19937_64 random(seed + 1);
+  auto* const word = static_cast<uint64_t*>(forward.tree_mask.data);
+  for (int64_t i = 0; i < words; ++i) word[i] = random();
+  if (c.tree == Tree::kRandom) return;
+  for (const Rows& rows : sequences) {
+    const uint64_t none = rows.sq == 64 ? 0 : ~uint64_t{0} << rows.sq;
+    for (int64_t i = 0; i < rows.sq; ++i) {
+      uint64_t& of_token = word[rows.q_begin + i];
+      const auto parent = static_cast<int64_t>(random() % static_cast<uint64_t>(i + 1)) - 1;
+      const uint64_t ancestors = parent < 0 ? 0 : word[rows.q_begin + parent] & ~none;
+      of_token = (of_token & none) | ancestors | uint64_t{1} << i;
+    }
+  }
 }
 
 // Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.

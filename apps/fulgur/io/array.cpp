@@ -62,7 +62,8 @@ Tensor Array::tensor() const {
 }
 
 Array Array::converted(DType to, std::string_view name) const {
-  if (dtype_ == DType::kI32 || to == DType::kI32) {
+  const auto is_integer = [](DType dtype) { return dtype == DType::kI32 || dtype == DType::kI64; };
+  if (is_integer(dtype_) || is_integer(to)) {
     fail(name, "got {}, cannot convert it to {}", name_of(dtype_), name_of(to));
   }
   Array out(to, shape_);

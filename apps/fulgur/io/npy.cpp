@@ -141,9 +141,10 @@ DType dtype_of(const std::string& descr, std::string_view name) {
   if (descr == "<f4") return DType::kF32;
   if (descr == "<f8") return DType::kF64;
   if (descr == "<i4") return DType::kI32;
+  if (descr == "<i8") return DType::kI64;
   fail(name,
-       "dtype is '{}', want little-endian float16, float32, float64 or int32 "
-       "('<f2', '<f4', '<f8', '<i4')",
+       "dtype is '{}', want little-endian float16, float32, float64, int32 or int64 "
+       "('<f2', '<f4', '<f8', '<i4', '<i8')",
        printable(descr));
 }
 
@@ -157,8 +158,9 @@ const char* descr_of(DType dtype) {
       return "<f8";
     case DType::kI32:
       return "<i4";
-    case DType::kBF16:
     case DType::kI64:
+      return "<i8";
+    case DType::kBF16:
       break;
   }
   fail("dtype", ".npy files cannot hold {}", name_of(dtype));

@@ -11,9 +11,22 @@
 #include "sm90/decode_output.cuh"
 #include "sm90/decode_products.cuh"
 
-// The keys that rows r and r + 8 of this thread may see: [low[i], high[i]).
+enum : int { kHidesKeys = kHasLeft || kHasRight || kTree };  // that exist
+static_assert(!kTree || kBlockKeys <= 64);                    // a word of bits
+
+// The keys that rows r and r + 8 of this thread may see: [low[i], high[i]), and from `tokens` on those with a bit in
+// tree[i].
 struct RowKeys {
   int low[2], high[2];
+  int tokens;  // kTree
+  unsigned long long tree[2];
+
+  // A bit for each of 64 keys from `key` on: all, but for tokens that the tree mask hides.
+  __device__ __forceinline__ unsigned long long bits(int i, int key) const {
+    const int token = key - tokens;
+    if (token >= 0) return tree[i] >> min(token, 63);
+    return token > -64 ? ~(~tree[i] << -token) : ~0ull;
+  }
 };
 
 // The keys that all rows of an item see.
@@ -21,8 +34,10 @@ __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, cons
   const ItemRows rows = rows_of_item(p, item);
   const Band band = band_of(p);
   const Lengths& n = item.sequence.n;
-  return {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
-          visible_keys(band, n, rows.first / kGroup).end};
+  KeyRange keys = {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
+                   visible_keys(band, n, rows.first / kGroup).end};
+  if (kTree) keys.end = min(keys.end, n.sk - n.sq);  // the tokens have bits
+  return keys;
 }
 
 // What a thread knows of its two rows.
@@ -35,6 +50,7 @@ struct ThreadRows {
 __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const DecodeItem& item, int team_warp) {
   ThreadRows rows;
   const Lengths& n = item.sequence.n;
+  if (kTree) rows.keys.tokens = n.sk - n.sq;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = item.block * kBlockRows + kWarpRows * team_warp + int(thread_row()) + 8 * i;
@@ -42,6 +58,7 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
     const KeyRange keys = visible_keys(band_of(p), n, query);
     rows.keys.low[i] = keys.begin;
     rows.keys.high[i] = keys.end;
+    if (kTree) rows.keys.tree[i] = p.tree_mask[(kPacked ? n.q_start : (long long)(item.batch) * p.sq) + query];
     rows.diagonal[i] = diagonal_of(n, query);
     rows.slope[i] = kAlibi ? alibi_slope(p, item.batch, item.head * kGroup + row % kGroup) : 0;
   }
@@ -60,11 +77,13 @@ __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[
     }
   }
   if (!masked) return;
+  const unsigned long long bits[2] = {kTree ? rows.keys.bits(0, first) : 0, kTree ? rows.keys.bits(1, first) : 0};
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
     const int half = i >> 1 & 1;
     const int key = first + i / 4 * 8 + (i & 1);
     if (key < rows.keys.low[half] || key >= rows.keys.high[half]) S[i] = -infinity();
+    if (kTree && (bits[half] >> (key - first) & 1) == 0) S[i] = -infinity();
   }
 }
 
@@ -90,7 +109,8 @@ __device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowK
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int at = tile * kBlockKeys + key;
-        if (at >= keys.low[j / 2] && at < keys.high[j / 2]) O[i + j] += x[j % 2];
+        const bool shown = !kTree || (keys.bits(j / 2, at) & 1);
+        if (at >= keys.low[j / 2] && at < keys.high[j / 2] && shown) O[i + j] += x[j % 2];
       }
     }
   sync();
@@ -162,7 +182,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
         adjust_scores(p, S, thread_rows, tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
-      if ((kHasLeft || kHasRight) && masked) {
+      if (kHidesKeys && masked) {
         const u32 v = products.v();
         if (is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
       }

@@ -22,6 +22,7 @@
 //   kPageLists      1: page_indptr says where the pages of a sequence begin, else table_stride does
 //   kBatchIdx       1: cache_batch_idx names the row of the batch
 //   kLeftPad        1: leftpad_k says which key is the first
+//   kTree           1: tree_mask says which of the last sq keys a query sees
 #pragma once
 #include "shared/attention_params.h"
 
@@ -39,4 +40,5 @@ struct DecodeParams : CallParams {
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
+  const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
 };
