@@ -351,7 +351,7 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
     const BackwardArgs backward = w.backward;
     const Problem problem = make_problem(forward, w.options);
     const cpu::Given given{static_cast<const float*>(forward.alibi_slopes.data),
-                           static_cast<const float*>(forward.sinks.data),
+                           static_cast<const float*>(forward.sinks.data), forward.tree_mask,
                            dropout_of(problem, forward, w.run_options)};
     const Expected e = expect(w);
     tiles::run_forward(problem, given, forward);
@@ -381,7 +381,7 @@ TEST_F(Tiles, RowsOutgrowTheirMaximum) {
       w.seal();
       const ForwardArgs forward = w.forward;
       const Problem problem = make_problem(forward, w.options);
-      const cpu::Given given{nullptr, nullptr, dropout_of(problem, forward, w.run_options)};
+      const cpu::Given given{nullptr, nullptr, {}, dropout_of(problem, forward, w.run_options)};
       const Expected e = expect(w);
       tiles::run_forward(problem, given, forward);
       EXPECT_TRUE(forward_is_right(w, e));
