@@ -1,5 +1,6 @@
 #include "workload.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -208,15 +209,18 @@ void Workload::make_options(uint64_t seed) {
   write(forward.alibi_slopes, slopes);
 }
 
-// From about the LSE of 64 keys to far below it; the third is none.
+// From about the LSE of the keys that a row sees to far below it; the third is none.
 void Workload::make_sinks() {
   const std::array shape{c.hq}, strides{int64_t{1}};
   forward.sinks = backward.sinks = storage(DType::kF32, c.hq, false).view(0, shape, strides);
   backward.dsinks = storage(DType::kF32, c.hq, true).view(0, shape, strides);
+  const bool bounded = c.mask.left >= 0 && c.mask.right >= 0;
+  const int64_t seen = bounded ? std::min(c.sk, c.mask.left + c.mask.right + 1) : c.sk;
+  const double lse = std::log(static_cast<double>(std::max<int64_t>(seen, 1)));
   std::vector<double> sinks;
   for (int64_t h = 0; h < c.hq; ++h) {
     sinks.push_back(h % 4 == 2 ? -std::numeric_limits<double>::infinity()
-                               : 4 - 3 * static_cast<double>(h % 4));
+                               : lse - 3 * static_cast<double>(h % 4));
   }
   write(forward.sinks, sinks);
 }
