@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fulgur_backward_keys(const __grid_constant__ BackwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    KBuffer::init(smem, 2);
+    KBuffer::init(smem, 2, 4 * kConsumers);
     QBuffers::init(smem, 2, 4 * kConsumers);
     OBuffers::init(smem, 2, 4 * kConsumers);
     mbarrier_init(smem + kKeysLayout.tail, 1);

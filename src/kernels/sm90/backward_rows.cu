@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fulgur_backward_rows(const __grid_constant__ BackwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    Stages::init(smem, 2);
-    BlockView::init(smem, 1);
+    Stages::init(smem, 2, 4 * kConsumers);
+    BlockView::init(smem, 1, 4 * kConsumers);
     mbarrier_init(smem + kRowsLayout.tail, 1);
     fence_mbarrier_init();
     tma_prefetch_map(&p.k_map);
