@@ -4,8 +4,9 @@
 // A thread block takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
 // the tiles of Br rows that see them. One producer warp feeds rings of Q and dO by TMA. Each consumer warpgroup owns 64
 // keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK straight from registers. dS
-// goes to a warpgroup that adds dQ to sums in global memory (sm90/backward_sums.cuh), or, where the same bits are wanted
-// in every run, to the workspace, from which backward_rows.cu computes dQ. docs/kernels/backward.md derives the schedule.
+// goes to a warpgroup that adds dQ to sums in global memory (sm90/backward_sums.cuh), or, where the same bits are
+// wanted in every run, to the workspace, from which backward_rows.cu computes dQ. docs/kernels/backward.md derives the
+// schedule.
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_sums.cuh"
 

@@ -19,8 +19,8 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int nu
   return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
 }
 
-// Under a right bound the blocks of a head have their last row in common. They walk from there, side by side, so that Q,
-// dO and the sums of dQ stay in L2. Waves would have to follow.
+// Under a right bound the blocks of a head have their last row in common. They walk from there, side by side, so that
+// Q, dO and the sums of dQ stay in L2. Waves would have to follow.
 enum : int { kUpwards = kSums && kHasRight };
 
 // What the producer warp does; Loader adds K and V of a block to a StepLoader.

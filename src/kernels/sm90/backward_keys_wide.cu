@@ -105,8 +105,8 @@ struct KeyOperand {
   }
 };
 
-// P^T on its way between the warpgroups, as the threads hold it. Two buffers take turns; each has two named barriers: it
-// has been written, and it has been read.
+// P^T on its way between the warpgroups, as the threads hold it. Two buffers take turns; each has two named barriers:
+// it has been written, and it has been read.
 struct Exchange {
   enum : u32 { kWritten = 1, kRead = 3, kArrivals = 256 };
   u32 smem;

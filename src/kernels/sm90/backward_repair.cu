@@ -1,6 +1,6 @@
 // Gradients that NaN or infinity has reached from where the mask hides it: P and dS are 0 there, but 0 * NaN is NaN,
-// and one product serves 64 rows or keys. The kernels that store gradients say when one is not finite; then every row of
-// dQ, dK and dV that is not is computed again from the definition, slowly, over what it sees alone.
+// and one product serves 64 rows or keys. The kernels that store gradients say when one is not finite; then every row
+// of dQ, dK and dV that is not is computed again from the definition, slowly, over what it sees alone.
 #include "shared/dropout.cuh"
 #include "shared/fragment_store.cuh"
 #include "shared/transform.cuh"

@@ -2,8 +2,8 @@
 // backward_keys.cu left it.
 //
 // A thread block takes blocks of rows; each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows while it walks
-// over the keys that the block sees, 64 at a time. One producer warp feeds a ring of K and of pieces of dS. A piece that
-// no step wrote, since none of its rows sees one of its keys, is a piece of zeros.
+// over the keys that the block sees, 64 at a time. One producer warp feeds a ring of K and of pieces of dS. A piece
+// that no step wrote, since none of its rows sees one of its keys, is a piece of zeros.
 #include "shared/buffers.cuh"
 #include "shared/fragment_store.cuh"
 #include "shared/load_rows.cuh"

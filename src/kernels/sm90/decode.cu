@@ -201,10 +201,12 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if (kTeams == 1)
+    if (kTeams == 1) {
+      sync_teams();  // every warp has read Q, as after the merge of several
       store_team(p, item, rows, O);
-    else
+    } else {
       merge_teams(p, item, rows, O, raw);
+    }
     if (item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
     if (more) query.fetch(p, item);

@@ -105,7 +105,7 @@ class DecodeLoader {
 
   template <int columns, bool whole>
   __device__ __forceinline__ void copy_rows(const StridedTensor& t, int dim, u32 to) const {
-    const u32 first = to + swizzled(row_, column_ / 8);  // rows of four are the only ones whose chunks differ by 64 bytes
+    const u32 first = to + swizzled(row_, column_ / 8);  // four rows on, a chunk is where it was but for bit 6
     const unsigned short* from = nullptr;
 #pragma unroll
     for (int i = 0; i < kLoadRows; ++i) {
@@ -255,8 +255,8 @@ __device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const
   return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
 }
 
-// Q of an item, zeros where there is none: 16 bytes at a time, by all threads, through registers. Where these are few it
-// is on its way before the item begins.
+// Q of an item, zeros where there is none: 16 bytes at a time, by all threads, through registers. Where these are few
+// it is on its way before the item begins.
 class DecodeQuery {
  public:
   __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {

@@ -77,8 +77,8 @@ class Products<false> {
  public:
   __device__ __forceinline__ Products(const Tiles<false>& tiles, int) : tiles_(tiles) {}
 
-  // S of the next tile, which is the item's `first`. Warps without rows wait with the others. `sync` is a barrier of the
-  // team.
+  // S of the next tile, which is the item's `first`. Warps without rows wait with the others. `sync` is a barrier of
+  // the team.
   template <class Sync>
   __device__ __forceinline__ void scores(bool has_rows, bool, float (&S)[kBlockKeys / 2], float (&)[kValueDim / 2],
                                          u32 (&)[kBlockKeys / 4], u32 q, Sync sync) {
