@@ -181,6 +181,7 @@ TEST_P(Repeat, InvariantToPacking) {
         write(one.forward.k, read(k_rows(w.forward.k)));
         write(one.forward.v, read(k_rows(w.forward.v)));
         write(one.backward.dout, read(q_rows(w.backward.dout)));
+        if (packed.sinks) write(one.forward.sinks, read(w.forward.sinks));
         runs(one);
         EXPECT_EQ(bits(one.forward.out), bits(q_rows(w.forward.out)));
         EXPECT_EQ(bits(one.backward.dq), bits(q_rows(w.backward.dq)));
