@@ -85,6 +85,10 @@ int cuCtxGetCurrent(void** context) {
   *context = current;
   return 0;
 }
+int cuCtxSetCurrent(void* context) {
+  current = context;
+  return 0;
+}
 int cuCtxPushCurrent_v2(void* context) {
   current = context;
   return 0;
