@@ -74,6 +74,8 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   if (plan.team_warps == kMostWarps && dim <= 128 && plan.page == 0 && !plan.tree) {
     plan.block_keys = 128;
   }
+  // Words of a tree mask need the registers of half a tile.
+  if (wide && dim > 128 && plan.tree) plan.block_keys = 16;
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;

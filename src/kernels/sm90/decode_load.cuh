@@ -267,7 +267,7 @@ class DecodeQuery {
   }
 
   __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
-#pragma unroll(kAhead ? kOfThread : kQWhole ? 8 : 2)
+#pragma unroll(kAhead ? kOfThread : kQWhole ? (kHeadDim <= 128 ? 8 : 4) : 2)
     for (int i = 0; i < kOfThread; ++i) {
       const int row = at(i) / kChunks;
       const int column = at(i) % kChunks * 8;
