@@ -133,9 +133,9 @@ TEST_P(Cache, AnyRowsOfAKvHeadFollowTheDefinition) {
     int64_t sq, group, d;
     Mask mask;
   };
-  for (const Shape& shape : {Shape{9, 3, 80, causal()}, Shape{13, 4, 128, causal()},
-                             Shape{23, 5, 128, window(400, 7)}, Shape{27, 3, 256, Mask{}},
-                             Shape{40, 7, 64, causal()}}) {
+  for (const Shape& shape :
+       {Shape{9, 3, 80, causal()}, Shape{13, 4, 128, causal()}, Shape{23, 5, 128, window(400, 7)},
+        Shape{27, 3, 256, Mask{}}, Shape{40, 7, 64, causal()}}) {
     const Case c = {.dtype = DType::kBF16,
                     .batch = 3,
                     .sq = shape.sq,
