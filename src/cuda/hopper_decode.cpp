@@ -31,6 +31,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
+      maps_(forward_maps(p, plan.box_keys)),
       empty_(p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0),
       no_keys_(p.sk == 0 || (p.cache.paged() && p.cache.entries == 0)),
       padding_(padding_params(p)) {
@@ -62,6 +63,10 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.k.data = elements("k", args.k, no_keys_);
   p.v.data = elements("v", args.v, no_keys_);
   p.o.data = elements("out", args.out, !plan_.o_whole);
+  if (plan_.box_keys > 0) {
+    encode(maps_.k, maps_.k.empty() ? args.out.data : p.k.data, &p.k_map);
+    encode(maps_.v, maps_.v.empty() ? args.out.data : p.v.data, &p.v_map);
+  }
   p.lse = static_cast<float*>(args.lse.data);
   p.cu_seqlens_q = ints(args.cu_seqlens_q);
   p.cu_seqlens_k = ints(args.cu_seqlens_k);

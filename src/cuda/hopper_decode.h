@@ -4,6 +4,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/hopper_decode_plan.h"
+#include "cuda/tensor_map.h"
 #include "engine.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/sm90/decode_params.h"
@@ -29,6 +30,7 @@ class HopperDecode final : public Executable {
   Gpu& gpu_;
   HopperDecodePlan plan_;
   Reasons reasons_;
+  ForwardMaps maps_;
   bool empty_, no_keys_;  ///< no row of q; of k
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common

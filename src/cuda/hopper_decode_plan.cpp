@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/hopper_plan.h"
@@ -14,6 +15,8 @@
 namespace fulgur::cuda {
 namespace {
 
+constexpr int kSwizzledRows = 8;
+constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their next panel comes
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
 constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
@@ -54,6 +57,18 @@ std::string not_whole(const Layout& strides) {
   return strides.aligned ? "" : "has data at no multiple of 16 bytes";
 }
 
+/// The keys of a tile that TMA brings at once, of one page; 0 where it cannot.
+int box_keys_of(const Problem& p, int block_keys) {
+  const int page = static_cast<int>(p.cache.page);
+  const int box = std::gcd(std::gcd(page, block_keys), kMostBoxKeys);
+  const ForwardMaps maps = forward_maps(p, box);
+  for (const TensorMapShape* shape : {&maps.k, &maps.v}) {
+    if (!map_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
+  }
+  // Boxes begin where the swizzle does.
+  return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
+}
+
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
@@ -70,9 +85,13 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
-  // Of pages, loads bind, which are ahead further with smaller tiles; a word has bits for 64 keys.
-  if (plan.team_warps == kMostWarps && dim <= 128 && plan.page == 0 && !plan.tree) {
-    plan.block_keys = 128;
+  if (wide) {
+    // TMA keeps up with the products of larger tiles. A word of a tree mask has bits for 64 keys,
+    // and beside the widest heads more than plain scores and a right bound has no registers.
+    const int large = dim <= 128 ? 128 : 64;
+    const bool fits = dim <= 128 || !(plan.transforms_scores || plan.has_left);
+    const bool takes_large = plan.team_warps == kMostWarps && !plan.tree && fits;
+    if (takes_large && box_keys_of(p, large) > 0) plan.block_keys = large;
   }
   // Words of a tree mask need the registers of half a tile.
   if (wide && dim > 128 && plan.tree) plan.block_keys = 16;
@@ -89,6 +108,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
     buffers = set_buffers(buffers == 4 ? most : buffers - step);
   }
   plan.shared_bytes = bytes_of(plan);
+  if (wide) plan.box_keys = box_keys_of(p, plan.block_keys);
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -184,6 +204,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kBlockKeys", plan.block_keys);
   header.add("kKStages", plan.k_stages);
   header.add("kVStages", plan.v_stages);
+  header.add("kBoxKeys", plan.box_keys);
   header.add("kResidents", plan.residents);
   header.add("kLineRows", plan.line_rows);
   header.add("kWholeLines", plan.whole_lines);
@@ -215,8 +236,12 @@ std::vector<std::string> describe(const HopperDecodePlan& plan) {
                   "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.teams, plan.team_warps, plan.block_keys, plan.head_dim,
                   plan.value_dim),
-      fmt::format("{} buffers of K and {} of V a team: {} bytes of shared memory", plan.k_stages,
-                  plan.v_stages, plan.shared_bytes),
+      fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
+                  plan.k_stages, plan.v_stages,
+                  plan.box_keys > 0
+                      ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
+                      : "whose rows lanes copy",
+                  plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs; {}",
                   plan.grid,

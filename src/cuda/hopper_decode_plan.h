@@ -16,6 +16,7 @@ struct HopperDecodeKey {
   int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
   int block_keys = 0;                     ///< Bc
   int k_stages = 0, v_stages = 0;         ///< buffers of a team
+  int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
   int residents = 0;                      ///< thread blocks of a multiprocessor
   int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
   int group = 0;                          ///< hq / hk

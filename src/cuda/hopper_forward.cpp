@@ -101,12 +101,9 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
     a.copies[i].from = static_cast<const unsigned short*>(tensors[i]->data);
     a.copies[i].to = workspace + in.offset;
     void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
-    if (in.shape.empty()) {
-      // An empty q or out launches nothing; empty k and v are never read, but their maps must be
-      // valid: they lie around out.
-      data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(out) / kCopyAlignment *
-                                     kCopyAlignment);
-    }
+    // An empty q or out launches nothing; empty k and v are never read, but their maps must be
+    // valid: they lie around out.
+    if (in.shape.empty()) data = out;
     encode(in.shape, data, &(p.*in.map));
     (p.*in.tensor).data = static_cast<unsigned short*>(data);
   }

@@ -37,7 +37,8 @@ TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int bo
   if (p.cache.paged()) {
     return {p.dtype, dim, p.cache.page, p.hk, p.cache.entries, strides, box_rows};
   }
-  return {p.dtype, dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : p.batch,
+  const int64_t batch = p.cache.batch_idx ? p.cache.entries : p.batch;
+  return {p.dtype, dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : batch,
           strides, box_rows};
 }
 
@@ -92,7 +93,10 @@ int64_t copied_bytes(const TensorMapShape& shape) {
 void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map) {
   std::array<unsigned long long, 4> dims{1, 1, 1, 1};
   std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
-  if (!shape.empty()) {
+  if (shape.empty()) {
+    data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) / kCopyAlignment *
+                                   kCopyAlignment);
+  } else {
     dims[0] = static_cast<unsigned long long>(shape.dim);
     const auto dimensions = outer(shape);
     for (size_t i = 0; i < dimensions.size(); ++i) {

@@ -51,7 +51,7 @@ TensorMapShape copied(const TensorMapShape& shape);
 int64_t copied_bytes(const TensorMapShape& shape);
 
 /// Encodes the map of a tensor at `data`, which is a multiple of kCopyAlignment. The map of an
-/// empty tensor shows nothing, around any memory of the device.
+/// empty tensor shows nothing, around any address of the device.
 void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map);
 
 }  // namespace fulgur::cuda

@@ -554,6 +554,7 @@ constexpr Known kKnown[] = {
     {"fence.", nothing},
     {"prefetch.tensormap", nothing},
     {"cp.async.bulk.prefetch.tensor", nothing},
+    {"cp.async.bulk.prefetch.L2", nothing},
     {"wgmma.fence", nothing},
     {"bra", nothing},
     {"elect.sync", elect},

@@ -49,27 +49,32 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
   }
 }
 
-// `columns` columns of the thread's rows r, at `out`, and r + 8; `rows` rows exist from r on, and `dims` columns. Quads
-// exchange so that a thread holds 8 adjacent columns of a row, 16 bytes, which are stored at once or by `elements`.
+// 32 columns, the last time perhaps 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on; `out` is where
+// the row's begin, `dims` so many it has. Quads exchange so that a thread holds 8 adjacent columns, 16 bytes, which are
+// stored at once or by `elements`.
+template <int columns, bool elements>
+__device__ __forceinline__ void store_global_row(unsigned short* out, int dims, const float (&x)[columns / 2], int i,
+                                                 int half, float scale, Finite& finite) {
+  u32 y[4];  // y[j]: this thread's pair of columns of the j-th group of 8
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int at = i + 4 * j + 2 * half;
+    y[j] = at < columns / 2 ? pack(x[at] * scale, x[at + 1] * scale) : 0;
+    if (half == 0) finite.add(y[j]);
+  }
+  quad_transpose(y);
+  const int column = 2 * i + 8 * u32(threadIdx.x % 4);
+  store_global_columns<elements>(out + column, y, dims - column);
+}
+
+// `columns` columns of the rows r, at `out`, and r + 8; `rows` rows exist from r on.
 template <int columns, bool elements>
 __device__ __forceinline__ void store_global_fragment(unsigned short* out, long long row_stride, int rows, int dims,
                                                       const float (&x)[columns / 2], float scale0, float scale1,
                                                       Finite& finite) {
 #pragma unroll
-  for (int i = 0; i < columns / 2; i += 16) {  // 32 columns, the last time perhaps 16
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float scale = half ? scale1 : scale0;
-      u32 y[4];  // y[j]: this thread's pair of columns of the j-th group of 8
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = i + 4 * j + 2 * half;
-        y[j] = at < columns / 2 ? pack(x[at] * scale, x[at + 1] * scale) : 0;
-        if (half == 0) finite.add(y[j]);
-      }
-      quad_transpose(y);
-      const int column = 2 * i + 8 * u32(threadIdx.x % 4);
-      if (8 * half < rows) store_global_columns<elements>(out + 8 * half * row_stride + column, y, dims - column);
-    }
+  for (int i = 0; i < columns / 2; i += 16) {
+    store_global_row<columns, elements>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);
+    store_global_row<columns, elements>(out + 8 * row_stride, rows > 8 ? dims : 0, x, i, 1, scale1, finite);
   }
 }

@@ -46,6 +46,11 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 byte
       : "memory");
 }
 
+// Such bytes into L2 alone.
+__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* to, u32 shared, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared), "r"(bytes)
                : "memory");

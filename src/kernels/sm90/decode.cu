@@ -137,12 +137,10 @@ __device__ __forceinline__ bool is_poisoned(u32 v) {
   return __any_sync(0xffffffff, found);
 }
 
-extern __shared__ __align__(1024) unsigned char raw[];
-
 // Computes the items of a share, from the first one on if there is one.
 template <bool wide>
 __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share& share, DecodeItems& items, bool more,
-                                              DecodeQuery& query, const Tiles<wide>& tiles) {
+                                              Queries<wide>& queries, const Tiles<wide>& tiles) {
   const int warp = uniform(threadIdx.x / 32);
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
@@ -162,9 +160,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
   while (more) {
     const DecodeItem& item = items.item;
     store_shared_struct(left_items, items);
-    query.store(p, item, raw);
-    if (kWide) fence_async_proxy();
-    sync_teams();
+    if (item.has_keys()) queries.begin_item();
     // Products of warpgroups allow no branch; their rows without a query are zeros.
     const bool has_rows = kWide || team_warp * kWarpRows < rows_of_item(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);
@@ -196,20 +192,21 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
       }
 #pragma unroll 1
       for (; tile < item.end; tile += kTeams) take_tile(false, tile);
+      queries.release();
       products.finish(O, P);
+    } else if (item.has_keys()) {
+      queries.release();
     }
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if (kTeams == 1) {
-      sync_teams();  // every warp has read Q, as after the merge of several
-      store_team(p, item, rows, O);
-    } else {
+    if constexpr (kTeams > 1)
       merge_teams(p, item, rows, O, raw);
-    }
+    else
+      store_team(p, item, rows, O);
     if (item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
-    if (more) query.fetch(p, item);
+    queries.end_item(p, item, more);
   }
 }
 
@@ -219,33 +216,45 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
   if (kWide && threadIdx.x == 0) {
 #pragma unroll
     for (int team = 0; team < kTeams; ++team) {
-      KBuffers::init(smem + team * kLayout.team_bytes, 32 * kTileWarps, kTeamWarps);
-      VBuffers::init(smem + team * kLayout.team_bytes, 32 * kTileWarps, kTeamWarps);
+      const u32 buffers = smem + team * kLayout.team_bytes;
+      KBuffers::init(buffers, kFills, kTeamWarps);
+      VBuffers::init(buffers, kFills, kTeamWarps);
+      mbarrier_init(buffers + kLayout.v_tail, 1);
     }
+    QueryBuffer::init(smem, 32 * kQueryWarps, kWarps);
+    fence_mbarrier_init();
   }
   Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
   if (!find_share(p, raw, share)) return;
-  const int warp = uniform(threadIdx.x / 32);
-  const bool loads = kWide && warp >= kWarps;
-  const int team = loads ? (warp - kWarps) / kTileWarps : warp / kTeamWarps;
-  const u32 buffers = smem + team * kLayout.team_bytes;
   DecodeItems items = items_of(share);
   const bool more = items.next(p, share);
+  const int warp = uniform(threadIdx.x / 32);
+  const auto buffers_of = [&](int team) { return smem + (kTeams > 1 ? team * kLayout.team_bytes : 0); };
+  if (kWide && warp >= kWarps) {
+    if (kMovesRegisters) registers_drop<kLoadRegisters>();
+    const int team = (warp - kWarps) / kTileWarps;
+    const int tile_warp = (warp - kWarps) % kTileWarps;
+    const TileWalk tiles(p, share, items, more, team);
+    __syncthreads();  // as Queries<true> says
+    if (kBoxKeys == 0)
+      load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(team));
+    else if (tile_warp == 0)
+      load_keys_by_boxes(p, BoxLoader<kHeadPanels>(p, tiles), buffers_of(team));
+    else if (tile_warp == 1)
+      load_values_by_boxes(p, BoxLoader<kValuePanels>(p, tiles), buffers_of(team));
+    else
+      load_queries(p, tiles, threadIdx.x % 64);
+    return;
+  }
+  if (kMovesRegisters) registers_raise<kTeamRegisters>();
   if constexpr (kWide) {
-    if (loads) {
-      if (kMovesRegisters) registers_drop<kLoadRegisters>();
-      load_tiles(DecodeLoader(p, share, items, more, team, (warp - kWarps) % kTileWarps), buffers);
-    } else {
-      if (kMovesRegisters) registers_raise<kTeamRegisters>();
-      DecodeQuery query;
-      if (more) query.fetch(p, items.item);
-      Tiles<true> tiles(buffers);
-      compute_items(p, share, items, more, query, tiles);
-    }
+    Queries<true> queries(p, items.item, more);
+    compute_items(p, share, items, more, queries, Tiles<true>(buffers_of(warp / kTeamWarps)));
   } else {
-    DecodeQuery query;
-    if (more) query.fetch(p, items.item);
-    Tiles<false> tiles(DecodeLoader(p, share, items, more, team, warp % kTeamWarps), buffers);
-    compute_items(p, share, items, more, query, tiles);
+    const int team = warp / kTeamWarps;
+    const TileWalk tiles(p, share, items, more, team);
+    const LaneLoader load(p, tiles, warp % kTeamWarps);
+    Queries<false> queries(p, items.item, more);
+    compute_items(p, share, items, more, queries, Tiles<false>(load, buffers_of(team)));
   }
 }

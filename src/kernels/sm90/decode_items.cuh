@@ -20,8 +20,8 @@ enum : int {
   kWide = is_wide(kTile),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kWide && kBlockWarps == 12,
-  kLoadRegisters = 88,
-  kTeamRegisters = 208,
+  kLoadRegisters = kBoxKeys > 0 ? 72 : 104,
+  kTeamRegisters = kBoxKeys > 0 ? 216 : 200,
 };
 
 // A barrier of all teams.
@@ -155,7 +155,14 @@ struct DecodeItem {
   int begin, end;    // tiles of kBlockKeys keys
   int part, parts;   // of the line
   int first_share;   // of the line
+
+  __device__ __forceinline__ bool has_keys() const { return begin < end; }
 };
+
+// The ids of its sequence's pages.
+__device__ __forceinline__ const int* page_ids(const DecodeParams& p, const DecodeItem& item) {
+  return p.pages.table + (kPageLists ? item.sequence.entry : item.batch * p.pages.table_stride);
+}
 
 // The items of a share, one after the other: 16 ints, which a warp may leave in shared memory.
 struct DecodeItems {
@@ -221,3 +228,50 @@ __device__ __forceinline__ DecodeItems items_of(const Share& share) {
   items.units = items.blocks = 0;
   return items;
 }
+
+// The tiles of a team over all items of its share.
+class TileWalk {
+ public:
+  // `items` is at the first item, if there are `more`.
+  __device__ __forceinline__ TileWalk(const DecodeParams& p, const Share& share, const DecodeItems& items, bool more,
+                                      int team)
+      : p_(p), share_(share), items_(items), more_(more), team_(team) {
+    tile_ = item().begin + team_;
+    if (more_) find_tile();
+  }
+
+  __device__ __forceinline__ bool more() const { return more_; }
+  __device__ __forceinline__ int tile() const { return tile_; }
+  __device__ __forceinline__ const DecodeItem& item() const { return items_.item; }
+  __device__ __forceinline__ const DecodeItems& items() const { return items_; }
+  __device__ __forceinline__ const Share& share() const { return share_; }
+  __device__ __forceinline__ int team() const { return team_; }
+  __device__ __forceinline__ bool begins_item() const { return tile_ == item().begin + team_; }
+  __device__ __forceinline__ bool first_item() const { return first_item_; }
+  __device__ __forceinline__ void next() {
+    tile_ += kTeams;
+    find_tile();
+  }
+  __device__ __forceinline__ void next_item() {
+    tile_ = item().end;
+    find_tile();
+  }
+
+ private:
+  // Goes to the next item that has a tile for this team, where this one has no more.
+  __device__ __forceinline__ void find_tile() {
+    while (tile_ >= item().end) {
+      more_ = items_.next(p_, share_);
+      if (!more_) return;
+      first_item_ = false;
+      tile_ = item().begin + team_;
+    }
+  }
+
+  const DecodeParams& p_;
+  const Share& share_;
+  DecodeItems items_;
+  bool more_;
+  bool first_item_ = true;
+  int team_, tile_;
+};

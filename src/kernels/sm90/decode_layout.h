@@ -36,8 +36,10 @@ struct DecodeLayout {
   int k_bytes, v_bytes;  // of a stage
   int k, v;              // [stage], of a team
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a wide team
+  int v_tail;            // a barrier: the last V of a sequence is there, before what is behind it is cleared
   int team_bytes;        // from one team's buffers to the next one's
   int q;                 // [panel][row][64 columns], swizzled
+  int q_full, q_empty;   // barriers of Q of wide teams
   int merge;             // [team][row][merge_stride]: columns of O
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
@@ -58,12 +60,16 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k_empty = map.k_full + 8 * tile.k_stages;
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
+  map.v_tail = map.v_empty + 8 * tile.v_stages;
   map.team_bytes = map.k_full + (is_wide(tile) ? 1024 : 0);
   map.q = tile.teams * map.team_bytes;
-  map.merge = map.q + (tile.head_dim + 63) / 64 * rows * 128;
-  map.stats = map.merge + tile.teams * tile.line_rows * merge_stride(tile) * 4;
-  map.totals = map.stats + tile.teams * tile.line_rows * 8;
-  map.items = map.totals + tile.line_rows * 8;
+  const int merged_rows = tile.teams > 1 ? tile.line_rows : 0;
+  map.q_full = map.q + (tile.head_dim + 63) / 64 * rows * 128;
+  map.q_empty = map.q_full + 8;
+  map.merge = map.q_full + 16;
+  map.stats = map.merge + tile.teams * merged_rows * merge_stride(tile) * 4;
+  map.totals = map.stats + tile.teams * merged_rows * 8;
+  map.items = map.totals + merged_rows * 8;
   map.share = map.items + tile.teams * tile.team_warps * 64;
   map.scan = map.share + 32;
   map.bytes = map.scan + decode_warps(tile) * 4;

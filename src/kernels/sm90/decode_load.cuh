@@ -1,14 +1,13 @@
-// K and V on their way into the buffers of a team, and Q into its place.
+// K and V on their way into the buffers of a team.
 #pragma once
-#include "shared/async_copy.cuh"
-#include "shared/buffers.cuh"
-#include "shared/fragment_store.cuh"
-#include "shared/tma.cuh"
-#include "sm90/decode_items.cuh"
+#include "sm90/decode_query.cuh"
 
 enum : int {
+  kHeadPanels = (kHeadDim + 63) / 64,
+  kValuePanels = (kValueDim + 63) / 64,
   kPanelBytes = kBlockKeys * 128,
-  kTileWarps = kWide ? kLoadWarps / kTeams : kTeamWarps,  // that load a tile
+  // How often a buffer of a wide team is filled: by one lane for all that TMA brings, or by each lane that copies.
+  kFills = kBoxKeys > 0 ? 1 : 32 * kTileWarps,
   // Rows that a lane copies of, every fourth one: eight lanes copy 128 bytes of a row.
   kLoadRows = kBlockKeys / (4 * kTileWarps),
   // Of these, so many are in one page for certain, and equally far apart in memory.
@@ -19,28 +18,24 @@ enum : int {
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
-// Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
-__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
-
 // Bytes of the 16 from column `column` on that a row of `dim` columns has.
 __device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
 
-// The loads of a warp, which run ahead of the products over all items: a tile of its team at a time.
-class DecodeLoader {
+// The loads of a warp whose lanes copy, which run ahead of the products over all items: a tile of its team at a time.
+class LaneLoader {
  public:
-  // `items` is at the first item, if there are `more`. The warp is one of kTileWarps.
-  __device__ __forceinline__ DecodeLoader(const DecodeParams& p, const Share& share, const DecodeItems& items,
-                                          bool more, int team, int tile_warp)
-      : p_(p), share_(share), items_(items), more_(more), team_(team) {
+  // The warp is one of kTileWarps.
+  __device__ __forceinline__ LaneLoader(const DecodeParams& p, const TileWalk& tiles, int tile_warp)
+      : p_(p), tiles_(tiles) {
     const u32 lane = threadIdx.x % 32;
     row_ = 4 * kLoadRows * tile_warp + lane / 8;
     column_ = 8 * (lane % 8);
-    tile_ = items_.item.begin + team_;
-    if (more_) begin_tile();
+    if (more()) fetch_ids();
   }
 
+  __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
   // Whether there is a tile to load.
-  __device__ __forceinline__ bool more() const { return more_; }
+  __device__ __forceinline__ bool more() const { return tiles_.more(); }
 
   // Whether this tile has all rows, and as many columns as are computed with.
   __device__ __forceinline__ bool whole() const {
@@ -62,29 +57,19 @@ class DecodeLoader {
 
   // Goes to the next tile.
   __device__ __forceinline__ void next() {
-    tile_ += kTeams;
-    begin_tile();
+    tiles_.next();
+    if (more()) fetch_ids();
   }
 
  private:
-  // Goes to the next item that has a tile for this team, where this one has no more.
-  __device__ __forceinline__ void begin_tile() {
-    while (tile_ >= items_.item.end) {
-      more_ = items_.next(p_, share_);
-      if (!more_) return;
-      tile_ = items_.item.begin + team_;
-    }
-    fetch_ids();
-  }
-
   // The key of this lane's i-th row, from the first of the sequence on.
-  __device__ __forceinline__ int key(int i) const { return tile_ * kBlockKeys + row_ + 4 * i; }
+  __device__ __forceinline__ int key(int i) const { return tiles_.tile() * kBlockKeys + row_ + 4 * i; }
 
   // Page ids come one tile ahead of the loads that need them.
   __device__ __forceinline__ void fetch_ids() {
     if (kPage == 0) return;
-    const DecodeSequence& s = items_.item.sequence;
-    const int* const ids = p_.pages.table + (kPageLists ? s.entry : items_.item.batch * p_.pages.table_stride);
+    const DecodeSequence& s = tiles_.item().sequence;
+    const int* const ids = page_ids(p_, tiles_.item());
 #pragma unroll
     for (int i = 0; i < kLoadRows; i += kRunRows)
       ids_[i / kRunRows] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
@@ -92,7 +77,7 @@ class DecodeLoader {
 
   // Where the lane's i-th row lies in K or V.
   __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
-    const DecodeItem& item = items_.item;
+    const DecodeItem& item = tiles_.item();
     const DecodeSequence& s = item.sequence;
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
@@ -100,7 +85,7 @@ class DecodeLoader {
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
-    return key(i) < items_.item.sequence.n.sk && (kPage == 0 || u32(ids_[i / kRunRows]) < u32(p_.pages.entries));
+    return key(i) < tiles_.item().sequence.n.sk && (kPage == 0 || u32(ids_[i / kRunRows]) < u32(p_.pages.entries));
   }
 
   template <int columns, bool whole>
@@ -131,20 +116,20 @@ class DecodeLoader {
   }
 
   const DecodeParams& p_;
-  const Share& share_;
-  DecodeItems items_;
-  bool more_;
-  int team_, tile_;
+  TileWalk tiles_;
   int row_, column_;
   int ids_[kLoadRows / kRunRows];
 };
 
-// All loads of a wide team, by warps that do nothing else.
-__device__ __forceinline__ void load_tiles(DecodeLoader load, u32 buffers) {
+// All loads of a wide team by warps whose lanes copy, and do nothing else; of team 0, Q, too.
+__device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader load, u32 buffers) {
   KBuffers keys(buffers, 1);
   VBuffers values(buffers, 1);
+  QueryLoader query(load.tiles());
 #pragma unroll 1
   for (; load.more(); load.next()) {
+    if (load.tiles().begins_item() && load.tiles().team() == 0)
+      query.begin_item(p, load.tiles(), threadIdx.x % (32 * kTileWarps));
     const bool whole = load.whole();
     keys.wait_empty();
     if (whole)
@@ -163,6 +148,92 @@ __device__ __forceinline__ void load_tiles(DecodeLoader load, u32 buffers) {
   }
 }
 
+// The loads of K or of V of a wide team by TMA, which one warp asks for: a lane for each box of kBoxKeys rows of a
+// panel. The panels of the same rows follow each other, while the memory has these open.
+template <int panels>
+class BoxLoader {
+ public:
+  __device__ __forceinline__ BoxLoader(const DecodeParams& p, const TileWalk& tiles) : p_(p), tiles_(tiles) {
+    if (tiles_.more()) fetch_id();
+  }
+
+  __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
+  __device__ __forceinline__ void next() {
+    tiles_.next();
+    if (tiles_.more()) fetch_id();
+  }
+
+  __device__ __forceinline__ void copy(const TensorMapBlob& map, u32 to, u32 barrier) const {
+    if (lane() == 0) mbarrier_arrive_expect(barrier, panels * kPanelBytes);
+    if (box() >= kBlockKeys / kBoxKeys) return;
+    const int panel = lane() % panels;
+    tma_load(to + panel * kPanelBytes + box() * kBoxKeys * 128, &map, barrier,
+             {64 * panel, row_, tiles_.item().head, entry_}, Keep::kShort);
+  }
+
+ private:
+  static_assert(kBoxKeys == 0 || kBlockKeys / most(kBoxKeys, 1) * panels <= 32);
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int box() { return lane() / panels; }
+
+  // Where this lane's box is, a tile ahead of its load. Outside of the tensor, TMA writes zeros.
+  __device__ __forceinline__ void fetch_id() {
+    const DecodeSequence& s = tiles_.item().sequence;
+    const int key = tiles_.tile() * kBlockKeys + box() * kBoxKeys;
+    row_ = s.n.k_start + key;
+    entry_ = kPackedK ? 0 : s.entry;
+    if (kPage == 0) return;
+    const bool there = key < s.n.sk && box() < kBlockKeys / most(kBoxKeys, 1);
+    entry_ = there ? page_ids(p_, tiles_.item())[row_ / most(kPage, 1)] : -1;
+    row_ %= most(kPage, 1);
+  }
+
+  const DecodeParams& p_;
+  TileWalk tiles_;
+  int row_, entry_;
+};
+
+__device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoader<kHeadPanels> load, u32 buffers) {
+  KBuffers keys(buffers, 1);
+#pragma unroll 1
+  for (; load.tiles().more(); load.next()) {
+    keys.wait_empty();
+    load.copy(p.k_map, keys.address(), keys.full());
+    keys.advance();
+  }
+}
+
+// And of team 0, Q, where no warps are left for it.
+__device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kValuePanels> load, u32 buffers) {
+  VBuffers values(buffers, 1);
+  QueryLoader query(load.tiles());
+  const u32 tail = buffers + kLayout.v_tail;
+  u32 tail_parity = 0;
+#pragma unroll 1
+  for (; load.tiles().more(); load.next()) {
+    if (kTileWarps == 2 && load.tiles().begins_item() && load.tiles().team() == 0)
+      query.begin_item(p, load.tiles(), threadIdx.x % 32);
+    values.wait_empty();
+    // Rows of V behind the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+    const int valid = load.tiles().item().sequence.n.sk - load.tiles().tile() * kBlockKeys;
+    const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
+    load.copy(p.v_map, values.address(), clear ? tail : values.full());
+    if (clear) {
+      mbarrier_wait(tail, tail_parity);
+      tail_parity ^= 1;
+#pragma unroll 1
+      for (int panel = 0; panel < kValuePanels; ++panel)
+        for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
+          store_shared_zero16(values.address() + panel * kPanelBytes + at);
+      fence_async_proxy();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(values.full());
+    }
+    values.advance();
+  }
+}
+
 // The tiles of a team, one after the other, as its warps see them: K and V of each where and when they are there.
 template <bool wide>
 class Tiles;
@@ -171,7 +242,7 @@ class Tiles;
 template <>
 class Tiles<false> {
  public:
-  __device__ __forceinline__ Tiles(DecodeLoader load, u32 buffers) : load_(load), buffers_(buffers) {
+  __device__ __forceinline__ Tiles(LaneLoader load, u32 buffers) : load_(load), buffers_(buffers) {
 #pragma unroll
     for (int tile = 0; tile < kAhead; ++tile) start();
   }
@@ -211,7 +282,7 @@ class Tiles<false> {
     if (++free_ == kStages) free_ = 0;
   }
 
-  DecodeLoader load_;
+  LaneLoader load_;
   u32 buffers_;
   int stage_ = 0, free_ = 0;
 };
@@ -224,13 +295,13 @@ class Tiles<true> {
 
   __device__ __forceinline__ u32 keys() const {
     keys_.wait_full();
-    fence_async_proxy();
+    if (kBoxKeys == 0) fence_async_proxy();
     return keys_.address();
   }
   __device__ __forceinline__ void release_keys() { keys_.release(threadIdx.x % 32 == 0); }
   __device__ __forceinline__ u32 values() const {
     values_.wait_full();
-    fence_async_proxy();
+    if (kBoxKeys == 0) fence_async_proxy();
     return values_.address();
   }
   __device__ __forceinline__ void release_values() { values_.release(threadIdx.x % 32 == 0); }
@@ -240,66 +311,3 @@ class Tiles<true> {
   VBuffers values_;
 };
 
-// Rows of an item: of a kv head, (query, head of its group).
-struct ItemRows {
-  int first, count;
-};
-
-__device__ __forceinline__ ItemRows rows_of_item(const DecodeParams& p, const DecodeItem& item) {
-  const int first = item.block * kBlockRows;
-  return {first, min(item.sequence.n.sq * kGroup - first, int(kBlockRows))};
-}
-
-__device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const StridedTensor& t,
-                                                    const DecodeItem& item, int row) {
-  return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
-}
-
-// Q of an item, zeros where there is none: 16 bytes at a time, by all threads, through registers. Where these are few
-// it is on its way before the item begins.
-class DecodeQuery {
- public:
-  __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int i = 0; i < kOfThread; ++i) chunks_[i] = chunk(p, item, i);
-    }
-  }
-
-  __device__ __forceinline__ void store(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) const {
-#pragma unroll(kAhead ? kOfThread : kQWhole ? (kHeadDim <= 128 ? 8 : 4) : 2)
-    for (int i = 0; i < kOfThread; ++i) {
-      const int row = at(i) / kChunks;
-      const int column = at(i) % kChunks * 8;
-      if (row < kBlockRows)
-        *reinterpret_cast<uint4*>(shared + kLayout.q + column / 64 * kBlockRows * 128 +
-                                  swizzled(row, column % 64 / 8)) = kAhead ? chunks_[i] : chunk(p, item, i);
-    }
-  }
-
- private:
-  enum : int {
-    kChunks = kHeadDim / 8,
-    kOfThread = (kBlockRows * kChunks + kThreads - 1) / kThreads,
-    kAhead = kOfThread <= 2,
-  };
-
-  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kThreads; }
-
-  // 8 columns of a row.
-  static __device__ __forceinline__ uint4 chunk(const DecodeParams& p, const DecodeItem& item, int i) {
-    const ItemRows rows = rows_of_item(p, item);
-    const int row = at(i) / kChunks;
-    const int column = at(i) % kChunks * 8;
-    const int count = row < rows.count ? p.d - column : 0;
-    const unsigned short* const from = item_row(p, p.q, item, rows.first + row) + column;
-    if (kQWhole) return count > 0 ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
-    u32 pairs[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < count) pairs[i / 2] |= u32(from[i]) << (i % 2 * 16);
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-  }
-
-  uint4 chunks_[kAhead ? kOfThread : 1];
-};

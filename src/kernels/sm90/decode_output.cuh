@@ -17,17 +17,6 @@ __device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned sh
     if (column + i < p.dv) row[column + i] = static_cast<unsigned short>((i < 2 ? low : high) >> (i % 2 * 16));
 }
 
-// Two columns of a row of O on their way out.
-__device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short* row, int column, float x, float y) {
-  const u32 pair = pack(x, y);
-  if (kOWhole && column + 2 <= p.dv) {
-    *reinterpret_cast<u32*>(row + column) = pair;
-    return;
-  }
-  if (column < p.dv) row[column] = static_cast<unsigned short>(pair);
-  if (column + 1 < p.dv) row[column + 1] = static_cast<unsigned short>(pair >> 16);
-}
-
 // The q head of a row of an item.
 __device__ __forceinline__ int head_of_row(const DecodeItem& item, int row) {
   return item.head * kGroup + row % kGroup;
@@ -77,24 +66,23 @@ __device__ __forceinline__ void store_team(const DecodeParams& p, const DecodeIt
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = threadIdx.x / 32 * kWarpRows + int(thread_row()) + 8 * half;
-    if (row >= of_item.count) continue;
-    float* const part = whole ? nullptr : partial_of(p, item, item.part) + row * partial_row_floats(kValueDim);
-    unsigned short* const out = whole ? item_row(p, p.o, item, of_item.first + row) : nullptr;
-    const float scale =
-        normalizer(p.sinks, head_of_row(item, of_item.first + row), rows.sum[half], rows.shift[half]);
-    if (threadIdx.x % 4 == 0) {
-      if (whole)
-        store_lse(p, item, of_item.first + row, rows.shift[half], rows.sum[half]);
-      else
-        store_stats(part, rows.shift[half], rows.sum[half]);
-    }
+    const bool exists = row < of_item.count;
+    const float shift = rows.shift[half];
+    const float sum = rows.sum[half];
+    if (whole) {
+      const float scale = normalizer(p.sinks, head_of_row(item, of_item.first + row), sum, shift);
+      unsigned short* const out = exists ? item_row(p, p.o, item, of_item.first + row) : p.o.data;
+      Finite any;
 #pragma unroll
-    for (int i = 2 * half; i < kValueDim / 2; i += 4) {
-      const int column = 2 * (i - 2 * half) + int(thread_column());
-      if (whole)
-        store_pair(p, out, column, O[i] * scale, O[i + 1] * scale);
-      else
-        *reinterpret_cast<float2*>(part + column) = {O[i], O[i + 1]};
+      for (int i = 0; i < kValueDim / 2; i += 16)
+        store_global_row<kValueDim, !kOWhole>(out, exists ? p.dv : 0, O, i, half, scale, any);
+      if (exists && threadIdx.x % 4 == 0) store_lse(p, item, of_item.first + row, shift, sum);
+    } else if (exists) {
+      float* const part = partial_of(p, item, item.part) + row * partial_row_floats(kValueDim);
+#pragma unroll
+      for (int i = 2 * half; i < kValueDim / 2; i += 4)
+        *reinterpret_cast<float2*>(part + 2 * (i - 2 * half) + int(thread_column())) = {O[i], O[i + 1]};
+      if (threadIdx.x % 4 == 0) store_stats(part, shift, sum);
     }
   }
 }
@@ -175,14 +163,13 @@ struct Parts {
   int first, step, count;
 };
 
-// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes some
-// rows and parts at a time, so that all of its loads are on their way together: each lane the weight of one part of one
+// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes
+// kRows rows and kAtOnce parts at a time, so that all of its loads are on their way together: each lane the weight of one part of one
 // row, and four columns of all.
-__device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
-                                            bool whole) {
+template <int kRows, int kAtOnce>
+__device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
+                                           bool whole) {
   constexpr int kRow = partial_row_floats(kValueDim);
-  constexpr int kRows = least(kTeamWarps, 4);
-  constexpr int kAtOnce = kTeamWarps > 1 ? 16 / kRows : kValueDim <= 128 ? 20 : 16;  // parts
   constexpr int kLanes = 32 / kRows;  // of a row
   const ItemRows of_item = rows_of_item(p, item);
   const int lane = threadIdx.x % 32;
@@ -252,6 +239,17 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
           store_stats(part_row(0, row_of_lane), shift, sum);
       }
     }
+}
+
+__device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
+                                            bool whole) {
+  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : 16;
+  if constexpr (!kWide)
+    merge_rows<kTeamWarps, kTeamWarps == 1 ? kOfOneRow : 8>(p, item, parts, whole);
+  else if (parts.count <= 2)
+    merge_rows<8, 2>(p, item, parts, whole);
+  else
+    merge_rows<4, 4>(p, item, parts, whole);
 }
 
 // Whether this thread block is the last of `count` that come here, after all that it has written.

@@ -8,6 +8,7 @@
 //   kTeams          teams of a thread block, each with keys of its own
 //   kBlockKeys      Bc, the keys that a team takes at a time
 //   kKStages, kVStages  buffers of a team, of kBlockKeys rows of K, of V each
+//   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kWholeLines     1: no line is cut, so that its bits depend on nothing else
@@ -25,8 +26,15 @@
 //   kTree           1: tree_mask says which of the last sq keys a query sees
 #pragma once
 #include "shared/attention_params.h"
+#include "sm90/tensor_map.h"
 
-struct DecodeParams : CallParams {
+// As sm90/tensor_map.h says; kBoxKeys.
+struct DecodeMaps {
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
+};
+
+struct DecodeParams : DecodeMaps, CallParams {
   StridedTensor o;
   float* lse;                  // as in AttentionParams
   long long lse_batch_stride, lse_head_stride;
