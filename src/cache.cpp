@@ -40,7 +40,7 @@ void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstT
   if (tensors.page_indptr.given()) {
     p.cache.pages = Pages::kLists;
     check_tensor("page_table", table, "(ids), as beside page_indptr", 1, false);
-    check_lengths("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device,
+    check_indices("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device,
                   names.like);
   } else {
     p.cache.pages = Pages::kTable;
@@ -95,7 +95,7 @@ void check_cache(const CacheTensors& tensors, const ConstTensor& k, const ConstT
   p.total_k = p.total_keys = rows * p.sk;
   if (!p.cache.batch_idx) return;
   const ConstTensor& index = tensors.cache_batch_idx;
-  check_lengths("cache_batch_idx", index, p.batch, "(batch)", p.device, names.like);
+  check_indices("cache_batch_idx", index, p.batch, "(batch)", p.device, names.like);
   set_keys("cache_batch_idx", index, p.sk, product("cache_batch_idx", index, p.batch, p.sk), p);
 }
 

@@ -32,6 +32,9 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
 void check_shape(const char* name, const ConstTensor& t, const char* dims,
                  std::initializer_list<int64_t> want, bool written);
 
+/// Whether a tensor lies in the host's memory.
+inline bool on_host(const ConstTensor& t) { return t.device.type == DeviceType::kCpu; }
+
 /// i32 and i64.
 inline bool is_integer(DType dtype) { return dtype == DType::kI32 || dtype == DType::kI64; }
 
@@ -41,6 +44,10 @@ void check_dtype(const char* name, const ConstTensor& t, DType want, const char*
 void check_device(const char* name, const ConstTensor& t, Device want, const char* like = "q");
 
 /// An int32 vector of `size` on the device of `like`.
+void check_indices(const char* name, const ConstTensor& t, int64_t size, const char* dims,
+                   Device device, const char* like = "q");
+
+/// An int32 vector of `size` on the device of `like`, or in the host's memory.
 void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
                    Device device, const char* like = "q");
 

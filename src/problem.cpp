@@ -73,6 +73,16 @@ void check_per_head(const char* name, const ConstTensor& t, const Problem& p, bo
   check_device(name, t, p.device);
 }
 
+/// Where the lengths lie.
+template <class Args>
+void set_host_lengths(const Args& args, const CacheTensors& cache, Problem& p) {
+  const auto beside_a_device = [&](const ConstTensor& t) {
+    return t.given() && on_host(t) && p.device.type != DeviceType::kCpu;
+  };
+  p.host = {beside_a_device(args.cu_seqlens_q), beside_a_device(args.cu_seqlens_k),
+            beside_a_device(args.seqused_k), beside_a_device(cache.leftpad_k)};
+}
+
 /// What both passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
@@ -121,6 +131,7 @@ Problem make_shared(const Args& args, const Options& options) {
   check_cache(cache, k, v, options.max_seqlen_k, p);
   p.seqused_k = args.seqused_k.given();
   if (p.seqused_k) check_lengths("seqused_k", args.seqused_k, p.batch, "(batch)", q.device);
+  set_host_lengths(args, cache, p);
   p.q = rows_layout(q);
   p.k = rows_layout(k);
   p.v = rows_layout(v);
@@ -213,7 +224,9 @@ Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool 
 
 /// Nothing is written: no sequence is left, as the sizes beside a 0 may be too large to walk.
 void drop_sequences(Problem& p) {
-  if (!p.packed) p.batch = p.sq = p.sk = p.total_k = p.total_keys = 0;
+  if (p.packed) return;
+  p.batch = p.sq = p.sk = p.total_k = p.total_keys = 0;
+  p.host = {};
 }
 
 /// Strides that address the same elements: those of single rows and of empty tensors do not count.
@@ -339,6 +352,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
+  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_k, p.host.leftpad_k);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);

@@ -30,6 +30,12 @@ struct Problem {
     bool paged() const { return pages != Pages::kNone; }
   };
 
+  /// Which lengths lie in the host's memory, though the tensors lie on a device.
+  struct HostLengths {
+    bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_k = false, leftpad_k = false;
+    bool operator==(const HostLengths&) const = default;
+  };
+
   Pass pass = Pass::kForward;
   DType dtype = DType::kF32;
   Device device;
@@ -41,6 +47,7 @@ struct Problem {
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
+  HostLengths host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
   Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)

@@ -42,16 +42,17 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
            most);
     return static_cast<const int32_t*>(cu.data);
   };
-  if (problem.packed) cu_q_ = read("cu_seqlens_q", cu_q, "rows of q", problem.total_q, problem.sq);
-  if (problem.packed_k) {
+  if (problem.packed && on_host(cu_q))
+    cu_q_ = read("cu_seqlens_q", cu_q, "rows of q", problem.total_q, problem.sq);
+  if (problem.packed_k && on_host(cu_k)) {
     cu_k_ = read("cu_seqlens_k", cu_k, "rows of k", problem.total_k, problem.sk);
   }
   if (size() == 0) return;  // the vectors may be too long to walk where nothing is written
-  if (problem.cache.pages == Problem::Cache::Pages::kLists) {
+  if (problem.cache.pages == Problem::Cache::Pages::kLists && on_host(cache.page_indptr)) {
     longest_sequence("page_indptr", cache.page_indptr, "ids of page_table", problem.cache.ids);
     indptr_ = static_cast<const int32_t*>(cache.page_indptr.data);
   }
-  if (problem.seqused_k) {
+  if (problem.seqused_k && on_host(used_k)) {
     const int32_t* used = values("seqused_k", used_k);
     for (int64_t b = 0; b < size(); ++b) {
       if (used[b] < 0 || used[b] > room_k(b))
@@ -59,7 +60,7 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
     }
     used_k_ = used;
   }
-  if (problem.cache.leftpad) {
+  if (problem.cache.leftpad && on_host(cache.leftpad_k)) {
     const int32_t* leftpad = values("leftpad_k", cache.leftpad_k);
     for (int64_t b = 0; b < size(); ++b) {
       const int64_t keys = (*this)[b].sk;

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cache.h"
+#include "check.h"
 #include "problem.h"
 
 namespace fulgur {
@@ -14,7 +15,8 @@ struct Sequence {
   bool operator==(const Sequence&) const = default;
 };
 
-/// The sequences of one call whose lengths are in the host's memory, where they stay.
+/// The sequences of one call whose lengths are in the host's memory, where they stay. Lengths on a
+/// device are taken to be as long as planned for: then the others are checked, but none is known.
 class Sequences {
  public:
   /// Checks the lengths against the problem: from 0, non-decreasing, within the tensors, no longer
@@ -45,7 +47,7 @@ bool lengths_on_host(const Args& args) {
   const CacheTensors cache = cache_of(args);
   for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_k,
                                &cache.page_indptr, &cache.leftpad_k}) {
-    if (t->given() && (t->device.type != DeviceType::kCpu || t->data == nullptr)) return false;
+    if (t->given() && (!on_host(*t) || t->data == nullptr)) return false;
   }
   return true;
 }

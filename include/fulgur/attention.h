@@ -26,8 +26,8 @@ struct Options {
   /// ones are scaled by 1 / (1 - p). Run says which random numbers.
   double dropout_p = 0;
   /// Upper bounds of the packed sequence lengths, which no call may exceed. 0 = the longest in the
-  /// cu_seqlens that are planned for (on the CPU only). max_seqlen_k may bound seqused_k beside a
-  /// page_table, too: 0 = as many keys as the table has room for.
+  /// cu_seqlens that are planned for (in host memory only). max_seqlen_k may bound seqused_k beside
+  /// a page_table, too: 0 = as many keys as the table has room for.
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
@@ -51,6 +51,9 @@ struct ForwardArgs {
   /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
   ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
+  // These three, and leftpad_k, lie on the device of q or in host memory, where each run reads and
+  // checks them; they may change once it has returned, and a graph keeps those of its capture.
+
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
   ConstTensor rng_state{};
@@ -148,8 +151,9 @@ class FULGUR_API Plan {
 
   /// Computes. The tensors must have the shapes, strides, dtypes and devices planned for; the data
   /// may be elsewhere, but on cuda at a multiple of 16 bytes where it was when planned, or was
-  /// null. Lengths and tables on the CPU are read and checked. On cuda it only launches, and may be
-  /// captured into a graph. Throws Error(kInvalidArgument) otherwise, before anything is written.
+  /// null. Lengths and tables in host memory are read and checked. On cuda it only launches, and
+  /// may be captured into a graph. Throws Error(kInvalidArgument) otherwise, before anything is
+  /// written.
   void run(const ForwardArgs& args, const Run& run = {}) const;
   void run(const BackwardArgs& args, const Run& run = {}) const;
 

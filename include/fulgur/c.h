@@ -62,7 +62,7 @@ typedef struct fulgur_forward_args {
   const DLTensor *out, *lse;                    ///< written; lse may be null
   const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout
-  const DLTensor* seqused_k;                    ///< i32 (batch)
+  const DLTensor* seqused_k;                    ///< i32 (batch); lengths may lie on the CPU
   const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
   /// Caches of K and V; q may be packed by cu_seqlens_q alone. With a page_table k is (pages, page,
   /// hk, d) and seqused_k must be given.

@@ -31,7 +31,8 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      maps_(forward_maps(problem, plan.box_keys)) {
+      maps_(forward_maps(problem, plan.box_keys)),
+      lengths_(problem, gpu) {
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
@@ -53,7 +54,7 @@ void HopperForward::set_params(const Problem& p) {
   padding_ = padding_params(p);
 }
 
-// The workspace: counters and tickets, partial results, copies.
+// The workspace: counters and tickets, partial results, copies, lengths.
 void HopperForward::set_inputs() {
   workspace_bytes_ = LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
   const auto input = [&](const char* name, const TensorMapShape& shape, bool copied,
@@ -70,6 +71,8 @@ void HopperForward::set_inputs() {
       input("q", maps_.q, !plan_.copies_q.empty(), &ForwardParams::q_map, &ForwardParams::q),
       input("k", maps_.k, !plan_.copies_k.empty(), &ForwardParams::k_map, &ForwardParams::k),
       input("v", maps_.v, !plan_.copies_v.empty(), &ForwardParams::v_map, &ForwardParams::v)};
+  lengths_at_ = workspace_bytes_;
+  workspace_bytes_ += lengths_.bytes();
 }
 
 HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
@@ -127,8 +130,9 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
 }
 
 void HopperForward::run(const Call& call, const Run& run) const {
-  if (maps_.o.empty()) return;
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+  lengths_.check(args);
+  if (maps_.o.empty()) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
   LaunchMemory::Lease lease;
@@ -137,12 +141,16 @@ void HopperForward::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, workspace_bytes_);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  launch(arguments(args, run, workspace), stream);
+  void* const lengths = workspace + lengths_at_;
+  const Arguments there = arguments(lengths_.moved(args, lengths), run, workspace);
+  lengths_.store(args, stream, lengths);
+  launch(there, stream);
 }
 
 Explanation HopperForward::explain() const {
   std::vector<std::string> decisions = describe(plan_);
   decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  lengths_.describe(decisions);
   // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
   return {std::move(decisions), reasons_.rejected, plan_.block_rows() / plan_.consumers,
           plan_.block_keys};

@@ -13,6 +13,7 @@
 #include <fstream>
 #include <random>
 #include <set>
+#include <span>
 #include <thread>
 #include <tuple>
 
@@ -37,6 +38,7 @@
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
+#include "kernels/store_numbers_params.h"
 
 namespace fulgur::test {
 namespace {
@@ -608,6 +610,130 @@ TEST_F(OnFakeGpu, CapturedLaunchesHaveTheirOwnMemory) {
   EXPECT_EQ(state_->allocated, allocated);
 }
 
+/// A packed call of `batch` sequences of 200 rows, with its lengths on the host.
+struct CallWithHostLengths {
+  static constexpr int kRows = 200;
+  std::vector<int32_t> cu_seqlens, used;
+  ForwardCall call;
+
+  explicit CallWithHostLengths(int batch)
+      : cu_seqlens(static_cast<size_t>(batch) + 1),
+        used(static_cast<size_t>(batch), 2),
+        call(forward_call({.batch = batch,
+                           .sq = kRows,
+                           .sk = kRows,
+                           .hq = 2,
+                           .hk = 2,
+                           .d = 64,
+                           .packed = true,
+                           .seqused = true})) {
+    for (int b = 0; b <= batch; ++b) cu_seqlens[static_cast<size_t>(b)] = kRows * b;
+    call.args.cu_seqlens_q = call.args.cu_seqlens_k =
+        ConstTensor::of<const int32_t>(std::span(cu_seqlens), {batch + 1});
+    call.args.seqused_k = ConstTensor::of<const int32_t>(std::span(used), {batch});
+    call.options.max_seqlen_q = call.options.max_seqlen_k = 0;
+  }
+  std::vector<int32_t> numbers() const {
+    std::vector<int32_t> all = cu_seqlens;
+    all.insert(all.end(), cu_seqlens.begin(), cu_seqlens.end());
+    all.insert(all.end(), used.begin(), used.end());
+    return all;
+  }
+};
+
+TEST_F(OnFakeGpu, LengthsOfTheHostGoAheadOfTheKernels) {
+  for (const int batch : {1, 333, 334, 1000}) {
+    SCOPED_TRACE(batch);
+    CallWithHostLengths c(batch);
+    const Plan plan = fulgur::plan(c.call.args, c.call.options);
+    const auto count = static_cast<size_t>(3 * batch + 2), stores = (count - 1) / 1000 + 1;
+    EXPECT_NE(plan.explain().find(fmt::format(
+                  "cu_seqlens_q, cu_seqlens_k, seqused_k on the host: each run puts {} numbers on "
+                  "the device by {} launch",
+                  count, stores)),
+              std::string::npos)
+        << plan.explain();
+    state_->launches.clear();
+    const auto numbers = c.numbers();
+    plan.run(placed(c.call.args, kBase));
+    std::fill(c.cu_seqlens.begin(), c.cu_seqlens.end(), -1);
+    ASSERT_EQ(state_->launches.size(), stores + 2);
+    const auto p = params<ForwardParams>(stores);
+    std::vector<int32_t> launched;
+    for (size_t i = 0; i < stores; ++i) {
+      const auto store = params<StoreNumbersParams>(i);
+      EXPECT_STREQ(state_->launches[i].kernel, "fulgur_store_numbers");
+      EXPECT_EQ(store.to, p.cu_seqlens_q + launched.size());
+      EXPECT_GE(state_->launches[i].grid * state_->launches[i].block,
+                static_cast<unsigned>(store.count));
+      launched.insert(launched.end(), store.numbers, store.numbers + store.count);
+    }
+    EXPECT_EQ(launched, numbers);
+    EXPECT_EQ(p.cu_seqlens_k, p.cu_seqlens_q + batch + 1);
+    EXPECT_EQ(p.seqused_k, p.cu_seqlens_k + batch + 1);
+    EXPECT_EQ(params<ForwardPaddingParams>(stores + 1).cu_seqlens_q, p.cu_seqlens_q);
+  }
+}
+
+TEST_F(OnFakeGpu, LengthsOfTheHostStayInsideOfTheWorkspace) {
+  CallWithHostLengths c(5);
+  const Plan plan = fulgur::plan(c.call.args, c.call.options);
+  const int64_t bytes = plan.workspace().bytes;
+  plan.run(placed(c.call.args, kBase), {.workspace = {reinterpret_cast<void*>(kBase), bytes}});
+  const auto store = params<StoreNumbersParams>(0);
+  const auto begin = reinterpret_cast<std::uintptr_t>(store.to);
+  EXPECT_GE(begin, kBase + cuda::LaunchMemory::kZeroed);
+  EXPECT_EQ(begin % 4, 0u);
+  EXPECT_EQ(store.count, 17);
+  EXPECT_LE(begin + 17 * 4, kBase + static_cast<std::uintptr_t>(bytes));
+}
+
+TEST_F(OnFakeGpu, WrongLengthsOfTheHostLaunchNothing) {
+  CallWithHostLengths c(5);
+  const Plan plan = fulgur::plan(c.call.args, c.call.options);
+  const ForwardArgs args = placed(c.call.args, kBase);
+  ForwardArgs misaligned = args;
+  misaligned.q.data = static_cast<const char*>(args.q.data) + 8;
+  EXPECT_EQ(status_of([&] { plan.run(misaligned); }), Status::kInvalidArgument);
+  c.used[3] = 201;
+  EXPECT_EQ(message_of([&] { plan.run(args); }), "seqused_k: got 201 at 3, want 0 to 200");
+  c.cu_seqlens[2] = 1;
+  EXPECT_EQ(message_of([&] { plan.run(args); }),
+            "cu_seqlens_q: decreases at 2: 1 after 200, want non-decreasing");
+  EXPECT_TRUE(state_->launches.empty());
+  c.cu_seqlens[2] = 400;
+  // A plan is for lengths in one place.
+  ForwardArgs elsewhere = args;
+  elsewhere.seqused_k.device = args.q.device;
+  EXPECT_EQ(message_of([&] { plan.run(elsewhere); }),
+            "seqused_k: got i32 (5) strides (1) on cuda:0, want i32 (5) strides (1) on cpu as "
+            "planned");
+  elsewhere.seqused_k.device.index = 1;
+  EXPECT_EQ(message_of([&] { fulgur::plan(elsewhere, c.call.options); }),
+            "seqused_k: on cuda:1, want cuda:0 as q, or cpu");
+}
+
+TEST_F(OnFakeGpu, CapturedLengthsOfTheHostHaveTheirOwnMemory) {
+  CallWithHostLengths c(5);
+  const ForwardArgs args = placed(c.call.args, kBase);
+  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
+  const Plan plan = fulgur::plan(args, c.call.options);
+  plan.run(args, run);
+  const FakeState before = *state_;
+  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  state_->capturing = run.stream;
+  for (int i = 0; i < 3; ++i) {
+    c.used[0] = i;
+    plan.run(args, run);
+    const auto store = params<StoreNumbersParams>(state_->launches.size() - 3);
+    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_EQ(store.numbers[12], i);
+  }
+  state_->capturing = nullptr;
+  state_->destroy_graph();
+  EXPECT_EQ(state_->unsafe_in_capture, before.unsafe_in_capture);
+}
+
 TEST_F(OnFakeGpu, AFirstCallInACaptureIsRefused) {
   const ForwardCall call = forward_call({.sq = 1357});
   const ForwardArgs args = placed(call.args, kBase);
@@ -970,6 +1096,18 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
       ASSERT_EQ(kernels(), before) << other.batch << " x " << other.sq << " x " << other.sk;
     }
   }
+}
+
+// Wherever lengths lie.
+TEST_F(Prewarmed, LengthsOfTheHostCompileNothing) {
+  const ForwardCall there =
+      forward_call({.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused = true});
+  cuda::prewarm(there.args, there.options);
+  const auto before = kernels();
+  const CallWithHostLengths here(7);
+  fulgur::forward(placed(here.call.args, kBase), here.call.options);
+  EXPECT_FALSE(state_->launches.empty());
+  EXPECT_EQ(kernels(), before);
 }
 
 // Odd dims are copied, and their gradients stored by elements; the mask binds in long calls only,

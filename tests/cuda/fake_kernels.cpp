@@ -10,6 +10,7 @@
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
+#include "kernels/store_numbers_params.h"
 
 namespace {
 
@@ -23,6 +24,7 @@ struct Kernel {
 };
 constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
                                {"fulgur_merge", sizeof(MergeParams)},
+                               {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
                                {"fulgur_forward", sizeof(ForwardParams)},
                                {"fulgur_decode", sizeof(DecodeParams)},
                                {"fulgur_forward_copy", sizeof(ForwardCopyParams)},

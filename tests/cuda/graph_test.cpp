@@ -1,5 +1,7 @@
 // Captured launches: what they need of the plan, of the memory and of the streams beside them.
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <optional>
 
 #include "device.h"
@@ -170,6 +172,42 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
         EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
       }
     }
+  }
+}
+
+// Those that lie on the host are as they were captured.
+TEST_F(Graphs, LengthsOfTheHostStay) {
+  const Stream stream;
+  Workload w({.dtype = DType::kBF16,
+              .sq = 300,
+              .sk = 400,
+              .hq = 4,
+              .hk = 2,
+              .mask = causal(),
+              .layout = Layout::kPacked,
+              .seqused = true},
+             1);
+  EngineMemory memory("cuda");
+  ForwardTensors tensors = memory.at(w.forward);
+  std::deque<std::vector<int32_t>> arrays;
+  for (const auto& [to, from] : {std::pair{&tensors.cu_seqlens_q, w.forward.cu_seqlens_q},
+                                 std::pair{&tensors.cu_seqlens_k, w.forward.cu_seqlens_k},
+                                 std::pair{&tensors.seqused_k, w.forward.seqused_k}}) {
+    const auto* const values = static_cast<const int32_t*>(from.data);
+    arrays.emplace_back(values, values + from.numel());
+    *to = from;
+    to->data = arrays.back().data();
+  }
+  const Plan plan = fulgur::plan(tensors, w.options);
+  const Graph graph(stream, [&] { plan.run(tensors, stream.run()); });
+  for (auto& array : arrays) std::fill(array.begin(), array.end(), -7777);
+  for (int replay = 0; replay < 3; ++replay) {
+    w.seal();
+    memory.send();
+    graph.launch(stream);
+    stream.synchronize();
+    memory.bring_back();
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
   }
 }
 

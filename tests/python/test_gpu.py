@@ -80,7 +80,7 @@ def on_fake_gpu(tmp_path_factory):
     includes = [f"-I{root / name}" for name in ("src", "src/kernels", "include", "tests/cuda")]
     subprocess.run(
         ["c++", "-std=c++20", "-shared", "-fPIC", *includes, folder / "look.cpp",
-         TESTS / "cuda/fake_driver.cpp", "-o", folder / "libcuda.so.1"],
+         TESTS / "cuda/fake_driver.cpp", TESTS / "cuda/fake_kernels.cpp", "-o", folder / "libcuda.so.1"],
         check=True,
     )  # fmt: skip
     environment = dict(os.environ, LD_LIBRARY_PATH=str(folder), FULGUR_CACHE_DIR=str(folder / "cache"))
@@ -148,6 +148,25 @@ assert plan.run(q, k, k, out=out, lse=lse, workspace=workspace, stream=5) == (ou
 assert driver.last_stream() == 5
 with pytest.raises(TypeError, match="^workspace: got ndarray.* contiguous array on cuda:0"):
     plan.run(q, k, k, workspace=np.zeros(need.bytes + 256, np.uint8))
+""")
+
+
+def test_lengths_on_the_host(on_fake_gpu):
+    on_fake_gpu("""
+packed, ends, used = OnGpu((300, 4, 64)), np.array([0, 100, 300], np.int32), np.array([90, 150], np.int32)
+call = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, seqused_k=used)
+fulgur.attention(packed, packed, packed, **call)
+assert driver.launch_count() == 3  # the lengths, the rows, the padding
+plan = fulgur.plan(packed, packed, packed, **call)
+assert "each run puts 8 numbers on the device by 1 launch" in plan.explain()
+plan.run(packed, packed, packed, **call)
+assert driver.launch_count() == 6
+used[1] = 201
+with pytest.raises(ValueError, match="^seqused_k: got 201 at 1, want 0 to 200"):
+    plan.run(packed, packed, packed, **call)
+with pytest.raises(ValueError, match="^page_table: on cpu, want cuda:0 as q"):
+    fulgur.attention(q, k, k, seqused_k=used, page_table=np.zeros((2, 1), np.int32))
+assert driver.launch_count() == 6
 """)
 
 

@@ -164,8 +164,8 @@ struct Parts {
 };
 
 // Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes
-// kRows rows and kAtOnce parts at a time, so that all of its loads are on their way together: each lane the weight of one part of one
-// row, and four columns of all.
+// kRows rows and kAtOnce parts at a time, so that all of its loads are on their way together: each lane the weight of
+// one part of one row, and four columns of all.
 template <int kRows, int kAtOnce>
 __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
                                            bool whole) {

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cuda/gpu.h"
+#include "fulgur/attention.h"
+#include "problem.h"
+
+namespace fulgur::cuda {
+
+/// Writes numbers of its arguments to memory.
+extern const KernelUse kStoreKernel;
+
+/// The lengths of a problem that lie in the host's memory. A run reads and checks them, and
+/// launches them to its workspace, where its kernels find them: it does not wait, its caller may
+/// change them once it has returned, and a graph keeps those of its capture.
+class HostLengths {
+ public:
+  /// Loads the kernel, if there are such lengths.
+  HostLengths(const Problem& problem, Gpu& gpu);
+
+  /// Bytes that they take in the workspace, 0 where there are none.
+  int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }
+
+  /// Checks those of a call. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
+  template <class Args>
+  void check(const Args& args) const;
+  /// The call with its lengths at `to`, which is memory of the device.
+  template <class Args>
+  Args moved(Args args, void* to) const;
+  /// Puts the kernels on the stream that write them there.
+  template <class Args>
+  void store(const Args& args, CUstream stream, void* to) const;
+
+  /// Says what they cost, if there are any.
+  void describe(std::vector<std::string>& decisions) const;
+
+ private:
+  Problem problem_;
+  int64_t count_ = 0;  ///< of all numbers
+  CUfunction kernel_ = nullptr;
+};
+
+}  // namespace fulgur::cuda

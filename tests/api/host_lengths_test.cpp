@@ -1,0 +1,244 @@
+// Lengths in the host's memory, on every engine: beside tensors on a device, too.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <type_traits>
+
+#include "cached.h"
+#include "engine_memory.h"
+#include "engines.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+using Bits = std::vector<std::byte>;
+
+/// Which lengths lie on the host.
+enum Which : unsigned { kCuQ = 1, kCuK = 2, kUsed = 4, kLeftpad = 8, kAll = 15 };
+
+/// A call in an engine's memory, some of whose lengths lie in arrays of the host.
+template <class Tensors>
+class HostCall {
+ public:
+  HostCall(const std::string& engine, const Tensors& t, unsigned which = kAll)
+      : memory_(engine), there_(memory_.at(t)) {
+    if (which & kCuQ) copy(t.cu_seqlens_q, there_.cu_seqlens_q);
+    if (which & kCuK) copy(t.cu_seqlens_k, there_.cu_seqlens_k);
+    if (which & kUsed) copy(t.seqused_k, there_.seqused_k);
+    if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
+      if (which & kLeftpad) copy(t.leftpad_k, there_.leftpad_k);
+    }
+  }
+  const Tensors& tensors() const { return there_; }
+  /// Runs, and changes the arrays as soon as the run has returned.
+  void run(const Plan& plan, const Run& run) {
+    plan.run(there_, run);
+    for (auto& array : arrays_) std::fill(array.begin(), array.end(), -7777);
+    memory_.bring_back();
+  }
+  /// The message of a run that fails, which must not write.
+  std::string refused(const Plan& plan) {
+    const std::string message = message_of([&] { plan.run(there_); });
+    memory_.bring_back();
+    return message;
+  }
+  int32_t* array(size_t i) { return arrays_.at(i).data(); }
+
+ private:
+  void copy(const Tensor& from, Tensor& to) {
+    if (!from.given()) return;
+    const auto* const values = static_cast<const int32_t*>(from.data);
+    arrays_.emplace_back(values, values + from.numel());
+    to = from;
+    to.data = arrays_.back().data();
+  }
+
+  EngineMemory memory_;
+  Tensors there_;
+  std::deque<std::vector<int32_t>> arrays_;
+};
+
+class HostLengths : public EveryEngine {
+ protected:
+  /// A workload for this engine, which gives the same bits in every run.
+  void prepare(Workload& w) const {
+    w.options.engine = engine();
+    w.options.deterministic = true;
+  }
+};
+
+std::vector<Bits> forward_bits(const Workload& w) {
+  return {bits(w.forward.out), bits(w.forward.lse)};
+}
+std::vector<Bits> backward_bits(const Workload& w) {
+  return {bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
+}
+
+// Prefill and decoding, packed and not.
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const bool seqused : {false, true}) {
+    for (const Mask& mask : {full(), causal()}) {
+      all.push_back({.dtype = DType::kBF16,
+                     .sq = 150,
+                     .sk = 170,
+                     .hq = 4,
+                     .hk = 2,
+                     .mask = mask,
+                     .layout = Layout::kPacked,
+                     .seqused = seqused});
+    }
+  }
+  for (const int64_t sq : {2, 100}) {
+    all.push_back({.dtype = DType::kBF16,
+                   .batch = 3,
+                   .sq = sq,
+                   .sk = 200,
+                   .hq = 4,
+                   .hk = 2,
+                   .mask = causal(),
+                   .seqused = true});
+  }
+  return all;
+}
+
+TEST_P(HostLengths, GiveTheBitsOfLengthsBesideTheTensors) {
+  for (const Case& c : cases()) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, 1);
+    prepare(w);
+    if (!runs(w)) continue;
+    const auto forward = forward_bits(w), backward = backward_bits(w);
+    for (unsigned which = 1; which <= (kCuQ | kCuK | kUsed); ++which) {
+      if ((which & kUsed && !c.seqused) || (which & (kCuQ | kCuK) && !c.packed())) continue;
+      SCOPED_TRACE(which);
+      const auto longest = EngineMemory(engine()).options(w.forward, w.options);
+      w.seal();
+      HostCall<ForwardTensors> call(engine(), w.forward, which);
+      call.run(plan(call.tensors(), longest), {});
+      EXPECT_EQ(forward_bits(w), forward);
+      HostCall<BackwardTensors> gradient(engine(), w.backward, which);
+      gradient.run(plan(gradient.tensors(), longest), {});
+      EXPECT_EQ(backward_bits(w), backward);
+      EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
+// With the caller's workspace, and without being told the longest sequences.
+TEST_P(HostLengths, AreReadForTheLongest) {
+  Workload w(cases()[3], 1);
+  prepare(w);
+  if (!runs(w)) return;
+  const auto forward = forward_bits(w);
+  w.seal();
+  HostCall<ForwardTensors> call(engine(), w.forward);
+  const Plan plan = fulgur::plan(call.tensors(), w.options);
+  EXPECT_GT(plan.flops(), 0);
+  Dense workspace(DType::kI32, {plan.workspace().bytes / 4 + 65});
+  std::memset(workspace.storage().bytes().data(), 0, workspace.storage().bytes().size());
+  EngineMemory memory(engine());
+  const Tensor there = memory.at(workspace.tensor());
+  const auto begin = reinterpret_cast<uintptr_t>(there.data);
+  const auto alignment = static_cast<uintptr_t>(plan.workspace().alignment);
+  void* const aligned = reinterpret_cast<void*>((begin + alignment - 1) / alignment * alignment);
+  call.run(plan, {.workspace = {aligned, plan.workspace().bytes}});
+  EXPECT_EQ(forward_bits(w), forward);
+}
+
+TEST_P(HostLengths, OfCaches) {
+  using Index = CacheShape::Index;
+  for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
+    for (const bool leftpad : {false, true}) {
+      const CacheShape shape{.index = index, .page = 16, .leftpad = leftpad};
+      SCOPED_TRACE(shape.name());
+      Workload w({.dtype = DType::kBF16,
+                  .batch = 3,
+                  .sq = 3,
+                  .sk = 150,
+                  .hq = 8,
+                  .hk = 2,
+                  .mask = causal(),
+                  .seqused = true},
+                 1);
+      prepare(w);
+      Cached cached(w, shape, 2);
+      if (!computes([&] { cached.run_forward(); })) continue;
+      const auto right = forward_bits(w);
+      for (const unsigned which : {kUsed, kLeftpad, kAll}) {
+        if (which == kLeftpad && !leftpad) continue;
+        w.seal();
+        HostCall<ForwardTensors> call(engine(), cached.forward, which);
+        call.run(plan(call.tensors(), w.options), {});
+        EXPECT_EQ(forward_bits(w), right) << which;
+      }
+    }
+  }
+}
+
+// More of them than one launch takes.
+TEST_P(HostLengths, OfManySequences) {
+  std::vector<Rows> lengths;
+  for (int64_t b = 0; b < 400; ++b) lengths.push_back({0, 0, b % 3, b % 5});
+  Workload w({.dtype = DType::kBF16, .sq = 2, .sk = 4, .layout = Layout::kPacked, .seqused = true},
+             1, lengths);
+  prepare(w);
+  if (!runs(w)) return;
+  const auto forward = forward_bits(w), backward = backward_bits(w);
+  w.seal();
+  HostCall<ForwardTensors> call(engine(), w.forward);
+  call.run(plan(call.tensors(), w.options), {});
+  EXPECT_EQ(forward_bits(w), forward);
+  EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+  HostCall<BackwardTensors> gradient(engine(), w.backward);
+  gradient.run(plan(gradient.tensors(), w.options), {});
+  EXPECT_EQ(backward_bits(w), backward);
+}
+
+// Each is named as on the CPU, and nothing is written.
+TEST_P(HostLengths, AreCheckedInEveryRun) {
+  Workload w({.dtype = DType::kBF16,
+              .sq = 50,
+              .sk = 60,
+              .hq = 2,
+              .hk = 1,
+              .layout = Layout::kPacked,
+              .seqused = true},
+             1, {{0, 0, 50, 60}, {0, 0, 0, 10}, {0, 0, 20, 60}});
+  prepare(w);
+  if (!runs(w)) return;
+  const struct {
+    size_t array, at;
+    int32_t value;
+    const char* message;
+  } wrong[] = {
+      {0, 0, 1, "cu_seqlens_q: starts with 1, want 0"},
+      {0, 2, 10, "cu_seqlens_q: decreases at 2: 10 after 50, want non-decreasing"},
+      {0, 3, 5000, "cu_seqlens_q: ends with 5000, want at most "},
+      {1, 0, -1, "cu_seqlens_k: starts with -1, want 0"},
+      {1, 1, 0, "cu_seqlens_k: has a sequence of "},
+      {2, 1, -1, "seqused_k: got -1 at 1, want 0 to "},
+      {2, 2, 5000, "seqused_k: got 5000 at 2, want 0 to "},
+  };
+  w.seal();
+  for (const auto& [array, at, value, message] : wrong) {
+    HostCall<ForwardTensors> call(engine(), w.forward);
+    HostCall<BackwardTensors> gradient(engine(), w.backward);
+    const Plan plan = fulgur::plan(call.tensors(), w.options);
+    const Plan plan_backward = fulgur::plan(gradient.tensors(), w.options);
+    call.array(array)[at] = gradient.array(array)[at] = value;
+    const std::string got = call.refused(plan);
+    EXPECT_EQ(got.find(message), 0u) << got;
+    EXPECT_EQ(gradient.refused(plan_backward), got);
+    EXPECT_TRUE(w.nothing_written());
+  }
+}
+
+FULGUR_EVERY_ENGINE(HostLengths);
+
+}  // namespace
+}  // namespace fulgur::test
