@@ -1,5 +1,7 @@
 #include "cuda/jit.h"
 
+#include <map>
+#include <mutex>
 #include <regex>
 #include <vector>
 
@@ -13,6 +15,16 @@ std::vector<std::string> options_of(const KernelRequest& request) {
   return {"--gpu-architecture=" + request.architecture, "--std=c++20",
           // The compiler would otherwise raise this process's stack limit.
           "--modify-stack-limit=false", "--ptxas-options=-v"};
+}
+
+/// The digest of all text that a kernel is compiled from, found once.
+std::string text_digest(const std::string& source) {
+  static std::mutex mutex;
+  static std::map<std::string, std::string> found;
+  const std::lock_guard lock(mutex);
+  std::string& result = found[source];
+  if (result.empty()) result = digest(sources_of(kernel_sources(), source));
+  return result;
 }
 
 }  // namespace
@@ -35,16 +47,18 @@ const std::string& kernels_identity() {
 std::string cache_key(const KernelRequest& request) {
   Sha256 hash;
   const auto add = [&](const std::string& part) { hash.add(part).add(std::string_view("\0", 1)); };
-  for (const auto* part :
-       {&kernels_identity(), &request.source, &request.plan_header, &request.architecture}) {
-    add(*part);
+  for (const std::string& part : {text_digest(request.source), nvrtc_identity(), request.source,
+                                  request.plan_header, request.architecture}) {
+    add(part);
   }
   for (const std::string& option : options_of(request)) add(option);
   return hash.hex();
 }
 
 Cubin compile(const KernelRequest& request) {
-  return nvrtc_compile(kernel_sources(), request.source, request.plan_header, options_of(request));
+  // No other text is in the compiler's reach, so that the key is of all that it reads.
+  return nvrtc_compile(sources_of(kernel_sources(), request.source), request.source,
+                       request.plan_header, options_of(request));
 }
 
 Cubin cached(const KernelRequest& request) {

@@ -29,10 +29,11 @@ std::string defect_of(const Cubin& cubin);
 /// The sources and the compiler of every kernel. Throws as nvrtc_identity does.
 const std::string& kernels_identity();
 
-/// The key of a request in a cache: sources, plan, options, compiler and architecture, no path.
+/// The key of a request in a cache: the text that its kernel reads, plan, options, compiler and
+/// architecture, no path. Throws as nvrtc_identity and sources_of do.
 std::string cache_key(const KernelRequest& request);
 
-/// Compiles, past any cache. Throws as nvrtc_compile does.
+/// Compiles, past any cache. Throws as nvrtc_compile and sources_of do.
 Cubin compile(const KernelRequest& request);
 
 /// From the cache of the default folder, compiled when it is not there.

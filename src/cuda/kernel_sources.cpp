@@ -5,6 +5,9 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <regex>
+#include <sstream>
+#include <vector>
 
 #include "cuda/sha256.h"
 #include "cuda/trust.h"
@@ -53,6 +56,31 @@ const KernelSources& kernel_sources() {
     return folder.empty() ? embedded_sources() : read_folder(folder);
   }();
   return kSources;
+}
+
+KernelSources sources_of(const KernelSources& sources, const std::string& kernel) {
+  static const std::regex kInclude(R"(\s*#\s*include\s*([<"])([^>"]+)[>"].*)");
+  KernelSources read;
+  std::vector<std::string> unread;
+  const auto add = [&](const std::string& name, const std::string& why) {
+    if (!sources.contains(name)) {
+      throw Error(Status::kInternal,
+                  fmt::format("the kernel sources lack {}, which {}", name, why));
+    }
+    if (read.emplace(name, sources.at(name)).second) unread.push_back(name);
+  };
+  add(kernel, "is to be compiled");
+  while (!unread.empty()) {
+    const std::string name = unread.back();
+    unread.pop_back();
+    std::istringstream text(sources.at(name));
+    std::smatch match;
+    for (std::string line; std::getline(text, line);) {
+      if (!std::regex_match(line, match, kInclude) || match[2] == "plan.h") continue;
+      if (match[1] == "\"" || sources.contains(match[2])) add(match[2], name + " includes");
+    }
+  }
+  return read;
 }
 
 std::string digest(const KernelSources& sources) {

@@ -16,6 +16,11 @@ KernelSources embedded_sources();
 /// can be read.
 const KernelSources& kernel_sources();
 
+/// The part of `sources` that a kernel is compiled from: its own text and all that it includes,
+/// over other files too. plan.h is the request's, and what stands in <...> and is not among the
+/// sources is the compiler's. Throws Error(kInternal) when another one is missing.
+KernelSources sources_of(const KernelSources& sources, const std::string& kernel);
+
 /// SHA-256 over name, size and text of each source, in the order of names.
 std::string digest(const KernelSources& sources);
 

@@ -28,6 +28,7 @@
 #include "engines.h"
 #include "forward_call.h"
 #include "fulgur/cuda.h"
+#include "ledger.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -326,13 +327,41 @@ TEST(Enough, ShowsWhatAllDo) {
   EXPECT_EQ(std::ranges::count(enough, request("64", 1, 1)), 1);
 }
 
-TEST_F(Compile, EveryReachablePlanIsClean) {
+TEST(Ledger, SaysWhatToCompile) {
+  const std::set<std::string> ledger = {"00000000000000aa", "00000000000000bb", "00000000000000cc"};
+  EXPECT_EQ(test::read_ledger(test::ledger_text(ledger)), ledger);
+  std::vector<std::string> keys;
+  for (const char* key : {"bb", "dd", "aa"}) keys.push_back(fmt::format("{:0>16}{:>48}", key, key));
+  const test::ToCompile chosen = test::to_compile(keys, ledger, 1, 0);
+  EXPECT_EQ(chosen.unknown, std::vector<size_t>{1});
+  EXPECT_EQ(chosen.stale, 1u);
+  std::set<size_t> drawn;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    const std::vector<size_t> sample = test::to_compile(keys, ledger, 1, seed).sample;
+    ASSERT_EQ(sample.size(), 1u);
+    drawn.insert(sample[0]);
+  }
+  EXPECT_EQ(drawn, (std::set<size_t>{0, 2}));
+  EXPECT_EQ(test::to_compile(keys, ledger, 9, 0).sample, (std::vector<size_t>{0, 2}));
+  EXPECT_EQ(test::to_compile(keys, {}, 9, 0).unknown.size(), 3u);
+}
+
+/// What draws the sample: FULGUR_LEDGER_SEED, else the day.
+uint64_t ledger_seed() {
+  const char* seed = getenv("FULGUR_LEDGER_SEED");
+  if (seed != nullptr) return std::stoull(seed);
+  using std::chrono::days, std::chrono::floor, std::chrono::system_clock;
+  return static_cast<uint64_t>(floor<days>(system_clock::now()).time_since_epoch().count());
+}
+
+/// Every kernel that a plan may ask for, as far as one shows something that no other one does.
+std::vector<KernelRequest> requests_of_plans() {
   std::vector<KernelRequest> reachable;
   std::set<std::string> seen;
   std::vector<Problem> all = problems();
-  for (const Problem& problem : all) ASSERT_EQ(hopper_forward_rejects(problem), "");
+  for (const Problem& problem : all) EXPECT_EQ(hopper_forward_rejects(problem), "");
   for (const Problem& problem : backward_problems()) {
-    ASSERT_EQ(hopper_backward_rejects(problem), "");
+    EXPECT_EQ(hopper_backward_rejects(problem), "");
     all.push_back(problem);
   }
   const auto add = [&](const Candidate& candidate) {
@@ -347,7 +376,7 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
     });
   }
   for (const Problem& problem : decode_problems()) {
-    ASSERT_EQ(hopper_decode_rejects(problem), "");
+    EXPECT_EQ(hopper_decode_rejects(problem), "");
     add(HopperDecodeCandidate(problem, hopper_decode_tile(problem, {})));
   }
   for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses
@@ -362,22 +391,50 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
       }
     }
   }
-  ASSERT_GT(reachable.size(), 500u);
-  const std::vector<KernelRequest> requests = enough_of(reachable);
+  EXPECT_GT(reachable.size(), 500u);
+  return enough_of(reachable);
+}
+
+// With FULGUR_RENEW_LEDGER all of them are compiled, and the ledger is written anew if none has a
+// defect.
+TEST_F(Compile, EveryReachablePlanIsClean) {
+  constexpr size_t kSample = 24;
+  const bool renew = getenv("FULGUR_RENEW_LEDGER") != nullptr;
+  std::ifstream file(FULGUR_LEDGER);
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const std::set<std::string> ledger = test::read_ledger(text);
+  EXPECT_TRUE(renew || text == test::ledger_text(ledger)) << FULGUR_LEDGER << " was edited by hand";
+
+  const std::vector<KernelRequest> requests = requests_of_plans();
+  std::vector<std::string> keys;
+  for (const KernelRequest& request : requests) keys.push_back(cache_key(request));
+  const uint64_t seed = ledger_seed();
+  const test::ToCompile chosen =
+      test::to_compile(keys, renew ? std::set<std::string>{} : ledger, kSample, seed);
+  fmt::print("{} kernels: {} not in the ledger, {} of it drawn by FULGUR_LEDGER_SEED={}\n",
+             keys.size(), chosen.unknown.size(), chosen.sample.size(), seed);
+  if (chosen.stale != 0) {
+    fmt::print("{} of the ledger's {} kernels are none of these: renew it (CONTRIBUTING.md)\n",
+               chosen.stale, ledger.size());
+  }
+  std::vector<size_t> indices = chosen.unknown;
+  indices.insert(indices.end(), chosen.sample.begin(), chosen.sample.end());
+
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));
   std::atomic<size_t> next = 0, compiled = 0;
   const auto start = std::chrono::steady_clock::now();
   const auto work = [&] {
-    for (size_t i; (i = next++) < requests.size();) {
+    for (size_t n; (n = next++) < indices.size();) {
+      const KernelRequest& request = requests[indices[n]];
       try {
-        const Cubin cubin = cache.get(cache_key(requests[i]), [&] {
+        const Cubin cubin = cache.get(keys[indices[n]], [&] {
           ++compiled;
-          return compile(requests[i]);
+          return compile(request);
         });
-        EXPECT_EQ(complaint(cubin.log), "") << name(requests[i]) << cubin.log;
+        EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
       } catch (const Error& error) {
-        ADD_FAILURE() << name(requests[i]) << error.what();
+        ADD_FAILURE() << name(request) << error.what();
       }
     }
   };
@@ -386,8 +443,12 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   for (std::thread& t : threads) t.join();
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  fmt::print("{} kernels of {} that can be asked for, {} compiled now, {:.1f} s\n", requests.size(),
-             reachable.size(), compiled.load(), seconds);
+  fmt::print("{} judged, {} compiled now, {:.1f} s\n", indices.size(), compiled.load(), seconds);
+  if (!renew || HasFailure()) return;
+  std::set<std::string> clean;
+  for (const std::string& key : keys) clean.insert(test::ledger_entry(key));
+  std::ofstream renewed(FULGUR_LEDGER);
+  EXPECT_TRUE(renewed << test::ledger_text(clean) << std::flush) << FULGUR_LEDGER;
 }
 
 TEST_F(Compile, KernelsOfNoTileAreClean) {

@@ -1,11 +1,16 @@
-// FULGUR_KERNEL_DIR: the text that is compiled instead of the library's, and wrong folders.
+// Which text a kernel is compiled from. FULGUR_KERNEL_DIR: other text instead of the library's, and
+// wrong folders.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 
+#include "cuda/jit.h"
 #include "cuda/kernel_sources.h"
 #include "engines.h"
 #include "folder.h"
@@ -14,6 +19,49 @@ namespace fulgur::cuda {
 namespace {
 
 namespace fs = std::filesystem;
+
+const KernelSources kIncluding = {
+    {"a.cu", "#pragma once\n#include \"plan.h\"\n  # include \"below/b.cuh\"  // why\n"},
+    {"below/b.cuh", "#include <c.h>\n#include <cstdint>\n#include \"a.cu\"\n"},
+    {"c.h", "// #include \"d.h\"\n"},
+    {"d.cu", "#include \"c.h\"\n"},
+    {"d.h", "text of d"}};
+
+TEST(SourcesOf, AllThatIsIncluded) {
+  KernelSources want = kIncluding;
+  want.erase("d.cu");
+  want.erase("d.h");
+  EXPECT_EQ(sources_of(kIncluding, "a.cu"), want);
+  EXPECT_EQ(sources_of(kIncluding, "d.h"), (KernelSources{{"d.h", "text of d"}}));
+}
+
+TEST(SourcesOf, WhatIsMissing) {
+  KernelSources sources = kIncluding;
+  sources.erase("below/b.cuh");
+  const auto read = [&] { sources_of(sources, "a.cu"); };
+  EXPECT_EQ(test::status_of(read), Status::kInternal);
+  EXPECT_EQ(test::message_of(read), "the kernel sources lack below/b.cuh, which a.cu includes");
+  sources.erase("a.cu");
+  EXPECT_EQ(test::message_of(read), "the kernel sources lack a.cu, which is to be compiled");
+}
+
+// A kernel's key outlives changes of the text of others.
+TEST(SourcesOf, TheLibrarysKernels) {
+  KernelSources sources = embedded_sources();
+  const auto digests = [&] {
+    return std::pair(digest(sources_of(sources, "sm90/forward.cu")),
+                     digest(sources_of(sources, "sm90/decode.cu")));
+  };
+  const auto [forward, decode] = digests();
+  sources.at("sm90/decode_load.cuh") += "\n";
+  const auto [same_forward, changed_decode] = digests();
+  EXPECT_EQ(same_forward, forward);
+  EXPECT_NE(changed_decode, decode);
+  sources.at("shared/band.h") += "\n";  // included over several others
+  const auto [changed_forward, again_decode] = digests();
+  EXPECT_NE(changed_forward, forward);
+  EXPECT_NE(again_decode, changed_decode);
+}
 
 class Sources : public test::InFolder {
  protected:
@@ -30,6 +78,27 @@ class Sources : public test::InFolder {
   }
   void expect_refused(const std::string& why) { expect_refused(root_.string(), why); }
   std::string at(const char* name) const { return (root_ / name).string(); }
+
+  /// The key of a.cu in a process of its own, which reads the folder; empty without NVRTC.
+  std::string key_of_a() const {
+    setenv("FULGUR_KERNEL_DIR", root_.c_str(), 1);
+    int ends[2];
+    EXPECT_EQ(pipe(ends), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      const std::string key =
+          nvrtc_unavailable().empty() ? cache_key({.source = "a.cu", .plan_header = {}}) : "";
+      _exit(write(ends[1], key.data(), key.size()) == static_cast<ssize_t>(key.size()) ? 0 : 1);
+    }
+    close(ends[1]);
+    std::string key(64, '\0');
+    key.resize(std::max<ssize_t>(read(ends[0], key.data(), key.size()), 0));
+    close(ends[0]);
+    int status = -1;
+    EXPECT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    return key;
+  }
 };
 
 TEST_F(Sources, NoFolder) {
@@ -70,6 +139,17 @@ TEST_F(Sources, NoFile) {
   fs::remove(root_ / "b.cu");
   ASSERT_EQ(mkfifo(at("b.cu").c_str(), 0600), 0);
   expect_refused(at("b.cu") + " is not a file");
+}
+
+TEST_F(Sources, KeysAreOfWhatIsRead) {
+  std::ofstream(root_ / "a.cu") << "#include \"b.h\"\n";
+  std::ofstream(root_ / "b.h") << "text of b";
+  const std::string key = key_of_a();
+  if (key.empty()) GTEST_SKIP() << "no NVRTC";
+  std::ofstream(root_ / "c.h") << "text of c";
+  EXPECT_EQ(key_of_a(), key);
+  std::ofstream(root_ / "b.h") << "other text of b";
+  EXPECT_NE(key_of_a(), key);
 }
 
 // The last one: sources are read once in a process.
