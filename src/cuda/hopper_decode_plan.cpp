@@ -86,15 +86,16 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
   if (wide) {
-    // TMA keeps up with the products of larger tiles. A word of a tree mask has bits for 64 keys,
-    // and beside the widest heads more than plain scores and a right bound has no registers.
+    // TMA keeps up with the products of larger tiles. A word of a tree mask has bits for 64 keys.
     const int large = dim <= 128 ? 128 : 64;
-    const bool fits = dim <= 128 || !(plan.transforms_scores || plan.has_left);
-    const bool takes_large = plan.team_warps == kMostWarps && !plan.tree && fits;
-    if (takes_large && box_keys_of(p, large) > 0) plan.block_keys = large;
+    // Beside the widest heads what scores need besides has no registers.
+    const bool more_scores = dim > 128 && (plan.transforms_scores || plan.has_left);
+    if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && box_keys_of(p, large) > 0) {
+      plan.block_keys = large;
+    }
+    const bool by_lanes = box_keys_of(p, plan.block_keys) == 0;
+    if (dim > 128 && (plan.tree || (more_scores && by_lanes))) plan.block_keys = 16;
   }
-  // Words of a tree mask need the registers of half a tile.
-  if (wide && dim > 128 && plan.tree) plan.block_keys = 16;
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;

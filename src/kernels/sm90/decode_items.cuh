@@ -20,8 +20,8 @@ enum : int {
   kWide = is_wide(kTile),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kWide && kBlockWarps == 12,
-  kLoadRegisters = kBoxKeys > 0 ? 72 : 104,
-  kTeamRegisters = kBoxKeys > 0 ? 216 : 200,
+  kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
+  kTeamRegisters = (504 - kLoadRegisters) / 2,
 };
 
 // A barrier of all teams.

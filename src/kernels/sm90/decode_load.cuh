@@ -165,14 +165,15 @@ class BoxLoader {
 
   __device__ __forceinline__ void copy(const TensorMapBlob& map, u32 to, u32 barrier) const {
     if (lane() == 0) mbarrier_arrive_expect(barrier, panels * kPanelBytes);
-    if (box() >= kBlockKeys / kBoxKeys) return;
+    if (box() >= kBoxes) return;
     const int panel = lane() % panels;
     tma_load(to + panel * kPanelBytes + box() * kBoxKeys * 128, &map, barrier,
              {64 * panel, row_, tiles_.item().head, entry_}, Keep::kShort);
   }
 
  private:
-  static_assert(kBoxKeys == 0 || kBlockKeys / most(kBoxKeys, 1) * panels <= 32);
+  enum : int { kBoxes = kBlockKeys / most(kBoxKeys, 1) };
+  static_assert(kBoxKeys == 0 || kBoxes * panels <= 32);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int box() { return lane() / panels; }
@@ -184,7 +185,7 @@ class BoxLoader {
     row_ = s.n.k_start + key;
     entry_ = kPackedK ? 0 : s.entry;
     if (kPage == 0) return;
-    const bool there = key < s.n.sk && box() < kBlockKeys / most(kBoxKeys, 1);
+    const bool there = key < s.n.sk && box() < kBoxes;
     entry_ = there ? page_ids(p_, tiles_.item())[row_ / most(kPage, 1)] : -1;
     row_ %= most(kPage, 1);
   }

@@ -243,7 +243,7 @@ __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeIt
 
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
                                             bool whole) {
-  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : 16;
+  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;  // as many as registers hold
   if constexpr (!kWide)
     merge_rows<kTeamWarps, kTeamWarps == 1 ? kOfOneRow : 8>(p, item, parts, whole);
   else if (parts.count <= 2)

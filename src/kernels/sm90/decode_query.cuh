@@ -97,8 +97,9 @@ class QueryLoader {
         mbarrier_arrive(buffer_.full());
       buffer_.advance();
     }
+    if (kBoxKeys == 0 || !kQWhole) return;  // lanes that copy rows have no registers for it
     DecodeItems next = tiles.items();
-    if (!kQWhole || !next.next(p, tiles.share())) return;
+    if (!next.next(p, tiles.share())) return;
     const ItemRows rows = rows_of_item(p, next.item);
     for (int row = thread; row < rows.count; row += 32 * kQueryWarps)
       bulk_prefetch(item_row(p, p.q, next.item, rows.first + row), p.d * 2);
