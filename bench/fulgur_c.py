@@ -54,7 +54,8 @@ class Options(Struct):
 
 
 class ForwardArgs(Struct):
-    _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k")]
+    _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k", "rng_state",
+                               "page_table")]
 
 
 class BackwardArgs(Struct):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times fulgur on a GPU beside PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
-cuBLAS product, in one run, and measures the errors of gradients.
+cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
@@ -25,6 +25,7 @@ import sys
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+import gpu_decode  # noqa: E402
 import gpu_errors  # noqa: E402
 from fulgur_c import Fulgur  # noqa: E402
 from gpu_case import DEVICE, Case, inputs  # noqa: E402
@@ -50,6 +51,7 @@ BACKWARD_SHAPES = {  # likewise, by what is special about them
     "deterministic": [Case(2, 8192, HIDDEN // d, d, d, causal, deterministic=True) for d in DIMS for causal in MASKS],
     "few heads": [Case(1, s, heads, 128, 128, causal) for s, heads in ((4096, 4), (8192, 2)) for causal in MASKS],
 }
+PARTS = ("forward", "backward", "errors", "decode")
 GEMM = 8192
 BURSTS = {"forward": (25, 15), "backward": (15, 9)}  # milliseconds, rounds
 MOST_DIFFERENCE = {"forward": 0.02, "backward": 0.03}  # from a peer, of the norm of what it gives
@@ -201,14 +203,18 @@ def errors_report(fulgur, generator):
     return gpu_errors.error_rows(fulgur, peers_of("backward", flash3_module("backward")).get("flash3"), generator)
 
 
+def decode_report(fulgur, generator):
+    return [gpu_decode.row(fulgur, case, generator, difference, turns) for case in gpu_decode.CASES]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", required=True, help="libfulgur.so")
     parser.add_argument("--json", required=True, help="the report to write")
     parser.add_argument("--d", type=int, nargs="+", default=DIMS)
     parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--parts", nargs="+", choices=("forward", "backward", "errors"),
-                        default=("forward", "backward", "errors"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--add", action="store_true", help="to the report that is there, of the same kernels")
     parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
     args = parser.parse_args()
     fulgur, generator = Fulgur(args.library), torch.Generator(DEVICE)
@@ -224,6 +230,11 @@ def main():
         "kernels_sha256": kernel_hash(),
         "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
     }
+    if args.add:
+        there = json.loads(pathlib.Path(args.json).read_text())
+        if there["kernels_sha256"] != report["kernels_sha256"]:
+            sys.exit(f"gpu_report.py: --add: {args.json} is of other kernels")
+        report = there
     # One stream for all: PyTorch computes gradients on the stream of the forward pass, which is to be captured.
     with torch.cuda.stream(torch.cuda.Stream()):
         if "forward" in args.parts:
@@ -232,6 +243,8 @@ def main():
             report["backward"] = backward_report(fulgur, grid, generator)
         if "errors" in args.parts:
             report["errors"] = errors_report(fulgur, generator)
+        if "decode" in args.parts:
+            report["decode"] = decode_report(fulgur, generator)
     pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 # On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
 # sanitizers, measures, and writes docs/performance/h200.{json,md,svg}.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
+# GPU_REPORT_DECODE: the PYTHONPATH of the FlashAttention-3 that decode calls are measured beside, if it is another one.
 # GPU_REPORT_TO names another folder for the report. What the tests and the sanitizers said goes to its checks.txt;
 # GPU_REPORT_CHECKS names that file of an earlier run of the same kernels, and they are not run again.
 set -eu
@@ -70,6 +71,10 @@ else
   hazards=$(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')
   echo "sanitizer_racecheck: $hazards" >>"$checks"
 fi
-with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" \
-  --checks "$checks"
+measure() {
+  with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" "$@"
+}
+measure --checks "$checks" --parts forward backward errors
+# A FlashAttention-3 that has caches may lack the backward pass, and the other way round.
+PYTHONPATH="${GPU_REPORT_DECODE:-${PYTHONPATH:-}}" measure --add --parts decode
 python3 "$root/tools/gpu_table.py" --write "$to/h200.json"

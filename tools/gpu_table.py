@@ -175,6 +175,30 @@ def errors(report):
     ]
 
 
+def decode(report):
+    rows = report["decode"]
+    both = [r for r in rows if "flash3_us" in r]
+    won = sum(r["fulgur_us"] < r["flash3_us"] for r in both)
+
+    def line(r):
+        keys = f"{length(r['keys'])} and shorter" if r["lengths"] else length(r["keys"])
+        theirs = [f"{r['flash3_us']:.1f}", f"{r['flash3_us'] / r['fulgur_us']:.2f}"] if "flash3_us" in r else ["", ""]
+        return [r["batch"], keys, pair(r["heads"], r["kv_heads"]), r["d"], r["queries"], r["page"] or "",
+                f"**{r['fulgur_us']:.1f}**", f"{r['bytes'] / r['fulgur_us'] / 1e6:.2f}", *theirs]
+
+    head = ["batch", "keys", "heads", "d", "queries", "page", "fulgur, us", "TB/s", "FlashAttention-3, us",
+            "its time / ours"]
+    faster = f" fulgur is faster than FlashAttention-3 in {won} of the {len(both)} lines." if both else ""
+    return [
+        "## Decode",
+        "",
+        "Few query tokens beside caches, causal, lengths on the device; TB/s of exact bytes: live K and V, q and out."
+        " Every call reads memory, as the copies of a cache are together larger than L2." + faster,
+        "",
+        *lines_of(head, [line(r) for r in rows]),
+    ]
+
+
 def flash3_of(report):
     """Of which modules FlashAttention-3 is, in words."""
     modules = list(dict.fromkeys(m for m in (report.get("flash3"), report.get("backward", {}).get("flash3")) if m))
@@ -201,6 +225,8 @@ def markdown(report):
         text += ["", *forward_and_backward(report)]
     if "errors" in report:
         text += ["", *errors(report)]
+    if "decode" in report:
+        text += ["", *decode(report)]
     text += ["", *(f"- {line}" for line in report["checks"])]
     return "\n".join(text).rstrip() + "\n"
 

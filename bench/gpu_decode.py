@@ -1,0 +1,129 @@
+"""Decode calls that a GPU report measures: few query tokens beside caches, fulgur and FlashAttention-3 in turns.
+
+A burst goes through copies of the cache that are together larger than L2, so that every call reads memory. Bytes are
+exact: live K and V, q and out.
+"""
+
+import ctypes
+import dataclasses
+import importlib
+
+import torch
+from fulgur_c import ForwardArgs, Options, Run, WorkspaceNeed, described
+from gpu_case import DEVICE
+
+COLD_BYTES = 120_000_000  # of the copies of a cache, more than any L2
+MODULE = "flash_attn_interface"  # FlashAttention-3 with flash_attn_with_kvcache
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """A call in bf16, causal: `queries` new tokens of each sequence, which are the last of its keys."""
+
+    batch: int
+    keys: int
+    heads: int
+    kv_heads: int
+    d: int = 128
+    queries: int = 1
+    page: int = 0  # keys of a page, in random order; 0: contiguous
+    lengths: tuple = ()  # of the sequences, `keys` the longest; empty: all have `keys`
+
+    def used(self):
+        return self.lengths or (self.keys,) * self.batch
+
+    def bytes(self):
+        of_keys = 2 * sum(self.used()) * self.kv_heads
+        return 2 * self.d * (of_keys + 2 * self.batch * self.queries * self.heads)
+
+    def tensors(self, generator):
+        """q, k, v, seqused_k and, with pages, page_table, by the C API's names."""
+
+        def normal(*shape):
+            return torch.randn(shape, device=DEVICE, generator=generator, dtype=torch.bfloat16)
+
+        used = torch.tensor(self.used(), device=DEVICE, dtype=torch.int32)
+        tensors = {"q": normal(self.batch, self.queries, self.heads, self.d), "seqused_k": used}
+        rows = (self.batch, self.keys)
+        if self.page:
+            counts = [-(-n // self.page) for n in self.used()]
+            rows = (sum(counts), self.page)
+            pages = torch.randperm(rows[0], device=DEVICE, generator=generator).to(torch.int32).split(counts)
+            tensors["page_table"] = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+        return tensors | {name: normal(*rows, self.kv_heads, self.d) for name in ("k", "v")}
+
+
+CASES = (
+    *(DecodeCase(batch, keys, 32, 8) for batch, keys in
+      ((1, 1024), (1, 8192), (1, 131072), (8, 8192), (64, 8192), (256, 1024))),
+    DecodeCase(1, 8192, 8, 1), DecodeCase(64, 4096, 28, 4), DecodeCase(64, 4096, 32, 32),
+    DecodeCase(64, 8192, 64, 8, d=64), DecodeCase(32, 8192, 16, 8, d=256),
+    *(DecodeCase(64, 8192, 32, 8, page=page) for page in (16, 64, 256)),
+    DecodeCase(64, 131072, 32, 8, page=64, lengths=(131072, *(1024,) * 63)),
+    DecodeCase(4, 45118, 32, 8, page=64, lengths=(4641, 45118, 1730, 1696)),
+    DecodeCase(64, 8192, 64, 8, queries=4), DecodeCase(8, 8192, 64, 8, queries=4),
+    DecodeCase(64, 8192, 32, 8, queries=16), DecodeCase(8, 8192, 32, 8, queries=16),
+    DecodeCase(64, 8192, 32, 8, queries=16, page=16),
+    DecodeCase(64, 8192, 64, 8, queries=16), DecodeCase(8, 8192, 64, 8, queries=16),
+    DecodeCase(64, 8192, 64, 8, queries=16, page=16), DecodeCase(64, 8192, 64, 8, queries=16, page=64),
+    DecodeCase(32, 8192, 64, 8, d=64, queries=16), DecodeCase(32, 4096, 64, 8, d=256, queries=16),
+)
+
+
+class Ours:
+    """fulgur's plans of a case, over its copies of the cache."""
+
+    def __init__(self, fulgur, tensors):
+        self.fulgur, self.plan, self.calls = fulgur, ctypes.c_void_p(), []
+        options = Options(window_left=-1, window_right=0, engine=DEVICE.encode())
+        for copy in tensors:
+            out = torch.full_like(copy["q"], float("nan"))
+            used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in {**copy, "out": out}.items()}
+            args = ForwardArgs(**{name: ctypes.addressof(t) for name, t in used.items()})
+            if not self.plan:
+                fulgur.call("fulgur_plan_forward", ctypes.byref(args), ctypes.byref(options), ctypes.byref(self.plan))
+            self.calls.append((args, used, out))
+        need = WorkspaceNeed()
+        fulgur.call("fulgur_plan_workspace", self.plan, ctypes.byref(need))
+        self.workspace = torch.zeros(need.bytes, dtype=torch.uint8, device=DEVICE)
+        self.run = Run(workspace=self.workspace.data_ptr(), workspace_bytes=need.bytes)
+
+    def __call__(self, copy):
+        self.run.stream = torch.cuda.current_stream().cuda_stream
+        self.fulgur.call("fulgur_plan_run_forward", self.plan, ctypes.byref(self.calls[copy][0]),
+                         ctypes.byref(self.run))
+        return self.calls[copy][2]
+
+
+def flash3(tensors):
+    """A function that calls FlashAttention-3 on a copy; None where it is not installed or has no caches."""
+    try:
+        call = importlib.import_module(MODULE).flash_attn_with_kvcache
+    except (ModuleNotFoundError, AttributeError):
+        return None
+
+    def run(copy):
+        t = tensors[copy]
+        out = call(t["q"], t["k"], t["v"], cache_seqlens=t["seqused_k"], page_table=t.get("page_table"), causal=True)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def row(fulgur, case, generator, difference, turns):
+    """What a report says of a case; `turns` and `difference` are those of gpu_report."""
+    copies = min(8, -(-COLD_BYTES // case.bytes()))
+    tensors = [case.tensors(generator) for _ in range(copies)]
+    candidates = {"fulgur": Ours(fulgur, tensors), "flash3": flash3(tensors)}
+    candidates = {name: run for name, run in candidates.items() if run}
+    results = {name: [run(copy) for copy in range(copies)][0] for name, run in candidates.items()}
+    differs = difference([results["fulgur"]], [results["flash3"]]) if "flash3" in results else None
+
+    def bursts(run):  # of a call after the other, on one copy after the other
+        return lambda: [run(copy) for copy in range(copies)]
+
+    times, _ = turns({name: bursts(run) for name, run in candidates.items()}, 6, 7)
+    micros = {f"{name}_us": 1000 * ms / copies for name, ms in times.items()}
+    said = ", ".join(f"{key[:-3]} {us:.1f} us" for key, us in micros.items())
+    print(f"decode, {case}: {said}; differs by {differs}", flush=True)
+    return {**dataclasses.asdict(case), "bytes": case.bytes(), "difference_from_flash3": differs, **micros}
