@@ -30,6 +30,7 @@ import gpu_errors  # noqa: E402
 from fulgur_c import Fulgur  # noqa: E402
 from gpu_case import DEVICE, Case, inputs  # noqa: E402
 from gpu_peers import flash3_module, peers_of  # noqa: E402
+from gpu_table import KERNELS  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
@@ -51,7 +52,7 @@ BACKWARD_SHAPES = {  # likewise, by what is special about them
     "deterministic": [Case(2, 8192, HIDDEN // d, d, d, causal, deterministic=True) for d in DIMS for causal in MASKS],
     "few heads": [Case(1, s, heads, 128, 128, causal) for s, heads in ((4096, 4), (8192, 2)) for causal in MASKS],
 }
-PARTS = ("forward", "backward", "errors", "decode")
+PARTS = tuple(KERNELS)
 GEMM = 8192
 BURSTS = {"forward": (25, 15), "backward": (15, 9)}  # milliseconds, rounds
 MOST_DIFFERENCE = {"forward": 0.02, "backward": 0.03}  # from a peer, of the norm of what it gives
@@ -214,7 +215,7 @@ def main():
     parser.add_argument("--d", type=int, nargs="+", default=DIMS)
     parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--add", action="store_true", help="to the report that is there, of the same kernels")
+    parser.add_argument("--add", action="store_true", help="to the report that is there")
     parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
     args = parser.parse_args()
     fulgur, generator = Fulgur(args.library), torch.Generator(DEVICE)
@@ -227,14 +228,13 @@ def main():
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "fulgur": fulgur.version(),
-        "kernels_sha256": kernel_hash(),
+        "kernels": {},  # of each part, their hash
         "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
     }
     if args.add:
         there = json.loads(pathlib.Path(args.json).read_text())
-        if there["kernels_sha256"] != report["kernels_sha256"]:
-            sys.exit(f"gpu_report.py: --add: {args.json} is of other kernels")
-        report = there
+        report = there | {"checks": report["checks"] or there["checks"]}
+    report["kernels"] |= {part: kernel_hash(*KERNELS[part]) for part in args.parts}
     # One stream for all: PyTorch computes gradients on the stream of the forward pass, which is to be captured.
     with torch.cuda.stream(torch.cuda.Stream()):
         if "forward" in args.parts:

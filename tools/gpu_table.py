@@ -15,6 +15,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from kernel_hash import kernel_hash  # noqa: E402
 
+FORWARD = ("sm90/forward.cu", "forward_copy.cu", "forward_padding.cu")
+BACKWARD = (*FORWARD, *(f"sm90/backward_{part}.cu" for part in
+                        ("prepare", "keys", "keys_wide", "rows", "round", "repair", "sinks")))
+KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
+           "decode": ("sm90/decode.cu", "forward_padding.cu")}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
@@ -214,7 +219,7 @@ def markdown(report):
         "",
         f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
         f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3_of(report)}, kernels"
-        f" {report['kernels_sha256'][:12]}. All columns of a line were measured in turns, as CUDA graphs of"
+        f" {', '.join(f'{hash[:12]} ({part})' for part, hash in report['kernels'].items())}. All columns of a line were measured in turns, as CUDA graphs of"
         " many launches: the card's clock follows its load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
     ]
     if "results" in report:
@@ -294,11 +299,10 @@ def main():
         elif not path.exists() or path.read_text() != text:
             print(f"{path.name} is not that of {args.json.name}; run tools/gpu_table.py --write")
             wrong = True
-    now = kernel_hash()
-    stale = report["kernels_sha256"] != now
+    stale = [part for part, hash in report["kernels"].items() if hash != kernel_hash(*KERNELS[part])]
     if stale:
-        print(f"{args.json.name} was measured with other kernels ({report['kernels_sha256'][:12]}, now {now[:12]});"
-              " run `make gpu-report` on a machine with a GPU")
+        print(f"{args.json.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a machine"
+              " with a GPU")
     return 1 if wrong else 77 if stale and not args.write else 0
 
 

@@ -86,15 +86,17 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
   if (wide) {
-    // TMA keeps up with the products of larger tiles. A word of a tree mask has bits for 64 keys.
+    // Loads keep up with the products of larger tiles, but for lanes that look up pages. A word of
+    // a tree mask has bits for 64 keys.
     const int large = dim <= 128 ? 128 : 64;
+    const bool by_boxes = box_keys_of(p, large) > 0;
+    const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
     // Beside the widest heads what scores need besides has no registers.
     const bool more_scores = dim > 128 && (plan.transforms_scores || plan.has_left);
-    if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && box_keys_of(p, large) > 0) {
+    if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && keeps_up) {
       plan.block_keys = large;
     }
-    const bool by_lanes = box_keys_of(p, plan.block_keys) == 0;
-    if (dim > 128 && (plan.tree || (more_scores && by_lanes))) plan.block_keys = 16;
+    if (dim > 128 && (plan.tree || (more_scores && !by_boxes))) plan.block_keys = 16;
   }
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {

@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     const int team = (warp - kWarps) / kTileWarps;
     const int tile_warp = (warp - kWarps) % kTileWarps;
     const TileWalk tiles(p, share, items, more, team);
-    __syncthreads();  // as Queries<true> says
+    sync_block();  // as Queries<true> says
     if (kBoxKeys == 0)
       load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(team));
     else if (tile_warp == 0)

@@ -24,13 +24,16 @@ enum : int {
   kTeamRegisters = (504 - kLoadRegisters) / 2,
 };
 
-// A barrier of all teams.
+// A barrier of all teams. 1 and 2 are a team's, 8 and 9 say whose turn it is.
 __device__ __forceinline__ void sync_teams() {
   if (kWide)
-    named_barrier_sync(0, kThreads);
+    named_barrier_sync(10, kThreads);
   else
     __syncthreads();
 }
+
+// A barrier of the thread block, to which its warps come from different places.
+__device__ __forceinline__ void sync_block() { named_barrier_sync(11, kBlockThreads); }
 
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 
