@@ -94,7 +94,8 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
         )
         P = of_keys(P, options.get("sinks"))
         P = P if keep is None else P * keep[b]
-        out[rows] = r(np.einsum("hij,jhd->ihd", P, _heads(r(v[keys]), hq)))
+        if P.shape[-1]:  # einsum over no keys has given NaN
+            out[rows] = r(np.einsum("hij,jhd->ihd", P, _heads(r(v[keys]), hq)))
         lse[rows[0] if isinstance(rows, tuple) else (slice(None), rows)] = row_lse
     return out, lse
 
@@ -119,7 +120,8 @@ def attention_backward(
         dS = r(P * (dP - D) * slope)
         if sinks is not None:
             dsinks -= (whole[..., -1] * D[..., 0]).sum(axis=-1)
-        dq[rows] = r(np.einsum("hij,jhd->ihd", dS, K))
+        if P.shape[-1]:
+            dq[rows] = r(np.einsum("hij,jhd->ihd", dS, K))
         dk[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", dS, Q), hk))
         dv[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", P * Z, dO), hk))
     return (dq, dk, dv) if sinks is None else (dq, dk, dv, dsinks)
