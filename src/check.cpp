@@ -78,6 +78,14 @@ void check_device(const char* name, const ConstTensor& t, Device want, const cha
   }
 }
 
+void check_device_or_host(const char* name, const ConstTensor& t, Device want, const char* like) {
+  if (on_host(t)) return;
+  if (want.type == DeviceType::kCpu) return check_device(name, t, want, like);
+  if (t.device != want) {
+    fail(name, "on {}, want {} as {}, or cpu", name_of(t.device), name_of(want), like);
+  }
+}
+
 void check_indices(const char* name, const ConstTensor& t, int64_t size, const char* dims,
                    Device device, const char* like) {
   check_shape(name, t, dims, {size}, false);
@@ -89,11 +97,7 @@ void check_lengths(const char* name, const ConstTensor& t, int64_t size, const c
                    Device device, const char* like) {
   check_shape(name, t, dims, {size}, false);
   check_dtype(name, t, DType::kI32, "lengths are int32");
-  if (on_host(t)) return;
-  if (device.type == DeviceType::kCpu) return check_device(name, t, device, like);
-  if (t.device != device) {
-    fail(name, "on {}, want {} as {}, or cpu", name_of(t.device), name_of(device), like);
-  }
+  check_device_or_host(name, t, device, like);
 }
 
 void check_data(const char* name, const ConstTensor& t) {

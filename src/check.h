@@ -47,6 +47,10 @@ void check_device(const char* name, const ConstTensor& t, Device want, const cha
 void check_indices(const char* name, const ConstTensor& t, int64_t size, const char* dims,
                    Device device, const char* like = "q");
 
+/// `t` lies on the device of `like`, or in the host's memory.
+void check_device_or_host(const char* name, const ConstTensor& t, Device want,
+                          const char* like = "q");
+
 /// An int32 vector of `size` on the device of `like`, or in the host's memory.
 void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
                    Device device, const char* like = "q");

@@ -70,17 +70,22 @@ void set_packed_keys(const ConstTensor& k, const ConstTensor& v, const ConstTens
 void check_per_head(const char* name, const ConstTensor& t, const Problem& p, bool written) {
   check_shape(name, t, "(hq)", {p.hq}, written);
   check_dtype(name, t, DType::kF32, "sinks and dsinks are f32");
-  check_device(name, t, p.device);
+  if (written) {
+    check_device(name, t, p.device);
+  } else {
+    check_device_or_host(name, t, p.device);
+  }
 }
 
-/// Where the lengths lie.
+/// Where the lengths, slopes and sinks lie.
 template <class Args>
-void set_host_lengths(const Args& args, const CacheTensors& cache, Problem& p) {
+void set_host_numbers(const Args& args, const CacheTensors& cache, Problem& p) {
   const auto beside_a_device = [&](const ConstTensor& t) {
     return t.given() && on_host(t) && p.device.type != DeviceType::kCpu;
   };
   p.host = {beside_a_device(args.cu_seqlens_q), beside_a_device(args.cu_seqlens_k),
-            beside_a_device(args.seqused_k), beside_a_device(cache.leftpad_k)};
+            beside_a_device(args.seqused_k),    beside_a_device(cache.leftpad_k),
+            beside_a_device(args.alibi_slopes), beside_a_device(args.sinks)};
 }
 
 /// What both passes have.
@@ -131,7 +136,7 @@ Problem make_shared(const Args& args, const Options& options) {
   check_cache(cache, k, v, options.max_seqlen_k, p);
   p.seqused_k = args.seqused_k.given();
   if (p.seqused_k) check_lengths("seqused_k", args.seqused_k, p.batch, "(batch)", q.device);
-  set_host_lengths(args, cache, p);
+  set_host_numbers(args, cache, p);
   p.q = rows_layout(q);
   p.k = rows_layout(k);
   p.v = rows_layout(v);
@@ -160,7 +165,7 @@ Problem make_shared(const Args& args, const Options& options) {
     }
     p.slopes_head = slopes.strides[slopes.rank - 1];
     check_dtype("alibi_slopes", slopes, DType::kF32, "slopes are f32");
-    check_device("alibi_slopes", slopes, q.device);
+    check_device_or_host("alibi_slopes", slopes, q.device);
   }
   p.has_sinks = args.sinks.given();
   if (p.has_sinks) check_per_head("sinks", args.sinks, p, false);
@@ -222,11 +227,12 @@ Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool 
   return lse_layout(t);
 }
 
-/// Nothing is written: no sequence is left, as the sizes beside a 0 may be too large to walk.
+/// Nothing but dsinks is written: no sequence is left, as the sizes beside a 0 may be too large to
+/// walk.
 void drop_sequences(Problem& p) {
   if (p.packed) return;
   p.batch = p.sq = p.sk = p.total_k = p.total_keys = 0;
-  p.host = {};
+  p.host = {.sinks = p.host.sinks && p.want_dsinks};
 }
 
 /// Strides that address the same elements: those of single rows and of empty tensors do not count.
@@ -352,7 +358,8 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
-  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_k, p.host.leftpad_k);
+  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_k, p.host.leftpad_k,
+      p.host.alibi_slopes, p.host.sinks);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);

@@ -30,10 +30,11 @@ struct Problem {
     bool paged() const { return pages != Pages::kNone; }
   };
 
-  /// Which lengths lie in the host's memory, though the tensors lie on a device.
-  struct HostLengths {
+  /// Which lengths, slopes and sinks lie in the host's memory, though q lies on a device.
+  struct HostNumbers {
     bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_k = false, leftpad_k = false;
-    bool operator==(const HostLengths&) const = default;
+    bool alibi_slopes = false, sinks = false;
+    bool operator==(const HostNumbers&) const = default;
   };
 
   Pass pass = Pass::kForward;
@@ -47,7 +48,7 @@ struct Problem {
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
-  HostLengths host;
+  HostNumbers host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
   Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)

@@ -32,7 +32,7 @@ INNER = {
         ("loader", r"(shared_library|trust|driver|sha256)\.\w+"),
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
-        ("families", r"(call_kernel|family|host_lengths|launch|tensor_map|hopper_\w+)\.\w+"),
+        ("families", r"(call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
         ("engine", r"(append|architectures|choose|merge|reachable|shape_class|tuning|tune|prewarm|cuda_engine)\.\w+"),
     ],
     "src/kernels/": [

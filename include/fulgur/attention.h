@@ -46,14 +46,15 @@ struct Options {
 struct ForwardArgs {
   ConstTensor q{}, k{}, v{};
   Tensor out{}, lse{};
+  // Slopes, lengths (cu_seqlens, seqused_k, leftpad_k) and sinks lie on the device of q or in host
+  // memory, where each run reads them and checks the lengths; they may change once it has returned,
+  // and a graph keeps those of its capture.
+
   ConstTensor alibi_slopes{};  ///< f32 (hq) or (batch, hq)
   /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
   /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
   ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
-  // These three, and leftpad_k, lie on the device of q or in host memory, where each run reads and
-  // checks them; they may change once it has returned, and a graph keeps those of its capture.
-
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
   ConstTensor rng_state{};

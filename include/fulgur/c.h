@@ -55,14 +55,15 @@ typedef struct fulgur_options {
 FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size);
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
-/// Null tensors are "not given".
+/// Null tensors are "not given". Beside tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
+/// seqused_k, leftpad_k), alibi_slopes and sinks may lie on the CPU.
 typedef struct fulgur_forward_args {
   size_t struct_size;  ///< sizeof(fulgur_forward_args)
   const DLTensor *q, *k, *v;
   const DLTensor *out, *lse;                    ///< written; lse may be null
   const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout
-  const DLTensor* seqused_k;                    ///< i32 (batch); lengths may lie on the CPU
+  const DLTensor* seqused_k;                    ///< i32 (batch)
   const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
   /// Caches of K and V; q may be packed by cu_seqlens_q alone. With a page_table k is (pages, page,
   /// hk, d) and seqused_k must be given.

@@ -100,7 +100,8 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
             Beside a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
-            Beside arrays on a GPU lengths, leftpad_k too, may lie on the CPU.
+            Beside arrays on a GPU lengths (leftpad_k, too), alibi_slopes and sinks may lie on the
+            CPU.
         page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page,
             hk, dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j //
             page]``. seqused_k must be given.

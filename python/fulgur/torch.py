@@ -368,6 +368,10 @@ def attention(
         return (out, lse) if return_lse else out
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        if sinks is not None and sinks.requires_grad and sinks.device != q.device:
+            raise ValueError(
+                f"sinks: requires grad on {sinks.device}, want {q.device} as q, where dsinks lies"
+            )
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         functional = torch._C._are_functorch_transforms_active()
         function = _FunctionalAttention if functional else _Attention

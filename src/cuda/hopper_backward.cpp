@@ -107,7 +107,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
       plan_(plan),
       reasons_(std::move(reasons)),
       nothing_to_do_(problem.nothing_to_do() && !plan.dsinks),
-      lengths_(problem, gpu) {
+      numbers_(problem, gpu) {
   if (nothing_to_do_) return;
   set_params(problem);
   set_inputs(problem);
@@ -140,7 +140,7 @@ void HopperBackward::set_params(const Problem& p) {
   pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
 }
 
-// The workspace: counters, statistics of rows, dS, sums between waves, copies, lengths.
+// The workspace: counters, statistics of rows, dS, sums between waves, copies, numbers of the host.
 void HopperBackward::set_inputs(const Problem& p) {
   int64_t at = LaunchMemory::kZeroed;
   const auto take = [&](int64_t bytes) {
@@ -173,7 +173,7 @@ void HopperBackward::set_inputs(const Problem& p) {
              input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), &BackwardParams::v_map),
              input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(),
                    &BackwardParams::dout_map)};
-  offsets_.lengths = take(lengths_.bytes());
+  offsets_.numbers = take(numbers_.bytes());
   offsets_.end = at;
 }
 
@@ -221,7 +221,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
 
 void HopperBackward::run(const Call& call, const Run& run) const {
   const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
-  lengths_.check(args);
+  numbers_.check(args);
   if (nothing_to_do_) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
@@ -231,9 +231,9 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, offsets_.end);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const lengths = workspace + offsets_.lengths;
-  BackwardParams p = params(lengths_.moved(args, lengths), run, workspace);
-  lengths_.store(args, stream, lengths);
+  void* const numbers = workspace + offsets_.numbers;
+  BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);
+  numbers_.store(args, stream, numbers);
   for (const Input& in : inputs_) {
     if (!in.copied) continue;
     ForwardCopyParams copy = in.copy;
@@ -276,7 +276,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
 Explanation HopperBackward::explain() const {
   std::vector<std::string> decisions = describe(plan_);
   decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  lengths_.describe(decisions);
+  numbers_.describe(decisions);
   return {std::move(decisions), reasons_.rejected, plan_.block_rows, plan_.block_keys};
 }
 

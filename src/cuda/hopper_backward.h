@@ -5,7 +5,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/hopper_backward_plan.h"
-#include "cuda/host_lengths.h"
+#include "cuda/host_numbers.h"
 #include "cuda/tensor_map.h"
 #include "engine.h"
 #include "kernels/forward_copy_params.h"
@@ -40,7 +40,7 @@ class HopperBackward final : public Executable {
   /// Byte offsets in the workspace.
   struct Offsets {
     int64_t shift = 0, delta = 0, dq_sums = 0, zeros = 0, ds = 0, carry_dk = 0, carry_dv = 0,
-            lengths = 0, end = 0;
+            numbers = 0, end = 0;
   };
 
   void set_params(const Problem& problem);
@@ -51,7 +51,7 @@ class HopperBackward final : public Executable {
   HopperBackwardPlan plan_;
   Reasons reasons_;
   bool nothing_to_do_ = false;
-  HostLengths lengths_;
+  HostNumbers numbers_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
              repair_ = nullptr, copy_ = nullptr;
   int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows

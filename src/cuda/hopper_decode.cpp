@@ -34,7 +34,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       maps_(forward_maps(p, plan.box_keys)),
       empty_(p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0),
       no_keys_(p.sk == 0 || (p.cache.paged() && p.cache.entries == 0)),
-      lengths_(p, gpu),
+      numbers_(p, gpu),
       padding_(padding_params(p)) {
   static_cast<CallParams&>(params_) =
       call_params(p, band_of(p.mask, plan.has_left, plan.has_right));
@@ -51,12 +51,12 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
 
-// The workspace: counters, partial results, lengths.
-int64_t HopperDecode::lengths_at() const {
+// The workspace: counters, partial results, numbers of the host.
+int64_t HopperDecode::numbers_at() const {
   return LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
 }
 
-int64_t HopperDecode::workspace_bytes() const { return lengths_at() + lengths_.bytes(); }
+int64_t HopperDecode::workspace_bytes() const { return numbers_at() + numbers_.bytes(); }
 
 DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
   DecodeParams p = params_;
@@ -89,7 +89,7 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
 
 void HopperDecode::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
-  lengths_.check(args);
+  numbers_.check(args);
   if (empty_) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
@@ -99,9 +99,9 @@ void HopperDecode::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, workspace_bytes());
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const lengths = workspace + lengths_at();
-  const DecodeParams params = arguments(lengths_.moved(args, lengths), workspace);
-  lengths_.store(args, stream, lengths);
+  void* const numbers = workspace + numbers_at();
+  const DecodeParams params = arguments(numbers_.moved(args, numbers), workspace);
+  numbers_.store(args, stream, numbers);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
          "launching the decode kernel");
   if (!plan_.packed) return;
@@ -116,7 +116,7 @@ void HopperDecode::run(const Call& call, const Run& run) const {
 Explanation HopperDecode::explain() const {
   std::vector<std::string> decisions = describe(plan_);
   decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  lengths_.describe(decisions);
+  numbers_.describe(decisions);
   return {std::move(decisions), reasons_.rejected, plan_.block_rows(), plan_.block_keys};
 }
 

@@ -4,7 +4,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/hopper_decode_plan.h"
-#include "cuda/host_lengths.h"
+#include "cuda/host_numbers.h"
 #include "cuda/tensor_map.h"
 #include "engine.h"
 #include "kernels/forward_padding_params.h"
@@ -26,7 +26,7 @@ class HopperDecode final : public Executable {
 
  private:
   DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
-  int64_t lengths_at() const;
+  int64_t numbers_at() const;
   int64_t workspace_bytes() const;
 
   Gpu& gpu_;
@@ -34,7 +34,7 @@ class HopperDecode final : public Executable {
   Reasons reasons_;
   ForwardMaps maps_;
   bool empty_, no_keys_;  ///< no row of q; of k
-  HostLengths lengths_;
+  HostNumbers numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};

@@ -32,7 +32,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
       plan_(plan),
       reasons_(std::move(reasons)),
       maps_(forward_maps(problem, plan.box_keys)),
-      lengths_(problem, gpu) {
+      numbers_(problem, gpu) {
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
@@ -54,7 +54,7 @@ void HopperForward::set_params(const Problem& p) {
   padding_ = padding_params(p);
 }
 
-// The workspace: counters and tickets, partial results, copies, lengths.
+// The workspace: counters and tickets, partial results, copies, numbers of the host.
 void HopperForward::set_inputs() {
   workspace_bytes_ = LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
   const auto input = [&](const char* name, const TensorMapShape& shape, bool copied,
@@ -71,8 +71,8 @@ void HopperForward::set_inputs() {
       input("q", maps_.q, !plan_.copies_q.empty(), &ForwardParams::q_map, &ForwardParams::q),
       input("k", maps_.k, !plan_.copies_k.empty(), &ForwardParams::k_map, &ForwardParams::k),
       input("v", maps_.v, !plan_.copies_v.empty(), &ForwardParams::v_map, &ForwardParams::v)};
-  lengths_at_ = workspace_bytes_;
-  workspace_bytes_ += lengths_.bytes();
+  numbers_at_ = workspace_bytes_;
+  workspace_bytes_ += numbers_.bytes();
 }
 
 HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
@@ -131,7 +131,7 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
 
 void HopperForward::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
-  lengths_.check(args);
+  numbers_.check(args);
   if (maps_.o.empty()) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
@@ -141,16 +141,16 @@ void HopperForward::run(const Call& call, const Run& run) const {
     lease = gpu_.launch_memory().take(stream, workspace_bytes_);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const lengths = workspace + lengths_at_;
-  const Arguments there = arguments(lengths_.moved(args, lengths), run, workspace);
-  lengths_.store(args, stream, lengths);
+  void* const numbers = workspace + numbers_at_;
+  const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);
+  numbers_.store(args, stream, numbers);
   launch(there, stream);
 }
 
 Explanation HopperForward::explain() const {
   std::vector<std::string> decisions = describe(plan_);
   decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  lengths_.describe(decisions);
+  numbers_.describe(decisions);
   // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
   return {std::move(decisions), reasons_.rejected, plan_.block_rows() / plan_.consumers,
           plan_.block_keys};

@@ -5,7 +5,7 @@
 
 #include "cuda/gpu.h"
 #include "cuda/hopper_forward_plan.h"
-#include "cuda/host_lengths.h"
+#include "cuda/host_numbers.h"
 #include "cuda/tensor_map.h"
 #include "engine.h"
 #include "kernels/forward_copy_params.h"
@@ -54,9 +54,9 @@ class HopperForward final : public Executable {
   HopperForwardPlan plan_;
   Reasons reasons_;
   ForwardMaps maps_;
-  HostLengths lengths_;
+  HostNumbers numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
-  int64_t lengths_at_ = 0, workspace_bytes_ = 0;
+  int64_t numbers_at_ = 0, workspace_bytes_ = 0;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
   std::array<Input, 3> inputs_;

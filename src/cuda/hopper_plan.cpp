@@ -41,7 +41,8 @@ bool transforms(const Problem& p) {
 CallParams call_params(const Problem& p, const kernels::Band& band) {
   constexpr double kLog2e = std::numbers::log2e;
   CallParams params{};
-  params.alibi_batch_stride = p.slopes_batch;
+  const bool moved = p.host.alibi_slopes && p.alibi == Problem::Alibi::kBatchHeads;
+  params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // they are moved side by side
   params.total_q = static_cast<int>(p.total_q);
   params.total_k = static_cast<int>(p.total_k);
   params.sq = static_cast<int>(p.sq);

@@ -5,7 +5,7 @@
 #include "cuda/architectures.h"
 #include "cuda/call_kernel.h"
 #include "cuda/cubin_cache.h"
-#include "cuda/host_lengths.h"
+#include "cuda/host_numbers.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
 #include "fulgur/cuda.h"
@@ -46,7 +46,7 @@ Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
       if (problem.invariant) break;
     }
   });
-  if (!problem.alike()) add(kStoreKernel.request);
+  if (!problem.alike() || problem.has_alibi() || problem.has_sinks) add(kStoreKernel.request);
   if (problem.pass == Pass::kForward) {
     add(use_of(append_kernel(problem.dtype)).request);
     add(use_of(CallKernel::kMerge).request);

@@ -22,7 +22,7 @@
 #include "cuda/hopper_backward_plan.h"
 #include "cuda/hopper_decode_family.h"
 #include "cuda/hopper_forward_plan.h"
-#include "cuda/host_lengths.h"
+#include "cuda/host_numbers.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
 #include "engines.h"

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <random>
 #include <set>
 #include <span>
@@ -688,6 +689,129 @@ TEST_F(OnFakeGpu, LengthsOfTheHostStayInsideOfTheWorkspace) {
   EXPECT_LE(begin + 17 * 4, kBase + static_cast<std::uintptr_t>(bytes));
 }
 
+/// The numbers that a launch stores, as floats.
+std::vector<float> stored_floats(const StoreNumbersParams& store) {
+  std::vector<float> floats(static_cast<size_t>(store.count));
+  std::memcpy(floats.data(), store.numbers, floats.size() * sizeof(float));
+  return floats;
+}
+
+// Whatever the strides of slopes are on the host.
+TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoSideBySide) {
+  constexpr int64_t kBatch = 3, kHq = 8;
+  for (const int64_t sq : {1, 1000}) {
+    for (const int64_t stride : {8, 13, 0, -9}) {
+      SCOPED_TRACE(fmt::format("{} rows, stride {}", sq, stride));
+      std::vector<float> memory(64), sinks(kHq);
+      std::iota(memory.begin(), memory.end(), 0.5f);
+      std::iota(sinks.begin(), sinks.end(), -3.0f);
+      ForwardCall call =
+          forward_call({.batch = kBatch, .sq = sq, .hq = kHq, .alibi = true, .sinks = true});
+      ForwardArgs args = placed(call.args, kBase);
+      float* const first = memory.data() + (stride < 0 ? 2 * -stride : 0);
+      args.alibi_slopes = ConstTensor::contiguous(first, DType::kF32, {kBatch, kHq});
+      args.alibi_slopes.strides[0] = stride;
+      args.sinks = ConstTensor::of<const float>(std::span(sinks), {kHq});
+      std::vector<float> numbers;
+      for (int64_t b = 0; b < kBatch; ++b) {
+        numbers.insert(numbers.end(), first + b * stride, first + b * stride + kHq);
+      }
+      numbers.insert(numbers.end(), sinks.begin(), sinks.end());
+      const Plan plan = fulgur::plan(args, call.options);
+      EXPECT_NE(plan.explain().find("alibi_slopes, sinks on the host: each run puts 32 numbers on "
+                                    "the device by 1 launch"),
+                std::string::npos)
+          << plan.explain();
+      state_->launches.clear();
+      plan.run(args);
+      std::fill(memory.begin(), memory.end(), -1.0f);
+      std::fill(sinks.begin(), sinks.end(), -1.0f);
+      ASSERT_EQ(state_->launches.size(), 2u);
+      const auto store = params<StoreNumbersParams>(0);
+      EXPECT_EQ(stored_floats(store), numbers);
+      const auto expect = [&](const auto& p) {
+        EXPECT_EQ(static_cast<const void*>(p.alibi_slopes), store.to);
+        EXPECT_EQ(p.alibi_batch_stride, kHq);
+        EXPECT_EQ(p.sinks, p.alibi_slopes + kBatch * kHq);
+      };
+      if (sq == 1) {
+        expect(params<DecodeParams>(1));
+      } else {
+        expect(params<ForwardParams>(1));
+      }
+    }
+  }
+}
+
+TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoToTheGradients) {
+  std::vector<float> slopes = {1, 2, 3, 4, 5, 6, 7, 8}, sinks = {8, 7, 6, 5, 4, 3, 2, 1};
+  const BackwardCall call = backward_call({.alibi = true, .sinks = true}, {.dsinks = true});
+  BackwardArgs args = placed(call.args, kBase);
+  args.alibi_slopes = ConstTensor::of<const float>(std::span(slopes), {8});
+  args.sinks = ConstTensor::of<const float>(std::span(sinks), {8});
+  const Plan plan = fulgur::plan(args, call.options);
+  const int64_t bytes = plan.workspace().bytes;
+  plan.run(args, {.workspace = {reinterpret_cast<void*>(2 * kBase), bytes}});
+  ASSERT_EQ(state_->launches.size(), 5u);
+  const auto store = params<StoreNumbersParams>(0);
+  EXPECT_EQ(stored_floats(store),
+            (std::vector<float>{1, 2, 3, 4, 5, 6, 7, 8, 8, 7, 6, 5, 4, 3, 2, 1}));
+  const auto begin = reinterpret_cast<std::uintptr_t>(store.to);
+  EXPECT_GE(begin, 2 * kBase + cuda::LaunchMemory::kZeroed);
+  EXPECT_LE(begin + 16 * 4, 2 * kBase + static_cast<std::uintptr_t>(bytes));
+  for (size_t i = 1; i < 5; ++i) {
+    const auto p = params<BackwardParams>(i);
+    EXPECT_EQ(static_cast<const void*>(p.alibi_slopes), store.to);
+    EXPECT_EQ(p.alibi_batch_stride, 0);
+    EXPECT_EQ(p.sinks, p.alibi_slopes + 8);
+    EXPECT_EQ(p.dsinks, args.dsinks.data);
+  }
+}
+
+// The kernel of dsinks reads the sinks, rows or not.
+TEST_F(OnFakeGpu, SinksOfTheHostBesideNoRows) {
+  std::vector<float> slopes(16), sinks(8, 0.5f);
+  const BackwardCall call =
+      backward_call({.sq = 0, .sk = 0, .alibi = true, .sinks = true}, {.dsinks = true});
+  BackwardArgs args = placed(call.args, kBase);
+  args.alibi_slopes = ConstTensor::of<const float>(std::span(slopes), {2, 8});
+  args.sinks = ConstTensor::of<const float>(std::span(sinks), {8});
+  plan(args, call.options).run(args);
+  ASSERT_FALSE(state_->launches.empty());
+  const auto store = params<StoreNumbersParams>(0);
+  EXPECT_EQ(stored_floats(store), sinks);
+  for (size_t i = 1; i < state_->launches.size(); ++i) {
+    EXPECT_EQ(static_cast<const void*>(params<BackwardParams>(i).sinks), store.to);
+  }
+  state_->launches.clear();
+  args.dsinks = {};
+  plan(args, call.options).run(args);
+  EXPECT_TRUE(state_->launches.empty());
+}
+
+TEST_F(OnFakeGpu, WrongPlacesOfSlopesAndSinks) {
+  const BackwardCall call = backward_call({.alibi = true, .sinks = true}, {.dsinks = true});
+  const auto said = [&](auto BackwardArgs::*tensor, Device device) {
+    BackwardArgs args = call.args;
+    (args.*tensor).device = device;
+    return message_of([&] { fulgur::plan(args, call.options); });
+  };
+  const Device other{DeviceType::kCuda, 1};
+  EXPECT_EQ(said(&BackwardArgs::alibi_slopes, other),
+            "alibi_slopes: on cuda:1, want cuda:0 as q, or cpu");
+  EXPECT_EQ(said(&BackwardArgs::sinks, other), "sinks: on cuda:1, want cuda:0 as q, or cpu");
+  EXPECT_EQ(said(&BackwardArgs::dsinks, {}), "dsinks: on cpu, want cuda:0 as q");
+  // A plan is for slopes in one place.
+  const BackwardArgs args = placed(call.args, kBase);
+  const Plan plan = fulgur::plan(args, call.options);
+  BackwardArgs elsewhere = args;
+  elsewhere.alibi_slopes.device = {};
+  EXPECT_EQ(message_of([&] { plan.run(elsewhere); }),
+            "alibi_slopes: got f32 (8) strides (1) on cpu, want f32 (8) strides (1) on cuda:0 as "
+            "planned");
+  EXPECT_TRUE(state_->launches.empty());
+}
+
 TEST_F(OnFakeGpu, WrongLengthsOfTheHostLaunchNothing) {
   CallWithHostLengths c(5);
   const Plan plan = fulgur::plan(c.call.args, c.call.options);
@@ -732,6 +856,28 @@ TEST_F(OnFakeGpu, CapturedLengthsOfTheHostHaveTheirOwnMemory) {
   state_->capturing = nullptr;
   state_->destroy_graph();
   EXPECT_EQ(state_->unsafe_in_capture, before.unsafe_in_capture);
+}
+
+TEST_F(OnFakeGpu, CapturedSlopesOfTheHostAreThoseOfTheirCapture) {
+  std::vector<float> slopes(8);
+  const ForwardCall call = forward_call({.alibi = true});
+  ForwardArgs args = placed(call.args, kBase);
+  args.alibi_slopes = ConstTensor::of<const float>(std::span(slopes), {8});
+  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
+  const Plan plan = fulgur::plan(args, call.options);
+  plan.run(args, run);
+  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  state_->capturing = run.stream;
+  for (int i = 0; i < 3; ++i) {
+    slopes[7] = static_cast<float>(i);
+    plan.run(args, run);
+    const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
+    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_EQ(stored_floats(store)[7], static_cast<float>(i));
+  }
+  state_->capturing = nullptr;
+  state_->destroy_graph();
+  EXPECT_EQ(state_->unsafe_in_capture, 0);
 }
 
 TEST_F(OnFakeGpu, AFirstCallInACaptureIsRefused) {
@@ -1098,8 +1244,8 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
   }
 }
 
-// Wherever lengths lie.
-TEST_F(Prewarmed, LengthsOfTheHostCompileNothing) {
+// Wherever lengths and slopes lie.
+TEST_F(Prewarmed, NumbersOfTheHostCompileNothing) {
   const ForwardCall there =
       forward_call({.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused = true});
   cuda::prewarm(there.args, there.options);
@@ -1108,6 +1254,23 @@ TEST_F(Prewarmed, LengthsOfTheHostCompileNothing) {
   fulgur::forward(placed(here.call.args, kBase), here.call.options);
   EXPECT_FALSE(state_->launches.empty());
   EXPECT_EQ(kernels(), before);
+}
+
+TEST_F(Prewarmed, SlopesAndSinksOfTheHostCompileNothing) {
+  for (const bool alibi : {false, true}) {
+    const ForwardCall call =
+        forward_call({.hq = 2, .hk = 2, .d = 64, .alibi = alibi, .sinks = !alibi});
+    cuda::prewarm(call.args, call.options);
+    const auto before = kernels();
+    std::vector<float> numbers(2);
+    ForwardArgs args = placed(call.args, kBase);
+    (alibi ? args.alibi_slopes : args.sinks) =
+        ConstTensor::of<const float>(std::span(numbers), {2});
+    state_->launches.clear();
+    fulgur::forward(args, call.options);
+    EXPECT_EQ(state_->launches.size(), 2u);
+    EXPECT_EQ(kernels(), before);
+  }
 }
 
 // Odd dims are copied, and their gradients stored by elements; the mask binds in long calls only,

@@ -176,7 +176,7 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
 }
 
 // Those that lie on the host are as they were captured.
-TEST_F(Graphs, LengthsOfTheHostStay) {
+TEST_F(Graphs, NumbersOfTheHostStay) {
   const Stream stream;
   Workload w({.dtype = DType::kBF16,
               .sq = 300,
@@ -185,18 +185,22 @@ TEST_F(Graphs, LengthsOfTheHostStay) {
               .hk = 2,
               .mask = causal(),
               .layout = Layout::kPacked,
-              .seqused = true},
+              .alibi = Alibi::kHeads,
+              .seqused = true,
+              .sinks = true},
              1);
   EngineMemory memory("cuda");
   ForwardTensors tensors = memory.at(w.forward);
   std::deque<std::vector<int32_t>> arrays;
   for (const auto& [to, from] : {std::pair{&tensors.cu_seqlens_q, w.forward.cu_seqlens_q},
                                  std::pair{&tensors.cu_seqlens_k, w.forward.cu_seqlens_k},
-                                 std::pair{&tensors.seqused_k, w.forward.seqused_k}}) {
-    const auto* const values = static_cast<const int32_t*>(from.data);
-    arrays.emplace_back(values, values + from.numel());
+                                 std::pair{&tensors.seqused_k, w.forward.seqused_k},
+                                 std::pair{&tensors.alibi_slopes, w.forward.alibi_slopes},
+                                 std::pair{&tensors.sinks, w.forward.sinks}}) {
+    auto& array = arrays.emplace_back(from.numel());
+    std::memcpy(array.data(), from.data, array.size() * sizeof(int32_t));
     *to = from;
-    to->data = arrays.back().data();
+    to->data = array.data();
   }
   const Plan plan = fulgur::plan(tensors, w.options);
   const Graph graph(stream, [&] { plan.run(tensors, stream.run()); });

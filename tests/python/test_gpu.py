@@ -170,6 +170,21 @@ assert driver.launch_count() == 6
 """)
 
 
+def test_slopes_and_sinks_on_the_host(on_fake_gpu):
+    on_fake_gpu("""
+slopes, sinks = np.ones((2, 8), np.float32)[:, :4], np.zeros(4, np.float32)
+_, lse = fulgur.attention(q, k, k, alibi_slopes=slopes, sinks=sinks, return_lse=True)
+assert driver.launch_count() == 2  # the numbers, the rows
+plan = fulgur.plan(q, k, k, alibi_slopes=slopes, sinks=sinks)
+assert "alibi_slopes, sinks on the host: each run puts 12 numbers on the device by 1 launch" in plan.explain()
+before = driver.launch_count()
+dq, dk, dv, dsinks = fulgur.backward(q, q, k, k, q, lse, alibi_slopes=slopes, sinks=sinks)
+assert type(dsinks) is OnGpu and driver.launch_count() > before + 1
+with pytest.raises(ValueError, match="^dsinks: on cpu, want cuda:0 as q"):
+    fulgur.backward(q, q, k, k, q, lse, sinks=sinks, dsinks=np.zeros(4, np.float32))
+""")
+
+
 def test_dropout(on_fake_gpu):
     on_fake_gpu("""
 fulgur.attention(q, k, k, dropout_p=0.5, seed=3)

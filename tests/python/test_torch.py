@@ -580,6 +580,11 @@ class TestWrongArguments:
         with pytest.raises(ValueError, match="^alibi_slopes: requires grad"):
             attention(*make_qkv(), alibi_slopes=torch.zeros(4, requires_grad=True))
 
+    def test_sinks_that_require_grad_on_another_device(self):
+        q, k, v = (x.to("meta") for x in make_qkv())
+        with pytest.raises(ValueError, match="^sinks: requires grad on cpu, want meta as q"):
+            attention(q, k, v, sinks=SINKS.clone().requires_grad_())
+
     def test_random_numbers(self):
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -12,21 +13,22 @@ namespace fulgur::cuda {
 /// Writes numbers of its arguments to memory.
 extern const KernelUse kStoreKernel;
 
-/// The lengths of a problem that lie in the host's memory. A run reads and checks them, and
-/// launches them to its workspace, where its kernels find them: it does not wait, its caller may
-/// change them once it has returned, and a graph keeps those of its capture.
-class HostLengths {
+/// The lengths, slopes and sinks of a problem that lie in the host's memory. A run reads them,
+/// checks the lengths, and launches them to its workspace, where its kernels find them: it does not
+/// wait, its caller may change them once it has returned, and a graph keeps those of its capture.
+class HostNumbers {
  public:
-  /// Loads the kernel, if there are such lengths.
-  HostLengths(const Problem& problem, Gpu& gpu);
+  /// Loads the kernel, if there are such numbers.
+  HostNumbers(const Problem& problem, Gpu& gpu);
 
   /// Bytes that they take in the workspace, 0 where there are none.
   int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }
 
-  /// Checks those of a call. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
+  /// Checks the lengths of a call. Throws Error(kInvalidArgument). `Args`: ForwardArgs,
+  /// BackwardArgs.
   template <class Args>
   void check(const Args& args) const;
-  /// The call with its lengths at `to`, which is memory of the device.
+  /// The call with its numbers at `to`, which is memory of the device, side by side.
   template <class Args>
   Args moved(Args args, void* to) const;
   /// Puts the kernels on the stream that write them there.
@@ -38,7 +40,8 @@ class HostLengths {
 
  private:
   Problem problem_;
-  int64_t count_ = 0;  ///< of all numbers
+  std::vector<const char*> names_;
+  int64_t count_ = 0;  ///< of all numbers, each of 32 bits
   CUfunction kernel_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// Lengths in the host's memory, on every engine: beside tensors on a device, too.
+// Lengths, slopes and sinks in the host's memory, on every engine: beside tensors on a device, too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,10 +17,20 @@ namespace {
 
 using Bits = std::vector<std::byte>;
 
-/// Which lengths lie on the host.
-enum Which : unsigned { kCuQ = 1, kCuK = 2, kUsed = 4, kLeftpad = 8, kAll = 15 };
+/// Which numbers lie on the host.
+enum Which : unsigned {
+  kCuQ = 1,
+  kCuK = 2,
+  kUsed = 4,
+  kLeftpad = 8,
+  kSlopes = 16,
+  kSinks = 32,
+  kAll = 63
+};
 
-/// A call in an engine's memory, some of whose lengths lie in arrays of the host.
+constexpr int64_t kGap = 3;  // between the slopes of two sequences
+
+/// A call in an engine's memory, some of whose numbers lie in arrays of the host.
 template <class Tensors>
 class HostCall {
  public:
@@ -32,6 +42,8 @@ class HostCall {
     if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
       if (which & kLeftpad) copy(t.leftpad_k, there_.leftpad_k);
     }
+    if (which & kSlopes) copy(t.alibi_slopes, there_.alibi_slopes);
+    if (which & kSinks) copy(t.sinks, there_.sinks);
   }
   const Tensors& tensors() const { return there_; }
   /// Runs, and changes the arrays as soon as the run has returned.
@@ -51,10 +63,15 @@ class HostCall {
  private:
   void copy(const Tensor& from, Tensor& to) {
     if (!from.given()) return;
-    const auto* const values = static_cast<const int32_t*>(from.data);
-    arrays_.emplace_back(values, values + from.numel());
+    const Bits values = bits(from);
+    const int64_t row = from.shape[from.rank - 1], rows = from.numel() / row;
+    auto& array = arrays_.emplace_back(from.numel() + (rows - 1) * kGap, -7777);
+    for (int64_t i = 0; i < rows; ++i) {
+      std::memcpy(array.data() + i * (row + kGap), values.data() + i * row * 4, row * 4);
+    }
     to = from;
-    to.data = arrays_.back().data();
+    to.data = array.data();
+    if (to.rank == 2) to.strides[0] = row + kGap;
   }
 
   EngineMemory memory_;
@@ -62,7 +79,7 @@ class HostCall {
   std::deque<std::vector<int32_t>> arrays_;
 };
 
-class HostLengths : public EveryEngine {
+class HostNumbers : public EveryEngine {
  protected:
   /// A workload for this engine, which gives the same bits in every run.
   void prepare(Workload& w) const {
@@ -75,7 +92,9 @@ std::vector<Bits> forward_bits(const Workload& w) {
   return {bits(w.forward.out), bits(w.forward.lse)};
 }
 std::vector<Bits> backward_bits(const Workload& w) {
-  return {bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
+  std::vector<Bits> all = {bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
+  if (w.backward.dsinks.given()) all.push_back(bits(w.backward.dsinks));
+  return all;
 }
 
 // Prefill and decoding, packed and not.
@@ -106,7 +125,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-TEST_P(HostLengths, GiveTheBitsOfLengthsBesideTheTensors) {
+TEST_P(HostNumbers, GiveTheBitsOfLengthsBesideTheTensors) {
   for (const Case& c : cases()) {
     SCOPED_TRACE(c.name());
     Workload w(c, 1);
@@ -129,8 +148,46 @@ TEST_P(HostLengths, GiveTheBitsOfLengthsBesideTheTensors) {
   }
 }
 
+// One slope of a head, and one of each head of each sequence, whose rows lie apart.
+TEST_P(HostNumbers, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
+  for (const Alibi alibi : {Alibi::kHeads, Alibi::kBatchHeads}) {
+    for (const bool packed : {false, true}) {
+      for (const int64_t sq : {2, 100}) {
+        const Case c{.dtype = DType::kBF16,
+                     .batch = 3,
+                     .sq = sq,
+                     .sk = 130,
+                     .hq = 4,
+                     .hk = 2,
+                     .mask = causal(),
+                     .layout = packed ? Layout::kPacked : Layout::kBshd,
+                     .alibi = alibi,
+                     .seqused = packed,
+                     .sinks = true};
+        SCOPED_TRACE(c.name());
+        Workload w(c, 1);
+        prepare(w);
+        if (!runs(w)) continue;
+        const auto forward = forward_bits(w), backward = backward_bits(w);
+        const auto longest = EngineMemory(engine()).options(w.forward, w.options);
+        for (const unsigned which : {+kSlopes, +kSinks, kSlopes | kSinks, +kAll}) {
+          SCOPED_TRACE(which);
+          w.seal();
+          HostCall<ForwardTensors> call(engine(), w.forward, which);
+          call.run(plan(call.tensors(), longest), {});
+          EXPECT_EQ(forward_bits(w), forward);
+          HostCall<BackwardTensors> gradient(engine(), w.backward, which);
+          gradient.run(plan(gradient.tensors(), longest), {});
+          EXPECT_EQ(backward_bits(w), backward);
+          EXPECT_TRUE(w.check_memory());
+        }
+      }
+    }
+  }
+}
+
 // With the caller's workspace, and without being told the longest sequences.
-TEST_P(HostLengths, AreReadForTheLongest) {
+TEST_P(HostNumbers, AreReadForTheLongest) {
   Workload w(cases()[3], 1);
   prepare(w);
   if (!runs(w)) return;
@@ -150,7 +207,7 @@ TEST_P(HostLengths, AreReadForTheLongest) {
   EXPECT_EQ(forward_bits(w), forward);
 }
 
-TEST_P(HostLengths, OfCaches) {
+TEST_P(HostNumbers, OfCaches) {
   using Index = CacheShape::Index;
   for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
     for (const bool leftpad : {false, true}) {
@@ -181,7 +238,7 @@ TEST_P(HostLengths, OfCaches) {
 }
 
 // More of them than one launch takes.
-TEST_P(HostLengths, OfManySequences) {
+TEST_P(HostNumbers, OfManySequences) {
   std::vector<Rows> lengths;
   for (int64_t b = 0; b < 400; ++b) lengths.push_back({0, 0, b % 3, b % 5});
   Workload w({.dtype = DType::kBF16, .sq = 2, .sk = 4, .layout = Layout::kPacked, .seqused = true},
@@ -200,7 +257,7 @@ TEST_P(HostLengths, OfManySequences) {
 }
 
 // Each is named as on the CPU, and nothing is written.
-TEST_P(HostLengths, AreCheckedInEveryRun) {
+TEST_P(HostNumbers, AreCheckedInEveryRun) {
   Workload w({.dtype = DType::kBF16,
               .sq = 50,
               .sk = 60,
@@ -238,7 +295,7 @@ TEST_P(HostLengths, AreCheckedInEveryRun) {
   }
 }
 
-FULGUR_EVERY_ENGINE(HostLengths);
+FULGUR_EVERY_ENGINE(HostNumbers);
 
 }  // namespace
 }  // namespace fulgur::test
