@@ -178,10 +178,10 @@ assert driver.launch_count() == 2  # the numbers, the rows
 plan = fulgur.plan(q, k, k, alibi_slopes=slopes, sinks=sinks)
 assert "alibi_slopes, sinks on the host: each run puts 12 numbers on the device by 1 launch" in plan.explain()
 before = driver.launch_count()
-dq, dk, dv, dsinks = fulgur.backward(q, q, k, k, q, lse, alibi_slopes=slopes, sinks=sinks)
+dq, dk, dv, dsinks = fulgur.attention_backward(q, q, k, k, q, lse, alibi_slopes=slopes, sinks=sinks)
 assert type(dsinks) is OnGpu and driver.launch_count() > before + 1
 with pytest.raises(ValueError, match="^dsinks: on cpu, want cuda:0 as q"):
-    fulgur.backward(q, q, k, k, q, lse, sinks=sinks, dsinks=np.zeros(4, np.float32))
+    fulgur.attention_backward(q, q, k, k, q, lse, sinks=sinks, dsinks=np.zeros(4, np.float32))
 """)
 
 
