@@ -3,8 +3,9 @@
 //
 // Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each thread block
 // computes an equal share of all keys (shared/shares.h). Its teams of warps take turns at the tiles of an item, each
-// with its own state of the online softmax; every warp has 16 rows. A warp starts the loads of the tiles to come
-// itself, over the ends of items, so that memory never waits for products, barriers and merges.
+// with its own state of the online softmax; every warp has 16 rows. Loads run ahead of them over the ends of items, so
+// that memory never waits for products, barriers and merges: narrow teams start them themselves, and wide ones, whose
+// products are those of warpgroups, have warps that do nothing else.
 // docs/kernels/decode.md derives this.
 #include "shared/softmax.cuh"
 #include "shared/transform.cuh"
@@ -144,12 +145,9 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
   const int warp = uniform(threadIdx.x / 32);
   const int team = warp / kTeamWarps;
   const int team_warp = warp % kTeamWarps;
-  const auto sync_team = [&] {
+  const auto sync = [&] {
     if (kWide) fence_async_proxy();
-    if (kTeamWarps == 1)
-      __syncwarp();
-    else
-      named_barrier_sync(1 + team, kTeamThreads);
+    sync_team(team);
   };
   Products<wide> products(tiles, team_warp);
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
@@ -159,7 +157,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
 #pragma unroll 1
   while (more) {
     const DecodeItem& item = items.item;
-    store_shared_struct(left_items, items);
+    if (lane_of_warp() == 0) store_shared_struct(left_items, items);
     if (item.has_keys()) queries.begin_item();
     // Products of warpgroups allow no branch; their rows without a query are zeros.
     const bool has_rows = kWide || team_warp * kWarpRows < rows_of_item(p, item).count;
@@ -172,7 +170,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     u32 P[kBlockKeys / 4];
     const auto take_tile = [&](bool first, int tile) __attribute__((always_inline)) {
       float S[kBlockKeys / 2];
-      products.scores(has_rows, first, S, O, P, q, sync_team);
+      products.scores(has_rows, first, S, O, P, q, sync);
       const bool masked = tile * kBlockKeys < seen_by_all.begin || (tile + 1) * kBlockKeys > seen_by_all.end;
       if (has_rows) {
         adjust_scores(p, S, thread_rows, tile, masked);
@@ -180,7 +178,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
       }
       if (kHidesKeys && masked) {
         const u32 v = products.v();
-        if (is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync_team);
+        if (is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync);
       }
       products.values(has_rows, O, P);
     };
@@ -235,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     const int team = (warp - kWarps) / kTileWarps;
     const int tile_warp = (warp - kWarps) % kTileWarps;
     const TileWalk tiles(p, share, items, more, team);
-    sync_block();  // as Queries<true> says
+    named_barrier_sync(kFirstQuery, kBlockThreads);
     if (kBoxKeys == 0)
       load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(team));
     else if (tile_warp == 0)

@@ -24,16 +24,28 @@ enum : int {
   kTeamRegisters = (504 - kLoadRegisters) / 2,
 };
 
-// A barrier of all teams. 1 and 2 are a team's, 8 and 9 say whose turn it is.
+// Barriers by number: those of each team, then where the two warpgroups of a team take turns, where all teams meet that
+// are not the thread block, and where the warps that load wait until the teams have asked for their first Q.
+enum : int { kOfTeam = 1, kTurn = 8, kOfTeams = 10, kFirstQuery = 11 };
+
+// A barrier of a team. racecheck follows numbers that are constants, and no others.
+__device__ __forceinline__ void sync_team(int team) {
+  if (kTeamWarps == 1) {
+    __syncwarp();
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kTeams; ++i)
+    if (team == i) named_barrier_sync(kOfTeam + i, kTeamThreads);
+}
+
+// A barrier of all teams.
 __device__ __forceinline__ void sync_teams() {
   if (kWide)
-    named_barrier_sync(10, kThreads);
+    named_barrier_sync(kOfTeams, kThreads);
   else
     __syncthreads();
 }
-
-// A barrier of the thread block, to which its warps come from different places.
-__device__ __forceinline__ void sync_block() { named_barrier_sync(11, kBlockThreads); }
 
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 

@@ -140,7 +140,7 @@ class Products<true> {
   }
 
  private:
-  enum : int { kTurns = kTeamWarps == 8, kTurn = 8 };  // named barriers from kTurn on
+  enum : int { kTurns = kTeamWarps == 8 };
   __device__ __forceinline__ void pass() const { named_barrier_arrive(kTurn + 1 - group_, 256); }
 
   Tiles<true> tiles_;

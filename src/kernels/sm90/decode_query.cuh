@@ -162,7 +162,8 @@ class Queries<true> {
       : buffer_(u32(__cvta_generic_to_shared(raw)), 0), is_there_(more && item.has_keys()) {
     if (is_there_) copy_query<kThreads>(p, item, threadIdx.x);
     async_copy_commit();
-    sync_block();  // it is asked for before K and V, behind which it would come late
+    // It is asked for before K and V, behind which it would come late.
+    named_barrier_arrive(kFirstQuery, kBlockThreads);
     async_copy_wait<0>();
     sync_teams();
   }
