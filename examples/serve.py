@@ -141,7 +141,7 @@ class Server:
 
         last = (ends[1:] - 1).tolist()
         asarray = self.model.asarray
-        ends, lengths, used, table = map(asarray, (ends, lengths, used, table))
+        table = asarray(table)  # lengths stay on the host
 
         def attend(layer, *qkv):
             caches = self.k_cache[layer], self.v_cache[layer]

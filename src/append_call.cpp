@@ -34,7 +34,7 @@ void check_caches(AppendCall& c) {
   p.dv = checked_dim("v_cache", v.shape[3]);
   if (seqlens.rank != 1) fail("cache_seqlens", "got {}, want i32 (batch)", seqlens.describe());
   p.batch = seqlens.shape[0];
-  check_indices("cache_seqlens", seqlens, p.batch, "(batch)", p.device, AppendCall::kLike);
+  check_lengths("cache_seqlens", seqlens, p.batch, "(batch)", p.device, AppendCall::kLike);
   check_cache_given(c.tables, {}, seqlens);
   check_cache(c.tables, k, v, 0, p, {"k_cache", "v_cache", AppendCall::kLike});
   p.k = rows_layout(k);
@@ -62,7 +62,7 @@ void check_new(AppendCall& c) {
   check_rows("v_new", a.v_new, c, c.packed_new, a.k_new, c.p.hk, c.p.dv, false);
   c.tokens = c.packed_new ? a.k_new.shape[0] : c.p.batch * a.k_new.shape[1];
   if (c.packed_new) {
-    check_indices("cu_seqlens_k_new", a.cu_seqlens_k_new, c.p.batch + 1, "(batch + 1)", c.p.device,
+    check_lengths("cu_seqlens_k_new", a.cu_seqlens_k_new, c.p.batch + 1, "(batch + 1)", c.p.device,
                   AppendCall::kLike);
   }
   c.k_new = rows_layout(a.k_new);
@@ -91,7 +91,7 @@ void check_rotary(AppendCall& c) {
          2 * c.pairs, c.p.d);
   }
   if (a.rotary_seqlens.given()) {
-    check_indices("rotary_seqlens", a.rotary_seqlens, c.p.batch, "(batch)", c.p.device,
+    check_lengths("rotary_seqlens", a.rotary_seqlens, c.p.batch, "(batch)", c.p.device,
                   AppendCall::kLike);
   }
 }
@@ -110,7 +110,7 @@ void check_queries(AppendCall& c) {
   if (c.hq < 1) fail("q", "got {} heads, want at least 1", c.hq);
   check_rows("q_out", a.q_out, c, p.packed, a.q, c.hq, p.d, true);
   if (p.packed) {
-    check_indices("cu_seqlens_q", a.cu_seqlens_q, p.batch + 1, "(batch + 1)", p.device,
+    check_lengths("cu_seqlens_q", a.cu_seqlens_q, p.batch + 1, "(batch + 1)", p.device,
                   AppendCall::kLike);
   }
   p.total_q = p.packed ? a.q.shape[0] : p.batch * a.q.shape[1];

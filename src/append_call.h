@@ -22,12 +22,12 @@ struct AppendCall {
   int64_t pairs = 0;     ///< of columns that turn
   bool advance = false;  ///< each query has a position of its own
   Layout k_new{}, v_new{}, q_out{};
-
-  /// The position of the first new token of each sequence.
-  const ConstTensor& first_positions() const {
-    return args.rotary_seqlens.given() ? args.rotary_seqlens : args.cache_seqlens;
-  }
 };
+
+/// The position of the first new token of each sequence.
+inline const ConstTensor& first_positions(const AppendArgs& args) {
+  return args.rotary_seqlens.given() ? args.rotary_seqlens : args.cache_seqlens;
+}
 
 /// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument).
 AppendCall checked_append(const AppendArgs& args, const Options& options);

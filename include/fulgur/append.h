@@ -11,6 +11,10 @@ namespace fulgur {
 /// Token i of sequence b goes to row cache_seqlens[b] + i of its cache. The attention that follows
 /// has seqused_k = cache_seqlens + the new rows, and reads what was stored, after rounding: the
 /// bits of a step are those of all steps to come.
+///
+/// Lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens, cu_seqlens_q) lie on the device of the
+/// caches or in host memory, where each call reads and checks them; they may change once it has
+/// returned, and a graph keeps those of its capture.
 struct AppendArgs {
   /// Written in place: of K and V (batch, sk, hk, dim) or (pages, page, hk, dim), as the k and v of
   /// ForwardArgs. Rows that take no token keep their bits.
@@ -51,9 +55,10 @@ struct AppendArgs {
 /// Error(kInvalidArgument) before anything is written.
 ///
 /// On cuda it only launches (bf16, f16 and f32; kUnsupported for f64), and may be captured into a
-/// graph once a call of that dtype has been made on the device. Lengths and tables are read there
-/// and not checked: a token whose row, page or position does not exist is not written, and where
-/// two tokens have one row, it holds any of both.
+/// graph once a call of that dtype, and with lengths in host memory if it has such, has been made
+/// on the device. Lengths and tables there are read by the kernel and not checked: a token whose
+/// row, page or position does not exist is not written, and where two tokens have one row, it holds
+/// any of both.
 FULGUR_API void append(const AppendArgs& args, const Options& options = {}, const Run& run = {});
 
 }  // namespace fulgur

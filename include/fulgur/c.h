@@ -194,7 +194,8 @@ FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const fulgur_run* run);
 
 /// What goes into caches of K and V (fulgur::AppendArgs): all 0 but struct_size, then what you
-/// need.
+/// need. Beside caches on a GPU the lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens,
+/// cu_seqlens_q) may lie on the CPU.
 typedef struct fulgur_append_args {
   size_t struct_size;                 ///< sizeof(fulgur_append_args)
   const DLTensor *k_cache, *v_cache;  ///< written, where new rows go

@@ -460,8 +460,8 @@ def append(
         causal, window: of the attention that follows.
         threads: 0 is OMP_NUM_THREADS or all cores.
         stream: on CUDA, where to put the work; default the current stream of k_cache's library.
-            Lengths and tables on a GPU are not checked: tokens without a place there are not
-            written.
+            Lengths may be on the CPU, where they are checked. Those on a GPU, and tables, are not:
+            tokens without a place there are not written.
 
     Returns:
         The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind

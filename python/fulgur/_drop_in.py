@@ -105,9 +105,15 @@ def with_kvcache(
         raise ValueError("cache_seqlens: got None, want where k and v go")
     if isinstance(cache_seqlens, int):
         sequences = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=q.device)
+        device = q.device if cu_seqlens_k_new is None else cu_seqlens_k_new.device
+        cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=device)
     places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
     if k is not None:
+        new = cu_seqlens_k_new
+        if new is not None and new.device != cache_seqlens.device:
+            raise ValueError(
+                f"cu_seqlens_k_new: on {new.device}, want {cache_seqlens.device} as cache_seqlens"
+            )
         turned = append(
             k_cache, v_cache, k, v, cache_seqlens, cos=rotary_cos, sin=rotary_sin,
             interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
@@ -117,8 +123,7 @@ def with_kvcache(
             **places,
         )  # fmt: skip
         q = q if turned is None else turned
-        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
-        cache_seqlens = cache_seqlens + new
+        cache_seqlens = cache_seqlens + (k.shape[1] if new is None else new.diff())
     return attention(
         q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q,

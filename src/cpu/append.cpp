@@ -6,71 +6,17 @@
 #include <cstring>
 #include <vector>
 
+#include "append_lengths.h"
 #include "key_rows.h"
 #include "parallel.h"
 #include "rotary.h"
-#include "sequences.h"
 
 namespace fulgur::cpu {
 namespace {
 
-/// The rows of all sequences one behind the other: where those of each begin.
-class Tokens {
- public:
-  /// Packed by `cu_seqlens`, or `rows` in each of the sequences.
-  Tokens(int64_t batch, const int32_t* cu_seqlens, int64_t rows)
-      : begin_(static_cast<size_t>(batch) + 1), packed_(cu_seqlens != nullptr) {
-    for (size_t b = 0; b < begin_.size(); ++b)
-      begin_[b] = packed_ ? cu_seqlens[b] : static_cast<int64_t>(b) * rows;
-  }
-  int64_t all() const { return begin_.back(); }
-  int64_t of(int64_t b) const { return begin_[b + 1] - begin_[b]; }
-
-  struct Token {
-    int64_t b, i;  ///< row i of sequence b
-    int64_t row;   ///< of the tensor: for Layout::offset
-  };
-  Token operator[](int64_t t) const {
-    const int64_t b = std::upper_bound(begin_.begin(), begin_.end(), t) - begin_.begin() - 1;
-    const int64_t i = t - begin_[b];
-    return {b, i, packed_ ? t : i};
-  }
-
- private:
-  std::vector<int64_t> begin_;
-  bool packed_;
-};
-
-const int32_t* ints(const ConstTensor& t) { return static_cast<const int32_t*>(t.data); }
-
-Tokens new_tokens(const AppendCall& c) {
-  const ConstTensor& cu = c.args.cu_seqlens_k_new;
-  if (c.packed_new) longest_sequence("cu_seqlens_k_new", cu, "rows of k_new", c.tokens);
-  return {c.p.batch, c.packed_new ? ints(cu) : nullptr, c.args.k_new.shape[1]};
-}
-
-/// New rows as keys of a sequence: those behind the ones that it has.
-Sequence new_keys(const AppendCall& c, const Tokens& tokens, int64_t b) {
-  return {.k_begin = ints(c.args.cache_seqlens)[b], .sk = tokens.of(b)};
-}
-
-/// Checks that the new rows fit behind the old ones, in places that there are.
-void check_room(const AppendCall& c, const Sequences& sequences, const Tokens& tokens,
-                const KeyPlaces& places) {
-  for (int64_t b = 0; b < c.p.batch; ++b) {
-    const Sequence s = new_keys(c, tokens, b);
-    const int64_t room = sequences.room_k(b);
-    if (s.k_begin < 0) fail("cache_seqlens", "got {} at {}, want >= 0", s.k_begin, b);
-    if (s.k_begin + s.sk > room) {
-      fail("cache_seqlens", "got {} at {}, with {} new rows {}, want at most the {} of its cache",
-           s.k_begin, b, s.sk, s.k_begin + s.sk, room);
-    }
-    places.check(b, s);
-  }
-}
-
 /// Checks that no row of the cache takes two new rows.
-void check_places_differ(const AppendCall& c, const Tokens& tokens, const KeyPlaces& places) {
+void check_places_differ(const AppendCall& c, const AppendLengths& lengths,
+                         const KeyPlaces& places) {
   if (!c.p.cache.paged() && !c.p.cache.batch_idx) return;
   struct Rows {
     int64_t entry, row, count, b;
@@ -78,7 +24,7 @@ void check_places_differ(const AppendCall& c, const Tokens& tokens, const KeyPla
   };
   std::vector<Rows> all;
   for (int64_t b = 0; b < c.p.batch; ++b) {
-    const Sequence s = new_keys(c, tokens, b);
+    const Sequence s = lengths.new_keys(b);
     if (s.sk == 0) continue;
     for (KeyRuns runs(places.of(b, s), 0, s.sk); !runs.done(); runs.next())
       all.push_back({runs.entry, runs.row, runs.count, b});
@@ -92,24 +38,6 @@ void check_places_differ(const AppendCall& c, const Tokens& tokens, const KeyPla
          "row {} of {} {} would take a new row of sequence {} and one of sequence {}, want one",
          next.row, paged ? "page" : "entry", next.entry, std::min(one.b, next.b),
          std::max(one.b, next.b));
-  }
-}
-
-/// The position of the first new token of sequence b.
-int64_t first_position(const AppendCall& c, int64_t b) { return ints(c.first_positions())[b]; }
-
-/// Checks that cos and sin have a row for every position.
-void check_positions(const AppendCall& c, const Tokens& tokens, const Tokens& queries) {
-  if (c.pairs == 0) return;
-  for (int64_t b = 0; b < c.p.batch; ++b) {
-    const int64_t first = first_position(c, b);
-    if (first < 0) fail("rotary_seqlens", "got {} at {}, want >= 0", first, b);
-    const int64_t turned = c.advance ? queries.of(b) : std::min<int64_t>(queries.of(b), 1);
-    const int64_t rows = std::max(tokens.of(b), turned);
-    if (rows > 0 && first + rows > c.args.cos.shape[0]) {
-      fail("cos", "got {} positions, want {} for sequence {}, which has {} from {} on",
-           c.args.cos.shape[0], first + rows, b, rows, first);
-    }
   }
 }
 
@@ -172,24 +100,25 @@ void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
 
 /// Writes all rows. T is what angles are multiplied in.
 template <class T>
-void write_rows(const AppendCall& c, const Tokens& tokens, const Tokens& queries,
-                const KeyPlaces& places, int threads) {
+void write_rows(const AppendCall& c, const AppendLengths& lengths, const KeyPlaces& places,
+                int threads) {
   const AppendArgs& a = c.args;
+  const Tokens &tokens = lengths.tokens(), &queries = lengths.queries();
   parallel_for(tokens.all() + queries.all(), threads, [&](int64_t n) {
     if (n >= tokens.all()) {
       const Tokens::Token t = queries[n - tokens.all()];
       const HeadRows q(a.q, c.p.q, t.b, t.row, a.q_out, c.q_out, t.b, t.row, c.hq, c.p.d);
-      turn_rows<T>(c, q, first_position(c, t.b) + (c.advance ? t.i : 0));
+      turn_rows<T>(c, q, lengths.first_position(t.b) + (c.advance ? t.i : 0));
       return;
     }
     const Tokens::Token t = tokens[n];
-    const KeyRuns place(places.of(t.b, new_keys(c, tokens, t.b)), t.i, 1);
+    const KeyRuns place(places.of(t.b, lengths.new_keys(t.b)), t.i, 1);
     const HeadRows k(a.k_new, c.k_new, t.b, t.row, a.k_cache, c.p.k, place.entry, place.row, c.p.hk,
                      c.p.d);
     const HeadRows v(a.v_new, c.v_new, t.b, t.row, a.v_cache, c.p.v, place.entry, place.row, c.p.hk,
                      c.p.dv);
     if (c.pairs > 0) {
-      turn_rows<T>(c, k, first_position(c, t.b) + t.i);
+      turn_rows<T>(c, k, lengths.first_position(t.b) + t.i);
     } else {
       copy_rows(k, size_of(c.p.dtype));
     }
@@ -200,18 +129,14 @@ void write_rows(const AppendCall& c, const Tokens& tokens, const Tokens& queries
 }  // namespace
 
 void append(const AppendCall& c, int threads) {
-  const AppendArgs& args = c.args;
-  const Sequences sequences(c.p, args.cu_seqlens_q, {}, {}, c.tables);
-  const Tokens tokens = new_tokens(c);
-  const Tokens queries(c.p.batch, c.p.packed ? ints(args.cu_seqlens_q) : nullptr, c.p.sq);
+  const AppendLengths lengths(c);
   const KeyPlaces places(c.p, c.tables, AppendCall::kLike);
-  check_room(c, sequences, tokens, places);
-  check_places_differ(c, tokens, places);
-  check_positions(c, tokens, queries);
+  for (int64_t b = 0; b < c.p.batch; ++b) places.check(b, lengths.new_keys(b));
+  check_places_differ(c, lengths, places);
   if (c.p.dtype == DType::kF64) {
-    write_rows<double>(c, tokens, queries, places, threads);
+    write_rows<double>(c, lengths, places, threads);
   } else {
-    write_rows<float>(c, tokens, queries, places, threads);
+    write_rows<float>(c, lengths, places, threads);
   }
 }
 

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "append_lengths.h"
 #include "cuda/call_kernel.h"
 #include "cuda/cuda_engine.h"
+#include "cuda/host_numbers.h"
 #include "kernels/append_params.h"
 
 namespace fulgur::cuda {
@@ -46,21 +48,21 @@ bool all_wide(const AppendCall& c) {
   return true;
 }
 
+/// All arguments but the lengths.
 AppendParams params_of(const AppendCall& c) {
   const AppendArgs& a = c.args;
   const Problem::Cache& cache = c.p.cache;
   AppendParams p{};
-  p.tokens = {count_of("k_new", c.tokens, "rows"),
-              static_cast<int>(c.packed_new ? 0 : a.k_new.shape[1]), ints(a.cu_seqlens_k_new)};
-  p.queries = {count_of("q", c.p.total_q, "rows"), static_cast<int>(c.p.packed ? 0 : c.p.sq),
-               ints(a.cu_seqlens_q)};
+  p.tokens.count = count_of("k_new", c.tokens, "rows");
+  p.tokens.each = static_cast<int>(c.packed_new ? 0 : a.k_new.shape[1]);
+  p.queries.count = count_of("q", c.p.total_q, "rows");
+  p.queries.each = static_cast<int>(c.p.packed ? 0 : c.p.sq);
   p.batch = count_of("cache_seqlens", c.p.batch, "sequences");
   count_of("k_cache", c.p.hk, "heads");
   count_of("q", c.hq, "heads");
   p.k = rows_between(a.k_new, c.k_new, a.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
   p.v = rows_between(a.v_new, c.v_new, a.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
   p.q = rows_between(a.q, c.p.q, a.q_out, c.q_out, c.hq, c.p.d, c.pairs);
-  p.cache_seqlens = ints(a.cache_seqlens);
   p.page_table = ints(a.page_table);
   p.page_indptr = ints(a.page_indptr);
   p.cache_batch_idx = ints(a.cache_batch_idx);
@@ -75,7 +77,6 @@ AppendParams params_of(const AppendCall& c) {
   p.cos_row = a.cos.strides[0];
   p.sin_row = a.sin.strides[0];
   p.positions = a.cos.shape[0];
-  p.first_positions = ints(c.first_positions());
   p.f32_angles = a.cos.dtype == DType::kF32;
   p.interleaved = a.interleaved;
   p.advance = c.advance;
@@ -85,16 +86,38 @@ AppendParams params_of(const AppendCall& c) {
   return p;
 }
 
+/// Lengths on the device.
+void set_lengths(const AppendArgs& a, AppendParams& p) {
+  p.tokens.cu_seqlens = ints(a.cu_seqlens_k_new);
+  p.queries.cu_seqlens = ints(a.cu_seqlens_q);
+  p.cache_seqlens = ints(a.cache_seqlens);
+  p.first_positions = ints(first_positions(a));
+}
+
 }  // namespace
 
 void append(const AppendCall& call, const Run& run) {
   refuse_f64("k_cache", call.args.k_cache, "append");
-  const AppendParams params = params_of(call);
+  const AppendLengths checked(call);
+  AppendParams params = params_of(call);
   Gpu& gpu = usable_gpu(call.p.device.index);
   const int64_t blocks = int64_t{params.tokens.count} + params.queries.count;
   if (params.batch == 0 || blocks == 0) return;
-  launch(append_kernel(call.p.dtype), gpu, static_cast<CUstream>(run.stream), &params, blocks,
-         std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
+  const CurrentContext current(gpu.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  const CallKernel kernel = append_kernel(call.p.dtype);
+  loaded(kernel, gpu, stream);  // may throw, and so before anything is launched
+  const HostNumbers numbers(call, gpu, stream);
+  LaunchMemory::Lease lease;
+  void* there = nullptr;
+  if (numbers.bytes() > 0) {
+    lease = gpu.launch_memory().take(stream, LaunchMemory::kZeroed + numbers.bytes());
+    there = reinterpret_cast<char*>(lease.data) + LaunchMemory::kZeroed;
+  }
+  set_lengths(numbers.moved(call.args, there), params);
+  numbers.store(call.args, stream, there);
+  launch(kernel, gpu, stream, &params, blocks, std::max(2 * params.k.heads, params.q.heads),
+         params.lanes_log2);
 }
 
 }  // namespace fulgur::cuda

@@ -19,6 +19,8 @@ static_assert(kernels::kF16 == static_cast<int>(DType::kF16) &&
 
 KernelUse use_of(CallKernel kernel) {
   if (kernel == CallKernel::kMerge) return {{"merge.cu", "", "sm_90a"}, "fulgur_merge", 0};
+  if (kernel == CallKernel::kStore)
+    return {{"store_numbers.cu", "", "sm_90a"}, "fulgur_store_numbers", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
   const std::string header =
       fmt::format("#pragma once\n#include \"shared/element.h\"\nconstexpr Element kElement = {};\n",
@@ -27,8 +29,6 @@ KernelUse use_of(CallKernel kernel) {
 }
 
 CallKernel append_kernel(DType dtype) { return static_cast<CallKernel>(dtype); }
-
-namespace {
 
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
   std::atomic<CUfunction>& function = gpu.call_function(static_cast<int>(kernel));
@@ -43,8 +43,6 @@ CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
   function.store(gpu.kernel(use).function, std::memory_order_release);
   return function;
 }
-
-}  // namespace
 
 void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
             int heads, int lanes_log2) {

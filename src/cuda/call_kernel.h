@@ -7,17 +7,20 @@ namespace fulgur::cuda {
 
 // The kernels of calls without a plan, append and merge.
 
-/// Append has one for each dtype.
-enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge };
+/// Append has one for each dtype. kStore writes numbers of its arguments to memory, of plans, too.
+enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kStore };
 
 KernelUse use_of(CallKernel kernel);
 
 /// That of append for caches of f16, bf16 or f32.
 CallKernel append_kernel(DType dtype);
 
+/// The kernel on a device, in its context. The first call loads it, and compiles it if need be.
+/// Throws Error(kInvalidArgument) for a first call on a stream that is being captured.
+CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream);
+
 /// Puts a kernel on the stream whose thread blocks take a token each, and groups of 2^lanes_log2
-/// lanes a head. The first call on a device loads it, and compiles it if need be. Throws
-/// Error(kInvalidArgument) for a first call on a stream that is being captured.
+/// lanes a head.
 void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
             int heads, int lanes_log2);
 

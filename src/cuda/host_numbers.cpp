@@ -9,13 +9,12 @@
 #include <span>
 #include <type_traits>
 
+#include "cuda/call_kernel.h"
 #include "cuda/launch.h"
 #include "kernels/store_numbers_params.h"
 #include "sequences.h"
 
 namespace fulgur::cuda {
-
-const KernelUse kStoreKernel{{"store_numbers.cu", "", "sm_90a"}, "fulgur_store_numbers", 0};
 
 namespace {
 
@@ -32,6 +31,16 @@ void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
   }
   if (host.alibi_slopes) take(args.alibi_slopes);
   if (host.sinks) take(args.sinks);
+}
+
+/// Those of append.
+template <class Args, class Take>
+requires std::is_same_v<std::remove_const_t<Args>, AppendArgs>
+void for_each(const Problem::HostNumbers&, Args& args, const Take& take) {
+  for (auto* const lengths :
+       {&args.cu_seqlens_k_new, &args.cache_seqlens, &args.rotary_seqlens, &args.cu_seqlens_q}) {
+    if (lengths->given() && on_host(*lengths)) take(*lengths);
+  }
 }
 
 /// Adds the bytes of a vector, or of the rows of a matrix, whatever lies between them.
@@ -60,7 +69,12 @@ HostNumbers::HostNumbers(const Problem& problem, Gpu& gpu) : problem_(problem) {
   add(host.alibi_slopes, "alibi_slopes",
       problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
   add(host.sinks, "sinks", hq);
-  if (count_ > 0) kernel_ = gpu.kernel(kStoreKernel).function;
+  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kStore)).function;
+}
+
+HostNumbers::HostNumbers(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {
+  for_each(problem_.host, call.args, [&](const ConstTensor& t) { count_ += t.numel(); });
+  if (count_ > 0) kernel_ = loaded(CallKernel::kStore, gpu, stream);
 }
 
 template <class Args>
@@ -106,7 +120,9 @@ template void HostNumbers::check(const ForwardArgs&) const;
 template void HostNumbers::check(const BackwardArgs&) const;
 template ForwardArgs HostNumbers::moved(ForwardArgs, void*) const;
 template BackwardArgs HostNumbers::moved(BackwardArgs, void*) const;
+template AppendArgs HostNumbers::moved(AppendArgs, void*) const;
 template void HostNumbers::store(const ForwardArgs&, CUstream, void*) const;
 template void HostNumbers::store(const BackwardArgs&, CUstream, void*) const;
+template void HostNumbers::store(const AppendArgs&, CUstream, void*) const;
 
 }  // namespace fulgur::cuda

@@ -4,14 +4,12 @@
 #include <string>
 #include <vector>
 
+#include "append_call.h"
 #include "cuda/gpu.h"
 #include "fulgur/attention.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
-
-/// Writes numbers of its arguments to memory.
-extern const KernelUse kStoreKernel;
 
 /// The lengths, slopes and sinks of a problem that lie in the host's memory. A run reads them,
 /// checks the lengths, and launches them to its workspace, where its kernels find them: it does not
@@ -20,6 +18,8 @@ class HostNumbers {
  public:
   /// Loads the kernel, if there are such numbers.
   HostNumbers(const Problem& problem, Gpu& gpu);
+  /// The same of a call without a plan, in the device's context.
+  HostNumbers(const AppendCall& call, Gpu& gpu, CUstream stream);
 
   /// Bytes that they take in the workspace, 0 where there are none.
   int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }
@@ -28,7 +28,8 @@ class HostNumbers {
   /// BackwardArgs.
   template <class Args>
   void check(const Args& args) const;
-  /// The call with its numbers at `to`, which is memory of the device, side by side.
+  /// The call with its numbers at `to`, which is memory of the device, side by side. `Args` may be
+  /// AppendArgs, too.
   template <class Args>
   Args moved(Args args, void* to) const;
   /// Puts the kernels on the stream that write them there.

@@ -5,7 +5,6 @@
 #include "cuda/architectures.h"
 #include "cuda/call_kernel.h"
 #include "cuda/cubin_cache.h"
-#include "cuda/host_numbers.h"
 #include "cuda/jit.h"
 #include "cuda/reachable.h"
 #include "fulgur/cuda.h"
@@ -46,11 +45,13 @@ Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
       if (problem.invariant) break;
     }
   });
-  if (!problem.alike() || problem.has_alibi() || problem.has_sinks) add(kStoreKernel.request);
-  if (problem.pass == Pass::kForward) {
+  const bool forward = problem.pass == Pass::kForward;
+  if (forward) {
     add(use_of(append_kernel(problem.dtype)).request);
     add(use_of(CallKernel::kMerge).request);
   }
+  if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks)
+    add(use_of(CallKernel::kStore).request);
   return result;
 }
 

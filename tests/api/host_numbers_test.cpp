@@ -7,7 +7,7 @@
 #include <deque>
 #include <type_traits>
 
-#include "cached.h"
+#include "appended.h"
 #include "engine_memory.h"
 #include "engines.h"
 #include "oracle.h"
@@ -25,7 +25,8 @@ enum Which : unsigned {
   kLeftpad = 8,
   kSlopes = 16,
   kSinks = 32,
-  kAll = 63
+  kPositions = 64,
+  kAll = 127
 };
 
 constexpr int64_t kGap = 3;  // between the slopes of two sequences
@@ -37,30 +38,51 @@ class HostCall {
   HostCall(const std::string& engine, const Tensors& t, unsigned which = kAll)
       : memory_(engine), there_(memory_.at(t)) {
     if (which & kCuQ) copy(t.cu_seqlens_q, there_.cu_seqlens_q);
-    if (which & kCuK) copy(t.cu_seqlens_k, there_.cu_seqlens_k);
-    if (which & kUsed) copy(t.seqused_k, there_.seqused_k);
-    if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
-      if (which & kLeftpad) copy(t.leftpad_k, there_.leftpad_k);
+    if constexpr (std::is_same_v<Tensors, AppendTensors>) {
+      if (which & kCuK) copy(t.cu_seqlens_k_new, there_.cu_seqlens_k_new);
+      if (which & kUsed) copy(t.cache_seqlens, there_.cache_seqlens);
+      if (which & kPositions) copy(t.rotary_seqlens, there_.rotary_seqlens);
+    } else {
+      if (which & kCuK) copy(t.cu_seqlens_k, there_.cu_seqlens_k);
+      if (which & kUsed) copy(t.seqused_k, there_.seqused_k);
+      if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
+        if (which & kLeftpad) copy(t.leftpad_k, there_.leftpad_k);
+      }
+      if (which & kSlopes) copy(t.alibi_slopes, there_.alibi_slopes);
+      if (which & kSinks) copy(t.sinks, there_.sinks);
     }
-    if (which & kSlopes) copy(t.alibi_slopes, there_.alibi_slopes);
-    if (which & kSinks) copy(t.sinks, there_.sinks);
   }
   const Tensors& tensors() const { return there_; }
   /// Runs, and changes the arrays as soon as the run has returned.
   void run(const Plan& plan, const Run& run) {
     plan.run(there_, run);
-    for (auto& array : arrays_) std::fill(array.begin(), array.end(), -7777);
-    memory_.bring_back();
+    finish();
+  }
+  /// The same of a call without a plan.
+  void append(const Options& options) {
+    fulgur::append(there_, options);
+    finish();
   }
   /// The message of a run that fails, which must not write.
   std::string refused(const Plan& plan) {
-    const std::string message = message_of([&] { plan.run(there_); });
-    memory_.bring_back();
-    return message;
+    return message_of_failing([&] { plan.run(there_); });
+  }
+  std::string refused(const Options& options) {
+    return message_of_failing([&] { fulgur::append(there_, options); });
   }
   int32_t* array(size_t i) { return arrays_.at(i).data(); }
 
  private:
+  void finish() {
+    for (auto& array : arrays_) std::fill(array.begin(), array.end(), -7777);
+    memory_.bring_back();
+  }
+  template <class Call>
+  std::string message_of_failing(Call call) {
+    const std::string message = message_of(call);
+    memory_.bring_back();
+    return message;
+  }
   void copy(const Tensor& from, Tensor& to) {
     if (!from.given()) return;
     const Bits values = bits(from);
@@ -85,6 +107,10 @@ class HostNumbers : public EveryEngine {
   void prepare(Workload& w) const {
     w.options.engine = engine();
     w.options.deterministic = true;
+  }
+  void prepare(Appended& a) const {
+    prepare(a.w);
+    a.w.options.mask = a.given.c.mask;
   }
 };
 
@@ -292,6 +318,93 @@ TEST_P(HostNumbers, AreCheckedInEveryRun) {
     EXPECT_EQ(got.find(message), 0u) << got;
     EXPECT_EQ(gradient.refused(plan_backward), got);
     EXPECT_TRUE(w.nothing_written());
+  }
+}
+
+// Even and ragged new rows, with queries and without, in every kind of cache.
+std::vector<AppendCase> append_cases() {
+  using Index = CacheShape::Index;
+  std::vector<AppendCase> all;
+  for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
+    for (const auto layout : {Layout::kBshd, Layout::kPacked}) {
+      for (const int64_t rotary_dim : {0, 16}) {
+        all.push_back({.c = {.dtype = DType::kBF16,
+                             .batch = layout == Layout::kPacked ? 4 : 3,
+                             .sq = 3,
+                             .sk = 20,
+                             .hq = 2,
+                             .hk = 1,
+                             .d = 16,
+                             .mask = causal(),
+                             .layout = layout},
+                       .shape = {.index = index, .page = index == Index::kBatch ? 0 : 8},
+                       .rotary_dim = rotary_dim,
+                       .positions = index != Index::kLists});
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<Bits> appended_bits(const AppendTensors& t) {
+  return {bits(t.k_cache), bits(t.v_cache), bits(t.q_out)};
+}
+
+TEST_P(HostNumbers, OfAppend) {
+  for (const AppendCase& c : append_cases()) {
+    SCOPED_TRACE(c.name());
+    Appended beside(c, 1);
+    prepare(beside);
+    if (!computes([&] { beside.run(); })) continue;
+    const auto want = appended_bits(beside.args);
+    for (const unsigned which : {+kCuQ, +kCuK, +kUsed, +kPositions, kCuK | kUsed, +kAll}) {
+      SCOPED_TRACE(which);
+      Appended a(c, 1);
+      prepare(a);
+      HostCall<AppendTensors> call(engine(), a.args, which);
+      call.append(a.w.options);
+      EXPECT_EQ(appended_bits(a.args), want);
+      EXPECT_TRUE(a.check());
+    }
+  }
+}
+
+// More of them than one launch takes.
+TEST_P(HostNumbers, OfAnAppendToManySequences) {
+  AppendCase c = append_cases()[1];
+  c.c.batch = 600;
+  c.c.sk = 5;
+  Appended a(c, 1);
+  prepare(a);
+  HostCall<AppendTensors> call(engine(), a.args);
+  if (!computes([&] { call.append(a.w.options); })) return;
+  EXPECT_TRUE(a.check());
+}
+
+TEST_P(HostNumbers, AreCheckedInEveryAppend) {
+  const AppendCase c = append_cases()[3];
+  const struct {
+    size_t array, at;
+    int32_t value;
+    const char* message;
+  } wrong[] = {
+      {0, 0, 1, "cu_seqlens_q: starts with 1, want 0"},
+      {0, 4, 5000, "cu_seqlens_q: ends with 5000, want at most "},
+      {1, 1, 5000, "cu_seqlens_k_new: decreases at 2: "},
+      {1, 4, 5000, "cu_seqlens_k_new: ends with 5000, want at most "},
+      {2, 1, -1, "cache_seqlens: got -1 at 1, want >= 0"},
+      {2, 2, 5000, "cache_seqlens: got 5000 at 2, with "},
+      {3, 1, -1, "rotary_seqlens: got -1 at 1, want >= 0"},
+      {3, 0, 5000, "cos: got "},
+  };
+  for (const auto& [array, at, value, message] : wrong) {
+    Appended a(c, 1);
+    prepare(a);
+    HostCall<AppendTensors> call(engine(), a.args);
+    call.array(array)[at] = value;
+    const std::string got = call.refused(a.w.options);
+    EXPECT_EQ(got.find(message), 0u) << got;
+    EXPECT_TRUE(a.nothing_written());
   }
 }
 

@@ -452,12 +452,9 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
 }
 
 TEST_F(Compile, KernelsOfNoTileAreClean) {
-  std::vector<KernelRequest> requests = {kStoreKernel.request};
   for (const CallKernel kernel : {CallKernel::kAppendF16, CallKernel::kAppendBF16,
-                                  CallKernel::kAppendF32, CallKernel::kMerge}) {
-    requests.push_back(use_of(kernel).request);
-  }
-  for (const KernelRequest& request : requests) {
+                                  CallKernel::kAppendF32, CallKernel::kMerge, CallKernel::kStore}) {
+    const KernelRequest request = use_of(kernel).request;
     const Cubin cubin = compile(request);
     EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
     EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << cubin.log;

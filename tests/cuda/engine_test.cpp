@@ -19,6 +19,7 @@
 #include <tuple>
 
 #include "backward_call.h"
+#include "cuda/gpu.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/launch_memory.h"
 #include "cuda/nvrtc.h"
@@ -1493,6 +1494,126 @@ TEST_F(OnFakeGpu, AppendOfNothingLaunchesNothing) {
   EXPECT_TRUE(state_->launches.empty());
 }
 
+/// The same with its lengths in arrays of the host.
+struct AppendOfHostLengths {
+  std::vector<int32_t> cu_new = {0, 20, 20, 50}, old = {5, 9, 0}, first = {7, 0, 3};
+  std::vector<int32_t> cu_q = {0, 30, 40, 60};
+  AppendArgs args;
+
+  explicit AppendOfHostLengths(DType dtype) : args(append_args(dtype)) {
+    args.cu_seqlens_k_new = ConstTensor::of<const int32_t>(std::span(cu_new), {4});
+    args.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
+    args.rotary_seqlens = ConstTensor::of<const int32_t>(std::span(first), {3});
+    args.cu_seqlens_q = ConstTensor::of<const int32_t>(std::span(cu_q), {4});
+  }
+};
+
+std::vector<int> stored(const StoreNumbersParams& store) {
+  return {store.numbers, store.numbers + store.count};
+}
+
+// Its two kernels must be there before a capture, or nothing becomes part of it.
+TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheirOwnMemory) {
+  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
+  append(append_args(DType::kF16), {}, run);
+  AppendOfHostLengths c(DType::kF16);
+  state_->launches.clear();
+  state_->capturing = run.stream;
+  EXPECT_EQ(message_of([&] { append(c.args, {}, run); }),
+            "stream: is being captured, and this is the first launch of fulgur_store_numbers on "
+            "the device, which loads it; make such a call before the capture");
+  EXPECT_TRUE(state_->launches.empty());
+  state_->capturing = nullptr;
+  append(c.args, {}, run);
+  const FakeState before = *state_;
+  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  state_->capturing = run.stream;
+  for (int i = 0; i < 3; ++i) {
+    c.old[0] = i;
+    append(c.args, {}, run);
+    const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
+    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_EQ(store.numbers[4], i);
+  }
+  state_->capturing = nullptr;
+  state_->destroy_graph();
+  EXPECT_EQ(state_->loaded, before.loaded);
+  EXPECT_EQ(state_->unsafe_in_capture, before.unsafe_in_capture);
+}
+
+TEST_F(OnFakeGpu, AppendStoresLengthsOfTheHost) {
+  AppendOfHostLengths c(DType::kBF16);
+  void* const stream = reinterpret_cast<void*>(0x1230);
+  append(c.args, {}, {.stream = stream});
+  for (auto* const lengths : {&c.cu_new, &c.old, &c.first, &c.cu_q}) lengths->assign(3, -1);
+  ASSERT_EQ(state_->launches.size(), 2u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_store_numbers");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_append");
+  for (const FakeLaunch& launch : state_->launches) EXPECT_EQ(launch.stream, stream);
+  const auto store = params<StoreNumbersParams>(0);
+  EXPECT_EQ(stored(store), (std::vector{0, 20, 20, 50, 5, 9, 0, 7, 0, 3, 0, 30, 40, 60}));
+  // Behind what every launch leaves zero.
+  const auto lease = cuda::Gpu::at(0).launch_memory().take(static_cast<cuda::CUstream>(stream), 1);
+  EXPECT_GE(reinterpret_cast<std::uintptr_t>(store.to), lease.data + cuda::LaunchMemory::kZeroed);
+  const auto p = params<AppendParams>(1);
+  EXPECT_EQ(p.tokens.cu_seqlens, store.to);
+  EXPECT_EQ(p.cache_seqlens, store.to + 4);
+  EXPECT_EQ(p.first_positions, store.to + 7);
+  EXPECT_EQ(p.queries.cu_seqlens, store.to + 10);
+  EXPECT_EQ(p.page_table, c.args.page_table.data);
+  expect_rows(p.k, c.args.k_new, c.args.k_cache, 16);
+}
+
+// Each of them may lie on the device, where it is not looked at.
+TEST_F(OnFakeGpu, AppendStoresSomeLengthsOfTheHost) {
+  AppendOfHostLengths c(DType::kBF16);
+  const AppendArgs there = append_args(DType::kBF16);
+  c.args.cu_seqlens_k_new = there.cu_seqlens_k_new;
+  c.args.cu_seqlens_q = there.cu_seqlens_q;
+  c.args.rotary_seqlens = {};
+  append(c.args);
+  const auto store = params<StoreNumbersParams>(0);
+  EXPECT_EQ(stored(store), (std::vector{5, 9, 0}));
+  const auto p = params<AppendParams>(1);
+  EXPECT_EQ(p.cache_seqlens, store.to);
+  EXPECT_EQ(p.first_positions, store.to);
+  EXPECT_EQ(p.tokens.cu_seqlens, there.cu_seqlens_k_new.data);
+  EXPECT_EQ(p.queries.cu_seqlens, there.cu_seqlens_q.data);
+  c.old[1] = 113;
+  EXPECT_EQ(message_of([&] { append(c.args); }),
+            "cache_seqlens: got 113 at 1, with 0 new rows 113, want at most the 112 of its cache");
+  EXPECT_EQ(state_->launches.size(), 2u);
+}
+
+TEST_F(OnFakeGpu, WrongLengthsOfTheHostAppendNothing) {
+  const auto said = [](auto change) {
+    AppendOfHostLengths c(DType::kBF16);
+    change(c);
+    return message_of([&] { append(c.args); });
+  };
+  using Call = AppendOfHostLengths;
+  EXPECT_EQ(said([](Call& c) { c.cu_q[0] = 1; }), "cu_seqlens_q: starts with 1, want 0");
+  EXPECT_EQ(said([](Call& c) { c.cu_q[3] = 61; }),
+            "cu_seqlens_q: ends with 61, want at most 60 (rows of q)");
+  EXPECT_EQ(said([](Call& c) { c.cu_new[2] = 19; }),
+            "cu_seqlens_k_new: decreases at 2: 19 after 20, want non-decreasing");
+  EXPECT_EQ(said([](Call& c) { c.cu_new[3] = 51; }),
+            "cu_seqlens_k_new: ends with 51, want at most 50 (rows of k_new)");
+  EXPECT_EQ(said([](Call& c) { c.old[2] = -1; }), "cache_seqlens: got -1 at 2, want >= 0");
+  EXPECT_EQ(said([](Call& c) { c.old[2] = 83; }),
+            "cache_seqlens: got 83 at 2, with 30 new rows 113, want at most the 112 of its cache");
+  EXPECT_EQ(said([](Call& c) { c.first[0] = -1; }), "rotary_seqlens: got -1 at 0, want >= 0");
+  EXPECT_EQ(said([](Call& c) { c.first[0] = 981; }),
+            "cos: got 1000 positions, want 1001 for sequence 0, which has 20 from 981 on");
+  EXPECT_EQ(said([](Call& c) {
+              c.args.cache_seqlens.device = {DeviceType::kCuda, 1};
+            }),
+            "cache_seqlens: on cuda:1, want cuda:0 as k_cache, or cpu");
+  EXPECT_EQ(said([](Call& c) { c.args.page_table.device = {}; }),
+            "page_table: on cpu, want cuda:0 as k_cache");
+  EXPECT_TRUE(state_->launches.empty());
+}
+
 /// What merge takes: parts of (2, 5, 3, dim), the second one in f32.
 struct MergeCallOnGpu {
   std::vector<Partial> parts;
@@ -1567,12 +1688,17 @@ TEST_F(OnFakeGpu, MergeByElements) {
 TEST_F(OnFakeGpu, CallsWithoutAPlanOnlyLaunch) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   const AppendArgs args = append_args(DType::kF32);  // no other test of this process
+  const AppendOfHostLengths here(DType::kF32);
   const auto call = [&] { append(args, {}, run); };
+  append(AppendOfHostLengths(DType::kF16).args);  // the kernel that stores lengths is there
+  state_->launches.clear();
   state_->capturing = run.stream;
+  for (const AppendArgs& first : {args, here.args}) {
+    EXPECT_EQ(message_of([&] { append(first, {}, run); }),
+              "stream: is being captured, and this is the first launch of fulgur_append on the "
+              "device, which loads it; make such a call before the capture");
+  }
   EXPECT_EQ(status_of(call), Status::kInvalidArgument);
-  EXPECT_EQ(message_of(call),
-            "stream: is being captured, and this is the first launch of fulgur_append on the "
-            "device, which loads it; make such a call before the capture");
   EXPECT_TRUE(state_->launches.empty());
   state_->capturing = nullptr;
   call();
@@ -1612,6 +1738,7 @@ TEST_F(Prewarmed, AppendAndMergeCompileNothing) {
     cuda::prewarm(call.args, call.options);
     const auto before = kernels();
     append(append_args(dtype));
+    append(AppendOfHostLengths(dtype).args);
     const MergeCallOnGpu parts(3, 64);
     merge(parts.parts, parts.result);
     EXPECT_EQ(kernels(), before);

@@ -4,6 +4,7 @@
 #include <deque>
 #include <optional>
 
+#include "appended.h"
 #include "device.h"
 #include "engine_memory.h"
 
@@ -213,6 +214,51 @@ TEST_F(Graphs, NumbersOfTheHostStay) {
     memory.bring_back();
     EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
   }
+}
+
+// Those of append, too, whatever other launches on their stream store.
+TEST_F(Graphs, LengthsOfTheHostStayInAppends) {
+  const Stream stream;
+  const AppendCase c{.c = {.dtype = DType::kBF16,
+                           .batch = 4,
+                           .sq = 3,
+                           .sk = 40,
+                           .hq = 4,
+                           .hk = 2,
+                           .d = 64,
+                           .mask = causal(),
+                           .layout = Layout::kPacked},
+                     .shape = {},
+                     .rotary_dim = 32,
+                     .positions = true,
+                     .aligned = true};
+  Appended a(c, 1);
+  const Options options{.mask = c.c.mask};
+  EngineMemory memory("cuda");
+  AppendTensors tensors = memory.at(a.args);
+  std::deque<std::vector<int32_t>> arrays;
+  for (const auto& [to, from] : {std::pair{&tensors.cu_seqlens_k_new, a.args.cu_seqlens_k_new},
+                                 std::pair{&tensors.cache_seqlens, a.args.cache_seqlens},
+                                 std::pair{&tensors.rotary_seqlens, a.args.rotary_seqlens},
+                                 std::pair{&tensors.cu_seqlens_q, a.args.cu_seqlens_q}}) {
+    auto& array = arrays.emplace_back(from.numel());
+    std::memcpy(array.data(), from.data, array.size() * sizeof(int32_t));
+    *to = from;
+    to->data = array.data();
+  }
+  append(tensors, options, stream.run());  // loads the kernels
+  const Graph graph(stream, [&] { append(tensors, options, stream.run()); });
+  for (auto& array : arrays) std::fill(array.begin(), array.end(), 0);
+  for (int replay = 0; replay < 3; ++replay) {
+    append(tensors, options, stream.run());
+    stream.synchronize();
+    memory.send();
+    graph.launch(stream);
+    stream.synchronize();
+  }
+  memory.bring_back();
+  a.w.options.mask = c.c.mask;
+  EXPECT_TRUE(a.check());
 }
 
 // And so with the words of a tree mask.

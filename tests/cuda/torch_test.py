@@ -223,6 +223,22 @@ class TestDropIns(OnGpu):
             torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
             self.assertTrue(torch.equal(k.cpu(), on_cpu[0][1]) and torch.equal(v.cpu(), on_cpu[0][2]))
 
+    def test_cache_of_lengths_on_the_host(self):
+        lengths, ends = (torch.tensor(x, dtype=torch.int32) for x in ([17, 50], [0, 2, 3]))
+        q, k_cache, v_cache = make_qkv(sk=64)
+        q, k, v, cos, sin = make((3, 8, 64), (3, 2, 64), (3, 2, 64), (64, 16), (64, 16))
+        results = []
+        for device in ("cpu", "cuda"):
+            caches = k_cache.clone(), v_cache.clone()
+            out = flash_attn_interface.flash_attn_with_kvcache(
+                q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lengths.to(device),
+                cu_seqlens_q=ends.to(device), cu_seqlens_k_new=ends.to(device), max_seqlen_q=2, causal=True,
+            )  # fmt: skip
+            results.append((out, *caches))
+        self.assertTrue(all(map(torch.equal, *results)))
+        with self.assertRaisesRegex(RuntimeError, "cache_seqlens: got 63 at 0, with 2 new rows 65"):
+            fulgur.torch.append(*caches, k, v, lengths + 46, cu_seqlens_k_new=ends)
+
     def test_cache_in_one_graph(self):
         q, k, v = make_qkv(sq=1, sk=256)
         new_k, new_v = make((2, 1, 2, 64), (2, 1, 2, 64))

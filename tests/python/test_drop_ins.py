@@ -333,6 +333,15 @@ class TestCaches:
             changed = {tuple(place) for place in (~same).nonzero().tolist()}
             assert changed == written
 
+    def test_lengths_in_two_places(self):
+        k_cache, v_cache, _, _, _ = self.caches("rows")
+        new = torch.zeros(5, self.HK, self.D)
+        with pytest.raises(ValueError, match="^cu_seqlens_k_new: on meta, want cpu as cache_seqlens"):
+            fa3.flash_attn_with_kvcache(
+                new, k_cache, v_cache, new, new, cache_seqlens=int32(0, 0, 0), cu_seqlens_q=int32(0, 1, 2, 5),
+                cu_seqlens_k_new=int32(0, 1, 2, 5).to("meta"),
+            )  # fmt: skip
+
     def test_packed_rows(self):
         k_cache, v_cache, table, _, places = self.caches("pages")
         q, k, v = make((6, self.HQ, self.D), (5, self.HK, self.D), (5, self.HK, self.D))

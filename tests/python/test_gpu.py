@@ -217,6 +217,24 @@ assert driver.last_stream() == 9
 """)
 
 
+def test_append_to_lengths_on_the_host(on_fake_gpu):
+    on_fake_gpu("""
+caches, lengths = (OnGpu((2, 64, 2, 64)), OnGpu((2, 64, 2, 64))), np.array([5, 60], np.int32)
+new, ends = (OnGpu((4, 2, 64)), OnGpu((4, 2, 64))), np.array([0, 1, 4], np.int32)
+fulgur.append(*caches, *new, lengths, cu_seqlens_k_new=ends)
+assert driver.launch_count() == 2 and driver.last_stream() == 0x77  # the lengths, the rows
+angles = dict(cos=OnGpu((99, 32)), sin=OnGpu((99, 32)), rotary_seqlens=lengths)
+turned = fulgur.append(*caches, *new, lengths, cu_seqlens_k_new=ends, **angles, q=OnGpu((9, 4, 64)), cu_seqlens_q=ends)
+assert turned.memory.shape == (9, 4, 64) and driver.launch_count() == 4
+lengths[1] = 62
+with pytest.raises(ValueError, match="^cache_seqlens: got 62 at 1, with 3 new rows 65, want at most the 64"):
+    fulgur.append(*caches, *new, lengths, cu_seqlens_k_new=ends)
+with pytest.raises(ValueError, match="^cache_batch_idx: on cpu, want cuda:0 as k_cache"):
+    fulgur.append(*caches, *new, lengths, cu_seqlens_k_new=ends, cache_batch_idx=np.zeros(2, np.int32))
+assert driver.launch_count() == 4
+""")
+
+
 def test_wrong_arguments(on_fake_gpu):
     on_fake_gpu("""
 with pytest.raises(ValueError, match="^k: .*cpu.*cuda:0"):
@@ -233,8 +251,8 @@ with pytest.raises(ValueError, match="^outs.1.: on cpu, want cuda:0 as out"):
     fulgur.merge([q, q.memory], [lse, lse])
 with pytest.raises(fulgur.Error, match="^outs: got 65, merge on cuda takes at most 64"):
     fulgur.merge([q] * 65, [lse] * 65)
-with pytest.raises(ValueError, match="^cache_seqlens: on cpu, want cuda:0 as k_cache"):
-    fulgur.append(k, k, q, q, np.zeros(2, np.int32))
+with pytest.raises(ValueError, match="^cache_seqlens: on cuda:1, want cuda:0 as k_cache, or cpu"):
+    fulgur.append(k, k, q, q, OnGpu((2,), device=(2, 1), dtype=(0, 32)))
 for stream in (True, 1.0, "0"):
     with pytest.raises(TypeError, match="^stream: got .* want the handle of a CUDA stream"):
         fulgur.attention(q, k, k, stream=stream)
