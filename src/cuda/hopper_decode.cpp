@@ -28,7 +28,8 @@ std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
 
 HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& plan,
                            Reasons reasons)
-    : gpu_(gpu),
+    : problem_(p),
+      gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
       maps_(forward_maps(p, plan.box_keys)),
@@ -114,7 +115,7 @@ void HopperDecode::run(const Call& call, const Run& run) const {
 }
 
 Explanation HopperDecode::explain() const {
-  std::vector<std::string> decisions = describe(plan_);
+  std::vector<std::string> decisions = describe(plan_, problem_);
   decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
   numbers_.describe(decisions);
   return {std::move(decisions), reasons_.rejected, plan_.block_rows(), plan_.block_keys};

@@ -29,6 +29,7 @@ class HopperDecode final : public Executable {
   int64_t numbers_at() const;
   int64_t workspace_bytes() const;
 
+  Problem problem_;
   Gpu& gpu_;
   HopperDecodePlan plan_;
   Reasons reasons_;

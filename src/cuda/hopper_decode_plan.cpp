@@ -26,9 +26,11 @@ constexpr int64_t kMostRowsForModel = 128;
 constexpr int64_t kInvariantRows = 64;
 
 // Measured on an H200.
-constexpr double kDecodeBytes = 19;     // of K and V a cycle and multiprocessor
-constexpr double kStartCycles = 2000;   // lengths, first loads, merges
-constexpr double kProductFlops = 2000;  // a cycle, where products bind
+constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 2000;        // lengths, first loads, merges
+constexpr double kProductFlops = 2000;       // a cycle, where products bind
+constexpr double kMegahertz = 1755;          // while it reads
+constexpr double kLaunchMicroseconds = 5.5;  // with what waits for the last part
 
 int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
 
@@ -114,13 +116,22 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   if (wide) plan.box_keys = box_keys_of(p, plan.block_keys);
 }
 
-double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
+/// Of a key of a kv head: to read it, and to multiply with it.
+struct KeyCycles {
+  double reading, products;
+};
+
+KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   const double blocks = ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const double dims = plan.head_dim + plan.value_dim;
+  return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
+}
+
+double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
+  const KeyCycles key = key_cycles(plan, p);
   const double keys =
       static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
-  const double dims = plan.head_dim + plan.value_dim;
-  const double products = 2 * dims * plan.block_rows() / kProductFlops;
-  return kStartCycles + keys * std::max(2 * dims / kDecodeBytes, blocks * products);
+  return kStartCycles + keys * std::max(key.reading, key.products);
 }
 
 }  // namespace
@@ -233,7 +244,10 @@ std::string plan_header(const HopperDecodeKey& plan) {
   return header.text();
 }
 
-std::vector<std::string> describe(const HopperDecodePlan& plan) {
+std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p) {
+  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const KeyCycles key = key_cycles(plan, p);
+  const double cycles = predicted_cycles(plan, p, plan.grid / plan.residents);
   std::vector<std::string> sentences = {
       fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
                   "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
@@ -246,10 +260,15 @@ std::vector<std::string> describe(const HopperDecodePlan& plan) {
                       : "whose rows lanes copy",
                   plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
-                  "has when it runs; {}",
-                  plan.grid,
-                  plan.whole_lines ? "no line is cut (`invariant`)"
-                                   : "the last one at a line merges its parts")};
+                  "has when it runs: {} lines, of a kv head and its rows, {}",
+                  plan.grid, lines,
+                  plan.whole_lines
+                      ? "of which none is cut (`invariant`)"
+                      : fmt::format("in up to {} parts, which the last one at a line merges",
+                                    lines + plan.grid - 1)),
+      fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
+                  kLaunchMicroseconds + cycles / kMegahertz, p.sk,
+                  key.reading >= key.products ? "reading K and V binds" : "the products bind")};
   if (plan.page > 0) {
     sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
                                     plan.page_lists ? "page_indptr" : "page_table"));

@@ -62,7 +62,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target
 /// The text of plan.h.
 std::string plan_header(const HopperDecodeKey& key);
 
-/// The plan in sentences.
-std::vector<std::string> describe(const HopperDecodePlan& plan);
+/// The plan of a problem in sentences.
+std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& problem);
 
 }  // namespace fulgur::cuda
