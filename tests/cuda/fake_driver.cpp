@@ -128,6 +128,10 @@ int cuStreamCreate(void** stream, unsigned) {
   return 0;
 }
 int cuStreamSynchronize(void*) { return 0; }
+int cuStreamDestroy_v2(void* stream) {
+  delete static_cast<char*>(stream);
+  return 0;
+}
 int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long*, void** graph,
                               const void**, size_t*) {
   *status = stream != nullptr && stream == state.capturing ? 1 : 0;
