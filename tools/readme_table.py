@@ -9,7 +9,6 @@ import argparse
 import json
 import pathlib
 import re
-import shutil
 import sys
 import textwrap
 
@@ -87,6 +86,8 @@ def render(report):
         f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
         f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians over five rounds; 2 heads, sq = sk = N."
     )
+    if "note" in machine:
+        text += "\n" + paragraph(machine["note"])
     if "torch" in machine:
         text += "\n" + paragraph(
             f"The factor in brackets is how many times faster fulgur is than scaled_dot_product_attention of "
@@ -119,9 +120,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables instead of checking them")
     parser.add_argument("--add", metavar="F.json", type=pathlib.Path, help="a report to add, or to replace its CPU's")
+    parser.add_argument("--note", help="with --add: what else a reader should know of the machine or the run")
     args = parser.parse_args()
+    if args.note and not args.add:
+        parser.error("--note: got no --add, whose report it belongs to")
     if args.add:
-        shutil.copyfile(args.add, ROOT / REPORTS / name_of(json.loads(args.add.read_text())))
+        report = json.loads(args.add.read_text())
+        if args.note:
+            report["machine"]["note"] = args.note
+        (ROOT / REPORTS / name_of(report)).write_text(json.dumps(report, indent=1) + "\n")
 
     readme = ROOT / "README.md"
     text = readme.read_text()
