@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <map>
@@ -23,8 +24,9 @@ bool is_quick(const std::string& grid) {
   throw Error(Status::kInvalidArgument, "grid: got '" + grid + "', want quick or standard");
 }
 
-Case attention(const char* pass, DType dtype, int64_t n, int64_t d, bool causal, int threads) {
-  return {pass, dtype, 1, n, n, 2, 2, d, causal, threads};
+Case attention(const char* pass, DType dtype, int64_t n, int64_t d, bool causal, int threads,
+               int64_t heads = 2) {
+  return {pass, dtype, 1, n, n, heads, heads, d, causal, threads};
 }
 
 Case decode(DType dtype, int64_t group, int threads) {
@@ -126,7 +128,7 @@ std::string Case::name() const {
                        page == 0 ? "page:none" : fmt::format("page:{}", page),
                        uneven ? "uneven" : "even", where);
   }
-  return fmt::format("{}/{}/n:{}/d:{}/{}/{}", pass, name_of(dtype), sk, d,
+  return fmt::format("{}/{}/n:{}/hq:{}/d:{}/{}/{}", pass, name_of(dtype), sk, hq, d,
                      causal ? "causal" : "full", where);
 }
 
@@ -158,6 +160,15 @@ std::vector<Case> cpu_grid(const std::string& name, int threads) {
   }
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const int64_t group : {4, 8}) cases.push_back(decode(dtype, group, threads));
+  }
+  if (quick) return cases;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int64_t heads : {1, 4, 16}) {
+      for (const int64_t n : {128, 256, 512}) {
+        for (const int t : counts)
+          cases.push_back(attention("forward", dtype, n, 64, false, t, heads));
+      }
+    }
   }
   return cases;
 }
@@ -307,7 +318,10 @@ Workload::Workload(const Case& c)
   if (c.page > 0) forward_.page_table = tensor(DType::kI32, {c.batch, pages});
   if (c.page > 0 || c.uneven) forward_.seqused_k = tensor(DType::kI32, {c.batch});
   const Plan forward_plan = plan(forward_, options);
-  plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options) : forward_plan;
+  const auto start = std::chrono::steady_clock::now();
+  plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options)
+                    : plan(forward_, options);
+  plan_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   forward_.q = filled(q);
   forward_.k = filled(kv);
   forward_.v = filled(kv);

@@ -30,7 +30,8 @@ struct Case {
 
 /// Shapes for the CPU. "standard" is the whole table: forward and backward, f32 and bf16, d 64 and
 /// 128, N 1k to 8k, 1 and all threads, causal beside full at 8k, decode over 16k keys with groups
-/// of 4 and 8. "quick" is a part of it for a first look. `threads` is the number meant by "all".
+/// of 4 and 8, forward of N 128 to 512 with 1 to 16 heads. "quick" is a part of it for a first
+/// look. `threads` is the number meant by "all".
 std::vector<Case> cpu_grid(const std::string& name, int threads);
 
 /// Decode on the CPU over pages, beside the same over contiguous keys.
@@ -60,6 +61,8 @@ class Workload {
   /// Waits until the runs are done.
   void wait() const;
   double flops() const { return plan_.flops(); }
+  /// What planning took.
+  double plan_seconds() const { return plan_seconds_; }
 
  private:
   /// The tensor with memory of its own.
@@ -75,6 +78,7 @@ class Workload {
   ForwardArgs forward_;
   BackwardArgs backward_args_;
   Plan plan_;
+  double plan_seconds_ = 0;
 };
 
 }  // namespace fulgur::bench

@@ -35,15 +35,31 @@ def cell(row):
     return f"{row['gflop_per_s']:.0f} ({row['percent_of_fma_peak']:.0f}%{than_torch(row)})"
 
 
+SHORT = 1024  # below, sequences have tables of their own
+
+
 def products(rows, threads):
     """Forward and backward on `threads` threads: a line per pass, dtype and head dim."""
     rows = [r for r in rows if r["pass"] != "decode" and r["threads"] == threads and not r["causal"]]
+    rows = [r for r in rows if r["sq"] >= SHORT]
     lengths = sorted({r["sq"] for r in rows})
     lines = {}
     for r in rows:
         lines.setdefault((r["pass"], r["dtype"], str(r["d"])), {})[r["sq"]] = cell(r)
     head = ["pass", "dtype", "d", *(f"N = {length(n)}" for n in lengths)]
     return table(head, [[*key, *(cells.get(n, "") for n in lengths)] for key, cells in lines.items()])
+
+
+def short(rows):
+    """Forward of short sequences: a line per threads, dtype and heads."""
+    rows = [r for r in rows if r["pass"] == "forward" and r["sq"] < SHORT]
+    lengths = sorted({r["sq"] for r in rows})
+    lines = {}
+    for r in rows:
+        text = f"{1e3 * r['ms']:.0f} µs{than_torch(r)}; first {1e3 * r['first_ms']:.0f}"
+        lines.setdefault((r["threads"], r["dtype"], r["hq"]), {})[r["sq"]] = text
+    head = ["threads", "dtype", "heads", *(f"N = {n}" for n in lengths)]
+    return table(head, [[*map(str, key), *(cells.get(n, "") for n in lengths)] for key, cells in sorted(lines.items())])
 
 
 def causal(rows):
@@ -97,6 +113,8 @@ def render(report):
         text += f"\nOn {threads_in_words(threads)}:\n\n{products(rows, threads)}"
     text += f"\nCausal against full, on {threads_in_words(machine['threads'])}:\n\n{causal(rows)}"
     text += f"\nDecoding, 1 query and 2 sequences, on {threads_in_words(machine['threads'])}:\n\n{decode(rows)}"
+    if any(r["sq"] < SHORT for r in rows if r["pass"] == "forward"):
+        text += f"\nShort sequences, forward, d 64; \"first\": planning and the first call:\n\n{short(rows)}"
     return text
 
 

@@ -150,8 +150,14 @@ struct Peaks {
   }
 };
 
+/// What was timed of a case.
+struct Times {
+  double seconds = 0;  ///< of a call
+  double first = 0;    ///< of planning and the first call
+};
+
 /// `work` counts bytes of decode, flops otherwise.
-ordered_json result(const bench::Case& c, double work, double seconds, const Peaks& peaks) {
+ordered_json result(const bench::Case& c, double work, const Times& times, const Peaks& peaks) {
   const bool cuda = c.device.type == DeviceType::kCuda;
   ordered_json row = {{"pass", c.pass},    {"dtype", name_of(c.dtype)},
                       {"batch", c.batch},  {"sq", c.sq},
@@ -162,9 +168,10 @@ ordered_json result(const bench::Case& c, double work, double seconds, const Pea
     row["device"] = name_of(c.device);
   } else {
     row["threads"] = c.threads;
+    row["first_ms"] = 1e3 * times.first;
   }
-  row["ms"] = 1e3 * seconds;
-  const double rate = work / seconds;
+  row["ms"] = 1e3 * times.seconds;
+  const double rate = work / times.seconds;
   if (c.pass == "decode") {
     row["page"] = c.page;
     row["uneven"] = c.uneven;
@@ -192,7 +199,8 @@ struct Measured {
 Measured measure(const std::vector<bench::Case>& cases, int rounds, Device device, int threads) {
   Measured measured;
   std::vector<Peaks> peaks;
-  std::vector<double> work, times;
+  std::vector<double> work;
+  std::vector<Times> times;
   Progress progress("bench", rounds * static_cast<int64_t>(cases.size()));
   for (auto next = cases.begin(); next != cases.end();) {
     std::deque<bench::Workload> workloads;
@@ -210,6 +218,8 @@ Measured measure(const std::vector<bench::Case>& cases, int rounds, Device devic
       }
     }
     std::vector<std::vector<double>> seconds(workloads.size());
+    std::vector<double> first;
+    for (const bench::Workload& w : workloads) first.push_back(w.plan_seconds() + timed(w, 1));
     for (int round = 0; round < rounds; ++round) {
       peaks.push_back(Peaks::measured(device, threads));
       for (size_t i = 0; i < workloads.size(); ++i) {
@@ -220,7 +230,7 @@ Measured measure(const std::vector<bench::Case>& cases, int rounds, Device devic
     for (size_t i = 0; i < workloads.size(); ++i) {
       const bench::Case& c = measured.cases[work.size()];
       work.push_back(c.pass == "decode" ? c.bytes() : workloads[i].flops());
-      times.push_back(median(seconds[i]));
+      times.push_back({median(seconds[i]), first[i]});
     }
   }
   measured.peaks = Peaks::median_of(peaks);
