@@ -10,25 +10,35 @@ namespace {
 
 struct Capture {
   bool active = false;
+  unsigned long long id = 0;  ///< that no other capture has or will have
   CUgraph graph = nullptr;
 };
 
 Capture capture_of(CUstream stream) {
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  CUgraph graph = nullptr;
-  check(driver().cuStreamGetCaptureInfo(stream, &status, nullptr, &graph, nullptr, nullptr),
+  Capture capture;
+  check(driver().cuStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph, nullptr,
+                                        nullptr),
         "stream");
-  return {status == CU_STREAM_CAPTURE_STATUS_ACTIVE, graph};
+  capture.active = status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
+  return capture;
 }
 
-/// A number of the stream that no other stream has or will have. The default stream of each thread
-/// goes by one handle.
+/// Of this thread's default stream: those of all threads go by one handle.
+unsigned long long id_of_thread() {
+  static std::atomic<unsigned long long> threads = 0;
+  thread_local const unsigned long long kThread = ++threads;
+  return ~kThread;
+}
+
+/// A number of the stream that no other stream has now.
+unsigned long long handle_of(CUstream stream) {
+  return stream == CU_STREAM_PER_THREAD ? id_of_thread() : reinterpret_cast<uintptr_t>(stream);
+}
+
+/// A number of the stream that no other stream has or will have.
 unsigned long long id_of(CUstream stream) {
-  if (stream == CU_STREAM_PER_THREAD) {
-    static std::atomic<unsigned long long> threads = 0;
-    thread_local const unsigned long long kThread = ++threads;
-    return ~kThread;
-  }
+  if (stream == CU_STREAM_PER_THREAD) return id_of_thread();
   unsigned long long id = 0;
   check(driver().cuStreamGetId(stream, &id), "stream");
   return id;
@@ -96,23 +106,25 @@ LaunchMemory::Block LaunchMemory::for_graph(CUgraph graph, int64_t bytes) {
 }
 
 LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
-  if (const Capture capture = capture_of(stream); capture.active) {
-    const std::scoped_lock lock(mutex_);
-    return {for_graph(capture.graph, bytes).data, {}};
-  }
-  const unsigned long long id = id_of(stream);
+  const Capture capture = capture_of(stream);
+  const unsigned long long id = capture.active ? handle_of(stream) : id_of(stream);
   Shared* shared = nullptr;
+  Captured* captured = nullptr;
   {
     const std::scoped_lock lock(mutex_);
-    shared = &by_stream_[id];
+    shared = capture.active ? captured = &by_capturing_[id] : &by_stream_[id];
   }
   Lease lease{0, std::unique_lock(shared->turn)};
+  if (captured != nullptr && captured->capture != capture.id) {
+    captured->capture = capture.id;
+    captured->block = {};  // its graph has it
+  }
   if (shared->block.bytes < bytes || shared->block.data == 0) {
-    // The block before may still be in use; it is never freed, and all of them are together no
-    // larger than this one.
+    // The block before may still be in use; it is freed with its graph or never, and all of them
+    // are together no larger than this one.
     const int64_t larger = std::max(bytes, 2 * shared->block.bytes);
     const std::scoped_lock lock(mutex_);
-    shared->block = allocate(larger);
+    shared->block = capture.active ? for_graph(capture.graph, larger) : allocate(larger);
   }
   lease.data = shared->block.data;
   return lease;

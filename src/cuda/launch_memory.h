@@ -27,8 +27,8 @@ class OutsideCapture {
 bool is_capturing(CUstream stream);
 
 /// Workspaces for launches whose caller brought none, in the current context of one device. The
-/// launches on a stream follow each other, so that they share one; a captured launch has its own,
-/// which lives and dies with its graph and the graph's executable copies.
+/// launches on a stream follow each other, so that they share one; those that are captured on it
+/// share another one, which lives and dies with their graph and the graph's executable copies.
 class LaunchMemory {
  public:
   /// Of a workspace, zero when it is handed out first; every launch leaves them zero.
@@ -48,9 +48,14 @@ class LaunchMemory {
     CUdeviceptr data = 0;
     int64_t bytes = 0;
   };
+  /// Of launches that follow each other.
   struct Shared {
     std::mutex turn;
     Block block;
+  };
+  /// The same in a graph that is being captured, or was the last one to be.
+  struct Captured : Shared {
+    unsigned long long capture = 0;
   };
   /// Blocks that no graph holds any more. Graphs may outlive everything else.
   struct Returned {
@@ -64,6 +69,7 @@ class LaunchMemory {
 
   std::mutex mutex_;
   std::map<unsigned long long, Shared> by_stream_;
+  std::map<unsigned long long, Captured> by_capturing_;
   std::shared_ptr<Returned> returned_ = std::make_shared<Returned>();
   CUstream zeroing_ = nullptr;
 };

@@ -576,40 +576,69 @@ TEST_F(OnFakeGpu, EmptyBackwardProblems) {
   }
 }
 
-// A captured launch has memory that nobody else gets while its graph lives.
-TEST_F(OnFakeGpu, CapturedLaunchesHaveTheirOwnMemory) {
+// Launches that are captured on one stream have memory in common that nobody else gets while their
+// graph lives.
+TEST_F(OnFakeGpu, CapturedLaunchesHaveTheMemoryOfTheirGraph) {
   const ForwardCall call = forward_call({.d = 64});
   const ForwardArgs args = placed(call.args, kBase);
-  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
-  const auto counters = [&] { return params<ForwardParams>(state_->launches.size() - 1).counters; };
+  const auto stream = [](uintptr_t handle) {
+    return fulgur::Run{.stream = reinterpret_cast<void*>(handle)};
+  };
+  const auto memory_of = [&](const Plan& plan, const fulgur::Run& run, bool captured = true) {
+    state_->capturing = captured ? run.stream : nullptr;
+    plan.run(args, run);
+    state_->capturing = nullptr;
+    return params<ForwardParams>(state_->launches.size() - 1).counters;
+  };
   std::set<const int*> seen;
   {
     const Plan plan = fulgur::plan(call.args, call.options);
-    plan.run(args, run);
-    seen.insert(counters());
-    state_->capturing = run.stream;
-    for (int i = 0; i < 3; ++i) {
-      plan.run(args, run);
-      EXPECT_TRUE(seen.insert(counters()).second) << "captured launch " << i;
-    }
-    state_->capturing = nullptr;
+    seen.insert(memory_of(plan, stream(0x1230), false));
+    const int* const of_graph = memory_of(plan, stream(0x1230));
+    EXPECT_TRUE(seen.insert(of_graph).second);
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(memory_of(plan, stream(0x1230)), of_graph);
+    EXPECT_TRUE(seen.insert(memory_of(plan, stream(0x4560))).second) << "they may run at once";
+    EXPECT_EQ(memory_of(plan, stream(0x1230)), of_graph);
+    EXPECT_FALSE(seen.insert(memory_of(plan, stream(0x1230), false)).second);
   }
+  EXPECT_EQ(state_->held.size(), 2u);
+  ++state_->capture;
+  const Plan other = fulgur::plan(call.args, call.options);
+  EXPECT_TRUE(seen.insert(memory_of(other, stream(0x1230))).second) << "the graph before lives";
   EXPECT_EQ(state_->held.size(), 3u);
   EXPECT_EQ(state_->unsafe_in_capture, 0);
-  const Plan other = fulgur::plan(call.args, call.options);
-  state_->capturing = run.stream;
-  other.run(args, run);
-  state_->capturing = nullptr;
-  EXPECT_TRUE(seen.insert(counters()).second) << "the plan is gone, its graph is not";
-  // The graph is destroyed: its memory serves the next one.
+  // The graphs are destroyed: their memory serves the next one.
   const int allocated = state_->allocated;
   state_->destroy_graph();
   EXPECT_TRUE(state_->held.empty());
-  state_->capturing = run.stream;
-  other.run(args, run);
-  state_->capturing = nullptr;
-  EXPECT_FALSE(seen.insert(counters()).second);
+  EXPECT_FALSE(seen.insert(memory_of(other, stream(0x1230))).second);
   EXPECT_EQ(state_->allocated, allocated);
+}
+
+// A captured launch that wants more has more, and those before keep what they have.
+TEST_F(OnFakeGpu, CapturedLaunchesThatWantMoreHaveMore) {
+  const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
+  std::vector<std::pair<const char*, int64_t>> blocks;  // and what was asked for
+  const size_t held = state_->held.size();
+  ++state_->capture;
+  for (const int64_t sq : {1, 4, 16, 2}) {
+    const ForwardCall call = forward_call({.sq = sq, .sk = 5000, .hq = 8, .hk = 1});
+    const Plan plan = fulgur::plan(call.args, call.options);
+    for (int i = 0; i < 2; ++i) {
+      state_->capturing = run.stream;
+      plan.run(placed(call.args, kBase), run);
+      state_->capturing = nullptr;
+      const auto* data =
+          reinterpret_cast<const char*>(params<DecodeParams>(state_->launches.size() - 1).tickets);
+      if (blocks.empty() || blocks.back().first != data) blocks.emplace_back(data, 0);
+      blocks.back().second = std::max(blocks.back().second, plan.workspace().bytes);
+    }
+  }
+  ASSERT_EQ(blocks.size(), 3u);  // the last one has room for two queries
+  EXPECT_EQ(state_->held.size(), held + 3);
+  for (const auto& [x, bytes] : blocks) {
+    for (const auto& [y, unused] : blocks) EXPECT_TRUE(x >= y || x + bytes <= y);
+  }
 }
 
 /// A packed call of `batch` sequences of 200 rows, with its lengths on the host.
@@ -838,20 +867,20 @@ TEST_F(OnFakeGpu, WrongLengthsOfTheHostLaunchNothing) {
             "seqused_k: on cuda:1, want cuda:0 as q, or cpu");
 }
 
-TEST_F(OnFakeGpu, CapturedLengthsOfTheHostHaveTheirOwnMemory) {
+TEST_F(OnFakeGpu, CapturedLengthsOfTheHostHaveTheMemoryOfTheirGraph) {
   CallWithHostLengths c(5);
   const ForwardArgs args = placed(c.call.args, kBase);
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   const Plan plan = fulgur::plan(args, c.call.options);
   plan.run(args, run);
   const FakeState before = *state_;
-  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  const int* const of_stream = params<StoreNumbersParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     c.used[0] = i;
     plan.run(args, run);
     const auto store = params<StoreNumbersParams>(state_->launches.size() - 3);
-    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(store.numbers[12], i);
   }
   state_->capturing = nullptr;
@@ -867,13 +896,13 @@ TEST_F(OnFakeGpu, CapturedSlopesOfTheHostAreThoseOfTheirCapture) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   const Plan plan = fulgur::plan(args, call.options);
   plan.run(args, run);
-  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  const int* const of_stream = params<StoreNumbersParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     slopes[7] = static_cast<float>(i);
     plan.run(args, run);
     const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
-    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(stored_floats(store)[7], static_cast<float>(i));
   }
   state_->capturing = nullptr;
@@ -1513,7 +1542,7 @@ std::vector<int> stored(const StoreNumbersParams& store) {
 }
 
 // Its two kernels must be there before a capture, or nothing becomes part of it.
-TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheirOwnMemory) {
+TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheMemoryOfTheirGraph) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   append(append_args(DType::kF16), {}, run);
   AppendOfHostLengths c(DType::kF16);
@@ -1526,13 +1555,13 @@ TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheirOwnMemory) {
   state_->capturing = nullptr;
   append(c.args, {}, run);
   const FakeState before = *state_;
-  std::set<const int*> seen = {params<StoreNumbersParams>(0).to};
+  const int* const of_stream = params<StoreNumbersParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     c.old[0] = i;
     append(c.args, {}, run);
     const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
-    EXPECT_TRUE(seen.insert(store.to).second);
+    EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(store.numbers[4], i);
   }
   state_->capturing = nullptr;

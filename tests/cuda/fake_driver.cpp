@@ -132,9 +132,10 @@ int cuStreamDestroy_v2(void* stream) {
   delete static_cast<char*>(stream);
   return 0;
 }
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long*, void** graph,
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph,
                               const void**, size_t*) {
   *status = stream != nullptr && stream == state.capturing ? 1 : 0;
+  *id = state.capture;
   *graph = &state;
   return 0;
 }

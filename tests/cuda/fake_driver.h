@@ -44,10 +44,12 @@ struct FakeState {
   unsigned fast_block = 0, fast_keys = 0;  ///< threads and Bc of launches that take half as long
   std::vector<FakeLaunch> launches;
   const void* capturing = nullptr;   ///< the stream that is being captured, into one graph
-  std::vector<FakeUserObject> held;  ///< by that graph
+  unsigned long long capture = 1;    ///< the number of that graph
+  std::vector<FakeUserObject> held;  ///< by it
   int unsafe_in_capture = 0;         ///< calls that would have ended the capture
 
   void destroy_graph() {
+    ++capture;
     for (const FakeUserObject& object : std::exchange(held, {})) object.destroy(object.data);
   }
 };

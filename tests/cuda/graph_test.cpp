@@ -57,6 +57,31 @@ TEST_F(Graphs, ReplayBesideOtherCalls) {
   }
 }
 
+// Launches of one graph have their memory in common.
+TEST_F(Graphs, ReplayLayers) {
+  const Stream stream;
+  const DeviceCall few(1, 1, 9000, 8, 128), less(1, 1, 3000, 8, 128), more(1, 4, 9000, 8, 256);
+  std::vector<std::pair<const DeviceCall*, Plan>> layers;
+  std::vector<std::vector<std::byte>> results;
+  for (const DeviceCall* const call : {&few, &less, &more}) {
+    layers.emplace_back(call, fulgur::plan(call->args()));
+    EXPECT_TRUE(splits(layers.back().second));
+    results.push_back(call->result_of(layers.back().second));
+  }
+  const Graph graph(stream, [&] {
+    for (int turn = 0; turn < 3; ++turn) {
+      for (const auto& [call, plan] : layers) plan.run(call->args(), stream.run());
+    }
+  });
+  for (int i = 0; i < 100; ++i) {
+    for (const auto& [call, plan] : layers) call->poison(stream.get());
+    graph.launch(stream);
+    stream.synchronize();
+    for (size_t layer = 0; layer < layers.size(); ++layer)
+      ASSERT_EQ(layers[layer].first->result(), results[layer]) << "replay " << i;
+  }
+}
+
 // A graph and runs of its plan on another stream.
 TEST_F(Graphs, ReplayBesideRunsOfTheirPlan) {
   const Stream stream, other;
