@@ -28,6 +28,7 @@ for group in "${@:-build}"; do
       need nlohmann-json3-dev header nlohmann/json.hpp
       ;;
     test)
+      need ccache command -v ccache
       need libgtest-dev header gtest/gtest.h
       need pkg-config command -v pkg-config
       need python3-dev sh -c \

@@ -12,6 +12,7 @@ import functools
 import os
 import pathlib
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RESULTS = BUILD / "tests"
 VENV_PYTHON = BUILD / "venv/bin/python"
+# What several builds compile with the same options is compiled once: all lie in build/, so that paths relative to them
+# are the same, and call the compiler by one name, for which pip would take another than CMake.
+COMPILERS = {"CC": "gcc", "CXX": "g++", "CMAKE_C_COMPILER_LAUNCHER": "ccache",
+             "CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(ROOT), "CCACHE_DEPEND": "1"}
 FUZZ_TARGETS = ("fuzz_npy", "fuzz_safetensors", "fuzz_c_api")
 FUZZ_SECONDS = 10  # of each target
 FUZZ_BYTES = 1 << 20  # of an input: what only breaks a parser when it is deep or long is in reach
@@ -39,7 +44,7 @@ def cpu_seconds():
 def run(*command, env=None):
     print("$", " ".join(map(str, command)), flush=True)
     code = subprocess.run([*map(str, command)], cwd=ROOT, stdin=subprocess.DEVNULL,
-                          env={**os.environ, **(env or {})}).returncode
+                          env={**COMPILERS, **os.environ, **(env or {})}).returncode
     if code != 0:
         raise StepFailed(f"{command[0]} ended with status {code}")
 
@@ -97,16 +102,16 @@ def program():
 def python():
     """The Python package, installed into build/venv, and the Python in the documents."""
     venv()
-    pip_install(ROOT)
+    shutil.rmtree(BUILD / "python", ignore_errors=True)
+    pip_install(ROOT, f"--config-settings=build-dir={BUILD / 'python'}")
     pytest("python", "tests/python")
 
 
 def static():
     """A static library, each file compiled alone, found by find_package and by pkg-config after installation."""
     folder = BUILD / "static"
-    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Debug",
-        "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_UNITY_BUILD=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF",
-        "-DFULGUR_BENCH=OFF")
+    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_UNITY_BUILD=OFF",
+        "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
     run("cmake", "--build", folder)
     run("tools/check_install.sh", folder)
 

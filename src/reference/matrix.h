@@ -22,13 +22,16 @@ struct Matrix {
 
 /// Four sums, none of which waits for the others.
 inline double dot(int64_t n, const double* x, const double* y) {
-  double sum[4] = {};
+  double sum0 = 0, sum1 = 0, sum2 = 0, sum3 = 0;
   int64_t c = 0;
   for (; c + 4 <= n; c += 4) {
-    for (int64_t i = 0; i < 4; ++i) sum[i] += x[c + i] * y[c + i];
+    sum0 += x[c] * y[c];
+    sum1 += x[c + 1] * y[c + 1];
+    sum2 += x[c + 2] * y[c + 2];
+    sum3 += x[c + 3] * y[c + 3];
   }
-  for (; c < n; ++c) sum[0] += x[c] * y[c];
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  for (; c < n; ++c) sum0 += x[c] * y[c];
+  return (sum0 + sum1) + (sum2 + sum3);
 }
 
 /// y += a x

@@ -131,8 +131,8 @@ std::vector<Case> cases() {
       all.push_back({.dtype = DType::kBF16,
                      .sq = 150,
                      .sk = 170,
-                     .hq = 4,
-                     .hk = 2,
+                     .hq = 2,
+                     .hk = 1,
                      .mask = mask,
                      .layout = Layout::kPacked,
                      .seqused = seqused});
@@ -143,8 +143,8 @@ std::vector<Case> cases() {
                    .batch = 3,
                    .sq = sq,
                    .sk = 200,
-                   .hq = 4,
-                   .hk = 2,
+                   .hq = 2,
+                   .hk = 1,
                    .mask = causal(),
                    .seqused = true});
   }
@@ -183,8 +183,8 @@ TEST_P(HostNumbers, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
                      .batch = 3,
                      .sq = sq,
                      .sk = 130,
-                     .hq = 4,
-                     .hk = 2,
+                     .hq = 2,
+                     .hk = 1,
                      .mask = causal(),
                      .layout = packed ? Layout::kPacked : Layout::kBshd,
                      .alibi = alibi,

@@ -2,9 +2,11 @@
 // machine with AVX-512; and the model against the instructions where there is AMX.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -33,10 +35,17 @@ struct Model {
   };
   struct Tile {
     uint8_t row[16][64];
-    float bf16(int64_t r, int64_t c) const {
-      uint16_t half;
-      std::memcpy(&half, &row[r][2 * c], 2);
-      return flushed(f32_from_bf16(half));
+    using Values = std::array<std::array<float, 32>, 16>;
+    Values bf16() const {
+      Values values;
+      for (size_t r = 0; r < 16; ++r) {
+        for (size_t c = 0; c < 32; ++c) {
+          uint16_t half;
+          std::memcpy(&half, &row[r][2 * c], 2);
+          values[r][c] = flushed(f32_from_bf16(half));
+        }
+      }
+      return values;
     }
     float f32(int64_t r, int64_t c) const {
       float x;
@@ -46,7 +55,7 @@ struct Model {
     void set(int64_t r, int64_t c, float x) { std::memcpy(&row[r][4 * c], &x, 4); }
   };
   static float flushed(float x) {
-    return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+    return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
   }
 
   template <int kTile>
@@ -67,13 +76,14 @@ struct Model {
   }
   template <int kC, int kA, int kB>
   static void multiply() {
-    const Tile &A = tiles[kA], &B = tiles[kB];
+    const Tile::Values A = tiles[kA].bf16(), B = tiles[kB].bf16();
     for (int64_t m = 0; m < 16; ++m) {
       for (int64_t n = 0; n < 16; ++n) {
+        const float *const a = A[m].data(), *const b = B[0].data() + 2 * n;
         float even = 0, odd = 0;
         for (int64_t k = 0; k < 16; ++k) {
-          even = flushed(std::fma(A.bf16(m, 2 * k), B.bf16(k, 2 * n), even));
-          odd = flushed(std::fma(A.bf16(m, 2 * k + 1), B.bf16(k, 2 * n + 1), odd));
+          even = flushed(std::fma(a[2 * k], b[32 * k], even));
+          odd = flushed(std::fma(a[2 * k + 1], b[32 * k + 1], odd));
         }
         const float C = flushed(tiles[kC].f32(m, n));
         tiles[kC].set(m, n, flushed(C + flushed(even + odd)));
