@@ -91,6 +91,7 @@ fulgur::Options read_options(const nb::dict& from) {
   to.max_seqlen_k = nb::cast<int64_t>(from["max_seqlen_k"]);
   to.deterministic = nb::cast<bool>(from["deterministic"]);
   to.invariant = nb::cast<bool>(from["invariant"]);
+  to.max_workspace = nb::cast<int64_t>(from["max_workspace"]);
   to.threads = nb::cast<int>(from["threads"]);
   to.engine = nb::cast<std::string>(from["engine"]);
   return to;

@@ -166,6 +166,7 @@ Options convert(const fulgur_options* given) {
   options.invariant = o.invariant != 0;
   options.threads = o.threads;
   if (o.engine != nullptr) options.engine = o.engine;
+  options.max_workspace = o.max_workspace;
   return options;
 }
 

@@ -123,6 +123,9 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
   impl->executable = impl->engine->plan(impl->problem, threads);
+  if (const int64_t want = impl->executable->workspace().bytes; !impl->problem.has_room(want)) {
+    fail("max_workspace", "got {} bytes, want at least {}", impl->problem.max_workspace, want);
+  }
   return impl;
 }
 
@@ -171,8 +174,11 @@ std::string Plan::explain() const {
     s += fmt::format("work      as the lengths on the device say, up to {} of tensors\n",
                      amount(moved, "B"));
   }
-  s += fmt::format("memory    {} besides the tensors\n",
-                   amount(static_cast<double>(workspace().bytes), "B"));
+  const int64_t wanted = workspace().bytes;
+  s += fmt::format("memory    {} besides the tensors: {} bytes",
+                   amount(static_cast<double>(wanted), "B"), wanted);
+  if (p.max_workspace > 0) s += fmt::format(", max_workspace is {}", p.max_workspace);
+  s += "\n";
   return s;
 }
 

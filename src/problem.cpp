@@ -177,6 +177,10 @@ Problem make_shared(const Args& args, const Options& options) {
   }
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
+  p.max_workspace = options.max_workspace;
+  if (p.max_workspace < 0) {
+    fail("max_workspace", "got {} bytes, want >= 0 (0 = no bound)", p.max_workspace);
+  }
   return p;
 }
 
@@ -365,7 +369,8 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(l->batch, l->row, l->head, l->aligned);
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
-  add(p.alibi, p.slopes_batch, p.slopes_head, p.has_rng_state, p.deterministic, p.invariant);
+  add(p.alibi, p.slopes_batch, p.slopes_head, p.has_rng_state, p.deterministic, p.invariant,
+      p.max_workspace);
   return hash;
 }
 

@@ -64,6 +64,7 @@ struct Problem {
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
   bool has_rng_state = false;
   bool deterministic = false, invariant = false;
+  int64_t max_workspace = 0;  ///< bytes; 0: any number
 
   bool operator==(const Problem&) const = default;
 
@@ -71,6 +72,8 @@ struct Problem {
   bool has_alibi() const { return alibi != Alibi::kNone; }
   /// All sequences have the same lengths, sq and sk.
   bool alike() const { return !packed && !packed_k && !seqused_k && !cache.leftpad; }
+  /// Whether a run may want so many bytes of workspace.
+  bool has_room(int64_t bytes) const { return max_workspace == 0 || bytes <= max_workspace; }
   /// No row and no key: nothing is written.
   bool nothing_to_do() const;
 };

@@ -43,6 +43,10 @@ void OptionFlags::add_to(CLI::App& command) {
   command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");
   command.add_flag("--invariant", invariant_,
                    "The bits of a sequence depend neither on the batch nor on the threads");
+  command
+      .add_option("--max-workspace", max_workspace_,
+                  "Bytes that the call may want besides its tensors; default any number")
+      ->type_name("N");
   command.add_option("--threads", threads_, "Threads; default OMP_NUM_THREADS or all cores")
       ->type_name("N");
 }
@@ -55,6 +59,7 @@ Options OptionFlags::options() const {
   options.dropout_p = dropout_;
   options.deterministic = deterministic_;
   options.invariant = invariant_;
+  options.max_workspace = max_workspace_;
   options.threads = threads_;
   return options;
 }

@@ -25,6 +25,7 @@ class OptionFlags {
   double dropout_ = 0;
   uint64_t seed_ = 0;
   bool deterministic_ = false, invariant_ = false;
+  int64_t max_workspace_ = 0;
   int threads_ = 0;
 };
 

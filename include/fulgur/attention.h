@@ -31,7 +31,10 @@ struct Options {
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
-  int threads = 0;             ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
+  /// The most bytes that Plan::workspace() may want; 0 = any number. The plan is the fastest one
+  /// that fits, and an error says the least where none does.
+  int64_t max_workspace = 0;
+  int threads = 0;       ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
   std::string engine{};  ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
 };
 

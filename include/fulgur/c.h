@@ -46,8 +46,9 @@ typedef struct fulgur_options {
   double dropout_p;                    ///< 0 = off
   int64_t max_seqlen_q, max_seqlen_k;  ///< 0 = read from cu_seqlens, on the CPU only
   int deterministic, invariant;
-  int threads;         ///< 0 = all
-  const char* engine;  ///< null or "" picks
+  int threads;            ///< 0 = all
+  const char* engine;     ///< null or "" picks
+  int64_t max_workspace;  ///< bytes that a plan may want besides the tensors; 0 = any number
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows

@@ -60,8 +60,8 @@ struct Tuned {
 /// class of shapes take the fastest tile: in this process, and in those to come with the same model
 /// of device, fulgur and NVRTC; but not with Options::invariant. Takes a few seconds, best on an
 /// idle device. Throws Error: as plan() and Plan::run() do; kInvalidArgument for an invariant or
-/// empty call, and where `run` brings a workspace, as each tile needs another; kUnavailable when
-/// the folder cannot be used.
+/// empty call, and where `run` brings a workspace or Options::max_workspace bounds it, as each tile
+/// needs another; kUnavailable when the folder cannot be used.
 FULGUR_API Tuned tune(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
 FULGUR_API Tuned tune(const BackwardArgs& args, const Options& options = {}, const Run& run = {});
 

@@ -69,7 +69,7 @@ def attention(
     dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
     cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False, invariant=False,
-    threads=0, engine="", return_lse=False, out=None, stream=None,
+    max_workspace=0, threads=0, engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -115,6 +115,9 @@ def attention(
             speculative decoding). Earlier keys are as without it. It has no gradient.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on ``threads``.
+        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+            Gradients on a GPU then take a slower form that fits; where none does, ValueError says
+            the least.
         threads: 0 is OMP_NUM_THREADS or all cores.
         engine: "" picks; "cpu", "cuda" or "reference" (``fulgur.engines()``).
         return_lse: return ``(out, lse)``.
@@ -140,7 +143,7 @@ def attention(
     """
     options = _a.options(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-        invariant, threads, engine,
+        invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
@@ -160,8 +163,8 @@ def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    deterministic=False, invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
-    dsinks=None, stream=None,
+    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None,
+    dk=None, dv=None, dsinks=None, stream=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v, and to the sinks, if there are any.
 
@@ -192,7 +195,7 @@ def attention_backward(
     """
     options = _a.options(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-        invariant, threads, engine,
+        invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
     extras = _a.extras(
@@ -209,7 +212,7 @@ def plan(
     alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
     page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
-    invariant=False, threads=0, engine="", return_lse=False, out=None,
+    invariant=False, max_workspace=0, threads=0, engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -247,7 +250,7 @@ def plan(
     """
     options = _a.options(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-        invariant, threads, engine,
+        invariant, threads, engine, max_workspace,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
@@ -264,7 +267,8 @@ def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
     softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None, dsinks=None,
+    invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
+    dsinks=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -296,7 +300,7 @@ def plan_backward(
     """
     options = _a.options(
         causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-        invariant, threads, engine,
+        invariant, threads, engine, max_workspace,
     )  # fmt: skip
     views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
@@ -557,7 +561,7 @@ def explain(
     softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
     page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
-    deterministic=False, invariant=False, threads=0, engine="",
+    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -583,7 +587,7 @@ def explain(
         alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
-        invariant=invariant, threads=threads, engine=engine,
+        invariant=invariant, max_workspace=max_workspace, threads=threads, engine=engine,
     )  # fmt: skip
     forward = dict(
         page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,

@@ -55,7 +55,7 @@ def array_list(name, arrays):
 
 def options(
     causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-    invariant, threads, engine,
+    invariant, threads, engine, max_workspace=0,
 ):  # fmt: skip
     """fulgur::Options."""
     if window is None:
@@ -77,6 +77,7 @@ def options(
         "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k, *INT64),
         "deterministic": flag("deterministic", deterministic),
         "invariant": flag("invariant", invariant),
+        "max_workspace": integer("max_workspace", max_workspace, *INT64),
         "threads": integer("threads", threads, *INT32),
         "engine": engine,
     }

@@ -27,20 +27,32 @@ std::optional<std::vector<double>> times_of(const Candidates& candidates,
   return times;
 }
 
-/// Sorts by cost, and says how much longer the others take.
-Candidates sorted(const Candidates& candidates, const std::vector<double>& costs, const char* how,
-                  Reasons* reasons) {
+/// Sorts by cost those that max_workspace has room for, or the one that wants least where it has
+/// room for none, and says how much longer the others take and what they want.
+Candidates sorted(const Problem& problem, const Candidates& candidates,
+                  const std::vector<double>& costs, const char* how, Reasons* reasons) {
   std::vector<size_t> order(candidates.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t x, size_t y) { return costs[x] < costs[y]; });
+  const auto wants = [&](size_t i) { return candidates[i]->workspace; };
+  const int64_t least = wants(*std::ranges::min_element(order, {}, wants));
+  const int64_t most = problem.has_room(least) ? problem.max_workspace : least;
+  std::erase_if(order, [&](size_t i) {
+    if (most == 0 || wants(i) <= most) return false;
+    reasons->rejected.push_back(
+        fmt::format("tile {}: wants {} bytes of workspace, max_workspace is {}",
+                    candidates[i]->tile.text(), wants(i), problem.max_workspace));
+    return true;
+  });
   Candidates result;
   for (const size_t i : order) {
     result.push_back(candidates[i]);
     if (i == order[0]) continue;
     const double ratio = costs[order[0]] > 0 ? costs[i] / costs[order[0]] : 1;
     reasons->rejected.push_back(
-        fmt::format("tile {}: {} {:.3g} times as long", candidates[i]->tile.text(), how, ratio));
+        fmt::format("tile {}: {} {:.3g} times as long, wants {} bytes of workspace",
+                    candidates[i]->tile.text(), how, ratio, candidates[i]->workspace));
   }
   return result;
 }
@@ -74,10 +86,11 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
         "tile tuned on this device: it depends on the batch, `invariant` must not");
   } else if (!measured.empty()) {
     if (const auto times = times_of(all, measured)) {
-      const Candidates best = sorted(all, *times, "measured", reasons);
+      const Candidates best = sorted(problem, all, *times, "measured", reasons);
+      const auto index = std::ranges::find(all, best.at(0)) - all.begin();
       reasons->decisions.push_back(
           fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
-                      *std::min_element(times->begin(), times->end())));
+                      times->at(static_cast<size_t>(index))));
       return best;
     }
     reasons->rejected.push_back("tile tuned on this device: other tiles were measured");
@@ -91,7 +104,7 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
     return !c->tuned_only.empty();
   });
   reasons->decisions.push_back("tile chosen by the cost model");
-  return sorted(all, cycles, "predicted", reasons);
+  return sorted(problem, all, cycles, "predicted", reasons);
 }
 
 std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -39,6 +40,7 @@ class Candidate {
 
   TileId tile;
   double cycles = 0;       ///< of a multiprocessor, as the cost model predicts
+  int64_t workspace = 0;   ///< bytes that a run wants
   std::string tuned_only;  ///< why the model may not take it; empty when it may
 
   /// What it launches, the kernel of the tile first.

@@ -82,10 +82,6 @@ KernelUse queries_kernel(const HopperBackwardPlan& plan) {
   return plan.sums ? round_kernel(plan) : rows_kernel(plan);
 }
 
-int64_t round_up(int64_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
-
 StridedTensor strided(const Layout& layout, const void* data = nullptr) {
   auto* elements = static_cast<unsigned short*>(const_cast<void*>(data));
   return {elements, layout.batch, layout.row, layout.head};
@@ -106,9 +102,9 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      nothing_to_do_(problem.nothing_to_do() && !plan.dsinks),
-      numbers_(problem, gpu) {
-  if (nothing_to_do_) return;
+      numbers_(problem, gpu),
+      workspace_(workspace_of(problem, plan)) {
+  if (workspace_.end == 0) return;
   set_params(problem);
   set_inputs(problem);
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
@@ -140,41 +136,22 @@ void HopperBackward::set_params(const Problem& p) {
   pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
 }
 
-// The workspace: counters, statistics of rows, dS, sums between waves, copies, numbers of the host.
 void HopperBackward::set_inputs(const Problem& p) {
-  int64_t at = LaunchMemory::kZeroed;
-  const auto take = [&](int64_t bytes) {
-    const int64_t offset = at;
-    at += round_up(bytes);
-    return offset;
-  };
-  const int64_t statistics = p.hq * plan_.statistics_rows * int64_t{sizeof(float)};
-  offsets_.shift = take(statistics);
-  offsets_.delta = take(statistics);
-  offsets_.dq_sums = take(plan_.sums_floats(p.hq) * int64_t{sizeof(float)});
-  offsets_.zeros = take(plan_.sums ? 0 : kernels::kPieceBytes);
-  offsets_.ds = take(plan_.ds_bytes);
-  const int64_t blocks = plan_.carries ? p.batch * p.hk * ceil_div(p.sk, plan_.block_keys) : 0;
-  const int64_t sums = blocks * plan_.block_keys * int64_t{sizeof(float)};
-  offsets_.carry_dk = take(sums * plan_.head_dim);
-  offsets_.carry_dv = take(sums * plan_.value_dim);
   const BackwardMaps maps = backward_maps(p);
   const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
-                         const TensorMapShape& shape, bool copied,
+                         const TensorMapShape& shape, bool copied, int64_t offset,
                          TensorMapBlob BackwardParams::*map) {
-    Input in{name, argument, copied ? fulgur::cuda::copied(shape) : shape, copied, 0, {}, map};
-    if (!copied) return in;
-    in.offset = take(copied_bytes(in.shape));
-    in.copy = copy_params(shape, in.shape);
+    Input in{name, argument, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map};
+    if (copied) in.copy = copy_params(shape, in.shape);
     return in;
   };
-  inputs_ = {input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), &BackwardParams::q_map),
-             input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), &BackwardParams::k_map),
-             input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), &BackwardParams::v_map),
-             input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(),
-                   &BackwardParams::dout_map)};
-  offsets_.numbers = take(numbers_.bytes());
-  offsets_.end = at;
+  const auto& [q, k, v, dout] = workspace_.copies;
+  inputs_ = {
+      input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), q, &BackwardParams::q_map),
+      input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), k, &BackwardParams::k_map),
+      input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), v, &BackwardParams::v_map),
+      input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(), dout,
+            &BackwardParams::dout_map)};
 }
 
 BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
@@ -202,13 +179,13 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;
-  p.shift = reinterpret_cast<float*>(workspace + offsets_.shift);
-  p.delta = reinterpret_cast<float*>(workspace + offsets_.delta);
-  p.dq_sums = reinterpret_cast<float*>(workspace + offsets_.dq_sums);
-  p.zeros = reinterpret_cast<unsigned char*>(workspace + offsets_.zeros);
-  p.ds = reinterpret_cast<unsigned char*>(workspace + offsets_.ds);
-  p.carry_dk = reinterpret_cast<float*>(workspace + offsets_.carry_dk);
-  p.carry_dv = reinterpret_cast<float*>(workspace + offsets_.carry_dv);
+  p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
+  p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
+  p.dq_sums = reinterpret_cast<float*>(workspace + workspace_.dq_sums);
+  p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
+  p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
+  p.carry_dk = reinterpret_cast<float*>(workspace + workspace_.carry_dk);
+  p.carry_dv = reinterpret_cast<float*>(workspace + workspace_.carry_dv);
   for (const Input& in : inputs_) {
     const ConstTensor& tensor = args.*in.argument;
     void* from =
@@ -222,16 +199,16 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
 void HopperBackward::run(const Call& call, const Run& run) const {
   const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
   numbers_.check(args);
-  if (nothing_to_do_) return;
+  if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
   LaunchMemory::Lease lease;
   auto* workspace = static_cast<char*>(run.workspace.data);
   if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, offsets_.end);
+    lease = gpu_.launch_memory().take(stream, workspace_.end);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const numbers = workspace + offsets_.numbers;
+  void* const numbers = workspace + workspace_.numbers;
   BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);
   numbers_.store(args, stream, numbers);
   for (const Input& in : inputs_) {
@@ -281,8 +258,8 @@ Explanation HopperBackward::explain() const {
 }
 
 WorkspaceNeed HopperBackward::workspace() const {
-  if (nothing_to_do_) return {};
-  return {offsets_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
 }  // namespace fulgur::cuda

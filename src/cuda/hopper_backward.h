@@ -37,11 +37,6 @@ class HopperBackward final : public Executable {
     ForwardCopyParams copy{};  ///< without addresses
     TensorMapBlob BackwardParams::*map = nullptr;
   };
-  /// Byte offsets in the workspace.
-  struct Offsets {
-    int64_t shift = 0, delta = 0, dq_sums = 0, zeros = 0, ds = 0, carry_dk = 0, carry_dv = 0,
-            numbers = 0, end = 0;
-  };
 
   void set_params(const Problem& problem);
   void set_inputs(const Problem& problem);
@@ -50,12 +45,11 @@ class HopperBackward final : public Executable {
   Gpu& gpu_;
   HopperBackwardPlan plan_;
   Reasons reasons_;
-  bool nothing_to_do_ = false;
   HostNumbers numbers_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
              repair_ = nullptr, copy_ = nullptr;
   int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
-  Offsets offsets_;
+  HopperBackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common
   std::array<Input, 4> inputs_;
 };

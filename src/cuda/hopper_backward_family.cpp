@@ -28,6 +28,7 @@ HopperBackwardCandidate::HopperBackwardCandidate(const Problem& problem,
     : problem_(problem), plan_(fitting.plan) {
   tile = plan_.tile();
   cycles = fitting.cycles;
+  workspace = workspace_of(problem, plan_).end;
 }
 
 std::vector<KernelUse> HopperBackwardCandidate::kernels() const {

@@ -7,6 +7,8 @@
 #include <limits>
 
 #include "cuda/hopper_plan.h"
+#include "cuda/host_numbers.h"
+#include "cuda/launch_memory.h"
 #include "cuda/tensor_map.h"
 
 namespace fulgur::cuda {
@@ -126,7 +128,7 @@ bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
   return false;
 }
 
-/// Divides a call into waves whose dS fits `most_bytes`.
+/// Divides a call into waves whose dS fits most_ds_bytes().
 class Divider {
  public:
   Divider(const Problem& problem, const HopperBackwardPlan& plan, const Target& target)
@@ -140,8 +142,9 @@ class Divider {
         key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
         unit_tiles_(plan.rows_of_block() / each_.rows) {}
 
-  /// Sets the plan's waves, and returns the predicted cycles.
-  double divide(HopperBackwardPlan& plan, int64_t most_bytes) {
+  /// Sets the plan's waves, the fastest whose workspace takes at most `max_workspace` bytes (0: any
+  /// number), or the smallest where none does. Returns the predicted cycles.
+  double divide(HopperBackwardPlan& plan, int64_t max_workspace) {
     if (plan.sums) return one_wave(plan);
     plan.score_tiles.pitch = pitch();
     // Packed sequences lie behind each other, if all rows of a head fit: else each has as much room
@@ -149,24 +152,44 @@ class Divider {
     const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
                                  (kernels::kStatisticsRows / each_.rows);
     const int64_t packed_tiles = rows_of_head * pitch();
-    compact_ = p_.packed && bytes_of(packed_tiles) <= most_bytes;
+    // Bytes of all but dS, and those that dS may have beside them.
+    const auto others = [&](bool carries) {
+      plan.carries = carries;
+      plan.ds_bytes = 0;
+      return workspace_of(p_, plan).end;
+    };
+    const auto room = [&](bool carries) {
+      const int64_t most = most_ds_bytes(p_);
+      return max_workspace == 0 ? most : std::min(most, max_workspace - others(carries));
+    };
+    compact_ = p_.packed && bytes_of(packed_tiles) <= room(false);
     plan.score_tiles.compact = compact_;
     const int pairs = static_cast<int>(compact_ ? p_.hk : p_.batch * p_.hk);
     constexpr int kManyRowWaves = 64;
-    Division best;
+    Division best, smallest;
+    int64_t least_bytes = std::numeric_limits<int64_t>::max();
     for (int row_waves = 1;; row_waves *= 2) {
-      const int64_t tiles = compact_ ? packed_tiles : most_tiles(row_waves);
-      const int64_t fit = std::max<int64_t>(most_bytes / std::max<int64_t>(bytes_of(tiles), 1), 0);
-      const bool least = rows_of_wave(row_waves) <= unit_tiles_;
-      if (fit >= 1 || least) {
-        Division division;
-        division.row_waves = row_waves;
-        division.pairs = rectangle(static_cast<int>(std::clamp<int64_t>(fit, 1, pairs)));
+      const int64_t bytes = bytes_of(compact_ ? packed_tiles : most_tiles(row_waves));
+      const bool carries = rows_of_wave(row_waves) < row_tiles_;
+      Division division{1, row_waves, 0};
+      if (const int64_t fit = room(carries) / std::max<int64_t>(bytes, 1); fit >= 1) {
+        division.pairs =
+            rectangle(static_cast<int>(std::max<int64_t>(std::min<int64_t>(fit, pairs), 1)));
         division.cycles = predict(division, pairs);
         if (best.cycles == 0 || division.cycles < best.cycles) best = division;
+      } else if (others(carries) + bytes < least_bytes) {
+        least_bytes = others(carries) + bytes;
+        smallest = division;
       }
       // More launches than that only where nothing else fits.
-      if (compact_ || least || (row_waves >= kManyRowWaves && best.cycles > 0)) break;
+      if (compact_ || rows_of_wave(row_waves) <= unit_tiles_ ||
+          (row_waves >= kManyRowWaves && best.cycles > 0)) {
+        break;
+      }
+    }
+    if (best.cycles == 0) {
+      best = smallest;
+      best.cycles = predict(best, pairs);
     }
     set_waves(plan, best);
     return best.cycles;
@@ -322,6 +345,35 @@ int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
   return sums ? hq * statistics_rows * kernels::panels_of_columns(head_dim) * 64 : 0;
 }
 
+HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan& plan) {
+  if (p.nothing_to_do() && !plan.dsinks) return {};
+  HopperBackwardWorkspace at;
+  at.end = LaunchMemory::kZeroed;
+  const auto take = [&](int64_t bytes) {
+    const int64_t offset = at.end;
+    at.end += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return offset;
+  };
+  const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
+  at.shift = take(statistics);
+  at.delta = take(statistics);
+  at.dq_sums = take(plan.sums_floats(p.hq) * int64_t{sizeof(float)});
+  at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
+  at.ds = take(plan.ds_bytes);
+  const int64_t blocks = plan.carries ? p.batch * p.hk * ceil_div(p.sk, plan.block_keys) : 0;
+  const int64_t sums = blocks * plan.block_keys * int64_t{sizeof(float)};
+  at.carry_dk = take(sums * plan.head_dim);
+  at.carry_dv = take(sums * plan.value_dim);
+  const BackwardMaps maps = backward_maps(p);
+  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+    return take(why.empty() ? 0 : copied_bytes(shape));
+  };
+  at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
+               copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout)};
+  at.numbers = take(host_numbers_bytes(p));
+  return at;
+}
+
 int HopperBackwardKey::tile_bytes() const {
   return block_rows / kernels::kPieceRows * (block_keys / kernels::kPieceKeys) *
          kernels::kPieceBytes;
@@ -386,8 +438,18 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
                                                      : p.batch * ceil_div(p.sq, rows) * rows);
     plan.grid = target.multiprocessors;
-    tile.cycles = Divider(p, plan, target).divide(plan, most_ds_bytes(p));
+    Divider divider(p, plan, target);
+    HopperBackwardPlan roomy = plan;
+    tile.cycles = divider.divide(plan, p.max_workspace);
     if (!derive_row_stages(plan, target.shared_bytes)) continue;
+    const double cycles = p.max_workspace > 0 ? divider.divide(roomy, 0) : tile.cycles;
+    if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
+      rejected->push_back(fmt::format(
+          "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "
+          "max_workspace is {}",
+          roomy.waves.size(), plan.waves.size(), cycles / tile.cycles, workspace_of(p, roomy).end,
+          p.max_workspace));
+    }
     tiles.push_back(std::move(tile));
   }
   return tiles;

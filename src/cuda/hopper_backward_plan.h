@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -69,6 +70,18 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };
 
+/// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is
+/// launched.
+struct HopperBackwardWorkspace {
+  int64_t shift = 0, delta = 0;        ///< statistics of rows
+  int64_t dq_sums = 0;                 ///< of the plan's `sums`
+  int64_t zeros = 0, ds = 0;           ///< of the other plans
+  int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves
+  std::array<int64_t, 4> copies{};     ///< of q, k, v and dout
+  int64_t numbers = 0, end = 0;        ///< numbers of the host
+};
+HopperBackwardWorkspace workspace_of(const Problem& problem, const HopperBackwardPlan& plan);
+
 /// Why sm90/backward_*.cu do not compute a backward problem, and what they do compute; empty when
 /// they do.
 std::string hopper_backward_rejects(const Problem& problem);
@@ -79,8 +92,9 @@ struct HopperBackwardTile {
   double cycles = 0;  ///< predicted
 };
 
-/// A plan for every tile that fits, with the stages that the shared memory has room for.
-/// `rejected` takes the others and why.
+/// A plan for every tile that fits, with the stages that the shared memory has room for, and with
+/// the fastest waves that max_workspace has room for; where it has for none, with those that want
+/// the least. `rejected` takes the others and why.
 std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target,
                                                       std::vector<std::string>* rejected);
 

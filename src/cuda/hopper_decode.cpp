@@ -33,9 +33,9 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       plan_(plan),
       reasons_(std::move(reasons)),
       maps_(forward_maps(p, plan.box_keys)),
-      empty_(p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0),
       no_keys_(p.sk == 0 || (p.cache.paged() && p.cache.entries == 0)),
       numbers_(p, gpu),
+      workspace_(workspace_of(p, plan)),
       padding_(padding_params(p)) {
   static_cast<CallParams&>(params_) =
       call_params(p, band_of(p.mask, plan.has_left, plan.has_right));
@@ -51,13 +51,6 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
-
-// The workspace: counters, partial results, numbers of the host.
-int64_t HopperDecode::numbers_at() const {
-  return LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
-}
-
-int64_t HopperDecode::workspace_bytes() const { return numbers_at() + numbers_.bytes(); }
 
 DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
   DecodeParams p = params_;
@@ -91,16 +84,16 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
 void HopperDecode::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
   numbers_.check(args);
-  if (empty_) return;
+  if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
   LaunchMemory::Lease lease;
   auto* workspace = static_cast<char*>(run.workspace.data);
   if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, workspace_bytes());
+    lease = gpu_.launch_memory().take(stream, workspace_.end);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const numbers = workspace + numbers_at();
+  void* const numbers = workspace + workspace_.numbers;
   const DecodeParams params = arguments(numbers_.moved(args, numbers), workspace);
   numbers_.store(args, stream, numbers);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
@@ -122,8 +115,8 @@ Explanation HopperDecode::explain() const {
 }
 
 WorkspaceNeed HopperDecode::workspace() const {
-  if (empty_) return {};
-  return {workspace_bytes(), kWorkspaceAlignment, LaunchMemory::kZeroed};
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
 }  // namespace fulgur::cuda

@@ -26,16 +26,15 @@ class HopperDecode final : public Executable {
 
  private:
   DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
-  int64_t numbers_at() const;
-  int64_t workspace_bytes() const;
 
   Problem problem_;
   Gpu& gpu_;
   HopperDecodePlan plan_;
   Reasons reasons_;
   ForwardMaps maps_;
-  bool empty_, no_keys_;  ///< no row of q; of k
+  bool no_keys_;  ///< no row of k
   HostNumbers numbers_;
+  HopperDecodeWorkspace workspace_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};

@@ -23,6 +23,7 @@ HopperDecodeCandidate::HopperDecodeCandidate(const Problem& problem, const Hoppe
     : problem_(problem), plan_(only.plan) {
   tile = plan_.tile();
   cycles = only.cycles;
+  workspace = workspace_of(problem, plan_).end;
   tuned_only = only.tuned_only;
 }
 

@@ -8,6 +8,8 @@
 
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/hopper_plan.h"
+#include "cuda/host_numbers.h"
+#include "cuda/launch_memory.h"
 #include "cuda/tensor_map.h"
 #include "kernels/shared/shares.h"
 #include "kernels/sm90/decode_layout.h"
@@ -140,6 +142,12 @@ int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_o
 
 int64_t HopperDecodePlan::partial_floats() const {
   return int64_t{2} * grid * line_rows * kernels::partial_row_floats(value_dim);
+}
+
+HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0) return {};  // no row of q
+  const int64_t numbers = LaunchMemory::kZeroed + plan.partial_floats() * int64_t{sizeof(float)};
+  return {numbers, numbers + host_numbers_bytes(p)};
 }
 
 std::string hopper_decode_rejects(const Problem& p) {

@@ -47,6 +47,13 @@ struct HopperDecodePlan : HopperDecodeKey {
   int counters() const { return 3 * grid; }
 };
 
+/// Where the numbers of the host begin in the workspace, in bytes: behind counters and what parts
+/// of lines leave. All 0 where nothing is launched.
+struct HopperDecodeWorkspace {
+  int64_t numbers = 0, end = 0;
+};
+HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);
+
 /// Why sm90/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what it does
 /// compute; empty when it does.
 std::string hopper_decode_rejects(const Problem& problem);

@@ -32,7 +32,8 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
       plan_(plan),
       reasons_(std::move(reasons)),
       maps_(forward_maps(problem, plan.box_keys)),
-      numbers_(problem, gpu) {
+      numbers_(problem, gpu),
+      workspace_(workspace_of(problem, plan)) {
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
@@ -54,25 +55,20 @@ void HopperForward::set_params(const Problem& p) {
   padding_ = padding_params(p);
 }
 
-// The workspace: counters and tickets, partial results, copies, numbers of the host.
 void HopperForward::set_inputs() {
-  workspace_bytes_ = LaunchMemory::kZeroed + plan_.partial_floats() * int64_t{sizeof(float)};
-  const auto input = [&](const char* name, const TensorMapShape& shape, bool copied,
+  const auto input = [&](const char* name, const TensorMapShape& shape, bool copied, int64_t offset,
                          TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
-    Input in{name,  copied ? fulgur::cuda::copied(shape) : shape, copied, workspace_bytes_, {}, map,
-             tensor};
+    Input in{name, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map, tensor};
     const Layout& to = in.shape.strides;
     params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = copy_params(shape, in.shape);
-    if (copied) workspace_bytes_ += copied_bytes(in.shape);
     return in;
   };
+  const auto& [q, k, v] = workspace_.copies;
   inputs_ = {
-      input("q", maps_.q, !plan_.copies_q.empty(), &ForwardParams::q_map, &ForwardParams::q),
-      input("k", maps_.k, !plan_.copies_k.empty(), &ForwardParams::k_map, &ForwardParams::k),
-      input("v", maps_.v, !plan_.copies_v.empty(), &ForwardParams::v_map, &ForwardParams::v)};
-  numbers_at_ = workspace_bytes_;
-  workspace_bytes_ += numbers_.bytes();
+      input("q", maps_.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map, &ForwardParams::q),
+      input("k", maps_.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map, &ForwardParams::k),
+      input("v", maps_.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map, &ForwardParams::v)};
 }
 
 HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
@@ -138,10 +134,10 @@ void HopperForward::run(const Call& call, const Run& run) const {
   LaunchMemory::Lease lease;
   auto* workspace = static_cast<char*>(run.workspace.data);
   if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, workspace_bytes_);
+    lease = gpu_.launch_memory().take(stream, workspace_.end);
     workspace = reinterpret_cast<char*>(lease.data);
   }
-  void* const numbers = workspace + numbers_at_;
+  void* const numbers = workspace + workspace_.numbers;
   const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);
   numbers_.store(args, stream, numbers);
   launch(there, stream);
@@ -157,8 +153,8 @@ Explanation HopperForward::explain() const {
 }
 
 WorkspaceNeed HopperForward::workspace() const {
-  if (maps_.o.empty()) return {};
-  return {workspace_bytes_, kWorkspaceAlignment, LaunchMemory::kZeroed};
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
 }  // namespace fulgur::cuda

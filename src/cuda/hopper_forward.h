@@ -56,7 +56,7 @@ class HopperForward final : public Executable {
   ForwardMaps maps_;
   HostNumbers numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
-  int64_t numbers_at_ = 0, workspace_bytes_ = 0;
+  HopperForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
   std::array<Input, 3> inputs_;

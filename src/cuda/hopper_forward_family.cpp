@@ -28,6 +28,7 @@ HopperForwardCandidate::HopperForwardCandidate(const Problem& problem,
     : problem_(problem), plan_(fitting.plan) {
   tile = plan_.tile();
   cycles = fitting.cycles;
+  workspace = workspace_of(problem, plan_).end;
   tuned_only = fitting.tuned_only;
 }
 

@@ -8,6 +8,8 @@
 
 #include "cuda/hopper_model.h"
 #include "cuda/hopper_plan.h"
+#include "cuda/host_numbers.h"
+#include "cuda/launch_memory.h"
 #include "cuda/tensor_map.h"
 #include "kernels/sm90/forward_layout.h"
 
@@ -193,9 +195,14 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
   // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
   const bool no_registers = plan.page > 0 && plan.value_dim > kMostCutPagesDim;
   if (!p.invariant && !plan.packed && !no_registers) {
-    best = plan.has_left || plan.has_right
-               ? cut_longest_blocks(plan, cost, target.multiprocessors, best)
-               : cut_last_blocks(plan, p, cost, target.multiprocessors, best);
+    HopperForwardPlan cut = plan;
+    const double cycles = plan.has_left || plan.has_right
+                              ? cut_longest_blocks(cut, cost, target.multiprocessors, best)
+                              : cut_last_blocks(cut, p, cost, target.multiprocessors, best);
+    if (p.has_room(workspace_of(p, cut).end)) {
+      plan = cut;
+      best = cycles;
+    }
   }
   plan.grid = std::min(target.multiprocessors, work.items);
   return best;
@@ -246,6 +253,23 @@ int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;
   return int64_t{kernels::split_blocks(work)} * work.split_parts * consumers *
          kernels::partial_floats(value_dim);
+}
+
+HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& plan) {
+  const ForwardMaps maps = forward_maps(p, plan.box_keys);
+  if (maps.o.empty()) return {};
+  HopperForwardWorkspace at;
+  at.end = LaunchMemory::kZeroed + plan.partial_floats() * int64_t{sizeof(float)};
+  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+    const int64_t offset = at.end;
+    if (!why.empty()) at.end += copied_bytes(shape);
+    return offset;
+  };
+  at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
+               copy(maps.v, plan.copies_v)};
+  at.numbers = at.end;
+  at.end += host_numbers_bytes(p);
+  return at;
 }
 
 int HopperForwardPlan::counters() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -56,6 +57,14 @@ struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
 
 /// The mask as the kernel sees it: the bounds that the plan has, 0 where it has none.
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask);
+
+/// Where things begin in the workspace, in bytes: behind the counters and tickets and what parts of
+/// split blocks leave. All 0 where nothing is launched.
+struct HopperForwardWorkspace {
+  std::array<int64_t, 3> copies{};  ///< of q, k and v
+  int64_t numbers = 0, end = 0;     ///< numbers of the host
+};
+HopperForwardWorkspace workspace_of(const Problem& problem, const HopperForwardPlan& plan);
 
 /// Why sm90/forward.cu does not compute a forward problem, and what it does compute; empty when it
 /// does.

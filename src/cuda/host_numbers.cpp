@@ -43,6 +43,21 @@ void for_each(const Problem::HostNumbers&, Args& args, const Take& take) {
   }
 }
 
+/// Those of a problem: calls take(name, count).
+template <class Take>
+void for_each_name(const Problem& problem, const Take& take) {
+  const Problem::HostNumbers& host = problem.host;
+  const int64_t batch = problem.batch, hq = problem.hq;
+  if (host.cu_seqlens_q) take("cu_seqlens_q", batch + 1);
+  if (host.cu_seqlens_k) take("cu_seqlens_k", batch + 1);
+  if (host.seqused_k) take("seqused_k", batch);
+  if (host.leftpad_k) take("leftpad_k", batch);
+  if (host.alibi_slopes) {
+    take("alibi_slopes", problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
+  }
+  if (host.sinks) take("sinks", hq);
+}
+
 /// Adds the bytes of a vector, or of the rows of a matrix, whatever lies between them.
 void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
   const int64_t element = size_of(t.dtype), rows = t.rank == 2 ? t.shape[0] : 1;
@@ -54,21 +69,17 @@ void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
 
 }  // namespace
 
+int64_t host_numbers_bytes(const Problem& problem) {
+  int64_t numbers = 0;
+  for_each_name(problem, [&](const char*, int64_t count) { numbers += count; });
+  return numbers * int64_t{sizeof(int)};
+}
+
 HostNumbers::HostNumbers(const Problem& problem, Gpu& gpu) : problem_(problem) {
-  const auto add = [&](bool on_host, const char* name, int64_t count) {
-    if (!on_host) return;
+  for_each_name(problem, [&](const char* name, int64_t count) {
     names_.push_back(name);
     count_ += count;
-  };
-  const Problem::HostNumbers& host = problem.host;
-  const int64_t batch = problem.batch, hq = problem.hq;
-  add(host.cu_seqlens_q, "cu_seqlens_q", batch + 1);
-  add(host.cu_seqlens_k, "cu_seqlens_k", batch + 1);
-  add(host.seqused_k, "seqused_k", batch);
-  add(host.leftpad_k, "leftpad_k", batch);
-  add(host.alibi_slopes, "alibi_slopes",
-      problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
-  add(host.sinks, "sinks", hq);
+  });
   if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kStore)).function;
 }
 

@@ -11,6 +11,9 @@
 
 namespace fulgur::cuda {
 
+/// Bytes that they take in the workspace of a problem's runs, 0 where there are none.
+int64_t host_numbers_bytes(const Problem& problem);
+
 /// The lengths, slopes and sinks of a problem that lie in the host's memory. A run reads them,
 /// checks the lengths, and launches them to its workspace, where its kernels find them: it does not
 /// wait, its caller may change them once it has returned, and a graph keeps those of its capture.

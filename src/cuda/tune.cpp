@@ -95,6 +95,10 @@ Tuned tune_call(const Args& args, const Options& options, const Run& run) {
   std::vector<std::string> rejected;
   choose_engine(problem, engine().name(), &rejected);
   if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");
+  if (problem.max_workspace != 0) {
+    fail("max_workspace", "got {}, want 0: every tile takes the workspace with which it is fastest",
+         problem.max_workspace);
+  }
   check_pointers(args);
   check_random_numbers(args, run);
   if (run.workspace.data != nullptr) {

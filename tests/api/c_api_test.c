@@ -93,6 +93,11 @@ static void plan_of_changing_lengths(void) {
   CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
   options.window_right = 0;
   fulgur_plan* plan = NULL;
+  CHECK(options.max_workspace == 0);
+  options.max_workspace = 1;
+  CHECK(fulgur_plan_forward(&args, &options, &plan) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "max_workspace: got 1 bytes, want at least ", 42) == 0);
+  options.max_workspace = 1 << 30;
   CHECK(fulgur_plan_forward(&args, &options, &plan) == FULGUR_OK);
   memset(&options, 0xff, sizeof options); /* nothing of it is kept */
 

@@ -1,4 +1,5 @@
 // The same bits again: run to run, with other threads, in another batch, with another plan.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -66,6 +67,57 @@ TEST_P(Repeat, SameBitsRunToRun) {
       w.seal();
       runs(w);
       ASSERT_EQ(all_bits(w), first) << "run " << run + 2;
+    }
+  }
+}
+
+// In as much workspace as a pass wants, in less, and in the least that it says: as right, and with
+// the same bits where they are promised.
+TEST_P(Repeat, GradientsInLessWorkspace) {
+  const Case cases[] = {
+      // Fewer heads and sequences at a time, the same packed, and fewer rows.
+      {.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 300, .hq = 4, .hk = 2, .mask = causal()},
+      {.dtype = DType::kBF16, .sq = 150, .sk = 150, .hq = 4, .hk = 2, .layout = Layout::kPacked},
+      {.dtype = DType::kF16, .sq = 1100, .sk = 130, .hq = 4, .d = 16, .dv = 16}};
+  for (const Case& c : cases) {
+    for (const bool deterministic : {true, false}) {
+      SCOPED_TRACE(testing::Message() << c.name() << ", deterministic " << deterministic);
+      Workload w(c, 1);
+      w.options.engine = engine();
+      w.options.deterministic = deterministic;
+      w.options.threads = 2;
+      if (!runs(w)) continue;
+      const auto all = all_bits(w);
+      const Expected e = expect(w);
+      EngineMemory memory(engine());
+      const BackwardTensors there = memory.at(w.backward);
+      const auto plan_within = [&](int64_t bytes) {
+        Options options = memory.options(w.backward, w.options);
+        options.max_workspace = bytes;
+        return plan(there, options);
+      };
+      const int64_t most = plan_within(0).workspace().bytes;
+      if (most == 0) continue;
+      const std::string says = message_of([&] { plan_within(1); });
+      const std::string least_is = "max_workspace: got 1 bytes, want at least ";
+      ASSERT_TRUE(says.starts_with(least_is)) << says;
+      const int64_t least = std::stoll(says.substr(least_is.size()));
+      EXPECT_EQ(least < most, engine() == "cuda");
+      EXPECT_EQ(message_of([&] { plan_within(least - 1); }),
+                fmt::format("max_workspace: got {} bytes, want at least {}", least - 1, least));
+      for (const int64_t bytes : {least, (least + most) / 2, most}) {
+        EXPECT_LE(plan_within(bytes).workspace().bytes, bytes);
+        w.seal();
+        w.options.max_workspace = 0;
+        w.run_forward();
+        w.options.max_workspace = bytes;
+        w.run_backward();
+        EXPECT_TRUE(w.check_memory());
+        EXPECT_TRUE(backward_is_right(w, e)) << bytes << " bytes";
+        if (deterministic) {
+          EXPECT_EQ(all_bits(w), all) << bytes << " bytes";
+        }
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 // What the CUDA engine decides about a backward pass: how dQ is computed, the stages, the waves,
 // and that everything that the kernels keep in the workspace has a place of its own there.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -235,9 +236,74 @@ TEST(HopperBackwardPlan, DsOfOneBlockOfRowsIsTheLeast) {
   EXPECT_EQ(plan.ds_bytes, int64_t{64} * (1 << 20) * 64 * 2);
 }
 
+int64_t bytes_of(const Problem& p, const HopperBackwardPlan& plan) {
+  return workspace_of(p, plan).end;
+}
+
+/// The problem, whose workspace may take so many bytes.
+Problem within(Problem p, int64_t bytes) {
+  p.max_workspace = bytes;
+  return p;
+}
+
+/// The least that the plan that stores dS may have, which it takes where nothing fits.
+int64_t least_bytes(const Problem& p) { return bytes_of(p, stored(within(p, 1))); }
+
+/// Problems whose max_workspace is the least, and some more.
+std::vector<Problem> tight_problems() {
+  std::vector<Problem> all;
+  for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
+    for (size_t i = 0; i < problems.size(); i += 3) {
+      const Problem& p = problems[i];
+      const int64_t least = least_bytes(p);
+      all.push_back(within(p, least));
+      all.push_back(within(p, (least + bytes_of(p, stored(p))) / 2));
+    }
+  }
+  return all;
+}
+
+TEST(HopperBackwardPlan, WavesFitMaxWorkspace) {
+  int fewer_pairs = 0, fewer_rows = 0;
+  for (const Problem& p : tight_problems()) {
+    const HopperBackwardPlan roomy = stored(within(p, 0)), tight = stored(p);
+    const int64_t wanted = bytes_of(p, roomy);
+    EXPECT_LE(bytes_of(p, tight), p.max_workspace);
+    EXPECT_GE(tight.waves.size(), roomy.waves.size());
+    // Right at what it wants nothing changes, below the least nothing is smaller.
+    EXPECT_EQ(stored(within(p, wanted)), roomy);
+    EXPECT_EQ(stored(within(p, least_bytes(p) - 1)), stored(within(p, 1)));
+    fewer_pairs += tight.waves.size() > roomy.waves.size() && !tight.carries;
+    fewer_rows += tight.carries && !roomy.carries;
+  }
+  EXPECT_GT(fewer_pairs, 20);
+  EXPECT_GT(fewer_rows, 20);
+}
+
+// Less memory never makes a plan faster, and what waves do not decide stays.
+TEST(HopperBackwardPlan, SmallerWavesAreSlower) {
+  const Problem p =
+      backward_problem({.batch = 4, .sq = 2048, .sk = 2048, .hk = 8, .mask = causal()});
+  std::vector<std::string> rejected;
+  const auto tile = [&](int64_t bytes) {
+    return hopper_backward_tiles(within(p, bytes), {}, &rejected).at(1);
+  };
+  const int64_t least = least_bytes(p), most = bytes_of(p, stored(p));
+  ASSERT_LT(least, most / 4);
+  double cycles = tile(most).cycles;
+  for (int64_t bytes = most / 2; bytes >= least; bytes /= 2) {
+    const HopperBackwardTile smaller = tile(bytes);
+    EXPECT_GE(smaller.cycles, cycles);
+    EXPECT_GT(smaller.plan.waves.size(), 1u);
+    EXPECT_EQ(smaller.plan.tile(), stored(p).tile());
+    cycles = smaller.cycles;
+  }
+}
+
 // Every head, sequence and row is in one wave, and in one of its blocks.
 TEST(HopperBackwardPlan, WavesCoverAll) {
-  for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
+  for (const std::vector<Problem>& problems :
+       {many_problems(), large_problems(), tight_problems()}) {
     for (const Problem& p : problems) {
       for (const HopperBackwardPlan& plan : plans(p)) {
         const int row_tiles = ceil_div(p.sq, plan.block_rows);
@@ -410,6 +476,24 @@ TEST(ScoreTiles, PackedSequencesThatDoNotFitHaveAPlace) {
   }
 }
 
+// And where max_workspace makes the waves.
+TEST(ScoreTiles, EachHasAPlaceInLessWorkspace) {
+  for (const Mask& mask : kMasks) {
+    for (const int64_t d : {16, 128}) {
+      for (const bool packed : {false, true}) {
+        ForwardShape shape{
+            .batch = 3, .sq = 1500, .sk = 700, .hq = 8, .hk = 2, .d = d, .mask = mask};
+        shape.packed = packed;
+        const Problem p = backward_problem(shape, {.deterministic = true});
+        shape.max_workspace = least_bytes(p);
+        check_places(shape, false);
+        shape.max_workspace = bytes_of(p, stored(p)) - 1;
+        check_places(shape, packed);
+      }
+    }
+  }
+}
+
 // What a kernel does not depend on stays out of its plan.h, so that it is compiled once.
 TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
   const auto kernels = [](const ForwardShape& shape, const BackwardOptions& with = {}) {
@@ -516,6 +600,43 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   EXPECT_FALSE(contains(odd, "dsinks")) << odd;
   const std::string sinks = said(backward_problem({.sinks = true}, {.dsinks = true}));
   EXPECT_TRUE(contains(sinks, "dsinks by a kernel of its own")) << sinks;
+}
+
+TEST(HopperBackwardPlan, TakesTheFastestFormThatFits) {
+  const Family* const families[] = {&hopper_backward_family()};
+  const Problem p = backward_problem({.batch = 4, .sq = 1000, .sk = 500, .hq = 2, .hk = 2});
+  Reasons reasons;
+  const auto best = [&](int64_t bytes) {
+    reasons = {};
+    const Candidates all = ranked(within(p, bytes), families, {}, {}, &reasons);
+    for (const auto& candidate : all) EXPECT_EQ(candidate->workspace, all[0]->workspace);
+    return all.at(0);
+  };
+  const int64_t sums = bytes_of(p, plans(p).at(0)), most = bytes_of(p, stored(p));
+  const int64_t least = least_bytes(p);
+  ASSERT_LT(least, sums);
+  ASSERT_LT(sums, most);
+  const auto says = [&](const std::string& what) {
+    return contains(joined(reasons.rejected), what)
+               ? testing::AssertionSuccess()
+               : testing::AssertionFailure() << joined(reasons.rejected);
+  };
+  const auto wants = [](const char* tile, int64_t bytes, int64_t limit) {
+    return fmt::format("tile {}: wants {} bytes of workspace, max_workspace is {}", tile, bytes,
+                       limit);
+  };
+  EXPECT_EQ(ranked(p, families, {}, {}, &reasons).size(), 2u);
+  EXPECT_TRUE(says(fmt::format("times as long, wants {} bytes of workspace", most)));
+  EXPECT_EQ(best(least)->workspace, least);
+  EXPECT_EQ(reasons.rejected.size(), 2u);
+  EXPECT_TRUE(says(wants("sm90_backward_sums 64 x 128", sums, least)));
+  EXPECT_TRUE(says(fmt::format("of the predicted time, but {} bytes of workspace", most)));
+  EXPECT_EQ(best(sums - 1)->tile.family, "sm90_backward");
+  EXPECT_TRUE(says(wants("sm90_backward_sums 64 x 128", sums, sums - 1)));
+  for (const int64_t bytes : {sums, most - 1, most})
+    EXPECT_EQ(ranked(within(p, bytes), families, {}, {}, &reasons).at(0)->tile.family,
+              "sm90_backward_sums");
+  EXPECT_EQ(best(least - 1)->workspace, least);
 }
 
 TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {

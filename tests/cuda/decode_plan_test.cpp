@@ -241,5 +241,15 @@ TEST(DecodePlan, Rejects) {
             std::string::npos);
 }
 
+// Its parts of lines leave more than the forward kernel wants.
+TEST(DecodePlan, GivesWayWhereItsWorkspaceDoesNotFit) {
+  test::ForwardShape shape{.batch = 8, .sq = 1, .sk = 65536, .hq = 32, .hk = 8};
+  const Problem p = forward_problem(shape);
+  shape.max_workspace = workspace_of(p, hopper_decode_tile(p, {}).plan).end;
+  EXPECT_EQ(chosen(shape), "sm90_decode");
+  --shape.max_workspace;
+  EXPECT_EQ(chosen(shape), "sm90_forward");
+}
+
 }  // namespace
 }  // namespace fulgur::cuda

@@ -388,6 +388,30 @@ TEST_F(OnFakeGpu, TheCallersWorkspace) {
   EXPECT_EQ(state_->launches.size(), 1u);
 }
 
+TEST_F(OnFakeGpu, MaxWorkspace) {
+  const auto plan_within = [](bool deterministic, int64_t bytes) {
+    const BackwardCall call =
+        backward_call({.hk = 8, .d = 64, .max_workspace = bytes}, {.deterministic = deterministic});
+    return fulgur::plan(call.args, call.options);
+  };
+  for (const bool deterministic : {false, true}) {
+    const std::string says = message_of([&] { plan_within(deterministic, 1); });
+    const std::string least_is = "max_workspace: got 1 bytes, want at least ";
+    ASSERT_TRUE(says.starts_with(least_is)) << says;
+    const int64_t least = std::stoll(says.substr(least_is.size()));
+    EXPECT_EQ(message_of([&] { plan_within(deterministic, least - 1); }),
+              fmt::format("max_workspace: got {} bytes, want at least {}", least - 1, least));
+    EXPECT_EQ(status_of([&] { plan_within(deterministic, least - 1); }), Status::kInvalidArgument);
+    const Plan plan = plan_within(deterministic, least);
+    EXPECT_EQ(plan.workspace().bytes, least);
+    EXPECT_NE(plan.explain().find(fmt::format("{} bytes, max_workspace is {}\n", least, least)),
+              std::string::npos)
+        << plan.explain();
+    EXPECT_LT(least, plan_within(deterministic, 0).workspace().bytes);
+    EXPECT_EQ(plan_within(deterministic, 0).explain().find("max_workspace"), std::string::npos);
+  }
+}
+
 TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   ForwardCall call = forward_call({.dtype = DType::kF16, .batch = 3, .sq = 1, .seqused = true});
   ForwardArgs& args = call.args;
@@ -1217,6 +1241,8 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
     EXPECT_TRUE(contains(message_of([&] { tune(shape); }), says)) << says;
   };
   refused({.invariant = true}, Status::kInvalidArgument, "invariant: got true, want false");
+  refused({.max_workspace = 1 << 20}, Status::kInvalidArgument,
+          "max_workspace: got 1048576, want 0");
   refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
   refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
   const ForwardCall call = forward_call({});

@@ -17,6 +17,7 @@ struct ForwardShape {
   double softcap = 0;
   bool alibi = false, packed = false, seqused = false, lse = true, invariant = false, sinks = false;
   double dropout = 0;
+  int64_t max_workspace = 0;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
 };
 
@@ -57,6 +58,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.softcap = s.softcap;
   call.options.invariant = s.invariant;
   call.options.dropout_p = s.dropout;
+  call.options.max_workspace = s.max_workspace;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
   if (s.sinks) call.args.sinks = vector(DType::kF32, s.hq);
   if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);

@@ -117,6 +117,32 @@ TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
   EXPECT_EQ(wider, 2);
 }
 
+// Blocks are cut where max_workspace has room for what their parts leave.
+TEST(HopperPlan, CutsNoBlocksWithoutRoomForTheirParts) {
+  for (const Mask& mask : {full(), causal()}) {
+    Problem p = forward_problem({.batch = 1, .sq = 192, .sk = 65536, .hq = 4, .mask = mask});
+    const HopperForwardPlan cut = plan_of(p);
+    ASSERT_TRUE(cut.split_tail);
+    const int64_t wanted = workspace_of(p, cut).end;
+    p.max_workspace = wanted;
+    EXPECT_EQ(plan_of(p), cut);
+    p.max_workspace = LaunchMemory::kZeroed;
+    const HopperForwardPlan whole = plan_of(p);
+    EXPECT_FALSE(whole.split_tail);
+    EXPECT_EQ(workspace_of(p, whole).end, p.max_workspace);
+    EXPECT_EQ(whole.work.items, kernels::blocks_of(whole.work));
+  }
+}
+
+// The tile of an invariant call must not depend on the batch, and so not on what a workspace takes.
+TEST(HopperPlan, AllTilesOfInvariantCallsWantTheSame) {
+  for (const int64_t batch : {1, 50}) {
+    const Problem p = forward_problem({.batch = batch, .sq = 300, .sk = 9000, .invariant = true});
+    for (const HopperForwardPlan& plan : fitting(p))
+      EXPECT_EQ(workspace_of(p, plan).end, workspace_of(p, fitting(p)[0]).end);
+  }
+}
+
 TEST(HopperPlan, NoTileIsAnErrorThatSaysWhy) {
   const auto plan = [] { plan_of(forward_problem({.d = 256}), {.shared_bytes = 50000}); };
   EXPECT_EQ(test::status_of(plan), Status::kUnsupported);

@@ -403,6 +403,7 @@ void fuzz(Reader& in) {
       case 10:
         options.deterministic = in.byte() & 1;
         options.invariant = in.byte() & 1;
+        if (in.byte() & 1) options.max_workspace = in.wild();
         break;
       default:
         change(o[in.byte() % kCount], in);

@@ -610,6 +610,8 @@ def test_wrong_usage(folder, args, says):
         (["--dropout", "1"], ["dropout", "1"]),
         (["--dropout", "-0.1"], ["dropout", "-0.1"]),
         (["--threads", "-1"], ["threads", "-1"]),
+        (["--max-workspace", "-1"], ["max_workspace", "-1"]),
+        (["--max-workspace", "1"], ["max_workspace", "1", "at least"]),
     ],
 )
 def test_bad_values(folder, flags, says):
@@ -665,6 +667,22 @@ def with_nvrtc(on_gpu):
     if not re.search(r"^cuda +available", fulgur("devices", env=env).stdout, re.M):
         pytest.skip("no NVRTC")
     return env
+
+
+def test_explain_in_less_workspace(on_gpu):
+    """What gradients want, the form that takes less, and the least there is."""
+    shape = ["--device", "cuda", "--dtype", "bf16", "--backward", "--batch", "4", "--hq", "2", "--d", "128"]
+    explain = ["explain", *shape, "--sq", "1000", "--sk", "500"]
+    stdout = succeeds(*explain, env=on_gpu)
+    wanted = int(re.search(r"^memory .*: (\d+) bytes$", stdout, re.M)[1])
+    assert "dQ as sums in f32" in stdout
+    assert re.search(r"^rejected .*predicted .* times as long, wants \d+ bytes", stdout, re.M)
+    stdout = succeeds(*explain, "--max-workspace", wanted - 1, env=on_gpu)
+    assert "dQ by a kernel of its own" in stdout
+    assert f"wants {wanted} bytes of workspace, max_workspace is {wanted - 1}\n" in stdout
+    assert f"bytes, max_workspace is {wanted - 1}\n" in stdout
+    least = re.search(r"want at least (\d+)$", fails(*explain, "--max-workspace", "1", env=on_gpu))[1]
+    assert f"{least} bytes, max_workspace is {least}" in succeeds(*explain, "--max-workspace", least, env=on_gpu)
 
 
 TUNED = ["--sq", "700", "--hq", "4", "--hk", "2", "--d", "128", "--causal"]

@@ -256,6 +256,27 @@ def test_workspace():
             plan.run(*arguments, workspace=wrong)
 
 
+def test_max_workspace():
+    q, k, v, dout = make(sq=64, sk=64)
+    out, lse = fulgur.attention(q, k, v, return_lse=True)
+    arguments = dout, q, k, v, out, lse
+    want = fulgur.attention_backward(*arguments, threads=2)
+    need = fulgur.plan_backward(*arguments, threads=2).workspace().bytes
+    plan = fulgur.plan_backward(*arguments, threads=2, max_workspace=need)
+    assert plan.workspace().bytes == need
+    assert f"{need} bytes, max_workspace is {need}" in plan.explain()
+    assert_equal(plan.run(*arguments), want)
+    assert_equal(fulgur.attention_backward(*arguments, threads=2, max_workspace=need), want)
+    message = f"^max_workspace: got {need - 1} bytes, want at least {need}$"
+    for call in (
+        lambda **options: fulgur.plan_backward(*arguments, **options),
+        lambda **options: fulgur.attention_backward(*arguments, **options),
+        lambda **options: fulgur.explain(q, k, v, backward=True, **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(threads=2, max_workspace=need - 1)
+
+
 def test_one_plan_in_many_threads():
     plan = fulgur.plan(*make()[:3], causal=True, threads=1, return_lse=True)
     inputs = [make(seed)[:3] for seed in range(6)]

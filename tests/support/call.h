@@ -93,6 +93,7 @@ inline fulgur_options c_options(const Options& options) {
   o.max_seqlen_k = options.max_seqlen_k;
   o.threads = options.threads;
   o.engine = options.engine.c_str();
+  o.max_workspace = options.max_workspace;
   return o;
 }
 
