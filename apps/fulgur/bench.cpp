@@ -56,12 +56,18 @@ double burst_seconds(const bench::Workload& workload, Device device) {
   return median(seconds);
 }
 
+/// The CPU's name with the numbers of its kind, as virtual machines call many kinds by one name.
 std::string cpu_model() {
   std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  std::map<std::string, std::string> values;
+  for (std::string line; std::getline(file, line) && !line.empty();) {
+    const size_t colon = line.find(':');
+    if (colon == std::string::npos || colon + 2 > line.size()) continue;
+    values[line.substr(0, line.find_last_not_of(" \t", colon - 1) + 1)] = line.substr(colon + 2);
   }
-  return "unknown";
+  const std::string name = values["model name"].empty() ? "unknown" : values["model name"];
+  if (values["cpu family"].empty() || values["model"].empty()) return name;
+  return fmt::format("{} (family {}, model {})", name, values["cpu family"], values["model"]);
 }
 
 std::string utc_now() {
