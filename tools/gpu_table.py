@@ -219,8 +219,9 @@ def markdown(report):
         "",
         f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
         f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3_of(report)}, kernels"
-        f" {', '.join(f'{hash[:12]} ({part})' for part, hash in report['kernels'].items())}. All columns of a line were measured in turns, as CUDA graphs of"
-        " many launches: the card's clock follows its load, so compare within a line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
+        f" {', '.join(f'{hash[:12]} ({part})' for part, hash in report['kernels'].items())}. All columns of a line were"
+        " measured in turns, as CUDA graphs of many launches: the card's clock follows its load, so compare within a"
+        " line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
     ]
     if "results" in report:
         text += ["", *(["## Forward", ""] if len(passes) > 1 else []), *forward(report)]
@@ -301,8 +302,8 @@ def main():
             wrong = True
     stale = [part for part, hash in report["kernels"].items() if hash != kernel_hash(*KERNELS[part])]
     if stale:
-        print(f"{args.json.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a machine"
-              " with a GPU")
+        print(f"{args.json.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a"
+              " machine with a GPU")
     return 1 if wrong else 77 if stale and not args.write else 0
 
 
