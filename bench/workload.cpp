@@ -317,11 +317,14 @@ Workload::Workload(const Case& c)
   forward_ = {q, kv, kv, q, lse};
   if (c.page > 0) forward_.page_table = tensor(DType::kI32, {c.batch, pages});
   if (c.page > 0 || c.uneven) forward_.seqused_k = tensor(DType::kI32, {c.batch});
-  const Plan forward_plan = plan(forward_, options);
-  const auto start = std::chrono::steady_clock::now();
-  plan_ = backward_ ? plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}, options)
-                    : plan(forward_, options);
-  plan_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto timed_plan = [&](const auto& args) {
+    const auto start = std::chrono::steady_clock::now();
+    Plan made = plan(args, options);
+    plan_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return made;
+  };
+  const Plan forward_plan = timed_plan(forward_);
+  plan_ = backward_ ? timed_plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}) : forward_plan;
   forward_.q = filled(q);
   forward_.k = filled(kv);
   forward_.v = filled(kv);

@@ -10,7 +10,7 @@ namespace {
 
 struct Capture {
   bool active = false;
-  unsigned long long id = 0;  ///< that no other capture has or will have
+  unsigned long long id = 0;  ///< that no other capture has or will have; 0 where none is active
   CUgraph graph = nullptr;
 };
 
@@ -21,7 +21,7 @@ Capture capture_of(CUstream stream) {
                                         nullptr),
         "stream");
   capture.active = status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
-  return capture;
+  return capture.active ? capture : Capture{};
 }
 
 /// Of this thread's default stream: those of all threads go by one handle.
@@ -31,7 +31,8 @@ unsigned long long id_of_thread() {
   return ~kThread;
 }
 
-/// A number of the stream that no other stream has now.
+/// A number of the stream that no other stream has now: a capture may not bear to be asked for
+/// more.
 unsigned long long handle_of(CUstream stream) {
   return stream == CU_STREAM_PER_THREAD ? id_of_thread() : reinterpret_cast<uintptr_t>(stream);
 }
@@ -109,15 +110,14 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
   const Capture capture = capture_of(stream);
   const unsigned long long id = capture.active ? handle_of(stream) : id_of(stream);
   Shared* shared = nullptr;
-  Captured* captured = nullptr;
   {
     const std::scoped_lock lock(mutex_);
-    shared = capture.active ? captured = &by_capturing_[id] : &by_stream_[id];
+    shared = &(capture.active ? by_capturing_stream_ : by_stream_)[id];
   }
   Lease lease{0, std::unique_lock(shared->turn)};
-  if (captured != nullptr && captured->capture != capture.id) {
-    captured->capture = capture.id;
-    captured->block = {};  // its graph has it
+  if (shared->capture != capture.id) {
+    shared->capture = capture.id;
+    shared->block = {};  // the graph before has it
   }
   if (shared->block.bytes < bytes || shared->block.data == 0) {
     // The block before may still be in use; it is freed with its graph or never, and all of them

@@ -48,14 +48,11 @@ class LaunchMemory {
     CUdeviceptr data = 0;
     int64_t bytes = 0;
   };
-  /// Of launches that follow each other.
+  /// Of launches that follow each other: on a stream, or in a graph that is captured on it.
   struct Shared {
     std::mutex turn;
     Block block;
-  };
-  /// The same in a graph that is being captured, or was the last one to be.
-  struct Captured : Shared {
-    unsigned long long capture = 0;
+    unsigned long long capture = 0;  ///< which graph has the block; 0: none
   };
   /// Blocks that no graph holds any more. Graphs may outlive everything else.
   struct Returned {
@@ -68,8 +65,7 @@ class LaunchMemory {
   Block for_graph(CUgraph graph, int64_t bytes);
 
   std::mutex mutex_;
-  std::map<unsigned long long, Shared> by_stream_;
-  std::map<unsigned long long, Captured> by_capturing_;
+  std::map<unsigned long long, Shared> by_stream_, by_capturing_stream_;
   std::shared_ptr<Returned> returned_ = std::make_shared<Returned>();
   CUstream zeroing_ = nullptr;
 };

@@ -112,6 +112,9 @@ class HostNumbers : public EveryEngine {
     prepare(a.w);
     a.w.options.mask = a.given.c.mask;
   }
+  /// Whether both passes give the same bits when these numbers of the call, and no others, are on
+  /// the host.
+  void expect_the_bits_with(Workload& w, const std::vector<unsigned>& all) const;
 };
 
 std::vector<Bits> forward_bits(const Workload& w) {
@@ -121,6 +124,22 @@ std::vector<Bits> backward_bits(const Workload& w) {
   std::vector<Bits> all = {bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
   if (w.backward.dsinks.given()) all.push_back(bits(w.backward.dsinks));
   return all;
+}
+
+void HostNumbers::expect_the_bits_with(Workload& w, const std::vector<unsigned>& all) const {
+  const auto forward = forward_bits(w), backward = backward_bits(w);
+  const Options longest = EngineMemory(engine()).options(w.forward, w.options);
+  for (const unsigned which : all) {
+    SCOPED_TRACE(which);
+    w.seal();
+    HostCall<ForwardTensors> call(engine(), w.forward, which);
+    call.run(plan(call.tensors(), longest), {});
+    EXPECT_EQ(forward_bits(w), forward);
+    HostCall<BackwardTensors> gradient(engine(), w.backward, which);
+    gradient.run(plan(gradient.tensors(), longest), {});
+    EXPECT_EQ(backward_bits(w), backward);
+    EXPECT_TRUE(w.check_memory());
+  }
 }
 
 // Prefill and decoding, packed and not.
@@ -157,20 +176,12 @@ TEST_P(HostNumbers, GiveTheBitsOfLengthsBesideTheTensors) {
     Workload w(c, 1);
     prepare(w);
     if (!runs(w)) continue;
-    const auto forward = forward_bits(w), backward = backward_bits(w);
+    std::vector<unsigned> all;
     for (unsigned which = 1; which <= (kCuQ | kCuK | kUsed); ++which) {
       if ((which & kUsed && !c.seqused) || (which & (kCuQ | kCuK) && !c.packed())) continue;
-      SCOPED_TRACE(which);
-      const auto longest = EngineMemory(engine()).options(w.forward, w.options);
-      w.seal();
-      HostCall<ForwardTensors> call(engine(), w.forward, which);
-      call.run(plan(call.tensors(), longest), {});
-      EXPECT_EQ(forward_bits(w), forward);
-      HostCall<BackwardTensors> gradient(engine(), w.backward, which);
-      gradient.run(plan(gradient.tensors(), longest), {});
-      EXPECT_EQ(backward_bits(w), backward);
-      EXPECT_TRUE(w.check_memory());
+      all.push_back(which);
     }
+    expect_the_bits_with(w, all);
   }
 }
 
@@ -194,19 +205,7 @@ TEST_P(HostNumbers, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
         Workload w(c, 1);
         prepare(w);
         if (!runs(w)) continue;
-        const auto forward = forward_bits(w), backward = backward_bits(w);
-        const auto longest = EngineMemory(engine()).options(w.forward, w.options);
-        for (const unsigned which : {+kSlopes, +kSinks, kSlopes | kSinks, +kAll}) {
-          SCOPED_TRACE(which);
-          w.seal();
-          HostCall<ForwardTensors> call(engine(), w.forward, which);
-          call.run(plan(call.tensors(), longest), {});
-          EXPECT_EQ(forward_bits(w), forward);
-          HostCall<BackwardTensors> gradient(engine(), w.backward, which);
-          gradient.run(plan(gradient.tensors(), longest), {});
-          EXPECT_EQ(backward_bits(w), backward);
-          EXPECT_TRUE(w.check_memory());
-        }
+        expect_the_bits_with(w, {kSlopes, kSinks, kSlopes | kSinks, kAll});
       }
     }
   }

@@ -52,7 +52,11 @@ void run_often(Workload& w, bool backward, Begin begin, Check check) {
     neighbour.run(run % 5);
     w.run_forward();
     if (backward) w.run_backward();
-    run == 0 ? begin() : check();
+    if (run == 0) {
+      begin();
+    } else {
+      check();
+    }
   }
 }
 
