@@ -47,7 +47,8 @@ def markdown(report):
         "",
         f"`examples/train_gpt.py` on {report['date']}, PyTorch {report['torch']}: {report['dtype']}, float32 weights,"
         " AdamW, on the source of Python's standard library. TFLOP/s and MFU (of 989 TFLOP/s) count the model's FLOPs"
-        " as FlashAttention-2's paper does; \"without\" is PyTorch's math, which keeps all scores.",
+        " as FlashAttention-2's paper does; \"without\" is PyTorch's math, which keeps all scores."
+        + (f" {report['note']}" if "note" in report else ""),
     ]
     if report["speed"]:
         text += ["", "Every attention in turns, in one process, on one model:", ""]

@@ -5,6 +5,7 @@ import importlib
 import sys
 
 import torch
+from torch.nn.functional import pad
 
 from fulgur.torch import append, attention
 
@@ -116,7 +117,8 @@ def with_kvcache(
             )
         turned = append(
             k_cache, v_cache, k, v, cache_seqlens, cos=rotary_cos, sin=rotary_sin,
-            interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
+            interleaved=rotary_interleaved,
+            rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
             q=None if rotary_cos is None else q,
             cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
             cu_seqlens_k_new=cu_seqlens_k_new, causal=options["causal"], window=options["window"],
@@ -124,12 +126,18 @@ def with_kvcache(
         )  # fmt: skip
         q = q if turned is None else turned
         cache_seqlens = cache_seqlens + (k.shape[1] if new is None else new.diff())
-    return attention(
+    max_seqlen_q = 0 if cu_seqlens_q is None else longest(max_seqlen_q, q)
+    dv = v_cache.shape[-1]
+    if q.is_cuda and (q.shape[-1] % 8 or dv % 8):
+        # As upstream does, too: the GPU reads caches in rows of multiples of 16 bytes.
+        if options["scale"] is None:
+            options["scale"] = q.shape[-1] ** -0.5
+        q, k_cache, v_cache = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k_cache, v_cache))
+    out, lse = attention(
         q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=0 if cu_seqlens_q is None else longest(max_seqlen_q, q), return_lse=True,
-        **places, **options,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=True, **places, **options,
     )  # fmt: skip
+    return out[..., :dv], lse
 
 
 def combine(out_partial, lse_partial, out=None, out_dtype=None):

@@ -96,12 +96,14 @@ def flash_attn_with_kvcache(
 
     rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
     window bounds it, else all of q to cache_seqlens; rotary_seqlens stands in for cache_seqlens
-    there.
+    there. With page_table, cache_batch_idx names its rows.
     """
     refuse(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         attention_chunk=attention_chunk or None,
     )  # fmt: skip
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = _drop_in.with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,

@@ -223,6 +223,14 @@ class TestDropIns(OnGpu):
             torch.testing.assert_close(out.cpu(), want, rtol=2e-2, atol=2e-2)
             self.assertTrue(torch.equal(k.cpu(), on_cpu[0][1]) and torch.equal(v.cpu(), on_cpu[0][2]))
 
+    def test_cache_of_odd_dims(self):
+        q, k, v = make((2, 3, 4, 59), (2, 40, 2, 59), (2, 40, 2, 43), dtype=torch.float16)
+        lengths, pad = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([40, 17], [3, 9]))
+        out = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_leftpad=pad, causal=True)
+        for b, (n, first) in enumerate(zip(lengths.tolist(), pad.tolist())):
+            one = slice(b, b + 1), slice(first, n)
+            self.assert_close(out[b : b + 1], math(q[b : b + 1], k[one], v[one], causal=True))
+
     def test_cache_of_lengths_on_the_host(self):
         lengths, ends = (torch.tensor(x, dtype=torch.int32) for x in ([17, 50], [0, 2, 3]))
         q, k_cache, v_cache = make_qkv(sk=64)

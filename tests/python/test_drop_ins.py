@@ -333,6 +333,24 @@ class TestCaches:
             changed = {tuple(place) for place in (~same).nonzero().tolist()}
             assert changed == written
 
+    def test_rows_of_a_page_table(self):
+        k_cache, v_cache, table, rows, _ = self.caches("pages")[:3] + self.caches("rows")[3:]
+        (q,) = make((self.BATCH, 2, self.HQ, self.D))
+        table = torch.cat([table, table.flip(0)])
+        call = lambda **where: fa3.flash_attn_with_kvcache(  # noqa: E731
+            q, k_cache, v_cache, cache_seqlens=int32(5, 9, 2), causal=True, **where
+        )
+        got = call(page_table=table, cache_batch_idx=rows)
+        assert torch.equal(got, call(page_table=table[rows.tolist()]))
+
+    def test_places_of_a_rotation_that_is_not_given(self):
+        k_cache, v_cache, _, _, _ = self.caches("rows")
+        q, k, v = make((5, 1, self.HQ, self.D), (5, 1, self.HK, self.D), (5, 1, self.HK, self.D))
+        call = lambda **places: fa3.flash_attn_with_kvcache(  # noqa: E731
+            q, k_cache, v_cache, k, v, cache_seqlens=4, **places
+        )
+        assert torch.equal(call(rotary_seqlens=int32(4, 4, 4, 4, 4)), call())
+
     def test_lengths_in_two_places(self):
         k_cache, v_cache, _, _, _ = self.caches("rows")
         new = torch.zeros(5, self.HK, self.D)
@@ -667,6 +685,14 @@ class TestRotary:
         result = torch.view_as_real(result)
         want = (result if interleaved else result.mT).flatten(-2)
         torch.testing.assert_close(got, torch.cat([want, rest], -1))
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_is_rounded_once(self, interleaved):
+        x, angles = make((1, 64, 5, 40))[0].bfloat16(), 6 * torch.rand(64, 16)
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        got = rotary.apply_rotary_emb(x, cos, sin, interleaved)
+        # Products of bf16 are exact in float32, so this is what kernels compute, whichever way they add.
+        assert torch.equal(got[0], turned(x[0], cos, sin, interleaved).float().bfloat16())
 
     def test_packed_and_offsets(self):
         (x,) = make((2, 4, 3, 8))

@@ -12,17 +12,20 @@ def rotate_half(x, interleaved=False):
 
 
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """x ``(batch, seqlen, heads, dim)`` turned by the angles of cos and sin.
+    """x ``(batch, seqlen, heads, dim)`` turned by the angles of cos and sin, in float32 or better, and
+    rounded once, as the caches' kernels turn it.
 
     cos and sin are ``(seqlen, rotary_dim / 2)`` or ``(batch, seqlen, rotary_dim / 2)``; the first
     rotary_dim of dim are turned.
     """
     dim = 2 * cos.shape[-1]
+    exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (
-        (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)).unsqueeze(-2)
+        (t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)).unsqueeze(-2).to(exact)
         for t in (cos, sin)
     )
-    turned = x[..., :dim] * cos + rotate_half(x[..., :dim], interleaved) * sin
+    straight = x[..., :dim].to(exact)
+    turned = straight * cos + rotate_half(straight, interleaved) * sin
     return torch.cat((turned.to(x.dtype), x[..., dim:]), -1)
 
 
