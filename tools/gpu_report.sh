@@ -58,9 +58,11 @@ else
   done
   [ $status = 0 ]
   check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
-  if [ -d "$packed/python" ]; then
-    check torch env PYTHONPATH="$packed/python" python3 "$root/tests/cuda/torch_test.py"
-  fi
+  for package in torch jax; do
+    if [ -d "$packed/python" ] && python3 -c "import $package" 2>/dev/null; then
+      check $package env PYTHONPATH="$packed/python:${PYTHONPATH:-}" python3 "$root/tests/cuda/${package}_test.py"
+    fi
+  done
   # Small shapes for every path of the kernels, which are compiled by now.
   sanitize() { compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1; }
   check sanitizer_memcheck sanitize memcheck

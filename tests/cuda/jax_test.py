@@ -1,0 +1,100 @@
+"""fulgur in JAX on a GPU: python3 tests/cuda/jax_test.py, with fulgur, jax and a CUDA plugin of jax importable."""
+
+import statistics
+import time
+import unittest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fulgur.jax import attention, dot_product_attention
+
+
+def make(*shapes, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    return [jax.device_put(jnp.asarray(rng.standard_normal(s), dtype), jax.devices("gpu")[0]) for s in shapes]
+
+
+def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64):
+    return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, d))
+
+
+def dense(q, k, v, causal=False):
+    """Attention and its gradients of dout = 1 in float64, masks aligned at the bottom right."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    K, V = (np.repeat(x, group, 2) for x in (k, v))
+    scale = q.shape[-1] ** -0.5
+    S = scale * np.einsum("bihd,bjhd->bhij", q, K)
+    if causal:
+        sq, sk = S.shape[-2:]
+        S = np.where(np.arange(sk) <= np.arange(sq)[:, None] + sk - sq, S, -np.inf)
+    P = np.exp(S - S.max(-1, keepdims=True))
+    P /= P.sum(-1, keepdims=True)
+    out = np.einsum("bhij,bjhd->bihd", P, V)
+    dP = np.broadcast_to(V.sum(-1).transpose(0, 2, 1)[:, :, None], P.shape)
+    dS = scale * P * (dP - (P * dP).sum(-1, keepdims=True))
+    dk, dv = np.einsum("bhij,bihd->bjhd", dS, q), np.einsum("bhij,bih->bjh", P, np.ones(q.shape[:3]))
+    dk = dk.reshape(*k.shape[:3], group, -1).sum(3)
+    dv = np.broadcast_to(dv.reshape(*v.shape[:3], group).sum(3)[..., None], v.shape)
+    return out, (np.einsum("bhij,bjhd->bihd", dS, K), dk, dv)
+
+
+class TestJax(unittest.TestCase):
+    def assert_close(self, got, want, tolerance=2e-2):
+        self.assertEqual(got.shape, want.shape)
+        most = np.abs(np.asarray(got, np.float64) - want).max()
+        self.assertLess(most, tolerance * max(1, np.abs(want).max()))
+
+    def test_results_and_gradients(self):
+        q, k, v = make_qkv()
+        for causal in (False, True):
+            out, gradients = dense(q, k, v, causal)
+            call = lambda q, k, v: attention(q, k, v, causal=causal)  # noqa: E731, B023
+            self.assert_close(call(q, k, v), out)
+            self.assert_close(jax.jit(call)(q, k, v), out)
+            of_sum = jax.jit(jax.grad(lambda *x: call(*x).astype(jnp.float32).sum(), (0, 1, 2)))
+            for got, want in zip(of_sum(q, k, v), gradients):
+                self.assert_close(got, want)
+
+    def test_stands_in_for_jax(self):
+        q, k, v = make_qkv(hq=4, hk=4)
+        got = jax.jit(dot_product_attention)(q, k, v)
+        self.assert_close(got, np.asarray(jax.nn.dot_product_attention(q, k, v), np.float64))
+        self.assertEqual(got.devices(), q.devices())
+
+    def test_vmap(self):
+        q, k, v = (x.reshape(2, 1, *x.shape[1:]) for x in make_qkv())
+        self.assert_close(jax.vmap(attention)(q, k, v)[:, 0], dense(q[:, 0], k[:, 0], v[:, 0])[0])
+
+    def test_many_calls_in_one_program(self):
+        """XLA records such programs as CUDA graphs; each call waits for the one before."""
+        q, k, v = make_qkv(sq=128, sk=128, hq=2)
+
+        @jax.jit
+        def layers(q):
+            for _ in range(8):
+                q = attention(q, k, v) + q
+            return q
+
+        want = q
+        for _ in range(8):
+            want = attention(want, k, v) + want
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(layers(q), np.float32), np.asarray(want, np.float32))
+
+    def test_host_time(self):
+        """Of a compiled call, without waiting for the device; in microseconds, a median."""
+        q, k, v = make_qkv(sq=1, sk=1, hq=2)
+        call, times = jax.jit(attention), []
+        for _ in range(500):
+            start = time.perf_counter()
+            out = call(q, k, v)
+            times.append(time.perf_counter() - start)
+        out.block_until_ready()
+        print(f"host time: jit {1e6 * statistics.median(times):.1f} us")
+
+
+if __name__ == "__main__":
+    unittest.main()
