@@ -27,6 +27,8 @@ VENV_PYTHON = BUILD / "venv/bin/python"
 # are the same, and call the compiler by one name, for which pip would take another than CMake.
 COMPILERS = {"CC": "gcc", "CXX": "g++", "CMAKE_C_COMPILER_LAUNCHER": "ccache",
              "CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(ROOT), "CCACHE_DEPEND": "1"}
+# Two programs at a time share the cores: threads that spin while they wait would take them from the other one.
+THREADS = {"OMP_WAIT_POLICY": "passive"}
 FUZZ_TARGETS = ("fuzz_npy", "fuzz_safetensors", "fuzz_c_api")
 FUZZ_SECONDS = 10  # of each target
 FUZZ_BYTES = 1 << 20  # of an input: what only breaks a parser when it is deep or long is in reach
@@ -44,7 +46,7 @@ def cpu_seconds():
 def run(*command, env=None):
     print("$", " ".join(map(str, command)), flush=True)
     code = subprocess.run([*map(str, command)], cwd=ROOT, stdin=subprocess.DEVNULL,
-                          env={**COMPILERS, **os.environ, **(env or {})}).returncode
+                          env={**COMPILERS, **THREADS, **os.environ, **(env or {})}).returncode
     if code != 0:
         raise StepFailed(f"{command[0]} ended with status {code}")
 
