@@ -267,10 +267,15 @@ class CpuEngine final : public Engine {
   std::string description() const override {
     if (!unavailable().empty()) return "SIMD";
     const Machine& m = machine();
-    return fmt::format("{} vectors, {}, {} threads", m.vectors.target,
-                       m.tiles != nullptr ? fmt::format("{} tiles for bf16", m.tiles->target)
-                                          : fmt::format("no AMX tiles ({})", m.no_tiles),
-                       thread_count(0));
+    std::string text = fmt::format("{} vectors, ", m.vectors.target);
+    for (const Bf16Path& path : m.bf16) {
+      if (path.kernels != nullptr) {
+        text += fmt::format("{} for bf16, ", path.name);
+        break;
+      }
+      text += fmt::format("no {} ({}), ", path.name, path.unavailable);
+    }
+    return text + fmt::format("{} threads", thread_count(0));
   }
   std::string unavailable() const override {
     try {

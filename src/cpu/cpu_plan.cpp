@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kDecodeMostRows = 16;      // more rows than this fill the panels' vectors well
 constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
-constexpr double kMostTileScale = 0x1p64;  // tiles take products below 2^-126 for 0
+constexpr double kMostBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
 constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
 constexpr int64_t kStreamedBytes = 4096;   // the hardware's prefetching keeps up with such runs
 
@@ -134,20 +134,27 @@ KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
 
 const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
   const Machine& m = machine();
-  std::string no_tiles;
-  if (p.dtype != DType::kBF16) {
-    no_tiles = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
-  } else if (m.tiles == nullptr) {
-    no_tiles = m.no_tiles;
-  } else if (std::fabs(p.scale) > kMostTileScale) {
-    no_tiles = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
-  } else {
-    rejected->push_back(
-        fmt::format("{} vectors: tiles multiply bf16 several times as fast", m.vectors.target));
-    return *m.tiles;
+  const Bf16Path* chosen = nullptr;
+  for (const Bf16Path& path : m.bf16) {
+    std::string why;
+    if (p.dtype != DType::kBF16) {
+      why = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
+    } else if (path.kernels == nullptr) {
+      why = path.unavailable;
+    } else if (std::fabs(p.scale) > kMostBf16Scale) {
+      why = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
+    } else if (chosen != nullptr) {
+      why = fmt::format("{} multiply bf16 faster", chosen->name);
+    } else {
+      chosen = &path;
+      continue;
+    }
+    rejected->push_back(fmt::format("{}: {}", path.name, why));
   }
-  rejected->push_back("AMX tiles: " + no_tiles);
-  return m.vectors;
+  if (chosen == nullptr) return m.vectors;
+  rejected->push_back(
+      fmt::format("{} vectors: {} multiply bf16 faster", m.vectors.target, chosen->name));
+  return *chosen->kernels;
 }
 
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,

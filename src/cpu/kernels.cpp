@@ -20,6 +20,7 @@
 
 #include "cpu/backward-inl.h"
 #include "cpu/decode-inl.h"
+#include "cpu/dot-inl.h"
 #include "cpu/forward-inl.h"
 #include "cpu/tile_backward-inl.h"
 #include "cpu/tile_forward-inl.h"
@@ -30,9 +31,11 @@ namespace fulgur::cpu {
 /// The table of a Highway target; null for one that this build lacks.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTableOf)() = nullptr;
-/// Its tiles of bf16; null where there are none.
+/// Its paths of bf16: tiles and dot products; null where there are none.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTilesOf)() = nullptr;
+template <int64_t kTarget>
+constexpr const Kernels& (*kDotsOf)() = nullptr;
 }  // namespace fulgur::cpu
 #endif
 
@@ -59,21 +62,27 @@ const Kernels& table() {
 }
 
 #if HWY_TARGET == HWY_AVX3
-/// What tiles have no part in, vectors do.
+/// What the products have no part in, vectors do.
+template <class Products>
+Kernels bf16_kernels(const char* target) {
+  Kernels k = table();
+  k.target = target;
+  k.panel_rows = kTilePanelRows;
+  k.panels = kTilePanels;
+  k.forward_scratch = tile_forward_scratch;
+  k.forward = tile_forward<Products>;
+  k.backward_scratch = tile_backward_scratch;
+  k.backward = tile_backward<Products>;
+  k.backward_dq = tile_backward_dq;
+  k.dq_floats = tile_dq_floats;
+  return k;
+}
 const Kernels& tile_table() {
-  static const Kernels kTable = [] {
-    Kernels tiles = table();
-    tiles.target = "AMX";
-    tiles.panel_rows = kTilePanelRows;
-    tiles.panels = kTilePanels;
-    tiles.forward_scratch = tile_forward_scratch;
-    tiles.forward = tile_forward<Amx>;
-    tiles.backward_scratch = tile_backward_scratch;
-    tiles.backward = tile_backward<Amx>;
-    tiles.backward_dq = tile_backward_dq;
-    tiles.dq_floats = tile_dq_floats;
-    return tiles;
-  }();
+  static const Kernels kTable = bf16_kernels<TileProducts<Amx>>("AMX");
+  return kTable;
+}
+const Kernels& dot_table() {
+  static const Kernels kTable = bf16_kernels<DotProducts<Avx512Bf16>>("AVX512-BF16");
   return kTable;
 }
 #endif
@@ -88,6 +97,9 @@ constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kTableOf<HWY_TARGET>)() =
 template <>
 constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kTilesOf<HWY_TARGET>)() =
     fulgur::cpu::HWY_NAMESPACE::tile_table;
+template <>
+constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kDotsOf<HWY_TARGET>)() =
+    fulgur::cpu::HWY_NAMESPACE::dot_table;
 #endif
 
 #if HWY_ONCE
@@ -110,19 +122,37 @@ constexpr Target kTargets[] = {{"sse4", HWY_SSE4, kTableOf<HWY_SSE4>},
                                {"avx2", HWY_AVX2, kTableOf<HWY_AVX2>},
                                {"avx512", HWY_AVX3, kTableOf<HWY_AVX3>},
                                {"neon", HWY_NEON, kTableOf<HWY_NEON>}};
-constexpr Target kTiles = {"amx", HWY_AVX3, kTilesOf<HWY_AVX3>};
 
-/// Why there are no tiles; empty where there are.
-std::string tiles_unavailable() {
-  return kTiles.here() ? amx_unavailable() : "this build or machine lacks AVX-512";
+std::string dots_unavailable() {
+#if HWY_ARCH_X86
+  if (__builtin_cpu_supports("avx512bf16")) return {};
+#endif
+  return "this CPU has no dot products of bf16";
 }
+
+/// A path of bf16, which users may force, too.
+struct Bf16Target {
+  Target target;
+  std::string_view path;
+  std::string (*lacking)();  // why not, on a machine that has the target
+
+  /// Why it is not there; empty where it is.
+  std::string unavailable() const {
+    return target.here() ? lacking() : "this build or machine lacks AVX-512";
+  }
+};
+constexpr Bf16Target kBf16Targets[] = {  // the fastest first
+    {{"amx", HWY_AVX3, kTilesOf<HWY_AVX3>}, "AMX tiles", [] { return amx_unavailable(); }},
+    {{"avx512_bf16", HWY_AVX3, kDotsOf<HWY_AVX3>}, "AVX512-BF16 dot products", dots_unavailable}};
 
 [[noreturn]] void lacks(std::string_view name, const std::string& why) {
   std::string here;
   for (const Target& target : kTargets) {
     if (target.here()) here += fmt::format("{}, ", target.name);
   }
-  if (tiles_unavailable().empty()) here += fmt::format("{}, ", kTiles.name);
+  for (const Bf16Target& bf16 : kBf16Targets) {
+    if (bf16.unavailable().empty()) here += fmt::format("{}, ", bf16.target.name);
+  }
   here.resize(here.size() - std::min<size_t>(2, here.size()));
   throw Error(Status::kUnavailable,
               fmt::format("FULGUR_CPU_TARGET: got \"{}\", {}; want one of those here: {}", name,
@@ -141,14 +171,20 @@ const Kernels& forced_vectors(std::string_view name) {
 Machine select() {
   const char* const wanted = std::getenv("FULGUR_CPU_TARGET");
   const std::string_view name = wanted == nullptr ? "" : wanted;
-  if (!name.empty() && name != kTiles.name) {
-    return {forced_vectors(name), nullptr, fmt::format("FULGUR_CPU_TARGET is {}", name)};
+  const bool of_bf16 = std::any_of(std::begin(kBf16Targets), std::end(kBf16Targets),
+                                   [&](const Bf16Target& t) { return t.target.name == name; });
+  Machine machine{name.empty() || of_bf16 ? HWY_DYNAMIC_DISPATCH(table)() : forced_vectors(name),
+                  {}};
+  for (const Bf16Target& bf16 : kBf16Targets) {
+    if (!name.empty() && name != bf16.target.name) {
+      machine.bf16.push_back({bf16.path, nullptr, fmt::format("FULGUR_CPU_TARGET is {}", name)});
+      continue;
+    }
+    const std::string why = bf16.unavailable();
+    if (!name.empty() && !why.empty()) lacks(name, why);
+    machine.bf16.push_back({bf16.path, why.empty() ? &bf16.target.table() : nullptr, why});
   }
-  const Kernels& vectors = HWY_DYNAMIC_DISPATCH(table)();
-  const std::string no_tiles = tiles_unavailable();
-  if (no_tiles.empty()) return {vectors, &kTiles.table(), {}};
-  if (name == kTiles.name) lacks(name, no_tiles);
-  return {vectors, nullptr, no_tiles};
+  return machine;
 }
 
 }  // namespace

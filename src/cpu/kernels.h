@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "fulgur/attention.h"
 #include "kernels/shared/dropout.h"
@@ -51,7 +53,7 @@ inline int64_t key_stride(const Problem& p, const Layout& layout) {
 
 /// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
-  const char* target;  ///< the vectors of an instruction set, or the tiles beside them
+  const char* target;  ///< the vectors of an instruction set, or a path of bf16
   int64_t panel_rows;  ///< rows of a full panel
   int64_t panels;      ///< of a block of rows, at most
 
@@ -85,13 +87,19 @@ struct Kernels {
   int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of an accumulator: a multiple of 16
 };
 
+/// A faster way of bf16 than vectors of f32.
+struct Bf16Path {
+  std::string_view name;
+  const Kernels* kernels;   ///< null where it is not taken
+  std::string unavailable;  ///< why not
+};
+
 /// What this process computes with: the best of the machine, or what the environment variable
 /// FULGUR_CPU_TARGET names. "sse4", "avx2", "avx512" and "neon" force the vectors of an instruction
-/// set, without tiles; "amx" wants tiles.
+/// set, for bf16, too; "amx" and "avx512_bf16" force a path of bf16.
 struct Machine {
   const Kernels& vectors;
-  const Kernels* tiles;  ///< for bf16 alone; null without
-  std::string no_tiles;  ///< why
+  std::vector<Bf16Path> bf16;  ///< the fastest first
 };
 /// Throws Error(kUnavailable) when this machine or build lacks the named one.
 const Machine& machine();

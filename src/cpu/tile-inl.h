@@ -1,7 +1,7 @@
 // The matrix product of bf16 on tiles of 16 rows of 64 bytes (Intel's AMX), and how its operands
-// are packed. A product step is C [16][16] += A [16][32] B [32][16]. A tile of A is row-major. A
-// tile of B has the rows of B in pairs, since 32 bits hold two values of the summed index: [16
-// pairs][16 columns][2].
+// are packed, for dot-inl.h, too. A product step is C [16][16] += A [16][32] B [32][16]. A tile of
+// A is row-major. A tile of B has the rows of B in pairs, since 32 bits hold two values of the
+// summed index: [16 pairs][16 columns][2].
 #if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_INL_H_
 #undef FULGUR_CPU_TILE_INL_H_
@@ -97,8 +97,10 @@ struct Product {
 /// wants them, each after the loads for the first product that reuses it: a sum takes its time to
 /// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
 template <class Tiles>
-class Products {
+class TileProducts {
  public:
+  using Session = typename Tiles::Session;
+
   /// At once. Nothing may be put off.
   HWY_INLINE void multiply(const Product& p) {
     for (int64_t n = 0; n < p.columns; n += 2) {
@@ -228,7 +230,7 @@ class Products {
   bool active_ = false;              // there is one
 };
 
-/// What the tiles make a difference of, among values that were packed.
+/// What tiles and dot products make a difference of, among values that were packed.
 class Census {
  public:
   // Not a default member initializer: that would be compiled for the least of all CPUs.
@@ -239,7 +241,7 @@ class Census {
     smallest_ = _mm512_min_epu16(smallest_, _mm512_sub_epi16(size, _mm512_set1_epi16(1)));
   }
   bool finite() const { return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x7f80)) == 0; }
-  /// Tiles take denormal numbers for 0.
+  /// They take denormal numbers for 0.
   bool denormal() const { return _mm512_cmplt_epu16_mask(smallest_, _mm512_set1_epi16(0x7f)) != 0; }
 
  private:

@@ -1,6 +1,6 @@
-// FlashAttention-2 backward (Alg. 2) of bf16 on tiles. S^T, dP^T and dQ^T have a query row in each
-// lane, dV and dK the head dim. A group of panels shares the sums of dV and dK, whose tiles are
-// loaded and stored once for all its rows.
+// FlashAttention-2 backward (Alg. 2) of bf16 on tiles or by dot products. S^T, dP^T and dQ^T have a
+// query row in each lane, dV and dK the head dim. A group of panels shares the sums of dV and dK,
+// whose tiles are loaded and stored once for all its rows.
 #if defined(FULGUR_CPU_TILE_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_BACKWARD_INL_H_
 #undef FULGUR_CPU_TILE_BACKWARD_INL_H_
@@ -204,11 +204,11 @@ HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t s
   }
 }
 
-template <class Tiles>
+template <class Products>
 void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
                    const float* D, float* dq, float* scratch) {
-  const typename Tiles::Session session;
-  Products<Tiles> products;
+  const typename Products::Session session;
+  Products products;
   const Problem& p = task.problem;
   Arena arena(scratch);
   const TileBackwardScratch s(p, arena);

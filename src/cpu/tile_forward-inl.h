@@ -1,6 +1,6 @@
-// FlashAttention-2 forward (Alg. 1) of bf16 on tiles: S^T = K Q^T and O^T += V^T P^T, as in
-// forward-inl.h, a query row in each lane of the sums. Two rows of P^T, rounded and merged, are a
-// row of the second product's B.
+// FlashAttention-2 forward (Alg. 1) of bf16 on tiles or by dot products: S^T = K Q^T and O^T += V^T
+// P^T, as in forward-inl.h, a query row in each lane of the sums. Two rows of P^T, rounded and
+// merged, are a row of the second product's B.
 #if defined(FULGUR_CPU_TILE_FORWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_FORWARD_INL_H_
 #undef FULGUR_CPU_TILE_FORWARD_INL_H_
@@ -150,10 +150,10 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
 
 /// P = 2^(factor S - m) of a half, packed for tiles or not, and its sums. A step of the products is
 /// made beside each kTurns pairs of keys.
-template <int kVectors, int kTurns, class To, class Tiles>
+template <int kVectors, int kTurns, class To, class Products>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
-                                   V32 (&sum)[kVectors], Products<Tiles>& products) {
+                                   V32 (&sum)[kVectors], Products& products) {
   constexpr int64_t kWidth = kVectors * kLanes;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
@@ -248,7 +248,7 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
 }
 
 /// One call.
-template <class Tiles>
+template <class Products>
 class TileForward {
  public:
   TileForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
@@ -534,8 +534,8 @@ class TileForward {
   const float factor_;  // of the products, to scores
   Arena arena_;
   const TileForwardScratch s_;
-  const typename Tiles::Session session_;
-  Products<Tiles> products_;
+  const typename Products::Session session_;
+  Products products_;
   Panel panels_[kTilePanels];
   KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
   bool fresh_[kTilePanels];      // some row has seen no key yet
@@ -546,10 +546,10 @@ class TileForward {
   HWY_ALIGN float alpha_[kTilePanelRows];  // 1 while no row is rescaled
 };
 
-template <class Tiles>
+template <class Products>
 void tile_forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
                   float* scratch) {
-  TileForward<Tiles> block(task, args, row_begin, row_end, scratch);
+  TileForward<Products> block(task, args, row_begin, row_end, scratch);
   block.run();
   block.finish(row_begin);
 }

@@ -35,10 +35,10 @@ void run_forward() {
 
 bool machine_has(const std::string& target) {
 #if defined(__x86_64__)
-  if (target == "amx") {
+  if (target == "amx" || target == "avx512_bf16") {
     std::ifstream file("/proc/cpuinfo");
     const std::string text{std::istreambuf_iterator<char>(file), {}};
-    return text.find(" amx_bf16") != std::string::npos;
+    return text.find(target == "amx" ? " amx_bf16" : " avx512_bf16") != std::string::npos;
   }
   if (target == "sse4") return __builtin_cpu_supports("sse4.2");
   if (target == "avx2") return __builtin_cpu_supports("avx2");
@@ -56,18 +56,27 @@ TEST(Target, IsTheForcedOne) {
     GTEST_SKIP() << "this machine lacks " << forced;
   }
   const std::map<std::string, std::string> names = {
-      {"sse4", "SSE4"}, {"avx2", "AVX2"}, {"avx512", "AVX3"}, {"amx", "AMX tiles for bf16"}};
+      {"sse4", "SSE4"},
+      {"avx2", "AVX2"},
+      {"avx512", "AVX3"},
+      {"amx", "AMX tiles for bf16"},
+      {"avx512_bf16", "AVX512-BF16 dot products for bf16"}};
   const EngineInfo info = cpu();
   EXPECT_EQ(info.unavailable, "");
-  EXPECT_NE(info.description.find(names.at(forced)), std::string::npos) << info.description;
-  EXPECT_EQ(info.description.find("no AMX") == std::string::npos, forced == std::string("amx"));
+  const std::string& name = names.at(forced);
+  EXPECT_NE(info.description.find(name), std::string::npos) << info.description;
+  EXPECT_EQ(info.description.find(" for bf16") != std::string::npos,
+            name.find(" for bf16") != std::string::npos)
+      << info.description;
   run_forward();
 }
 
-// The path of a plan, why not the other one, and that they are as `explain` says.
+// The path of a plan, why not the others, and that they are as `explain` says.
 TEST(Target, IsExplained) {
   if (!cpu().unavailable.empty()) GTEST_SKIP() << cpu().unavailable;
-  const bool tiles = cpu().description.find("no AMX") == std::string::npos;
+  const std::string description = cpu().description;
+  const bool tiles = description.find(" AMX tiles for bf16") != std::string::npos;
+  const bool dots = description.find(" AVX512-BF16 dot products for bf16") != std::string::npos;
   const auto explained = [](DType dtype, double scale) {
     const Dense q(dtype, {1, 100, 1, 16}), out(dtype, {1, 100, 1, 16});
     Options options;
@@ -75,13 +84,19 @@ TEST(Target, IsExplained) {
     options.scale = scale;
     return plan(ForwardArgs{q, q, q, out, {}}, options).explain();
   };
-  const auto contains = [](const std::string& text, const char* part) {
+  const auto contains = [](const std::string& text, const std::string& part) {
     EXPECT_NE(text.find(part), std::string::npos) << "no " << part << " in\n" << text;
   };
-  contains(explained(DType::kF32, 1), "rejected  AMX tiles: they multiply bf16, not f32");
-  contains(explained(DType::kBF16, 1), tiles ? "plan      AMX: tiles of Br 32" : "AMX tiles: ");
-  contains(explained(DType::kBF16, 1), tiles ? " vectors: " : " vectors, no AMX tiles");
-  contains(explained(DType::kBF16, 1e30), "rejected  AMX tiles: ");
+  const std::string amx = "rejected  AMX tiles: ", dot = "rejected  AVX512-BF16 dot products: ";
+  for (const std::string& path : {amx, dot}) {
+    contains(explained(DType::kF32, 1), path + "they multiply bf16, not f32");
+    contains(explained(DType::kBF16, 1e30), path);
+  }
+  const std::string text = explained(DType::kBF16, 1);
+  contains(text, tiles ? "plan      AMX: tiles of Br 32" : amx);
+  contains(text, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);
+  if (tiles) contains(text, "vectors: AMX tiles multiply bf16 faster");
+  if (dots) contains(text, "vectors: AVX512-BF16 dot products multiply bf16 faster");
 }
 
 // Whatever else in the process computes with Highway chooses as before.
@@ -115,8 +130,10 @@ TEST(TargetDeathTest, MissingTargetIsAnErrorThatListsTheOthers) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
 #if defined(__x86_64__)
   EXPECT_EXIT(report_error("neon"), testing::ExitedWithCode(0), "neon.*lacks.*want.*here: sse4");
-  if (machine_has("amx")) GTEST_SKIP() << "this machine has every target of x86-64";
-  EXPECT_EXIT(report_error("amx"), testing::ExitedWithCode(0), "amx.*has no tiles.*here: sse4");
+  for (const char* const target : {"amx", "avx512_bf16"}) {
+    if (machine_has(target)) continue;
+    EXPECT_EXIT(report_error(target), testing::ExitedWithCode(0), "has no .* of bf16.*here: sse4");
+  }
 #endif
 }
 

@@ -1,5 +1,5 @@
-// The kernels on tiles against a scalar model of the tiles, so that packing is tested on every
-// machine with AVX-512; and the model against the instructions where there is AMX.
+// The kernels of bf16 on scalar models of tiles and of dot products, so that packing is tested on
+// every machine with AVX-512; and the models against the instructions where there are these.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -19,6 +19,7 @@
 #define HWY_TARGET_INCLUDE "cpu/tile_test.cpp"
 #include <hwy/foreach_target.h>
 // Highway wants its own header after foreach_target.
+#include "cpu/dot-inl.h"
 #include "cpu/tile_backward-inl.h"
 #include "random_numbers.h"
 
@@ -27,9 +28,13 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
+inline float flushed(float x) {
+  return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
+}
+
 /// Tiles as Intel's manual describes TDPBF16PS: even and odd elements are summed apart, each
 /// product and sum rounded once, and denormal numbers are 0 on the way in and out.
-struct Model {
+struct TileModel {
   struct Session {
     Session() {}
   };
@@ -54,9 +59,6 @@ struct Model {
     }
     void set(int64_t r, int64_t c, float x) { std::memcpy(&row[r][4 * c], &x, 4); }
   };
-  static float flushed(float x) {
-    return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
-  }
 
   template <int kTile>
   static void zero() {
@@ -94,6 +96,27 @@ struct Model {
   static inline thread_local Tile tiles[8];
 };
 
+/// Dot products as Intel's manual describes VDPBF16PS: first the upper halves, then the lower ones,
+/// each product added with one rounding, and denormal numbers are 0 on the way in and out.
+struct DotModel {
+  static __m512 add(__m512 c, __m512i a, __m512i b) {
+    std::array<float, 16> sums;
+    std::array<uint16_t, 32> A, B;
+    std::memcpy(sums.data(), &c, 64);
+    std::memcpy(A.data(), &a, 64);
+    std::memcpy(B.data(), &b, 64);
+    for (size_t i = 0; i < 16; ++i) {
+      sums[i] = flushed(sums[i]);
+      for (const size_t at : {2 * i + 1, 2 * i}) {
+        const float x = flushed(f32_from_bf16(A[at])), y = flushed(f32_from_bf16(B[at]));
+        sums[i] = flushed(std::fma(x, y, sums[i]));
+      }
+    }
+    std::memcpy(&c, sums.data(), 64);
+    return c;
+  }
+};
+
 /// C = A B of one tile each; C is added to.
 template <class Tiles>
 void multiply_tiles(const uint16_t* A, const uint16_t* B, float* C) {
@@ -105,14 +128,22 @@ void multiply_tiles(const uint16_t* A, const uint16_t* B, float* C) {
   Tiles::template store<0>(C, 64);
 }
 
-/// Whether the instructions give the model's bits.
-bool is_model(const uint16_t* A, const uint16_t* B, const float* C) {
+/// Whether the instructions give the models' bits.
+bool is_tile_model(const uint16_t* A, const uint16_t* B, const float* C) {
   float by_model[256], by_tiles[256];
   std::copy_n(C, 256, by_model);
   std::copy_n(C, 256, by_tiles);
-  multiply_tiles<Model>(A, B, by_model);
+  multiply_tiles<TileModel>(A, B, by_model);
   multiply_tiles<Amx>(A, B, by_tiles);
   return std::memcmp(by_model, by_tiles, sizeof by_model) == 0;
+}
+
+/// Of 16 pairs each.
+bool is_dot_model(const uint16_t* A, const uint16_t* B, const float* C) {
+  const __m512i a = _mm512_loadu_si512(A), b = _mm512_loadu_si512(B);
+  const __m512 by_model = DotModel::add(_mm512_loadu_ps(C), a, b);
+  const __m512 by_dots = Avx512Bf16::add(_mm512_loadu_ps(C), a, b);
+  return std::memcmp(&by_model, &by_dots, sizeof by_model) == 0;
 }
 
 using Matrix = std::vector<uint16_t>;
@@ -123,6 +154,7 @@ auto rows_of(const Matrix& m, int64_t columns) {
 }
 
 /// A B^T of row-major A [m][k], B [n][k], in whole blocks: [16 blocks][16 blocks].
+template <class Products>
 std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   const int64_t m = A.size() / k, n = B.size() / k, steps = steps_of(k);
   const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
@@ -132,7 +164,7 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   pack_rows(rows_of(A, k), m, a, &census);
   pack_columns(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
-  Products<Model> products;
+  Products products;
   products.multiply({false, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
                      Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
@@ -140,6 +172,7 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
 }
 
 /// 1 + A^T B of row-major A [k][m], B [k][n], in whole blocks.
+template <class Products>
 std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t m, int64_t n) {
   const int64_t k = A.size() / m, steps = steps_of(k);
   const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
@@ -153,7 +186,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
     pack_pairs(Rows{[=](int64_t i) { return first + i * n; }, count, n}, s, steps, b, &census);
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
-  Products<Model> products;
+  Products products;
   products.multiply({true, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
                      Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
   products.flush();
@@ -172,8 +205,8 @@ Found census_of(const Matrix& m, int64_t columns) {
 }
 
 /// In blocks of `block` rows.
-void run_forward(const Problem& p, const Given& given, const ForwardArgs& args,
-                 int64_t block = kTilePanels * kTilePanelRows) {
+template <class Products>
+void run_forward(const Problem& p, const Given& given, const ForwardArgs& args, int64_t block) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
   const ScratchMemory scratch(4 * tile_forward_scratch(p));
@@ -181,12 +214,13 @@ void run_forward(const Problem& p, const Given& given, const ForwardArgs& args,
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     for (int64_t row = 0; row < task.rows(); row += block) {
-      tile_forward<Model>(task, args, row, std::min(task.rows(), row + block),
-                          static_cast<float*>(scratch.data()));
+      tile_forward<Products>(task, args, row, std::min(task.rows(), row + block),
+                             static_cast<float*>(scratch.data()));
     }
   }
 }
 
+template <class Products>
 void run_backward(const Problem& p, const Given& given, const BackwardArgs& args) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
@@ -201,12 +235,29 @@ void run_backward(const Problem& p, const Given& given, const BackwardArgs& args
     std::vector<float> D(task.rows());
     backward_d(task, args, 0, task.rows(), D.data());
     for (int64_t key = 0; key < task.s.sk; key += block) {
-      tile_backward<Model>(task, args, key, std::min(task.s.sk, key + block), D.data(), dq,
-                           static_cast<float*>(scratch.data()));
+      tile_backward<Products>(task, args, key, std::min(task.s.sk, key + block), D.data(), dq,
+                              static_cast<float*>(scratch.data()));
     }
     tile_backward_dq(task, args, 0, task.rows(), &dq, 1);
   }
 }
+
+/// What makes the products, and all that is tested on it.
+struct Path {
+  const char* name;
+  std::vector<float> (*rows_by_rows)(const Matrix&, const Matrix&, int64_t);
+  std::vector<float> (*columns_by_columns)(const Matrix&, const Matrix&, int64_t, int64_t);
+  void (*run_forward)(const Problem&, const Given&, const ForwardArgs&, int64_t block);
+  void (*run_backward)(const Problem&, const Given&, const BackwardArgs&);
+};
+template <class Products>
+constexpr Path path(const char* name) {
+  return {name, rows_by_rows<Products>, columns_by_columns<Products>, run_forward<Products>,
+          run_backward<Products>};
+}
+constexpr Path kPaths[] = {path<TileProducts<TileModel>>("tiles"),
+                           path<DotProducts<DotModel>>("dot_products")};
+constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
@@ -236,8 +287,14 @@ class Tiles : public testing::Test {
   std::mt19937 random_{1};
 };
 
-TEST_F(Tiles, ModelIsTheInstruction) {
-  if (!cpu::amx_unavailable().empty()) GTEST_SKIP() << cpu::amx_unavailable();
+/// The same on every path.
+class Paths : public Tiles, public testing::WithParamInterface<tiles::Path> {};
+INSTANTIATE_TEST_SUITE_P(, Paths, testing::ValuesIn(tiles::kPaths),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST_F(Tiles, ModelsAreTheInstructions) {
+  const bool amx = cpu::amx_unavailable().empty(), dots = __builtin_cpu_supports("avx512bf16") != 0;
+  if (!amx && !dots) GTEST_SKIP() << "this machine has neither";
   for (int round = 0; round < 300; ++round) {
     alignas(64) uint16_t A[512], B[512];
     alignas(64) float C[256];
@@ -253,11 +310,12 @@ TEST_F(Tiles, ModelIsTheInstruction) {
     for (uint16_t& x : A) x = number(middle);
     for (uint16_t& x : B) x = number(middle);
     for (float& x : C) x = f32_from_bf16(number(2 * middle - 127));
-    ASSERT_TRUE(tiles::is_model(A, B, C)) << "round " << round;
+    ASSERT_TRUE(!amx || tiles::is_tile_model(A, B, C)) << "round " << round;
+    ASSERT_TRUE(!dots || tiles::is_dot_model(A, B, C)) << "round " << round;
   }
 }
 
-TEST_F(Tiles, ProductsAlongRows) {
+TEST_P(Paths, ProductsAlongRows) {
   for (const auto& [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{64, 32, 64},
                                 {16, 16, 32},
                                 {1, 1, 1},
@@ -265,7 +323,7 @@ TEST_F(Tiles, ProductsAlongRows) {
                                 {33, 65, 17},
                                 {7, 40, 130}}) {
     const Matrix A = whole(m * k), B = whole(n * k);
-    const std::vector<float> C = tiles::rows_by_rows(A, B, k);
+    const std::vector<float> C = GetParam().rows_by_rows(A, B, k);
     const int64_t ldc = static_cast<int64_t>(C.size()) / (tiles::blocks_of(m) * 16);
     for (int64_t i = 0; i < m * n; ++i) {
       float want = 0;
@@ -277,7 +335,7 @@ TEST_F(Tiles, ProductsAlongRows) {
   }
 }
 
-TEST_F(Tiles, ProductsAlongColumns) {
+TEST_P(Paths, ProductsAlongColumns) {
   for (const auto& [m, n, k] : {std::tuple<int64_t, int64_t, int64_t>{64, 32, 64},
                                 {16, 16, 32},
                                 {1, 1, 1},
@@ -285,7 +343,7 @@ TEST_F(Tiles, ProductsAlongColumns) {
                                 {17, 65, 33},
                                 {130, 40, 7}}) {
     const Matrix A = whole(k * m), B = whole(k * n);
-    const std::vector<float> C = tiles::columns_by_columns(A, B, m, n);
+    const std::vector<float> C = GetParam().columns_by_columns(A, B, m, n);
     const int64_t ldc = static_cast<int64_t>(C.size()) / (tiles::blocks_of(m) * 16);
     for (int64_t i = 0; i < m * n; ++i) {
       float want = 1;
@@ -321,7 +379,7 @@ TEST_F(Tiles, CensusFindsWhatTilesChange) {
 }
 
 // The kernels themselves, as they are compiled for the instructions.
-TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
+TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
   const DType bf16 = DType::kBF16;
   const Case cases[] = {
       {.dtype = bf16, .sq = 130, .sk = 333},
@@ -364,9 +422,9 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
                            static_cast<const float*>(forward.sinks.data), forward.tree_mask,
                            dropout_of(problem, forward, w.run_options)};
     const Expected e = expect(w);
-    tiles::run_forward(problem, given, forward);
+    GetParam().run_forward(problem, given, forward, tiles::kBlock);
     EXPECT_TRUE(forward_is_right(w, e));
-    tiles::run_backward(make_problem(backward, w.options), given, backward);
+    GetParam().run_backward(make_problem(backward, w.options), given, backward);
     EXPECT_TRUE(backward_is_right(w, e));
     EXPECT_TRUE(w.check_memory());
   }
@@ -374,7 +432,7 @@ TEST_F(Tiles, KernelsOnTheModelFollowTheReference) {
 
 // Scores that spread over hundreds of powers of two: rows outgrow their maximum in either half of a
 // tile, beside rows that do not, and with values that vectors add.
-TEST_F(Tiles, RowsOutgrowTheirMaximum) {
+TEST_P(Paths, RowsOutgrowTheirMaximum) {
   const DType bf16 = DType::kBF16;
   const Case cases[] = {
       {.dtype = bf16, .sq = 70, .sk = 300, .d = 64, .dv = 80},
@@ -393,11 +451,11 @@ TEST_F(Tiles, RowsOutgrowTheirMaximum) {
       const Problem problem = make_problem(forward, w.options);
       const cpu::Given given{nullptr, nullptr, {}, dropout_of(problem, forward, w.run_options)};
       const Expected e = expect(w);
-      tiles::run_forward(problem, given, forward);
+      GetParam().run_forward(problem, given, forward, tiles::kBlock);
       EXPECT_TRUE(forward_is_right(w, e));
       // What a row's neighbours hold changes none of its bits.
       const auto out = bits(forward.out), lse = bits(forward.lse);
-      tiles::run_forward(problem, given, forward, 1);
+      GetParam().run_forward(problem, given, forward, 1);
       EXPECT_EQ(bits(forward.out), out);
       EXPECT_EQ(bits(forward.lse), lse);
     }

@@ -1,0 +1,102 @@
+// The matrix product of bf16 by dot products of pairs in vectors (AVX512-BF16), on the operands of
+// tile-inl.h: 32 bits of a row of A, a pair, meet 16 pairs of B.
+#if defined(FULGUR_CPU_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_DOT_INL_H_
+#undef FULGUR_CPU_DOT_INL_H_
+#else
+#define FULGUR_CPU_DOT_INL_H_
+#endif
+
+#include <cstring>
+
+#include "cpu/tile-inl.h"
+
+// Every CPU with AVX512-BF16 has this target.
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// The instruction. An assembler that knows it is all that it needs.
+struct Avx512Bf16 {
+  /// c + the products of the pairs of a and b, the upper halves first, in f32. Denormal numbers
+  /// count as 0.
+  static HWY_INLINE __m512 add(__m512 c, __m512i a, __m512i b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+  }
+};
+
+/// Products by dot products, all made at once: what else there is to do, the CPU finds by itself.
+template <class Dot>
+class DotProducts {
+ public:
+  struct Session {
+    Session() {}  // so that one is no unused variable
+  };
+
+  /// `p` is a copy, so that the compiler keeps it in registers.
+  HWY_NOINLINE void multiply(Product p) {
+    for (int64_t n = 0; n < p.columns; n += 2) {
+      for (int64_t m = 0; m < p.rows; ++m) {
+        if (n + 1 == p.columns) {
+          block<16, 1>(p, m, 0, n);
+          continue;
+        }
+        for (const int64_t row : {0, 8}) block<8, 2>(p, m, row, n);
+      }
+    }
+  }
+  void put_off(const Product& p) { multiply(p); }
+  int64_t left() const { return 0; }
+  template <int kTurns>
+  void turn(int) {}
+  void finish() {}
+  void flush() {}
+  void flush(const float*) {}
+
+ private:
+  /// Rows [row, row + kRows) of tile m of C's rows, kVectors tiles of its columns. What C held
+  /// comes first, so that a sum has the same bits whether its steps are one product or several.
+  template <int kRows, int kVectors>
+  static HWY_INLINE void block(const Product& p, int64_t m, int64_t row, int64_t n) {
+    const int64_t ldc = p.ldc, stride = p.B.stride / 2;
+    float* const C = p.C + (m * kTileRows + row) * ldc + n * kTileRows;
+    __m512 sum[kRows][kVectors];
+    FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = p.add ? _mm512_loadu_ps(C + r * ldc + v * kTileRows) : _mm512_setzero_ps();
+      }
+    }
+    for (int64_t s = 0; s < p.steps; ++s) {
+      const uint16_t* a = p.A.at(m, s) + row * kTileDepth;
+      const uint16_t* b[kVectors];
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = p.B.at(n + v, s);
+      for (int64_t pair = 0; pair < kTileDepth / 2; ++pair, a += 2) {
+        __m512i pairs[kVectors];
+        FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+          pairs[v] = _mm512_load_si512(b[v] + pair * stride);
+        }
+        FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
+          int32_t pair_of_row;
+          std::memcpy(&pair_of_row, a + r * kTileDepth, 4);
+          const __m512i x = _mm512_set1_epi32(pair_of_row);
+          FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+            sum[r][v] = Dot::add(sum[r][v], x, pairs[v]);
+          }
+        }
+      }
+    }
+    FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+        _mm512_storeu_ps(C + r * ldc + v * kTileRows, sum[r][v]);
+      }
+    }
+  }
+};
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif
