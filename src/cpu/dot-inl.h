@@ -7,6 +7,7 @@
 #define FULGUR_CPU_DOT_INL_H_
 #endif
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu/tile-inl.h"
@@ -37,13 +38,11 @@ class DotProducts {
 
   /// `p` is a copy, so that the compiler keeps it in registers.
   HWY_NOINLINE void multiply(Product p) {
-    for (int64_t n = 0; n < p.columns; n += 2) {
-      for (int64_t m = 0; m < p.rows; ++m) {
-        if (n + 1 == p.columns) {
-          block<16, 1>(p, m, 0, n);
-          continue;
-        }
-        for (const int64_t row : {0, 8}) block<8, 2>(p, m, row, n);
+    for (int64_t n = 0; n < p.there.columns; n += 2 * kTileRows) {
+      if (n + kTileRows < p.there.columns) {
+        for (int64_t m = 0; m < p.there.rows; m += 8) block<8, 2>(p, m, n);
+      } else {
+        for (int64_t m = 0; m < p.there.rows; m += 16) block<16, 1>(p, m, n);
       }
     }
   }
@@ -56,23 +55,24 @@ class DotProducts {
   void flush(const float*) {}
 
  private:
-  /// Rows [row, row + kRows) of tile m of C's rows, kVectors tiles of its columns. What C held
-  /// comes first, so that a sum has the same bits whether its steps are one product or several.
+  /// kRows rows of C from row m on, kVectors vectors from column n on. What C held comes first, so
+  /// that a sum has the same bits whether its steps are one product or several.
   template <int kRows, int kVectors>
-  static HWY_INLINE void block(const Product& p, int64_t m, int64_t row, int64_t n) {
+  static HWY_INLINE void block(const Product& p, int64_t m, int64_t n) {
     const int64_t ldc = p.ldc, stride = p.B.stride / 2;
-    float* const C = p.C + (m * kTileRows + row) * ldc + n * kTileRows;
+    float* const C = p.C + m * ldc + n;
     __m512 sum[kRows][kVectors];
     FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
         sum[r][v] = p.add ? _mm512_loadu_ps(C + r * ldc + v * kTileRows) : _mm512_setzero_ps();
       }
     }
-    for (int64_t s = 0; s < p.steps; ++s) {
-      const uint16_t* a = p.A.at(m, s) + row * kTileDepth;
+    for (int64_t s = 0, left = p.there.depth; left > 0; ++s, left -= kTileDepth) {
+      const uint16_t* a = p.A.at(m / kTileRows, s) + m % kTileRows * kTileDepth;
       const uint16_t* b[kVectors];
-      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = p.B.at(n + v, s);
-      for (int64_t pair = 0; pair < kTileDepth / 2; ++pair, a += 2) {
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = p.B.at(n / kTileRows + v, s);
+      const int64_t pairs_there = (std::min(left, kTileDepth) + 1) / 2;
+      for (int64_t pair = 0; pair < pairs_there; ++pair, a += 2) {
         __m512i pairs[kVectors];
         FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
           pairs[v] = _mm512_load_si512(b[v] + pair * stride);

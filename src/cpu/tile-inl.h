@@ -83,14 +83,20 @@ struct Operand {
   const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
 };
 
+/// The rows, columns and values of the summed index of a product that are no padding.
+struct Extent {
+  int64_t rows, columns, depth;
+};
+
 /// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
-/// index.
+/// index. Tiles multiply their padding, dot products only what is there.
 struct Product {
   bool add;
   int64_t rows, columns, steps;
   Operand A, B;
   float* C;
   int64_t ldc;
+  Extent there;
 };
 
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block

@@ -256,10 +256,25 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
         if (begin < end) {
-          products.multiply({true, key_blocks, v_blocks, end - begin, in_group(s.P_keys, begin),
-                             in_group(s.dO_rows, begin), s.dV + key * s.ldv, s.ldv});
-          products.multiply({true, key_blocks, k_blocks, end - begin, in_group(s.dS_keys, begin),
-                             in_group(s.Q_rows, begin), s.dK + key * s.ldk, s.ldk});
+          const int64_t rows = (end - 1 - begin) * kTilePanelRows + panels[end - 1].panel.count;
+          products.multiply({true,
+                             key_blocks,
+                             v_blocks,
+                             end - begin,
+                             in_group(s.P_keys, begin),
+                             in_group(s.dO_rows, begin),
+                             s.dV + key * s.ldv,
+                             s.ldv,
+                             {n, p.dv, rows}});
+          products.multiply({true,
+                             key_blocks,
+                             k_blocks,
+                             end - begin,
+                             in_group(s.dS_keys, begin),
+                             in_group(s.Q_rows, begin),
+                             s.dK + key * s.ldk,
+                             s.ldk,
+                             {n, p.d, rows}});
         }
         begin = end + 1;
       };
@@ -274,13 +289,25 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         tile.partial |= t.panel.count < kTilePanelRows;
         float* const dqt = dq + (row / kTilePanelRows + i) * s.ldk * kTilePanelRows;
         products.multiply(
-            {false, key_blocks, 2, k_steps, Operand::packed(K, k_steps),
-             Operand::packed(s.Q + i * kTilePanelRows * k_steps * kTileDepth, k_steps), s.P,
-             kTilePanelRows});
+            {false,
+             key_blocks,
+             2,
+             k_steps,
+             Operand::packed(K, k_steps),
+             Operand::packed(s.Q + i * kTilePanelRows * k_steps * kTileDepth, k_steps),
+             s.P,
+             kTilePanelRows,
+             {n, t.panel.count, p.d}});
         products.multiply(
-            {false, key_blocks, 2, v_steps, Operand::packed(V, v_steps),
-             Operand::packed(s.dO + i * kTilePanelRows * v_steps * kTileDepth, v_steps), s.dS,
-             kTilePanelRows});
+            {false,
+             key_blocks,
+             2,
+             v_steps,
+             Operand::packed(V, v_steps),
+             Operand::packed(s.dO + i * kTilePanelRows * v_steps * kTileDepth, v_steps),
+             s.dS,
+             kTilePanelRows,
+             {n, t.panel.count, p.dv}});
         products.flush();
         if (plain && !tile.partial && n == padded) {
           full_gradients(t, n, i, query_factor(p), s);
@@ -303,7 +330,8 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
              Operand::packed(Kt, key_steps),
              {s.dS_rows, kTilePanelRows * 4, kTileDepth, kTileRows * kTilePanelRows * 2},
              dqt,
-             kTilePanelRows});
+             kTilePanelRows,
+             {p.d, t.panel.count, n}});
       }
       add_group(count);
       products.flush();

@@ -385,13 +385,15 @@ class TileForward {
             Operand::packed(s_.K[place(at.tile)] + h * kHalf * steps * kTileDepth, steps),
             Operand::packed(s_.Q[at.i], steps),
             S,
-            vectors * kLanes};
+            vectors * kLanes,
+            {half_of(at.tile, h).n, panels_[at.i].count, p_.d}};
   }
 
   /// O^T += V^T P^T for tiles of rows up to `end`.
   Product values(int64_t end, Packed* p) {
     if (p->begin == p->end) return {};
-    const int64_t steps = steps_of(std::min(kBc, task_.s.sk - chunk_ - p->place * kBc));
+    const int64_t keys = std::min(kBc, task_.s.sk - chunk_ - p->place * kBc),
+                  steps = steps_of(keys);
     const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
     const int64_t row = std::exchange(p->row, end);
     const Operand Vt = Operand::packed(s_.Vt[p->place], steps);
@@ -402,7 +404,9 @@ class TileForward {
             {Vt.at(row, p->begin), Vt.stride, Vt.block, Vt.step},
             {p->P + p->begin * kHalf * width, width * 4, kTileDepth, kTileRows * width * 2},
             s_.Ot[p->i] + row * kTileRows * width,
-            width};
+            width,
+            {std::min(p_.dv, end * kTileRows) - row * kTileRows, panels_[p->i].count,
+             std::min(keys, p->end * kHalf) - p->begin * kHalf}};
   }
 
   /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and

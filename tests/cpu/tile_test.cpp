@@ -165,8 +165,15 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   pack_columns(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products products;
-  products.multiply({false, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                     Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
+  products.multiply({false,
+                     blocks_of(m),
+                     blocks_of(n),
+                     steps,
+                     Operand::packed(a, steps),
+                     Operand::packed(b, steps),
+                     C.data(),
+                     blocks_of(n) * 16,
+                     {m, n, k}});
   products.flush();
   return C;
 }
@@ -187,8 +194,15 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products products;
-  products.multiply({true, blocks_of(m), blocks_of(n), steps, Operand::packed(a, steps),
-                     Operand::packed(b, steps), C.data(), blocks_of(n) * 16});
+  products.multiply({true,
+                     blocks_of(m),
+                     blocks_of(n),
+                     steps,
+                     Operand::packed(a, steps),
+                     Operand::packed(b, steps),
+                     C.data(),
+                     blocks_of(n) * 16,
+                     {m, n, k}});
   products.flush();
   return C;
 }
@@ -204,18 +218,29 @@ Found census_of(const Matrix& m, int64_t columns) {
   return {census.finite(), census.denormal()};
 }
 
+/// Scratch of NaN: no padding that has not been written may be read.
+class Scratch {
+ public:
+  explicit Scratch(int64_t floats) : memory_(4 * floats) {
+    std::fill_n(data(), floats, std::numeric_limits<float>::quiet_NaN());
+  }
+  float* data() const { return static_cast<float*>(memory_.data()); }
+
+ private:
+  const ScratchMemory memory_;
+};
+
 /// In blocks of `block` rows.
 template <class Products>
 void run_forward(const Problem& p, const Given& given, const ForwardArgs& args, int64_t block) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
-  const ScratchMemory scratch(4 * tile_forward_scratch(p));
+  const Scratch scratch(tile_forward_scratch(p));
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     for (int64_t row = 0; row < task.rows(); row += block) {
-      tile_forward<Products>(task, args, row, std::min(task.rows(), row + block),
-                             static_cast<float*>(scratch.data()));
+      tile_forward<Products>(task, args, row, std::min(task.rows(), row + block), scratch.data());
     }
   }
 }
@@ -224,7 +249,7 @@ template <class Products>
 void run_backward(const Problem& p, const Given& given, const BackwardArgs& args) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
-  const ScratchMemory scratch(4 * tile_backward_scratch(p));
+  const Scratch scratch(tile_backward_scratch(p));
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
@@ -236,7 +261,7 @@ void run_backward(const Problem& p, const Given& given, const BackwardArgs& args
     backward_d(task, args, 0, task.rows(), D.data());
     for (int64_t key = 0; key < task.s.sk; key += block) {
       tile_backward<Products>(task, args, key, std::min(task.s.sk, key + block), D.data(), dq,
-                              static_cast<float*>(scratch.data()));
+                              scratch.data());
     }
     tile_backward_dq(task, args, 0, task.rows(), &dq, 1);
   }
