@@ -271,7 +271,8 @@ def report(args, result, keep):
 
     every = ["fulgur", "fa3", "cudnn", "fa2", "math"]
     for size, seqlen, batch in (
-        ("1.3B", 2048, 4), ("1.3B", 8192, 2), ("2.7B", 2048, 4), ("2.7B", 8192, 1), ("124M", 32768, 1)
+        ("1.3B", 2048, 4), ("1.3B", 8192, 1), ("1.3B", 8192, 2), ("2.7B", 2048, 4), ("2.7B", 8192, 1),
+        ("124M", 32768, 1)
     ):  # fmt: skip
         add("speed", speed, size, seqlen, batch, 4, every)
     for seqlen, batch, steps in ((1024, 32, 300), (8192, 2, 150)):
