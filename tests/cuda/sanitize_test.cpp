@@ -1,6 +1,7 @@
 // Small shapes that take every path of the kernels together, for compute-sanitizer, which slows
 // them down a hundredfold.
 #include <array>
+#include <functional>
 #include <limits>
 #include <set>
 #include <string>
@@ -21,103 +22,138 @@ using Sanitize = OnGpu;
 
 constexpr auto kBf16 = DType::kBF16, kF16 = DType::kF16;
 
+/// Whether the forward pass and the gradients of a case follow the reference.
+testing::AssertionResult both_right(const Case& c) {
+  Workload w(c, c.seed());
+  w.options.engine = "cuda";
+  w.run();
+  if (auto result = w.check_memory(); !result) return result << " in " << c.name();
+  const Expected e = expect(w);
+  if (auto result = forward_is_right(w, e); !result) return result << " in " << c.name();
+  return backward_is_right(w, e) << " in " << c.name();
+}
+
+/// Runs a call with each tile of its families that was not `seen` before, on fresh outputs that
+/// `prepare` may write to, and checks it.
+template <class Args, class Tensors>
+void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
+               const std::function<void()>& prepare,
+               const std::function<testing::AssertionResult()>& is_right) {
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
+  EngineMemory memory("cuda");
+  const Args args = memory.at(tensors);
+  const Problem problem = make_problem(args, w.options);
+  const auto families = cuda::architecture_of(gpu.capability())->families;
+  std::vector<std::string> rejected;
+  for (const auto& candidate :
+       cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
+    if (!seen.insert(candidate->tile.text()).second) continue;
+    w.seal();
+    prepare();
+    memory.send();
+    candidate->executable(gpu, {})->run(&args, {});
+    memory.bring_back();
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_TRUE(is_right()) << candidate->tile.text();
+  }
+}
+
 // Each at the largest head dim that it computes.
 TEST_F(Sanitize, EveryTile) {
-  cuda::Gpu& gpu = cuda::Gpu::at(0);
   std::set<std::string> seen;
-  std::vector<std::string> rejected;
   for (const int64_t d : {256, 192, 128, 96, 64, 32}) {
     Workload w({.dtype = kBf16, .sq = 150, .sk = 200, .d = d, .dv = d, .mask = causal()}, 1);
     const Expected e = expect(w);
-    EngineMemory memory("cuda");
-    const ForwardArgs args = memory.at(w.forward);
-    const Problem problem = make_problem(args, w.options);
-    const auto families = cuda::architecture_of(gpu.capability())->families;
-    for (const auto& candidate :
-         cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
-      if (!seen.insert(candidate->tile.text()).second) continue;
-      w.seal();
-      memory.send();
-      candidate->executable(gpu, {})->run(&args, {});
-      memory.bring_back();
-      EXPECT_TRUE(w.check_memory());
-      EXPECT_TRUE(forward_is_right(w, e)) << candidate->tile.text();
+    run_tiles<ForwardArgs>(
+        w, w.forward, seen, [] {}, [&] { return forward_is_right(w, e); });
+    run_tiles<BackwardArgs>(
+        w, w.backward, seen, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); });
+  }
+  for (const int64_t sq : {1, 3, 5, 12}) {  // queries of 8 heads: rows of decode kernels
+    for (const int64_t d : {256, 128, 64}) {
+      Workload w({.dtype = kF16, .sq = sq, .sk = 400, .hq = 8, .hk = 1, .d = d, .dv = d}, 1);
+      const Expected e = expect_forward(w);
+      run_tiles<ForwardArgs>(
+          w, w.forward, seen, [] {}, [&] { return forward_is_right(w, e); });
     }
   }
 }
 
 TEST_F(Sanitize, SplitTiles) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 3, .sk = 2000, .hq = 4, .hk = 2}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 3, .sk = 2000, .hq = 4, .hk = 2}));
 }
 TEST_F(Sanitize, SplitBlocksOfABand) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 1200, .hq = 2, .mask = causal()}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 1200, .hq = 2, .mask = causal()}));
 }
 TEST_F(Sanitize, Packed) {  // with tails, empty sequences and rows behind the last
-  EXPECT_TRUE(right({.dtype = kBf16,
-                     .sq = 150,
-                     .sk = 170,
-                     .hq = 2,
-                     .mask = causal(),
-                     .layout = Layout::kPacked}));
+  EXPECT_TRUE(both_right({.dtype = kBf16,
+                          .sq = 150,
+                          .sk = 170,
+                          .hq = 2,
+                          .mask = causal(),
+                          .layout = Layout::kPacked}));
 }
 TEST_F(Sanitize, PackedPaddedUsedKeys) {
-  EXPECT_TRUE(right({.dtype = kF16,
-                     .sq = 130,
-                     .sk = 150,
-                     .hq = 2,
-                     .layout = Layout::kPackedPadded,
-                     .seqused = true}));
+  EXPECT_TRUE(both_right({.dtype = kF16,
+                          .sq = 130,
+                          .sk = 150,
+                          .hq = 2,
+                          .layout = Layout::kPackedPadded,
+                          .seqused = true}));
 }
 TEST_F(Sanitize, UsedKeys) {
-  EXPECT_TRUE(right({.dtype = kBf16, .batch = 3, .sq = 70, .sk = 150, .seqused = true}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .batch = 3, .sq = 70, .sk = 150, .seqused = true}));
 }
 TEST_F(Sanitize, Window) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
 }
 TEST_F(Sanitize, RowsWithoutKeys) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 100, .mask = causal()}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 100, .mask = causal()}));
 }
-TEST_F(Sanitize, NoKeys) { EXPECT_TRUE(right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 0})); }
+TEST_F(Sanitize, NoKeys) {
+  EXPECT_TRUE(both_right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 0}));
+}
 TEST_F(Sanitize, Softcap) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 100, .sk = 150, .mask = causal(), .softcap = 2}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 100, .sk = 150, .mask = causal(), .softcap = 2}));
 }
 TEST_F(Sanitize, Alibi) {
-  EXPECT_TRUE(right({.dtype = kF16,
-                     .batch = 2,
-                     .sq = 100,
-                     .sk = 150,
-                     .hq = 2,
-                     .mask = causal(),
-                     .alibi = Alibi::kBatchHeads}));
+  EXPECT_TRUE(both_right({.dtype = kF16,
+                          .batch = 2,
+                          .sq = 100,
+                          .sk = 150,
+                          .hq = 2,
+                          .mask = causal(),
+                          .alibi = Alibi::kBatchHeads}));
 }
 TEST_F(Sanitize, Sinks) {
-  EXPECT_TRUE(right({.dtype = kF16,
-                     .sq = 130,
-                     .sk = 100,
-                     .hq = 2,
-                     .mask = causal(),
-                     .layout = Layout::kPacked,
-                     .dlse = true,
-                     .sinks = true}));
+  EXPECT_TRUE(both_right({.dtype = kF16,
+                          .sq = 130,
+                          .sk = 100,
+                          .hq = 2,
+                          .mask = causal(),
+                          .layout = Layout::kPacked,
+                          .dlse = true,
+                          .sinks = true}));
 }
 TEST_F(Sanitize, Dropout) {
-  EXPECT_TRUE(right({.dtype = kBf16,
-                     .batch = 2,
-                     .sq = 100,
-                     .sk = 150,
-                     .hq = 2,
-                     .mask = causal(),
-                     .dropout = 0.25}));
+  EXPECT_TRUE(both_right({.dtype = kBf16,
+                          .batch = 2,
+                          .sq = 100,
+                          .sk = 150,
+                          .hq = 2,
+                          .mask = causal(),
+                          .dropout = 0.25}));
 }
 TEST_F(Sanitize, CopiesAndElements) {  // odd rows, that TMA cannot address
-  EXPECT_TRUE(right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .d = 63, .dv = 33}));
+  EXPECT_TRUE(
+      both_right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .d = 63, .dv = 33}));
 }
 TEST_F(Sanitize, OddStrides) {
-  EXPECT_TRUE(
-      right({.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .layout = Layout::kPadded}));
+  EXPECT_TRUE(both_right(
+      {.dtype = kBf16, .batch = 2, .sq = 70, .sk = 150, .hq = 2, .layout = Layout::kPadded}));
 }
 TEST_F(Sanitize, DimsThatDiffer) {
-  EXPECT_TRUE(right(
+  EXPECT_TRUE(both_right(
       {.dtype = kBf16, .sq = 150, .sk = 150, .hq = 2, .d = 192, .dv = 128, .mask = causal()}));
 }
 TEST_F(Sanitize, PoisonInHiddenKeys) {

@@ -68,7 +68,7 @@ void run_text(const char* text, const Operand* operands);
 template <class... Operands>
 void execute(const char* text, const Operands&... operands) {
   // A clobber is a string behind the operands.
-  const auto as_operand = [](const auto& x) {
+  [[maybe_unused]] const auto as_operand = [](const auto& x) {
     if constexpr (std::is_same_v<std::remove_cvref_t<decltype(x)>, Operand>)
       return x;
     else

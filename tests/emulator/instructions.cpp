@@ -147,6 +147,7 @@ void load_shared(Context& c, const Instruction& i) {
   const uint32_t address = c.get32(i.atoms[count]);
   if (address % (4 * count) != 0) fail("an unaligned load: " + i.name);
   const unsigned char* const from = current->block->at(address, 4 * count);
+  current->reads(from, 4 * count);
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], reinterpret_cast<const uint32_t*>(from)[k]);
 }
 void store_shared(Context& c, const Instruction& i) {
@@ -154,6 +155,7 @@ void store_shared(Context& c, const Instruction& i) {
   const uint32_t address = c.get32(i.atoms[0]);
   if (address % (4 * count) != 0) fail("an unaligned store: " + i.name);
   unsigned char* const to = current->block->at(address, 4 * count);
+  current->writes(to, 4 * count);
   for (size_t k = 0; k < count; ++k) {
     const uint32_t x = c.get32(i.atoms[k + 1]);
     std::memcpy(to + 4 * k, &x, 4);
@@ -183,6 +185,7 @@ void gather(void* const* lanes, uint16_t (&m)[4][8][8]) {
 }
 void load_matrices(Context& c, const Instruction& i) {
   Matrices mine{c.get32(i.atoms[4]), {}};
+  current->reads(current->block->at(mine.address, 16), 16);
   const auto straight = [](void* const* lanes, uint32_t) {
     uint16_t m[4][8][8];
     gather(lanes, m);
@@ -205,6 +208,7 @@ void load_matrices(Context& c, const Instruction& i) {
 void store_matrices(Context& c, const Instruction& i) {
   Matrices mine{c.get32(i.atoms[0]), {}};
   for (int k = 0; k < 4; ++k) mine.x[k] = c.get32(i.atoms[k + 1]);
+  current->writes(current->block->at(mine.address, 16), 16);
   meet(~0u, &mine, [](void* const* lanes, uint32_t) {
     for (int row = 0; row < 32; ++row) {
       const uint32_t address = static_cast<Matrices*>(lanes[row])->address;
@@ -221,7 +225,7 @@ void store_matrices(Context& c, const Instruction& i) {
 
 void nothing(Context&, const Instruction&) {}
 void elect(Context& c, const Instruction& i) {
-  synchronize_warp(~0u);
+  ballot(~0u, true);
   c.set(i.atoms[0], place->thread.x % 32 == 0);
 }
 void barrier(Context& c, const Instruction& i) {
@@ -240,12 +244,15 @@ void mbarrier_arrive(Context& c, const Instruction& i) {
   const bool expects = i.has("expect_tx");
   Mbarrier& barrier = current->block->mbarrier(c.get32(i.atoms[1]));
   if (expects) barrier.bytes += c.get32(i.atoms[2]);
+  current->pass_on(barrier.views.arrived);
   arrive(barrier);
 }
+void fence_async_proxy(Context&, const Instruction&) { current->fence(); }
 void mbarrier_wait(Context& c, const Instruction& i) {
   const Mbarrier& barrier = current->block->mbarrier(c.get32(i.atoms[1]));
   const uint64_t parity = c.get(i.atoms[2]);
   wait_until([&] { return barrier.phase % 2 != parity; });
+  current->learn(barrier.views.passed);
   c.set(i.atoms[0], 1);
 }
 
@@ -257,7 +264,7 @@ void start(Groups& groups, std::function<void()> action) {
   const auto once = [done, action = std::move(action)] {
     if (!std::exchange(*done, true)) action();
   };
-  groups.open.push_back(once);
+  groups.open.actions.push_back(once);
   if (at_once())
     once();
   else if (at_once())
@@ -270,6 +277,8 @@ void cp_async(Context& c, const Instruction& i) {
   if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes > 16)
     fail("a copy is not aligned");
   Block* const block = current->block;
+  const View& seen = current->views.seen;
+  block->races.write(block->place_of(address, 16), 16, current->copies.access(), seen, seen);
   start(current->copies, [=] {
     unsigned char* const to = block->at(address, 16);
     std::memset(to, 0, 16);
@@ -277,14 +286,17 @@ void cp_async(Context& c, const Instruction& i) {
   });
 }
 void cp_async_arrive(Context& c, const Instruction& i) {
-  std::vector<std::function<void()>> before = current->copies.open;
-  for (const auto& group : current->copies.closed)
-    before.insert(before.end(), group.begin(), group.end());
+  const Groups& copies = current->copies;
+  std::vector<std::function<void()>> before = copies.open.actions;
+  for (const Groups::Group& group : copies.closed)
+    before.insert(before.end(), group.actions.begin(), group.actions.end());
   Block* const block = current->block;
   const uint32_t address = c.get32(i.atoms[0]);
-  later([=] {
+  later([=, actor = copies.actor, last = copies.open.last] {
     for (const auto& action : before) action();
-    arrive(block->mbarrier(address));
+    Mbarrier& barrier = block->mbarrier(address);
+    if (actor) barrier.views.arrived.seen.raise(*actor, last);
+    arrive(barrier);
   });
 }
 void cp_async_commit(Context&, const Instruction&) { current->copies.commit(); }
@@ -323,10 +335,27 @@ uint32_t bytes_of_box(const fulgur::test::FakeMap& map) {
   return map.box[0] * map.box[1] * map.box[2] * map.box[3] * (map.type == 7 ? 4 : 2);
 }
 
+/// A load by the asynchronous proxy begins, and has landed.
+void start_load(uint32_t barrier, uint32_t shared, uint32_t bytes) {
+  Block& block = *current->block;
+  Mbarrier& full = block.mbarrier(barrier);
+  if (!full.actor)
+    full.actor = block.races.add_actor("a load for the barrier at " + std::to_string(barrier));
+  const Views& views = current->views;
+  block.races.write(block.place_of(shared, bytes), bytes, {*full.actor, ++full.started},
+                    views.fenced, views.seen);
+}
 void landed(Block* block, uint32_t barrier, uint32_t bytes) {
   Mbarrier& full = block->mbarrier(barrier);
   full.bytes -= bytes;
+  ++full.landed;
   full.settle();
+}
+/// A store by the asynchronous proxy begins.
+void start_store(uint32_t shared, uint32_t bytes) {
+  Block& block = *current->block;
+  block.races.read(block.place_of(shared, bytes), bytes, current->stores.access(),
+                   current->views.fenced);
 }
 
 void tma_load(Context& c, const Instruction& i) {
@@ -336,6 +365,7 @@ void tma_load(Context& c, const Instruction& i) {
                          int(c.get(i.atoms[5]))};
   const uint32_t barrier = c.get32(i.atoms[6]);
   Block* const block = current->block;
+  start_load(barrier, shared, bytes_of_box(map));
   later([=] {
     for_box(map, shared, at, [&](uint32_t to, const char* from, uint32_t bytes) {
       unsigned char* const there = block->at(to, bytes);
@@ -353,6 +383,7 @@ void tma_store(Context& c, const Instruction& i) {
                          int(c.get(i.atoms[4]))};
   const uint32_t shared = c.get32(i.atoms[5]);
   Block* const block = current->block;
+  start_store(shared, bytes_of_box(map));
   start(current->stores, [=] {
     for_box(map, shared, at, [&](uint32_t from, char* to, uint32_t bytes) {
       if (to != nullptr) std::memcpy(to, block->at(from, bytes), bytes);
@@ -366,6 +397,7 @@ void bulk_load(Context& c, const Instruction& i) {
   if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
     fail("a bulk load is not aligned");
   Block* const block = current->block;
+  start_load(barrier, shared, bytes);
   later([=] {
     std::memcpy(block->at(shared, bytes), from, bytes);
     landed(block, barrier, bytes);
@@ -378,6 +410,7 @@ void bulk_store(Context& c, const Instruction& i) {
     fail("a bulk store is not aligned");
   Block* const block = current->block;
   const bool adds = i.has("reduce");
+  start_store(shared, bytes);
   start(current->stores, [=] {
     const auto* const from = reinterpret_cast<const float*>(block->at(shared, bytes));
     if (!adds) std::memcpy(to, from, bytes);
@@ -423,10 +456,10 @@ void multiply_warp(Context& c, const Instruction& i) {
   for (int k = 0; k < 4; ++k) c.set_float(i.atoms[k], mine.c[k]);
 }
 
-/// A 64 x 16 or 16 x N operand in shared memory: `count` rows or columns beside k. `across`: k
-/// counts rows of 128 bytes.
-void read_operand(const Block& block, uint64_t descriptor, int count, bool across, Widen wide,
-                  float* out) {
+/// Calls act(row or column n, k, address) for each element of a 64 x 16 or 16 x N operand in shared
+/// memory, `count` rows or columns beside k. `across`: k counts rows of 128 bytes.
+template <class Act>
+void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
   const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
@@ -434,13 +467,20 @@ void read_operand(const Block& block, uint64_t descriptor, int count, bool acros
   for (int n = 0; n < count; ++n)
     for (int k = 0; k < 16; ++k) {
       const int row = across ? k : n, column = across ? n : k;
-      const uint32_t address = swizzled(
-          start + static_cast<uint32_t>(row / 8) * stride + static_cast<uint32_t>(row % 8) * 128 +
-          static_cast<uint32_t>(column / 64) * leading + static_cast<uint32_t>(column % 64) * 2);
-      uint16_t x;
-      std::memcpy(&x, const_cast<Block&>(block).at(address, 2), 2);
-      out[n * 16 + k] = wide(x);
+      act(n, k,
+          swizzled(start + static_cast<uint32_t>(row / 8) * stride +
+                   static_cast<uint32_t>(row % 8) * 128 +
+                   static_cast<uint32_t>(column / 64) * leading +
+                   static_cast<uint32_t>(column % 64) * 2));
     }
+}
+void read_operand(Block& block, uint64_t descriptor, int count, bool across, Widen wide,
+                  float* out) {
+  for_operand(descriptor, count, across, [&](int n, int k, uint32_t address) {
+    uint16_t x;
+    std::memcpy(&x, block.at(address, 2), 2);
+    out[n * 16 + k] = wide(x);
+  });
 }
 
 /// What a thread brings to a product of its warpgroup.
@@ -450,8 +490,8 @@ struct Share {
   uint64_t A, B;
 };
 
-void compute(const Block& block, const std::vector<Share>& shares, int N, bool A_shared,
-             bool A_across, bool B_across, bool keep, Widen wide) {
+void compute(Block& block, const std::vector<Share>& shares, int N, bool A_shared, bool A_across,
+             bool B_across, bool keep, Widen wide) {
   for (const Share& share : shares)
     if (share.B != shares[0].B || share.A != shares[0].A)
       fail("threads of a product name different operands");
@@ -511,12 +551,29 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   const size_t thread = place->thread.x % 128;
   auto& shares = *std::static_pointer_cast<std::vector<Share>>(product.shares);
   shares[thread] = mine;
-  if (++product.arrived == 128 && at_once()) group.finish(number + 1);
+  if (product.arrived == 0)
+    product.writes = current->views.fenced;
+  else
+    product.writes.intersect(current->views.fenced);
+  if (++product.arrived < 128) return;
+  Block& block = *current->block;
+  if (!group.actor) {
+    group.actor =
+        block.races.add_actor("a product of warpgroup " + std::to_string(place->thread.x / 128));
+  }
+  const auto read = [&](int, int, uint32_t address) {
+    block.races.read(block.place_of(address, 2), 2, {*group.actor, uint32_t(number + 1)},
+                     product.writes);
+  };
+  if (A_shared) for_operand(mine.A, 64, A_across, read);
+  for_operand(mine.B, N, B_across, read);
+  if (at_once()) group.finish(number + 1);
 }
 void commit_products(Context&, const Instruction&) {
   current->product_groups.push_back(current->products);
 }
 void wait_products(Context& c, const Instruction& i) {
+  synchronize_warp(~0u);
   const uint64_t pending = c.get(i.atoms[0]);
   const auto& groups = current->product_groups;
   if (groups.size() <= pending) return;
@@ -524,6 +581,7 @@ void wait_products(Context& c, const Instruction& i) {
   Warpgroup& group = *current->warpgroup;
   wait_until([&] { return group.arrived(end); });
   group.finish(end);
+  if (group.actor) current->learn(*group.actor, static_cast<uint32_t>(end));
 }
 
 struct Known {
@@ -551,7 +609,8 @@ constexpr Known kKnown[] = {
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
     {"setmaxnreg.", nothing},
-    {"fence.", nothing},
+    {"fence.proxy.async", fence_async_proxy},
+    {"fence.mbarrier_init", nothing},
     {"prefetch.tensormap", nothing},
     {"cp.async.bulk.prefetch.tensor", nothing},
     {"cp.async.bulk.prefetch.L2", nothing},

@@ -71,14 +71,8 @@ bool some_action() {
 }
 
 std::unique_ptr<Block> start_block(const Launch& launch, unsigned number) {
-  auto block = std::make_unique<Block>();
+  auto block = std::make_unique<Block>(launch.shared_bytes);
   const unsigned threads = launch.threads.x;
-  block->storage.resize(launch.shared_bytes + 1024);
-  const auto address = reinterpret_cast<uintptr_t>(block->storage.data());
-  block->shared = block->storage.data() + (1024 - address % 1024) % 1024;
-  block->shared_bytes = launch.shared_bytes;
-  // Nobody may rely on what was there.
-  for (size_t i = 0; i < launch.shared_bytes; ++i) block->shared[i] = 0xff;
   block->threads.resize(threads);
   block->warps.resize((threads + 31) / 32);
   block->warpgroups.resize((threads + 127) / 128);
@@ -93,6 +87,7 @@ std::unique_ptr<Block> start_block(const Launch& launch, unsigned number) {
     thread.warp = &block->warps[i / 32];
     thread.warpgroup = &block->warpgroups[i / 128];
     thread.stack = new_stack();
+    block->races.add_actor("thread " + std::to_string(i));
   }
   if (threads % 32 != 0) block->warps.back().gone = ~0u << threads % 32;
   return block;
@@ -117,22 +112,77 @@ void fail(const std::string& what) {
   std::abort();
 }
 
+Access Groups::access() {
+  if (!actor)
+    actor = current->block->races.add_actor(std::string(name) + " of thread " +
+                                            std::to_string(current->actor()));
+  return {*actor, ++open.last};
+}
+
 void Groups::commit() {
+  const uint32_t last = open.last;
   closed.push_back(std::move(open));
-  open.clear();
+  open = {{}, last};
 }
 
 void Groups::finish(size_t pending) {
   while (closed.size() > pending) {
-    for (const auto& action : closed.front()) action();
+    for (const auto& action : closed.front().actions) action();
+    if (actor) current->learn(*actor, closed.front().last);
     closed.pop_front();
   }
+}
+
+void Thread::pass_on(Views& to) {
+  views.seen.raise(actor(), accesses++);
+  to.join(views);
+}
+
+void Thread::learn(const Views& from) {
+  views.join(from);
+  news = true;
+}
+
+void Thread::learn(Actor actor, uint32_t number) {
+  views.raise(actor, number);
+  news = true;
+}
+
+void Thread::fence() {
+  views.seen.raise(actor(), accesses++);
+  views.fenced.join(views.seen);
+  news = true;
+}
+
+void Thread::reads(const void* at, size_t bytes) {
+  const auto place = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
+  news = true;
+  views.seen.raise(actor(), accesses);
+  block->races.read(place, bytes, {actor(), accesses}, views.seen);
+}
+
+void Thread::writes(const void* at, size_t bytes) {
+  const auto place = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
+  news = true;
+  views.seen.raise(actor(), accesses);
+  block->races.write(place, bytes, {actor(), accesses}, views.seen, views.seen);
 }
 
 void Mbarrier::settle() {
   if (missing != 0 || bytes != 0) return;
   missing = arrivals;
   ++phase;
+  if (actor) views.arrived.raise(*actor, landed);
+  views.pass();
+}
+
+Block::Block(size_t bytes)
+    : shared_bytes(bytes),
+      all_bytes((bytes + 63) / 64 * 64 + kVariableBytes),
+      storage(all_bytes + 1024, 0xff),  // nobody may rely on what was there
+      races(all_bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(storage.data());
+  shared = storage.data() + (1024 - address % 1024) % 1024;
 }
 
 unsigned char* Block::at(uint32_t address, size_t bytes) {
@@ -141,6 +191,10 @@ unsigned char* Block::at(uint32_t address, size_t bytes) {
          std::to_string(address + bytes));
   }
   return shared + (address - kSharedBase);
+}
+
+size_t Block::place_of(uint32_t address, size_t bytes) {
+  return static_cast<size_t>(at(address, bytes) - shared);
 }
 
 Mbarrier& Block::mbarrier(uint32_t address) {
@@ -156,6 +210,29 @@ void wait(bool (*ready)(const void*), const void* waiting) {
   if (setjmp(thread.context) == 0) std::longjmp(scheduler, 1);
 }
 
+namespace {
+
+/// A warp's accesses to shared memory happen in the order of its instructions, so that those before
+/// lanes come together happen before those behind.
+void order(Thread* lanes, uint32_t present) {
+  const auto for_lanes = [&](const auto& act) {
+    for (int i = 0; i < 32; ++i)
+      if (present >> i & 1) act(lanes[i]);
+  };
+  bool news = false;
+  for_lanes([&](const Thread& lane) { news = news || lane.news; });
+  if (!news) return;
+  Views all;
+  for_lanes([&](Thread& lane) { lane.pass_on(all); });
+  for_lanes([&](Thread& lane) {
+    lane.views.join(all);
+    // Lanes of another mask may not have been here.
+    lane.news = present != ~0u;
+  });
+}
+
+}  // namespace
+
 void meet(uint32_t mask, void* mine, void (*act)(void* const* lanes, uint32_t mask)) {
   const Warp& warp = *current->warp;
   Meeting& meeting = current->warp->meetings[mask];
@@ -169,6 +246,7 @@ void meet(uint32_t mask, void* mine, void (*act)(void* const* lanes, uint32_t ma
   wait_until([&] { return meeting.number != number || complete(); });
   if (meeting.number != number) return;
   act(meeting.lanes, meeting.arrived);
+  order(&current->block->threads[place->thread.x / 32 * 32], meeting.arrived);
   meeting.arrived = 0;
   ++meeting.number;
 }
@@ -176,11 +254,15 @@ void meet(uint32_t mask, void* mine, void (*act)(void* const* lanes, uint32_t ma
 void named_barrier(uint32_t name, uint32_t threads, bool waits) {
   NamedBarrier& barrier = current->block->barriers[name];
   const uint64_t phase = barrier.phase;
+  current->pass_on(barrier.views.arrived);
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
     ++barrier.phase;
+    barrier.views.pass();
   }
-  if (waits) wait_until([&] { return barrier.phase != phase; });
+  if (!waits) return;
+  wait_until([&] { return barrier.phase != phase; });
+  current->learn(barrier.views.passed);
 }
 
 void later(std::function<void()> action) { waiting_actions.push_back(std::move(action)); }
@@ -246,11 +328,15 @@ void synchronize_block() {
   const uint64_t phase = barrier.phase;
   ++barrier.arrived;
   Block& block = *current->block;
+  current->pass_on(barrier.views.arrived);
   wait_until(
       [&] { return barrier.phase != phase || static_cast<int>(barrier.arrived) == block.running; });
-  if (barrier.phase != phase) return;
-  barrier.arrived = 0;
-  ++barrier.phase;
+  if (barrier.phase == phase) {
+    barrier.arrived = 0;
+    ++barrier.phase;
+    barrier.views.pass();
+  }
+  current->learn(barrier.views.passed);
 }
 
 void synchronize_warp(unsigned mask) {
@@ -289,10 +375,11 @@ unsigned ballot(unsigned mask, bool vote) {
 unsigned char* dynamic_shared() { return current->block->shared; }
 
 void* static_shared(int line, size_t bytes) {
-  auto& variable = current->block->variables[line];
-  if (variable.empty()) variable.assign(bytes + 64, 0xff);
-  const auto address = reinterpret_cast<uintptr_t>(variable.data());
-  return variable.data() + (64 - address % 64) % 64;
+  Block& block = *current->block;
+  const auto [found, is_new] = block.variables.try_emplace(line, block.variable_bytes);
+  if (is_new) block.variable_bytes += (bytes + 63) / 64 * 64;
+  if (block.variable_bytes > kVariableBytes) fail("too much shared memory for variables");
+  return block.shared + (block.all_bytes - kVariableBytes) + found->second;
 }
 
 size_t shared_address(const void* at) {

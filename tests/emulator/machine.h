@@ -10,11 +10,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "device.h"
+#include "races.h"
 
 namespace emulator {
 
@@ -22,9 +24,16 @@ struct Block;
 
 /// What a thread has started and not waited for: groups of actions, the last of which is open.
 struct Groups {
-  std::deque<std::vector<std::function<void()>>> closed;
-  std::vector<std::function<void()>> open;
+  struct Group {
+    std::vector<std::function<void()>> actions;
+    uint32_t last = 0;  ///< number of its last access
+  };
+  const char* name;
+  std::deque<Group> closed{};
+  Group open{};
+  std::optional<Actor> actor{};  ///< of what is started, once there is something
 
+  Access access();  ///< the next one of the thread that runs
   void commit();
   void finish(size_t pending);  ///< all but the last `pending` groups
 };
@@ -45,12 +54,14 @@ struct Warp {
 struct Product {
   std::shared_ptr<void> shares;
   int arrived = 0;
+  View writes{};  ///< that all of them may read
   std::function<void()> compute;
 };
 
 struct Warpgroup {
   std::deque<Product> products;
   uint64_t first = 0;  ///< number of the first of them
+  std::optional<Actor> actor{};
 
   bool arrived(uint64_t end) const;  ///< all threads, at the products before `end`
   void finish(uint64_t end);
@@ -64,43 +75,77 @@ struct Thread {
   bool done = false;
   bool (*ready)(const void*) = nullptr;
   const void* waiting = nullptr;
-  Groups copies, stores;                 ///< cp.async; bulk stores
+  Groups copies{"a copy"};  ///< cp.async
+  Groups stores{"a bulk store"};
   std::vector<uint64_t> product_groups;  ///< number behind the last product of each group
   uint64_t products = 0;
+  Views views;
+  uint32_t accesses = 1;  ///< number of the next; one number for all up to a barrier or a fence
   std::jmp_buf context;
   bool started = false;
   unsigned char* stack;
+
+  bool news = false;  ///< that other lanes of its warp have not heard of
+
+  Actor actor() const { return place.thread.x; }
+  void pass_on(Views& to);  ///< what it knows and has done itself
+  void learn(const Views& from);
+  void learn(Actor actor, uint32_t number);
+  void fence();                              ///< lets the asynchronous proxy see what it knows
+  void reads(const void* at, size_t bytes);  ///< of shared memory
+  void writes(const void* at, size_t bytes);
+};
+
+/// What those who arrive at a barrier know, and with the last one those who wait for it.
+struct Gathering {
+  Views arrived, passed;
+  void pass() {
+    passed.join(arrived);
+    arrived.clear();
+  }
 };
 
 struct Mbarrier {
   uint32_t arrivals, missing;
   int64_t bytes = 0;
   uint64_t phase = 0;
+  Gathering views{};
+  std::optional<Actor> actor{};  ///< copies that arrive here
+  uint32_t started = 0, landed = 0;
   void settle();
 };
 
 struct NamedBarrier {
   uint32_t arrived = 0;
   uint64_t phase = 0;
+  Gathering views{};
 };
 
 struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
+  size_t shared_bytes;        ///< of the launch
+  size_t all_bytes;           ///< variables are behind them
+  size_t variable_bytes = 0;  ///< used
   std::vector<unsigned char> storage;
   unsigned char* shared;
-  size_t shared_bytes;
   std::map<uint32_t, Mbarrier> mbarriers;
   std::map<uint32_t, NamedBarrier> barriers;
-  std::map<int, std::vector<unsigned char>> variables;
+  std::map<int, size_t> variables;  ///< their places
+  Races races;
   int running;
 
+  explicit Block(size_t bytes);
   unsigned char* at(uint32_t address, size_t bytes);  ///< of shared memory, checked
+  size_t place_of(uint32_t address, size_t bytes);    ///< as `races` counts
   Mbarrier& mbarrier(uint32_t address);
 };
 
-enum : uint32_t { kSharedBase = 1024 };  ///< address of the first byte of shared memory
+enum : uint32_t {
+  kSharedBase = 1024,     ///< address of the first byte of shared memory
+  kVariableBytes = 49152  ///< most of variables
+};
 
 extern Thread* current;
 

@@ -1,0 +1,223 @@
+// The emulator finds a race where an order is missing, and none where it is there.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "machine.h"
+
+namespace emulator {
+namespace {
+
+void launch(unsigned threads, const std::function<void()>& kernel) {
+  run({{1, 1, 1}, {threads, 1, 1}, 4096, kernel});
+}
+unsigned me() { return place->thread.x; }
+
+Operand of(uint64_t value) { return operand("l", value); }
+Operand of(const void* pointer) { return operand("l", pointer); }
+uint64_t address(uint32_t at) { return kSharedBase + at; }
+
+void store(uint32_t at) { execute("st.shared.s32 [%0], %1;", of(address(at)), of(uint64_t{1})); }
+uint32_t load(uint32_t at) {
+  uint32_t x = 0;
+  execute("ld.shared.s32 %0, [%1];", operand("=r", x), of(address(at)));
+  return x;
+}
+void barrier(uint64_t name, uint64_t threads) {
+  execute("bar.sync %0, %1;", of(name), of(threads));
+}
+void arrive(uint64_t name, uint64_t threads) {
+  execute("bar.arrive %0, %1;", of(name), of(threads));
+}
+void init(uint32_t at, uint64_t arrivals) {
+  if (me() == 0) execute("mbarrier.init.b64 [%0], %1;", of(address(at)), of(arrivals));
+  synchronize_block();
+}
+void arrive_at(uint32_t at) { execute("mbarrier.arrive.b64 _, [%0];", of(address(at))); }
+void wait_at(uint32_t at, uint64_t parity) {
+  execute("{.reg .pred done; mbarrier.try_wait.parity.b64 done, [%0], %1;}", of(address(at)),
+          of(parity));
+}
+void fence() { execute("fence.proxy.async.shared::cta;"); }
+alignas(16) const float kGlobal[64] = {};
+alignas(16) float stored[64];
+
+struct Order {
+  const char* what;
+  unsigned threads;
+  std::function<void(bool ordered)> kernel;
+};
+
+const Order kOrders[] = {
+    {"a barrier of the thread block", 64,
+     [](bool ordered) {
+       if (me() == 40) store(0);
+       if (ordered) synchronize_block();
+       if (me() == 3) load(0);
+     }},
+    {"a barrier between reads and a write", 64,
+     [](bool ordered) {
+       load(0);
+       if (ordered) synchronize_block();
+       if (me() == 3) store(0);
+     }},
+    {"a barrier of these threads", 96,
+     [](bool ordered) {
+       const bool outside = me() >= 64;
+       if (me() == (ordered ? 0 : 64)) store(0);
+       barrier(1 + outside, outside ? 32 : 64);
+       if (me() == 63) load(0);
+     }},
+    {"who arrives at a barrier writes before", 64,
+     [](bool ordered) {
+       if (me() < 32) {
+         if (ordered) store(4 * me());
+         arrive(1, 64);
+         if (!ordered) store(4 * me());
+       } else {
+         barrier(1, 64);
+         load(4 * (me() - 32));
+       }
+     }},
+    {"a barrier of the warp", 32,
+     [](bool ordered) {
+       store(4 * me());
+       if (ordered) synchronize_warp(~0u);
+       load(4 * (me() ^ 1));
+     }},
+    {"an mbarrier", 64,
+     [](bool ordered) {
+       init(64, 32);
+       if (me() < 32) {
+         store(4 * me());
+         arrive_at(64);
+       } else {
+         if (ordered) wait_at(64, 0);
+         load(4 * (me() - 32));
+       }
+     }},
+    {"the wait for one's own copy", 1,
+     [](bool ordered) {
+       for (const uint32_t at : {0, 16}) {
+         execute("cp.async.cg.shared.global [%0], [%1], 16;", of(address(at)), of(kGlobal));
+         execute("cp.async.commit_group;");
+       }
+       ordered ? execute("cp.async.wait_group 0;") : execute("cp.async.wait_group 1;");
+       load(16);
+     }},
+    {"copies that arrive at an mbarrier", 64,
+     [](bool ordered) {
+       init(1024, 32);
+       if (me() < 32) {
+         if (!ordered) execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", of(address(1024)));
+         execute("cp.async.cg.shared.global [%0], [%1], 16;", of(address(16 * me())), of(kGlobal));
+         if (ordered) execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", of(address(1024)));
+       } else {
+         wait_at(1024, 0);
+         load(16 * (me() - 32));
+       }
+     }},
+    {"the wait for a bulk load", 2,
+     [](bool ordered) {
+       init(64, 1);
+       if (me() == 0) {
+         execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
+         execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];",
+                 of(address(0)), of(kGlobal), of(uint64_t{32}), of(address(64)));
+       }
+       if (ordered || me() == 0) wait_at(64, 0);
+       load(16);
+     }},
+    {"readers arrive before a bulk load", 2,
+     [](bool ordered) {
+       init(64, 1);
+       init(128, 1);
+       if (me() == 1) {
+         load(16);
+         arrive_at(128);
+         return;
+       }
+       if (ordered) wait_at(128, 0);
+       execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
+       execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];",
+               of(address(0)), of(kGlobal), of(uint64_t{32}), of(address(64)));
+       wait_at(64, 0);
+     }},
+    {"a fence before a bulk store", 32,
+     [](bool ordered) {
+       store(4 * me());
+       if (ordered) fence();
+       synchronize_warp(~0u);
+       if (me() != 0) return;
+       execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored),
+               of(address(0)), of(uint64_t{128}));
+       execute("cp.async.bulk.commit_group;");
+       execute("cp.async.bulk.wait_group 0;");
+     }},
+    {"the wait for a bulk store", 1,
+     [](bool ordered) {
+       fence();
+       execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored),
+               of(address(0)), of(uint64_t{128}));
+       execute("cp.async.bulk.commit_group;");
+       if (ordered) execute("cp.async.bulk.wait_group.read 0;");
+       store(64);
+     }},
+    {"the wait for a product", 128,
+     [](bool ordered) {
+       float D[4] = {};
+       const uint64_t operand_at_0 = uint64_t{1} << 62 | kSharedBase >> 4;
+       execute(
+           "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, "
+           "1, 1, 0, 0;",
+           operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]),
+           of(operand_at_0), of(operand_at_0), of(uint64_t{0}));
+       execute("wgmma.commit_group.sync.aligned;");
+       if (ordered) execute("wgmma.wait_group.sync.aligned 0;");
+       synchronize_block();
+       if (me() == 0) store(0);
+       execute("wgmma.wait_group.sync.aligned 0;");
+     }},
+    {"a fence before a product", 128,
+     [](bool ordered) {
+       float D[4] = {};
+       const uint64_t operand_at_0 = uint64_t{1} << 62 | kSharedBase >> 4;
+       if (me() == 0) store(0);
+       synchronize_block();
+       if (ordered) fence();
+       execute(
+           "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, "
+           "1, 1, 0, 0;",
+           operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]),
+           of(operand_at_0), of(operand_at_0), of(uint64_t{0}));
+       execute("wgmma.commit_group.sync.aligned;");
+       execute("wgmma.wait_group.sync.aligned 0;");
+     }},
+};
+
+class Races : public testing::TestWithParam<Order> {};
+
+TEST_P(Races, AreFound) {
+  const Order& order = GetParam();
+  launch(order.threads, [&] { order.kernel(true); });
+  EXPECT_DEATH(launch(order.threads, [&] { order.kernel(false); }), "a race: ") << order.what;
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, Races, testing::ValuesIn(kOrders), [](const auto& x) {
+  std::string name = x.param.what;
+  std::erase_if(name, [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); });
+  return name;
+});
+
+TEST(Race, SaysWho) {
+  EXPECT_DEATH(launch(64,
+                      [] {
+                        if (me() == 40) store(8);
+                        if (me() == 3) load(8);
+                      }),
+               "a race: thread (3 reads|40 writes) byte 8 of shared memory, which thread "
+               "(40 writes|3 reads), and nothing orders the two");
+}
+
+}  // namespace
+}  // namespace emulator
