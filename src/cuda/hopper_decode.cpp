@@ -6,12 +6,17 @@
 #include "cuda/launch.h"
 #include "cuda/tensor_map.h"
 #include "fulgur/error.h"
+#include "kernels/sm90/decode_layout.h"
 
 namespace fulgur::cuda {
 namespace {
 
 KernelUse decode_kernel(const HopperDecodePlan& plan) {
   return {{"sm90/decode.cu", plan_header(plan), "sm_90a"}, "fulgur_decode", plan.shared_bytes};
+}
+
+KernelUse merge_kernel(const HopperDecodePlan& plan) {
+  return {{"sm90/decode_merge.cu", plan_header(plan), "sm_90a"}, "fulgur_decode_merge", 0};
 }
 
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
@@ -22,6 +27,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
+  if (plan.pieces) kernels.push_back(merge_kernel(plan));
   if (plan.packed) kernels.push_back(kPaddingKernel);
   return kernels;
 }
@@ -48,7 +54,10 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk);
   params_.pages = key_pages(p);
+  params_.most_pieces = plan.most_pieces;
+  params_.piece_floats = plan.piece_floats();
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
+  if (plan_.pieces) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
   if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
 
@@ -98,6 +107,11 @@ void HopperDecode::run(const Call& call, const Run& run) const {
   numbers_.store(args, stream, numbers);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
          "launching the decode kernel");
+  if (plan_.most_pieces > 1) {
+    launch(stream, merge_kernel_, &params,
+           {params.batch * params.hk, ceil_div(plan_.piece_rows, kernels::kMergeWarps)},
+           32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
+  }
   if (!plan_.packed) return;
   ForwardPaddingParams padding = padding_;
   padding.o = params.o.data;

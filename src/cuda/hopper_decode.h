@@ -12,7 +12,7 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the decode kernel, then that of padding rows where q is packed.
+/// What a plan launches: the decode kernel, then those that merge pieces and write padding rows.
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
 
 /// The host's half of sm90/decode.cu: a plan with its compiled kernels on a device.
@@ -35,7 +35,7 @@ class HopperDecode final : public Executable {
   bool no_keys_;  ///< no row of k
   HostNumbers numbers_;
   HopperDecodeWorkspace workspace_;
-  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, merge_kernel_ = nullptr, padding_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
 };

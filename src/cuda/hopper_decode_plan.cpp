@@ -140,13 +140,18 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int mult
 
 int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
 
-int64_t HopperDecodePlan::partial_floats() const {
-  return int64_t{2} * grid * line_rows * kernels::partial_row_floats(value_dim);
+int HopperDecodePlan::piece_floats() const {
+  return piece_rows * kernels::partial_row_floats(value_dim);
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0) return {};  // no row of q
-  const int64_t numbers = LaunchMemory::kZeroed + plan.partial_floats() * int64_t{sizeof(float)};
+  int64_t floats = 0;                                                 // that parts leave
+  if (!plan.pieces)
+    floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
+  else if (plan.most_pieces > 1)
+    floats = p.batch * p.hk * plan.most_pieces * plan.piece_floats();
+  const int64_t numbers = LaunchMemory::kZeroed + floats * int64_t{sizeof(float)};
   return {numbers, numbers + host_numbers_bytes(p)};
 }
 
@@ -205,11 +210,16 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.leftpad = p.cache.leftpad;
   plan.tree = p.has_tree;
   plan.group = static_cast<int>(p.group());
-  plan.whole_lines = p.invariant;
+  plan.pieces = p.invariant;
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
+  if (plan.pieces) {
+    plan.most_pieces =
+        kernels::most_pieces(ceil_div(p.sk, std::max<int>(kernels::kUnitKeys, plan.block_keys)));
+    plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.block_rows()));
+  }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
   if (rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
@@ -229,7 +239,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kBoxKeys", plan.box_keys);
   header.add("kResidents", plan.residents);
   header.add("kLineRows", plan.line_rows);
-  header.add("kWholeLines", plan.whole_lines);
+  header.add("kPieces", plan.pieces);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);
   header.add("kOWhole", plan.o_whole);
@@ -270,7 +280,11 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, lines,
-                  plan.whole_lines
+                  plan.most_pieces > 1
+                      ? fmt::format("cut where their own keys say (`invariant`), into up to {} "
+                                    "pieces, which another kernel merges",
+                                    plan.most_pieces)
+                  : plan.pieces
                       ? "of which none is cut (`invariant`)"
                       : fmt::format("in up to {} parts, which the last one at a line merges",
                                     lines + plan.grid - 1)),

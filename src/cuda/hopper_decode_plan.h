@@ -12,15 +12,15 @@ namespace fulgur::cuda {
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
 struct HopperDecodeKey {
   DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
-  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
-  int block_keys = 0;                     ///< Bc
-  int k_stages = 0, v_stages = 0;         ///< buffers of a team
-  int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
-  int residents = 0;                      ///< thread blocks of a multiprocessor
-  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
-  int group = 0;                          ///< hq / hk
-  bool whole_lines = false;               ///< no line is cut: for `invariant`
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  int team_warps = 0, teams = 0;    ///< warps of 16 rows; teams with keys of their own
+  int block_keys = 0;               ///< Bc
+  int k_stages = 0, v_stages = 0;   ///< buffers of a team
+  int box_keys = 0;                 ///< keys that TMA brings at once; 0: lanes copy rows
+  int residents = 0;                ///< thread blocks of a multiprocessor
+  int line_rows = 0;                ///< of the rows of a block, those that a kv head may have
+  int group = 0;                    ///< hq / hk
+  bool pieces = false;              ///< lines are cut where their own keys say: for `invariant`
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false;
@@ -35,15 +35,15 @@ struct HopperDecodeKey {
 /// Every decision about a forward pass by sm90/decode.cu.
 struct HopperDecodePlan : HopperDecodeKey {
   int shared_bytes = 0;
-  int grid = 0;  ///< thread blocks: shares of the work
+  int grid = 0;                         ///< thread blocks: shares of the work
+  int most_pieces = 1, piece_rows = 0;  ///< of a line
   bool operator==(const HopperDecodePlan&) const = default;
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * team_warps; }  ///< Br
   int threads() const;
-  /// Floats that parts of lines leave for the last one, and counters that are zero between
-  /// launches.
-  int64_t partial_floats() const;
+  int piece_floats() const;
+  /// Counters that are zero between launches.
   int counters() const { return 3 * grid; }
 };
 

@@ -280,6 +280,45 @@ TEST_P(Cache, InvariantToNeighbours) {
   }
 }
 
+// Engines share out the keys of long sequences, by what is their own where calls are `invariant`.
+TEST_P(Cache, LongSequencesInAnyBatch) {
+  for (const int64_t sq : {1, 9}) {
+    const Case c{.dtype = DType::kBF16,
+                 .batch = 3,
+                 .sq = sq,
+                 .sk = 2600,
+                 .hq = 8,
+                 .hk = 2,
+                 .dv = 80,
+                 .mask = sq == 1 ? window(1800, 0) : causal(),
+                 .layout = sq == 1 ? Layout::kBshd : Layout::kPacked,
+                 .seqused = true,
+                 .sinks = sq > 1};
+    Workload w(c, 13);
+    w.options.engine = engine();
+    w.options.invariant = true;
+    const Expected e = expect_forward(w);
+    for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 16, true},
+                                   CacheShape{Order::kHnd, Index::kBatch, 0}}) {
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      w.seal();
+      Cached cached(w, shape, 14);
+      if (!computes([&] { cached.run_forward(); })) break;
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(w.check_memory());
+      std::vector<Bits> all;
+      for (size_t b = 0; b < w.sequences.size(); ++b) all.push_back(bits_of(w, b));
+      for (size_t b = 0; b < w.sequences.size(); ++b) {
+        SCOPED_TRACE(b);
+        w.seal();
+        Dense cu(DType::kI32, {2});
+        compute(alone(w, cached.forward, b, &cu), w.options, w.run_options);
+        EXPECT_EQ(bits_of(w, b), all[b]);
+      }
+    }
+  }
+}
+
 // Sequences that begin alike may have pages, and rows of the batch, in common.
 TEST_P(Cache, SequencesMayShareKeys) {
   const int64_t page = 16, used = 70;

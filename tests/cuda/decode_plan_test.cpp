@@ -45,7 +45,6 @@ TEST(Shares, DivideTheUnits) {
 TEST(Shares, EveryUnitOfALineHasOne) {
   std::mt19937 random(2);
   for (int round = 0; round < 300; ++round) {
-    const bool whole = round % 3 == 0;
     std::vector<int> lines;
     int units = 0;
     for (int i = 1 + static_cast<int>(random() % 40); i > 0; --i) {
@@ -59,7 +58,7 @@ TEST(Shares, EveryUnitOfALineHasOne) {
       std::vector<int> takers;
       for (int share = 0; share < shares.count; ++share) {
         const UnitRange mine =
-            kernels::units_in_share(at, count, whole, kernels::share_begin(shares, share),
+            kernels::units_in_share(at, count, kernels::share_begin(shares, share),
                                     kernels::share_begin(shares, share + 1));
         if (!mine.any()) continue;
         ASSERT_EQ(mine.begin, next);
@@ -69,13 +68,45 @@ TEST(Shares, EveryUnitOfALineHasOne) {
       ASSERT_EQ(next, count);
       ASSERT_FALSE(takers.empty());
       ASSERT_EQ(takers.back() - takers.front() + 1, static_cast<int>(takers.size()));
-      if (whole || count == 0) {
+      if (count == 0) {
         ASSERT_EQ(takers.size(), 1u);
       } else {
         const int first = at + kernels::kEntryUnits;
         ASSERT_EQ(kernels::share_of_unit(shares, first), takers.front());
         ASSERT_EQ(kernels::share_of_unit(shares, first + count - 1), takers.back());
       }
+      at += kernels::kEntryUnits + count;
+    }
+  }
+}
+
+// Every piece of every line is in one share, and its units are those that no other piece has.
+TEST(Shares, EveryPieceOfALineHasOne) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<int> lines;
+    int units = 0;
+    for (int i = 1 + static_cast<int>(random() % 20); i > 0; --i) {
+      lines.push_back(static_cast<int>(random() % (1u << random() % 13)));
+      units += kernels::kEntryUnits + lines.back();
+    }
+    const Shares shares = kernels::shares_of(units, 1 + static_cast<int>(random() % 140));
+    int at = 0;
+    for (const int count : lines) {
+      const kernels::Pieces pieces = kernels::pieces_of(count);
+      ASSERT_GE(pieces.count, 1);
+      ASSERT_LE(pieces.count, kernels::most_pieces(count));
+      ASSERT_LT((pieces.count - 1) * pieces.units, std::max(count, 1));  // none is empty
+      ASSERT_GE(pieces.count * pieces.units, count);
+      ASSERT_LE(kernels::most_pieces(count), kernels::most_pieces(count + 1));
+      int next = 0;
+      for (int share = 0; share < shares.count; ++share) {
+        const int end = kernels::share_begin(shares, share + 1);
+        int piece = kernels::first_piece(at, pieces, kernels::share_begin(shares, share));
+        for (; piece < pieces.count && kernels::piece_begin(at, pieces, piece) < end; ++piece)
+          ASSERT_EQ(piece, next++);
+      }
+      ASSERT_EQ(next, pieces.count);
       at += kernels::kEntryUnits + count;
     }
   }
@@ -143,7 +174,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.cache.batch_idx = true;
     HopperDecodePlan made = hopper_decode_tile(p, {}).plan;
-    EXPECT_TRUE(made.whole_lines);
+    EXPECT_TRUE(made.pieces);
     return plan_header(made);
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
@@ -188,6 +219,10 @@ TEST(DecodePlan, SaysWhatItExpects) {
   EXPECT_TRUE(has(shape, "5120 lines"));
   shape.invariant = true;
   EXPECT_TRUE(has(shape,
+                  "9728 lines, of a kv head and its rows, cut where their own keys say "
+                  "(`invariant`), into up to 8 pieces, which another kernel merges\n"));
+  shape.sk = 1024;
+  EXPECT_TRUE(has(shape,
                   "9728 lines, of a kv head and its rows, of which none is cut "
                   "(`invariant`)\n"));
 }
@@ -204,7 +239,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
-        EXPECT_EQ(plan.whole_lines, invariant);
+        EXPECT_EQ(plan.pieces, invariant);
         EXPECT_NE(plan_header(plan).find("  kTree = 1,\n"), std::string::npos);
         p.has_tree = false;
         EXPECT_NE(plan_header(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),

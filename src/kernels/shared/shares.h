@@ -14,6 +14,8 @@ enum : int {
   kUnitKeys = 64,     // of a unit, where a tile has no more
   kEntryUnits = 1,    // what a line takes beside its keys
   kMostShares = 320,  // so many parts a line may have
+  kPieceUnits = 16,   // the least of a piece
+  kMostPieces = 64,   // of a line
 };
 
 // `count` shares, of which the first `longer` have a unit more than `each`.
@@ -54,14 +56,38 @@ struct UnitRange {
   FULGUR_SHARED bool any() const { return end >= 0; }
 };
 
-// Of a line that stands at `at`, the share [begin, end) computes the units that lie in it; a line that is `whole`, or
-// has no keys, is with the share that it begins in.
-FULGUR_SHARED UnitRange units_in_share(int at, int count, bool whole, int begin, int end) {
-  if (whole || count == 0) return {0, at >= begin && at < end ? count : -1};
+// Of a line that stands at `at`, the share [begin, end) computes the units that lie in it; a line without keys is with
+// the share that it begins in.
+FULGUR_SHARED UnitRange units_in_share(int at, int count, int begin, int end) {
+  if (count == 0) return {0, at >= begin && at < end ? 0 : -1};
   const int keys = at + kEntryUnits;
   const int from = most(begin - keys, 0);
   const int to = least(end - keys, count);
   return to > from ? UnitRange{from, to} : UnitRange{0, -1};
+}
+
+// What a line is cut into where its bits must not depend on shares: pieces of so many units each, whose borders depend
+// on the line's own units alone.
+struct Pieces {
+  int count, units;
+};
+
+FULGUR_SHARED int most_pieces(int units) {
+  return most(1, least((units + kPieceUnits - 1) / kPieceUnits, int(kMostPieces)));
+}
+FULGUR_SHARED Pieces pieces_of(int units) {
+  const int each = (units + most_pieces(units) - 1) / most_pieces(units);
+  return {each == 0 ? 1 : (units + each - 1) / each, each};
+}
+
+// A piece is with the share that it begins in: where it stands, of a line at `at`, and the first one that a share from
+// `begin` on computes, which is behind the last where there is none.
+FULGUR_SHARED int piece_begin(int at, const Pieces& pieces, int piece) {
+  return piece == 0 ? at : at + kEntryUnits + piece * pieces.units;
+}
+FULGUR_SHARED int first_piece(int at, const Pieces& pieces, int begin) {
+  if (at >= begin) return 0;
+  return pieces.units == 0 ? 1 : most(1, (begin - at - kEntryUnits + pieces.units - 1) / pieces.units);
 }
 
 }  // namespace fulgur::kernels

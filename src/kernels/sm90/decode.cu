@@ -202,7 +202,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
       merge_teams(p, item, rows, O, raw);
     else
       store_team(p, item, rows, O);
-    if (item.parts > 1) end_part(p, item, raw);
+    if (!kPieces && item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
     queries.end_item(p, item, more);
   }

@@ -99,6 +99,11 @@ __device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const L
   return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }
 
+// With kPieces. Where a sequence has more than one block of rows there is enough to share out without.
+__device__ __forceinline__ Pieces pieces_of_line(const Lengths& n, const Units& of_line) {
+  return row_blocks_of(n) > 1 ? Pieces{1, of_line.count} : pieces_of(of_line.count);
+}
+
 // Of the lines of a kv head.
 __device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n) {
   const int blocks = row_blocks_of(n);
@@ -169,7 +174,7 @@ struct DecodeItem {
   DecodeSequence sequence;
   int begin, end;    // tiles of kBlockKeys keys
   int part, parts;   // of the line
-  int first_share;   // of the line
+  int first_share;   // of the line, but for kPieces
 
   __device__ __forceinline__ bool has_keys() const { return begin < end; }
 };
@@ -187,6 +192,7 @@ struct DecodeItems {
 
   // Goes on to the next one; false when there are no more.
   __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share) {
+    if (kPieces && item.part + 1 < item.parts && take_piece(p, share, item.part + 1)) return true;
     for (;;) {
       at += units;
       if (++item.block >= blocks) {
@@ -201,9 +207,14 @@ struct DecodeItems {
       const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
       const Units of_line = units_of(keys, kShareUnitKeys);
       units = kEntryUnits + of_line.count;
-      const UnitRange mine = units_in_share(at, of_line.count, kWholeLines, share.begin, share.end);
+      if (kPieces) {
+        if (take_piece(p, share, first_piece(at, pieces_of_line(item.sequence.n, of_line), share.begin))) return true;
+        continue;
+      }
+      const UnitRange mine = units_in_share(at, of_line.count, share.begin, share.end);
       if (!mine.any()) continue;
-      take(share, keys, of_line, mine);
+      take_units(keys, of_line, mine);
+      take_part(share, of_line, mine);
       return true;
     }
   }
@@ -220,10 +231,12 @@ struct DecodeItems {
     at += item.head * of_head;
   }
 
-  __device__ __forceinline__ void take(const Share& share, const KeyRange& keys, const Units& of_line,
-                                       const UnitRange& mine) {
+  __device__ __forceinline__ void take_units(const KeyRange& keys, const Units& of_line, const UnitRange& mine) {
     item.begin = (of_line.first + mine.begin) * kShareUnitKeys / kBlockKeys;
     item.end = min((of_line.first + mine.end) * kShareUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
+  }
+
+  __device__ __forceinline__ void take_part(const Share& share, const Units& of_line, const UnitRange& mine) {
     item.part = 0;
     item.parts = 1;
     if (mine.end - mine.begin == of_line.count) return;
@@ -232,6 +245,18 @@ struct DecodeItems {
     item.part = blockIdx.x - item.first_share;
     item.parts = share_of_unit(share.all, first + of_line.count - 1) - item.first_share + 1;
   }
+
+  // False where the share has no such piece of the line.
+  __device__ __forceinline__ bool take_piece(const DecodeParams& p, const Share& share, int piece) {
+    const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
+    const Units of_line = units_of(keys, kShareUnitKeys);
+    const Pieces pieces = pieces_of_line(item.sequence.n, of_line);
+    if (piece >= pieces.count || piece_begin(at, pieces, piece) >= share.end) return false;
+    take_units(keys, of_line, {piece * pieces.units, min((piece + 1) * pieces.units, of_line.count)});
+    item.part = piece;
+    item.parts = pieces.count;
+    return true;
+  }
 };
 
 // Before the first item.
@@ -239,6 +264,7 @@ __device__ __forceinline__ DecodeItems items_of(const Share& share) {
   DecodeItems items;
   items.item.batch = share.batch - 1;
   items.item.head = items.item.block = items.item.first_share = 0;
+  if (kPieces) items.item.part = items.item.parts = 0;
   items.at = share.at;
   items.units = items.blocks = 0;
   return items;

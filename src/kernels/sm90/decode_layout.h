@@ -8,6 +8,7 @@ enum : int {
   kWarpRows = 16,
   kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups, and other warps load for it
   kLoadWarps = 4,  // of all such teams
+  kMergeWarps = 8,  // of a thread block of decode_merge.cu, a row each
 };
 
 // What the map depends on: constants of plan.h.

@@ -55,6 +55,10 @@ __device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
 
 // Where that part is left.
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
+  if (kPieces) {
+    const long long line = (long long)(item.batch) * p.hk + item.head;
+    return p.partial + (line * p.most_pieces + part) * p.piece_floats;
+  }
   return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
 }
 
@@ -163,19 +167,19 @@ struct Parts {
   int first, step, count;
 };
 
-// Puts parts together in the order of the line's keys: as the result, or where the first of them was. A warp takes
-// kRows rows and kAtOnce parts at a time, so that all of its loads are on their way together: each lane the weight of
-// one part of one row, and four columns of all.
+// Puts parts together in the order of the line's keys: as the result, or where the first of them was. Each of `warps`
+// takes kRows rows and kAtOnce parts at a time, so that all of its loads are on their way together: each lane the
+// weight of one part of one row, and four columns of all.
 template <int kRows, int kAtOnce>
 __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
-                                           bool whole) {
+                                           bool whole, int warp, int warps) {
   constexpr int kRow = partial_row_floats(kValueDim);
   constexpr int kLanes = 32 / kRows;  // of a row
   const ItemRows of_item = rows_of_item(p, item);
   const int lane = threadIdx.x % 32;
   const auto part_row = [&](int i, int row) { return partial_of(p, item, parts.first + i * parts.step) + row * kRow; };
 #pragma unroll 1
-  for (int row = threadIdx.x / 32 * kRows; row < of_item.count; row += kWarps * kRows)
+  for (int row = warp * kRows; row < of_item.count; row += warps * kRows)
 #pragma unroll 1
     for (int column = 4 * lane; column - 4 * lane < kValueDim; column += 128) {
       float4 x[kRows];
@@ -244,12 +248,13 @@ __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeIt
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
                                             bool whole) {
   constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;  // as many as registers hold
+  const int warp = threadIdx.x / 32;
   if constexpr (!kWide)
-    merge_rows<kTeamWarps, kTeamWarps == 1 ? kOfOneRow : 8>(p, item, parts, whole);
+    merge_rows<kTeamWarps, kTeamWarps == 1 ? kOfOneRow : 8>(p, item, parts, whole, warp, kWarps);
   else if (parts.count <= 2)
-    merge_rows<8, 2>(p, item, parts, whole);
+    merge_rows<8, 2>(p, item, parts, whole, warp, kWarps);
   else
-    merge_rows<4, 4>(p, item, parts, whole);
+    merge_rows<4, 4>(p, item, parts, whole, warp, kWarps);
 }
 
 // Whether this thread block is the last of `count` that come here, after all that it has written.

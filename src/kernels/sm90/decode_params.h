@@ -11,7 +11,7 @@
 //   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
-//   kWholeLines     1: no line is cut, so that its bits depend on nothing else
+//   kPieces         1: lines are cut where their own keys say, so that their bits depend on nothing else
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
@@ -44,9 +44,11 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  float* partial;  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]
+  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kPieces: [b][hk][most_pieces][piece_floats].
+  float* partial;
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
+  int most_pieces, piece_floats;  // kPieces
 };
