@@ -91,7 +91,7 @@ struct Kernels {
 struct Bf16Path {
   std::string_view name;
   const Kernels* bf16;      ///< null where the path is not taken
-  const Kernels* f16;       ///< null where vectors are faster, too
+  const Kernels* f16;       ///< null, too, where vectors are faster
   std::string unavailable;  ///< why it is not taken
 };
 
