@@ -50,6 +50,11 @@ uint32_t next(uint32_t& state) {  // xorshift32
   return state;
 }
 
+uint16_t cut_to_f16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x * 0x1p-112f);  // with the exponents of f16
+  return static_cast<uint16_t>((bits >> 16 & 0x8000) | (bits & 0x7fffffff) >> 13);
+}
+
 /// `count` normal-like numbers.
 std::vector<uint16_t> random_elements(DType dtype, int64_t count, uint32_t seed) {
   std::vector<uint16_t> elements(count * size_of(dtype) / sizeof(uint16_t));
@@ -58,10 +63,12 @@ std::vector<uint16_t> random_elements(DType dtype, int64_t count, uint32_t seed)
     // The sum of four uniforms: mean 0, variance 1 up to the factor.
     float x = 0;
     for (int u = 0; u < 4; ++u) x += static_cast<float>(next(state) >> 8) * 0x1p-24f - 0.5f;
-    const uint32_t bits = std::bit_cast<uint32_t>(x * 1.7320508f);
+    x *= 1.7320508f;
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
     // bf16 is the upper half of an f32; rounding does not matter here.
+    const auto upper = static_cast<uint16_t>(bits >> 16);
     if (dtype == DType::kF32) elements[2 * i] = static_cast<uint16_t>(bits);
-    elements[dtype == DType::kF32 ? 2 * i + 1 : i] = static_cast<uint16_t>(bits >> 16);
+    elements[dtype == DType::kF32 ? 2 * i + 1 : i] = dtype == DType::kF16 ? cut_to_f16(x) : upper;
   }
   return elements;
 }
@@ -145,7 +152,7 @@ std::vector<Case> cpu_grid(const std::string& name, int threads) {
   const std::vector<int> counts = threads > 1 ? std::vector<int>{1, threads} : std::vector<int>{1};
   std::vector<Case> cases;
   for (const char* pass : {"forward", "backward"}) {
-    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       for (const int64_t d : {64, 128}) {
         for (const int64_t n : lengths) {
           for (const int t : counts) cases.push_back(attention(pass, dtype, n, d, false, t));

@@ -269,8 +269,8 @@ class CpuEngine final : public Engine {
     const Machine& m = machine();
     std::string text = fmt::format("{} vectors, ", m.vectors.target);
     for (const Bf16Path& path : m.bf16) {
-      if (path.kernels != nullptr) {
-        text += fmt::format("{} for bf16, ", path.name);
+      if (path.bf16 != nullptr) {
+        text += fmt::format("{} for bf16{}, ", path.name, path.f16 != nullptr ? " and f16" : "");
         break;
       }
       text += fmt::format("no {} ({}), ", path.name, path.unavailable);

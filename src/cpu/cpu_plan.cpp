@@ -134,13 +134,18 @@ KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
 
 const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
   const Machine& m = machine();
+  const auto kernels_of = [&](const Bf16Path& path) {
+    return p.dtype == DType::kBF16 ? path.bf16 : path.f16;
+  };
   const Bf16Path* chosen = nullptr;
   for (const Bf16Path& path : m.bf16) {
     std::string why;
-    if (p.dtype != DType::kBF16) {
+    if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
       why = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
-    } else if (path.kernels == nullptr) {
+    } else if (path.bf16 == nullptr) {
       why = path.unavailable;
+    } else if (kernels_of(path) == nullptr) {
+      why = "a product of f16 is three of theirs, slower than vectors";
     } else if (std::fabs(p.scale) > kMostBf16Scale) {
       why = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
     } else if (chosen != nullptr) {
@@ -152,9 +157,9 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
     rejected->push_back(fmt::format("{}: {}", path.name, why));
   }
   if (chosen == nullptr) return m.vectors;
-  rejected->push_back(
-      fmt::format("{} vectors: {} multiply bf16 faster", m.vectors.target, chosen->name));
-  return *chosen->kernels;
+  rejected->push_back(fmt::format("{} vectors: {} multiply {} faster", m.vectors.target,
+                                  chosen->name, name_of(p.dtype)));
+  return *kernels_of(*chosen);
 }
 
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,

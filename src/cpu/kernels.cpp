@@ -31,9 +31,11 @@ namespace fulgur::cpu {
 /// The table of a Highway target; null for one that this build lacks.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTableOf)() = nullptr;
-/// Its paths of bf16: tiles and dot products; null where there are none.
+/// Its paths of bf16 and f16: tiles and dot products; null where there are none.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTilesOf)() = nullptr;
+template <int64_t kTarget>
+constexpr const Kernels& (*kF16TilesOf)() = nullptr;
 template <int64_t kTarget>
 constexpr const Kernels& (*kDotsOf)() = nullptr;
 }  // namespace fulgur::cpu
@@ -63,26 +65,30 @@ const Kernels& table() {
 
 #if HWY_TARGET == HWY_AVX3
 /// What the products have no part in, vectors do.
-template <class Products>
-Kernels bf16_kernels(const char* target) {
+template <class Products, int kParts>
+Kernels kernels_on(const char* target) {
   Kernels k = table();
   k.target = target;
   k.panel_rows = kTilePanelRows;
   k.panels = kTilePanels;
-  k.forward_scratch = tile_forward_scratch;
-  k.forward = tile_forward<Products>;
-  k.backward_scratch = tile_backward_scratch;
-  k.backward = tile_backward<Products>;
+  k.forward_scratch = tile_forward_scratch<kParts>;
+  k.forward = tile_forward<Products, kParts>;
+  k.backward_scratch = tile_backward_scratch<kParts>;
+  k.backward = tile_backward<Products, kParts>;
   k.backward_dq = tile_backward_dq;
   k.dq_floats = tile_dq_floats;
   return k;
 }
 const Kernels& tile_table() {
-  static const Kernels kTable = bf16_kernels<TileProducts<Amx>>("AMX");
+  static const Kernels kTable = kernels_on<TileProducts<Amx>, kPartsOfBF16>("AMX");
+  return kTable;
+}
+const Kernels& f16_tile_table() {
+  static const Kernels kTable = kernels_on<TileProducts<Amx>, kPartsOfF16>("AMX");
   return kTable;
 }
 const Kernels& dot_table() {
-  static const Kernels kTable = bf16_kernels<DotProducts<Avx512Bf16>>("AVX512-BF16");
+  static const Kernels kTable = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16");
   return kTable;
 }
 #endif
@@ -97,6 +103,9 @@ constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kTableOf<HWY_TARGET>)() =
 template <>
 constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kTilesOf<HWY_TARGET>)() =
     fulgur::cpu::HWY_NAMESPACE::tile_table;
+template <>
+constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kF16TilesOf<HWY_TARGET>)() =
+    fulgur::cpu::HWY_NAMESPACE::f16_tile_table;
 template <>
 constexpr const fulgur::cpu::Kernels& (*fulgur::cpu::kDotsOf<HWY_TARGET>)() =
     fulgur::cpu::HWY_NAMESPACE::dot_table;
@@ -133,6 +142,7 @@ std::string dots_unavailable() {
 /// A path of bf16, which users may force, too.
 struct Bf16Target {
   Target target;
+  const Kernels& (*f16)();  // null where f16 is faster on vectors
   std::string_view path;
   std::string (*lacking)();  // why not, on a machine that has the target
 
@@ -142,8 +152,14 @@ struct Bf16Target {
   }
 };
 constexpr Bf16Target kBf16Targets[] = {  // the fastest first
-    {{"amx", HWY_AVX3, kTilesOf<HWY_AVX3>}, "AMX tiles", [] { return amx_unavailable(); }},
-    {{"avx512_bf16", HWY_AVX3, kDotsOf<HWY_AVX3>}, "AVX512-BF16 dot products", dots_unavailable}};
+    {{"amx", HWY_AVX3, kTilesOf<HWY_AVX3>},
+     kF16TilesOf<HWY_AVX3>,
+     "AMX tiles",
+     [] { return amx_unavailable(); }},
+    {{"avx512_bf16", HWY_AVX3, kDotsOf<HWY_AVX3>},
+     nullptr,
+     "AVX512-BF16 dot products",
+     dots_unavailable}};
 
 [[noreturn]] void lacks(std::string_view name, const std::string& why) {
   std::string here;
@@ -177,12 +193,14 @@ Machine select() {
                   {}};
   for (const Bf16Target& bf16 : kBf16Targets) {
     if (!name.empty() && name != bf16.target.name) {
-      machine.bf16.push_back({bf16.path, nullptr, fmt::format("FULGUR_CPU_TARGET is {}", name)});
+      machine.bf16.push_back(
+          {bf16.path, nullptr, nullptr, fmt::format("FULGUR_CPU_TARGET is {}", name)});
       continue;
     }
     const std::string why = bf16.unavailable();
     if (!name.empty() && !why.empty()) lacks(name, why);
-    machine.bf16.push_back({bf16.path, why.empty() ? &bf16.target.table() : nullptr, why});
+    machine.bf16.push_back({bf16.path, why.empty() ? &bf16.target.table() : nullptr,
+                            why.empty() && bf16.f16 != nullptr ? &bf16.f16() : nullptr, why});
   }
   return machine;
 }

@@ -1,7 +1,9 @@
 // The matrix product of bf16 on tiles of 16 rows of 64 bytes (Intel's AMX), and how its operands
 // are packed, for dot-inl.h, too. A product step is C [16][16] += A [16][32] B [32][16]. A tile of
 // A is row-major. A tile of B has the rows of B in pairs, since 32 bits hold two values of the
-// summed index: [16 pairs][16 columns][2].
+// summed index: [16 pairs][16 columns][2]. The parts of elements (parts-inl.h) have tiles of their
+// own, one behind the other along the summed index, so that a product of f16 is one of bf16 with
+// three times the steps.
 #if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_INL_H_
 #undef FULGUR_CPU_TILE_INL_H_
@@ -9,7 +11,7 @@
 #define FULGUR_CPU_TILE_INL_H_
 #endif
 
-#include "cpu/vector-inl.h"
+#include "cpu/parts-inl.h"
 
 // Every CPU with AMX has this target.
 #if HWY_TARGET == HWY_AVX3
@@ -83,13 +85,13 @@ struct Operand {
   const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
 };
 
-/// The rows, columns and values of the summed index of a product that are no padding.
+/// The rows, columns and elements along the summed index of a product that are no padding.
 struct Extent {
   int64_t rows, columns, depth;
 };
 
 /// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
-/// index. Tiles multiply their padding, dot products only what is there.
+/// index, those of all parts. Tiles multiply their padding, dot products only what is there.
 struct Product {
   bool add;
   int64_t rows, columns, steps;
@@ -254,7 +256,7 @@ class Census {
   __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
 };
 
-/// Rows of bf16, of which `count` are there; rows and columns behind the last read as 0.
+/// Rows of 16-bit elements, of which `count` are there; rows and columns behind the last read as 0.
 template <class RowAt>
 struct Rows {
   RowAt at;  // at(i): the address of row i
@@ -267,16 +269,14 @@ struct Rows {
     if (i >= count || c >= columns) return _mm512_setzero_si512();
     return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
   }
-  /// Columns [c, c + 16) of row i, in the lower halves of 32 bits.
+  /// Columns [c, c + 16) of row i.
   template <bool kWhole>
-  HWY_INLINE __m512i load_16(int64_t i, int64_t c) const {
+  HWY_INLINE __m256i load_16(int64_t i, int64_t c) const {
     if constexpr (kWhole) {
-      const auto* const from = reinterpret_cast<const __m256i*>(at(i) + c);
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
+      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(i) + c));
     }
-    if (i >= count || c >= columns) return _mm512_setzero_si512();
-    const auto mask = static_cast<__mmask16>(first(columns - c));
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at(i) + c));
+    if (i >= count || c >= columns) return _mm256_setzero_si256();
+    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(columns - c)), at(i) + c);
   }
 
   /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
@@ -322,19 +322,27 @@ HWY_INLINE void transpose_16(__m512i (&r)[16]) {
   FULGUR_UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-/// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)], of `rows` rows.
-template <class RowAt>
+HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
+  FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+}
+
+/// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts], of `rows`
+/// rows.
+template <int kParts, class RowAt>
 HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                           Census* census) {
   Census all = *census;
   for (int64_t b = 0; b < blocks_of(rows); ++b) {
-    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kParts * kTileSize) {
       const int64_t i = b * kTileRows, c = s * kTileDepth;
       from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
         FULGUR_UNROLL for (int r = 0; r < kTileRows; ++r) {
-          const __m512i x = from.template load_32<decltype(whole)::value>(i + r, c);
-          all.add(x);
-          _mm512_store_si512(to + r * kTileDepth, x);
+          __m512i x[kParts];
+          split_row<Side::kA>(from.template load_32<decltype(whole)::value>(i + r, c), x);
+          all.add(x[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+            _mm512_store_si512(to + p * kTileSize + r * kTileDepth, x[p]);
+          }
         }
       });
     }
@@ -342,96 +350,107 @@ HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_R
   *census = all;
 }
 
-/// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)].
-template <class RowAt>
+/// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts].
+template <int kParts, class RowAt>
 HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                              Census* census) {
   Census all = *census;
   for (int64_t b = 0; b < blocks_of(rows); ++b) {
-    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kTileSize) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s) {
       const int64_t i = b * kTileRows, c = s * kTileDepth;
-      __m512i r[16];
+      __m512i r[kParts][16];
       from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
         FULGUR_UNROLL for (int at = 0; at < 16; ++at) {
-          r[at] = from.template load_32<decltype(whole)::value>(i + at, c);
-          all.add(r[at]);
+          __m512i x[kParts];
+          split_row<Side::kB>(from.template load_32<decltype(whole)::value>(i + at, c), x);
+          all.add(x[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) r[p][at] = x[p];
         }
       });
-      transpose_16(r);
-      FULGUR_UNROLL for (int at = 0; at < 16; ++at) _mm512_store_si512(to + at * kTileDepth, r[at]);
+      for (int p = 0; p < kParts; ++p, to += kTileSize) {
+        transpose_16(r[p]);
+        store_tile(r[p], to);
+      }
     }
   }
   *census = all;
 }
 
-/// 16 columns of rows [i, i + 32), two rows in 32 bits.
-template <class RowAt>
-HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[16],
+/// 16 columns of rows [i, i + 32) in parts, two rows in 32 bits.
+template <Side kSide, int kParts, class RowAt>
+HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[kParts][16],
                            Census* census) {
   from.with_whole(i, kTileDepth, c, kTileRows, [&](auto whole) HWY_ATTR {
     FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
-      const __m512i even = from.template load_16<decltype(whole)::value>(i + 2 * pair, c);
-      const __m512i odd = from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c);
-      r[pair] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
-      census->add(r[pair]);
+      __m512i x[kParts];
+      split_pair<kSide>(from.template load_16<decltype(whole)::value>(i + 2 * pair, c),
+                        from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c), x);
+      census->add(x[0]);
+      FULGUR_UNROLL for (int p = 0; p < kParts; ++p) r[p][pair] = x[p];
     }
   });
 }
 
-/// Rows as B, summed over them: tiles [blocks_of(columns)][steps], of which this fills step `step`.
-template <class RowAt>
+/// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
+/// `step`.
+template <int kParts, class RowAt>
 HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
                            uint16_t* HWY_RESTRICT to, Census* census) {
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
-    __m512i r[16];
-    load_pairs(from, 0, b * kTileRows, r, census);
-    uint16_t* const tile = to + (b * steps + step) * kTileSize;
-    FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + i * kTileDepth, r[i]);
+    __m512i r[kParts][16];
+    load_pairs<Side::kB>(from, 0, b * kTileRows, r, census);
+    uint16_t* const tile = to + (b * steps + step) * kParts * kTileSize;
+    for (int p = 0; p < kParts; ++p) store_tile(r[p], tile + p * kTileSize);
   }
 }
 
 /// Columns as rows of A, summed over the rows they come from: tiles
-/// [blocks_of(columns)][steps_of(rows)].
-template <class RowAt>
+/// [blocks_of(columns)][steps_of(rows)][kParts].
+template <int kParts, class RowAt>
 HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                                 Census* census) {
   Census all = *census;
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
-    for (int64_t s = 0; s < steps_of(rows); ++s, to += kTileSize) {
-      __m512i r[16];
-      load_pairs(from, s * kTileDepth, b * kTileRows, r, &all);
-      transpose_16(r);
-      FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+    for (int64_t s = 0; s < steps_of(rows); ++s) {
+      __m512i r[kParts][16];
+      load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all);
+      for (int p = 0; p < kParts; ++p, to += kTileSize) {
+        transpose_16(r[p]);
+        store_tile(r[p], to);
+      }
     }
   }
   *census = all;
 }
 
-/// Floats as bf16 in the upper halves, rounded to nearest, ties away from 0. A NaN whose lower half
-/// is 0 stays one.
-HWY_INLINE __m512i round_up_half(V32 x) {
-  return _mm512_add_epi32(_mm512_castps_si512(x.raw), _mm512_set1_epi32(0x8000));
+/// Two vectors as a row of A: the parts `stride` elements apart.
+template <int kParts>
+HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<Side::kA>(low, x);
+  split<Side::kA>(high, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, join_halves(x[p], y[p]));
+  }
 }
 
-/// The upper halves of a and b in turns: a row of B from two rows of C.
-HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
-}
-
-/// The upper halves of a, then of b: a row of A from a row of C.
-HWY_INLINE __m512i join_halves(__m512i a, __m512i b) {
-  alignas(64) static constexpr uint16_t kJoined[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
-                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
-                                                       45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kJoined), b);
+/// A vector each of two rows as a row of B.
+template <int kParts>
+HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<Side::kB>(even, x);
+  split<Side::kB>(odd, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, pair_halves(x[p], y[p]));
+  }
 }
 
 /// 2^r on [0, 1), exact at 0: relative-minimax coefficients.
 constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
                            0.013426683843135834f};
 
-/// 2^x for x <= 127 to 2^-18, which bf16 does not see and LSE, a sum, hardly; 0 below -126. NaN
-/// stays.
+/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126.
+/// NaN stays.
 HWY_INLINE V32 exp2_short(V32 x) {
   // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
   const __m512 r = _mm512_reduce_ps(x.raw, 0x09);

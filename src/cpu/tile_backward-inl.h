@@ -1,6 +1,6 @@
-// FlashAttention-2 backward (Alg. 2) of bf16 on tiles or by dot products. S^T, dP^T and dQ^T have a
-// query row in each lane, dV and dK the head dim. A group of panels shares the sums of dV and dK,
-// whose tiles are loaded and stored once for all its rows.
+// FlashAttention-2 backward (Alg. 2) of bf16 and f16 on tiles or by dot products. S^T, dP^T and
+// dQ^T have a query row in each lane, dV and dK the head dim. A group of panels shares the sums of
+// dV and dK, whose tiles are loaded and stored once for all its rows.
 #if defined(FULGUR_CPU_TILE_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_BACKWARD_INL_H_
 #undef FULGUR_CPU_TILE_BACKWARD_INL_H_
@@ -18,6 +18,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kGroup = 4;  // panels, each a step of the sums over rows
 
+template <int kParts>
 struct TileBackwardScratch {
   int64_t ldk, ldv;            // columns of dK and dV: d and dv in blocks
   uint16_t *K, *V;             // kTiles x rows of A, summed over d or dv
@@ -28,37 +29,39 @@ struct TileBackwardScratch {
   float *P, *Pz, *dS;  // [kBc][kTilePanelRows]; Pz = Z o P, the dropped P (the same without)
   float* cap_slope;    // the same
   uint16_t *P_keys, *dS_keys;  // A, summed over the rows of the group
-  uint16_t* dS_rows;           // [kBc / 2][kTilePanelRows][2]: B, summed over keys
+  uint16_t* dS_rows;           // [kBc / 32][kParts][16][kTilePanelRows][2]: B, summed over keys
   float *rows, *key;           // [kTileRows][ldk or ldv], [ldk]
 
   TileBackwardScratch(const Problem& p, Arena& arena)
       : ldk(blocks_of(p.d) * kTileRows), ldv(blocks_of(p.dv) * kTileRows) {
-    const int64_t d = steps_of(p.d) * kTileDepth, dv = steps_of(p.dv) * kTileDepth;
+    const int64_t d = kParts * steps_of(p.d) * kTileDepth;
+    const int64_t dv = kParts * steps_of(p.dv) * kTileDepth;
     const int64_t keys = kTiles * kBc, group_rows = kGroup * kTilePanelRows;
     K = arena.take_halves(keys * d);
     V = arena.take_halves(keys * dv);
-    Kt = arena.take_halves(keys * ldk);
+    Kt = arena.take_halves(kParts * keys * ldk);
     dK = arena.take(keys * ldk);
     dV = arena.take(keys * ldv);
     Q = arena.take_halves(group_rows * d);
     dO = arena.take_halves(group_rows * dv);
-    Q_rows = arena.take_halves(group_rows * ldk);
-    dO_rows = arena.take_halves(group_rows * ldv);
+    Q_rows = arena.take_halves(kParts * group_rows * ldk);
+    dO_rows = arena.take_halves(kParts * group_rows * ldv);
     P = arena.take(kBc * kTilePanelRows);
     dS = arena.take(kBc * kTilePanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kTilePanelRows) : P;
     cap_slope = p.softcap > 0 ? arena.take(kBc * kTilePanelRows) : nullptr;
-    P_keys = arena.take_halves(kBc * group_rows);
-    dS_keys = arena.take_halves(kBc * group_rows);
-    dS_rows = arena.take_halves(kBc * kTilePanelRows);
+    P_keys = arena.take_halves(kParts * kBc * group_rows);
+    dS_keys = arena.take_halves(kParts * kBc * group_rows);
+    dS_rows = arena.take_halves(kParts * kBc * kTilePanelRows);
     rows = arena.take(kTileRows * std::max(ldk, ldv));
     key = arena.take(ldk);
   }
 };
 
-inline int64_t tile_backward_scratch(const Problem& p) {
+template <int kParts>
+int64_t tile_backward_scratch(const Problem& p) {
   Arena arena(nullptr);
-  TileBackwardScratch(p, arena);
+  TileBackwardScratch<kParts>(p, arena);
   return arena.used();
 }
 
@@ -78,27 +81,27 @@ struct TilePanel {
 
 /// Where the gradients of a panel go as they are rounded: row jj of P and dS as rows of A, at
 /// `keys` + jj tile rows of the panel's step; two rows of dS as one of B.
+template <int kParts>
 HWY_INLINE void store_gradients(int64_t jj, int64_t step, const V32 (&p)[2][2],
-                                const V32 (&ds)[2][2], const TileBackwardScratch& s) {
-  __m512i halves[2][2];
+                                const V32 (&ds)[2][2], const TileBackwardScratch<kParts>& s) {
   FULGUR_UNROLL for (int64_t i = 0; i < 2; ++i) {
-    const int64_t at =
-        ((jj + i) / kTileRows * kGroup + step) * kTileSize + (jj + i) % kTileRows * kTileDepth;
-    _mm512_store_si512(s.P_keys + at, join_halves(round_up_half(p[i][0]), round_up_half(p[i][1])));
-    halves[i][0] = round_up_half(ds[i][0]);
-    halves[i][1] = round_up_half(ds[i][1]);
-    _mm512_store_si512(s.dS_keys + at, join_halves(halves[i][0], halves[i][1]));
+    const int64_t at = ((jj + i) / kTileRows * kGroup + step) * kParts * kTileSize +
+                       (jj + i) % kTileRows * kTileDepth;
+    store_row_of_a<kParts>(p[i][0], p[i][1], kTileSize, s.P_keys + at);
+    store_row_of_a<kParts>(ds[i][0], ds[i][1], kTileSize, s.dS_keys + at);
   }
+  const int64_t row = jj / kTileDepth * kParts * kTileDepth + jj % kTileDepth;
   FULGUR_UNROLL for (int64_t v = 0; v < 2; ++v) {
-    _mm512_store_si512(s.dS_rows + jj * kTilePanelRows + 2 * v * kLanes,
-                       pair_halves(halves[0][v], halves[1][v]));
+    store_pair_of_b<kParts>(ds[0][v], ds[1][v], kTileDepth * kTilePanelRows,
+                            s.dS_rows + row * kTilePanelRows + 2 * v * kLanes);
   }
 }
 
 /// P = exp(S - LSE) (line 11), dS = P o (dP - D) (line 14) of a tile that every row sees all of,
 /// where S is the product times `factor`. dP is in s.dS. n is even.
+template <int kParts>
 HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, float factor,
-                               const TileBackwardScratch& s) {
+                               const TileBackwardScratch<kParts>& s) {
   const F32 f;
   const V32 c = hn::Set(f, factor);
   V32 lse[2], D[2];
@@ -122,7 +125,8 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
 }
 
 /// The same from P and dS.
-HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScratch& s) {
+template <int kParts>
+HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScratch<kParts>& s) {
   const F32 f;
   for (int64_t jj = 0; jj < n; jj += 2) {
     V32 p[2][2], ds[2][2];
@@ -138,8 +142,9 @@ HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScrat
 }
 
 /// The gradients of a tile in f32, masked.
+template <int kParts>
 HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const KeyTile& tile,
-                                 const TileBackwardScratch& s) {
+                                 const TileBackwardScratch<kParts>& s) {
   const Problem& p = task.problem;
   const int64_t n = tile.n, width = kTilePanelRows;
   scale_scores(n, width, query_factor(p), s.P);
@@ -155,10 +160,11 @@ HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const Key
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
 /// each other touch.
-HWY_NOINLINE inline void add_visible_gradients(const Task& task, const BackwardArgs& args,
-                                               const TilePanel& t, const KeyTile& tile,
-                                               const TileBackwardScratch& s, int64_t first_key,
-                                               float* HWY_RESTRICT dqt) {
+template <int kParts>
+HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& args,
+                                        const TilePanel& t, const KeyTile& tile,
+                                        const TileBackwardScratch<kParts>& s, int64_t first_key,
+                                        float* HWY_RESTRICT dqt) {
   const Problem& p = task.problem;
   for (int64_t r = 0; r < t.panel.count; ++r) {
     for (int64_t jj = 0; jj < tile.n; ++jj) {
@@ -176,19 +182,21 @@ HWY_NOINLINE inline void add_visible_gradients(const Task& task, const BackwardA
 }
 
 /// What a panel, the `step`th of its group, needs of Q, dO, LSE and D.
+template <int kParts>
 HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t step, const float* D,
-                           const TileBackwardScratch& s, TilePanel* t) {
+                           const TileBackwardScratch<kParts>& s, TilePanel* t) {
   const Problem& p = task.problem;
   const int64_t row = t->row, count = t->panel.count;
   const auto q = query_rows(task, args.q, p.q, p.d, row, count);
   const auto dout = query_rows(task, args.dout, p.dout, p.dv, row, count);
+  const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
   Census census;
-  pack_columns(q, kTilePanelRows, s.Q + step * kTilePanelRows * steps_of(p.d) * kTileDepth,
-               &census);
-  pack_columns(dout, kTilePanelRows, s.dO + step * kTilePanelRows * steps_of(p.dv) * kTileDepth,
-               &census);
-  pack_pairs(q, step, kGroup, s.Q_rows, &census);
-  pack_pairs(dout, step, kGroup, s.dO_rows, &census);
+  pack_columns<kParts>(q, kTilePanelRows, s.Q + step * kTilePanelRows * k_steps * kTileDepth,
+                       &census);
+  pack_columns<kParts>(dout, kTilePanelRows, s.dO + step * kTilePanelRows * v_steps * kTileDepth,
+                       &census);
+  pack_pairs<kParts>(q, step, kGroup, s.Q_rows, &census);
+  pack_pairs<kParts>(dout, step, kGroup, s.dO_rows, &census);
   t->finite = census.finite();
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int64_t r = 0; r < kTilePanelRows; ++r) {
@@ -204,31 +212,31 @@ HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t s
   }
 }
 
-template <class Products>
+template <class Products, int kParts>
 void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
                    const float* D, float* dq, float* scratch) {
   const typename Products::Session session;
   Products products;
   const Problem& p = task.problem;
   Arena arena(scratch);
-  const TileBackwardScratch s(p, arena);
-  const int64_t k_steps = steps_of(p.d), v_steps = steps_of(p.dv);
+  const TileBackwardScratch<kParts> s(p, arena);
+  const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
   const int64_t k_blocks = blocks_of(p.d), v_blocks = blocks_of(p.dv);
   const int64_t keys = key_end - key_begin;
   const bool plain = p.softcap == 0 && !p.has_alibi() && p.dropout_p == 0;
   const auto in_group = [](const uint16_t* data, int64_t step) {
-    return Operand{data + step * kTileSize, 64, kGroup * kTileSize, kTileSize};
+    return Operand{data + step * kParts * kTileSize, 64, kGroup * kParts * kTileSize, kTileSize};
   };
 
   Census census, unused;
-  pack_rows(key_rows(task, args.k, p.k, p.d, key_begin, keys), round_up(keys, kTileDepth), s.K,
-            &census);
-  pack_rows(key_rows(task, args.v, p.v, p.dv, key_begin, keys), round_up(keys, kTileDepth), s.V,
-            &unused);
+  pack_rows<kParts>(key_rows(task, args.k, p.k, p.d, key_begin, keys), round_up(keys, kTileDepth),
+                    s.K, &census);
+  pack_rows<kParts>(key_rows(task, args.v, p.v, p.dv, key_begin, keys), round_up(keys, kTileDepth),
+                    s.V, &unused);
   for (int64_t key = 0; key < keys; key += kBc) {
     const int64_t n = std::min(kBc, keys - key);
-    pack_transposed(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, s.Kt + key * s.ldk,
-                    &unused);
+    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n,
+                            s.Kt + kParts * key * s.ldk, &unused);
   }
   std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);
   std::fill_n(s.dV, round_up(keys, kTileDepth) * s.ldv, 0.0f);
@@ -249,10 +257,10 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
     if (done) continue;
     for (int64_t i = 0; i < count; ++i) load_panel(task, args, i, D, s, &panels[i]);
     for (int64_t key = 0; key < keys; key += kBc) {
-      const int64_t n = std::min(kBc, keys - key), key_steps = steps_of(n);
-      const int64_t padded = key_steps * kTileDepth, key_blocks = blocks_of(padded);
+      const int64_t n = std::min(kBc, keys - key), padded = round_up(n, kTileDepth);
+      const int64_t key_steps = kParts * steps_of(n), key_blocks = blocks_of(padded);
       const uint16_t *K = s.K + key * k_steps * kTileDepth, *V = s.V + key * v_steps * kTileDepth;
-      const uint16_t* Kt = s.Kt + key * s.ldk;
+      const uint16_t* Kt = s.Kt + kParts * key * s.ldk;
       int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
         if (begin < end) {
@@ -260,7 +268,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           products.multiply({true,
                              key_blocks,
                              v_blocks,
-                             end - begin,
+                             kParts * (end - begin),
                              in_group(s.P_keys, begin),
                              in_group(s.dO_rows, begin),
                              s.dV + key * s.ldv,
@@ -269,7 +277,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           products.multiply({true,
                              key_blocks,
                              k_blocks,
-                             end - begin,
+                             kParts * (end - begin),
                              in_group(s.dS_keys, begin),
                              in_group(s.Q_rows, begin),
                              s.dK + key * s.ldk,

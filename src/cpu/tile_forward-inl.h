@@ -1,6 +1,6 @@
-// FlashAttention-2 forward (Alg. 1) of bf16 on tiles or by dot products: S^T = K Q^T and O^T += V^T
-// P^T, as in forward-inl.h, a query row in each lane of the sums. Two rows of P^T, rounded and
-// merged, are a row of the second product's B.
+// FlashAttention-2 forward (Alg. 1) of bf16 and f16 on tiles or by dot products: S^T = K Q^T and
+// O^T += V^T P^T, as in forward-inl.h, a query row in each lane of the sums. Two rows of P^T,
+// rounded and merged, are a row of the second product's B.
 #if defined(FULGUR_CPU_TILE_FORWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_FORWARD_INL_H_
 #undef FULGUR_CPU_TILE_FORWARD_INL_H_
@@ -31,6 +31,7 @@ constexpr int64_t kChunk = 8;
 constexpr int64_t kHalf = kTileDepth;
 
 /// The row block and a chunk of the keys in fast memory.
+template <int kParts>
 struct TileForwardScratch {
   uint16_t* Q[kTilePanels];                // columns of B, summed over d
   float* Ot[kTilePanels];                  // [dv in tiles][width]
@@ -38,12 +39,13 @@ struct TileForwardScratch {
   uint16_t* K[kChunk];                     // rows of A, summed over d
   uint16_t* Vt[kChunk];                    // rows of A, summed over keys
   float* S[2];                             // [kHalf][width], of a half and the next
-  uint16_t* P[2];   // [kBc / 2][width][2]: B, summed over keys; of a tile and the one before
+  uint16_t* P[2];   // halves [kParts][kHalf / 2][width][2]: B, summed over keys; of a tile and the
+                    // one before
   float* P_wide;    // [kHalf][width]: P that is not ready for tiles
   float *V, *rows;  // [kHalf][dv in tiles], [kTileRows][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
-    const int64_t d = steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
+    const int64_t d = kParts * steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
     for (int64_t i = 0; i < kTilePanels; ++i) {
       Q[i] = arena.take_halves(kTilePanelRows * d);
       Ot[i] = arena.take(dv * kTilePanelRows);
@@ -52,19 +54,20 @@ struct TileForwardScratch {
     }
     for (int64_t i = 0; i < kChunk; ++i) {
       K[i] = arena.take_halves(kBc * d);
-      Vt[i] = arena.take_halves(kBc * dv);
+      Vt[i] = arena.take_halves(kParts * kBc * dv);
     }
     for (float*& half : S) half = arena.take(kHalf * kTilePanelRows);
-    for (uint16_t*& packed : P) packed = arena.take_halves(kBc * kTilePanelRows);
+    for (uint16_t*& packed : P) packed = arena.take_halves(kParts * kBc * kTilePanelRows);
     P_wide = arena.take(kHalf * kTilePanelRows);
     V = arena.take(kHalf * dv);
     rows = arena.take(kTileRows * dv);
   }
 };
 
-inline int64_t tile_forward_scratch(const Problem& p) {
+template <int kParts>
+int64_t tile_forward_scratch(const Problem& p) {
   Arena arena(nullptr);
-  TileForwardScratch(p, arena);
+  TileForwardScratch<kParts>(p, arena);
   return arena.used();
 }
 
@@ -118,15 +121,16 @@ inline float softmax_factor(const Problem& p) {
   return p.softcap == 0 && !p.has_alibi() && factor > 0 ? factor : 1;
 }
 
-/// P [n / 2][width][2] in bf16 from P [n][width]. n is even.
-HWY_INLINE void pack_probabilities(int64_t n, int64_t width, const float* HWY_RESTRICT P,
+/// P [kHalf][width] of a half as B.
+template <int kParts>
+HWY_INLINE void pack_probabilities(int64_t width, const float* HWY_RESTRICT P,
                                    uint16_t* HWY_RESTRICT to) {
   const F32 f;
-  for (int64_t jj = 0; jj < n; jj += 2) {
-    for (int64_t at = jj * width; at < (jj + 1) * width; at += kLanes) {
-      const __m512i even = round_up_half(hn::Load(f, P + at));
-      const __m512i odd = round_up_half(hn::Load(f, P + at + width));
-      _mm512_store_si512(to + jj * width + 2 * (at - jj * width), pair_halves(even, odd));
+  for (int64_t jj = 0; jj < kHalf; jj += 2) {
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const float* const at = P + jj * width + c;
+      store_pair_of_b<kParts>(hn::Load(f, at), hn::Load(f, at + width), kHalf * width,
+                              to + jj * width + 2 * c);
     }
   }
 }
@@ -150,7 +154,7 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
 
 /// P = 2^(factor S - m) of a half, packed for tiles or not, and its sums. A step of the products is
 /// made beside each kTurns pairs of keys.
-template <int kVectors, int kTurns, class To, class Products>
+template <int kParts, int kVectors, int kTurns, class To, class Products>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
                                    V32 (&sum)[kVectors], Products& products) {
@@ -177,8 +181,7 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
           hn::Store(p0, f, P + jj * kWidth + v * kLanes);
           hn::Store(p1, f, P + (jj + 1) * kWidth + v * kLanes);
         } else {
-          _mm512_store_si512(P + jj * kWidth + 2 * v * kLanes,
-                             pair_halves(round_up_half(p0), round_up_half(p1)));
+          store_pair_of_b<kParts>(p0, p1, kHalf * kWidth, P + jj * kWidth + 2 * v * kLanes);
         }
       }
     }
@@ -248,7 +251,7 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
 }
 
 /// One call.
-template <class Products>
+template <class Products, int kParts>
 class TileForward {
  public:
   TileForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
@@ -264,8 +267,8 @@ class TileForward {
       make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
       tiles_[count_] = panel.tiles({0, task.s.sk});
       Census unused;
-      pack_columns(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
-                   s_.Q[count_], &unused);
+      pack_columns<kParts>(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
+                           s_.Q[count_], &unused);
       std::fill_n(s_.Ot[count_], blocks_of(p_.dv) * kTileRows * panel.width(), 0.0f);
       std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
       std::fill_n(s_.l[count_], panel.width(), 0.0f);
@@ -365,9 +368,10 @@ class TileForward {
     packed_[at] = true;
     Census unused;
     values_[at] = Census();
-    pack_rows(key_rows(task_, args_.k, p_.k, p_.d, tile.j, tile.n), tile.n, s_.K[at], &unused);
-    pack_transposed(key_rows(task_, args_.v, p_.v, p_.dv, tile.j, tile.n), tile.n, s_.Vt[at],
-                    &values_[at]);
+    pack_rows<kParts>(key_rows(task_, args_.k, p_.k, p_.d, tile.j, tile.n), tile.n, s_.K[at],
+                      &unused);
+    pack_transposed<kParts>(key_rows(task_, args_.v, p_.v, p_.dv, tile.j, tile.n), tile.n,
+                            s_.Vt[at], &values_[at]);
     return at;
   }
 
@@ -377,7 +381,7 @@ class TileForward {
 
   /// S = K Q^T of half h.
   Product scores(const Visit& at, int64_t h, float* S) {
-    const int64_t steps = steps_of(p_.d), vectors = panels_[at.i].vectors;
+    const int64_t steps = kParts * steps_of(p_.d), vectors = panels_[at.i].vectors;
     return {false,
             blocks_of(half_of(at.tile, h).n),
             vectors,
@@ -392,17 +396,17 @@ class TileForward {
   /// O^T += V^T P^T for tiles of rows up to `end`.
   Product values(int64_t end, Packed* p) {
     if (p->begin == p->end) return {};
-    const int64_t keys = std::min(kBc, task_.s.sk - chunk_ - p->place * kBc),
-                  steps = steps_of(keys);
+    const int64_t keys = std::min(kBc, task_.s.sk - chunk_ - p->place * kBc);
+    const int64_t steps = kParts * steps_of(keys), first = kParts * p->begin;
     const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
     const int64_t row = std::exchange(p->row, end);
     const Operand Vt = Operand::packed(s_.Vt[p->place], steps);
     return {true,
             end - row,
             vectors,
-            p->end - p->begin,
-            {Vt.at(row, p->begin), Vt.stride, Vt.block, Vt.step},
-            {p->P + p->begin * kHalf * width, width * 4, kTileDepth, kTileRows * width * 2},
+            kParts * (p->end - p->begin),
+            {Vt.at(row, first), Vt.stride, Vt.block, Vt.step},
+            {p->P + first * kHalf * width, width * 4, kTileDepth, kTileRows * width * 2},
             s_.Ot[p->i] + row * kTileRows * width,
             width,
             {std::min(p_.dv, end * kTileRows) - row * kTileRows, panels_[p->i].count,
@@ -423,20 +427,20 @@ class TileForward {
     finish_scores(i, half, S);
     const bool by_tiles = tiles_add(values_[now->place], half);
     const bool packed = by_tiles && p_.dropout_p == 0;
-    uint16_t* const P = now->P + h * kHalf * width;
+    uint16_t* const P = now->P + kParts * h * kHalf * width;
     const int64_t steps = products_.left();
     if (fresh_[i]) start_maximum<kVectors>(i, S);
     V32 sum[kVectors];
     const float* const m = s_.m[i];
     const auto exponentials = [&]() HWY_ATTR {
       if (!packed) {
-        tile_probabilities<kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
+        tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
       } else if (kVectors == 2 && steps <= kHalf / 8) {
-        tile_probabilities<kVectors, 4>(factor_, S, m, P, sum, products_);
+        tile_probabilities<kParts, kVectors, 4>(factor_, S, m, P, sum, products_);
       } else if (kVectors == 2 && steps <= kHalf / 4) {
-        tile_probabilities<kVectors, 2>(factor_, S, m, P, sum, products_);
+        tile_probabilities<kParts, kVectors, 2>(factor_, S, m, P, sum, products_);
       } else {
-        tile_probabilities<kVectors, 1>(factor_, S, m, P, sum, products_);
+        tile_probabilities<kParts, kVectors, 1>(factor_, S, m, P, sum, products_);
       }
     };
     exponentials();
@@ -461,7 +465,7 @@ class TileForward {
       drop(task_.given.dropout, keep_scale, panels_[i], half, width, s_.P_wide, nullptr);
     }
     if (by_tiles) {
-      pack_probabilities(kHalf, width, s_.P_wide, P);
+      pack_probabilities<kParts>(width, s_.P_wide, P);
     } else {
       products_.flush();
       add_by_vectors(i, half);
@@ -537,7 +541,7 @@ class TileForward {
   const ForwardArgs& args_;
   const float factor_;  // of the products, to scores
   Arena arena_;
-  const TileForwardScratch s_;
+  const TileForwardScratch<kParts> s_;
   const typename Products::Session session_;
   Products products_;
   Panel panels_[kTilePanels];
@@ -550,10 +554,10 @@ class TileForward {
   HWY_ALIGN float alpha_[kTilePanelRows];  // 1 while no row is rescaled
 };
 
-template <class Products>
+template <class Products, int kParts>
 void tile_forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
                   float* scratch) {
-  TileForward<Products> block(task, args, row_begin, row_end, scratch);
+  TileForward<Products, kParts> block(task, args, row_begin, row_end, scratch);
   block.run();
   block.finish(row_begin);
 }

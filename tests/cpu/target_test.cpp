@@ -59,7 +59,7 @@ TEST(Target, IsTheForcedOne) {
       {"sse4", "SSE4"},
       {"avx2", "AVX2"},
       {"avx512", "AVX3"},
-      {"amx", "AMX tiles for bf16"},
+      {"amx", "AMX tiles for bf16 and f16"},
       {"avx512_bf16", "AVX512-BF16 dot products for bf16"}};
   const EngineInfo info = cpu();
   EXPECT_EQ(info.unavailable, "");
@@ -91,12 +91,16 @@ TEST(Target, IsExplained) {
   for (const std::string& path : {amx, dot}) {
     contains(explained(DType::kF32, 1), path + "they multiply bf16, not f32");
     contains(explained(DType::kBF16, 1e30), path);
+    contains(explained(DType::kF16, 1e30), path);
   }
-  const std::string text = explained(DType::kBF16, 1);
-  contains(text, tiles ? "plan      AMX: tiles of Br 32" : amx);
-  contains(text, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);
-  if (tiles) contains(text, "vectors: AMX tiles multiply bf16 faster");
-  if (dots) contains(text, "vectors: AVX512-BF16 dot products multiply bf16 faster");
+  const std::string bf16 = explained(DType::kBF16, 1), f16 = explained(DType::kF16, 1);
+  contains(bf16, tiles ? "plan      AMX: tiles of Br 32" : amx);
+  contains(f16, tiles ? "plan      AMX: tiles of Br 32" : amx);
+  contains(bf16, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);
+  contains(f16, dots ? dot + "a product of f16 is three of theirs, slower than vectors" : dot);
+  if (tiles) contains(bf16, "vectors: AMX tiles multiply bf16 faster");
+  if (tiles) contains(f16, "vectors: AMX tiles multiply f16 faster");
+  if (dots) contains(bf16, "vectors: AVX512-BF16 dot products multiply bf16 faster");
 }
 
 // Whatever else in the process computes with Highway chooses as before.
@@ -132,7 +136,8 @@ TEST(TargetDeathTest, MissingTargetIsAnErrorThatListsTheOthers) {
   EXPECT_EXIT(report_error("neon"), testing::ExitedWithCode(0), "neon.*lacks.*want.*here: sse4");
   for (const char* const target : {"amx", "avx512_bf16"}) {
     if (machine_has(target)) continue;
-    EXPECT_EXIT(report_error(target), testing::ExitedWithCode(0), "has no .* of bf16.*here: sse4");
+    EXPECT_EXIT(report_error(target), testing::ExitedWithCode(0),
+                "(has no .* of bf16|lacks AVX-512).*here: sse4");
   }
 #endif
 }

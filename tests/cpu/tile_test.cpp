@@ -1,5 +1,6 @@
-// The kernels of bf16 on scalar models of tiles and of dot products, so that packing is tested on
-// every machine with AVX-512; and the models against the instructions where there are these.
+// The kernels of bf16 and f16 on scalar models of tiles and of dot products, so that packing is
+// tested on every machine with AVX-512; and the models against the instructions where there are
+// these.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -7,12 +8,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "cpu/amx.h"
 #include "cpu/scratch_memory.h"
 #include "oracle.h"
+#include "padding.h"
 #include "workload.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -79,16 +83,24 @@ struct TileModel {
   template <int kC, int kA, int kB>
   static void multiply() {
     const Tile::Values A = tiles[kA].bf16(), B = tiles[kB].bf16();
-    for (int64_t m = 0; m < 16; ++m) {
-      for (int64_t n = 0; n < 16; ++n) {
-        const float *const a = A[m].data(), *const b = B[0].data() + 2 * n;
-        float even = 0, odd = 0;
-        for (int64_t k = 0; k < 16; ++k) {
-          even = flushed(std::fma(a[2 * k], b[32 * k], even));
-          odd = flushed(std::fma(a[2 * k + 1], b[32 * k + 1], odd));
+    std::array<std::array<float, 16>, 16> even_rows, odd_rows;  // of B, so that columns are vectors
+    for (size_t k = 0; k < 16; ++k) {
+      for (size_t n = 0; n < 16; ++n) {
+        even_rows[k][n] = B[k][2 * n];
+        odd_rows[k][n] = B[k][2 * n + 1];
+      }
+    }
+    for (size_t m = 0; m < 16; ++m) {
+      std::array<float, 16> even{}, odd{};
+      for (size_t k = 0; k < 16; ++k) {
+        for (size_t n = 0; n < 16; ++n) {
+          even[n] = flushed(std::fma(A[m][2 * k], even_rows[k][n], even[n]));
+          odd[n] = flushed(std::fma(A[m][2 * k + 1], odd_rows[k][n], odd[n]));
         }
+      }
+      for (size_t n = 0; n < 16; ++n) {
         const float C = flushed(tiles[kC].f32(m, n));
-        tiles[kC].set(m, n, flushed(C + flushed(even + odd)));
+        tiles[kC].set(m, n, flushed(C + flushed(even[n] + odd[n])));
       }
     }
   }
@@ -154,15 +166,15 @@ auto rows_of(const Matrix& m, int64_t columns) {
 }
 
 /// A B^T of row-major A [m][k], B [n][k], in whole blocks: [16 blocks][16 blocks].
-template <class Products>
+template <class Products, int kParts>
 std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
-  const int64_t m = A.size() / k, n = B.size() / k, steps = steps_of(k);
+  const int64_t m = A.size() / k, n = B.size() / k, steps = kParts * steps_of(k);
   const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
-  pack_rows(rows_of(A, k), m, a, &census);
-  pack_columns(rows_of(B, k), n, b, &census);
+  pack_rows<kParts>(rows_of(A, k), m, a, &census);
+  pack_columns<kParts>(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products products;
   products.multiply({false,
@@ -179,18 +191,19 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
 }
 
 /// 1 + A^T B of row-major A [k][m], B [k][n], in whole blocks.
-template <class Products>
+template <class Products, int kParts>
 std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t m, int64_t n) {
-  const int64_t k = A.size() / m, steps = steps_of(k);
+  const int64_t k = A.size() / m, row_steps = steps_of(k), steps = kParts * row_steps;
   const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
-  pack_transposed(rows_of(A, m), k, a, &census);
-  for (int64_t s = 0; s < steps; ++s) {
+  pack_transposed<kParts>(rows_of(A, m), k, a, &census);
+  for (int64_t s = 0; s < row_steps; ++s) {
     const int64_t row = s * kTileDepth, count = std::min(kTileDepth, k - row);
     const uint16_t* const first = B.data() + row * n;
-    pack_pairs(Rows{[=](int64_t i) { return first + i * n; }, count, n}, s, steps, b, &census);
+    pack_pairs<kParts>(Rows{[=](int64_t i) { return first + i * n; }, count, n}, s, row_steps, b,
+                       &census);
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products products;
@@ -210,12 +223,48 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
 struct Found {
   bool finite, denormal;
 };
+template <int kParts>
 Found census_of(const Matrix& m, int64_t columns) {
-  const ScratchMemory memory(2 * kTileSize * blocks_of(m.size() / columns) * steps_of(columns));
+  const ScratchMemory memory(2 * kParts * kTileSize * blocks_of(m.size() / columns) *
+                             steps_of(columns));
   Census census;
-  pack_rows(rows_of(m, columns), m.size() / columns, static_cast<uint16_t*>(memory.data()),
-            &census);
+  pack_rows<kParts>(rows_of(m, columns), m.size() / columns, static_cast<uint16_t*>(memory.data()),
+                    &census);
   return {census.finite(), census.denormal()};
+}
+
+/// The three parts of 32 elements of f16, as an operand's: of A where B's are.
+using PartsOf32 = std::array<std::array<float, 32>, kPartsOfF16>;
+template <Side kSide>
+PartsOf32 parts_of_f16(const uint16_t* elements) {
+  __m512i parts[kPartsOfF16];
+  split_row<kSide>(_mm512_loadu_si512(elements), parts);
+  PartsOf32 values;
+  for (size_t p = 0; p < kPartsOfF16; ++p) {
+    uint16_t halves[32];
+    _mm512_storeu_si512(halves, parts[p]);
+    for (size_t i = 0; i < 32; ++i) values[p][i] = f32_from_bf16(halves[i]);
+  }
+  return values;
+}
+
+/// The sum of the products of parts of 16 floats each, in double.
+std::array<double, 16> products_of_parts(const float* x, const float* y) {
+  const F32 f;
+  __m512i a[kPartsOfF16], b[kPartsOfF16];
+  split<Side::kA>(hn::LoadU(f, x), a);
+  split<Side::kB>(hn::LoadU(f, y), b);
+  std::array<double, 16> sums{};
+  for (int p = 0; p < kPartsOfF16; ++p) {
+    uint32_t bits_a[16], bits_b[16];
+    _mm512_storeu_si512(bits_a, a[p]);
+    _mm512_storeu_si512(bits_b, b[p]);
+    for (size_t i = 0; i < 16; ++i) {
+      sums[i] += static_cast<double>(f32_from_bf16(static_cast<uint16_t>(bits_a[i] >> 16))) *
+                 f32_from_bf16(static_cast<uint16_t>(bits_b[i] >> 16));
+    }
+  }
+  return sums;
 }
 
 /// Scratch of NaN: no padding that has not been written may be read.
@@ -231,25 +280,28 @@ class Scratch {
 };
 
 /// In blocks of `block` rows.
-template <class Products>
+template <class Products, int kParts>
 void run_forward(const Problem& p, const Given& given, const ForwardArgs& args, int64_t block) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
-  const Scratch scratch(tile_forward_scratch(p));
+  const Scratch scratch(tile_forward_scratch<kParts>(p));
+  write_padding(p, sequences, args);
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     for (int64_t row = 0; row < task.rows(); row += block) {
-      tile_forward<Products>(task, args, row, std::min(task.rows(), row + block), scratch.data());
+      tile_forward<Products, kParts>(task, args, row, std::min(task.rows(), row + block),
+                                     scratch.data());
     }
   }
 }
 
-template <class Products>
+template <class Products, int kParts>
 void run_backward(const Problem& p, const Given& given, const BackwardArgs& args) {
   const Sequences sequences(p, args);
   const KeyPlaces keys(p, sequences, args);
-  const Scratch scratch(tile_backward_scratch(p));
+  const Scratch scratch(tile_backward_scratch<kParts>(p));
+  write_padding(p, sequences, args);
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
@@ -260,28 +312,36 @@ void run_backward(const Problem& p, const Given& given, const BackwardArgs& args
     std::vector<float> D(task.rows());
     backward_d(task, args, 0, task.rows(), D.data());
     for (int64_t key = 0; key < task.s.sk; key += block) {
-      tile_backward<Products>(task, args, key, std::min(task.s.sk, key + block), D.data(), dq,
-                              scratch.data());
+      tile_backward<Products, kParts>(task, args, key, std::min(task.s.sk, key + block), D.data(),
+                                      dq, scratch.data());
     }
     tile_backward_dq(task, args, 0, task.rows(), &dq, 1);
   }
 }
 
-/// What makes the products, and all that is tested on it.
+/// What makes the products, of which elements, and all that is tested on it.
 struct Path {
   const char* name;
+  DType dtype;
   std::vector<float> (*rows_by_rows)(const Matrix&, const Matrix&, int64_t);
   std::vector<float> (*columns_by_columns)(const Matrix&, const Matrix&, int64_t, int64_t);
+  Found (*census_of)(const Matrix&, int64_t columns);
   void (*run_forward)(const Problem&, const Given&, const ForwardArgs&, int64_t block);
   void (*run_backward)(const Problem&, const Given&, const BackwardArgs&);
 };
-template <class Products>
-constexpr Path path(const char* name) {
-  return {name, rows_by_rows<Products>, columns_by_columns<Products>, run_forward<Products>,
-          run_backward<Products>};
+template <class Products, int kParts>
+constexpr Path path(const char* name, DType dtype) {
+  return {name,
+          dtype,
+          rows_by_rows<Products, kParts>,
+          columns_by_columns<Products, kParts>,
+          census_of<kParts>,
+          run_forward<Products, kParts>,
+          run_backward<Products, kParts>};
 }
-constexpr Path kPaths[] = {path<TileProducts<TileModel>>("tiles"),
-                           path<DotProducts<DotModel>>("dot_products")};
+constexpr Path kPaths[] = {path<TileProducts<TileModel>, kPartsOfBF16>("tiles", DType::kBF16),
+                           path<DotProducts<DotModel>, kPartsOfBF16>("dot_products", DType::kBF16),
+                           path<TileProducts<TileModel>, kPartsOfF16>("tiles_of_f16", DType::kF16)};
 constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
@@ -302,18 +362,29 @@ class Tiles : public testing::Test {
     if ((hwy::SupportedTargets() & HWY_AVX3) == 0) GTEST_SKIP() << "this machine lacks AVX-512";
   }
 
-  /// Whole numbers, whose products and sums are exact.
-  Matrix whole(int64_t size) {
-    Matrix m(size);
-    for (uint16_t& x : m)
-      x = bf16_from_f32(static_cast<float>(static_cast<int>(random_() % 17) - 8));
-    return m;
-  }
   std::mt19937 random_{1};
 };
 
 /// The same on every path.
-class Paths : public Tiles, public testing::WithParamInterface<tiles::Path> {};
+class Paths : public Tiles, public testing::WithParamInterface<tiles::Path> {
+ protected:
+  const DType dtype_ = GetParam().dtype;
+
+  double element(const Matrix& m, int64_t i) const { return load(m.data(), dtype_, i); }
+  /// bf16: whole numbers, whose products and sums are exact. f16: numbers of all 11 bits, the
+  /// products of whose parts are rounded as they are added up.
+  Matrix numbers(int64_t size) {
+    Matrix m(size);
+    for (int64_t i = 0; i < size; ++i) {
+      const int whole = static_cast<int>(random_() % 17) - 8;
+      const int bits = static_cast<int>(random_() % 4095) - 2047;
+      store(m.data(), dtype_, i, dtype_ == DType::kBF16 ? whole : bits * 0x1p-8);
+    }
+    return m;
+  }
+  /// `size`: of the terms of a sum.
+  double most_error(double size) const { return dtype_ == DType::kBF16 ? 0 : 0x1p-21 * size; }
+};
 INSTANTIATE_TEST_SUITE_P(, Paths, testing::ValuesIn(tiles::kPaths),
                          [](const auto& info) { return std::string(info.param.name); });
 
@@ -347,15 +418,17 @@ TEST_P(Paths, ProductsAlongRows) {
                                 {50, 20, 80},
                                 {33, 65, 17},
                                 {7, 40, 130}}) {
-    const Matrix A = whole(m * k), B = whole(n * k);
+    const Matrix A = numbers(m * k), B = numbers(n * k);
     const std::vector<float> C = GetParam().rows_by_rows(A, B, k);
     const int64_t ldc = static_cast<int64_t>(C.size()) / (tiles::blocks_of(m) * 16);
     for (int64_t i = 0; i < m * n; ++i) {
-      float want = 0;
+      double want = 0, size = 0;
       for (int64_t c = 0; c < k; ++c) {
-        want += f32_from_bf16(A[i / n * k + c]) * f32_from_bf16(B[i % n * k + c]);
+        const double term = element(A, i / n * k + c) * element(B, i % n * k + c);
+        want += term;
+        size += std::fabs(term);
       }
-      ASSERT_EQ(C[i / n * ldc + i % n], want) << m << " x " << n << " x " << k;
+      ASSERT_NEAR(C[i / n * ldc + i % n], want, most_error(size)) << m << " x " << n << " x " << k;
     }
   }
 }
@@ -367,68 +440,128 @@ TEST_P(Paths, ProductsAlongColumns) {
                                 {80, 20, 50},
                                 {17, 65, 33},
                                 {130, 40, 7}}) {
-    const Matrix A = whole(k * m), B = whole(k * n);
+    const Matrix A = numbers(k * m), B = numbers(k * n);
     const std::vector<float> C = GetParam().columns_by_columns(A, B, m, n);
     const int64_t ldc = static_cast<int64_t>(C.size()) / (tiles::blocks_of(m) * 16);
     for (int64_t i = 0; i < m * n; ++i) {
-      float want = 1;
+      double want = 1, size = 1;
       for (int64_t r = 0; r < k; ++r) {
-        want += f32_from_bf16(A[r * m + i / n]) * f32_from_bf16(B[r * n + i % n]);
+        const double term = element(A, r * m + i / n) * element(B, r * n + i % n);
+        want += term;
+        size += std::fabs(term);
       }
-      ASSERT_EQ(C[i / n * ldc + i % n], want) << m << " x " << n << " x " << k;
+      ASSERT_NEAR(C[i / n * ldc + i % n], want, most_error(size)) << m << " x " << n << " x " << k;
     }
   }
 }
 
-TEST_F(Tiles, CensusFindsWhatTilesChange) {
+TEST_P(Paths, CensusFindsWhatTilesChange) {
+  struct {
+    std::vector<uint16_t> not_finite, denormal, normal;
+  } const of_bf16 = {{0x7f80, 0xff80, 0x7fc0, 0xffff},
+                     {0x0001, 0x807f},
+                     {0x0000, 0x8000, 0x0080, 0x7f7f}},
+          // The parts of f16's denormal numbers are normal.
+      of_f16 = {{0x7c00, 0xfc00, 0x7e00, 0xffff, 0x7c01},
+                {},
+                {0x0000, 0x8000, 0x0001, 0x83ff, 0x0400, 0x7bff}};
+  const auto& of = dtype_ == DType::kBF16 ? of_bf16 : of_f16;
   for (const int64_t at : {0, 31, 32, 40, 41 * 17 - 1}) {
-    Matrix m = whole(41 * 17);
-    EXPECT_TRUE(tiles::census_of(m, 41).finite);
-    EXPECT_FALSE(tiles::census_of(m, 41).denormal);
-    for (const uint16_t x : {0x7f80, 0xff80, 0x7fc0, 0xffff}) {
+    Matrix m = numbers(41 * 17);
+    const auto expect = [&](uint16_t x, bool finite, bool denormal) {
       m[at] = x;
-      EXPECT_FALSE(tiles::census_of(m, 41).finite) << x;
-      EXPECT_FALSE(tiles::census_of(m, 41).denormal) << x;
-    }
-    for (const uint16_t x : {0x0001, 0x807f}) {
-      m[at] = x;
-      EXPECT_TRUE(tiles::census_of(m, 41).finite) << x;
-      EXPECT_TRUE(tiles::census_of(m, 41).denormal) << x;
-    }
-    for (const uint16_t x : {0x0000, 0x8000, 0x0080, 0x7f7f}) {
-      m[at] = x;
-      EXPECT_TRUE(tiles::census_of(m, 41).finite) << x;
-      EXPECT_FALSE(tiles::census_of(m, 41).denormal) << x;
+      const auto found = GetParam().census_of(m, 41);
+      EXPECT_EQ(found.finite, finite) << x;
+      EXPECT_EQ(found.denormal, denormal) << x;
+    };
+    for (const uint16_t x : of.not_finite) expect(x, false, false);
+    for (const uint16_t x : of.denormal) expect(x, true, true);
+    for (const uint16_t x : of.normal) expect(x, true, false);
+  }
+}
+
+// Every f16 there is, so that every product of two is exact: (a + e) b + (64 e + f) g, as c is
+// b + 64 g.
+TEST_F(Tiles, PartsOfF16) {
+  Matrix every(65536);
+  std::iota(every.begin(), every.end(), uint16_t{0});
+  for (int64_t i = 0; i < 65536; i += 32) {
+    const auto of_a = tiles::parts_of_f16<tiles::Side::kA>(&every[i]);
+    const auto of_b = tiles::parts_of_f16<tiles::Side::kB>(&every[i]);
+    for (int64_t n = 0; n < 32; ++n) {
+      const float x = f32_from_f16(every[i + n]);
+      const auto [a, e, f] = std::array{of_a[0][n], of_a[1][n], of_a[2][n]};
+      const auto [b, c, g] = std::array{of_b[0][n], of_b[1][n], of_b[2][n]};
+      if (std::isfinite(x)) {
+        ASSERT_TRUE(a + e == x && 64 * e + f == x) << x;
+        ASSERT_TRUE(b + g == x && b + 64 * g == c) << x;
+      } else {  // inf * y is inf then, and neither 0 * inf nor inf - inf
+        ASSERT_TRUE(std::isnan(x) ? std::isnan(a) && std::isnan(b) : a == x && b == x) << x;
+        ASSERT_TRUE(e == 0 && f == 0 && c == 0 && g == 0) << x;
+      }
+      // Tiles would take smaller products of two for 0.
+      for (const float part : {a, e, f, b, c, g}) {
+        ASSERT_TRUE(part == 0 || !(std::fabs(part) < 0x1p-63)) << x;
+      }
     }
   }
 }
+
+// P and dS, which are f32, beside f16: on either side rounded to a quarter of f16's half ulp.
+TEST_F(Tiles, PartsOfF32) {
+  for (int round = 0; round < 20000; ++round) {
+    float x[16], y[16];
+    for (int i = 0; i < 16; ++i) {
+      const auto exponent = static_cast<int>(random_() % 60) - 30;
+      x[i] = std::ldexp(static_cast<float>(random_() % (1 << 24)) - 0x1p23f, exponent);
+      y[i] = f32_from_f16(static_cast<uint16_t>(random_() % 0x7c00));
+    }
+    const auto xy = tiles::products_of_parts(x, y), yx = tiles::products_of_parts(y, x);
+    for (size_t i = 0; i < 16; ++i) {
+      const double want = static_cast<double>(x[i]) * y[i], most = 0x1p-13 * std::fabs(want);
+      ASSERT_NEAR(xy[i], want, most) << x[i] << " * " << y[i];
+      ASSERT_NEAR(yx[i], want, most) << y[i] << " * " << x[i];
+    }
+  }
+}
+
+/// A call of a workload's tensors.
+struct Prepared {
+  ForwardArgs forward;
+  BackwardArgs backward;
+  Problem problem, backward_problem;
+  cpu::Given given;
+
+  explicit Prepared(Workload& w) : forward(w.forward) {
+    w.backward.dsinks = {};  // no work of tiles
+    backward = w.backward;
+    problem = make_problem(forward, w.options);
+    backward_problem = make_problem(backward, w.options);
+    given = {static_cast<const float*>(forward.alibi_slopes.data),
+             static_cast<const float*>(forward.sinks.data), forward.tree_mask,
+             dropout_of(problem, forward, w.run_options)};
+  }
+  void run_forward(const tiles::Path& path, int64_t block = tiles::kBlock) const {
+    path.run_forward(problem, given, forward, block);
+  }
+  void run_backward(const tiles::Path& path) const {
+    path.run_backward(backward_problem, given, backward);
+  }
+};
 
 // The kernels themselves, as they are compiled for the instructions.
 TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
-  const DType bf16 = DType::kBF16;
   const Case cases[] = {
-      {.dtype = bf16, .sq = 130, .sk = 333},
-      {.dtype = bf16,
-       .batch = 2,
-       .sq = 100,
-       .sk = 200,
-       .hq = 4,
-       .hk = 2,
-       .d = 80,
-       .dv = 40,
-       .mask = causal()},
-      {.dtype = bf16, .sq = 65, .sk = 63, .d = 17, .dv = 1, .mask = window(16, 3), .softcap = 2},
-      {.dtype = bf16,
-       .sq = 40,
-       .sk = 97,
-       .hq = 3,
-       .d = 1,
-       .dv = 24,
-       .alibi = Alibi::kHeads,
-       .dropout = 0.25},
-      {.dtype = bf16, .sq = 90, .sk = 70, .hq = 4, .hk = 2, .mask = causal(), .sinks = true},
-      {.dtype = bf16,
-       .sq = 7,
+      {.sq = 130, .sk = 333},
+      {.batch = 2, .sq = 100, .sk = 200, .hq = 4, .hk = 2, .d = 80, .dv = 40, .mask = causal()},
+      {.sq = 65, .sk = 63, .d = 17, .dv = 1, .mask = window(16, 3), .softcap = 2},
+      {.sq = 40, .sk = 97, .hq = 3, .d = 1, .dv = 24, .alibi = Alibi::kHeads, .dropout = 0.25},
+      // The slope of such a cap sees any error of small scores.
+      {.sq = 70, .sk = 333, .hq = 2, .hk = 1, .softcap = 1e-4},
+      {.sq = 90, .sk = 70, .hq = 4, .hk = 2, .mask = causal(), .sinks = true},
+      {.sq = 33, .sk = 65, .d = 512, .dv = 512, .mask = causal()},
+      {.batch = 3, .sq = 40, .sk = 70, .hq = 2, .d = 24, .dv = 33, .layout = Layout::kPacked},
+      {.sq = 7,
        .sk = 600,
        .hq = 8,
        .d = 128,
@@ -436,20 +569,15 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
        .mask = causal(),
        .layout = Layout::kPadded},
   };
-  for (const Case& c : cases) {
+  for (Case c : cases) {
+    c.dtype = dtype_;
     SCOPED_TRACE(c.name());
     Workload w(c, c.seed());
-    const ForwardArgs forward = w.forward;
-    w.backward.dsinks = {};  // no work of tiles
-    const BackwardArgs backward = w.backward;
-    const Problem problem = make_problem(forward, w.options);
-    const cpu::Given given{static_cast<const float*>(forward.alibi_slopes.data),
-                           static_cast<const float*>(forward.sinks.data), forward.tree_mask,
-                           dropout_of(problem, forward, w.run_options)};
+    const Prepared call(w);
     const Expected e = expect(w);
-    GetParam().run_forward(problem, given, forward, tiles::kBlock);
+    call.run_forward(GetParam());
     EXPECT_TRUE(forward_is_right(w, e));
-    GetParam().run_backward(make_problem(backward, w.options), given, backward);
+    call.run_backward(GetParam());
     EXPECT_TRUE(backward_is_right(w, e));
     EXPECT_TRUE(w.check_memory());
   }
@@ -458,32 +586,130 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
 // Scores that spread over hundreds of powers of two: rows outgrow their maximum in either half of a
 // tile, beside rows that do not, and with values that vectors add.
 TEST_P(Paths, RowsOutgrowTheirMaximum) {
-  const DType bf16 = DType::kBF16;
   const Case cases[] = {
-      {.dtype = bf16, .sq = 70, .sk = 300, .d = 64, .dv = 80},
-      {.dtype = bf16, .sq = 70, .sk = 300, .d = 16, .dv = 16, .mask = causal(), .dropout = 0.25},
+      {.sq = 70, .sk = 300, .d = 64, .dv = 80},
+      {.sq = 70, .sk = 300, .d = 16, .dv = 16, .mask = causal(), .dropout = 0.25},
   };
-  for (const Case& c : cases) {
+  for (Case c : cases) {
     for (const bool denormal : {false, true}) {
+      c.dtype = dtype_;
       SCOPED_TRACE(c.name() + (denormal ? " denormal" : ""));
       Workload w(c, c.seed());
       w.options.scale = 1;
       std::vector<double> values = read(w.forward.v);
-      if (denormal) values[40 * c.dv] = values[200 * c.dv] = 0x1p-130;
+      const double tiny = dtype_ == DType::kBF16 ? 0x1p-130 : 0x1p-20;
+      if (denormal) values[40 * c.dv] = values[200 * c.dv] = tiny;
       write(w.forward.v, values);
       w.seal();
-      const ForwardArgs forward = w.forward;
-      const Problem problem = make_problem(forward, w.options);
-      const cpu::Given given{nullptr, nullptr, {}, dropout_of(problem, forward, w.run_options)};
+      const Prepared call(w);
       const Expected e = expect(w);
-      GetParam().run_forward(problem, given, forward, tiles::kBlock);
+      call.run_forward(GetParam());
       EXPECT_TRUE(forward_is_right(w, e));
       // What a row's neighbours hold changes none of its bits.
-      const auto out = bits(forward.out), lse = bits(forward.lse);
-      GetParam().run_forward(problem, given, forward, 1);
-      EXPECT_EQ(bits(forward.out), out);
-      EXPECT_EQ(bits(forward.lse), lse);
+      const auto out = bits(w.forward.out), lse = bits(w.forward.lse);
+      call.run_forward(GetParam(), 1);
+      EXPECT_EQ(bits(w.forward.out), out);
+      EXPECT_EQ(bits(w.forward.lse), lse);
     }
+  }
+}
+
+// The scores are sums of exact products, with the error of f32, however large they are.
+TEST_P(Paths, LargeScores) {
+  Workload w({.dtype = dtype_, .sq = 70, .sk = 300}, 3);
+  w.options.scale = 1;
+  std::mt19937_64 random(3);
+  for (const Tensor& t : {w.forward.q, w.forward.k}) randomize(t, random, 4);
+  w.seal();
+  const Prepared call(w);
+  call.run_forward(GetParam());
+  EXPECT_TRUE(forward_is_close(w, expect_forward(w)));
+}
+
+// Elements near both ends of f16, and its denormal numbers, in either pass.
+TEST_P(Paths, LargeAndSmallElements) {
+  for (const double size : {0x1p13, 0x1p-14, 0x1p-18}) {
+    Workload w({.dtype = dtype_, .sq = 70, .sk = 130, .d = 40, .dv = 40}, 5);
+    std::mt19937_64 random(5);
+    // Scores of usual size; dV, dK and dQ as well, but for denormal ones.
+    randomize(w.forward.k, random, std::min(size, 0x1p13));
+    randomize(w.forward.v, random, size);
+    w.options.scale = 1 / (size * 8);
+    w.seal();
+    SCOPED_TRACE(size);
+    const Prepared call(w);
+    const Expected e = expect(w);
+    call.run_forward(GetParam());
+    EXPECT_TRUE(forward_is_right(w, e));
+    call.run_backward(GetParam());
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+// NaN and infinity in a key that all rows but the last are hidden from, then in a row that sees
+// only the first key: what has no part in it stays what it is, up to a rounding where vectors add.
+TEST_P(Paths, WhatIsNotFiniteStaysHidden) {
+  constexpr int64_t kRows = 90, kDim = 24;
+  for (const double value : {kNan, kInf, -kInf}) {
+    for (const bool in_key : {true, false}) {
+      SCOPED_TRACE((in_key ? "key " : "row ") + std::to_string(value));
+      const Case c{
+          .dtype = dtype_, .sq = kRows, .sk = kRows, .d = kDim, .dv = kDim, .mask = causal()};
+      Workload clean(c, 9), dirty(c, 9);
+      for (const Tensor& t : in_key ? std::array{dirty.forward.k, dirty.forward.v}
+                                    : std::array{dirty.forward.q, dirty.backward.dout}) {
+        std::vector<double> x = read(t);
+        std::fill_n(in_key ? x.end() - kDim : x.begin(), kDim, value);
+        write(t, x);
+      }
+      dirty.seal();
+      for (Workload* w : {&clean, &dirty}) {
+        const Prepared call(*w);
+        call.run_forward(GetParam());
+        call.run_backward(GetParam());
+      }
+      const auto expect_near = [&](const char* name, const Tensor& got, const Tensor& want,
+                                   int64_t begin, int64_t end) {
+        const auto x = read(got), y = read(want);
+        const double ulp = dtype_ == DType::kF16 ? 0x1p-10 : 0x1p-7;
+        for (int64_t n = begin; n < end; ++n) {
+          ASSERT_NEAR(x[n], y[n], ulp * std::max(1.0, std::fabs(y[n]))) << name << " " << n;
+        }
+      };
+      // Row 0 of Q and dO reaches key 0 alone; the last key reaches the last row alone.
+      const int64_t begin = in_key ? 0 : kDim, end = (in_key ? kRows - 1 : kRows) * kDim;
+      expect_near("out", dirty.forward.out, clean.forward.out, begin, end);
+      expect_near("dq", dirty.backward.dq, clean.backward.dq, begin, end);
+      expect_near("lse", dirty.forward.lse, clean.forward.lse, begin / kDim, end / kDim);
+      if (in_key) continue;  // the last row sees every key
+      expect_near("dk", dirty.backward.dk, clean.backward.dk, begin, end);
+      expect_near("dv", dirty.backward.dv, clean.backward.dv, begin, end);
+    }
+  }
+}
+
+// Where rows see them, they give what f32 gives: infinite values are infinities of their sign, and
+// infinite keys scores that are.
+TEST_P(Paths, VisibleInfinities) {
+  for (const Mask& mask : {full(), causal(), window(5, 3)}) {
+    Workload w({.dtype = dtype_, .sq = 90, .sk = 90, .d = 24, .dv = 24, .mask = mask}, 11);
+    std::vector<double> q = read(w.forward.q), k = read(w.forward.k), v = read(w.forward.v);
+    for (int64_t i = 0; i < 90; ++i) q[i * 24 + 3] = 1 + 0x1p-7 * static_cast<double>(i % 7);
+    k[60 * 24 + 3] = k[20 * 24 + 3] = -kInf;  // such a key weighs nothing
+    v[33 * 24 + 5] = kInf;
+    v[34 * 24 + 5] = v[50 * 24 + 6] = -kInf;
+    v[51 * 24 + 7] = kNan;
+    write(w.forward.q, q);
+    write(w.forward.k, k);
+    write(w.forward.v, v);
+    w.seal();
+    SCOPED_TRACE(w.c.name());
+    const Prepared call(w);
+    call.run_forward(GetParam());
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
   }
 }
 

@@ -1333,6 +1333,8 @@ def test_bench_quick(tmp_path):
         peak = peaks["fma_gflop_per_s_" + ("1_thread" if row["threads"] == 1 else "all_threads")]
         assert row["percent_of_fma_peak"] == pytest.approx(100 * row["gflop_per_s"] / peak)
     assert {row["pass"] for row in report["results"]} == {"forward", "backward", "decode"}
+    for name in ("forward", "backward"):
+        assert {row["dtype"] for row in report["results"] if row["pass"] == name} == {"f32", "bf16", "f16"}
     assert len(re.findall(r"% of (?:FMA peak|read bandwidth)$", stdout, re.M)) == len(
         report["results"]
     )
