@@ -125,13 +125,13 @@ struct Shared {
     options.scale = reals[0];
     options.softcap = reals[1];
     options.dropout_p = reals[2];
-    const auto integers = numbers<int64_t>(attributes, "integers", 7);
-    options.mask = {.left = integers[0], .right = integers[1]};
-    options.max_seqlen_q = integers[2];
-    options.max_seqlen_k = integers[3];
-    options.deterministic = integers[4] != 0;
-    options.invariant = integers[5] != 0;
-    given = integers[6];
+    const auto integers = numbers<int64_t>(attributes, "integers", 8);
+    options.mask = {.left = integers[0], .right = integers[1], .chunk = integers[2]};
+    options.max_seqlen_q = integers[3];
+    options.max_seqlen_k = integers[4];
+    options.deterministic = integers[5] != 0;
+    options.invariant = integers[6] != 0;
+    given = integers[7];
   }
 
   bool has(Given operand) const { return (given >> operand & 1) != 0; }

@@ -83,7 +83,9 @@ BackwardArgs read_args(const nb::dict& views) {
 /// The options of _arguments.py, types and integer ranges checked there.
 fulgur::Options read_options(const nb::dict& from) {
   fulgur::Options to;
-  to.mask = {.left = nb::cast<int64_t>(from["left"]), .right = nb::cast<int64_t>(from["right"])};
+  to.mask = {.left = nb::cast<int64_t>(from["left"]),
+             .right = nb::cast<int64_t>(from["right"]),
+             .chunk = nb::cast<int64_t>(from["chunk"])};
   if (!from["scale"].is_none()) to.scale = nb::cast<double>(from["scale"]);
   to.softcap = nb::cast<double>(from["softcap"]);
   to.dropout_p = nb::cast<double>(from["dropout_p"]);

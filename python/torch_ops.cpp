@@ -232,6 +232,7 @@ struct Shared {
     options.softcap = in.real();
     options.mask.left = in.integer();
     options.mask.right = in.integer();
+    options.mask.chunk = in.integer();
     alibi_slopes = in.optional_tensor();
     sinks = in.optional_tensor();
     options.dropout_p = in.real();
@@ -415,6 +416,7 @@ void append_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Options options;
   options.mask.left = in.integer();
   options.mask.right = in.integer();
+  options.mask.chunk = in.integer();
   const AppendArgs args{.k_cache = view("k_cache", k_cache),
                         .v_cache = view("v_cache", v_cache),
                         .k_new = view("k_new", k_new),

@@ -127,8 +127,7 @@ AppendCall checked_append(const AppendArgs& args, const Options& options) {
   check_new(c);
   check_rotary(c);
   check_queries(c);
-  const Mask mask = checked_mask(options);
-  c.advance = mask.left >= 0 || mask.right >= 0;
+  c.advance = checked_mask(options) != full();
   return c;
 }
 

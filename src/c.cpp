@@ -156,7 +156,7 @@ Options convert(const fulgur_options* given) {
   const fulgur_options o =
       given == nullptr ? defaults() : read_struct("options", given, kLeastOptions, defaults());
   Options options;
-  options.mask = fulgur::window(o.window_left, o.window_right);
+  options.mask = {o.window_left, o.window_right, o.chunk};
   if (o.scale != nullptr) options.scale = *o.scale;
   options.softcap = o.softcap;
   options.dropout_p = o.dropout_p;

@@ -82,13 +82,15 @@ std::string summary(const Problem& p) {
     s += fmt::format("sq {}, sk {}, ", p.sq, p.sk);
   }
   s += fmt::format("hq {}, hk {}, d {}, dv {}, ", p.hq, p.hk, p.d, p.dv);
-  if (p.mask == full()) {
+  const Mask band = window(p.mask.left, p.mask.right);
+  if (band == full()) {
     s += "full";
-  } else if (p.mask == causal()) {
+  } else if (band == causal()) {
     s += "causal";
   } else {
-    s += fmt::format("window ({}, {})", p.mask.left, p.mask.right);
+    s += fmt::format("window ({}, {})", band.left, band.right);
   }
+  if (p.mask.chunk > 0) s += fmt::format(", chunks of {} keys", p.mask.chunk);
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.has_alibi()) s += ", ALiBi";

@@ -359,7 +359,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
   add(p.packed, p.packed_k, p.seqused_k, p.total_q, p.total_k, p.total_keys, p.want_lse, p.has_dlse,
-      p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right);
+      p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right, p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
   add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_k, p.host.leftpad_k,
@@ -378,6 +378,7 @@ Mask checked_mask(const Options& options) {
   const Mask& mask = options.mask;
   if (mask.left < -1) fail("mask.left", "got {}, want -1 (unbounded) or >= 0", mask.left);
   if (mask.right < -1) fail("mask.right", "got {}, want -1 (unbounded) or >= 0", mask.right);
+  if (mask.chunk < 0) fail("mask.chunk", "got {}, want 0 (off) or >= 1", mask.chunk);
   return mask;
 }
 

@@ -4,14 +4,29 @@
 
 namespace fulgur {
 
+Mask window_around(const Mask& mask) {
+  if (mask.chunk == 0) return mask;
+  const auto side = [&](int64_t keys) {
+    return keys < 0 ? mask.chunk - 1 : std::min(keys, mask.chunk - 1);
+  };
+  return window(side(mask.left), side(mask.right));
+}
+
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i) {
-  const int64_t diagonal = i + s.sk - s.sq;
+  const int64_t diagonal = i + s.sk - s.sq, longest = s.sq + s.sk;
   // A window wider than the sequence is unbounded; the comparison also keeps the sums in range.
-  const bool left = mask.left >= 0 && mask.left < s.sq + s.sk;
-  const bool right = mask.right >= 0 && mask.right < s.sq + s.sk;
-  const int64_t begin = left ? std::clamp<int64_t>(diagonal - mask.left, 0, s.sk) : 0;
-  const int64_t end = right ? std::clamp<int64_t>(diagonal + mask.right + 1, 0, s.sk) : s.sk;
-  return {begin, std::max(begin, end)};
+  const bool left = mask.left >= 0 && mask.left < longest;
+  const bool right = mask.right >= 0 && mask.right < longest;
+  KeyRange keys{left ? diagonal - mask.left : 0, right ? diagonal + mask.right + 1 : s.sk};
+  if (mask.chunk > 0) {
+    const int64_t chunk = std::min(mask.chunk, longest);
+    const int64_t inside = (diagonal % chunk + chunk) % chunk;
+    keys.begin = std::max(keys.begin, diagonal - inside);
+    keys.end = std::min(keys.end, diagonal - inside + chunk);
+  }
+  keys.begin = std::clamp<int64_t>(keys.begin, 0, s.sk);
+  keys.end = std::clamp<int64_t>(keys.end, keys.begin, s.sk);
+  return keys;
 }
 
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i_begin, int64_t i_end) {

@@ -14,7 +14,10 @@ struct KeyRange {
   bool empty() const { return begin >= end; }
 };
 
-/// The keys that query i of a sequence sees: the band's intersection with [0, sk).
+/// The band without chunks in which all of a mask lies: a chunk is no longer than its keys.
+Mask window_around(const Mask& mask);
+
+/// The keys that query i of a sequence sees: those of its band and chunk in [0, sk).
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i);
 
 /// The keys that any query of [i_begin, i_end) sees: both ends of visible_keys grow with i.

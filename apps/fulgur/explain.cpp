@@ -89,6 +89,7 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --page 16\n"
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
+      "  fulgur explain --sq 16384 --causal --chunk 4096 --svg tiles.svg\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda");
   command->callback([r] { explain(*r); });
 }

@@ -31,6 +31,10 @@ void OptionFlags::add_to(CLI::App& command) {
                   "Query i sees the L keys before and the R keys after its place; -1: all")
       ->type_name("L,R")
       ->excludes(causal);
+  command
+      .add_option("--chunk", chunk_,
+                  "Of these keys a query sees those of its chunk of N alone; default 0: off")
+      ->type_name("N");
   command.add_option("--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
   command.add_option("--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
   auto* dropout = command.add_option("--dropout", dropout_,
@@ -53,7 +57,9 @@ void OptionFlags::add_to(CLI::App& command) {
 
 Options OptionFlags::options() const {
   Options options;
-  options.mask = causal_ ? causal() : window_.empty() ? full() : parse_window(window_);
+  options.mask = chunked(chunk_, causal_           ? causal()
+                                 : window_.empty() ? full()
+                                                   : parse_window(window_));
   options.scale = scale_;
   options.softcap = softcap_;
   options.dropout_p = dropout_;

@@ -20,6 +20,7 @@ class OptionFlags {
  private:
   bool causal_ = false;
   std::string window_;
+  int64_t chunk_ = 0;
   std::optional<double> scale_;
   double softcap_ = 0;
   double dropout_ = 0;

@@ -43,6 +43,14 @@ Matrix product(int64_t rows, int64_t cols, int64_t inner, DType dtype, A a, B b)
   return c;
 }
 
+/// Whether a key lies in the chunk of the one on the diagonal, which may be in front of the first.
+bool in_one_chunk(int64_t chunk, int64_t key, int64_t diagonal) {
+  const auto chunk_of = [&](int64_t i) {
+    return std::floor(static_cast<double>(i) / static_cast<double>(chunk));
+  };
+  return chunk_of(key) == chunk_of(diagonal);
+}
+
 }  // namespace
 
 NaiveResult naive_attention(const NaiveHead& h) {
@@ -66,7 +74,8 @@ NaiveResult naive_attention(const NaiveHead& h) {
       }
       s -= h.slope * static_cast<double>(std::abs(diagonal - j));
       const bool hidden = (h.mask.left >= 0 && j < diagonal - h.mask.left) ||
-                          (h.mask.right >= 0 && j > diagonal + h.mask.right);
+                          (h.mask.right >= 0 && j > diagonal + h.mask.right) ||
+                          (h.mask.chunk > 0 && !in_one_chunk(h.mask.chunk, j, diagonal));
       S.set(i, j, hidden ? -INFINITY : s);
       slope_of_cap.set(i, j, slope);
     }

@@ -43,8 +43,9 @@ struct AppendArgs {
   ConstTensor rotary_seqlens{};
   /// Queries to turn: (batch, sq, hq, d), or packed (total_q, hq, d) with cu_seqlens_q, and where
   /// they go, which may be q itself. Query i of a sequence turns to the position of its first new
-  /// token + i under a mask that is bounded on a side (causal, windowed), else all of them to that
-  /// of the first: FlashAttention's rule. Packed rows behind the last sequence are not written.
+  /// token + i under a mask that hides any keys (causal, windowed, chunked), else all of them to
+  /// that of the first: FlashAttention's rule. Packed rows behind the last sequence are not
+  /// written.
   ConstTensor q{};
   Tensor q_out{};
   ConstTensor cu_seqlens_q{};  ///< i32 (batch + 1)

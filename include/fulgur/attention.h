@@ -19,7 +19,7 @@ namespace fulgur {
 ///   -slope * |i + sk - sq - j|, then the mask, then softmax (of these and the head's sink), then
 ///   dropout, then v.
 struct Options {
-  Mask mask{};                    ///< full(), causal() or window(left, right)
+  Mask mask{};                    ///< full(), causal(), window(left, right), chunked(chunk)
   std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
   double softcap = 0;             ///< >= 0; 0 = off
   /// Dropout of the probabilities: an entry is dropped with this probability (0 <= p < 1), the kept

@@ -49,6 +49,7 @@ typedef struct fulgur_options {
   int threads;            ///< 0 = all
   const char* engine;     ///< null or "" picks
   int64_t max_workspace;  ///< bytes that a plan may want besides the tensors; 0 = any number
+  int64_t chunk;          ///< a query sees the keys of its chunk of so many alone; 0 = off
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows

@@ -65,11 +65,11 @@ class WorkspaceNeed(NamedTuple):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
-    dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None, page_indptr=None,
-    cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False, invariant=False,
-    max_workspace=0, threads=0, engine="", return_lse=False, out=None, stream=None,
+    q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
+    sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
+    invariant=False, max_workspace=0, threads=0, engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -84,6 +84,8 @@ def attention(
         causal: query i of sq sees keys up to i + sk - sq.
         window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is
             unbounded. With ``causal`` both hold.
+        chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
+            layers of Llama 4).
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``.
@@ -142,7 +144,7 @@ def attention(
     array([1., 2.], dtype=float32)
     """
     options = _a.options(
-        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
@@ -160,7 +162,7 @@ def attention(
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, *, causal=False, window=None, scale=None, softcap=0.0,
+    dout, q, k, v, out, lse, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
     deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None,
@@ -194,7 +196,7 @@ def attention_backward(
     array([1.5, 0.5], dtype=float32)
     """
     options = _a.options(
-        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
@@ -208,8 +210,8 @@ def attention_backward(
 
 
 def plan(
-    q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, scale=None, softcap=0.0,
-    alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
+    q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, chunk=0, scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
     page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
     invariant=False, max_workspace=0, threads=0, engine="", return_lse=False, out=None,
@@ -249,7 +251,7 @@ def plan(
     array([1., 1., 1., 1., 1., 0.], dtype=float32)
     """
     options = _a.options(
-        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
@@ -264,11 +266,11 @@ def plan(
 
 
 def plan_backward(
-    dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False,
-    invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None, dk=None, dv=None,
-    dsinks=None,
+    dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, chunk=0,
+    scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
+    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None,
+    dk=None, dv=None, dsinks=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -299,7 +301,7 @@ def plan_backward(
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
     options = _a.options(
-        causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+        causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
@@ -431,7 +433,7 @@ class BackwardPlan(_AnyPlan):
 def append(
     k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
     page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
-    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None,
+    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None, chunk=0,
     threads=0, stream=None,
 ):  # fmt: skip
     """Writes new keys and values into caches, in place.
@@ -458,10 +460,11 @@ def append(
             cache_seqlens.
         q: queries to turn beside, ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with
             cu_seqlens_q. As FlashAttention has it, query i turns to the position of the first new
-            token + i if ``causal`` or ``window`` bounds a side, else all to that of the first.
+            token + i if ``causal``, ``window`` or ``chunk`` hides keys, else all to that of the
+            first.
         q_out: where the turned queries go; may be q itself.
         cu_seqlens_q: int32 ``(batch + 1,)``.
-        causal, window: of the attention that follows.
+        causal, window, chunk: of the attention that follows.
         threads: 0 is OMP_NUM_THREADS or all cores.
         stream: on CUDA, where to put the work; default the current stream of k_cache's library.
             Lengths may be on the CPU, where they are checked. Those on a GPU, and tables, are not:
@@ -485,7 +488,7 @@ def append(
            [0., 0., 0., 0.],
            [0., 0., 0., 1.]], dtype=float32)
     """
-    options = _a.options(causal, window, None, 0.0, 0.0, 0, 0, False, False, threads, "")
+    options = _a.options(causal, window, chunk, None, 0.0, 0.0, 0, 0, False, False, threads, "")
     interleaved, stream = _a.flag("interleaved", interleaved), _a.run_stream(k_cache, stream)
     views = {
         "k_cache": _a.view("k_cache", k_cache, True, stream),
@@ -557,11 +560,11 @@ def merge(outs, lses, *, stream=None):
 
 
 def explain(
-    q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, scale=None,
-    softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
-    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
+    q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, chunk=0,
+    scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0,
+    rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
+    tree_mask=None, deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -583,8 +586,9 @@ def explain(
     True
     """
     options = dict(
-        dtype=dtype, device=device, causal=causal, window=window, scale=scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, rng_state=rng_state,
+        dtype=dtype, device=device, causal=causal, window=window, chunk=chunk, scale=scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
+        rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
         invariant=invariant, max_workspace=max_workspace, threads=threads, engine=engine,

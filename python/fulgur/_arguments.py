@@ -54,7 +54,7 @@ def array_list(name, arrays):
 
 
 def options(
-    causal, window, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
+    causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
     invariant, threads, engine, max_workspace=0,
 ):  # fmt: skip
     """fulgur::Options."""
@@ -70,6 +70,7 @@ def options(
     return {
         "left": left,
         "right": right,
+        "chunk": integer("chunk", chunk, 0, INT64[1]),
         "scale": None if scale is None else real("scale", scale),
         "softcap": real("softcap", softcap),
         "dropout_p": real("dropout_p", dropout_p),

@@ -94,7 +94,7 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
 def with_kvcache(
     q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
     cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,
-    cu_seqlens_k_new=None, max_seqlen_q=None, **options,
+    cu_seqlens_k_new=None, max_seqlen_q=None, chunk=0, **options,
 ):  # fmt: skip
     """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
     recorded."""
@@ -122,7 +122,7 @@ def with_kvcache(
             q=None if rotary_cos is None else q,
             cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
             cu_seqlens_k_new=cu_seqlens_k_new, causal=options["causal"], window=options["window"],
-            **places,
+            chunk=chunk, **places,
         )  # fmt: skip
         q = q if turned is None else turned
         cache_seqlens = cache_seqlens + (k.shape[1] if new is None else new.diff())
@@ -135,7 +135,8 @@ def with_kvcache(
         q, k_cache, v_cache = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k_cache, v_cache))
     out, lse = attention(
         q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, return_lse=True, **places, **options,
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, chunk=chunk, return_lse=True, **places,
+        **options,
     )  # fmt: skip
     return out[..., :dv], lse
 

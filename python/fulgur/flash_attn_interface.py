@@ -17,10 +17,11 @@ def _attention(
     q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
     return_attn_probs, refused, **packed,
 ):  # fmt: skip
-    refuse(**refused, attention_chunk=attention_chunk or None)
+    refuse(**refused)
     results = attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size), softcap=softcap,
-        deterministic=deterministic, return_lse=True, **packed,
+        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
+        chunk=attention_chunk, softcap=softcap, deterministic=deterministic, return_lse=True,
+        **packed,
     )  # fmt: skip
     return results if return_attn_probs else results[0]
 
@@ -94,14 +95,11 @@ def flash_attn_with_kvcache(
     """out, or (out, softmax_lse, None, None): attention over a cache, to which k and v are added in
     place.
 
-    rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
-    window bounds it, else all of q to cache_seqlens; rotary_seqlens stands in for cache_seqlens
-    there. With page_table, cache_batch_idx names its rows.
+    rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal``,
+    a window or chunks bound it, else all of q to cache_seqlens; rotary_seqlens stands in for
+    cache_seqlens there. With page_table, cache_batch_idx names its rows.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        attention_chunk=attention_chunk or None,
-    )  # fmt: skip
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = _drop_in.with_kvcache(
@@ -109,7 +107,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
         cache_batch_idx=cache_batch_idx, page_table=page_table, cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
-        scale=softmax_scale, causal=causal, window=sides(window_size), softcap=softcap,
+        scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
+        softcap=softcap,
     )  # fmt: skip
     return (out, lse, None, None) if return_softmax_lse else out
 

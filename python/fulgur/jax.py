@@ -50,6 +50,7 @@ class _Options(NamedTuple):
     dropout_p: float
     left: int
     right: int
+    chunk: int
     max_seqlen_q: int
     max_seqlen_k: int
     deterministic: bool
@@ -217,9 +218,10 @@ def _halves(name, number):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
-    dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0,
-    max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False, return_lse=False,
+    q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
+    sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
+    return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -234,6 +236,7 @@ def attention(
         causal: query i of sq sees keys up to i + sk - sq.
         window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is
             unbounded. With ``causal`` both hold.
+        chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off.
         scale: of the scores; default 1 / sqrt(d). Known when the call is traced, as are all numbers
             but for seed and offset.
         softcap: 0 is off.
@@ -267,8 +270,8 @@ def attention(
         for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
     ))  # fmt: skip
     options = _a.options(
-        causal, window, _number(scale), _number(softcap), _number(dropout_p), max_seqlen_q,
-        max_seqlen_k, deterministic, invariant, 0, "",
+        causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),
+        max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "",
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     _check({"q": q, "k": k, "v": v} | extras._asdict(), options)

@@ -29,7 +29,8 @@ _library = torch.library.Library("fulgur", "DEF")
 _SHARED = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
-    "Tensor? alibi_slopes, Tensor? sinks, float dropout_p, Tensor? rng_state, bool invariant"
+    "SymInt chunk, Tensor? alibi_slopes, Tensor? sinks, float dropout_p, Tensor? rng_state, "
+    "bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 # What the forward pass alone takes behind them, and has no gradient.
@@ -41,7 +42,7 @@ _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
     "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, "
     "Tensor? cos, Tensor? sin, bool interleaved, Tensor? rotary_seqlens, Tensor? q, "
-    "Tensor(c!)? q_out, Tensor? cu_seqlens_q, SymInt window_left, SymInt window_right"
+    "Tensor(c!)? q_out, Tensor? cu_seqlens_q, SymInt window_left, SymInt window_right, SymInt chunk"
 )
 _BACKWARD = (
     "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -75,7 +76,7 @@ def _fake_forward(q, k, v, *_):
 
 @torch.library.register_fake("fulgur::backward", lib=_library)
 def _fake_backward(dout, dlse, q, k, v, out, lse, *shared):
-    sinks = shared[10]
+    sinks = shared[11]
     dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
@@ -98,7 +99,7 @@ def _fold(size, mapped, tensors, shared):
         None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
     ]
     cu_q, cu_k, seqused_k, *numbers, slopes, _, dropout_p, rng, invariant = shared
-    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 9, 12))
+    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 10, 13))
     if seqused_k is not None:
         seqused_k = front(seqused_k, seqused_dim).flatten()
     if slopes is not None and (slopes_dim is not None or slopes.dim() == 2):
@@ -116,7 +117,7 @@ def _fold(size, mapped, tensors, shared):
 def _fold_heads(size, mapped, tensors, shared):
     """The same as a part of the heads: each has a sink, whose gradient is wanted for each call."""
     cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
-    seqused_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 9, 10))
+    seqused_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 10, 11))
     if dropout_p > 0 or seqused_dim is not None:
         name = "dropout_p" if dropout_p > 0 else "seqused_k, mapped"
         raise NotImplementedError(f"{name}: with sinks under vmap; want it left out")
@@ -140,12 +141,12 @@ def _batched(op, tensors, heads):
     have their heads in these dimensions."""
 
     def rule(info, in_dims, *args):
-        size, shared, rest = info.batch_size, args[tensors : tensors + 14], args[tensors + 14 :]
+        size, shared, rest = info.batch_size, args[tensors : tensors + 15], args[tensors + 15 :]
         if shared[0] is not None:
             raise NotImplementedError(
                 "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
             )
-        of_heads = shared[10] is not None
+        of_heads = shared[11] is not None
         fold = _fold_heads if of_heads else _fold
         results = op(*fold(size, in_dims, args[:tensors], shared), *rest)
         dims = heads if of_heads else (0,) * len(results)
@@ -160,13 +161,22 @@ torch.library.register_vmap("fulgur::forward", _batched(_forward, 3, (-2, -2)), 
 torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
 
 
-def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, leftpad_k=None):
+def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, chunk, leftpad_k=None):
     """How many scores the mask shows in all sequences of one head."""
 
+    def of_row(diagonal, sk):
+        start, end = 0, sk  # behind the last key
+        if left >= 0:
+            start = max(start, diagonal - left)
+        if right >= 0:
+            end = min(end, diagonal + right + 1)
+        if chunk > 0:
+            start = max(start, diagonal // chunk * chunk)
+            end = min(end, (diagonal // chunk + 1) * chunk)
+        return max(end - start, 0)
+
     def visible(sq, sk):
-        ends = (min(i + sk - sq + right, sk - 1) if right >= 0 else sk - 1 for i in range(sq))
-        starts = (max(i + sk - sq - left, 0) if left >= 0 else 0 for i in range(sq))
-        return sum(max(end - start + 1, 0) for start, end in zip(starts, ends))
+        return sum(of_row(i + sk - sq, sk) for i in range(sq))
 
     if cu_q is None and seqused_k is None:
         return q.shape[0] * visible(q.shape[1], k.shape[1])
@@ -180,19 +190,19 @@ def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, leftpad_k=None):
 
 @register_flop_formula(torch.ops.fulgur.forward, get_raw=True)
 def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
 def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6], rest[-2])
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7], rest[-2])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
 def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:6])
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7])
     return pairs * (6 * q.shape[-1] + 4 * v.shape[-1])
 
 
@@ -207,7 +217,7 @@ def _gradients(ctx, dout, dlse):
     q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, sinks, rng = ctx.saved_tensors
     numbers, dropout_p, invariant, deterministic = ctx.numbers
     if dout is None and dlse is None:
-        return (None,) * 18
+        return (None,) * 19
     dout = torch.zeros_like(out) if dout is None else _rows(dout)
     dlse = None if dlse is None else _rows(dlse)
     compute = _Gradients.apply if torch.is_grad_enabled() else _backward
@@ -215,7 +225,7 @@ def _gradients(ctx, dout, dlse):
         dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p,
         rng, invariant, deterministic,
     )  # fmt: skip
-    return *gradients, *(None,) * 11, None if sinks is None else dsinks, *(None,) * 3
+    return *gradients, *(None,) * 12, None if sinks is None else dsinks, *(None,) * 3
 
 
 class _Gradients(torch.autograd.Function):
@@ -293,8 +303,8 @@ def _want_no_gradient(of="caches", **tensors):
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
-    dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
+    sinks=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
     tree_mask=None, deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
@@ -311,6 +321,7 @@ def attention(
         causal: query i of sq sees keys up to i + sk - sq.
         window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is
             unbounded. With ``causal`` both hold.
+        chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off.
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
@@ -358,7 +369,7 @@ def attention(
     shared = (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
-        alibi_slopes, sinks, dropout_p, rng, invariant,
+        chunk, alibi_slopes, sinks, dropout_p, rng, invariant,
     )  # fmt: skip
     q = _rows(q)
     if not cached:
@@ -384,7 +395,7 @@ def attention(
 def append(
     k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
     page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
-    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None,
+    rotary_seqlens=None, q=None, q_out=None, cu_seqlens_q=None, causal=False, window=None, chunk=0,
 ):  # fmt: skip
     """Writes new keys and values into caches, in place, and turns them and q to their positions.
 
@@ -411,7 +422,7 @@ def append(
     _append(
         k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
         cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, q_out, cu_seqlens_q,
-        window_left, window_right,
+        window_left, window_right, chunk,
     )  # fmt: skip
     return q_out
 

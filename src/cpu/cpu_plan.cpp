@@ -40,9 +40,10 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
     plan.parts = 8 * plan.threads;
   }
   plan.scratch = std::max(plan.scratch, k.decode_scratch(p, plan.decode_heads, rows));
-  // The lengths are known when the plan runs; no sequence to decode has more keys than the longest.
+  // The lengths are known when the plan runs; no sequence to decode has more keys than the longest,
+  // but for chunks, of which that may have seen the first key alone.
   const int64_t queries = std::min(p.sq, rows / p.group());
-  const KeyRange longest = decoded_keys(p.mask, {0, 0, queries, p.sk});
+  const KeyRange longest = decoded_keys(window_around(p.mask), {0, 0, queries, p.sk});
   const int64_t most_keys =
       std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
   const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);

@@ -65,6 +65,7 @@ KernelUse repair_kernel(const HopperBackwardPlan& plan) {
                         .value_dim = round_up(plan.value_dim, kWarpColumns)};
   key.has_left = plan.has_left;
   key.has_right = plan.has_right;
+  key.has_chunk = plan.has_chunk;
   key.softcap = plan.softcap;
   key.alibi = plan.alibi;
   key.packed = plan.packed;
@@ -117,7 +118,8 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
 
 void HopperBackward::set_params(const Problem& p) {
   BackwardParams& to = params_;
-  static_cast<CallParams&>(to) = call_params(p, band_of(p.mask, plan_.has_left, plan_.has_right));
+  static_cast<CallParams&>(to) =
+      call_params(p, band_of(p.mask, plan_.has_left, plan_.has_right, plan_.has_chunk));
   to.q = strided(p.q);
   to.k = strided(p.k);
   to.v = strided(p.v);

@@ -47,7 +47,7 @@ kernels::Lengths planned_lengths(const Problem& p) {
 }
 
 kernels::Band band_of(const HopperBackwardKey& key, const Mask& mask) {
-  return cuda::band_of(mask, key.has_left, key.has_right);
+  return cuda::band_of(mask, key.has_left, key.has_right, key.has_chunk);
 }
 
 /// What the problem fixes.
@@ -58,6 +58,7 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.value_dim = ceil_div(p.dv, 16) * 16;
   plan.has_left = left_binds(p);
   plan.has_right = right_binds(p);
+  plan.has_chunk = chunk_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.packed = p.packed;
@@ -474,6 +475,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kSumsRegisters", registers.sums);
   text.add("kHasLeft", key.has_left);
   text.add("kHasRight", key.has_right);
+  text.add("kHasChunk", key.has_chunk);
   text.add("kSoftcap", key.softcap);
   text.add("kAlibi", key.alibi);
   text.add("kPacked", key.packed);

@@ -21,7 +21,7 @@ struct HopperBackwardKey {
   int q_stages = 0, o_stages = 0, ds_stages = 0;
   bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
   int row_tiles = 0, row_stages = 0;
-  bool has_left = false, has_right = false;
+  bool has_left = false, has_right = false, has_chunk = false;
   bool softcap = false, alibi = false;
   bool packed = false, seqused_k = false, dropout = false, has_dlse = false;
   bool elements = false;  ///< gradients are stored by elements

@@ -44,7 +44,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       workspace_(workspace_of(p, plan)),
       padding_(padding_params(p)) {
   static_cast<CallParams&>(params_) =
-      call_params(p, band_of(p.mask, plan.has_left, plan.has_right));
+      call_params(p, band_of(p.mask, plan.has_left, plan.has_right, plan.has_chunk));
   params_.q = tensor_of(p.q);
   params_.k = tensor_of(p.k);
   params_.v = tensor_of(p.v);

@@ -196,6 +196,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.has_left = left_binds(p);
   plan.has_right = right_binds(p);
+  plan.has_chunk = chunk_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.has_sinks = p.has_sinks;
@@ -246,6 +247,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kWholeColumns", plan.whole_columns);
   header.add("kHasLeft", plan.has_left);
   header.add("kHasRight", plan.has_right);
+  header.add("kHasChunk", plan.has_chunk);
   header.add("kScoreMode", plan.transforms_scores);
   header.add("kSoftcap", plan.softcap);
   header.add("kAlibi", plan.alibi);

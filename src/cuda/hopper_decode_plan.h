@@ -23,7 +23,7 @@ struct HopperDecodeKey {
   bool pieces = false;              ///< lines are cut where their own keys say: for `invariant`
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
-  bool has_left = false, has_right = false;
+  bool has_left = false, has_right = false, has_chunk = false;
   bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
   bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
   int page = 0;  ///< keys of a page; 0 without pages

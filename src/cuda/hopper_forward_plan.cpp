@@ -84,6 +84,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.value_dim = ceil_div(p.dv, 16) * 16;
   plan.has_left = left_binds(p);
   plan.has_right = right_binds(p);
+  plan.has_chunk = chunk_binds(p);
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.has_sinks = p.has_sinks;
@@ -246,7 +247,7 @@ std::string pages_rejected(const Problem& p) {
 }  // namespace
 
 kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
-  return band_of(mask, plan.has_left, plan.has_right);
+  return band_of(mask, plan.has_left, plan.has_right, plan.has_chunk);
 }
 
 int64_t HopperForwardPlan::partial_floats() const {
@@ -357,6 +358,7 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kConsumerRegisters", plan.consumer_registers);
   header.add("kHasLeft", plan.has_left);
   header.add("kHasRight", plan.has_right);
+  header.add("kHasChunk", plan.has_chunk);
   header.add("kScoreMode", plan.transforms_scores);
   header.add("kSoftcap", plan.softcap);
   header.add("kAlibi", plan.alibi);

@@ -19,7 +19,7 @@ struct HopperForwardKey {
   int block_keys = 0;               ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
-  bool has_left = false, has_right = false;
+  bool has_left = false, has_right = false, has_chunk = false;
   bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
   bool packed = false, packed_k = false, seqused_k = false, dropout = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none

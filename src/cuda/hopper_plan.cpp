@@ -8,6 +8,7 @@
 
 #include "kernels/shared/dropout.h"
 #include "kernels/shared/softcap.h"
+#include "tiles.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -18,18 +19,26 @@ constexpr int64_t kMostBound =
 }  // namespace
 
 bool left_binds(const Problem& p) {
-  return p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1);
+  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1));
 }
 
 bool right_binds(const Problem& p) {
-  return p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1);
+  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1));
 }
 
-kernels::Band band_of(const Mask& mask, bool has_left, bool has_right) {
+bool chunk_binds(const Problem& p) {
+  // One chunk of all keys hides them from rows in front of the first key, as causal does.
+  const bool rows_in_front = p.sq > 1 && p.mask.right != 0;
+  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_in_front);
+}
+
+kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk) {
   const auto bound = [](bool has, int64_t keys) {
     return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
   };
-  return {has_left, has_right, bound(has_left, mask.left), bound(has_right, mask.right)};
+  const Mask around = window_around(mask);
+  return {has_left, has_right, bound(has_left, around.left), bound(has_right, around.right),
+          bound(has_chunk, mask.chunk)};
 }
 
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
@@ -53,6 +62,7 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.group = static_cast<int>(p.group());
   params.window_left = band.left;
   params.window_right = band.right;
+  params.chunk = band.chunk;
   params.scale_log2 = scale_log2(p);
   params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
   params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));

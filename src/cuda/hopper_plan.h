@@ -18,11 +18,13 @@ inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) 
 
 /// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
 /// none; but with `invariant` it stays, since which sequence is the longest depends on the batch.
+/// Where chunks do, both bounds do, too: those of the window around each.
 bool left_binds(const Problem& problem);
 bool right_binds(const Problem& problem);
+bool chunk_binds(const Problem& problem);
 
 /// The mask as kernels see it: the bounds that bind, 0 where there is none.
-kernels::Band band_of(const Mask& mask, bool has_left, bool has_right);
+kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk);
 
 /// scale * log2(e), as the kernels compute with it.
 float scale_log2(const Problem& problem);

@@ -15,9 +15,10 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
   // The most rows of a kv head that each tile of the decode kernel is for.
   for (const int64_t most : {4, 8, 16, 32, 64, 128})
     rows.push_back(std::max<int64_t>(most / p.group(), 1));
-  // A window bounds only what is longer.
+  // A window, or a chunk, bounds only what is longer.
   if (p.mask.right >= 0) rows.insert(rows.end(), {p.mask.right + 1, p.mask.right + 2});
   if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
+  if (p.mask.chunk > 0) keys.insert(keys.end(), {p.mask.chunk, p.mask.chunk + 1});
   for (p.batch = 1; p.batch <= 1024; p.batch *= 4) {
     for (const int64_t sq : rows) {
       for (const int64_t sk : keys) {

@@ -25,6 +25,8 @@ std::string shape_class(const Problem& p) {
     text += fmt::format(" left {}", rounded(p.mask.left));
   if (p.mask.right >= 0 && p.mask.right < p.sq - 1)
     text += fmt::format(" right {}", rounded(p.mask.right));
+  if (p.mask.chunk > 0 && p.mask.chunk < p.sk)
+    text += fmt::format(" chunk {}", rounded(p.mask.chunk));
   const bool softcap = p.softcap > 0, alibi = p.has_alibi();
   for (const auto& [is, name] :
        {std::pair{p.scale <= 0 || softcap || alibi, "transformed"}, std::pair{softcap, "softcap"},

@@ -10,9 +10,10 @@
 namespace fulgur::reference {
 
 /// Query i sees the keys j in [i + sk - sq - left, i + sk - sq + right] (bottom-right aligned);
-/// -1 is unbounded. Causal is right = 0.
+/// -1 is unbounded. Causal is right = 0. Where chunk > 0, of these the keys j with
+/// floor(j / chunk) = floor((i + sk - sq) / chunk).
 struct Band {
-  int64_t left = -1, right = -1;
+  int64_t left = -1, right = -1, chunk = 0;
 };
 
 struct Dropout {

@@ -321,9 +321,18 @@ TEST_P(Adversarial, PoisonInMaskedKeys) {
   struct {
     int64_t sq, sk;
     Mask mask;
-  } const cases[] = {{100, 100, causal()},    {100, 100, window(5, 0)},  {130, 200, window(20, 20)},
-                     {3, 300, causal()},      {200, 70, causal()},       {100, 100, window(-1, 3)},
-                     {70, 300, window(2, 1)}, {100, 100, window(7, -1)}, {1, 300, window(40, 0)}};
+  } const cases[] = {{100, 100, causal()},
+                     {100, 100, window(5, 0)},
+                     {130, 200, window(20, 20)},
+                     {3, 300, causal()},
+                     {200, 70, causal()},
+                     {100, 100, window(-1, 3)},
+                     {70, 300, window(2, 1)},
+                     {100, 100, window(7, -1)},
+                     {1, 300, window(40, 0)},
+                     {100, 100, chunked(40)},
+                     {130, 200, chunked(64, causal())},
+                     {3, 300, chunked(151)}};
   for (const auto& [sq, sk, mask] : cases) {
     for (const int64_t key : {sk - 1, sk / 2, int64_t{64}, int64_t{0}}) {
       SCOPED_TRACE("key " + std::to_string(key));

@@ -24,7 +24,7 @@ using Index = CacheShape::Index;
 std::vector<AppendCase> append_cases() {
   const DType dtypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
   const Order orders[] = {Order::kNhd, Order::kHnd, Order::kInterleaved};
-  const Mask masks[] = {causal(), full(), window(4, -1), window(-1, 2), window(7, 0)};
+  const Mask masks[] = {causal(), full(), window(4, -1), window(-1, 2), chunked(3)};
   const int64_t rotary[] = {24, 0, 10, 2, 24, 16, 24};
   std::vector<AppendCase> all;
   for (int64_t page = 0; page <= 17; ++page) {

@@ -435,6 +435,8 @@ const std::vector<Wrong>& wrongs() {
       {"mask_left", [](Call& c) { c.options.mask.left = -2; }, "mask.left: got -2, want -1.*>= 0"},
       {"mask_right", [](Call& c) { c.options.mask.right = INT64_MIN; },
        "mask.right: got -9223372036854775808, want -1"},
+      {"mask_chunk", [](Call& c) { c.options.mask.chunk = -1; },
+       "mask.chunk: got -1, want 0 \\(off\\) or >= 1"},
       {"max_workspace_negative", [](Call& c) { c.options.max_workspace = -1; },
        "max_workspace: got -1 bytes, want >= 0"},
       {"max_workspace_too_small",

@@ -19,7 +19,7 @@ VALUE(FULGUR_INTERNAL, 5);
 
 #if defined(__LP64__)
 
-SIZE(fulgur_options, 96);
+SIZE(fulgur_options, 104);
 FIELD(fulgur_options, struct_size, 0, 8);
 FIELD(fulgur_options, window_left, 8, 8);
 FIELD(fulgur_options, window_right, 16, 8);
@@ -33,6 +33,7 @@ FIELD(fulgur_options, invariant, 68, 4);
 FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
+FIELD(fulgur_options, chunk, 96, 8);
 
 SIZE(fulgur_forward_args, 136);
 FIELD(fulgur_forward_args, struct_size, 0, 8);

@@ -480,6 +480,21 @@ int main(void) {
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
   options.window_right = 0;
 
+  /* Chunks of one key, where the program knows of chunks: a row sees the key on its diagonal. */
+  options.window_right = -1;
+  options.chunk = 1;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], v[(kKeys - kRows) * kDim + n]));
+  options.struct_size = offsetof(fulgur_options, chunk);
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
+  options.struct_size = sizeof options;
+  options.chunk = -1;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "mask.chunk: got -1, want 0 (off) or >= 1") == 0);
+  options.chunk = 0;
+  options.window_right = 0;
+
   /* The random numbers of dropout by a tensor, and by the run. */
   uint64_t numbers[] = {(uint64_t)-3, 9};
   float dropped[kRows * kDim];

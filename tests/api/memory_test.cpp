@@ -375,16 +375,34 @@ TEST_P(Memory, HiddenKeysTakeNoTime) {
   k.strides = {0, 0, 0, 1};
   for (const int64_t sq : {1, 3, 50}) {
     for (const bool invariant : {false, true}) {
-      Workload w({.sq = sq, .d = 8, .dv = 8}, 1);
-      w.options.engine = engine();
-      w.options.mask = window(1000, 0);
-      w.options.invariant = invariant;
-      const ForwardArgs args{w.forward.q, k, k, w.forward.out, w.forward.lse};
-      if (!computes([&] { forward(args, w.options); })) continue;
-      for (const double x : read(w.forward.out)) ASSERT_NEAR(x, 1, 1e-5);
-      EXPECT_LE(plan(args, w.options).workspace().bytes, 1 << 20);
+      for (const Mask& mask : {window(1000, 0), chunked(1000), chunked(1000, causal())}) {
+        Workload w({.sq = sq, .d = 8, .dv = 8}, 1);
+        w.options.engine = engine();
+        w.options.mask = mask;
+        w.options.invariant = invariant;
+        const ForwardArgs args{w.forward.q, k, k, w.forward.out, w.forward.lse};
+        if (!computes([&] { forward(args, w.options); })) continue;
+        for (const double x : read(w.forward.out)) ASSERT_NEAR(x, 1, 1e-5);
+        EXPECT_LE(plan(args, w.options).workspace().bytes, 1 << 20);
+      }
     }
   }
+}
+
+// The longest sequence may end where a chunk begins and see one key, and a shorter one a whole
+// chunk: a plan has room for that.
+TEST_P(Memory, WorkspaceHasRoomForWholeChunks) {
+  const auto bytes = [&](int64_t sk, const Mask& mask) {
+    const Device device = device_of(engine());
+    const auto q = Tensor::contiguous(nullptr, DType::kBF16, {3, 1, 8, 64}, device);
+    const auto k = Tensor::contiguous(nullptr, DType::kBF16, {3, sk, 1, 64}, device);
+    const Options options{.mask = mask, .threads = 4, .engine = engine()};
+    return plan(ForwardArgs{q, k, k, q, {}}, options).workspace().bytes;
+  };
+  int64_t whole = 0, one = 0;
+  if (!computes([&] { whole = bytes(40000, chunked(10000, causal())); })) return;
+  one = bytes(40001, chunked(10000, causal()));
+  EXPECT_GE(one, whole);
 }
 
 // Lengths that are not there yet may be those of any number of sequences, most of them empty.

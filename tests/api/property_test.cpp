@@ -127,7 +127,10 @@ TEST_P(Property, WindowWiderThanTheSequenceIsFull) {
     for (const auto& [wide, narrow] : {std::pair{window(500, 500), full()},
                                        {window(500, 0), causal()},
                                        {window(INT64_MAX, INT64_MAX), full()},
-                                       {window(INT64_MAX, 0), causal()}}) {
+                                       {window(INT64_MAX, 0), causal()},
+                                       {chunked(130), full()},
+                                       {chunked(INT64_MAX), full()},
+                                       {chunked(INT64_MAX, causal()), causal()}}) {
       Workload a({.dtype = dtype, .sq = 100, .sk = 130, .mask = wide}, 5),
           b({.dtype = dtype, .sq = 100, .sk = 130, .mask = narrow}, 5);
       a.options.engine = b.options.engine = engine();

@@ -75,6 +75,10 @@ std::vector<NamedRule> rules() {
       {"window", {.scale = 0.5, .band = {2, 1}}},
       {"diagonal", {.band = {0, 0}}},
       {"left", {.band = {3, -1}}},
+      {"chunks", {.band = {-1, -1, 5}}},
+      {"causal chunks", {.scale = 0.5, .band = {-1, 0, 4}}},
+      {"chunks and window", {.sink = 0.2, .band = {3, 1, 7}}},
+      {"chunks of one", {.band = {-1, -1, 1}}},
       {"softcap", {.scale = 0.7, .softcap = 1.5}},
       {"alibi", {.scale = 0.7, .slope = 0.3}},
       {"sink", {.scale = 0.7, .sink = 0.4}},
@@ -538,7 +542,8 @@ TEST(Blocks, EmptyTileHasNoVisibleScore) {
   int empty_tiles = 0;
   for (int trial = 0; trial < 2000; ++trial) {
     const Shape shape{1 + int64_t(random() % 9), 1 + int64_t(random() % 9), 1, 1};
-    const Rule rule{.band = {int64_t(random() % 6) - 1, int64_t(random() % 6) - 1}};
+    const Rule rule{
+        .band = {int64_t(random() % 6) - 1, int64_t(random() % 6) - 1, int64_t(random() % 5)}};
     const Sample sample(shape, rule);
     const int64_t i = random() % shape.sq, j = random() % shape.sk;
     const Range I{i, i + 1 + int64_t(random() % (shape.sq - i))};

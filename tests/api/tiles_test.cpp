@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/kernels.h"
 #include "engines.h"
@@ -18,7 +19,10 @@ bool sees(const Mask& mask, const Sequence& s, int64_t i, int64_t j) {
   const int64_t diagonal = i + s.sk - s.sq;
   if (mask.left >= 0 && j < diagonal - mask.left) return false;
   if (mask.right >= 0 && j > diagonal + mask.right) return false;
-  return true;
+  const auto chunk_of = [&](int64_t key) {
+    return std::floor(static_cast<double>(key) / static_cast<double>(mask.chunk));
+  };
+  return mask.chunk == 0 || chunk_of(j) == chunk_of(diagonal);
 }
 
 Tile tile_of(const Mask& mask, const Sequence& s, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
@@ -35,6 +39,9 @@ const std::vector<Mask>& masks() {
     std::vector<Mask> all;
     for (const int64_t left : {-1, 0, 1, 3, 7, 100}) {
       for (const int64_t right : {-1, 0, 1, 4, 9, 100}) all.push_back(window(left, right));
+    }
+    for (const Mask& band : {full(), causal(), window(2, -1), window(3, 4), window(9, 100)}) {
+      for (const int64_t chunk : {1, 2, 3, 5, 8, 16, 40}) all.push_back(chunked(chunk, band));
     }
     return all;
   }();
@@ -65,6 +72,42 @@ TEST(Tiles, VisibleKeysAreThoseOfTheMask) {
   }
 }
 
+// The largest numbers there are do not overflow.
+TEST(Tiles, HugeChunksAreThoseOfTheSequence) {
+  for (const Sequence& s : sequences()) {
+    for (int64_t i = 0; i < s.sq; ++i) {
+      for (const Mask& band : {full(), causal(), window(INT64_MAX, INT64_MAX)}) {
+        const KeyRange keys = visible_keys(chunked(INT64_MAX, band), s, i);
+        const KeyRange want = visible_keys(chunked(s.sq + s.sk, band), s, i);
+        ASSERT_EQ(keys.begin, want.begin);
+        ASSERT_EQ(keys.end, want.end);
+      }
+    }
+  }
+}
+
+// No key that a mask shows is hidden by the window around it, and this has no chunks.
+TEST(Tiles, WindowAroundAMask) {
+  for (const Mask& mask : masks()) {
+    const Mask around = window_around(mask);
+    ASSERT_EQ(around.chunk, 0);
+    if (mask.chunk == 0) {
+      ASSERT_EQ(around, mask);
+    }
+    for (const Sequence& s : sequences()) {
+      for (int64_t i = 0; i < s.sq; ++i) {
+        const KeyRange keys = visible_keys(mask, s, i), wide = visible_keys(around, s, i);
+        if (keys.empty()) continue;
+        ASSERT_LE(wide.begin, keys.begin);
+        ASSERT_GE(wide.end, keys.end);
+        if (mask.chunk > 0) {
+          ASSERT_LE(wide.end - wide.begin, 2 * mask.chunk - 1);
+        }
+      }
+    }
+  }
+}
+
 TEST(Tiles, ClassifyAgreesWithEveryScore) {
   for (const Mask& mask : masks()) {
     for (const Sequence& s : sequences()) {
@@ -79,8 +122,9 @@ TEST(Tiles, ClassifyAgreesWithEveryScore) {
               ASSERT_EQ(map.tiles[static_cast<size_t>(r * map.cols + c)],
                         tile_of(mask, s, r * Br, std::min(s.sq, (r + 1) * Br), c * Bc,
                                 std::min(s.sk, (c + 1) * Bc)))
-                  << "mask " << mask.left << ", " << mask.right << " sq " << s.sq << " sk " << s.sk
-                  << " tile " << r << ", " << c << " of " << Br << " x " << Bc;
+                  << "mask " << mask.left << ", " << mask.right << ", " << mask.chunk << " sq "
+                  << s.sq << " sk " << s.sk << " tile " << r << ", " << c << " of " << Br << " x "
+                  << Bc;
             }
           }
         }

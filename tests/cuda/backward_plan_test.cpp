@@ -53,8 +53,9 @@ bool contains(const std::string& text, const std::string& what) {
   return text.find(what) != std::string::npos;
 }
 
-const std::vector<Mask> kMasks = {full(), causal(), window(300, -1), window(-1, 200),
-                                  window(100, 50)};
+const std::vector<Mask> kMasks = {
+    full(),          causal(),     window(300, -1),        window(-1, 200),
+    window(100, 50), chunked(150), chunked(333, causal()), chunked(50, window(20, 3))};
 
 std::vector<Problem> many_problems() {
   std::vector<Problem> all;
@@ -91,7 +92,8 @@ std::vector<Problem> many_problems() {
 /// Shapes whose dS does not fit the workspace at once.
 std::vector<Problem> large_problems() {
   std::vector<Problem> all;
-  for (const Mask& mask : {full(), causal(), window(4095, 0), window(-1, 2000)}) {
+  for (const Mask& mask :
+       {full(), causal(), window(4095, 0), window(-1, 2000), chunked(6000, causal())}) {
     for (const int64_t s : {8192, 32768, 131072}) {
       for (const auto& [hq, hk] : {std::pair{64, 8}, {1, 1}, {8, 1}, {16, 16}}) {
         for (const int64_t d : {64, 128, 256}) {
@@ -146,7 +148,8 @@ TEST(HopperBackwardPlan, SumsHaveNoFixedOrder) {
 
 // `invariant`: nothing that a sequence's bits depend on does on the batch.
 TEST(HopperBackwardPlan, InvariantDoesNotLookAtTheBatch) {
-  for (const Mask& mask : {full(), causal(), window(300, 0), window(1000000, 5)}) {
+  for (const Mask& mask : {full(), causal(), window(300, 0), window(1000000, 5),
+                           chunked(700, causal()), chunked(1000000)}) {
     for (const int64_t d : {64, 128, 256}) {
       std::set<std::string> headers;
       for (const int64_t batch : {1, 7, 1000}) {
@@ -361,7 +364,7 @@ std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random)
 /// on. Returns their number.
 int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const kernels::Wave& wave,
                      const std::vector<kernels::Lengths>& lengths) {
-  const kernels::Band band = band_of(p.mask, plan.has_left, plan.has_right);
+  const kernels::Band band = band_of(p.mask, plan.has_left, plan.has_right, plan.has_chunk);
   const kernels::ScoreTile each = plan.score_tile();
   const int group = static_cast<int>(p.group());
   std::vector<bool> taken(static_cast<size_t>(plan.ds_bytes / plan.tile_bytes()));
@@ -400,8 +403,8 @@ void check_places(const ForwardShape& shape, bool compact) {
   const Problem p = backward_problem(shape, {.deterministic = true});
   const HopperBackwardPlan plan = stored(p);
   SCOPED_TRACE(testing::Message() << p.sq << " x " << p.sk << ", d " << p.d << ", mask "
-                                  << p.mask.left << " " << p.mask.right << ", " << plan.waves.size()
-                                  << " waves");
+                                  << p.mask.left << " " << p.mask.right << " " << p.mask.chunk
+                                  << ", " << plan.waves.size() << " waves");
   EXPECT_EQ(plan.score_tiles.compact, compact);
   std::mt19937 random(7);
   for (int times = 0; times < (p.packed || p.seqused_k ? 4 : 1); ++times) {
@@ -440,8 +443,13 @@ TEST(ScoreTiles, EachHasAPlace) {
 
 // The same where a call is cut into waves of heads, sequences and rows.
 TEST(ScoreTiles, EachHasAPlaceInItsWave) {
-  const std::vector<Mask> masks = {full(), causal(), window(3000, -1), window(-1, 1000),
-                                   window(20000, 100)};
+  const std::vector<Mask> masks = {full(),
+                                   causal(),
+                                   window(3000, -1),
+                                   window(-1, 1000),
+                                   window(20000, 100),
+                                   chunked(5000),
+                                   chunked(8192, causal())};
   for (const Mask& mask : masks) {
     for (const int64_t d : {64, 128, 256}) {
       for (const bool seqused : {false, true}) {
@@ -461,7 +469,7 @@ TEST(ScoreTiles, EachHasAPlaceInItsWave) {
 
 // Packed sequences whose rows do not fit: each has as much room as the longest.
 TEST(ScoreTiles, PackedSequencesThatDoNotFitHaveAPlace) {
-  for (const Mask& mask : {full(), causal(), window(30000, 100)}) {
+  for (const Mask& mask : {full(), causal(), window(30000, 100), chunked(9000)}) {
     for (const int64_t d : {64, 128}) {
       check_places({.batch = 3,
                     .sq = 20000,

@@ -12,12 +12,14 @@
 namespace fulgur::kernels {
 namespace {
 
-/// Masks with all small bounds: a bound of -1 hides nothing.
+/// Masks with all small bounds, a bound of -1 hides nothing; and all that are less than a chunk.
 std::vector<Band> bands(int most) {
   std::vector<Band> all;
   for (int left = -1; left <= most; ++left) {
     for (int right = -1; right <= most; ++right) {
-      all.push_back({left >= 0, right >= 0, std::max(left, 0), std::max(right, 0)});
+      all.push_back({left >= 0, right >= 0, std::max(left, 0), std::max(right, 0), 0});
+      for (int chunk = std::max(left, right) + 1; left >= 0 && right >= 0 && chunk <= most; ++chunk)
+        all.push_back({true, true, left, right, chunk});
     }
   }
   return all;
@@ -53,8 +55,8 @@ void for_small(const Visit& visit) {
 }
 
 std::string text(const Band& band, const Lengths& n) {
-  return testing::PrintToString(
-      std::vector{n.sq, n.sk, band.has_left ? band.left : -1, band.has_right ? band.right : -1});
+  return testing::PrintToString(std::vector{n.sq, n.sk, band.has_left ? band.left : -1,
+                                            band.has_right ? band.right : -1, band.chunk});
 }
 
 // A tile of rows is among those of a tile of keys, and this one among its, where they meet; and so
@@ -74,6 +76,20 @@ TEST(BackwardWork, RowTilesAndKeyTilesMeet) {
       }
     });
   }
+}
+
+// The two directions of the mask: rows see keys, and keys are seen by rows.
+TEST(BackwardWork, RowsSeeingAKey) {
+  for_small([&](const Band& band, const Lengths& n) {
+    for (int key = 0; key < n.sk; ++key) {
+      const RowRange rows = rows_seeing(band, n, key);
+      for (int row = 0; row < n.sq; ++row) {
+        const bool seen =
+            (!band.has_right || row >= rows.begin) && (!band.has_left || row < rows.end);
+        ASSERT_EQ(seen, sees(band, n, row, key)) << text(band, n) << row << " " << key;
+      }
+    }
+  });
 }
 
 TEST(BackwardWork, AllVisibleIsThatOfEveryScore) {

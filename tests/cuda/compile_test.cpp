@@ -110,11 +110,25 @@ std::vector<Problem> problems() {
                                    .seqused = true,
                                    .sinks = true,
                                    .dropout = 0.1}));
+    for (const double dropout : {0.0, 0.1}) {
+      all.push_back(forward_problem({.d = d,
+                                     .mask = chunked(300, window(100, 20)),
+                                     .softcap = 9,
+                                     .alibi = true,
+                                     .packed = true,
+                                     .seqused = true,
+                                     .sinks = true,
+                                     .dropout = dropout}));
+    }
   }
+  for (const int64_t d : {32, 64, 96, 128, 192, 256})
+    all.push_back(forward_problem({.d = d, .mask = chunked(300, causal())}));
   for (const auto& [d, dv] : {std::pair{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
     Problem pages = forward_problem({.d = d, .dv = dv, .mask = causal(), .seqused = true});
     pages.cache.pages = Problem::Cache::Pages::kTable;
     pages.cache.page = 16;
+    all.push_back(pages);
+    pages.mask = chunked(300, causal());
     all.push_back(pages);
     pages = forward_problem({.dtype = DType::kF16,
                              .d = d,
@@ -155,6 +169,7 @@ std::vector<Problem> decode_problems() {
   const auto paged = [](Problem&) {};
   for (const auto& [d, dv] : {std::pair{16, 16}, {80, 80}, {128, 128}, {192, 128}, {256, 256}}) {
     add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
+    if (d >= 128) add({.d = d, .dv = dv, .mask = chunked(300, causal()), .seqused = true}, paged);
   }
   for (const int64_t d : {64, 128, 248}) {
     add({.dtype = DType::kF16,
@@ -172,8 +187,10 @@ std::vector<Problem> decode_problems() {
           p.cache.leftpad = true;
         });
   }
-  add({.d = 256, .dv = 256, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true},
-      [](Problem& p) { p.has_tree = true; });
+  for (const Mask& mask : {window(100, 20), chunked(300, window(100, 20))}) {
+    add({.d = 256, .dv = 256, .mask = mask, .softcap = 9, .alibi = true, .seqused = true},
+        [](Problem& p) { p.has_tree = true; });
+  }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
   add({.mask = causal(), .packed = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
@@ -219,13 +236,16 @@ std::vector<Problem> backward_problems() {
          .seqused = true});
     add({.mask = causal(), .dropout = 0.1});
     add({.packed = true, .dropout = 0.1});
-    add({.dtype = DType::kF16,
-         .mask = window(100, 20),
-         .softcap = 9,
-         .alibi = true,
-         .packed = true,
-         .seqused = true,
-         .dropout = 0.1});
+    add({.mask = chunked(300, causal())});
+    for (const Mask& mask : {window(100, 20), chunked(300, window(100, 20))}) {
+      add({.dtype = DType::kF16,
+           .mask = mask,
+           .softcap = 9,
+           .alibi = true,
+           .packed = true,
+           .seqused = true,
+           .dropout = 0.1});
+    }
   }
   for (const double softcap : {0.0, 9.0}) {  // the most dims of tiles that dropout takes
     all.push_back(backward_problem({.d = 96, .softcap = softcap, .dropout = 0.1}));

@@ -174,7 +174,8 @@ void expect_map(const TensorMapBlob& blob, const ConstTensor& t, unsigned box_ro
 }
 
 TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
-  ForwardCall call = forward_call({.sq = 1000, .sk = 900, .dv = 64, .mask = window(300, 5)});
+  ForwardCall call =
+      forward_call({.sq = 1000, .sk = 900, .dv = 64, .mask = chunked(400, window(300, 5))});
   call.run.stream = reinterpret_cast<void*>(0x1230);
   const Plan plan = fulgur::plan(call.args, call.options);
   const ForwardArgs args = placed(call.args, kBase);
@@ -208,6 +209,7 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   EXPECT_EQ(p.group, 4);
   EXPECT_EQ(p.window_left, 300);
   EXPECT_EQ(p.window_right, 5);
+  EXPECT_EQ(p.chunk, 400);
   EXPECT_NEAR(p.scale_log2, 1.4426950408889634 / std::sqrt(128.0), 1e-7);
   EXPECT_EQ(p.work.heads, 16);
   const int64_t Br =

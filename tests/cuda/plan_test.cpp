@@ -8,6 +8,7 @@
 #include "cuda/hopper_forward.h"
 #include "cuda/hopper_forward_family.h"
 #include "cuda/hopper_model.h"
+#include "cuda/hopper_plan.h"
 #include "cuda/launch_memory.h"
 #include "cuda/shape_class.h"
 #include "engines.h"
@@ -313,6 +314,21 @@ TEST(HopperPlan, BoundsThatBindNothingAreNone) {
   EXPECT_TRUE(plan_of(forward_problem({.sq = 2, .mask = causal()})).has_right);
   EXPECT_FALSE(plan_of(forward_problem({.mask = window(1023, -1)})).has_left);
   EXPECT_TRUE(plan_of(forward_problem({.mask = window(1022, -1)})).has_left);
+  // Of 1024 keys. Chunks have both bounds, those of the window around one.
+  const auto chunks = [](int64_t chunk, const Mask& of, int64_t sq) {
+    const HopperForwardPlan plan = plan_of(forward_problem({.sq = sq, .mask = chunked(chunk, of)}));
+    EXPECT_TRUE(!plan.has_chunk || (plan.has_left && plan.has_right));
+    return plan.has_chunk;
+  };
+  EXPECT_FALSE(chunks(1024, causal(), 1024));
+  EXPECT_TRUE(chunks(1023, causal(), 1024));
+  EXPECT_TRUE(chunks(1024, full(), 1024));  // of shorter sequences rows may be in front of all keys
+  EXPECT_FALSE(chunks(1024, full(), 1));
+  EXPECT_TRUE(chunks(1023, full(), 1));
+  const kernels::Band around = band_of(chunked(100, window(200, 20)), true, true, true);
+  EXPECT_EQ(around.left, 99);
+  EXPECT_EQ(around.right, 20);
+  EXPECT_EQ(around.chunk, 100);
 }
 
 TEST(HopperPlan, FewTilesAreSplit) {
@@ -360,9 +376,14 @@ TEST(HopperPlan, FewBlocksUnderABandAreCut) {
 }
 
 TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
-  const Mask masks[] = {
-      full(),         causal(),           window(300, 0),
-      window(-1, 40), window(1000000, 5), window(int64_t{1} << 40, int64_t{1} << 40)};
+  const Mask masks[] = {full(),
+                        causal(),
+                        window(300, 0),
+                        window(-1, 40),
+                        window(1000000, 5),
+                        window(int64_t{1} << 40, int64_t{1} << 40),
+                        chunked(2000),
+                        chunked(int64_t{1} << 40, causal())};
   for (const Mask& mask : masks) {
     for (const int64_t d : {64, 96, 128, 192, 256}) {
       for (const double softcap : {0, 30}) {
@@ -383,8 +404,10 @@ TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
                 headers.insert(plan_header(plan));
                 // Bounds are those of the mask, or such that no row reaches: never of the batch.
                 const kernels::Band band = band_of(plan, mask);
-                EXPECT_EQ(band.left,
-                          mask.left < 0 ? 0 : std::min<int64_t>(mask.left, (1 << 30) - 1024));
+                const int64_t left = mask.chunk > 0 ? mask.chunk - 1 : mask.left,
+                              most = (1 << 30) - 1024;
+                EXPECT_EQ(band.left, left < 0 ? 0 : std::min(left, most));
+                EXPECT_EQ(band.chunk, std::min(mask.chunk, most));
               }
             }
           }
@@ -598,6 +621,17 @@ TEST(HopperRejects, SequencesThatIntsCannotCount) {
   EXPECT_GE(-most - band.left, std::numeric_limits<int>::min());
   EXPECT_GE(band.left, diagonal);  // and they bound nothing
   EXPECT_GE(band.right, most + 128);
+  const Problem chunks = forward_problem({.batch = 1,
+                                          .sq = most,
+                                          .sk = most,
+                                          .hq = 1,
+                                          .hk = 1,
+                                          .mask = chunked(int64_t{1} << 60),
+                                          .invariant = true});
+  const kernels::Band chunk = band_of(plan_of(chunks), chunks.mask);
+  EXPECT_LE(most + 128 + chunk.chunk, std::numeric_limits<int>::max());
+  EXPECT_GE(-most - chunk.chunk, std::numeric_limits<int>::min());
+  EXPECT_GE(chunk.chunk, most + 128);
 }
 
 // 0 times the -inf of a hidden key is NaN: scores whose scale rounds to nothing are multiplied

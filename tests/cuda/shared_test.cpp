@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/hopper_forward_plan.h"
+#include "cuda/hopper_plan.h"
 #include "forward_call.h"
 #include "kernels/sm90/forward_layout.h"
 #include "tiles.h"
@@ -48,8 +49,11 @@ std::vector<Shape> shapes() {
   std::vector<Shape> all;
   for (const auto& [sq, sk] : std::vector<std::pair<int64_t, int64_t>>{
            {1, 1}, {1, 900}, {64, 64}, {65, 63}, {300, 1000}, {1000, 300}, {777, 777}, {200, 0}}) {
-    for (const Mask& mask : {full(), causal(), window(100, -1), window(-1, 30), window(0, 0),
-                             window(70, 20), window(2000, 2000)}) {
+    for (const Mask& mask :
+         {full(), causal(), window(100, -1), window(-1, 30), window(0, 0), window(70, 20),
+          window(2000, 2000), chunked(1), chunked(64), chunked(100), chunked(999), chunked(3000),
+          chunked(80, causal()), chunked(256, causal()), chunked(150, window(70, 20)),
+          chunked(90, window(200, -1))}) {
       all.push_back({sq, sk, mask});
     }
   }
@@ -57,8 +61,8 @@ std::vector<Shape> shapes() {
 }
 
 kernels::Band band(const Mask& mask) {
-  return {mask.left >= 0, mask.right >= 0, static_cast<int>(mask.left),
-          static_cast<int>(mask.right)};
+  const bool chunks = mask.chunk > 0;
+  return band_of(mask, chunks || mask.left >= 0, chunks || mask.right >= 0, chunks);
 }
 
 TEST(Band, IsThatOfTheMask) {
@@ -139,7 +143,8 @@ TEST(KeyWalk, MeetsTheTilesOfTheMask) {
     for (const auto& [block_strips, tile_keys] : {std::pair{3, 80}, {4, 64}, {2, 16}, {3, 128}}) {
       SCOPED_TRACE(testing::Message()
                    << shape.sq << " x " << shape.sk << ", mask " << shape.mask.left << " "
-                   << shape.mask.right << ", tile " << 64 * block_strips << " x " << tile_keys);
+                   << shape.mask.right << " " << shape.mask.chunk << ", tile " << 64 * block_strips
+                   << " x " << tile_keys);
       kernels::Work work{};
       work.row_blocks = kernels::blocks_of(static_cast<int>(shape.sq), block_strips);
       std::map<int, int> visits;
@@ -176,7 +181,7 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
   for (const int64_t batch : {1, 3, 20}) {
     for (const int64_t sq : {1, 200, 3000}) {
       for (const int64_t sk : {100, 9000}) {
-        for (const Mask& mask : {full(), causal(), window(50, -1)}) {
+        for (const Mask& mask : {full(), causal(), window(50, -1), chunked(700, causal())}) {
           const Problem p =
               forward_problem({.batch = batch, .sq = sq, .sk = sk, .hq = 6, .hk = 2, .mask = mask});
           const HopperForwardPlan plan = plan_of(p);

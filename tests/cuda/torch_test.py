@@ -360,7 +360,7 @@ class HostTime(OnGpu):
     def test_host_time(self):
         q, k, v = make_qkv(sq=64, sk=64, hq=2)
         x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
-        shared = (None, None, None, 0, 0, 0.125, 0.0, -1, -1, None, None, 0.0, None, False)
+        shared = (None, None, None, 0, 0, 0.125, 0.0, -1, -1, 0, None, None, 0.0, None, False)
         times = {
             "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v, *shared)),
             "without gradients": self.measure(lambda: attention(q, k, v)),

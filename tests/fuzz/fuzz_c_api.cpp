@@ -404,6 +404,7 @@ void fuzz(Reader& in) {
         options.deterministic = in.byte() & 1;
         options.invariant = in.byte() & 1;
         if (in.byte() & 1) options.max_workspace = in.wild();
+        if (in.byte() & 1) options.chunk = in.wild();
         break;
       default:
         change(o[in.byte() % kCount], in);

@@ -151,8 +151,8 @@ def c_api_seeds():
         ) + b"\x3c" + struct.pack("<12i", 0, 3, 0, 2, 2, 3, 1, -1, 0, 3, 1, 7)
     # Change 9 is to a struct: which (options, run, args), its size, a byte behind it.
     yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
-    yield "options_newer", call(changes=[bytes([9, 0, 104, 0, 0])])
-    yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 104, 0, 1])])
+    yield "options_newer", call(changes=[bytes([9, 0, 112, 0, 0])])
+    yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 112, 0, 1])])
     yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
     yield "args_newer", call(changes=[bytes([9, 2, 144, 8, 1])])
     yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
@@ -171,7 +171,8 @@ def c_api_seeds():
     yield "reference", call(changes=[b"\5\2"])
     yield "window", call(changes=[b"\0\2", b"\1\2"])
     yield "threads", call(changes=[b"\6\3"])
-    yield "max_workspace", call(changes=[b"\x0a\0\0\1\3"])
+    yield "max_workspace", call(changes=[b"\x0a\0\0\1\3\0"])
+    yield "chunk", call(changes=[b"\x0a\0\0\0\1\3"])
 
 
 def main():

@@ -49,14 +49,15 @@ def fails(*args, code=1, says=(), **kwargs):
 # ---------------------------------------------------------------- the reference, in float64
 
 
-def visible(sq, sk, left, right):
+def visible(sq, sk, left, right, chunk=0):
     i, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)[None, :]
-    return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    one_chunk = i // chunk == j // chunk if chunk else True
+    return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right)) & one_chunk
 
 
 def attention(
-    q, k, v, dout=None, dlse=0, left=-1, right=-1, scale=None, softcap=0.0, slopes=None, used=None,
-    sinks=None, words=None,
+    q, k, v, dout=None, dlse=0, left=-1, right=-1, chunk=0, scale=None, softcap=0.0, slopes=None,
+    used=None, sinks=None, words=None,
 ):  # fmt: skip
     """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
@@ -73,7 +74,7 @@ def attention(
     for n in range(b):
         keys = sk if used is None else used[n]
         seen = np.zeros((sq, sk), bool)
-        seen[:, :keys] = visible(sq, keys, left, right)
+        seen[:, :keys] = visible(sq, keys, left, right, chunk)
         for i in range(sq if words is not None else 0):
             for token in range(sq):
                 if keys - sq + token >= 0 and not int(words[n, i]) >> token & 1:
@@ -224,6 +225,10 @@ def test_attend_keeps_the_dtype_of_the_inputs(tmp_path, numpy_type, dtype):
         ([], {}),
         (["--window", "9,3"], {"left": 9, "right": 3}),
         (["--window", "-1,2"], {"right": 2}),
+        (["--chunk", "9"], {"chunk": 9}),
+        (["--chunk", "12", "--causal"], {"chunk": 12, "right": 0}),
+        (["--chunk", "12", "--window", "4,2"], {"chunk": 12, "left": 4, "right": 2}),
+        (["--chunk", "0"], {}),
         (["--scale", "0.3"], {"scale": 0.3}),
         (["--softcap", "1.5", "--causal"], {"softcap": 1.5, "right": 0}),
         (["--threads", "1"], {}),
@@ -565,6 +570,7 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (FORWARD + ["--window", "1,2,3"], ["--window", "1,2,3"]),
         (FORWARD + ["--window", "99999999999999999999,0"], ["--window"]),
         (FORWARD + ["--causal", "--window", "3,0"], ["--causal", "--window"]),
+        (FORWARD + ["--chunk", "many"], ["--chunk", "many"]),
         (FORWARD + ["--dtype", "f8"], ["--dtype", "f8"]),
         (FORWARD + ["--device", "tpu"], ["--device", "tpu"]),
         (FORWARD + ["--scale", "big"], ["--scale", "big"]),
@@ -607,6 +613,7 @@ def test_wrong_usage(folder, args, says):
         (["--softcap", "nan"], ["softcap", "nan"]),
         (["--window", "-2,0"], ["-2"]),
         (["--window", "0,-7"], ["-7"]),
+        (["--chunk", "-3"], ["chunk", "-3"]),
         (["--dropout", "1"], ["dropout", "1"]),
         (["--dropout", "-0.1"], ["dropout", "-0.1"]),
         (["--threads", "-1"], ["threads", "-1"]),
@@ -1143,8 +1150,8 @@ def test_check_passes_for_every_dtype():
     stdout = succeeds("check")
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
-        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 14
-    assert stdout.endswith("\n42 forward and 42 backward checks passed\n")
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 15
+    assert stdout.endswith("\n45 forward and 45 backward checks passed\n")
     assert "not computed" not in stdout
 
 
@@ -1168,7 +1175,7 @@ def test_check_on_a_gpu(on_gpu):
     """Each check is computed, or has its reason; the fake GPU's kernels compute nothing, and no
     check lets that pass."""
     code, ends, reasons, last = check_on_gpu(on_gpu)
-    assert len(ends) == 42
+    assert len(ends) == 45
     assert all("engine cuda: " in why for why in reasons)
     computed = set(ends.values()) - {"not computed"}
     counted = sum(map(int, re.findall(r"(\d+) (?:forward|backward)", last)))
@@ -1196,7 +1203,7 @@ def test_the_gpu_examples_compare_with_the_cpu(with_nvrtc, name):
 
 def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
     code, ends, reasons, last = check_on_gpu(on_gpu, "--dtype", "f32")
-    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 28
+    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 30
     assert last.startswith("fulgur: nothing was checked: ")
 
 
@@ -1228,6 +1235,10 @@ def test_explain():
     assert ", seqused_k, 38 pages of 16 keys, page_table of 19 a sequence" in stdout and "flop per byte" in stdout
     fails("explain", "--sk", "3000000000", "--page", "16", says=["--page", "3000000000"])
     fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
+    chunks = succeeds("explain", "--sq", "4096", "--causal", "--chunk", "64")
+    assert ", causal, chunks of 64 keys, " in chunks
+    flops = [re.search(r"([\d.]+) (\w*)flop", x)[0] for x in (chunks, succeeds("explain", "--sq", "4096", "--causal"))]
+    assert flops[0] != flops[1]
     fails("explain", "--d", "1000", says=["1000"])
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 
@@ -1253,6 +1264,8 @@ def test_explain_draws_the_tile_map(tmp_path):
         assert abs(areas[name] / sum(areas.values()) - float(percent) / 100) < 0.03
     assert "sq = 12288" in text and "Br = " in text and "Bc = " in text
     assert listing(tmp_path) == ["tiles.svg"]
+    succeeds("explain", "--sq", "12288", "--causal", "--chunk", "1024", "--svg", svg)
+    assert sum(rectangles(svg, colours["empty"])) > 0.85 * sum(areas.values())
 
 
 def test_the_tile_map_of_a_long_sequence_stays_small(tmp_path):

@@ -30,7 +30,7 @@ def sequences(q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, **_):
     return list(zip(rows, keys))
 
 
-def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=0.0,
+def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0,
                   alibi_slopes=None, sinks=None, tree_words=None, **_):  # fmt: skip
     """P and LSE of one sequence q [sq, hq, d], k [sk, hq, d], and d score / d (q k^T)."""
     sq, sk = len(q), len(k)
@@ -51,6 +51,8 @@ def probabilities(q, k, b, r, *, causal=False, window=None, scale=None, softcap=
         seen &= j >= i - left
     if right >= 0:
         seen &= j <= i + right
+    if chunk > 0:
+        seen &= j // chunk == i // chunk
     if tree_words is not None:  # [sq]: the bits of keys sk - sq and on
         token = j - (sk - sq)
         bits = tree_words.view(np.uint64)[:, None] >> np.maximum(token, 0).astype(np.uint64)

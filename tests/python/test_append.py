@@ -96,6 +96,7 @@ def test_positions_of_queries(rng):
     for options, first, step in (
         (dict(causal=True), (4, 1), 1),
         (dict(window=(2, -1)), (4, 1), 1),
+        (dict(chunk=3), (4, 1), 1),
         (dict(), (4, 1), 0),
         (dict(rotary_seqlens=int32(11, 9)), (11, 9), 0),
         (dict(rotary_seqlens=int32(11, 9), causal=True), (11, 9), 1),

@@ -547,6 +547,53 @@ class TestFlashAttention3:
         assert torch.equal(fa3.flash_attn_func(q, k, v, **theirs, **hints), want[0])
         assert_same(fa3.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), want)
 
+    @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(2, 1))])
+    @pytest.mark.parametrize("chunk", [1, 3, 20])
+    def test_chunks(self, options, chunk):
+        """Keys from the diagonal's multiple of the chunk on, and less than a chunk behind it."""
+        q, k, v = make_qkv(grad=True)
+        out, lse = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
+        i, j = torch.arange(5)[:, None] + 2, torch.arange(7)
+        first = i - i % chunk
+        left, right = options.get("window_size", (7, 0 if "causal" in options else 7))
+        hidden = (j < first) | (j >= first + chunk) | (j < i - left) | (j > i + right)
+        keys, values = (x.repeat_interleave(2, 2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, keys) / 8**0.5
+        scores = scores.masked_fill(hidden, -torch.inf)
+        want = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), values)
+        torch.testing.assert_close((out, lse), (want, scores.logsumexp(-1)))
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), dout)
+        torch.testing.assert_close(got, torch.autograd.grad(want, (q, k, v), dout))
+
+    def test_chunks_of_packed_sequences_and_caches(self):
+        q, k, v = (x[0] for x in make_qkv())
+        ours = dict(causal=True, chunk=3)
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        got = fa3.flash_attn_varlen_func(q, k, v, *ends.values(), 3, 4, attention_chunk=3, causal=True)
+        assert torch.equal(got, attention(q, k, v, **ends, **ours))
+        (qkv,) = make((2, 5, 3, 4, 16))
+        got = fa3.flash_attn_qkvpacked_func(qkv, attention_chunk=3, causal=True)
+        assert torch.equal(got, attention(*qkv.unbind(2), **ours))
+        q, k_cache, v_cache = make((2, 3, 4, 8), (6, 4, 2, 8), (6, 4, 2, 8))
+        where = dict(page_table=torch.tensor([[5, 0, 2], [1, 4, 3]], dtype=torch.int32))
+        used, angles = int32(7, 10), torch.rand(20, 4)
+        call = lambda **more: fa3.flash_attn_with_kvcache(  # noqa: E731
+            q, k_cache, v_cache, cache_seqlens=used, attention_chunk=3, **where, **more
+        )
+        want = attention(q, k_cache, v_cache, seqused_k=used, **where, **ours)
+        assert torch.equal(call(causal=True), want)
+        # Chunks bound the mask: queries turn to positions of their own.
+        new = make((2, 2, 2, 8), (2, 2, 2, 8))
+        rotation = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), rotary_interleaved=False)
+        got = call(k=new[0], v=new[1], **rotation)
+        query = torch.stack([
+            turned(q[b], angles[n : n + 3].cos(), angles[n : n + 3].sin(), False).float()
+            for b, n in enumerate(used.tolist())
+        ])  # fmt: skip
+        want = attention(query, k_cache, v_cache, seqused_k=used + 2, chunk=3, **where)
+        torch.testing.assert_close(got, want)
+
     def test_packed(self):
         q, k, v = (x[0] for x in make_qkv())
         lengths, used = (int32(0, 2, 5), int32(0, 4, 7), 3, 4), int32(1, 3)
@@ -621,10 +668,10 @@ class TestFlashAttention4:
 ANYTHING = torch.ones(2)
 REFUSED = [
     *((fa3.flash_attn_func, 3, name) for name in (
-        "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
-    *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv", "attention_chunk")),
+        "qv", "q_descale", "k_descale", "v_descale")),
+    *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv")),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
-        "qv", "q_descale", "k_descale", "v_descale", "attention_chunk")),
+        "qv", "q_descale", "k_descale", "v_descale")),
     *((fa4.flash_attn_func, 3, name) for name in (
         "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
     *((fa4.flash_attn_varlen_func, 3, name) for name in (
@@ -637,7 +684,7 @@ def test_what_is_missing_raises(function, tensors, name):
     q, k, v = make_qkv()
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        function(*arguments, **{name: 3 if name == "attention_chunk" else ANYTHING})
+        function(*arguments, **{name: ANYTHING})
 
 
 def test_probabilities_under_dropout_raise():

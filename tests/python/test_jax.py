@@ -241,6 +241,7 @@ PACKED = dict(
 CASES = {
     "causal": dict(causal=True),
     "window": dict(window=(3, 1)),
+    "chunks": dict(chunk=6, causal=True),
     "softcap": dict(softcap=2.0, causal=True),
     "slopes": dict(alibi_slopes=SLOPES, scale=0.4),
     "slopes of each": dict(alibi_slopes=np.stack([SLOPES, 2 * SLOPES]), causal=True),
@@ -539,6 +540,7 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(q=np.zeros((2, 19, 4, 600)), k=np.zeros((2, 19, 2, 600))), ValueError, "512"),
         (dict(causal=1), TypeError, "causal: got 1, want True or False"),
         (dict(window=3), TypeError, "window: got 3"),
+        (dict(chunk=-1), ValueError, "chunk: got -1"),
         (dict(scale="1"), TypeError, "scale: got '1', want a number"),
         (dict(softcap=-1.0), ValueError, "softcap: got -1"),
         (dict(dropout_p=1.0), ValueError, "dropout_p: got 1"),
@@ -728,7 +730,7 @@ class Frame:
 
     def __init__(self, stage, operands, results, given=0):
         self.asked, self.errors = [], []
-        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, given])]
+        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, given])]
         self.kept = [numbers]
         arrays = [self.keep(struct(INT(12 if x.dtype.kind == "f" else 5), SIZE(x.size), POINTER(x.ctypes.data)))
                   for x in numbers]  # fmt: skip

@@ -49,6 +49,7 @@ OPTIONS = {
     "causal": dict(causal=True),
     "window": dict(window=(3, 1)),
     "causal window": dict(window=(3, 1), causal=True),
+    "causal chunks": dict(chunk=4, causal=True),
     "softcap": dict(softcap=2.0, scale=1.5),
     "slopes": dict(alibi_slopes=torch.tensor([0.1, 0.2, 0.3, 0.4])),
     "slopes of sequences": dict(alibi_slopes=torch.rand(2, 4)),
@@ -367,7 +368,7 @@ class TestOpcheck:
             options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_k"),
             4 if "cu_seqlens_q" in options else 0, 5 if "cu_seqlens_q" in options else 0,
             options.get("scale", 0.3), options.get("softcap", 0.0), *options.get("window", (-1, -1)),
-            options.get("alibi_slopes"), options.get("sinks"), 0.0, None, False,
+            options.get("chunk", 0), options.get("alibi_slopes"), options.get("sinks"), 0.0, None, False,
         )  # fmt: skip
         return (q, k, v), shared
 
@@ -408,7 +409,7 @@ class TestOpcheck:
     def test_dropout(self):
         q, k, v = make_qkv()
         rng = torch.tensor([1, 2])
-        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, None, None, 0.5, rng, True)
+        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
         torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
 
 
@@ -542,6 +543,8 @@ def test_flops_are_counted():
     assert count({}) == 2 * 7 * 9 * of_pair
     assert count(dict(causal=True)) == 2 * sum(range(3, 10)) * of_pair
     assert count(dict(window=(1, 1))) == 2 * (6 * 3 + 2) * of_pair
+    assert count(dict(chunk=4)) == 2 * (2 * 4 + 4 * 4 + 1) * of_pair  # 9 keys, the last alone
+    assert count(dict(chunk=4, causal=True)) == 2 * (3 + 4 + 1 + 2 + 3 + 4 + 1) * of_pair
     assert count(ENDS) == (3 * 5 + 4 * 4) * of_pair
     assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
 
@@ -562,6 +565,7 @@ class TestWrongArguments:
             (dict(softcap=-1.0), "^softcap: "),
             (dict(dropout_p=1.0), "^dropout_p: "),
             (dict(window=(-2, 0)), "^(left|window|mask)"),
+            (dict(chunk=-1), "^mask.chunk: got -1, want 0"),
             (dict(alibi_slopes=torch.zeros(3)), "^alibi_slopes: "),
             (dict(sinks=torch.zeros(3)), "^sinks: got shape .3., want .4."),
             (dict(sinks=torch.zeros(4).bfloat16()), "^sinks: got bf16, want f32"),
@@ -589,7 +593,7 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="^rng_state: "):
-                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, None, None, 0.5, rng, False)
+                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False)
 
 
 def test_threads_are_those_of_torch(one_thread):

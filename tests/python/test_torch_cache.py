@@ -101,8 +101,8 @@ def test_opcheck(kind, packed):
     q, k, v, options, _ = make(kind, packed)
     of = options.get
     shared = (
-        of("cu_seqlens_q"), None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, None, torch.zeros(HQ), 0.0,
-        None, False,
+        of("cu_seqlens_q"), None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, 3, None, torch.zeros(HQ),
+        0.0, None, False,
     )  # fmt: skip
     cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))
     cache += (torch.full(q.shape[:-2], -1),)
@@ -122,6 +122,16 @@ def test_flops(kind, packed):
         sq, sk = len(q[rows]), len(keys)
         visible += sum(max(0, i + sk - sq + 1) for i in range(sq))
     assert counter.get_total_flops() == visible * HQ * 2 * (D + DV)
+
+
+@each_packing
+@each_kind
+def test_chunks(kind, packed):
+    q, k, v, options, sequences = make(kind, packed)
+    out = attention(q, k, v, chunk=3, **options)
+    for rows, keys, values in sequences:
+        alone = attention(q[rows][None], keys[None], values[None], chunk=3, causal=True, scale=0.7)
+        torch.testing.assert_close(out[rows], alone[0])
 
 
 @each_packing
@@ -274,7 +284,7 @@ class TestAppend:
         q = of("q")
         torch.library.opcheck(append_op, (
             *caches(), *given, of("cu_seqlens_k_new"), self.TABLE, None, None, of("cos"), of("sin"),
-            rotated, None, q, None if q is None else torch.zeros_like(q), of("cu_seqlens_q"), -1, 0,
+            rotated, None, q, None if q is None else torch.zeros_like(q), of("cu_seqlens_q"), -1, 0, 3,
         ))  # fmt: skip
 
     def test_other_places_and_positions(self):

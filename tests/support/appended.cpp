@@ -209,7 +209,7 @@ testing::AssertionResult Appended::check_new(const Tensor& cache, const Tensor& 
 }
 
 testing::AssertionResult Appended::check_queries() {
-  const bool advance = w.options.mask.left >= 0 || w.options.mask.right >= 0;
+  const bool advance = w.options.mask != full();
   std::vector<double> turned = read(args.q_out);
   const int64_t width = w.c.d;
   std::vector<bool> written(turned.size() / static_cast<size_t>(width), false);

@@ -94,6 +94,7 @@ inline fulgur_options c_options(const Options& options) {
   o.threads = options.threads;
   o.engine = options.engine.c_str();
   o.max_workspace = options.max_workspace;
+  o.chunk = options.mask.chunk;
   return o;
 }
 

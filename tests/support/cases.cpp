@@ -25,6 +25,18 @@ constexpr Pair kLengths[] = {{0, 0},    {0, 7},    {7, 0},    {1, 1},     {2, 2}
 constexpr Mask kMasks[] = {full(),         causal(),       window(0, 0),
                            window(16, 16), window(100, 0), window(-1, 5),
                            window(3, -1),  window(0, 70),  window(200, 40)};
+constexpr Mask kChunkMasks[] = {chunked(1),
+                                chunked(7),
+                                chunked(100),
+                                chunked(1000),
+                                chunked(2, causal()),
+                                chunked(16, causal()),
+                                chunked(64, causal()),
+                                chunked(200, causal()),
+                                chunked(50, window(20, 0)),
+                                chunked(30, window(40, 12)),
+                                chunked(90, window(-1, 5)),
+                                chunked(24, window(3, -1))};
 constexpr Pair kHeads[] = {{1, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 3}, {4, 1}, {8, 1}};
 constexpr Layout kLayouts[] = {Layout::kBshd,   Layout::kBhsd,   Layout::kQkv,
                                Layout::kPadded, Layout::kPacked, Layout::kPackedPadded};
@@ -240,6 +252,67 @@ std::vector<Case> tree_cases() {
   return cases;
 }
 
+// Chunks shorter and longer than tiles, in sequences whose last chunk is cut, and rows in front of
+// the first key.
+std::vector<Case> chunk_cases() {
+  constexpr Pair kChunkLengths[] = {{64, 64},   {333, 333}, {65, 333}, {127, 65},
+                                    {1, 333},   {7, 1024},  {7, 40},   {333, 64},
+                                    {128, 256}, {300, 301}, {33, 20}};
+  constexpr Pair kChunkDims[] = {{64, 64},   {128, 128}, {17, 17}, {256, 256},
+                                 {192, 128}, {40, 24},   {8, 8}};
+  std::vector<Case> cases;
+  for (size_t i = 0; i < 5 * std::size(kChunkMasks); ++i) {
+    const size_t turn = i + i / std::size(kChunkMasks);  // others go on while masks begin anew
+    Case c;
+    c.dtype = turn % 10 == 9 ? DType::kF64 : kDtypes[turn % 3];
+    c.batch = kBatches[i / 5 % 2 + 1];
+    std::tie(c.sq, c.sk) = kChunkLengths[turn % std::size(kChunkLengths)];
+    std::tie(c.hq, c.hk) = kHeads[i % std::size(kHeads)];
+    std::tie(c.d, c.dv) = kChunkDims[turn / 2 % std::size(kChunkDims)];
+    c.mask = kChunkMasks[i % std::size(kChunkMasks)];
+    c.layout = i % 5 < 2 ? Layout::kPacked : i % 5 == 2 ? Layout::kBhsd : Layout::kBshd;
+    c.softcap = i % 7 == 3 ? 2 : 0;
+    c.alibi = i % 11 == 4 ? Alibi::kHeads : Alibi::kNone;
+    c.dropout = i % 13 == 5 ? 0.25 : 0;
+    c.seqused = turn % 4 == 1;
+    c.dlse = turn % 2 == 1;
+    c.sinks = i % 13 > 10;
+    cases.push_back(c);
+  }
+  // Decoding in the middle of a chunk and at its beginning, and whole tiles in one chunk of
+  // several.
+  cases.push_back({.dtype = DType::kBF16,
+                   .batch = 3,
+                   .sq = 4,
+                   .sk = 4096,
+                   .hq = 8,
+                   .hk = 2,
+                   .mask = chunked(1500, causal()),
+                   .seqused = true});
+  cases.push_back({.dtype = DType::kF16,
+                   .batch = 3,
+                   .sq = 1,
+                   .sk = 4001,
+                   .hq = 8,
+                   .hk = 1,
+                   .d = 128,
+                   .dv = 128,
+                   .mask = chunked(1000, causal()),
+                   .seqused = true});
+  for (const int64_t d : {64, 128, 256}) {
+    cases.push_back({.dtype = DType::kBF16,
+                     .sq = 900,
+                     .sk = 1000,
+                     .hq = 2,
+                     .hk = 1,
+                     .d = d,
+                     .dv = d,
+                     .mask = chunked(384, d == 128 ? full() : causal()),
+                     .dlse = true});
+  }
+  return cases;
+}
+
 std::vector<Case> select(bool small) {
   std::vector<Case> selected;
   int cheap = 0;
@@ -268,7 +341,10 @@ const char* name_of(Layout layout) {
   return "";
 }
 
-std::string name_of(Mask mask) {
+std::string name_of(const Mask& mask) {
+  if (mask.chunk > 0) {
+    return name_of(window(mask.left, mask.right)) + "_chunk" + std::to_string(mask.chunk);
+  }
   if (mask == full()) return "full";
   if (mask == causal()) return "causal";
   auto side = [](int64_t keys) { return keys < 0 ? std::string("inf") : std::to_string(keys); };
@@ -303,6 +379,7 @@ std::vector<Case> all_cases() {
   std::vector<Case> cases = pairwise();
   for (const Case& c : long_cases()) cases.push_back(c);
   for (const Case& c : tree_cases()) cases.push_back(c);
+  for (const Case& c : chunk_cases()) cases.push_back(c);
   return cases;
 }
 

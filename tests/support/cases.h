@@ -54,8 +54,8 @@ struct Case {
 inline void PrintTo(const Case& c, std::ostream* os) { *os << c.name(); }
 
 /// Every pair of values of two factors occurs together in some case (where it can), every second
-/// one with a gradient of LSE, plus a few hand-picked long ones and tree masks. The same list on
-/// every machine.
+/// one with a gradient of LSE, plus a few hand-picked long ones, tree masks and chunks. The same
+/// list on every machine.
 std::vector<Case> all_cases();
 /// A cheap part of it, for sanitizers and for forcing SIMD targets.
 std::vector<Case> small_cases();

@@ -110,8 +110,15 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
     }
     const int64_t diagonal = i + sk - sq;
-    const int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
-    const int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
+    int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
+    int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
+    if (rule.band.chunk > 0) {
+      int64_t chunk = 0;  // where the diagonal's begins
+      while (chunk > diagonal) chunk -= rule.band.chunk;
+      while (chunk + rule.band.chunk <= diagonal) chunk += rule.band.chunk;
+      begin = std::max(begin, chunk);
+      end = std::min(end, chunk + rule.band.chunk);
+    }
     const auto dlse = static_cast<T>(data.gradient().lse_of(i));
     if (std::count(hidden.begin() + begin, hidden.begin() + std::max(begin, end), false) == 0) {
       if (sink > -kInf) dsink += dlse;
@@ -273,7 +280,7 @@ Expected expect_some(const Workload& w, bool gradients) {
                   o.softcap,
                   slope,
                   sinks[h],
-                  {o.mask.left, o.mask.right},
+                  {o.mask.left, o.mask.right, o.mask.chunk},
                   tree.empty() ? nullptr : tree.data() + s.q_begin,
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};

@@ -215,7 +215,8 @@ void Workload::make_sinks() {
   forward.sinks = backward.sinks = storage(DType::kF32, c.hq, false).view(0, shape, strides);
   backward.dsinks = storage(DType::kF32, c.hq, true).view(0, shape, strides);
   const bool bounded = c.mask.left >= 0 && c.mask.right >= 0;
-  const int64_t seen = bounded ? std::min(c.sk, c.mask.left + c.mask.right + 1) : c.sk;
+  int64_t seen = bounded ? std::min(c.sk, c.mask.left + c.mask.right + 1) : c.sk;
+  if (c.mask.chunk > 0) seen = std::min(seen, c.mask.chunk);
   const double lse = std::log(static_cast<double>(std::max<int64_t>(seen, 1)));
   std::vector<double> sinks;
   for (int64_t h = 0; h < c.hq; ++h) {

@@ -139,7 +139,7 @@ def _shared(
     """The arguments that both operators take behind their tensors."""
     return (
         cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
-        left, 0 if causal else right, alibi_slopes, None, dropout_p, rng_state, False,
+        left, 0 if causal else right, 0, alibi_slopes, None, dropout_p, rng_state, False,
     )  # fmt: skip
 
 

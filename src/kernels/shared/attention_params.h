@@ -33,6 +33,7 @@ struct CallParams {
   int group;                   // hq / hk
   int window_left;             // >= 0 where kHasLeft
   int window_right;            // >= 0 where kHasRight
+  int chunk;                   // > 0 where kHasChunk
   float scale_log2;            // scale * log2(e)
   float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap, finite
   float softcap_log2;          // kSoftcap: softcap * log2(e)

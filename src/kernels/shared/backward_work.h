@@ -26,15 +26,14 @@ FULGUR_SHARED RowTiles row_tiles(const Band& band, const Lengths& n, int tile_ro
   const int all = count_of(n.sq, tile_rows);
   const int last = least(first + count, n.sk);  // behind the keys
   if (first >= n.sk) return {0, 0};
-  const int offset = n.sk - n.sq;
   RowTiles tiles = {0, all};
   if (band.has_right) {
-    const int row = first - offset - band.right;  // the first that sees a key
+    const int row = rows_seeing(band, n, first).begin;  // the first that sees a key
     if (row >= n.sq) return {0, 0};
     tiles.begin = most(row, 0) / tile_rows;
   }
   if (band.has_left) {
-    const int end = last - offset + band.left;  // behind the last row that sees a key
+    const int end = rows_seeing(band, n, last - 1).end;  // behind the last row that sees a key
     tiles.end = end <= 0 ? 0 : least(all, count_of(end, tile_rows));
   }
   return tiles.end > tiles.begin ? tiles : RowTiles{0, 0};

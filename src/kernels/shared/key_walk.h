@@ -46,11 +46,8 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
   mine.begin = most(mine.begin, item.begin);
   if (mine.end <= mine.begin) mine.begin = mine.end = item.begin;
   const int diagonal = diagonal_of(n, row);
-  int full_end = n.sk;
-  if (band.has_right) full_end = least(full_end, diagonal + band.right + 1);
-  full_end = most(full_end, 0) / tile_keys;
-  const int full_begin =
-      band.has_left ? (most(0, diagonal + kStripRows - 1 - band.left) + tile_keys - 1) / tile_keys : 0;
+  const int full_end = most(keys_seen_from(band, n.sk, diagonal).end, 0) / tile_keys;
+  const int full_begin = (keys_seen_from(band, n.sk, diagonal + kStripRows - 1).begin + tile_keys - 1) / tile_keys;
   return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full_begin, full_end, n.sk, diagonal};
 }
 

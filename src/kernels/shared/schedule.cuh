@@ -23,7 +23,7 @@ __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
 }
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
-  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right};
+  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0};
 }
 
 // Rows of k that a sequence has, beyond seqused_k too.

@@ -14,6 +14,7 @@
 //                   2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
 //   kHasLeft        1: window_left bounds the keys
 //   kHasRight       1: window_right does (causal: window_right = 0)
+//   kHasChunk       1: a row sees its chunk's keys alone; needs both bounds
 //   kScoreMode      0: scores are scale * q.k, scale > 0, folded into the exponent
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
 //   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
