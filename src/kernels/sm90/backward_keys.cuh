@@ -94,23 +94,23 @@ struct SeenBy {
 
 __device__ __forceinline__ SeenBy seen_by(const BackwardParams& p, const Lengths& n, int key, int row) {
   const int column = row + int(thread_column());
-  // With chunks the compiler would divide ahead of the steps, and keep what comes of it where registers are full.
-  u32 now[1] = {u32(key)};
-  if (kHasChunk) register_fence(now);
-  const RowRange rows = rows_seeing(band_of(p), n, int(now[0]));
+  const int offset = n.sk - n.sq;
   SeenBy seen = {-column, -column, kBlockRows, kBlockRows};
   if (kHasRight) {
-    seen.begin0 = rows.begin - column;
+    seen.begin0 = key - offset - p.window_right - column;
     seen.begin1 = seen.begin0 + 8;
   }
   if (kHasLeft) {
-    seen.end0 = rows.end - column;
+    seen.end0 = key - offset + p.window_left + 1 - column;
     seen.end1 = seen.end0 + 8;
   }
   if (kHasChunk) {  // r and r + 8 may lie in two of them
-    const RowRange below = rows_seeing(band_of(p), n, int(now[0]) + 8);
-    seen.begin1 = below.begin - column;
-    seen.end1 = below.end - column;
+    // The compiler would divide ahead of the steps, and keep what comes of it where registers are full.
+    u32 now[1] = {u32(key)};
+    register_fence(now);
+    const RowRange rows0 = rows_seeing(band_of(p), n, int(now[0]));
+    const RowRange rows1 = rows_seeing(band_of(p), n, int(now[0]) + 8);
+    seen = {rows0.begin - column, rows1.begin - column, rows0.end - column, rows1.end - column};
   }
   if (key >= n.sk) seen.end0 = 0, seen.begin0 = kBlockRows;
   if (key + 8 >= n.sk) seen.end1 = 0, seen.begin1 = kBlockRows;
