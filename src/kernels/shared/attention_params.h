@@ -33,7 +33,6 @@ struct CallParams {
   int group;                   // hq / hk
   int window_left;             // >= 0 where kHasLeft
   int window_right;            // >= 0 where kHasRight
-  int chunk;                   // > 0 where kHasChunk
   float scale_log2;            // scale * log2(e)
   float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap, finite
   float softcap_log2;          // kSoftcap: softcap * log2(e)
@@ -46,6 +45,8 @@ struct CallParams {
   unsigned long long dropout_seed, dropout_offset;
   unsigned dropout_threshold;  // as in shared/dropout.h
   float keep_scale;            // 1 / (1 - p)
+
+  alignas(16) int chunk;  // > 0 where kHasChunk; what is behind stays as aligned as without it
 };
 
 // What every forward kernel is told.
