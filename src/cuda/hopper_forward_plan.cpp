@@ -17,7 +17,7 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kMostParts = 8;  // more have not been measured
-constexpr int kMostCutPagesDim = 192;
+constexpr int kMostCutPagesDim = 192, kMostChunkPagesDim = 192;
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
 constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
@@ -234,6 +234,11 @@ std::string pages_rejected(const Problem& p) {
   if (p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
                        p.cache.ids, p.cache.page);
+  }
+  // Beside the ids of pages the widest heads leave no registers for chunks.
+  if (chunk_binds(p) && std::max(p.d, p.dv) > kMostChunkPagesDim) {
+    return fmt::format("computes chunks over pages with d and dv up to {}, got {} and {}",
+                       kMostChunkPagesDim, p.d, p.dv);
   }
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"k", &maps.k}, std::pair{"v", &maps.v}}) {

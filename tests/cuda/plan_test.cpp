@@ -543,6 +543,16 @@ TEST(HopperRejects, Caches) {
     EXPECT_EQ(paged(16, true), "computes pages without `invariant`");
     EXPECT_EQ(paged(1 << 26, false),
               "computes up to 2^31 keys in lists of pages, got 50 pages of 67108864");
+    const auto chunks = [&](int64_t d) {
+      Problem p = forward_problem({.d = d, .mask = chunked(300, causal())});
+      p.cache.pages = pages;
+      p.cache.page = 16;
+      p.cache.entries = 100;
+      p.cache.ids = 50;
+      return hopper_forward_rejects(p);
+    };
+    EXPECT_EQ(chunks(192), "");
+    EXPECT_EQ(chunks(200), "computes chunks over pages with d and dv up to 192, got 200 and 200");
   }
   EXPECT_EQ(why([](Problem& p) { p.cache.batch_idx = true; }),
             "computes sequence b from row b of k: not with a cache_batch_idx");

@@ -78,7 +78,7 @@ using Narrow = uint16_t (*)(float);
 
 float f32_of_f16(uint16_t x) { return fulgur::f32_from_f16(x); }
 float f32_of_bf16(uint16_t x) { return bits_of<float>(static_cast<uint32_t>(x) << 16); }
-// NaN has no sign (PTX ISA, "cvt").
+// A NaN that is rounded has no sign: kernels use the sign of what is not negative.
 uint16_t f16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::f16_from_f32(x); }
 uint16_t bf16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::bf16_from_f32(x); }
 Widen widen(const Instruction& i) { return i.has("bf16") ? f32_of_bf16 : f32_of_f16; }

@@ -46,7 +46,7 @@ struct CallParams {
   unsigned dropout_threshold;  // as in shared/dropout.h
   float keep_scale;            // 1 / (1 - p)
 
-  alignas(16) int chunk;  // > 0 where kHasChunk; aligned, so that what others add behind it is as before
+  alignas(16) int chunk;  // > 0 where kHasChunk; what is behind stays as aligned as without it
 };
 
 // What every forward kernel is told.

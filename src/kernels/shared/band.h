@@ -10,8 +10,8 @@ struct Lengths {
 };
 
 // A row on the diagonal of key j sees keys j - left to j + right; a bound that is not had hides nothing. With chunk > 0
-// it sees of these the keys of the chunk of j, which begins at a multiple of `chunk`. Both bounds are had, then, and less
-// than a chunk, as if that were a window that ends where chunks do.
+// it sees of these the keys of the chunk of j, which begins at a multiple of `chunk`. Both bounds are had, then, and
+// less than a chunk, as if that were a window that ends where chunks do.
 struct Band {
   bool has_left, has_right;
   int left, right;
