@@ -1,6 +1,6 @@
-// Work of the backward pass. The scores of a head are cut into tiles of `rows` x `keys`. One kernel takes blocks of keys
-// and walks down their row tiles; it leaves dS in the workspace, from which another, that takes blocks of rows, computes
-// dQ = dS K. dS of all heads at once would be too much: a wave is what the workspace holds.
+// Work of the backward pass. The scores of a head are cut into tiles of `rows` x `keys`. One kernel takes blocks of
+// keys and walks down their row tiles; it leaves dS in the workspace, from which another, that takes blocks of rows,
+// computes dQ = dS K. dS of all heads at once would be too much: a wave is what the workspace holds.
 #pragma once
 #include "shared/band.h"
 
@@ -56,7 +56,7 @@ struct Wave {
   friend FULGUR_SHARED bool operator==(const Wave&, const Wave&) = default;
 };
 
-// Blocks of pairs of a head and a sequence, which thread blocks take by their number. Pairs are taken in bunches, inside
+// Blocks of pairs of a head and a sequence, which thread blocks take by their number. Pairs are taken in bunches, in
 // which blocks are outermost: those that a mask makes the longest come first.
 struct Blocks {
   int blocks;  // of a pair
@@ -121,7 +121,8 @@ FULGUR_SHARED long long score_tile(const ScoreTiles& store, const Wave& wave, co
   const int heads = wave.heads * group;
   const long long unit = store.compact ? head : (long long)(batch - wave.first_batch) * heads + head;
   const int sequence = store.compact ? (n.q_start / kStatisticsRows + batch) * (kStatisticsRows / each.rows) : 0;
-  const long long before = tiles_before(store, band, n, each, tile) - tiles_before(store, band, n, each, wave.first_tile);
+  const long long before =
+      tiles_before(store, band, n, each, tile) - tiles_before(store, band, n, each, wave.first_tile);
   const int slot = key_tile - (store.pitch > 0 ? key_tiles_of(band, n, each, tile).begin : 0);
   return unit * store.unit + (long long)(sequence) * store.pitch + before + slot;
 }

@@ -40,8 +40,8 @@ __device__ __forceinline__ void tma_store(const void* map, u32 shared, const Box
 // Bytes in multiples of 16, aligned to 16.
 __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier, Keep keep) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
       "l"(from), "r"(bytes), "r"(barrier), "l"(u64(keep))
       : "memory");
 }

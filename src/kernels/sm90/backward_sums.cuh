@@ -67,7 +67,8 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
         register_fence(dQ);
         if (unit == kStepUnits - 1) {
 #pragma unroll
-          for (int owner = 0; owner < kConsumers; ++owner) named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
+          for (int owner = 0; owner < kConsumers; ++owner)
+            named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
           mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
         }
         const u32 buffer = (first_buffer + unit) % kSumsStages;
