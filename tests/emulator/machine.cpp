@@ -113,9 +113,10 @@ void fail(const std::string& what) {
 }
 
 Access Groups::access() {
-  if (!actor)
+  if (!actor) {
     actor = current->block->races.add_actor(std::string(name) + " of thread " +
                                             std::to_string(current->actor()));
+  }
   return {*actor, ++open.last};
 }
 
