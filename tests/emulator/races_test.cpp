@@ -38,9 +38,31 @@ void wait_at(uint32_t at, uint64_t parity) {
   execute("{.reg .pred done; mbarrier.try_wait.parity.b64 done, [%0], %1;}", of(address(at)),
           of(parity));
 }
+/// D = A B, with both operands at the beginning of shared memory.
+void start_product(float (&D)[4]) {
+  const uint64_t both = uint64_t{1} << 62 | kSharedBase >> 4;
+  execute(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, 1, 1, 0, "
+      "0;",
+      operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]), of(both),
+      of(both), of(uint64_t{0}));
+  execute("wgmma.commit_group.sync.aligned;");
+}
 void fence() { execute("fence.proxy.async.shared::cta;"); }
 alignas(16) const float kGlobal[64] = {};
 alignas(16) float stored[64];
+/// 32 bytes to the beginning of shared memory, for the barrier at 64.
+void start_bulk_load() {
+  execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
+  execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];", of(address(0)),
+          of(kGlobal), of(uint64_t{32}), of(address(64)));
+}
+/// 128 bytes from there.
+void start_bulk_store() {
+  execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored), of(address(0)),
+          of(uint64_t{128}));
+  execute("cp.async.bulk.commit_group;");
+}
 
 struct Order {
   const char* what;
@@ -121,9 +143,7 @@ const Order kOrders[] = {
      [](bool ordered) {
        init(64, 1);
        if (me() == 0) {
-         execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
-         execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];",
-                 of(address(0)), of(kGlobal), of(uint64_t{32}), of(address(64)));
+         start_bulk_load();
        }
        if (ordered || me() == 0) wait_at(64, 0);
        load(16);
@@ -138,9 +158,7 @@ const Order kOrders[] = {
          return;
        }
        if (ordered) wait_at(128, 0);
-       execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
-       execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];",
-               of(address(0)), of(kGlobal), of(uint64_t{32}), of(address(64)));
+       start_bulk_load();
        wait_at(64, 0);
      }},
     {"a fence before a bulk store", 32,
@@ -149,30 +167,20 @@ const Order kOrders[] = {
        if (ordered) fence();
        synchronize_warp(~0u);
        if (me() != 0) return;
-       execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored),
-               of(address(0)), of(uint64_t{128}));
-       execute("cp.async.bulk.commit_group;");
+       start_bulk_store();
        execute("cp.async.bulk.wait_group 0;");
      }},
     {"the wait for a bulk store", 1,
      [](bool ordered) {
        fence();
-       execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored),
-               of(address(0)), of(uint64_t{128}));
-       execute("cp.async.bulk.commit_group;");
+       start_bulk_store();
        if (ordered) execute("cp.async.bulk.wait_group.read 0;");
        store(64);
      }},
     {"the wait for a product", 128,
      [](bool ordered) {
        float D[4] = {};
-       const uint64_t operand_at_0 = uint64_t{1} << 62 | kSharedBase >> 4;
-       execute(
-           "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, "
-           "1, 1, 0, 0;",
-           operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]),
-           of(operand_at_0), of(operand_at_0), of(uint64_t{0}));
-       execute("wgmma.commit_group.sync.aligned;");
+       start_product(D);
        if (ordered) execute("wgmma.wait_group.sync.aligned 0;");
        synchronize_block();
        if (me() == 0) store(0);
@@ -181,16 +189,10 @@ const Order kOrders[] = {
     {"a fence before a product", 128,
      [](bool ordered) {
        float D[4] = {};
-       const uint64_t operand_at_0 = uint64_t{1} << 62 | kSharedBase >> 4;
        if (me() == 0) store(0);
        synchronize_block();
        if (ordered) fence();
-       execute(
-           "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, "
-           "1, 1, 0, 0;",
-           operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]),
-           of(operand_at_0), of(operand_at_0), of(uint64_t{0}));
-       execute("wgmma.commit_group.sync.aligned;");
+       start_product(D);
        execute("wgmma.wait_group.sync.aligned 0;");
      }},
 };
