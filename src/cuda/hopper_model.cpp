@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/hopper_plan.h"
 #include "kernels/shared/key_walk.h"
 
 namespace fulgur::cuda {
@@ -50,12 +51,19 @@ double longest_first(double longest, double shortest, double all, int multiproce
   return std::max(longest, all / multiprocessors + 0.5 * shortest);
 }
 
+/// Keys of the longest sequence, less those of a chunk that has just begun where others may be
+/// shorter: these see whole chunks.
+int keys_of_longest(const Problem& p) {
+  const bool whole = chunk_binds(p) && !p.alike() && p.sk > p.mask.chunk;
+  return static_cast<int>(whole ? p.sk - p.sk % p.mask.chunk : p.sk);
+}
+
 }  // namespace
 
 BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   const KeyTile key_tile = key_tile_cycles(plan);
   const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
-  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), keys_of_longest(p)};
   const kernels::Band band = band_of(plan, p.mask);
   BlockCost cost;
   cost.leave_part = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;

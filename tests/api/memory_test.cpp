@@ -396,8 +396,10 @@ TEST_P(Memory, WorkspaceHasRoomForWholeChunks) {
     const Device device = device_of(engine());
     const auto q = Tensor::contiguous(nullptr, DType::kBF16, {3, 1, 8, 64}, device);
     const auto k = Tensor::contiguous(nullptr, DType::kBF16, {3, sk, 1, 64}, device);
+    const auto used = Tensor::contiguous(nullptr, DType::kI32, {3}, device);
     const Options options{.mask = mask, .threads = 4, .engine = engine()};
-    return plan(ForwardArgs{q, k, k, q, {}}, options).workspace().bytes;
+    const ForwardArgs args{.q = q, .k = k, .v = k, .out = q, .seqused_k = used};
+    return plan(args, options).workspace().bytes;
   };
   int64_t whole = 0, one = 0;
   if (!computes([&] { whole = bytes(40000, chunked(10000, causal())); })) return;

@@ -186,7 +186,7 @@ void gather(void* const* lanes, uint16_t (&m)[4][8][8]) {
 }
 void load_matrices(Context& c, const Instruction& i) {
   Matrices mine{c.get32(i.atoms[4]), {}};
-  current->reads(current->block->at(mine.address, 16), 16);
+  current->reads_matrix(current->block->at(mine.address, 16));
   const auto straight = [](void* const* lanes, uint32_t) {
     uint16_t m[4][8][8];
     gather(lanes, m);
@@ -226,7 +226,7 @@ void store_matrices(Context& c, const Instruction& i) {
 
 void nothing(Context&, const Instruction&) {}
 void elect(Context& c, const Instruction& i) {
-  ballot(~0u, true);
+  synchronize_warp(~0u);
   c.set(i.atoms[0], place->thread.x % 32 == 0);
 }
 void barrier(Context& c, const Instruction& i) {
@@ -344,7 +344,7 @@ void start_load(uint32_t barrier, uint32_t shared, uint32_t bytes) {
     full.actor = block.races.add_actor("a load for the barrier at " + std::to_string(barrier));
   const Views& views = current->views;
   block.races.write(block.place_of(shared, bytes), bytes, {*full.actor, ++full.started},
-                    views.fenced, views.seen);
+                    views.fenced, views.loaded);
 }
 void landed(Block* block, uint32_t barrier, uint32_t bytes) {
   Mbarrier& full = block->mbarrier(barrier);
@@ -422,6 +422,7 @@ void bulk_store(Context& c, const Instruction& i) {
 // Products.
 
 void multiply_warp(Context& c, const Instruction& i) {
+  current->uses_loads();
   struct Lane {
     float c[4];
     uint32_t a[4], b[2];
@@ -535,6 +536,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   const bool keep = c.get(i.atoms[behind_A + 1]) != 0;
   const bool A_across = A_shared && c.get(i.atoms[behind_A + 4]) != 0;
   const bool B_across = c.get(i.atoms[i.atoms.size() - 1]) != 0;
+  current->uses_loads();
   Warpgroup& group = *current->warpgroup;
   const uint64_t number = current->products++;
   if (number - group.first >= group.products.size()) {

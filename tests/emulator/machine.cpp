@@ -135,7 +135,11 @@ void Groups::finish(size_t pending) {
 }
 
 void Thread::pass_on(Views& to) {
-  views.seen.raise(actor(), accesses++);
+  views.seen.raise(actor(), accesses);
+  uint32_t last = accesses++;
+  for (const uint32_t first : {loading, loading_matrices})
+    if (first != 0) last = std::min(last, first - 1);
+  views.loaded.raise(actor(), last);
   to.join(views);
 }
 
@@ -150,16 +154,36 @@ void Thread::learn(Actor actor, uint32_t number) {
 }
 
 void Thread::fence() {
+  uses_loads();
   views.seen.raise(actor(), accesses++);
   views.fenced.join(views.seen);
   news = true;
 }
 
+void Thread::uses_words() {
+  news = news || loading != 0;
+  loading = 0;
+}
+
+void Thread::uses_loads() {
+  uses_words();
+  news = news || loading_matrices != 0;
+  loading_matrices = 0;
+}
+
 void Thread::reads(const void* at, size_t bytes) {
   const auto place = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
   news = true;
+  if (loading == 0) loading = accesses;
   views.seen.raise(actor(), accesses);
   block->races.read(place, bytes, {actor(), accesses}, views.seen);
+}
+
+void Thread::reads_matrix(const void* at) {
+  const uint32_t words = loading;
+  reads(at, 16);
+  loading = words;
+  if (loading_matrices == 0) loading_matrices = accesses;
 }
 
 void Thread::writes(const void* at, size_t bytes) {
@@ -255,6 +279,7 @@ void meet(uint32_t mask, void* mine, void (*act)(void* const* lanes, uint32_t ma
 void named_barrier(uint32_t name, uint32_t threads, bool waits) {
   NamedBarrier& barrier = current->block->barriers[name];
   const uint64_t phase = barrier.phase;
+  current->uses_loads();
   current->pass_on(barrier.views.arrived);
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
@@ -329,6 +354,7 @@ void synchronize_block() {
   const uint64_t phase = barrier.phase;
   ++barrier.arrived;
   Block& block = *current->block;
+  current->uses_loads();
   current->pass_on(barrier.views.arrived);
   wait_until(
       [&] { return barrier.phase != phase || static_cast<int>(barrier.arrived) == block.running; });
@@ -348,6 +374,7 @@ unsigned shuffle(unsigned mask, unsigned bits, int from) {
   struct Lane {
     unsigned bits, from, got;
   } mine{bits, static_cast<unsigned>(from), 0};
+  current->uses_words();
   meet(mask, &mine, [](void* const* lanes, uint32_t present) {
     for (int i = 0; i < 32; ++i) {
       if ((present >> i & 1) == 0) continue;
@@ -363,6 +390,7 @@ unsigned ballot(unsigned mask, bool vote) {
     bool vote;
     unsigned all;
   } mine{vote, 0};
+  current->uses_words();
   meet(mask, &mine, [](void* const* lanes, uint32_t present) {
     unsigned all = 0;
     for (int i = 0; i < 32; ++i)

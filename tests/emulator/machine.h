@@ -81,6 +81,8 @@ struct Thread {
   uint64_t products = 0;
   Views views;
   uint32_t accesses = 1;  ///< number of the next; one number for all up to a barrier or a fence
+  /// Numbers of the first loads that may be in flight: of words, and of matrices. 0: there is none.
+  uint32_t loading = 0, loading_matrices = 0;
   std::jmp_buf context;
   bool started = false;
   unsigned char* stack;
@@ -92,7 +94,10 @@ struct Thread {
   void learn(const Views& from);
   void learn(Actor actor, uint32_t number);
   void fence();                              ///< lets the asynchronous proxy see what it knows
+  void uses_words();                         ///< an instruction waits for words that it has loaded
+  void uses_loads();                         ///< and for matrices
   void reads(const void* at, size_t bytes);  ///< of shared memory
+  void reads_matrix(const void* at);         ///< 16 bytes of one
   void writes(const void* at, size_t bytes);
 };
 

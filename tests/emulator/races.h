@@ -30,22 +30,28 @@ class View {
 };
 
 /// Tensor cores and bulk copies access memory through a proxy of their own (PTX ISA, "Proxies"):
-/// they see what threads wrote behind a fence alone.
+/// they see what threads wrote behind a fence alone, and may overtake loads in flight. A thread
+/// arrives at an mbarrier without waiting for its loads (seen on an H200): what it has loaded may
+/// be overwritten by a bulk copy when it has used what came, or behind a fence.
 struct Views {
   View seen;    ///< by loads and stores
   View fenced;  ///< by the asynchronous proxy, too
+  View loaded;  ///< loads of these have returned
 
   void join(const Views& other) {
     seen.join(other.seen);
     fenced.join(other.fenced);
+    loaded.join(other.loaded);
   }
   void raise(Actor actor, uint32_t number) {
     seen.raise(actor, number);
     fenced.raise(actor, number);
+    loaded.raise(actor, number);
   }
   void clear() {
     seen.clear();
     fenced.clear();
+    loaded.clear();
   }
 };
 

@@ -154,10 +154,40 @@ const Order kOrders[] = {
        init(128, 1);
        if (me() == 1) {
          load(16);
+         fence();
          arrive_at(128);
          return;
        }
        if (ordered) wait_at(128, 0);
+       start_bulk_load();
+       wait_at(64, 0);
+     }},
+    {"a load returns before its reader arrives", 2,
+     [](bool ordered) {
+       init(64, 1);
+       init(128, 1);
+       if (me() == 1) {
+         load(16);
+         if (ordered) fence();
+         arrive_at(128);
+         if (!ordered) fence();
+         return;
+       }
+       wait_at(128, 0);
+       start_bulk_load();
+       wait_at(64, 0);
+     }},
+    {"a load is used before its reader arrives", 33,
+     [](bool ordered) {
+       init(64, 1);
+       init(128, 1);
+       if (me() < 32) {
+         const uint32_t x = me() == 0 ? load(16) : 0;
+         ordered ? void(shuffle(~0u, x, 0)) : synchronize_warp(~0u);
+         if (me() == 0) arrive_at(128);
+         return;
+       }
+       wait_at(128, 0);
        start_bulk_load();
        wait_at(64, 0);
      }},

@@ -4,6 +4,7 @@
 #include "plan.h"
 #include "shared/descriptor.cuh"
 #include "shared/mbarrier.cuh"
+#include "shared/tma.cuh"
 
 // One side's position in a ring of `kStages` buffers of `kBytes`; the other three are offsets in shared memory.
 template <u32 kBuffers, u32 kBytes, u32 kFull, u32 kEmpty, u32 kStages>
@@ -17,9 +18,16 @@ struct Buffers {
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), ring.parity()); }
   __device__ __forceinline__ void wait_empty() const { mbarrier_wait(empty(), ring.parity()); }
   __device__ __forceinline__ void advance() { ring.advance(kStages); }
+  // Where products, which have been waited for, were all that read it.
   __device__ __forceinline__ void release(u32 leader) {
     mbarrier_arrive_if(empty(), leader);
     advance();
+  }
+  // Where the warp has loaded from it: an arrival may overtake loads in flight, and the next bytes with it.
+  __device__ __forceinline__ void release_loaded(u32 leader) {
+    fence_async_proxy();
+    __syncwarp();
+    release(leader);
   }
   // A buffer is full when the producer has arrived so many times, and the bytes it spoke of are there.
   static __device__ __forceinline__ void init(u32 smem, u32 arrivals, u32 reading_warps) {

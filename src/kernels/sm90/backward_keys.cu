@@ -172,9 +172,12 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         wgmma_wait<0>();
         register_fence(X);
         register_fence(dV);
-        if (kDropout) drop_gradients(p, X, P, delta);
-        if (kDropout) __syncwarp();
-        o.release(leader);
+        if (kDropout) {
+          drop_gradients(p, X, P, delta);
+          o.release_loaded(leader);
+        } else {
+          o.release(leader);
+        }
 
         // dS^T = P^T o (dP^T - D).
         score_gradients(X, P, slopes);

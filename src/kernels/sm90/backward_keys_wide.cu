@@ -161,7 +161,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       KeyOperand<kHeadDim> K;
       q.wait_full();
       K.load(q.address(), k.address());
-      q.release(leader);
+      q.release_loaded(leader);
 
       // S^T = K Q^T of the first tile.
       float X[kBlockRows / 2];
@@ -272,7 +272,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       KeyOperand<kValueDim> V;
       o.wait_full();
       V.load(o.address(), VRest(smem, 0).address());
-      o.release(leader);
+      o.release_loaded(leader);
 
       // dP^T - D = V dO^T - D of the first tile. With dropout dP^T alone: D stays with dO until entries are dropped.
       float X[kBlockRows / 2];
@@ -295,8 +295,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         for (int part = 0; part < kBlockRows / 16; ++part) exchange.load(part, P + 4 * part);
         if (kDropout) {
           drop_gradients(p, X, P, delta_of(o) + 4 * thread_column());
-          __syncwarp();
-          o.release(leader);
+          o.release_loaded(leader);
         }
         q.wait_full();
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
