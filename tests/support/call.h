@@ -41,6 +41,7 @@ struct Call : ForwardTensors {
             alibi_slopes,
             cu_seqlens_q,
             cu_seqlens_k,
+            seqused_q,
             seqused_k,
             dlse,
             rng_state,
