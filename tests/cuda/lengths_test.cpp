@@ -24,32 +24,25 @@ const Wild kRight{
     {0, 80, 80, 200, 300}, {0, 100, 200, 300, 400}, {70, 0, 30, 65}, {50, 100, 0, 100}};
 
 std::vector<Wild> wild_lengths() {
-  const std::vector<double>&q = kRight.cu_q, &k = kRight.cu_k;
-  const std::vector<double>&used_q = kRight.used_q, &used_k = kRight.used_k;
+  const auto& [q, k, uq, uk] = kRight;
   std::vector<Wild> all = {
-      {{0, 80, 80, 200, 5000}, k, used_q, used_k},    // more rows than exist
-      {q, {0, 100, 200, 300, 5000}, used_q, used_k},  //
-      {{0, 300, 300, 300, 300},
-       {0, 400, 400, 400, 400},
-       used_q,
-       used_k},                                     // longer than planned for
-      {{0, 200, 80, 60, 300}, k, used_q, used_k},   // decreasing
-      {q, {0, 300, 100, 350, 20}, used_q, used_k},  //
-      {{300, 200, 100, 50, 0}, {400, 300, 200, 100, 0}, used_q, used_k},
-      {{-50, 80, 80, 200, 300}, k, used_q, used_k},  // negative
-      {q, {-70, 100, 200, 300, 400}, used_q, used_k},
-      {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, used_q, used_k},
-      {{0, 80, 80, 200, kMost},
-       {0, 100, 200, 300, kMost},
-       used_q,
-       used_k},  // differences that overflow
-      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, used_q, used_k},
-      {{kMost, kMost, kMost, kMost, kMost}, k, used_q, used_k},
-      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, used_q, used_k},
-      {q, k, used_q, {5000, 101, -1, 100}},  // of the keys
-      {q, k, used_q, {kMost, kLeast, kMost, kLeast}},
-      {q, k, {5000, 1, -1, 100}, used_k},  // of the queries
-      {q, k, {kMost, kLeast, kMost, kLeast}, used_k}};
+      {{0, 80, 80, 200, 5000}, k, uq, uk},                         // more rows than exist
+      {q, {0, 100, 200, 300, 5000}, uq, uk},                       //
+      {{0, 300, 300, 300, 300}, {0, 400, 400, 400, 400}, uq, uk},  // longer than planned for
+      {{0, 200, 80, 60, 300}, k, uq, uk},                          // decreasing
+      {q, {0, 300, 100, 350, 20}, uq, uk},                         //
+      {{300, 200, 100, 50, 0}, {400, 300, 200, 100, 0}, uq, uk},
+      {{-50, 80, 80, 200, 300}, k, uq, uk},  // negative
+      {q, {-70, 100, 200, 300, 400}, uq, uk},
+      {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, uq, uk},
+      {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, uq, uk},  // differences that overflow
+      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, uq, uk},
+      {{kMost, kMost, kMost, kMost, kMost}, k, uq, uk},
+      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, uq, uk},
+      {q, k, {5000, 101, -1, 100}, uk},  // of the queries
+      {q, k, {kMost, kLeast, kMost, kLeast}, uk},
+      {q, k, uq, {5000, 101, -1, 100}},  // of the keys
+      {q, k, uq, {kMost, kLeast, kMost, kLeast}}};
   std::mt19937_64 random(1);
   for (int n = 0; n < 8; ++n) {
     Wild any = kRight;
@@ -101,7 +94,7 @@ TEST_F(Lengths, WildPackedOnes) {
       for (const Mask& mask : kMasks) {
         SCOPED_TRACE("d " + std::to_string(d) + (seqused ? ", seqused" : "") + ", window " +
                      std::to_string(mask.left) + " " + std::to_string(mask.right));
-        Arena arena;
+        Arena arena(9);
         ForwardArgs args;
         std::mt19937_64 random(2);
         const auto input = [&](int64_t rows, int64_t heads) {
