@@ -416,7 +416,7 @@ class TestOpcheck:
     def test_dropout(self):
         q, k, v = make_qkv()
         rng = torch.tensor([1, 2])
-        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
+        shared = (None, None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
         torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
 
 
@@ -608,7 +608,9 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="^rng_state: "):
-                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False)
+                forward(
+                    q, k, v, *[None] * 4, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False
+                )  # fmt: skip
 
 
 def test_threads_are_those_of_torch(one_thread):
