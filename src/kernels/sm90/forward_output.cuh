@@ -33,13 +33,13 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
 }
 
 // O leaves through the shared memory of this warp's rows of Q; from registers where the plan says so, and where a store
-// of 16 rows would overwrite the next sequence, or padding. False when the rows are not all finite.
+// of 16 rows would overwrite the next packed sequence. False when the rows are not all finite.
 __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place& place, const Lengths& n, int row,
                                              float (&O)[kValueDim / 2], const Rows& rows, u32 shared) {
   const float scale0 = output_scale(p, place, rows.sum[0], rows.shift[0]);
   const float scale1 = output_scale(p, place, rows.sum[1], rows.shift[1]);
   Finite finite;
-  if (kStore != kStoreTiles || ((kPacked || kSeqUsedQ) && row + 16 > n.sq))
+  if (kStore != kStoreTiles || (kPacked && row + 16 > n.sq))
     store_global_rows(p, place, n, row, O, scale0, scale1, finite);
   else
     store_shared_and_global(p, place, n, row, O, scale0, scale1, shared, finite);
