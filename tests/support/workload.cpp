@@ -22,6 +22,12 @@ std::vector<Rows> packed_lengths(const Case& c) {
           {0, 0, (c.sq + 1) / 2, (c.sk + 2) / 3}};
 }
 
+// Of the queries of a sequence: some, few, none or all of them.
+int64_t used_queries(int64_t sq, size_t which) {
+  const int64_t used[] = {sq - (sq + 1) / 3, sq / 4, 0, sq};
+  return used[which];
+}
+
 void set_nan(const Tensor& t, int64_t row, int64_t rows) {
   // Row `row` of all rows, batch and sequence flattened.
   Tensor one = t;
@@ -174,7 +180,7 @@ void Workload::make_sequences(std::vector<Rows> given) {
     s.k_begin = cu_k.back();
     cu_q.push_back(s.q_begin + s.sq);
     cu_k.push_back(s.k_begin + s.sk);
-    if (c.seqused_q) s.sq = b % 3 == 0 ? s.sq - (s.sq + 1) / 3 : b % 3 == 1 ? 0 : s.sq;
+    if (c.seqused_q) s.sq = used_queries(s.sq, (b + static_cast<size_t>(c.sq)) % 4);
     if (c.seqused) s.sk = b % 3 == 0 ? s.sk - s.sk / 3 : b % 3 == 1 ? s.sk : 0;
     used_q.push_back(s.sq);
     used_k.push_back(s.sk);
