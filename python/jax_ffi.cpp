@@ -19,7 +19,16 @@ using xla::DataType;
 
 /// The operands that a call may have behind those it must have, in this order: bits of the number
 /// that says which are there. fulgur/jax.py has the same list.
-enum Given { kCuSeqlensQ, kCuSeqlensK, kSequsedK, kAlibiSlopes, kSinks, kRngState, kDlse };
+enum Given {
+  kCuSeqlensQ,
+  kCuSeqlensK,
+  kSequsedQ,
+  kSequsedK,
+  kAlibiSlopes,
+  kSinks,
+  kRngState,
+  kDlse
+};
 
 [[noreturn]] void fail(const std::string& message) {
   throw Error(Status::kInvalidArgument, message);
@@ -192,6 +201,7 @@ template <class Args, class View>
 void read_optional(Args& args, const Shared& shared, View& next) {
   if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = next("cu_seqlens_q");
   if (shared.has(kCuSeqlensK)) args.cu_seqlens_k = next("cu_seqlens_k");
+  if (shared.has(kSequsedQ)) args.seqused_q = next("seqused_q");
   if (shared.has(kSequsedK)) args.seqused_k = next("seqused_k");
   if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
   if (shared.has(kSinks)) args.sinks = next("sinks");

@@ -219,12 +219,13 @@ Run run_on(Device device, Options& options) {
 
 /// What both passes take behind their tensors, in the order of the schemas in fulgur/torch.py.
 struct Shared {
-  Handle cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks, rng_state;
+  Handle cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, rng_state;
   Options options;
 
   explicit Shared(Arguments& in) {
     cu_seqlens_q = in.optional_tensor();
     cu_seqlens_k = in.optional_tensor();
+    seqused_q = in.optional_tensor();
     seqused_k = in.optional_tensor();
     options.max_seqlen_q = in.integer();
     options.max_seqlen_k = in.integer();
@@ -244,6 +245,7 @@ struct Shared {
   void fill(Args& args) const {
     args.cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q);
     args.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
+    args.seqused_q = view("seqused_q", seqused_q);
     args.seqused_k = view("seqused_k", seqused_k);
     args.alibi_slopes = view("alibi_slopes", alibi_slopes);
     args.sinks = view("sinks", sinks);

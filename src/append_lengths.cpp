@@ -26,7 +26,7 @@ AppendLengths::AppendLengths(const AppendCall& c)
       queries_(c.p.batch, c.args.cu_seqlens_q, c.p.sq),
       old_(readable(c.args.cache_seqlens)),
       first_(readable(first_positions(c.args))) {
-  const Sequences sequences(c.p, c.args.cu_seqlens_q, {}, {}, c.tables);
+  const Sequences sequences(c.p, c.args.cu_seqlens_q, {}, {}, {}, c.tables);
   if (readable(c.args.cu_seqlens_k_new) != nullptr) {
     longest_sequence("cu_seqlens_k_new", c.args.cu_seqlens_k_new, "rows of k_new", c.tokens);
   }

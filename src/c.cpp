@@ -87,6 +87,7 @@ void set_extras(const Given& given, Args& args) {
   args.alibi_slopes = optional<ConstTensor>(given.alibi_slopes, "alibi_slopes");
   args.cu_seqlens_q = optional<ConstTensor>(given.cu_seqlens_q, "cu_seqlens_q");
   args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
+  args.seqused_q = optional<ConstTensor>(given.seqused_q, "seqused_q");
   args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
   args.rng_state = optional<ConstTensor>(given.rng_state, "rng_state");
   args.sinks = optional<ConstTensor>(given.sinks, "sinks");

@@ -97,6 +97,7 @@ std::string summary(const Problem& p) {
   if (p.has_sinks) s += ", sinks";
   if (p.has_tree) s += ", tree mask";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
+  if (p.seqused_q) s += ", seqused_q";
   if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);
   if (p.has_dlse) s += ", dlse";

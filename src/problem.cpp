@@ -84,8 +84,9 @@ void set_host_numbers(const Args& args, const CacheTensors& cache, Problem& p) {
     return t.given() && on_host(t) && p.device.type != DeviceType::kCpu;
   };
   p.host = {beside_a_device(args.cu_seqlens_q), beside_a_device(args.cu_seqlens_k),
-            beside_a_device(args.seqused_k),    beside_a_device(cache.leftpad_k),
-            beside_a_device(args.alibi_slopes), beside_a_device(args.sinks)};
+            beside_a_device(args.seqused_q),    beside_a_device(args.seqused_k),
+            beside_a_device(cache.leftpad_k),   beside_a_device(args.alibi_slopes),
+            beside_a_device(args.sinks)};
 }
 
 /// What both passes have.
@@ -134,6 +135,8 @@ Problem make_shared(const Args& args, const Options& options) {
   set_queries(q, cu_q, options, p);
   if (p.packed_k) set_packed_keys(k, v, cu_k, options, p);
   check_cache(cache, k, v, options.max_seqlen_k, p);
+  p.seqused_q = args.seqused_q.given();
+  if (p.seqused_q) check_lengths("seqused_q", args.seqused_q, p.batch, "(batch)", q.device);
   p.seqused_k = args.seqused_k.given();
   if (p.seqused_k) check_lengths("seqused_k", args.seqused_k, p.batch, "(batch)", q.device);
   set_host_numbers(args, cache, p);
@@ -255,7 +258,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 16> named(const ForwardArgs& a) {
+std::array<Named, 17> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -264,6 +267,7 @@ std::array<Named, 16> named(const ForwardArgs& a) {
            {"alibi_slopes", a.alibi_slopes},
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
+           {"seqused_q", a.seqused_q},
            {"seqused_k", a.seqused_k},
            {"rng_state", a.rng_state},
            {"page_table", a.page_table},
@@ -274,7 +278,7 @@ std::array<Named, 16> named(const ForwardArgs& a) {
            {"tree_mask", a.tree_mask}}};
 }
 
-std::array<Named, 17> named(const BackwardArgs& a) {
+std::array<Named, 18> named(const BackwardArgs& a) {
   return {{{"dout", a.dout},
            {"q", a.q},
            {"k", a.k},
@@ -287,6 +291,7 @@ std::array<Named, 17> named(const BackwardArgs& a) {
            {"alibi_slopes", a.alibi_slopes},
            {"cu_seqlens_q", a.cu_seqlens_q},
            {"cu_seqlens_k", a.cu_seqlens_k},
+           {"seqused_q", a.seqused_q},
            {"seqused_k", a.seqused_k},
            {"dlse", a.dlse},
            {"rng_state", a.rng_state},
@@ -358,12 +363,13 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
-  add(p.packed, p.packed_k, p.seqused_k, p.total_q, p.total_k, p.total_keys, p.want_lse, p.has_dlse,
-      p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right, p.mask.chunk);
+  add(p.packed, p.packed_k, p.seqused_q, p.seqused_k, p.total_q, p.total_k, p.total_keys,
+      p.want_lse, p.has_dlse, p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right,
+      p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad);
-  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_k, p.host.leftpad_k,
-      p.host.alibi_slopes, p.host.sinks);
+  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_q, p.host.seqused_k,
+      p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);

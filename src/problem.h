@@ -32,8 +32,8 @@ struct Problem {
 
   /// Which lengths, slopes and sinks lie in the host's memory, though q lies on a device.
   struct HostNumbers {
-    bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_k = false, leftpad_k = false;
-    bool alibi_slopes = false, sinks = false;
+    bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_q = false, seqused_k = false;
+    bool leftpad_k = false, alibi_slopes = false, sinks = false;
     bool operator==(const HostNumbers&) const = default;
   };
 
@@ -44,7 +44,7 @@ struct Problem {
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
   bool packed = false;    ///< q, and what has its rows
   bool packed_k = false;  ///< k and v; where q is and they are no cache
-  bool seqused_k = false;
+  bool seqused_q = false, seqused_k = false;
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
@@ -71,7 +71,7 @@ struct Problem {
   int64_t group() const { return hq / hk; }
   bool has_alibi() const { return alibi != Alibi::kNone; }
   /// All sequences have the same lengths, sq and sk.
-  bool alike() const { return !packed && !packed_k && !seqused_k && !cache.leftpad; }
+  bool alike() const { return !packed && !packed_k && !seqused_q && !seqused_k && !cache.leftpad; }
   /// Whether a run may want so many bytes of workspace.
   bool has_room(int64_t bytes) const { return max_workspace == 0 || bytes <= max_workspace; }
   /// No row and no key: nothing is written.

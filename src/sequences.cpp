@@ -32,7 +32,8 @@ int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const 
 }
 
 Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-                     const ConstTensor& used_k, const CacheTensors& cache)
+                     const ConstTensor& used_q, const ConstTensor& used_k,
+                     const CacheTensors& cache)
     : p_(&problem) {
   const auto read = [](const char* name, const ConstTensor& cu, const char* things, int64_t total,
                        int64_t most) {
@@ -52,13 +53,19 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
     longest_sequence("page_indptr", cache.page_indptr, "ids of page_table", problem.cache.ids);
     indptr_ = static_cast<const int32_t*>(cache.page_indptr.data);
   }
-  if (problem.seqused_k && on_host(used_k)) {
-    const int32_t* used = values("seqused_k", used_k);
+  const auto read_used = [&](const char* name, const ConstTensor& t, auto room_of) {
+    const int32_t* used = values(name, t);
     for (int64_t b = 0; b < size(); ++b) {
-      if (used[b] < 0 || used[b] > room_k(b))
-        fail("seqused_k", "got {} at {}, want 0 to {}", used[b], b, room_k(b));
+      const int64_t room = room_of(b);
+      if (used[b] < 0 || used[b] > room) fail(name, "got {} at {}, want 0 to {}", used[b], b, room);
     }
-    used_k_ = used;
+    return used;
+  };
+  if (problem.seqused_q && on_host(used_q)) {
+    used_q_ = read_used("seqused_q", used_q, [&](int64_t b) { return room_q(b); });
+  }
+  if (problem.seqused_k && on_host(used_k)) {
+    used_k_ = read_used("seqused_k", used_k, [&](int64_t b) { return room_k(b); });
   }
   if (problem.cache.leftpad && on_host(cache.leftpad_k)) {
     const int32_t* leftpad = values("leftpad_k", cache.leftpad_k);
@@ -72,6 +79,10 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
   }
 }
 
+int64_t Sequences::room_q(int64_t b) const {
+  return cu_q_ == nullptr ? p_->sq : cu_q_[b + 1] - cu_q_[b];
+}
+
 int64_t Sequences::room_k(int64_t b) const {
   if (cu_k_ != nullptr) return cu_k_[b + 1] - cu_k_[b];
   if (indptr_ == nullptr) return p_->sk;
@@ -79,11 +90,9 @@ int64_t Sequences::room_k(int64_t b) const {
 }
 
 Sequence Sequences::operator[](int64_t b) const {
-  Sequence s{0, 0, p_->sq, used_k_ == nullptr ? room_k(b) : used_k_[b]};
-  if (cu_q_ != nullptr) {
-    s.q_begin = cu_q_[b];
-    s.sq = cu_q_[b + 1] - cu_q_[b];
-  }
+  Sequence s{0, 0, used_q_ == nullptr ? room_q(b) : used_q_[b],
+             used_k_ == nullptr ? room_k(b) : used_k_[b]};
+  if (cu_q_ != nullptr) s.q_begin = cu_q_[b];
   if (cu_k_ != nullptr) s.k_begin = cu_k_[b];
   if (leftpad_ != nullptr) {
     s.k_begin += leftpad_[b];

@@ -23,21 +23,23 @@ class Sequences {
   /// than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
   template <class Args>
   Sequences(const Problem& problem, const Args& args)
-      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, cache_of(args)) {}
+      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_q, args.seqused_k,
+                  cache_of(args)) {}
 
   Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-            const ConstTensor& used_k, const CacheTensors& cache);
+            const ConstTensor& used_q, const ConstTensor& used_k, const CacheTensors& cache);
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
   /// First row and count of the packed rows behind the last sequence, or of no rows.
   Sequence padding() const;
-  /// The keys of sequence b that tensors have room for, seqused_k or not.
+  /// The rows of sequence b that tensors have room for, seqused or not.
+  int64_t room_q(int64_t b) const;
   int64_t room_k(int64_t b) const;
 
  private:
   const Problem* p_;
-  const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_k_ = nullptr;
+  const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_q_ = nullptr, *used_k_ = nullptr;
   const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;
 };
 
@@ -45,8 +47,8 @@ class Sequences {
 template <class Args>
 bool lengths_on_host(const Args& args) {
   const CacheTensors cache = cache_of(args);
-  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_k,
-                               &cache.page_indptr, &cache.leftpad_k}) {
+  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
+                               &args.seqused_k, &cache.page_indptr, &cache.leftpad_k}) {
     if (t->given() && (!on_host(*t) || t->data == nullptr)) return false;
   }
   return true;

@@ -20,9 +20,9 @@ using io::Arrays;
 const std::vector<std::string> kInputs = {"q", "k", "v", "sinks", "dout", "dlse"};
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsinks"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
-const std::vector<std::string> kExtras = {"alibi-slopes",    "cu-seqlens-q", "cu-seqlens-k",
-                                          "seqused-k",       "page-table",   "page-indptr",
-                                          "cache-batch-idx", "leftpad-k",    "tree-mask"};
+const std::vector<std::string> kExtras = {
+    "alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",    "seqused-q", "seqused-k",
+    "page-table",   "page-indptr",  "cache-batch-idx", "leftpad-k", "tree-mask"};
 // Those of a cache and of drafts, which have no gradient.
 const std::vector<std::string> kForwardExtras = {"page-table", "page-indptr", "cache-batch-idx",
                                                  "leftpad-k", "tree-mask"};
@@ -184,6 +184,7 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .alibi_slopes = extras["alibi-slopes"],
           .cu_seqlens_q = extras["cu-seqlens-q"],
           .cu_seqlens_k = extras["cu-seqlens-k"],
+          .seqused_q = extras["seqused-q"],
           .seqused_k = extras["seqused-k"],
           .page_table = extras["page-table"],
           .page_indptr = extras["page-indptr"],
@@ -206,6 +207,7 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           .alibi_slopes = extras["alibi-slopes"],
           .cu_seqlens_q = extras["cu-seqlens-q"],
           .cu_seqlens_k = extras["cu-seqlens-k"],
+          .seqused_q = extras["seqused-q"],
           .seqused_k = extras["seqused-k"],
           .dlse = t["dlse"],
           .sinks = t["sinks"],
@@ -315,6 +317,7 @@ void add_attend(CLI::App& app) {
                     "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences; of "
                     "q alone beside a cache");
   file("cu-seqlens-k", "The same for k and v")->needs(cu_q);
+  file("seqused-q", "int32 (batch): only so many queries of each sequence exist");
   file("seqused-k", "int32 (batch): only so many keys of each sequence exist");
   auto* table =
       file("page-table",

@@ -12,7 +12,8 @@ struct Request {
   std::vector<int64_t> dims = {64, 128};
   int64_t dv = -1;
   std::vector<std::string> dtypes = {"bf16", "f16"};
-  bool backward = false, dlse = false, packed = false, alibi = false, seqused = false;
+  bool backward = false, dlse = false, packed = false, alibi = false;
+  bool seqused_q = false, seqused_k = false;
   OptionFlags flags;
 };
 
@@ -35,7 +36,8 @@ cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options op
   if (r.packed) options.max_seqlen_q = options.max_seqlen_k = kLength;
   const auto set_extras = [&](auto& args) {
     if (r.packed) args.cu_seqlens_q = args.cu_seqlens_k = vector(DType::kI32, 2);
-    if (r.seqused) args.seqused_k = vector(DType::kI32, 1);
+    if (r.seqused_q) args.seqused_q = vector(DType::kI32, 1);
+    if (r.seqused_k) args.seqused_k = vector(DType::kI32, 1);
     if (r.alibi) args.alibi_slopes = vector(DType::kF32, kHeads);
   };
   if (r.backward) {
@@ -92,7 +94,8 @@ void add_prewarm(CLI::App& app) {
   command->add_flag("--dlse", r->dlse, "The gradient of LSE is given")->needs(backward);
   command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens)");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
-  command->add_flag("--seqused-k", r->seqused, "Lengths of the keys in use");
+  command->add_flag("--seqused-q", r->seqused_q, "Lengths of the queries in use");
+  command->add_flag("--seqused-k", r->seqused_k, "Lengths of the keys in use");
   r->flags.add_to(*command);
   command->footer(
       "Kernels serve every length and batch, with and without LSE.\nExamples:\n"

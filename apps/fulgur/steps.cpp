@@ -50,8 +50,11 @@ Args with_extras(const Args& whole, Args part, const Part& p, int64_t group) {
   part.sinks = narrowed(whole.sinks, 0, p.h * group, p.h_count * group);
   part.cu_seqlens_q = whole.cu_seqlens_q;
   part.cu_seqlens_k = whole.cu_seqlens_k;
-  part.seqused_k =
-      whole.cu_seqlens_q.given() ? whole.seqused_k : narrowed(whole.seqused_k, 0, p.b, p.b_count);
+  const auto used = [&](const ConstTensor& t) {
+    return whole.cu_seqlens_q.given() ? t : narrowed(t, 0, p.b, p.b_count);
+  };
+  part.seqused_q = used(whole.seqused_q);
+  part.seqused_k = used(whole.seqused_k);
   return part;
 }
 

@@ -20,7 +20,7 @@ using io::Array;
 struct Request {
   ShapeFlags shape;
   std::string dtype = "bf16";
-  bool backward = false, packed = false, alibi = false, seqused = false;
+  bool backward = false, packed = false, alibi = false, seqused_q = false, seqused_k = false;
   OptionFlags flags;
 };
 
@@ -81,10 +81,11 @@ cuda::Tuned measure(const Request& r) {
     options.max_seqlen_q = s.sq;
     options.max_seqlen_k = s.sk;
   }
-  if (r.seqused) {
-    args.seqused_k =
-        place.input(vector_of<int32_t>(DType::kI32, s.batch, [&](int64_t) { return s.sk; }));
-  }
+  const auto used = [&](int64_t length) {
+    return place.input(vector_of<int32_t>(DType::kI32, s.batch, [&](int64_t) { return length; }));
+  };
+  if (r.seqused_q) args.seqused_q = used(s.sq);
+  if (r.seqused_k) args.seqused_k = used(s.sk);
   if (r.alibi) {
     args.alibi_slopes = place.input(vector_of<float>(DType::kF32, s.hq, [&](int64_t h) {
       return std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(s.hq));
@@ -99,7 +100,7 @@ cuda::Tuned measure(const Request& r) {
       BackwardArgs{input("dout", s.sq, s.hq, s.dv), args.q, args.k, args.v, args.out, args.lse,
                    output("dq", s.sq, s.hq, s.d), output("dk", s.sk, s.hk, s.d),
                    output("dv", s.sk, s.hk, s.dv), args.alibi_slopes, args.cu_seqlens_q,
-                   args.cu_seqlens_k, args.seqused_k},
+                   args.cu_seqlens_k, args.seqused_q, args.seqused_k},
       options);
 }
 
@@ -129,7 +130,8 @@ void add_tune(CLI::App& app) {
   command->add_flag("--backward", r->backward, "The tiles of the gradient");
   command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens), of one length");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
-  command->add_flag("--seqused-k", r->seqused, "Lengths of the keys in use, all of them");
+  command->add_flag("--seqused-q", r->seqused_q, "Lengths of the queries in use, all of them");
+  command->add_flag("--seqused-k", r->seqused_k, "Lengths of the keys in use, all of them");
   r->flags.add_to(*command);
   command->footer(
       "The times go into the kernel cache (FULGUR_CACHE_DIR or ~/.cache/fulgur). Calls whose "

@@ -49,7 +49,7 @@ struct Options {
 struct ForwardArgs {
   ConstTensor q{}, k{}, v{};
   Tensor out{}, lse{};
-  // Slopes, lengths (cu_seqlens, seqused_k, leftpad_k) and sinks lie on the device of q or in host
+  // Slopes, lengths (cu_seqlens, seqused, leftpad_k) and sinks lie on the device of q or in host
   // memory, where each run reads them and checks the lengths; they may change once it has returned,
   // and a graph keeps those of its capture.
 
@@ -57,6 +57,9 @@ struct ForwardArgs {
   /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
   /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
+  /// i32 (batch): only the first seqused_q[b] queries of sequence b exist. Its rows begin where
+  /// they do without; those behind are padding, with out = 0 and lse = -inf.
+  ConstTensor seqused_q{};
   ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
@@ -99,7 +102,8 @@ struct ForwardArgs {
 struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};
-  ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};  ///< as in ForwardArgs
+  /// As in ForwardArgs. Queries and keys that do not exist have gradients of 0.
+  ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{};
   /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row whose lse is -inf is
   /// not used.
   ConstTensor dlse{};
@@ -181,7 +185,7 @@ class FULGUR_API Plan {
 };
 
 /// Validates and plans. Of data pointers only the alignment is looked at, but for cu_seqlens_*,
-/// seqused_k, leftpad_k and page_indptr on the CPU, which are read if they are there.
+/// seqused_*, leftpad_k and page_indptr on the CPU, which are read if they are there.
 FULGUR_API Plan plan(const ForwardArgs& args, const Options& options = {});
 FULGUR_API Plan plan(const BackwardArgs& args, const Options& options = {});
 

@@ -58,7 +58,7 @@ FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t str
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
 /// Null tensors are "not given". Beside tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
-/// seqused_k, leftpad_k), alibi_slopes and sinks may lie on the CPU.
+/// seqused_q, seqused_k, leftpad_k), alibi_slopes and sinks may lie on the CPU.
 typedef struct fulgur_forward_args {
   size_t struct_size;  ///< sizeof(fulgur_forward_args)
   const DLTensor *q, *k, *v;
@@ -75,6 +75,7 @@ typedef struct fulgur_forward_args {
   const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
   const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
   const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
+  const DLTensor* seqused_q;  ///< i32 (batch): so many first queries of each sequence exist
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -89,6 +90,7 @@ typedef struct fulgur_backward_args {
   const DLTensor* rng_state;
   const DLTensor* sinks;   ///< as in fulgur_forward_args
   const DLTensor* dsinks;  ///< written: f32 (hq), gradient of sinks; may be null
+  const DLTensor* seqused_q;
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

@@ -67,9 +67,10 @@ class WorkspaceNeed(NamedTuple):
 def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
-    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
-    invariant=False, max_workspace=0, threads=0, engine="", return_lse=False, out=None, stream=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None,
+    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
+    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", return_lse=False,
+    out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -101,6 +102,8 @@ def attention(
             beside a cache, whose k and v have four dimensions.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
             Beside a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
+        seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
+            the rows behind are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
             Beside arrays on a GPU lengths (leftpad_k, too), alibi_slopes and sinks may lie on the
             CPU.
@@ -150,7 +153,7 @@ def attention(
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
     extras = _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
     )
     extras |= _a.forward_extras(
         page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
@@ -164,9 +167,9 @@ def attention(
 def attention_backward(
     dout, q, k, v, out, lse, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0,
     alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None,
-    dk=None, dv=None, dsinks=None, stream=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None,
+    seqused_k=None, deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
+    dlse=None, dq=None, dk=None, dv=None, dsinks=None, stream=None,
 ):  # fmt: skip
     """The gradients of attention to q, k and v, and to the sinks, if there are any.
 
@@ -201,7 +204,7 @@ def attention_backward(
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
     extras = _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
     )
     return _backward(
         lambda views: _fulgur.backward(views, options, stream, **random),
@@ -212,9 +215,10 @@ def attention_backward(
 def plan(
     q, k, v, *, dtype="f32", device="cpu", causal=False, window=None, chunk=0, scale=None,
     softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
-    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, page_table=None,
-    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, deterministic=False,
-    invariant=False, max_workspace=0, threads=0, engine="", return_lse=False, out=None,
+    cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None,
+    page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
+    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", return_lse=False,
+    out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -224,8 +228,8 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         causal, ..., engine: as for :func:`attention`.
-        alibi_slopes, sinks, seqused_k, rng_state: given if runs will give them; the values may
-            change.
+        alibi_slopes, sinks, seqused_q, seqused_k, rng_state: given if runs will give them; the
+            values may change.
         page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
@@ -256,7 +260,9 @@ def plan(
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
-    views |= _a.extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    views |= _a.extras(
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state
+    )
     views |= _a.forward_extras(page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
@@ -268,9 +274,9 @@ def plan(
 def plan_backward(
     dout, q, k, v, out, lse, *, dtype="f32", device="cpu", causal=False, window=None, chunk=0,
     scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_k=None,
-    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", dlse=None, dq=None,
-    dk=None, dv=None, dsinks=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None,
+    seqused_k=None, deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
+    dlse=None, dq=None, dk=None, dv=None, dsinks=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -309,7 +315,9 @@ def plan_backward(
     views |= {"dlse": None, "dsinks": None}
     if dlse is not None:
         views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
-    views |= _a.extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state)
+    views |= _a.extras(
+        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state
+    )
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
     results = _backward_results(views, given)
     views |= _a.planned_results(results, given, views["q"].device)
@@ -352,16 +360,16 @@ class Plan(_AnyPlan):
 
     def run(
         self, q, k, v, *, alibi_slopes=None, sinks=None, seed=0, offset=0, rng_state=None,
-        cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None, page_indptr=None,
-        cache_batch_idx=None, leftpad_k=None, tree_mask=None, out=None, lse=None, workspace=None,
-        stream=None,
+        cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None,
+        page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, out=None, lse=None,
+        workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
         Args:
             q, k, v: as planned; the values may be others.
-            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k: as planned, each given if
-                it was; the values may be others.
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as planned, each
+                given if it was; the values may be others.
             page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
@@ -379,7 +387,7 @@ class Plan(_AnyPlan):
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
-            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
         ) | _a.forward_extras(
             page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
         )
@@ -400,8 +408,8 @@ class BackwardPlan(_AnyPlan):
 
     def run(
         self, dout, q, k, v, out, lse, *, alibi_slopes=None, sinks=None, seed=0, offset=0,
-        rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, dlse=None, dq=None,
-        dk=None, dv=None, dsinks=None, workspace=None, stream=None,
+        rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        dlse=None, dq=None, dk=None, dv=None, dsinks=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention_backward` of arrays of the shapes, strides and dtypes planned
         for.
@@ -422,7 +430,7 @@ class BackwardPlan(_AnyPlan):
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
         extras = _a.extras(
-            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream
+            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
         )
         return _backward(
             lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
@@ -563,8 +571,9 @@ def explain(
     q, k, v, *, backward=False, dtype="f32", device="cpu", causal=False, window=None, chunk=0,
     scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0,
     rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
-    tree_mask=None, deterministic=False, invariant=False, max_workspace=0, threads=0, engine="",
+    seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
+    leftpad_k=None, tree_mask=None, deterministic=False, invariant=False, max_workspace=0,
+    threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -590,8 +599,9 @@ def explain(
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p,
         rng_state=rng_state,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, deterministic=deterministic,
-        invariant=invariant, max_workspace=max_workspace, threads=threads, engine=engine,
+        max_seqlen_k=max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
+        deterministic=deterministic, invariant=invariant, max_workspace=max_workspace,
+        threads=threads, engine=engine,
     )  # fmt: skip
     forward = dict(
         page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,

@@ -134,13 +134,16 @@ def views(stream=0, **arrays):
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-def extras(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, rng_state, stream=0):
+def extras(
+    alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream=0
+):  # fmt: skip
     """Views of what both passes may take besides."""
     return {
         "alibi_slopes": optional_view("alibi_slopes", alibi_slopes, stream),
         "sinks": optional_view("sinks", sinks, stream),
         "cu_seqlens_q": optional_view("cu_seqlens_q", cu_seqlens_q, stream),
         "cu_seqlens_k": optional_view("cu_seqlens_k", cu_seqlens_k, stream),
+        "seqused_q": optional_view("seqused_q", seqused_q, stream),
         "seqused_k": optional_view("seqused_k", seqused_k, stream),
         "rng_state": optional_view("rng_state", rng_state, stream),
     }

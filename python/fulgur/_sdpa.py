@@ -23,7 +23,7 @@ def _shared(
 ):  # fmt: skip
     """The arguments that the operators take behind their tensors."""
     return (
-        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, 0, alibi_slopes,
         None, dropout_p, rng_state, False,
     )  # fmt: skip

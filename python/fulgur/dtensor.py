@@ -18,7 +18,8 @@ __all__ = []
 
 def _shardings(q, k, shared, tensors, results):
     """The acceptable placements of results and arguments; `tensors` are (tensor, "rows" or "lse")."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng_state, _ = shared
+    *lengths, slopes, sinks, dropout_p, rng_state, _ = shared
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *numbers = lengths
 
     def sharding(rows, lse, used, of_slopes, of_sinks, of_dsinks):
         everywhere = Replicate()
@@ -28,7 +29,7 @@ def _shardings(q, k, shared, tensors, results):
             [
                 *(None if x is None else place[kind] for x, kind in tensors),
                 *(None if x is None else everywhere for x in (cu_seqlens_q, cu_seqlens_k)),
-                None if seqused_k is None else used,
+                *(None if x is None else used for x in (seqused_q, seqused_k)),
                 *[None] * len(numbers),
                 None if slopes is None else of_slopes,
                 None if sinks is None else of_sinks,

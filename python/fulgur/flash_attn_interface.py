@@ -67,14 +67,12 @@ def flash_attn_varlen_func(
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     """The same of packed sequences."""
-    refused = dict(
-        seqused_q=seqused_q, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-    )
+    refused = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _attention(
         q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
         return_attn_probs, refused, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
-        seqused_k=seqused_k,
+        seqused_q=seqused_q, seqused_k=seqused_k,
     )  # fmt: skip
 
 

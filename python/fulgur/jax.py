@@ -62,6 +62,7 @@ class _Extras(NamedTuple):
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
+    seqused_q: Any = None
     seqused_k: Any = None
     alibi_slopes: Any = None
     sinks: Any = None
@@ -220,8 +221,8 @@ def _halves(name, number):
 def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_k=None, deterministic=False, invariant=False,
-    return_lse=False,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, deterministic=False,
+    invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -250,6 +251,8 @@ def attention(
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
             the CPU only.
+        seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
+            the rows behind are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -267,7 +270,7 @@ def attention(
     q, k, v = tensors
     extras = _Extras(*(
         None if x is None else jnp.asarray(x)
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sinks)
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks)
     ))  # fmt: skip
     options = _a.options(
         causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),

@@ -27,10 +27,10 @@ if torch.__version__ < (2, 11):
 _library = torch.library.Library("fulgur", "DEF")
 # What both passes take behind their tensors; python/torch_ops.cpp reads it in this order.
 _SHARED = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, SymInt window_right, "
-    "SymInt chunk, Tensor? alibi_slopes, Tensor? sinks, float dropout_p, Tensor? rng_state, "
-    "bool invariant"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
+    "SymInt window_right, SymInt chunk, Tensor? alibi_slopes, Tensor? sinks, float dropout_p, "
+    "Tensor? rng_state, bool invariant"
 )
 _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 # What the forward pass alone takes behind them, and has no gradient.
@@ -76,7 +76,7 @@ def _fake_forward(q, k, v, *_):
 
 @torch.library.register_fake("fulgur::backward", lib=_library)
 def _fake_backward(dout, dlse, q, k, v, out, lse, *shared):
-    sinks = shared[11]
+    sinks = shared[12]
     dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
@@ -98,10 +98,12 @@ def _fold(size, mapped, tensors, shared):
     folded = [
         None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
     ]
-    cu_q, cu_k, seqused_k, *numbers, slopes, _, dropout_p, rng, invariant = shared
-    seqused_dim, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 10, 13))
-    if seqused_k is not None:
-        seqused_k = front(seqused_k, seqused_dim).flatten()
+    cu_q, cu_k, seqused_q, seqused_k, *numbers, slopes, _, dropout_p, rng, invariant = shared
+    *seqused_dims, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 3, 11, 14))
+    seqused = (
+        None if x is None else front(x, dim).flatten()
+        for x, dim in zip((seqused_q, seqused_k), seqused_dims)
+    )  # fmt: skip
     if slopes is not None and (slopes_dim is not None or slopes.dim() == 2):
         slopes = front(slopes, slopes_dim)
         if slopes.dim() == 2:
@@ -111,16 +113,19 @@ def _fold(size, mapped, tensors, shared):
         if rng_dim is None:
             raise NotImplementedError("dropout_p: vmap(randomness='same'); want 'different'")
         rng = rng.select(rng_dim, 0)  # what is kept depends on the place in the batch, too
-    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, None, dropout_p, rng, invariant
+    return *folded, cu_q, cu_k, *seqused, *numbers, slopes, None, dropout_p, rng, invariant
 
 
 def _fold_heads(size, mapped, tensors, shared):
     """The same as a part of the heads: each has a sink, whose gradient is wanted for each call."""
-    cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
-    seqused_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 10, 11))
-    if dropout_p > 0 or seqused_dim is not None:
-        name = "dropout_p" if dropout_p > 0 else "seqused_k, mapped"
-        raise NotImplementedError(f"{name}: with sinks under vmap; want it left out")
+    *lengths_and_numbers, slopes, sinks, dropout_p, rng, invariant = shared
+    q_dim, k_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 3, 11, 12))
+    for name, given in (
+        ("dropout_p", dropout_p > 0), ("seqused_q, mapped", q_dim is not None),
+        ("seqused_k, mapped", k_dim is not None),
+    ):  # fmt: skip
+        if given:
+            raise NotImplementedError(f"{name}: with sinks under vmap; want it left out")
 
     def fold(x, dim, heads=-2):
         heads %= x.dim() - (dim is not None)
@@ -133,7 +138,7 @@ def _fold_heads(size, mapped, tensors, shared):
     folded = [None if x is None else fold(x, dim) for x, dim in zip(tensors, mapped)]
     slopes = None if slopes is None else fold(slopes, slopes_dim, -1)
     sinks = fold(sinks, sinks_dim, -1)
-    return *folded, cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant
+    return *folded, *lengths_and_numbers, slopes, sinks, dropout_p, rng, invariant
 
 
 def _batched(op, tensors, heads):
@@ -141,12 +146,12 @@ def _batched(op, tensors, heads):
     have their heads in these dimensions."""
 
     def rule(info, in_dims, *args):
-        size, shared, rest = info.batch_size, args[tensors : tensors + 15], args[tensors + 15 :]
+        size, shared, rest = info.batch_size, args[tensors : tensors + 16], args[tensors + 16 :]
         if shared[0] is not None:
             raise NotImplementedError(
                 "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
             )
-        of_heads = shared[11] is not None
+        of_heads = shared[12] is not None
         fold = _fold_heads if of_heads else _fold
         results = op(*fold(size, in_dims, args[:tensors], shared), *rest)
         dims = heads if of_heads else (0,) * len(results)
@@ -161,7 +166,9 @@ torch.library.register_vmap("fulgur::forward", _batched(_forward, 3, (-2, -2)), 
 torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
 
 
-def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, chunk, leftpad_k=None):
+def _visible_scores(
+    q, k, cu_q, cu_k, seqused_q, seqused_k, left, right, chunk, leftpad_k=None
+):  # fmt: skip
     """How many scores the mask shows in all sequences of one head."""
 
     def of_row(diagonal, sk):
@@ -178,9 +185,12 @@ def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, chunk, leftpad_k=N
     def visible(sq, sk):
         return sum(of_row(i + sk - sq, sk) for i in range(sq))
 
-    if cu_q is None and seqused_k is None:
+    if cu_q is None and seqused_q is None and seqused_k is None:
         return q.shape[0] * visible(q.shape[1], k.shape[1])
-    queries = [q.shape[1]] * q.shape[0] if cu_q is None else cu_q.diff().tolist()
+    if seqused_q is None:
+        queries = [q.shape[1]] * q.shape[0] if cu_q is None else cu_q.diff().tolist()
+    else:
+        queries = seqused_q.tolist()
     if seqused_k is None:
         keys = [k.shape[1]] * len(queries) if cu_k is None else cu_k.diff().tolist()
     else:
@@ -189,43 +199,45 @@ def _visible_scores(q, k, cu_q, cu_k, seqused_k, left, right, chunk, leftpad_k=N
 
 
 @register_flop_formula(torch.ops.fulgur.forward, get_raw=True)
-def _forward_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7])
+def _forward_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_q, seqused_k, *rest[4:7])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
-def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7], rest[-2])
+def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
+    lengths = cu_q, cu_k, seqused_q, seqused_k
+    pairs = q.shape[-2] * _visible_scores(q, k, *lengths, *rest[4:7], rest[-2])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
-def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_k, *rest[4:7])
+def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
+    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_q, seqused_k, *rest[4:7])
     return pairs * (6 * q.shape[-1] + 4 * v.shape[-1])
 
 
 def _save(ctx, tensors, out, lse, shared, deterministic):
-    cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
-    ctx.save_for_backward(*tensors, out, lse, cu_q, cu_k, seqused_k, slopes, sinks, rng)
+    cu_q, cu_k, seqused_q, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
+    lengths = cu_q, cu_k, seqused_q, seqused_k
+    ctx.save_for_backward(*tensors, out, lse, *lengths, slopes, sinks, rng)
     ctx.numbers = numbers, dropout_p, invariant, deterministic
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, cu_q, cu_k, seqused_k, slopes, sinks, rng = ctx.saved_tensors
+    q, k, v, out, lse, *lengths, slopes, sinks, rng = ctx.saved_tensors
     numbers, dropout_p, invariant, deterministic = ctx.numbers
     if dout is None and dlse is None:
-        return (None,) * 19
+        return (None,) * 20
     dout = torch.zeros_like(out) if dout is None else _rows(dout)
     dlse = None if dlse is None else _rows(dlse)
     compute = _Gradients.apply if torch.is_grad_enabled() else _backward
     *gradients, dsinks = compute(
-        dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_k, *numbers, slopes, sinks, dropout_p,
-        rng, invariant, deterministic,
+        dout, dlse, q, k, v, out, lse, *lengths, *numbers, slopes, sinks, dropout_p, rng, invariant,
+        deterministic,
     )  # fmt: skip
-    return *gradients, *(None,) * 12, None if sinks is None else dsinks, *(None,) * 3
+    return *gradients, *(None,) * 13, None if sinks is None else dsinks, *(None,) * 3
 
 
 class _Gradients(torch.autograd.Function):
@@ -305,8 +317,8 @@ def _want_no_gradient(of="caches", **tensors):
 def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
-    tree_mask=None, deterministic=False, invariant=False, return_lse=False,
+    seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
+    leftpad_k=None, tree_mask=None, deterministic=False, invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -332,6 +344,8 @@ def attention(
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
             the CPU only.
+        seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
+            the rows behind are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
@@ -367,7 +381,7 @@ def attention(
             k, v = k.to(dtype), v.to(dtype)
     rng = random_numbers(q) if dropout_p > 0 else None
     shared = (
-        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
         q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
         chunk, alibi_slopes, sinks, dropout_p, rng, invariant,
     )  # fmt: skip

@@ -155,8 +155,7 @@ class Work {
     float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
     float* const dq = D + plan_.dq_offset;
     const auto D_of = [&](const Task& t) {
-      return D +
-             (p_.packed ? t.s.q_begin * p_.hq + t.kv * t.rows() : (t.b * p_.hk + t.kv) * t.rows());
+      return D + (p_.packed ? t.s.q_begin * p_.hq : t.b * p_.sq * p_.hq) + t.kv * t.rows();
     };
 
     std::vector<Item> heads, blocks;  // whole, and in blocks of rows

@@ -76,8 +76,9 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
   plan.decode_rows = std::min(kDecodeMostRows, k.panel_rows);
-  // Packed sequences may be short beside a long one.
-  const int64_t rows = p.group() * p.sq, least_rows = p.packed ? p.group() : rows;
+  // Packed sequences may be short beside a long one, and so may those of seqused_q.
+  const int64_t rows = p.group() * p.sq;
+  const int64_t least_rows = p.packed || p.seqused_q ? p.group() : rows;
   const bool decode = least_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
   if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
   if (blocks) plan_blocks(p, k, rejected, plan);

@@ -31,6 +31,7 @@ KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   key.sums = plan.sums;
   if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
   key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
   key.has_dlse = plan.has_dlse;
   key.elements = plan.elements;
   return use("sm90/backward_prepare.cu", key, "fulgur_backward_prepare", 0);
@@ -55,6 +56,7 @@ KernelUse round_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key{.dtype = plan.dtype, .head_dim = round_up(plan.head_dim, kPanelColumns)};
   key.has_right = plan.repairs();  // which bound it is does not matter
   key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
   key.elements = plan.elements;
   return use("sm90/backward_round.cu", key, "fulgur_backward_round", 0);
 }
@@ -69,13 +71,15 @@ KernelUse repair_kernel(const HopperBackwardPlan& plan) {
   key.softcap = plan.softcap;
   key.alibi = plan.alibi;
   key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
   key.seqused_k = plan.seqused_k;
   key.dropout = plan.dropout;
   return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
 
 KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
-  return use("sm90/backward_sinks.cu", {.packed = plan.packed}, "fulgur_backward_sinks", 0);
+  return use("sm90/backward_sinks.cu", {.packed = plan.packed, .seqused_q = plan.seqused_q},
+             "fulgur_backward_sinks", 0);
 }
 
 /// That of dQ.
@@ -178,6 +182,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   set_random_numbers(p, args, run);
   p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_q = static_cast<const int*>(args.seqused_q.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;

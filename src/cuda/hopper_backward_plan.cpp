@@ -62,6 +62,7 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.softcap = p.softcap > 0;
   plan.alibi = p.has_alibi();
   plan.packed = p.packed;
+  plan.seqused_q = p.seqused_q;
   plan.seqused_k = p.seqused_k;
   plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has_dlse;
@@ -210,9 +211,10 @@ class Divider {
   }
   int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * p_.group(); }
 
-  /// Room for key tiles beside a row tile: 0 where the right bound alone decides.
+  /// Room for key tiles beside a row tile: 0 where the right bound alone decides. Fewer rows may
+  /// see more tiles, so that only where all sequences have the same it counts them.
   int pitch() const {
-    if (plan_.has_right && !plan_.has_left && !p_.packed) return 0;
+    if (plan_.has_right && !plan_.has_left && !p_.packed && !p_.seqused_q) return 0;
     if (!plan_.has_left || !plan_.has_right) return key_blocks_;
     const int64_t keys = int64_t{band_.left} + band_.right + each_.rows;
     return static_cast<int>(
@@ -480,6 +482,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kAlibi", key.alibi);
   text.add("kPacked", key.packed);
   text.add("kPackedK", key.packed);
+  text.add("kSeqUsedQ", key.seqused_q);
   text.add("kSeqUsedK", key.seqused_k);
   text.add("kDropout", key.dropout);
   text.add("kHasDlse", key.has_dlse);

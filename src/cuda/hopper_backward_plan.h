@@ -23,7 +23,7 @@ struct HopperBackwardKey {
   int row_tiles = 0, row_stages = 0;
   bool has_left = false, has_right = false, has_chunk = false;
   bool softcap = false, alibi = false;
-  bool packed = false, seqused_k = false, dropout = false, has_dlse = false;
+  bool packed = false, seqused_q = false, seqused_k = false, dropout = false, has_dlse = false;
   bool elements = false;  ///< gradients are stored by elements
   bool operator==(const HopperBackwardKey&) const = default;
 

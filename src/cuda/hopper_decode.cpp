@@ -28,7 +28,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.pieces) kernels.push_back(merge_kernel(plan));
-  if (plan.packed) kernels.push_back(kPaddingKernel);
+  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
   return kernels;
 }
 
@@ -58,7 +58,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.piece_floats = plan.piece_floats();
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.pieces) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
-  if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
 }
 
 DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
@@ -77,6 +77,7 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.lse = static_cast<float*>(args.lse.data);
   p.cu_seqlens_q = ints(args.cu_seqlens_q);
   p.cu_seqlens_k = ints(args.cu_seqlens_k);
+  p.seqused_q = ints(args.seqused_q);
   p.seqused_k = ints(args.seqused_k);
   p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   p.sinks = static_cast<const float*>(args.sinks.data);
@@ -112,13 +113,13 @@ void HopperDecode::run(const Call& call, const Run& run) const {
            {params.batch * params.hk, ceil_div(plan_.piece_rows, kernels::kMergeWarps)},
            32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
   }
-  if (!plan_.packed) return;
+  if (!plan_.has_padding()) return;
   ForwardPaddingParams padding = padding_;
   padding.o = params.o.data;
   padding.lse = params.lse;
   padding.cu_seqlens_q = params.cu_seqlens_q;
-  launch(stream, padding_kernel_, &padding, {gpu_.multiprocessors()}, kPaddingThreads, 0,
-         "launching the kernel of padding rows");
+  padding.seqused_q = params.seqused_q;
+  launch_padding(stream, padding_kernel_, padding, gpu_.multiprocessors());
 }
 
 Explanation HopperDecode::explain() const {

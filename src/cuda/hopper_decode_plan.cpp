@@ -203,6 +203,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.transforms_scores = transforms(p);
   plan.packed = p.packed;
   plan.packed_k = p.packed_k;
+  plan.seqused_q = p.seqused_q;
   plan.seqused_k = p.seqused_k;
   plan.has_lse = p.want_lse;
   plan.page = static_cast<int>(p.cache.page);
@@ -254,6 +255,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kHasSinks", plan.has_sinks);
   header.add("kPacked", plan.packed);
   header.add("kPackedK", plan.packed_k);
+  header.add("kSeqUsedQ", plan.seqused_q);
   header.add("kSeqUsedK", plan.seqused_k);
   header.add("kHasLse", plan.has_lse);
   header.add("kPage", plan.page);

@@ -25,11 +25,14 @@ struct HopperDecodeKey {
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false, has_chunk = false;
   bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
-  bool packed = false, packed_k = false, seqused_k = false, has_lse = false;
+  bool packed = false, packed_k = false, seqused_q = false, seqused_k = false, has_lse = false;
   int page = 0;  ///< keys of a page; 0 without pages
   bool page_lists = false, batch_idx = false, leftpad = false;
   bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool operator==(const HopperDecodeKey&) const = default;
+
+  /// Whether rows of q may belong to no sequence.
+  bool has_padding() const { return packed || seqused_q; }
 };
 
 /// Every decision about a forward pass by sm90/decode.cu.

@@ -21,7 +21,7 @@ KernelUse main_kernel(const HopperForwardPlan& plan) {
 std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.items > 0) kernels.push_back(main_kernel(plan));
-  if (plan.packed) kernels.push_back(kPaddingKernel);
+  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
 }
@@ -37,7 +37,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
-  if (plan_.packed) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
 }
 
@@ -80,6 +80,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
   p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_q = a.padding.seqused_q = static_cast<const int*>(args.seqused_q.data);
   p.seqused_k = static_cast<const int*>(args.seqused_k.data);
   p.pages.table = static_cast<const int*>(args.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
@@ -119,9 +120,8 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
     cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),
                  plan_.shared_bytes, "launching the forward kernel");
   }
-  if (plan_.packed) {
-    cuda::launch(stream, padding_kernel_, &arguments.padding, {gpu_.multiprocessors()},
-                 kPaddingThreads, 0, "launching the kernel of padding rows");
+  if (plan_.has_padding()) {
+    launch_padding(stream, padding_kernel_, arguments.padding, gpu_.multiprocessors());
   }
 }
 

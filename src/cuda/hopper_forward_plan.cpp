@@ -93,6 +93,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.packed_k = p.packed_k;
   plan.page = static_cast<int>(p.cache.page);
   plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  plan.seqused_q = p.seqused_q;
   plan.seqused_k = p.seqused_k;
   plan.dropout = p.dropout_p > 0;
   plan.has_lse = p.want_lse;
@@ -373,6 +374,7 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kPage", plan.page);
   header.add("kPageLists", plan.page_lists);
   header.add("kBoxKeys", plan.box_keys);
+  header.add("kSeqUsedQ", plan.seqused_q);
   header.add("kSeqUsedK", plan.seqused_k);
   header.add("kDropout", plan.dropout);
   header.add("kHasLse", plan.has_lse);

@@ -21,7 +21,8 @@ struct HopperForwardKey {
   int producer_registers = 0, consumer_registers = 0;
   bool has_left = false, has_right = false, has_chunk = false;
   bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
-  bool packed = false, packed_k = false, seqused_k = false, dropout = false, has_lse = false;
+  bool packed = false, packed_k = false, seqused_q = false, seqused_k = false;
+  bool dropout = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   int box_keys = 0;         ///< keys that TMA loads at a time: of one page
@@ -29,6 +30,9 @@ struct HopperForwardKey {
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
   bool operator==(const HopperForwardKey&) const = default;
+
+  /// Whether rows of q may belong to no sequence.
+  bool has_padding() const { return packed || seqused_q; }
 };
 
 /// How it is launched.

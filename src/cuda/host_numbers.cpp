@@ -25,6 +25,7 @@ template <class Args, class Take>
 void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
   if (host.cu_seqlens_q) take(args.cu_seqlens_q);
   if (host.cu_seqlens_k) take(args.cu_seqlens_k);
+  if (host.seqused_q) take(args.seqused_q);
   if (host.seqused_k) take(args.seqused_k);
   if constexpr (std::is_same_v<std::remove_const_t<Args>, ForwardArgs>) {
     if (host.leftpad_k) take(args.leftpad_k);
@@ -50,6 +51,7 @@ void for_each_name(const Problem& problem, const Take& take) {
   const int64_t batch = problem.batch, hq = problem.hq;
   if (host.cu_seqlens_q) take("cu_seqlens_q", batch + 1);
   if (host.cu_seqlens_k) take("cu_seqlens_k", batch + 1);
+  if (host.seqused_q) take("seqused_q", batch);
   if (host.seqused_k) take("seqused_k", batch);
   if (host.leftpad_k) take("leftpad_k", batch);
   if (host.alibi_slopes) {

@@ -1,5 +1,7 @@
 #include "cuda/launch.h"
 
+#include <algorithm>
+
 #include "check.h"
 
 namespace fulgur::cuda {
@@ -22,16 +24,30 @@ ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& 
 }
 
 ForwardPaddingParams padding_params(const Problem& p) {
-  return {nullptr,
-          p.out.row,
-          p.out.head,
-          nullptr,
-          p.lse.head,
-          nullptr,
-          static_cast<int>(p.batch),
-          static_cast<int>(p.total_q),
-          static_cast<int>(p.hq),
-          static_cast<int>(p.dv)};
+  ForwardPaddingParams params{};
+  params.o_batch_stride = p.out.batch;
+  params.o_row_stride = p.out.row;
+  params.o_head_stride = p.out.head;
+  params.lse_batch_stride = p.lse.batch;
+  params.lse_head_stride = p.lse.head;
+  params.batch = static_cast<int>(p.batch);
+  params.sq = static_cast<int>(p.sq);
+  params.total_q = static_cast<int>(p.total_q);
+  params.hq = static_cast<int>(p.hq);
+  params.dv = static_cast<int>(p.dv);
+  return params;
+}
+
+void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
+                    int multiprocessors) {
+  constexpr int kThreads = 256, kBlocks = 8, kMostSequences = 65535;  // blocks a multiprocessor
+  // Behind the last packed sequence there are few rows, behind used ones as many as in them.
+  Grid grid{multiprocessors, 1};
+  if (params.seqused_q != nullptr) {
+    grid.y = std::clamp(params.batch, 1, kMostSequences);
+    grid.x = (kBlocks * multiprocessors + grid.y - 1) / grid.y;
+  }
+  launch(stream, kernel, &params, grid, kThreads, 0, "launching the kernel of padding rows");
 }
 
 void* aligned_data(const char* name, const ConstTensor& t, bool empty) {

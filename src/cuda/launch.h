@@ -27,11 +27,12 @@ inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks a multiproc
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to);
 
-/// Writes the rows of packed outputs that belong to no sequence.
+/// Writes the rows of outputs that belong to no sequence.
 extern const KernelUse kPaddingKernel;
-inline constexpr int kPaddingThreads = 256;
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
+void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
+                    int multiprocessors);
 
 /// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything.
 /// Throws Error(kInvalidArgument).

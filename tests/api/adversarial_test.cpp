@@ -244,6 +244,49 @@ TEST_P(Adversarial, RowsWithoutKeysAreExactlyZero) {
   }
 }
 
+// What out, lse and their gradients hold in rows that do not exist is not data, as in q: neither
+// behind used queries, nor behind the last packed sequence.
+TEST_P(Adversarial, PoisonInRowsThatDoNotExist) {
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    for (const DType dtype : kDtypes) {
+      Workload w({.dtype = dtype,
+                  .batch = 3,
+                  .sq = 130,
+                  .sk = 90,
+                  .hq = 4,
+                  .hk = 2,
+                  .mask = causal(),
+                  .layout = layout,
+                  .seqused_q = true,
+                  .dlse = true,
+                  .sinks = true},
+                 3);
+      w.options.engine = engine();
+      if (!computes([&] { w.run_forward(); })) continue;
+      const Expected e = expect(w);
+      EXPECT_TRUE(forward_is_right(w, e));
+      const std::vector<double> out = read(w.forward.out), lse = read(w.forward.lse);
+      std::vector<double> poisoned_out(out.size(), kNan), poisoned_lse(lse.size(), kNan);
+      for (size_t b = 0; b < w.sequences.size(); ++b) {
+        const Rows& s = w.sequences[b];
+        const int64_t row = 4 * 64;  // elements of out
+        std::copy_n(out.begin() + s.q_begin * row, s.sq * row,
+                    poisoned_out.begin() + s.q_begin * row);
+        for (int64_t h = 0; h < 4; ++h) {
+          const int64_t at = w.lse_index(b, h, 0);
+          std::copy_n(lse.begin() + at, s.sq, poisoned_lse.begin() + at);
+        }
+      }
+      write(w.forward.out, poisoned_out);
+      write(w.forward.lse, poisoned_lse);
+      if (!computes([&] { w.run_backward(); })) continue;
+      write(w.forward.out, out);
+      write(w.forward.lse, lse);
+      EXPECT_TRUE(backward_is_right(w, e));
+    }
+  }
+}
+
 // Sinks of every size and no size, each beside a common one and one that is none. The first rows
 // see no key.
 TEST_P(Adversarial, SinksOfEverySize) {

@@ -336,7 +336,20 @@ const std::vector<Wrong>& wrongs() {
        "max_seqlen_k: got 9, want .*10", kBoth, true},
       {"max_seqlen_without_cu_seqlens", [](Call& c) { c.options.max_seqlen_k = 10; },
        "max_seqlen_k: .*cu_seqlens"},
-      // Used keys.
+      // Used rows.
+      {"seqused_q_negative", [](Call& c) { set_lengths(c.seqused_q, {3, -1}); },
+       "seqused_q: got -1 at 1, want 0 to 8"},
+      {"seqused_q_too_long", [](Call& c) { set_lengths(c.seqused_q, {9, 0}); },
+       "seqused_q: got 9 at 0, want 0 to 8"},
+      {"seqused_q_of_another_batch", [](Call& c) { c.seqused_q.shape[0] = 3; },
+       "seqused_q: got .*\\(3\\).*want .*2"},
+      {"seqused_q_of_i64", [](Call& c) { c.seqused_q.dtype = DType::kI64; },
+       "seqused_q: got i64, want i32"},
+      {"seqused_q_null", [](Call& c) { c.seqused_q.data = nullptr; }, "seqused_q: data is null"},
+      {"seqused_q_on_cuda", [](Call& c) { c.seqused_q = on_cuda(c.seqused_q); },
+       "seqused_q: on cuda:0, want cpu"},
+      {"packed_seqused_q_too_long", [](Call& c) { set_lengths(c.seqused_q, {8, 0, 4, 4}); },
+       "seqused_q: got 4 at 2, want 0 to 3", kBoth, true},
       {"seqused_negative", [](Call& c) { set_lengths(c.seqused_k, {3, -1}); },
        "seqused_k: got -1.*0 to 10"},
       {"seqused_too_long", [](Call& c) { set_lengths(c.seqused_k, {11, 0}); },
@@ -454,7 +467,7 @@ class BadInput : public testing::TestWithParam<Wrong> {
   static Case base() {
     Case c{.batch = 2, .sq = 8, .sk = 10, .hq = 4, .hk = 2, .d = 16, .dv = 24};
     c.alibi = Alibi::kHeads;
-    c.seqused = c.dlse = c.sinks = true;
+    c.seqused_q = c.seqused = c.dlse = c.sinks = true;
     c.tree = Tree::kAncestors;
     if (GetParam().packed) c.layout = Layout::kPacked;
     return c;
@@ -507,6 +520,7 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
                 .dv = 24,
                 .layout = layout,
                 .alibi = Alibi::kHeads,
+                .seqused_q = true,
                 .seqused = true,
                 .dlse = true,
                 .sinks = true,

@@ -35,7 +35,7 @@ FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
 FIELD(fulgur_options, chunk, 96, 8);
 
-SIZE(fulgur_forward_args, 136);
+SIZE(fulgur_forward_args, 144);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -53,8 +53,9 @@ FIELD(fulgur_forward_args, cache_batch_idx, 104, 8);
 FIELD(fulgur_forward_args, leftpad_k, 112, 8);
 FIELD(fulgur_forward_args, sinks, 120, 8);
 FIELD(fulgur_forward_args, tree_mask, 128, 8);
+FIELD(fulgur_forward_args, seqused_q, 136, 8);
 
-SIZE(fulgur_backward_args, 144);
+SIZE(fulgur_backward_args, 152);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -73,6 +74,7 @@ FIELD(fulgur_backward_args, dlse, 112, 8);
 FIELD(fulgur_backward_args, rng_state, 120, 8);
 FIELD(fulgur_backward_args, sinks, 128, 8);
 FIELD(fulgur_backward_args, dsinks, 136, 8);
+FIELD(fulgur_backward_args, seqused_q, 144, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

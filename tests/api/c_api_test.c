@@ -480,6 +480,28 @@ int main(void) {
   for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
   options.window_right = 0;
 
+  /* Queries that do not exist, where the program knows of such: the last used one is at the last
+   * key. */
+  int32_t used[] = {kRows - 1};
+  int64_t used_shape[] = {1};
+  DLTensor used_q = tensor(NULL, 1, used_shape);
+  used_q.data = used;
+  used_q.dtype = (DLDataType){kDLInt, 32, 1};
+  fulgur_forward_args with_used = args;
+  with_used.seqused_q = &used_q;
+  CHECK(fulgur_forward(&with_used, &options, NULL) == FULGUR_OK);
+  fulgur_backward_args used_gradient = gradient;
+  used_gradient.dlse = NULL;
+  used_gradient.seqused_q = &used_q;
+  CHECK(fulgur_backward(&used_gradient, &options, NULL) == FULGUR_OK);
+  for (int c = 0; c < kDim; ++c)
+    CHECK(out[(kRows - 1) * kDim + c] == 0 && dq[(kRows - 1) * kDim + c] == 0);
+  CHECK(isinf(lse[kRows - 1]) && lse[kRows - 1] < 0);
+  const float last = lse[kRows - 2];
+  with_used.struct_size = offsetof(fulgur_forward_args, seqused_q);
+  CHECK(fulgur_forward(&with_used, &options, NULL) == FULGUR_OK);
+  CHECK(isfinite(lse[kRows - 1]) && lse[kRows - 2] != last);
+
   /* Chunks of one key, where the program knows of chunks: a row sees the key on its diagonal. */
   options.window_right = -1;
   options.chunk = 1;

@@ -58,6 +58,7 @@ std::vector<Case> serving_cases() {
                        .dv = 24,
                        .mask = causal(),
                        .layout = layout,
+                       .seqused_q = dtype == DType::kF16,
                        .seqused = true,
                        .sinks = dtype != DType::kF16});
       }
@@ -106,6 +107,7 @@ TEST_P(Cache, PrefillFollowsTheDefinition) {
                  .dv = 64,
                  .mask = packed ? window(90, 0) : causal(),
                  .layout = packed ? Layout::kPacked : Layout::kBshd,
+                 .seqused_q = !packed,
                  .seqused = true,
                  .sinks = packed};
     Workload w(c, 11);

@@ -44,6 +44,7 @@ class HostCall {
       if (which & kPositions) copy(t.rotary_seqlens, there_.rotary_seqlens);
     } else {
       if (which & kCuK) copy(t.cu_seqlens_k, there_.cu_seqlens_k);
+      if (which & kUsed) copy(t.seqused_q, there_.seqused_q);
       if (which & kUsed) copy(t.seqused_k, there_.seqused_k);
       if constexpr (std::is_same_v<Tensors, ForwardTensors>) {
         if (which & kLeftpad) copy(t.leftpad_k, there_.leftpad_k);
@@ -154,6 +155,7 @@ std::vector<Case> cases() {
                      .hk = 1,
                      .mask = mask,
                      .layout = Layout::kPacked,
+                     .seqused_q = seqused,
                      .seqused = seqused});
     }
   }
@@ -165,6 +167,7 @@ std::vector<Case> cases() {
                    .hq = 2,
                    .hk = 1,
                    .mask = causal(),
+                   .seqused_q = sq > 2,
                    .seqused = true});
   }
   return all;
@@ -266,7 +269,12 @@ TEST_P(HostNumbers, OfCaches) {
 TEST_P(HostNumbers, OfManySequences) {
   std::vector<Rows> lengths;
   for (int64_t b = 0; b < 400; ++b) lengths.push_back({0, 0, b % 3, b % 5});
-  Workload w({.dtype = DType::kBF16, .sq = 2, .sk = 4, .layout = Layout::kPacked, .seqused = true},
+  Workload w({.dtype = DType::kBF16,
+              .sq = 2,
+              .sk = 4,
+              .layout = Layout::kPacked,
+              .seqused_q = true,
+              .seqused = true},
              1, lengths);
   prepare(w);
   if (!runs(w)) return;
@@ -289,6 +297,7 @@ TEST_P(HostNumbers, AreCheckedInEveryRun) {
               .hq = 2,
               .hk = 1,
               .layout = Layout::kPacked,
+              .seqused_q = true,
               .seqused = true},
              1, {{0, 0, 50, 60}, {0, 0, 0, 10}, {0, 0, 20, 60}});
   prepare(w);
@@ -303,8 +312,10 @@ TEST_P(HostNumbers, AreCheckedInEveryRun) {
       {0, 3, 5000, "cu_seqlens_q: ends with 5000, want at most "},
       {1, 0, -1, "cu_seqlens_k: starts with -1, want 0"},
       {1, 1, 0, "cu_seqlens_k: has a sequence of "},
-      {2, 1, -1, "seqused_k: got -1 at 1, want 0 to "},
-      {2, 2, 5000, "seqused_k: got 5000 at 2, want 0 to "},
+      {2, 0, -7, "seqused_q: got -7 at 0, want 0 to 50"},
+      {2, 2, 21, "seqused_q: got 21 at 2, want 0 to 20"},
+      {3, 1, -1, "seqused_k: got -1 at 1, want 0 to "},
+      {3, 2, 5000, "seqused_k: got 5000 at 2, want 0 to "},
   };
   w.seal();
   for (const auto& [array, at, value, message] : wrong) {

@@ -35,6 +35,7 @@ TEST(Cases, EveryDtypeMeetsEveryLevel) {
                           {"alibi", {static_cast<int64_t>(c.alibi)}},
                           {"softcap", {c.softcap > 0}},
                           {"dropout", {c.dropout > 0}},
+                          {"seqused_q", {c.seqused_q}},
                           {"seqused", {c.seqused}},
                           {"dlse", {c.dlse}},
                           {"sinks", {c.sinks}}});

@@ -291,7 +291,7 @@ struct Batch {
         lse(DType::kF32, {rows * s.hq}) {}
 
   struct Lengths {
-    Tensor cu_q{}, cu_k{}, used_k{};
+    Tensor cu_q{}, cu_k{}, used_q{}, used_k{};
   };
 
   // False where the engine does not compute such; gradients are left out where it lacks them.
@@ -301,12 +301,13 @@ struct Batch {
     Options options = s.options;
     options.invariant = options.deterministic = true;
     options.threads = threads;
-    const auto& [cu_q, cu_k, used_k] = lengths;
+    const auto& [cu_q, cu_k, used_q, used_k] = lengths;
     const auto computes = [](const auto& call) { return status_of(call) != Status::kUnsupported; };
-    ForwardTensors f{of_q(q), of_k(k), of_k(v), of_q(out), lse_view, s.slopes, cu_q, cu_k, used_k};
+    ForwardTensors f{of_q(q),  of_k(k), of_k(v), of_q(out), lse_view,
+                     s.slopes, cu_q,    cu_k,    used_q,    used_k};
     f.sinks = s.sinks;
     const BackwardTensors b{of_q(dout), of_q(q),  of_k(k),  of_k(v), of_q(out), lse_view, of_q(dq),
-                            of_k(dk),   of_k(dv), s.slopes, cu_q,    cu_k,      used_k};
+                            of_k(dk),   of_k(dv), s.slopes, cu_q,    cu_k,      used_q,   used_k};
     const auto run_forward = [&] { compute(f, options); };
     if (!computes(run_forward)) return false;
     computes([&] { compute(b, options); });
@@ -353,7 +354,7 @@ std::vector<std::vector<Bits>> run_packed(const Recipe& s, const std::vector<Sam
   write(lengths_k, cu_k);
   const auto same = [](const Tensor& t) { return t; };
   Tensor lse = Tensor::contiguous(batch.lse.tensor().data, DType::kF32, {s.hq, rows});
-  if (!batch.run(s, threads, {lengths_q, lengths_k, {}}, same, same, lse)) return {};
+  if (!batch.run(s, threads, {lengths_q, lengths_k, {}, {}}, same, same, lse)) return {};
   std::vector<std::vector<Bits>> results;
   for (size_t b = 0; b < samples.size(); ++b) {
     const auto row = static_cast<int64_t>(cu_q[b]), key = static_cast<int64_t>(cu_k[b]);
@@ -366,33 +367,37 @@ std::vector<std::vector<Bits>> run_packed(const Recipe& s, const std::vector<Sam
   return results;
 }
 
-// The same of a padded batch: all sequences have the queries of the first and room for `keys` keys,
-// of which seqused_k says how many exist.
+// The same of a padded batch: all sequences have room for `rows` queries and `keys` keys, of which
+// seqused_q and seqused_k say how many exist.
 std::vector<std::vector<Bits>> run_padded(const Recipe& s, const std::vector<Sample>& samples,
-                                          int64_t keys, int threads) {
+                                          int64_t rows, int64_t keys, int threads) {
   const auto size = static_cast<int64_t>(samples.size());
-  const int64_t sq = samples[0].sq;
-  const Batch batch(s, size * sq, size * keys);
-  std::vector<double> used;
+  const Batch batch(s, size * rows, size * keys);
+  std::vector<double> used_q, used_k;
   for (int64_t b = 0; b < size; ++b) {
-    batch.write_sample(samples[b], b * sq, b * keys);
-    used.push_back(static_cast<double>(samples[b].sk));
+    batch.write_sample(samples[b], b * rows, b * keys);
+    used_q.push_back(static_cast<double>(samples[b].sq));
+    used_k.push_back(static_cast<double>(samples[b].sk));
   }
-  Dense lengths(DType::kI32, {size});
-  write(lengths, used);
+  Dense lengths_q(DType::kI32, {size}), lengths_k(DType::kI32, {size});
+  write(lengths_q, used_q);
+  write(lengths_k, used_k);
   Batch::Lengths given;
-  if (size > 1 || keys != samples[0].sk) given.used_k = lengths;
-  const auto with_batch = [size](int64_t rows) {
-    return [size, rows](const Tensor& t) {
-      return Tensor::contiguous(t.data, t.dtype, {size, rows, t.shape[1], t.shape[2]});
+  if (size > 1 || rows != samples[0].sq) given.used_q = lengths_q;
+  if (size > 1 || keys != samples[0].sk) given.used_k = lengths_k;
+  const auto with_batch = [size](int64_t length) {
+    return [size, length](const Tensor& t) {
+      return Tensor::contiguous(t.data, t.dtype, {size, length, t.shape[1], t.shape[2]});
     };
   };
-  const Tensor lse = Tensor::contiguous(batch.lse.tensor().data, DType::kF32, {size, s.hq, sq});
-  if (!batch.run(s, threads, given, with_batch(sq), with_batch(keys), lse)) return {};
+  const Tensor lse = Tensor::contiguous(batch.lse.tensor().data, DType::kF32, {size, s.hq, rows});
+  if (!batch.run(s, threads, given, with_batch(rows), with_batch(keys), lse)) return {};
   std::vector<std::vector<Bits>> results;
   for (int64_t b = 0; b < size; ++b) {
-    results.push_back(batch.read_sample(samples[b], b * sq, b * keys));
-    results.back().push_back(bits(Batch::slice(lse, b, 1)));
+    results.push_back(batch.read_sample(samples[b], b * rows, b * keys));
+    Tensor part = Batch::slice(lse, b, 1);
+    part.shape[2] = samples[b].sq;
+    results.back().push_back(bits(part));
   }
   return results;
 }
@@ -428,26 +433,28 @@ TEST_P(Repeat, InvariantToNeighbours) {
     write(sinks, std::vector<double>(static_cast<size_t>(hq), 2.5));
     if (round % 3 == 0) s.sinks = sinks;
 
-    const bool packed = round % 4 != 3;  // else a padded batch: all have the same queries
-    int64_t sq = pick(kQueries), longest = 0;
+    const bool packed = round % 4 != 3;  // else a padded batch
+    int64_t most_rows = 0, most_keys = 0;
     std::vector<Sample> samples;
     for (uint64_t n = 2 + random() % 5; n > 0; --n) {
-      if (packed) sq = random() % 8 == 0 ? 0 : pick(kQueries);
+      const int64_t sq = random() % 8 == 0 ? 0 : pick(kQueries);
       const int64_t most = sq > 33 || engine() == "reference" ? 400 : 2500;
       const auto sk = static_cast<int64_t>(random()) & INT64_MAX;
       samples.push_back(s.sample(sq, sk % 8 == 0 ? 0 : sk % most, pick(kSizes), random));
-      longest = std::max(longest, samples.back().sk);
+      most_rows = std::max(most_rows, sq);
+      most_keys = std::max(most_keys, samples.back().sk);
     }
     const auto threads = [&] { return 1 + static_cast<int>(random() % 4); };
     const auto whole = packed ? run_packed(s, samples, threads())
-                              : run_padded(s, samples, longest + 13, threads());
+                              : run_padded(s, samples, most_rows + 6, most_keys + 13, threads());
     if (whole.empty()) continue;
     ++computed;
     for (size_t b = 0; b < samples.size(); ++b) {
       const Sample& one = samples[b];
       const std::vector<Bits> alone[] = {run_packed(s, {one}, threads())[0],
-                                         run_padded(s, {one}, one.sk, threads())[0],
-                                         run_padded(s, {one}, one.sk + 100, threads())[0]};
+                                         run_padded(s, {one}, one.sq, one.sk, threads())[0],
+                                         run_padded(s, {one}, one.sq, one.sk + 100, threads())[0],
+                                         run_padded(s, {one}, one.sq + 70, one.sk, threads())[0]};
       for (size_t way = 0; way < std::size(alone); ++way) {
         for (size_t i = 0; i < std::size(names); ++i) {
           EXPECT_TRUE(whole[b][i] == alone[way][i])

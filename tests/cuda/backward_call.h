@@ -34,6 +34,7 @@ inline BackwardCall backward_call(const ForwardShape& shape, const BackwardOptio
                      .alibi_slopes = f.alibi_slopes,
                      .cu_seqlens_q = f.cu_seqlens_q,
                      .cu_seqlens_k = f.cu_seqlens_k,
+                     .seqused_q = f.seqused_q,
                      .seqused_k = f.seqused_k,
                      .sinks = f.sinks},
                     options};

@@ -354,6 +354,7 @@ std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random)
       q += n.sq;
       k += n.sk;
     }
+    if (p.seqused_q) n.sq = up_to(n.sq);
     if (p.seqused_k) n.sk = up_to(n.sk);
     all.push_back(n);
   }
@@ -407,11 +408,11 @@ void check_places(const ForwardShape& shape, bool compact) {
                                   << ", " << plan.waves.size() << " waves");
   EXPECT_EQ(plan.score_tiles.compact, compact);
   std::mt19937 random(7);
-  for (int times = 0; times < (p.packed || p.seqused_k ? 4 : 1); ++times) {
+  for (int times = 0; times < (p.alike() ? 1 : 4); ++times) {
     const std::vector<kernels::Lengths> lengths = lengths_of(p, random);
     int64_t tiles = 0;
     for (const BackwardWave& wave : plan.waves) tiles += check_places(p, plan, wave.wave, lengths);
-    if (times == 0 && !p.packed && !p.seqused_k) {
+    if (p.alike()) {
       EXPECT_GT(tiles, 0);
     }
   }
@@ -422,19 +423,19 @@ TEST(ScoreTiles, EachHasAPlace) {
     for (const auto& [sq, sk] :
          {std::pair{1, 700}, {64, 64}, {1000, 1000}, {700, 1500}, {1500, 700}}) {
       for (const int64_t d : {64, 128, 256}) {
-        for (const bool packed : {false, true}) {
-          for (const bool seqused : {false, true}) {
-            check_places({.batch = 3,
-                          .sq = sq,
-                          .sk = sk,
-                          .hq = 4,
-                          .hk = 2,
-                          .d = d,
-                          .mask = mask,
-                          .packed = packed,
-                          .seqused = seqused},
-                         packed);
-          }
+        for (int i = 0; i < 8; ++i) {
+          const bool packed = i & 1;
+          check_places({.batch = 3,
+                        .sq = sq,
+                        .sk = sk,
+                        .hq = 4,
+                        .hk = 2,
+                        .d = d,
+                        .mask = mask,
+                        .packed = packed,
+                        .seqused_q = (i & 2) != 0,
+                        .seqused = (i & 4) != 0},
+                       packed);
         }
       }
     }
@@ -452,11 +453,12 @@ TEST(ScoreTiles, EachHasAPlaceInItsWave) {
                                    chunked(8192, causal())};
   for (const Mask& mask : masks) {
     for (const int64_t d : {64, 128, 256}) {
-      for (const bool seqused : {false, true}) {
+      for (int i = 0; i < 4; ++i) {
         const auto check = [&](ForwardShape shape) {
           shape.d = d;
           shape.mask = mask;
-          shape.seqused = seqused;
+          shape.seqused_q = i & 1;
+          shape.seqused = (i & 2) != 0;
           check_places(shape, false);
         };
         check({.batch = 1, .sq = 30000, .sk = 32768, .hq = 2, .hk = 1});
@@ -525,6 +527,7 @@ TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
   EXPECT_EQ(same(kernels({.mask = causal(), .alibi = true})), (Names{"prepare", "rows"}));
   EXPECT_EQ(same(kernels({.mask = causal()}, {.dlse = true})), (Names{"keys", "repair", "rows"}));
   EXPECT_EQ(same(kernels({.mask = causal(), .seqused = true})), Names{"prepare"});
+  EXPECT_EQ(same(kernels({.mask = causal(), .seqused_q = true})), Names{});
   EXPECT_EQ(same(kernels({.mask = causal(), .dropout = 0.1})), (Names{"prepare", "rows"}));
   EXPECT_EQ(same(kernels({.mask = window(5, 5)})), Names{"prepare"});
   EXPECT_EQ(same(kernels({.d = 112, .mask = causal()})), (Names{"prepare", "repair"}));

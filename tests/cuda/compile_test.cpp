@@ -90,6 +90,7 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .mask = causal(), .alibi = true}));
     all.push_back(forward_problem({.d = d, .scale = -1.0}));
     all.push_back(forward_problem({.d = d, .seqused = true}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .seqused_q = true}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .lse = false}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .sinks = true}));
     all.push_back(forward_problem({.d = d,
@@ -192,7 +193,7 @@ std::vector<Problem> decode_problems() {
         [](Problem& p) { p.has_tree = true; });
   }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
-  add({.mask = causal(), .packed = true}, [](Problem& p) { p.cache = {}; });
+  add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
     p.cache = {};
     p.cache.batch_idx = true;
@@ -228,6 +229,7 @@ std::vector<Problem> backward_problems() {
     add({.mask = causal(), .softcap = 30});
     add({.mask = causal(), .alibi = true});
     add({.seqused = true});
+    add({.mask = causal(), .seqused_q = true});
     add({.dtype = DType::kF16,
          .mask = window(100, 20),
          .softcap = 9,

@@ -221,7 +221,10 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
 }
 
 TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
-  const ForwardCall call = forward_call({.packed = true, .seqused = true});
+  ForwardCall call = forward_call({.packed = true, .seqused_q = true, .seqused = true});
+  const int used[4] = {};  // nobody reads them
+  call.args.seqused_q.data = used;
+  call.args.seqused_k.data = used + 2;
   const Plan plan = fulgur::plan(call.args, call.options);
   const ForwardArgs args = placed(call.args, kBase);
   plan.run(args);
@@ -231,6 +234,7 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   EXPECT_EQ(FakeMap::of(&p.k_map).dims[3], 1ull);
   EXPECT_EQ(p.cu_seqlens_q, call.args.cu_seqlens_q.data);
   EXPECT_EQ(p.cu_seqlens_k, call.args.cu_seqlens_k.data);
+  EXPECT_EQ(p.seqused_q, call.args.seqused_q.data);
   EXPECT_EQ(p.seqused_k, call.args.seqused_k.data);
   EXPECT_EQ(p.o.batch, 0);
   EXPECT_EQ(p.lse_batch_stride, 0);
@@ -239,7 +243,36 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   EXPECT_EQ(padding.lse, args.lse.data);
   EXPECT_EQ(padding.batch, 2);
   EXPECT_EQ(padding.total_q, 2048);
+  EXPECT_EQ(padding.cu_seqlens_q, p.cu_seqlens_q);
+  EXPECT_EQ(padding.seqused_q, p.seqused_q);
   EXPECT_EQ(status_of([&] { plan.tiles(); }), Status::kUnsupported);  // lengths are on the device
+}
+
+// Of prefill and of decoding, in as many thread blocks as fill the device.
+TEST_F(OnFakeGpu, UsedQueriesLaunchThePaddingToo) {
+  for (const int64_t sq : {1, 1024}) {
+    SCOPED_TRACE(sq);
+    for (const auto& [batch, x] : {std::pair{2, 528u}, {100, 11u}, {5000, 1u}}) {
+      const ForwardCall call =
+          forward_call({.batch = batch, .sq = sq, .hq = 4, .hk = 4, .d = 64, .seqused_q = true});
+      const ForwardArgs args = placed(call.args, kBase);
+      state_->launches.clear();
+      fulgur::plan(args, call.options).run(args);
+      ASSERT_EQ(state_->launches.size(), 2u);
+      const auto padding = params<ForwardPaddingParams>(1);
+      EXPECT_EQ(state_->launches[1].grid, x);
+      EXPECT_EQ(state_->launches[1].grid_y, static_cast<unsigned>(batch));
+      EXPECT_EQ(padding.o, args.out.data);
+      EXPECT_EQ(padding.o_batch_stride, sq * 4 * 64);
+      EXPECT_EQ(padding.lse_batch_stride, sq * 4);
+      EXPECT_EQ(padding.cu_seqlens_q, nullptr);
+      EXPECT_EQ(padding.seqused_q, args.seqused_q.data);
+      EXPECT_EQ(padding.sq, sq);
+      if (sq == 1) {
+        EXPECT_EQ(params<DecodeParams>(0).seqused_q, args.seqused_q.data);
+      }
+    }
+  }
 }
 
 TEST_F(OnFakeGpu, EmptyProblems) {
@@ -683,30 +716,32 @@ struct CallWithHostLengths {
                            .hk = 2,
                            .d = 64,
                            .packed = true,
+                           .seqused_q = true,
                            .seqused = true})) {
     for (int b = 0; b <= batch; ++b) cu_seqlens[static_cast<size_t>(b)] = kRows * b;
     call.args.cu_seqlens_q = call.args.cu_seqlens_k =
         ConstTensor::of<const int32_t>(std::span(cu_seqlens), {batch + 1});
-    call.args.seqused_k = ConstTensor::of<const int32_t>(std::span(used), {batch});
+    call.args.seqused_q = call.args.seqused_k =
+        ConstTensor::of<const int32_t>(std::span(used), {batch});
     call.options.max_seqlen_q = call.options.max_seqlen_k = 0;
   }
   std::vector<int32_t> numbers() const {
     std::vector<int32_t> all = cu_seqlens;
     all.insert(all.end(), cu_seqlens.begin(), cu_seqlens.end());
-    all.insert(all.end(), used.begin(), used.end());
+    for (int i = 0; i < 2; ++i) all.insert(all.end(), used.begin(), used.end());
     return all;
   }
 };
 
 TEST_F(OnFakeGpu, LengthsOfTheHostGoAheadOfTheKernels) {
-  for (const int batch : {1, 333, 334, 1000}) {
+  for (const int batch : {1, 249, 250, 1000}) {
     SCOPED_TRACE(batch);
     CallWithHostLengths c(batch);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);
-    const auto count = static_cast<size_t>(3 * batch + 2), stores = (count - 1) / 1000 + 1;
+    const auto count = static_cast<size_t>(4 * batch + 2), stores = (count - 1) / 1000 + 1;
     EXPECT_NE(plan.explain().find(fmt::format(
-                  "cu_seqlens_q, cu_seqlens_k, seqused_k on the host: each run puts {} numbers on "
-                  "the device by {} launch",
+                  "cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k on the host: each run puts {} "
+                  "numbers on the device by {} launch",
                   count, stores)),
               std::string::npos)
         << plan.explain();
@@ -727,8 +762,11 @@ TEST_F(OnFakeGpu, LengthsOfTheHostGoAheadOfTheKernels) {
     }
     EXPECT_EQ(launched, numbers);
     EXPECT_EQ(p.cu_seqlens_k, p.cu_seqlens_q + batch + 1);
-    EXPECT_EQ(p.seqused_k, p.cu_seqlens_k + batch + 1);
-    EXPECT_EQ(params<ForwardPaddingParams>(stores + 1).cu_seqlens_q, p.cu_seqlens_q);
+    EXPECT_EQ(p.seqused_q, p.cu_seqlens_k + batch + 1);
+    EXPECT_EQ(p.seqused_k, p.seqused_q + batch);
+    const auto padding = params<ForwardPaddingParams>(stores + 1);
+    EXPECT_EQ(padding.cu_seqlens_q, p.cu_seqlens_q);
+    EXPECT_EQ(padding.seqused_q, p.seqused_q);
   }
 }
 
@@ -741,8 +779,8 @@ TEST_F(OnFakeGpu, LengthsOfTheHostStayInsideOfTheWorkspace) {
   const auto begin = reinterpret_cast<std::uintptr_t>(store.to);
   EXPECT_GE(begin, kBase + cuda::LaunchMemory::kZeroed);
   EXPECT_EQ(begin % 4, 0u);
-  EXPECT_EQ(store.count, 17);
-  EXPECT_LE(begin + 17 * 4, kBase + static_cast<std::uintptr_t>(bytes));
+  EXPECT_EQ(store.count, 22);
+  EXPECT_LE(begin + 22 * 4, kBase + static_cast<std::uintptr_t>(bytes));
 }
 
 /// The numbers that a launch stores, as floats.
@@ -876,7 +914,7 @@ TEST_F(OnFakeGpu, WrongLengthsOfTheHostLaunchNothing) {
   misaligned.q.data = static_cast<const char*>(args.q.data) + 8;
   EXPECT_EQ(status_of([&] { plan.run(misaligned); }), Status::kInvalidArgument);
   c.used[3] = 201;
-  EXPECT_EQ(message_of([&] { plan.run(args); }), "seqused_k: got 201 at 3, want 0 to 200");
+  EXPECT_EQ(message_of([&] { plan.run(args); }), "seqused_q: got 201 at 3, want 0 to 200");
   c.cu_seqlens[2] = 1;
   EXPECT_EQ(message_of([&] { plan.run(args); }),
             "cu_seqlens_q: decreases at 2: 1 after 200, want non-decreasing");
@@ -1304,8 +1342,8 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
 
 // Wherever lengths and slopes lie.
 TEST_F(Prewarmed, NumbersOfTheHostCompileNothing) {
-  const ForwardCall there =
-      forward_call({.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused = true});
+  const ForwardCall there = forward_call(
+      {.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused_q = true, .seqused = true});
   cuda::prewarm(there.args, there.options);
   const auto before = kernels();
   const CallWithHostLengths here(7);

@@ -15,7 +15,8 @@ struct ForwardShape {
   Mask mask{};
   std::optional<double> scale{};
   double softcap = 0;
-  bool alibi = false, packed = false, seqused = false, lse = true, invariant = false, sinks = false;
+  bool alibi = false, packed = false, seqused_q = false, seqused = false, lse = true;
+  bool invariant = false, sinks = false;
   double dropout = 0;
   int64_t max_workspace = 0;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
@@ -61,6 +62,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.max_workspace = s.max_workspace;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
   if (s.sinks) call.args.sinks = vector(DType::kF32, s.hq);
+  if (s.seqused_q) call.args.seqused_q = vector(DType::kI32, s.batch);
   if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);
   if (s.packed) {
     call.args.cu_seqlens_q = call.args.cu_seqlens_k = vector(DType::kI32, s.batch + 1);

@@ -167,6 +167,7 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
                    .mask = mask,
                    .layout = Layout::kPacked,
                    .alibi = Alibi::kHeads,
+                   .seqused_q = seqused,
                    .seqused = seqused,
                    .sinks = true};
       Workload planned(c, 1, lengths[0]);
@@ -189,6 +190,7 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
               std::pair{there.cu_seqlens_k, w.forward.cu_seqlens_k}}) {
           copy_bytes(to, from);
         }
+        if (seqused) copy_bytes(there.seqused_q, w.forward.seqused_q);
         if (seqused) copy_bytes(there.seqused_k, w.forward.seqused_k);
         cuda::synchronize();
         graph.launch(stream);
@@ -212,6 +214,7 @@ TEST_F(Graphs, NumbersOfTheHostStay) {
               .mask = causal(),
               .layout = Layout::kPacked,
               .alibi = Alibi::kHeads,
+              .seqused_q = true,
               .seqused = true,
               .sinks = true},
              1);
@@ -220,6 +223,7 @@ TEST_F(Graphs, NumbersOfTheHostStay) {
   std::deque<std::vector<int32_t>> arrays;
   for (const auto& [to, from] : {std::pair{&tensors.cu_seqlens_q, w.forward.cu_seqlens_q},
                                  std::pair{&tensors.cu_seqlens_k, w.forward.cu_seqlens_k},
+                                 std::pair{&tensors.seqused_q, w.forward.seqused_q},
                                  std::pair{&tensors.seqused_k, w.forward.seqused_k},
                                  std::pair{&tensors.alibi_slopes, w.forward.alibi_slopes},
                                  std::pair{&tensors.sinks, w.forward.sinks}}) {

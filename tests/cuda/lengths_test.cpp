@@ -16,34 +16,37 @@ constexpr double kMost = std::numeric_limits<int32_t>::max();
 constexpr double kLeast = std::numeric_limits<int32_t>::min();
 
 struct Wild {
-  std::vector<double> cu_q, cu_k, used;
+  std::vector<double> cu_q, cu_k, used_q, used_k;
 };
 
 // Of 4 sequences of at most 150 and 200 rows in tensors of 300 and 400.
-const Wild kRight{{0, 80, 80, 200, 300}, {0, 100, 200, 300, 400}, {50, 100, 0, 100}};
+const Wild kRight{
+    {0, 80, 80, 200, 300}, {0, 100, 200, 300, 400}, {70, 0, 30, 65}, {50, 100, 0, 100}};
 
 std::vector<Wild> wild_lengths() {
-  const std::vector<double>&q = kRight.cu_q, &k = kRight.cu_k, &used = kRight.used;
+  const auto& [q, k, uq, uk] = kRight;
   std::vector<Wild> all = {
-      {{0, 80, 80, 200, 5000}, k, used},                         // more rows than exist
-      {q, {0, 100, 200, 300, 5000}, used},                       //
-      {{0, 300, 300, 300, 300}, {0, 400, 400, 400, 400}, used},  // longer than planned for
-      {{0, 200, 80, 60, 300}, k, used},                          // decreasing
-      {q, {0, 300, 100, 350, 20}, used},                         //
-      {{300, 200, 100, 50, 0}, {400, 300, 200, 100, 0}, used},
-      {{-50, 80, 80, 200, 300}, k, used},  // negative
-      {q, {-70, 100, 200, 300, 400}, used},
-      {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, used},
-      {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, used},  // differences that overflow
-      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, used},
-      {{kMost, kMost, kMost, kMost, kMost}, k, used},
-      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, used},
-      {q, k, {5000, 101, -1, 100}},  // of the keys
-      {q, k, {kMost, kLeast, kMost, kLeast}}};
+      {{0, 80, 80, 200, 5000}, k, uq, uk},                         // more rows than exist
+      {q, {0, 100, 200, 300, 5000}, uq, uk},                       //
+      {{0, 300, 300, 300, 300}, {0, 400, 400, 400, 400}, uq, uk},  // longer than planned for
+      {{0, 200, 80, 60, 300}, k, uq, uk},                          // decreasing
+      {q, {0, 300, 100, 350, 20}, uq, uk},                         //
+      {{300, 200, 100, 50, 0}, {400, 300, 200, 100, 0}, uq, uk},
+      {{-50, 80, 80, 200, 300}, k, uq, uk},  // negative
+      {q, {-70, 100, 200, 300, 400}, uq, uk},
+      {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, uq, uk},
+      {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, uq, uk},  // differences that overflow
+      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, uq, uk},
+      {{kMost, kMost, kMost, kMost, kMost}, k, uq, uk},
+      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, uq, uk},
+      {q, k, {5000, 101, -1, 100}, uk},  // of the queries
+      {q, k, {kMost, kLeast, kMost, kLeast}, uk},
+      {q, k, uq, {5000, 101, -1, 100}},  // of the keys
+      {q, k, uq, {kMost, kLeast, kMost, kLeast}}};
   std::mt19937_64 random(1);
   for (int n = 0; n < 8; ++n) {
     Wild any = kRight;
-    for (auto* lengths : {&any.cu_q, &any.cu_k, &any.used}) {
+    for (auto* lengths : {&any.cu_q, &any.cu_k, &any.used_q, &any.used_k}) {
       for (double& x : *lengths) {
         x = n % 2 ? static_cast<double>(random() % 1000) - 300
                   : static_cast<double>(static_cast<int32_t>(random()));
@@ -91,7 +94,7 @@ TEST_F(Lengths, WildPackedOnes) {
       for (const Mask& mask : kMasks) {
         SCOPED_TRACE("d " + std::to_string(d) + (seqused ? ", seqused" : "") + ", window " +
                      std::to_string(mask.left) + " " + std::to_string(mask.right));
-        Arena arena;
+        Arena arena(9);
         ForwardArgs args;
         std::mt19937_64 random(2);
         const auto input = [&](int64_t rows, int64_t heads) {
@@ -110,11 +113,14 @@ TEST_F(Lengths, WildPackedOnes) {
         args.cu_seqlens_k = lengths[1];
         if (seqused) {
           lengths.push_back(arena.place(DType::kI32, {4}, false));
-          args.seqused_k = lengths[2];
+          lengths.push_back(arena.place(DType::kI32, {4}, false));
+          args.seqused_q = lengths[2];
+          args.seqused_k = lengths[3];
         }
         survives(arena, args, {.mask = mask, .max_seqlen_q = 150, .max_seqlen_k = 200}, lengths,
                  [](const Wild& wild) {
-                   return std::vector<std::vector<double>>{wild.cu_q, wild.cu_k, wild.used};
+                   return std::vector<std::vector<double>>{wild.cu_q, wild.cu_k, wild.used_q,
+                                                           wild.used_k};
                  });
         if (HasFatalFailure()) return;
       }
@@ -122,7 +128,7 @@ TEST_F(Lengths, WildPackedOnes) {
   }
 }
 
-TEST_F(Lengths, WildUsedKeys) {
+TEST_F(Lengths, WildUsedRows) {
   for (const Mask& mask : kMasks) {
     Arena arena;
     ForwardArgs args;
@@ -137,10 +143,13 @@ TEST_F(Lengths, WildUsedKeys) {
     args.v = input(100, 2);
     args.out = arena.place(DType::kBF16, {4, 70, 4, 64}, true);
     args.lse = arena.place(DType::kF32, {4, 4, 70}, true);
-    const Tensor used = arena.place(DType::kI32, {4}, false);
-    args.seqused_k = used;
-    survives(arena, args, {.mask = mask}, {used},
-             [](const Wild& wild) { return std::vector<std::vector<double>>{wild.used}; });
+    const Tensor used_q = arena.place(DType::kI32, {4}, false);
+    const Tensor used_k = arena.place(DType::kI32, {4}, false);
+    args.seqused_q = used_q;
+    args.seqused_k = used_k;
+    survives(arena, args, {.mask = mask}, {used_q, used_k}, [](const Wild& wild) {
+      return std::vector<std::vector<double>>{wild.used_q, wild.used_k};
+    });
     if (HasFatalFailure()) return;
   }
 }

@@ -226,8 +226,8 @@ TEST(ShapeClass, NamesAllThatTheTileDependsOn) {
   EXPECT_EQ(of({.scale = 0.3}), of({}));
   EXPECT_EQ(of({.mask = window(1023, -1)}), of({}));  // binds nothing
   EXPECT_EQ(of({.mask = window(100, 0)}), of({}) + " left 112 right 0");
-  EXPECT_EQ(of({.softcap = 30, .alibi = true, .packed = true, .seqused = true}),
-            of({}) + " transformed softcap alibi packed seqused_k");
+  EXPECT_EQ(of({.softcap = 30, .alibi = true, .packed = true, .seqused_q = true, .seqused = true}),
+            of({}) + " transformed softcap alibi packed seqused_q seqused_k");
   EXPECT_EQ(of({.dropout = 0.5}), of({}) + " dropout");
   EXPECT_EQ(of({.dropout = 0.1}), of({.dropout = 0.5}));
   std::set<std::string> different;
@@ -249,6 +249,7 @@ TEST(ShapeClass, NamesAllThatTheTileDependsOn) {
                                                   {.softcap = 1},
                                                   {.alibi = true},
                                                   {.packed = true},
+                                                  {.seqused_q = true},
                                                   {.seqused = true}};
   for (const test::ForwardShape& shape : shapes) different.insert(of(shape));
   EXPECT_EQ(different.size(), shapes.size());

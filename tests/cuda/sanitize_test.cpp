@@ -104,6 +104,33 @@ TEST_F(Sanitize, PackedPaddedUsedKeys) {
 TEST_F(Sanitize, UsedKeys) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .batch = 3, .sq = 70, .sk = 150, .seqused = true}));
 }
+TEST_F(Sanitize, UsedQueries) {                  // whole tiles of them, some, and none
+  for (const Mask& mask : {full(), causal()}) {  // repaired or not
+    EXPECT_TRUE(both_right(
+        {.dtype = kBf16, .batch = 3, .sq = 200, .sk = 150, .mask = mask, .seqused_q = true}));
+  }
+}
+TEST_F(Sanitize, PackedUsedQueries) {
+  EXPECT_TRUE(both_right({.dtype = kF16,
+                          .sq = 150,
+                          .sk = 170,
+                          .hq = 2,
+                          .layout = Layout::kPackedPadded,
+                          .seqused_q = true,
+                          .seqused = true,
+                          .dlse = true,
+                          .sinks = true}));
+}
+TEST_F(Sanitize, UsedQueriesOfFew) {
+  EXPECT_TRUE(right({.dtype = kBf16,
+                     .batch = 3,
+                     .sq = 4,
+                     .sk = 300,
+                     .hq = 4,
+                     .hk = 2,
+                     .mask = causal(),
+                     .seqused_q = true}));
+}
 TEST_F(Sanitize, Window) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
 }

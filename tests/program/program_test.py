@@ -338,6 +338,23 @@ def test_sinks(folder):
         assert_close(got[name][1], want[name], "f32")
 
 
+def test_seqused_q(folder):
+    arrays = load(folder, ["q", "k", "v", "dout"])
+    rows = arrays["q"].shape[1] - 2
+    np.save(folder / "used.npy", np.array([rows, 0], np.int32))
+    succeeds(*ALL, "--causal", "--seqused-q", "used.npy", cwd=folder)
+    part = {n: x[:1, :rows] if n in ("q", "dout") else x[:1] for n, x in arrays.items()}
+    want = attention(**part, right=0)
+    for name, got in load(folder, want).items():
+        if name == "lse":
+            assert np.isneginf(got[1]).all() and np.isneginf(got[0, :, rows:]).all()
+            got = got[:, :, :rows]
+        else:
+            assert not got[1].any() and not (name in ("out", "dq") and got[0, rows:].any())
+            got = got[:, :rows] if name in ("out", "dq") else got
+        assert_close(got[:1], want[name], "f32")
+
+
 def test_seqused_k(folder):
     np.save(folder / "used.npy", np.array([11, 0], np.int32))
     succeeds(*ALL, "--causal", "--seqused-k", "used.npy", cwd=folder)
@@ -727,10 +744,11 @@ def test_tune_is_seen_by_later_runs(on_gpu):
 
 
 def test_tune_of_packed_sequences(on_gpu):
-    flags = ["--packed", "--seqused-k", "--alibi", "--softcap", "20", "--dtype", "f16", "--batch", "3"]
+    flags = ["--packed", "--seqused-q", "--seqused-k", "--alibi", "--softcap", "20", "--dtype", "f16"]
+    flags += ["--batch", "3"]
     stdout = succeeds("tune", "--sq", "100", *flags, env=on_gpu)
     assert "f16 d 64 dv 64 sq 112 sk 112 heads 24" in stdout
-    assert "transformed softcap alibi packed seqused_k" in stdout
+    assert "transformed softcap alibi packed seqused_q seqused_k" in stdout
 
 
 def test_tune_of_the_backward_pass(on_gpu):
@@ -742,9 +760,9 @@ def test_tune_of_the_backward_pass(on_gpu):
     explain = ["explain", "--device", "cuda", "--dtype", "bf16", *shape]
     assert "tile tuned on this device: measured" in succeeds(*explain, "--backward", env=on_gpu)
     assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
-    flags = ["--packed", "--alibi", "--seqused-k", "--deterministic"]
+    flags = ["--packed", "--alibi", "--seqused-q", "--seqused-k", "--deterministic"]
     stdout = succeeds("tune", "--backward", *shape, *flags, env=on_gpu)
-    assert "alibi packed seqused_k deterministic" in stdout and "sums" not in stdout
+    assert "alibi packed seqused_q seqused_k deterministic" in stdout and "sums" not in stdout
 
 
 def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
@@ -892,6 +910,9 @@ def test_wrong_dtypes(folder):
         ("--alibi-slopes", np.ones(4, np.float64), ["alibi_slopes", "f64", "f32"]),
         ("--sinks", np.ones(3, np.float32), ["sinks", "3", "4"]),
         ("--sinks", np.ones(4, np.float64), ["sinks", "f64", "f32"]),
+        ("--seqused-q", np.array([1, 99], np.int32), ["seqused_q", "99"]),
+        ("--seqused-q", np.array([1, -1], np.int32), ["seqused_q", "-1"]),
+        ("--seqused-q", np.array([1, 2, 3], np.int32), ["seqused_q", "3"]),
         ("--seqused-k", np.array([1, 99], np.int32), ["seqused_k", "99"]),
         ("--seqused-k", np.array([1, -1], np.int32), ["seqused_k", "-1"]),
         ("--seqused-k", np.array([1.0, 2.0], np.float32), ["seqused_k", "f32", "i32"]),

@@ -18,16 +18,24 @@ class Naive:
         return np.asarray(x).astype(self.precision).astype(self.work)
 
 
-def sequences(q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, **_):
+def sequences(q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, **_):
     """For each sequence: the index of its rows in q, out and of its keys in k, v."""
     if cu_seqlens_q is None:
-        used = [k.shape[1]] * k.shape[0] if seqused_k is None else seqused_k
-        return [((b, slice(None)), (b, slice(0, used[b]))) for b in range(q.shape[0])]
+        used_q = [q.shape[1]] * q.shape[0] if seqused_q is None else seqused_q
+        used_k = [k.shape[1]] * k.shape[0] if seqused_k is None else seqused_k
+        return [((b, slice(0, used_q[b])), (b, slice(0, used_k[b]))) for b in range(q.shape[0])]
     rows = [slice(*ends) for ends in zip(cu_seqlens_q, cu_seqlens_q[1:])]
     keys = [slice(*ends) for ends in zip(cu_seqlens_k, cu_seqlens_k[1:])]
+    if seqused_q is not None:
+        rows = [slice(s.start, s.start + n) for s, n in zip(rows, seqused_q)]
     if seqused_k is not None:
         keys = [slice(s.start, s.start + n) for s, n in zip(keys, seqused_k)]
     return list(zip(rows, keys))
+
+
+def in_lse(rows):
+    """The index of those rows in lse."""
+    return (rows[0], slice(None), rows[1]) if isinstance(rows, tuple) else (slice(None), rows)
 
 
 def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0,
@@ -98,7 +106,7 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
         P = P if keep is None else P * keep[b]
         if P.shape[-1]:  # einsum over no keys has given NaN
             out[rows] = r(np.einsum("hij,jhd->ihd", P, _heads(r(v[keys]), hq)))
-        lse[rows[0] if isinstance(rows, tuple) else (slice(None), rows)] = row_lse
+        lse[in_lse(rows)] = row_lse
     return out, lse
 
 
@@ -117,8 +125,7 @@ def attention_backward(
         dP = r(np.einsum("ihd,jhd->hij", dO, V)) * Z
         D = (P * dP).sum(axis=-1, keepdims=True)
         if dlse is not None:
-            at = rows[0] if isinstance(rows, tuple) else (slice(None), rows)
-            D = D - np.where(whole.any(axis=-1), dlse[at], 0)[..., None]
+            D = D - np.where(whole.any(axis=-1), dlse[in_lse(rows)], 0)[..., None]
         dS = r(P * (dP - D) * slope)
         if sinks is not None:
             dsinks -= (whole[..., -1] * D[..., 0]).sum(axis=-1)

@@ -33,6 +33,9 @@ CASES = {
     "sinks of rows without keys": ((1, 37, 4, 8), 5, 2, 8, dict(sinks=(4,), causal=True)),
     "sinks of a decode": ((2, 1, 8, 64), 777, 2, 64, dict(sinks=(8,), seqused_k=[777, 0])),
     "seqused_k": ((3, 10, 2, 16), 40, 2, 16, dict(seqused_k=[40, 0, 13], causal=True)),
+    "seqused_q": ((3, 10, 4, 16), 40, 2, 16, dict(seqused_q=[10, 0, 7], causal=True)),
+    "seqused_q and seqused_k": (
+        (3, 37, 2, 16), 40, 1, 16, dict(seqused_q=[20, 37, 1], seqused_k=[40, 9, 13], window=(6, 2))),
     "decode": ((2, 1, 8, 64), 777, 2, 64, dict(seqused_k=[777, 500])),
     "no query": ((2, 0, 2, 8), 5, 2, 8, {}),
     "no key": ((2, 5, 2, 8), 0, 2, 8, {}),
@@ -54,8 +57,8 @@ def make_case(name, dtype, seed=0):
         options["alibi_slopes"] = rng.random(options["alibi_slopes"], dtype=np.float32)
     if "sinks" in options:
         options["sinks"] = rng.standard_normal(options["sinks"], dtype=np.float32)
-    if "seqused_k" in options:
-        options["seqused_k"] = np.array(options["seqused_k"], np.int32)
+    for name in options.keys() & {"seqused_q", "seqused_k"}:
+        options[name] = np.array(options[name], np.int32)
     shapes = (batch, sq, hq, d), (batch, sk, hk, d), (batch, sk, hk, dv), (batch, sq, hq, dv)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes], options
 
@@ -138,7 +141,9 @@ def test_out_may_be_strided():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("used", [None, [0, 3, 0, 9]])
+@pytest.mark.parametrize(
+    "used", [{}, dict(seqused_k=[0, 3, 0, 9]), dict(seqused_q=[2, 0, 16, 5], seqused_k=[0, 3, 22, 9])]
+)
 def test_packed(dtype, used):
     dtype = make_dtype(dtype)
     rng = np.random.default_rng(2)
@@ -147,8 +152,7 @@ def test_packed(dtype, used):
     shapes = (30, 4, 16), (50, 2, 16), (50, 2, 24), (30, 4, 24)
     q, k, v, dout = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
     options = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
-    if used is not None:
-        options["seqused_k"] = np.array(used, np.int32)
+    options |= {name: np.array(lengths, np.int32) for name, lengths in used.items()}
     _, lse, _ = check(q, k, v, dout, **options)
     assert lse.shape == (4, 30)
 

@@ -600,6 +600,15 @@ class TestFlashAttention3:
         got = fa3.flash_attn_varlen_func(q, k, v, *lengths, seqused_k=used, causal=True)
         ends = dict(cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
         assert torch.equal(got, attention(q, k, v, seqused_k=used, causal=True, **ends))
+        # Of the queries, too: each sequence as if it had no others.
+        got = fa3.flash_attn_varlen_func(
+            q, k, v, *lengths, seqused_q=int32(1, 2), seqused_k=used, causal=True
+        )
+        for row, count, key, keys in ((0, 1, 0, 1), (2, 2, 4, 3)):
+            part = (q[None, row : row + count], *(x[None, key : key + keys] for x in (k, v)))
+            want = attention(*part, causal=True)[0]
+            torch.testing.assert_close(got[row : row + count], want, atol=1e-6, rtol=1e-6)
+        assert not got[1].any() and not got[4].any()
 
     def test_qkv_in_one(self):
         (qkv,) = make((2, 5, 8, 16))
@@ -650,6 +659,20 @@ class TestFlashAttention4:
         out, _ = fa4.flash_attn_varlen_func(q, k, v, seqused_k=int32(3, 7))
         assert torch.equal(out, attention(q, k, v, seqused_k=int32(3, 7)))
 
+    def test_used_queries(self):
+        q, k, v = (x.requires_grad_() for x in make_qkv())
+        used = dict(seqused_q=int32(4, 0), seqused_k=int32(3, 7))
+        out, lse = fa4.flash_attn_varlen_func(q, k, v, causal=True, return_lse=True, **used)
+        part = [q[:1, :4], k[:1, :3], v[:1, :3]]
+        want = attention(*part, causal=True)
+        torch.testing.assert_close(out[:1, :4], want, atol=1e-6, rtol=1e-6)
+        assert not out[0, 4:].any() and not out[1].any() and lse[1].isneginf().all()
+        dout = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), dout)
+        for x, y in zip(got, torch.autograd.grad(want, part, dout[:1, :4])):
+            torch.testing.assert_close(x[:1, : y.shape[1]], y, atol=1e-6, rtol=1e-6)
+            assert not x[:1, y.shape[1] :].any() and not x[1].any()
+
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_learnable_sink(self, dtype):
@@ -669,13 +692,13 @@ ANYTHING = torch.ones(2)
 REFUSED = [
     *((fa3.flash_attn_func, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
-    *((fa3.flash_attn_varlen_func, 7, name) for name in ("seqused_q", "qv")),
+    (fa3.flash_attn_varlen_func, 7, "qv"),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
     *((fa4.flash_attn_func, 3, name) for name in (
         "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
     *((fa4.flash_attn_varlen_func, 3, name) for name in (
-        "seqused_q", "score_mod", "gather_kv_indices")),
+        "score_mod", "gather_kv_indices")),
 ]  # fmt: skip
 
 

@@ -24,10 +24,14 @@ q, k, v = torch.randn(4, 6, 4, 8), torch.randn(4, 6, 2, 8), torch.randn(4, 6, 2,
 dout, dlse = torch.randn(4, 6, 4, 8), torch.randn(4, 4, 6)
 slopes, sinks = torch.rand(4), torch.rand(4)
 used = torch.tensor([6, 3, 0, 5], dtype=torch.int32)
+used_q = torch.tensor([2, 6, 4, 0], dtype=torch.int32)
 
 def check(placement, of_lse, of_slopes, of_used, quiet, **options):
     whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
-    want = attention(*whole[:3], sinks=whole[3], alibi_slopes=slopes, seqused_k=used, return_lse=True, **options)
+    want = attention(
+        *whole[:3], sinks=whole[3], alibi_slopes=slopes, seqused_q=used_q, seqused_k=used, return_lse=True,
+        **options,
+    )
     expected = torch.autograd.grad(want, whole, (dout, dlse))
     places = (placement, placement, placement, of_slopes)
     parts = [
@@ -35,6 +39,7 @@ def check(placement, of_lse, of_slopes, of_used, quiet, **options):
     ]
     given = dict(
         alibi_slopes=distribute_tensor(slopes, mesh, [of_slopes]),
+        seqused_q=distribute_tensor(used_q, mesh, [of_used]),
         seqused_k=distribute_tensor(used, mesh, [of_used]),
     )
     results = [distribute_tensor(x, mesh, [y]) for x, y in ((dout, placement), (dlse, of_lse))]

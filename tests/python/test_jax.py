@@ -247,6 +247,9 @@ CASES = {
     "slopes of each": dict(alibi_slopes=np.stack([SLOPES, 2 * SLOPES]), causal=True),
     "sinks": dict(sinks=SLOPES, causal=True),
     "used": dict(seqused_k=np.array([15, 0], np.int32), causal=True),
+    "used queries": dict(seqused_q=np.array([4, 11], np.int32), causal=True),
+    "packed, used": PACKED
+    | dict(seqused_q=np.array([3, 0, 5], np.int32), seqused_k=np.array([2, 3, 1], np.int32)),
     "packed": PACKED | dict(causal=True),
     "packed, bounds": PACKED | dict(max_seqlen_q=8, max_seqlen_k=10, alibi_slopes=SLOPES),
 }
@@ -430,7 +433,8 @@ def test_vmap_folds_into_the_batch_and_nests():
     used, slopes = jnp.array([[5, 2, 0], [1, 4, 3]], jnp.int32), jnp.array([[0.1, 1], [0.7, 0.3]])
 
     def function(q, k, v, used, slopes):
-        return attention(q, k, v, seqused_k=used[None], alibi_slopes=slopes, invariant=True)
+        lengths = dict(seqused_q=6 - used[None], seqused_k=used[None])
+        return attention(q, k, v, **lengths, alibi_slopes=slopes, invariant=True)
 
     inner = jax.vmap(function, (0, None, 0, 0, None))
     got = jax.vmap(inner, (0, 0, None, 0, 0))(q, k, v, used, slopes)
@@ -547,6 +551,7 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(dropout_p=0.1, seed=-1), ValueError, "seed: got -1"),
         (dict(dropout_p=0.1, seed=jnp.zeros(2, jnp.int32)), ValueError, r"seed: got shape \(2,\)"),
         (dict(dropout_p=0.1, offset=jnp.float32(1)), TypeError, "offset: got float32"),
+        (dict(seqused_q=jnp.zeros(3, jnp.int32)), ValueError, "seqused_q: got "),
         (dict(seqused_k=jnp.zeros(3, jnp.int32)), ValueError, "seqused_k: got "),
         (dict(seqused_k=jnp.zeros(2)), ValueError, "seqused_k: got "),
         (dict(alibi_slopes=jnp.zeros(3)), ValueError, "alibi_slopes: got "),

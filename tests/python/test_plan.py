@@ -100,12 +100,20 @@ def test_lengths_beyond_the_plan():
 
 def test_slopes_used_keys_and_seeds_change():
     q, k, v, _ = make()
-    extras = dict(alibi_slopes=np.zeros(4, np.float32), seqused_k=np.array([14, 14], np.int32))
+    extras = dict(
+        alibi_slopes=np.zeros(4, np.float32),
+        seqused_q=np.array([9, 9], np.int32),
+        seqused_k=np.array([14, 14], np.int32),
+    )
     plan = fulgur.plan(q, k, v, dropout_p=0.3, **extras)
     seen = []
-    runs = [(0, 14, 0, 0), (1, 14, 0, 0), (1, 5, 0, 0), (1, 5, 7, 0), (1, 5, 7, 2**64 - 1)]
-    for slope, used, seed, offset in runs:
-        extras["alibi_slopes"][:], extras["seqused_k"][0] = slope, used
+    runs = [
+        (0, 9, 14, 0, 0), (1, 9, 14, 0, 0), (1, 9, 5, 0, 0), (1, 4, 5, 0, 0), (1, 4, 5, 7, 0),
+        (1, 4, 5, 7, 2**64 - 1),
+    ]  # fmt: skip
+    for slope, used_q, used_k, seed, offset in runs:
+        extras["alibi_slopes"][:] = slope
+        extras["seqused_q"][0], extras["seqused_k"][0] = used_q, used_k
         random = dict(seed=seed, offset=offset)
         seen.append(plan.run(q, k, v, **random, **extras))
         np.testing.assert_array_equal(

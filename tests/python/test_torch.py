@@ -55,7 +55,13 @@ OPTIONS = {
     "slopes of sequences": dict(alibi_slopes=torch.rand(2, 4)),
     "sinks": dict(sinks=torch.tensor([0.5, -torch.inf, -1, 2]), causal=True),
     "keys in use": dict(seqused_k=torch.tensor([4, 0], dtype=torch.int32)),
+    "queries in use": dict(seqused_q=torch.tensor([4, 0], dtype=torch.int32), causal=True),
     "packed": ENDS,
+    "packed, rows in use": ENDS
+    | dict(
+        seqused_q=torch.tensor([1, 3], dtype=torch.int32),
+        seqused_k=torch.tensor([5, 2], dtype=torch.int32),
+    ),
     "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5),
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -365,7 +371,8 @@ class TestOpcheck:
     def arguments(self, options):
         q, k, v = inputs(options)
         shared = (
-            options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_k"),
+            options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_q"),
+            options.get("seqused_k"),
             4 if "cu_seqlens_q" in options else 0, 5 if "cu_seqlens_q" in options else 0,
             options.get("scale", 0.3), options.get("softcap", 0.0), *options.get("window", (-1, -1)),
             options.get("chunk", 0), options.get("alibi_slopes"), options.get("sinks"), 0.0, None, False,
@@ -409,7 +416,7 @@ class TestOpcheck:
     def test_dropout(self):
         q, k, v = make_qkv()
         rng = torch.tensor([1, 2])
-        shared = (None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
+        shared = (None, None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
         torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
 
 
@@ -425,7 +432,8 @@ class TestFunc:
 
     @pytest.mark.parametrize("dims", DIMS)
     @pytest.mark.parametrize(
-        "name", ["causal", "slopes", "slopes of sequences", "sinks", "keys in use"]
+        "name",
+        ["causal", "slopes", "slopes of sequences", "sinks", "keys in use", "queries in use"],
     )
     def test_vmap(self, dims, name):
         options, tensors = OPTIONS[name], self.batched(dims)
@@ -436,11 +444,12 @@ class TestFunc:
 
     def test_vmap_over_slopes_and_lengths(self):
         q, k, v = make_qkv()
-        slopes, used = torch.rand(3, 4), torch.randint(0, 10, (3, 2), dtype=torch.int32)
-        call = lambda s, n: attention(q, k, v, alibi_slopes=s, seqused_k=n)  # noqa: E731
-        got = torch.vmap(call)(slopes, used)
+        slopes, used_k = torch.rand(3, 4), torch.randint(0, 10, (3, 2), dtype=torch.int32)
+        used_q = torch.randint(0, 8, (3, 2), dtype=torch.int32)
+        call = lambda s, m, n: attention(q, k, v, alibi_slopes=s, seqused_q=m, seqused_k=n)  # noqa: E731
+        got = torch.vmap(call)(slopes, used_q, used_k)
         for i in range(3):
-            assert torch.equal(got[i], call(slopes[i], used[i]))
+            assert torch.equal(got[i], call(slopes[i], used_q[i], used_k[i]))
 
     @pytest.mark.parametrize("slopes", [None, torch.rand(4), torch.rand(2, 4)])
     def test_vmap_over_sinks(self, slopes):
@@ -465,14 +474,18 @@ class TestFunc:
 
     @pytest.mark.parametrize(
         "options, name",
-        [(dict(dropout_p=0.5), "dropout_p"), (dict(seqused_k=True), "seqused_k, mapped")],
+        [
+            (dict(dropout_p=0.5), "dropout_p"),
+            (dict(seqused_q=True), "seqused_q, mapped"),
+            (dict(seqused_k=True), "seqused_k, mapped"),
+        ],
     )
     def test_what_sinks_do_not_go_with(self, options, name):
         q, k, v = make_qkv()
-        used = torch.tensor([[4, 0], [9, 9]], dtype=torch.int32)
+        used = torch.tensor([[4, 0], [7, 7]], dtype=torch.int32)
 
         def call(q, used):
-            given = options | ({"seqused_k": used} if "seqused_k" in options else {})
+            given = {name: used if x is True else x for name, x in options.items()}
             return attention(q, k, v, sinks=SINKS, **given)
 
         with pytest.raises(NotImplementedError, match=f"^{name}: with sinks under vmap"):
@@ -570,6 +583,8 @@ class TestWrongArguments:
             (dict(sinks=torch.zeros(3)), "^sinks: got shape .3., want .4."),
             (dict(sinks=torch.zeros(4).bfloat16()), "^sinks: got bf16, want f32"),
             (dict(sinks=torch.zeros(8)[::2]), "^sinks: last stride is 2, want 1"),
+            (dict(seqused_q=torch.zeros(2)), "^seqused_q: "),
+            (dict(seqused_q=torch.tensor([8, 0], dtype=torch.int32)), "^seqused_q: got 8 at 0"),
             (dict(seqused_k=torch.zeros(2)), "^seqused_k: "),
             (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), "^q: .*want 3 .total, heads, dim"),
             (dict(max_seqlen_q=-1), "^max_seqlen_q"),
@@ -593,7 +608,9 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="^rng_state: "):
-                forward(q, k, v, None, None, None, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False)
+                forward(
+                    q, k, v, *[None] * 4, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False
+                )  # fmt: skip
 
 
 def test_threads_are_those_of_torch(one_thread):

@@ -101,7 +101,7 @@ def test_opcheck(kind, packed):
     q, k, v, options, _ = make(kind, packed)
     of = options.get
     shared = (
-        of("cu_seqlens_q"), None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, 3, None, torch.zeros(HQ),
+        of("cu_seqlens_q"), None, None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, 3, None, torch.zeros(HQ),
         0.0, None, False,
     )  # fmt: skip
     cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))

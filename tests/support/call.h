@@ -41,6 +41,7 @@ struct Call : ForwardTensors {
             alibi_slopes,
             cu_seqlens_q,
             cu_seqlens_k,
+            seqused_q,
             seqused_k,
             dlse,
             rng_state,
@@ -101,9 +102,10 @@ inline fulgur_options c_options(const Options& options) {
 inline fulgur_status call_c(const Call& call, bool backward) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
-      cu_k(call.cu_seqlens_k), used(call.seqused_k), dlse(call.dlse), rng(call.rng_state),
-      table(call.page_table), indptr(call.page_indptr), index(call.cache_batch_idx),
-      leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks), tree(call.tree_mask);
+      cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
+      rng(call.rng_state), table(call.page_table), indptr(call.page_indptr),
+      index(call.cache_batch_idx), leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks),
+      tree(call.tree_mask);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -112,13 +114,14 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                        call.run.dropout_seed,
                        call.run.dropout_offset};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,    k,    v,    out, lse,   dq,    dk, dv,
-                                    alibi,        cu_q, cu_k, used, dlse, rng, sinks, dsinks};
+    const fulgur_backward_args args{sizeof(args), dout, q,     k,      v,     out,  lse,
+                                    dq,           dk,   dv,    alibi,  cu_q,  cu_k, used_k,
+                                    dlse,         rng,  sinks, dsinks, used_q};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q,     k,       v,     out, lse,
-                                 alibi,        cu_q,  cu_k,    used,  rng, table,
-                                 indptr,       index, leftpad, sinks, tree};
+  const fulgur_forward_args args{sizeof(args), q,     k,       v,      out,  lse,
+                                 alibi,        cu_q,  cu_k,    used_k, rng,  table,
+                                 indptr,       index, leftpad, sinks,  tree, used_q};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -43,15 +43,16 @@ constexpr Layout kLayouts[] = {Layout::kBshd,   Layout::kBhsd,   Layout::kQkv,
 constexpr double kSoftcaps[] = {0, 0, 2};
 constexpr Alibi kAlibis[] = {Alibi::kNone, Alibi::kNone, Alibi::kHeads, Alibi::kBatchHeads};
 constexpr double kDropouts[] = {0, 0, 0.25};
-constexpr bool kSequseds[] = {false, false, true};
+constexpr bool kSequseds[] = {false, false, true};  // of q, of k
 constexpr bool kSinks[] = {false, false, true};
 
-constexpr size_t kFactors = 12;
+constexpr size_t kFactors = 13;
 using Row = std::array<size_t, kFactors>;
 constexpr Row kLevels = {std::size(kDtypes),   std::size(kBatches),  std::size(kDims),
                          std::size(kLengths),  std::size(kMasks),    std::size(kHeads),
                          std::size(kLayouts),  std::size(kSoftcaps), std::size(kAlibis),
-                         std::size(kDropouts), std::size(kSequseds), std::size(kSinks)};
+                         std::size(kDropouts), std::size(kSequseds), std::size(kSinks),
+                         std::size(kSequseds)};
 constexpr int64_t kMaxCost = 120'000'000;
 constexpr int64_t kMaxSmallCost = 2'000'000;
 
@@ -69,6 +70,7 @@ Case to_case(const Row& row) {
   c.dropout = kDropouts[row[9]];
   c.seqused = kSequseds[row[10]];
   c.sinks = kSinks[row[11]];
+  c.seqused_q = kSequseds[row[12]];
   return c;
 }
 
@@ -244,6 +246,7 @@ std::vector<Case> tree_cases() {
     c.softcap = i % 7 == 3 ? 2 : 0;
     c.alibi = i % 5 == 4 ? Alibi::kHeads : Alibi::kNone;
     c.dropout = i % 11 == 5 ? 0.25 : 0;
+    c.seqused_q = i % 5 == 2;
     c.seqused = i % 4 == 1;
     c.sinks = i % 7 == 1;
     c.tree = i % 2 == 0 ? Tree::kAncestors : Tree::kRandom;
@@ -274,6 +277,7 @@ std::vector<Case> chunk_cases() {
     c.softcap = i % 7 == 3 ? 2 : 0;
     c.alibi = i % 11 == 4 ? Alibi::kHeads : Alibi::kNone;
     c.dropout = i % 13 == 5 ? 0.25 : 0;
+    c.seqused_q = turn % 5 == 2;
     c.seqused = turn % 4 == 1;
     c.dlse = turn % 2 == 1;
     c.sinks = i % 13 > 10;
@@ -361,6 +365,7 @@ std::string Case::name() const {
   if (alibi == Alibi::kHeads) s << "_alibi";
   if (alibi == Alibi::kBatchHeads) s << "_alibibatch";
   if (dropout > 0) s << "_dropout";
+  if (seqused_q) s << "_sequsedq";
   if (seqused) s << "_seqused";
   if (dlse) s << "_dlse";
   if (sinks) s << "_sinks";

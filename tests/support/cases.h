@@ -36,7 +36,7 @@ struct Case {
   double softcap = 0;
   Alibi alibi = Alibi::kNone;
   double dropout = 0;
-  bool seqused = false;
+  bool seqused_q = false, seqused = false;  ///< seqused: of k
   bool dlse = false;
   bool sinks = false;
   Tree tree = Tree::kNone;

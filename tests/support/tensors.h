@@ -7,9 +7,9 @@
 namespace fulgur::test {
 
 struct ForwardTensors {
-  Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{};
-  Tensor rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{}, leftpad_k{}, sinks{};
-  Tensor tree_mask{};
+  Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
+  Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
+  Tensor leftpad_k{}, sinks{}, tree_mask{};
   operator ForwardArgs() const {
     return {q,
             k,
@@ -19,6 +19,7 @@ struct ForwardTensors {
             alibi_slopes,
             cu_seqlens_q,
             cu_seqlens_k,
+            seqused_q,
             seqused_k,
             rng_state,
             page_table,
@@ -32,8 +33,8 @@ struct ForwardTensors {
 
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
-  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_k{}, dlse{}, rng_state{};
-  Tensor sinks{}, dsinks{};
+  Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{}, dlse{};
+  Tensor rng_state{}, sinks{}, dsinks{};
   operator BackwardArgs() const {
     return {dout,
             q,
@@ -47,6 +48,7 @@ struct BackwardTensors {
             alibi_slopes,
             cu_seqlens_q,
             cu_seqlens_k,
+            seqused_q,
             seqused_k,
             dlse,
             rng_state,

@@ -22,6 +22,12 @@ std::vector<Rows> packed_lengths(const Case& c) {
           {0, 0, (c.sq + 1) / 2, (c.sk + 2) / 3}};
 }
 
+// Of the queries of a sequence: some, few, none or all of them.
+int64_t used_queries(int64_t sq, size_t which) {
+  const int64_t used[] = {sq - (sq + 1) / 3, sq / 4, 0, sq};
+  return used[which];
+}
+
 void set_nan(const Tensor& t, int64_t row, int64_t rows) {
   // Row `row` of all rows, batch and sequence flattened.
   Tensor one = t;
@@ -73,6 +79,7 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   backward.alibi_slopes = forward.alibi_slopes;
   backward.cu_seqlens_q = forward.cu_seqlens_q;
   backward.cu_seqlens_k = forward.cu_seqlens_k;
+  backward.seqused_q = forward.seqused_q;
   backward.seqused_k = forward.seqused_k;
   poison_missing_rows();
   seal();
@@ -166,15 +173,17 @@ void Workload::make_sequences(std::vector<Rows> given) {
   sequences = !given.empty() ? std::move(given)
               : c.packed()   ? packed_lengths(c)
                              : std::vector<Rows>(static_cast<size_t>(c.batch), {0, 0, c.sq, c.sk});
-  std::vector<int64_t> cu_q{0}, cu_k{0}, used;
+  std::vector<int64_t> cu_q{0}, cu_k{0}, used_q, used_k;
   for (size_t b = 0; b < sequences.size(); ++b) {
     Rows& s = sequences[b];
     s.q_begin = cu_q.back();
     s.k_begin = cu_k.back();
     cu_q.push_back(s.q_begin + s.sq);
     cu_k.push_back(s.k_begin + s.sk);
+    if (c.seqused_q) s.sq = used_queries(s.sq, (b + static_cast<size_t>(c.sq)) % 4);
     if (c.seqused) s.sk = b % 3 == 0 ? s.sk - s.sk / 3 : b % 3 == 1 ? s.sk : 0;
-    used.push_back(s.sk);
+    used_q.push_back(s.sq);
+    used_k.push_back(s.sk);
   }
   total_q = cu_q.back();
   total_k = cu_k.back();
@@ -184,7 +193,8 @@ void Workload::make_sequences(std::vector<Rows> given) {
     forward.cu_seqlens_q = lengths(cu_q);
     forward.cu_seqlens_k = lengths(cu_k);
   }
-  if (c.seqused) forward.seqused_k = lengths(used);
+  if (c.seqused_q) forward.seqused_q = lengths(used_q);
+  if (c.seqused) forward.seqused_k = lengths(used_k);
 }
 
 void Workload::make_options(uint64_t seed) {

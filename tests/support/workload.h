@@ -14,7 +14,7 @@
 namespace fulgur::test {
 
 /// A sequence of a case: where its rows start among all rows of q and of k (batch and sequence
-/// flattened), and how many there are. sk counts the keys that exist (seqused_k).
+/// flattened), and how many there are, of those that exist (seqused_q, seqused_k).
 struct Rows {
   int64_t q_begin, k_begin, sq, sk;
 };

@@ -138,8 +138,8 @@ def _shared(
 ):  # fmt: skip
     """The arguments that both operators take behind their tensors."""
     return (
-        cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, softcap,
-        left, 0 if causal else right, 0, alibi_slopes, None, dropout_p, rng_state, False,
+        cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+        softcap, left, 0 if causal else right, 0, alibi_slopes, None, dropout_p, rng_state, False,
     )  # fmt: skip
 
 

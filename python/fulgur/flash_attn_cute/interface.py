@@ -35,10 +35,10 @@ def flash_attn_varlen_func(
     mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False,
     scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
 ):  # fmt: skip
-    """(out, lse) of packed sequences, or of a batch with ``seqused_k``; beside ``page_table`` that
-    says how many keys the pages have, and nothing has a gradient."""
+    """(out, lse) of packed sequences, or of a batch with ``seqused_q`` and ``seqused_k``; beside
+    ``page_table`` that says how many keys the pages have, and nothing has a gradient."""
     refuse(
-        qv=qv, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
@@ -49,8 +49,9 @@ def flash_attn_varlen_func(
         q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         softcap=softcap or 0.0, sinks=None if learnable_sink is None else learnable_sink.float(),
         deterministic=deterministic, return_lse=True,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k,
-        page_table=page_table, max_seqlen_q=longest(max_seqlen_q, q) if packed else 0,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+        seqused_k=seqused_k, page_table=page_table,
+        max_seqlen_q=longest(max_seqlen_q, q) if packed else 0,
         max_seqlen_k=longest(max_seqlen_k, k) if packed and page_table is None else 0,
     )  # fmt: skip
     return out, lse if return_lse else None

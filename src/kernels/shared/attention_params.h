@@ -47,6 +47,7 @@ struct CallParams {
   float keep_scale;            // 1 / (1 - p)
 
   alignas(16) int chunk;  // > 0 where kHasChunk; what is behind stays as aligned as without it
+  const int* seqused_q;   // [b], kSeqUsedQ
 };
 
 // What every forward kernel is told.

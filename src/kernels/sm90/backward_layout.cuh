@@ -24,7 +24,7 @@ enum : int {
 // With what the plan fixes of it, so that the compiler computes no other places.
 __device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {
   ScoreTiles store = p.score_tiles;
-  if (kPacked || kHasLeft || !kHasRight) __builtin_assume(store.pitch > 0);
+  if (kPacked || kSeqUsedQ || kHasLeft || !kHasRight) __builtin_assume(store.pitch > 0);
   if (!kPacked) store.compact = false;
   return store;
 }

@@ -90,7 +90,7 @@ struct StepLoader {
       bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
     }
     __syncwarp();
-    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked, Keep::kLong);
+    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     q.advance();
     o.wait_empty();
     if (elect_one()) {
@@ -98,7 +98,7 @@ struct StepLoader {
       bulk_load(delta_of(o), p.delta + statistics, kStatisticsBytes, o.full(), Keep::kLong);
     }
     __syncwarp();
-    load<kValuePanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked, Keep::kLong);
+    load<kValuePanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     o.advance();
   }
 };

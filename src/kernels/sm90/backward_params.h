@@ -13,7 +13,8 @@
 //   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
 //   kRowStages      buffers of dS and K of it
 //   kProducerRegisters, kConsumerRegisters, kSumsRegisters    registers a thread after setmaxnreg
-//   kHasLeft, kHasRight, kHasChunk, kSoftcap, kAlibi, kPacked, kSeqUsedK, kDropout    as in sm90/forward_params.h
+//   kHasLeft, kHasRight, kHasChunk, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout    as in
+//                   sm90/forward_params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kElements       1: gradients are stored by elements, where their rows are not multiples of 16 bytes
 #pragma once

@@ -1,6 +1,6 @@
 // What the backward pass wants of each row before it starts: -LSE log2(e), and -(D - dLSE) with D = rowsum(dO o O)
 // (FlashAttention-2, algorithm 2, line 4); and zeros: a piece of dS, the sums of dQ,
-// and the gradients of packed rows behind the last sequence, which no kernel after it writes.
+// and the gradients of rows that belong to no sequence, which no kernel after it writes.
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
 #include "sm90/backward_layout.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ float row_product(const Columns& out, const Columns& 
   return sum;
 }
 
-// Zero rows [first, count) of a packed tensor.
+// Zero rows [first, count) of a tensor without a batch.
 __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, int count, int heads, int dim) {
   for (long long row = first + (long long)(blockIdx.x); row < count; row += gridDim.x)
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
@@ -77,6 +77,11 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     const int batch = pair / p.hq;
     const int head = pair % p.hq;
     const Lengths n = lengths_of(p, batch);
+    if (kSeqUsedQ) {
+      StridedTensor dq = p.dq;
+      dq.data = const_cast<unsigned short*>(row_of(p.dq, batch, n.q_start, head));
+      clear_rows(dq, n.sq, query_rows(p, batch), 1, p.d);
+    }
     const int end = count_of(n.sq, kStatisticsRows) * kStatisticsRows;
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
     for (int first = 64 * blockIdx.x; first < end; first += 64 * gridDim.x) {

@@ -63,6 +63,7 @@ struct DecodeSequence {
 __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int batch) {
   DecodeSequence s = {{0, 0, p.sq, 0}, batch};
   if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
+  if (kSeqUsedQ) s.n.sq = used_rows(p.seqused_q, batch, s.n.sq);
   int rows = p.sk;
   if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, s.n.k_start, rows);
   if (kPage > 0) {
@@ -71,7 +72,7 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
     rows = int(min((long long)(ids) * kPage, (long long)(p.sk)));
   }
   int end = min(rows, p.sk);
-  if (kSeqUsedK) end = min(end, max(p.seqused_k[batch], 0));
+  if (kSeqUsedK) end = used_rows(p.seqused_k, batch, end);
   int begin = 0;
   if (kLeftPad) begin = min(max(p.leftpad_k[batch], 0), end);
   if (kBatchIdx) {

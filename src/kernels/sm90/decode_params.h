@@ -18,6 +18,7 @@
 //   kHasLeft, kHasRight, kHasChunk, kScoreMode, kSoftcap, kAlibi, kHasSinks, kHasLse    as in sm90/forward_params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
+//   kSeqUsedQ       1: seqused_q[batch] bounds the queries
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kPage           keys of a page; 0: k and v have rows of a batch
 //   kPageLists      1: page_indptr says where the pages of a sequence begin, else table_stride does

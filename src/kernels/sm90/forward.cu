@@ -71,7 +71,7 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
   wgmma_commit();
 }
 
-// Rows of a box of Q behind the end of a packed sequence are the next sequence's, or padding. They become the zeros
+// Rows of a box of Q behind the end of a sequence may be the next sequence's, or padding. They become the zeros
 // that TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend
 // on the other rows of its warp. Zeros depend on nothing but where the sequence ends.
 __device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
-    if (kPacked) clear_rows_behind_sequence(walk, strip, barrier);
+    if (kPacked || kSeqUsedQ) clear_rows_behind_sequence(walk, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
     const Visible visible = visible_of_thread(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];

@@ -25,6 +25,7 @@
 //   kPage           keys of a page; 0: k and v have no pages
 //   kPageLists      1: the pages of all sequences are one list; 0: a row of a table each
 //   kBoxKeys        keys of a box of a key tile: of one page
+//   kSeqUsedQ       1: seqused_q[batch] bounds the queries
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kDropout        1: dropout of P
 //   kHasLse         1: write LSE

@@ -1,0 +1,15 @@
+// The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves
+// the tensors, and no sequence is longer than the plan was told.
+#pragma once
+
+// Where packed sequence `batch` starts, inside the `total` rows, and how many of at most `longest` rows it has.
+__device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, int total, int longest, int& start,
+                                            int& count) {
+  start = min(max(cu_seqlens[batch], 0), total);
+  count = min(max(min(cu_seqlens[batch + 1], total) - start, 0), longest);
+}
+
+// How many of the `count` rows of a sequence exist.
+__device__ __forceinline__ int used_rows(const int* seqused, int batch, int count) {
+  return min(count, max(seqused[batch], 0));
+}
