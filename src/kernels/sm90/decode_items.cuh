@@ -28,7 +28,7 @@ enum : int {
 // are not the thread block, and where the warps that load wait until the teams have asked for their first Q.
 enum : int { kOfTeam = 1, kTurn = 8, kOfTeams = 10, kFirstQuery = 11 };
 
-// A barrier of a team. racecheck follows numbers that are constants, and no others.
+// A barrier of a team. Of numbers that are no constants the compiler assumes all 16.
 __device__ __forceinline__ void sync_team(int team) {
   if (kTeamWarps == 1) {
     __syncwarp();
