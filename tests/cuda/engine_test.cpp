@@ -1342,8 +1342,8 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
 
 // Wherever lengths and slopes lie.
 TEST_F(Prewarmed, NumbersOfTheHostCompileNothing) {
-  const ForwardCall there = forward_call(
-      {.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused_q = true, .seqused = true});
+  const ForwardCall there =
+      forward_call({.hq = 2, .hk = 2, .d = 64, .packed = true, .seqused_q = true, .seqused = true});
   cuda::prewarm(there.args, there.options);
   const auto before = kernels();
   const CallWithHostLengths here(7);
