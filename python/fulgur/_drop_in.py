@@ -64,6 +64,14 @@ def refuse(**arguments):
             raise NotImplementedError(f"{name}: fulgur does not have this yet; want it left out")
 
 
+def refuse_wide(v):
+    """Raises where v, upstream's 512 columns beside queries of 64, is wider than kernels for GPUs."""
+    if v.is_cuda and v.shape[-1] > 256:
+        raise NotImplementedError(
+            f"headdim_v: fulgur's kernels for GPUs have up to 256, got v with {v.shape[-1]}"
+        )
+
+
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     left, right = window_size
@@ -98,6 +106,7 @@ def with_kvcache(
 ):  # fmt: skip
     """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
     recorded."""
+    refuse_wide(v_cache)
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
     if k is None and rotary_cos is not None:

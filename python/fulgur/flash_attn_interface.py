@@ -9,7 +9,7 @@ flash_attn_interface`` find this module.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, sides
+from fulgur._drop_in import longest, refuse, refuse_wide, sides
 from fulgur.torch import attention
 
 
@@ -18,6 +18,7 @@ def _attention(
     return_attn_probs, refused, **packed,
 ):  # fmt: skip
     refuse(**refused)
+    refuse_wide(v)
     results = attention(
         q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         chunk=attention_chunk, softcap=softcap, deterministic=deterministic, return_lse=True,

@@ -37,6 +37,8 @@ std::vector<Wild> wild_lengths() {
       {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, uq, uk},
       {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, uq, uk},  // differences that overflow
       {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, uq, uk},
+      {{0, 80, 200, kLeast, 300}, k, uq, uk},
+      {q, {0, 100, 200, kLeast, 400}, uq, uk},
       {{kMost, kMost, kMost, kMost, kMost}, k, uq, uk},
       {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, uq, uk},
       {q, k, {5000, 101, -1, 100}, uk},  // of the queries

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -673,7 +674,6 @@ class TestFlashAttention4:
             torch.testing.assert_close(x[:1, : y.shape[1]], y, atol=1e-6, rtol=1e-6)
             assert not x[:1, y.shape[1] :].any() and not x[1].any()
 
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_learnable_sink(self, dtype):
         q, k, v = make_qkv()
@@ -708,6 +708,31 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: ANYTHING})
+
+
+def test_wide_values_on_a_gpu_raise():
+    wide = SimpleNamespace(is_cuda=True, shape=(1, 5, 2, 512))
+    for function in (fa3.flash_attn_func, fa3.flash_attn_with_kvcache):
+        with pytest.raises(NotImplementedError, match="^headdim_v: .* up to 256, got v with 512"):
+            function(wide, wide, wide)
+    q, k, v = make_qkv()
+    v = torch.randn(*v.shape[:3], 512)  # not on a GPU
+    assert torch.equal(fa3.flash_attn_func(q, k, v), attention(q, k, v))
+
+
+def test_splits_beside_pages_raise():
+    q, k, v = make_qkv()
+    pages = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 7, 14), max_seqlen_q=3,
+                 max_seqlen_k=7, block_table=int32(0, 1).reshape(2, 1))  # fmt: skip
+
+    def call(**options):
+        return flash_attn_interface._flash_attn_varlen_forward(
+            q[0], k, v, dropout_p=0.0, softmax_scale=0.5, causal=False, **pages, **options
+        )[0]
+
+    assert torch.equal(call(), call(num_splits=1))
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported beside a block_table"):
+        call(num_splits=2)
 
 
 def test_probabilities_under_dropout_raise():

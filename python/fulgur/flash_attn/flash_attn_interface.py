@@ -165,6 +165,8 @@ def _flash_attn_varlen_forward(
 ):  # fmt: skip
     """The same of packed sequences, or of queries packed beside the pages of a block_table."""
     refuse(return_softmax=return_softmax, leftpad_k=leftpad_k)
+    if block_table is not None and num_splits > 1:
+        raise RuntimeError("num_splits > 1 is not supported beside a block_table; want 0 or 1")
     rng_state = random_numbers(q)
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
     if seqused_k is not None:

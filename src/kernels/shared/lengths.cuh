@@ -6,7 +6,7 @@
 __device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, int total, int longest, int& start,
                                             int& count) {
   start = min(max(cu_seqlens[batch], 0), total);
-  count = min(max(min(cu_seqlens[batch + 1], total) - start, 0), longest);
+  count = min(max(min(cu_seqlens[batch + 1], total), start) - start, longest);
 }
 
 // How many of the `count` rows of a sequence exist.
