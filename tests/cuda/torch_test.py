@@ -29,6 +29,14 @@ def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64, dv=64, **kind):
     return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, dv), **kind)
 
 
+def operator_arguments(**given):
+    """What torch.ops.fulgur.forward takes behind q, k and v, in its order: nothing, but for what is given."""
+    plain = dict(max_seqlen_q=0, max_seqlen_k=0, softcap=0.0, window_left=-1, window_right=-1, chunk=0, dropout_p=0.0)
+    names = [argument.name for argument in torch.ops.fulgur.forward.default._schema.arguments[3:]]
+    values = {**plain, "invariant": False, **given}
+    return {name: values.get(name) for name in names}
+
+
 def math(q, k, v, causal=False, scale=None, softcap=0.0, sinks=None):
     """In float64, masks aligned at the bottom right."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -184,8 +192,7 @@ class TestAttention(OnGpu):
         self.assertTrue(torch.equal(compiled(q, k, v), call(q, k, v)))
 
     def test_opcheck(self):
-        shared = (None, None, None, 0, 0, 0.1, 0.0, -1, 0, None, None, 0.0, None, False)
-        torch.library.opcheck(torch.ops.fulgur.forward, (*make_qkv(), *shared))
+        torch.library.opcheck(torch.ops.fulgur.forward, make_qkv(), operator_arguments(scale=0.1, window_right=0))
 
     def test_wrong_arguments(self):
         q, k, v = make_qkv()
@@ -360,7 +367,7 @@ class HostTime(OnGpu):
     def test_host_time(self):
         q, k, v = make_qkv(sq=64, sk=64, hq=2)
         x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
-        shared = (None, None, None, 0, 0, 0.125, 0.0, -1, -1, 0, None, None, 0.0, None, False)
+        shared = tuple(operator_arguments(scale=0.125).values())
         times = {
             "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v, *shared)),
             "without gradients": self.measure(lambda: attention(q, k, v)),
