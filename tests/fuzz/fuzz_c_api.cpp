@@ -267,7 +267,7 @@ void fuzz(Reader& in) {
   };
 
   std::vector<Owned> o;
-  o.reserve(25);
+  o.reserve(26);
   enum {
     kQ,
     kK,
@@ -293,6 +293,7 @@ void fuzz(Reader& in) {
     kCos,
     kSin,
     kTree,
+    kUsedQ,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -327,6 +328,7 @@ void fuzz(Reader& in) {
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o.push_back(packed ? Owned(kI64, {batch * sq}) : Owned(kI64, {batch, sq}));
+  o.emplace_back(kI32, std::vector<int64_t>{batch});
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && what != kAppend);
   o[kUsed].is_null = !(flags & 4) && !pages && what != kAppend;
@@ -339,6 +341,7 @@ void fuzz(Reader& in) {
   o[kSinks].is_null = sinks == 0;
   o[kDsinks].is_null = sinks != 2;
   o[kTree].is_null = !tree;
+  o[kUsedQ].is_null = (flags & 6) != 6;
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
 
@@ -426,6 +429,8 @@ void fuzz(Reader& in) {
     fill_ints(o[kLeftpad], in, wild_ints, 0);
     lengths.insert(lengths.end(), {&o[kTable], &o[kIndptr], &o[kIndex], &o[kLeftpad]});
   }
+  fill_ints(o[kUsedQ], in, wild_ints, 1);
+  lengths.push_back(&o[kUsedQ]);
   std::vector<const DLTensor*> p;
   for (Owned& owned : o) p.push_back(owned.pointer());
 
@@ -434,9 +439,9 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],     p[kK],       p[kV],     p[kOut], p[kLse],
-            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed],  p[kRng], p[kTable],
-            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks], p[kTree]};
+    args = {args.struct_size, p[kQ],     p[kK],       p[kV],     p[kOut],  p[kLse],
+            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
+            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {
@@ -447,9 +452,9 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],    p[kK],   p[kV],      p[kOut],
-            p[kLse],          p[kDq],   p[kDk],   p[kDv],  p[kSlopes], p[kCuQ],
-            p[kCuK],          p[kUsed], p[kDlse], p[kRng], p[kSinks],  p[kDsinks]};
+    args = {args.struct_size, p[kDout], p[kQ],     p[kK],      p[kV],    p[kOut], p[kLse],
+            p[kDq],           p[kDk],   p[kDv],    p[kSlopes], p[kCuQ],  p[kCuK], p[kUsed],
+            p[kDlse],         p[kRng],  p[kSinks], p[kDsinks], p[kUsedQ]};
     const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,

@@ -107,6 +107,10 @@ def c_api_seeds():
             what, flags=4 | 8, changes=[causal, b"\x04\x14" + bytes(8)]
         ) + b"\x3c\2"
         yield f"{name}_wild_lengths", call(what, flags=1 | 4 | 32) + b"\x3c" + b"\x01\0\0\0" * 8
+        yield f"{name}_used_queries", call(what, batch=1, sq=4, sk=60, flags=2 | 4) + b"\x3c"
+        yield f"{name}_used_queries_packed", call(what, batch=1, flags=1 | 2 | 4 | 32) + b"\x3c" + struct.pack(
+            "<10i", 0, 3, 6, 0, 5, 10, 5, 5, 2, 3
+        )
     PLAN, OWN_WORKSPACE, MOVED = 1, 2, 4
     for what, name in enumerate(["forward", "backward"]):
         yield f"{name}_plan", call(what, sq=4, sk=60, how=PLAN) + b"\x3c"
