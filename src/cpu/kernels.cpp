@@ -139,12 +139,21 @@ std::string dots_unavailable() {
   return "this CPU has no dot products of bf16";
 }
 
+/// Intel's multiply at half the rate of its FMA, AMD's at twice (docs/kernels/tiles.md).
+std::string dots_slower() {
+#if HWY_ARCH_X86
+  if (__builtin_cpu_is("intel")) return "on Intel's CPUs they are slower than vectors";
+#endif
+  return {};
+}
+
 /// A path of bf16, which users may force, too.
 struct Bf16Target {
   Target target;
   const Kernels& (*f16)();  // null where f16 is faster on vectors
   std::string_view path;
   std::string (*lacking)();  // why not, on a machine that has the target
+  std::string (*slower)();   // why it is taken only where it is forced; empty where it need not be
 
   /// Why it is not there; empty where it is.
   std::string unavailable() const {
@@ -155,11 +164,13 @@ constexpr Bf16Target kBf16Targets[] = {  // the fastest first
     {{"amx", HWY_AVX3, kTilesOf<HWY_AVX3>},
      kF16TilesOf<HWY_AVX3>,
      "AMX tiles",
-     [] { return amx_unavailable(); }},
+     [] { return amx_unavailable(); },
+     [] { return std::string(); }},
     {{"avx512_bf16", HWY_AVX3, kDotsOf<HWY_AVX3>},
      nullptr,
      "AVX512-BF16 dot products",
-     dots_unavailable}};
+     dots_unavailable,
+     dots_slower}};
 
 [[noreturn]] void lacks(std::string_view name, const std::string& why) {
   std::string here;
@@ -197,8 +208,9 @@ Machine select() {
           {bf16.path, nullptr, nullptr, fmt::format("FULGUR_CPU_TARGET is {}", name)});
       continue;
     }
-    const std::string why = bf16.unavailable();
+    std::string why = bf16.unavailable();
     if (!name.empty() && !why.empty()) lacks(name, why);
+    if (name.empty() && why.empty()) why = bf16.slower();
     machine.bf16.push_back({bf16.path, why.empty() ? &bf16.target.table() : nullptr,
                             why.empty() && bf16.f16 != nullptr ? &bf16.f16() : nullptr, why});
   }

@@ -101,6 +101,13 @@ TEST(Target, IsExplained) {
   if (tiles) contains(bf16, "vectors: AMX tiles multiply bf16 faster");
   if (tiles) contains(f16, "vectors: AMX tiles multiply f16 faster");
   if (dots) contains(bf16, "vectors: AVX512-BF16 dot products multiply bf16 faster");
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("intel") && std::getenv("FULGUR_CPU_TARGET") == nullptr) {
+    EXPECT_FALSE(dots) << description;
+    if (machine_has("avx512_bf16"))
+      contains(bf16, dot + "on Intel's CPUs they are slower than vectors");
+  }
+#endif
 }
 
 // Whatever else in the process computes with Highway chooses as before.
