@@ -65,7 +65,7 @@ def refuse(**arguments):
 
 
 def refuse_wide(v):
-    """Raises where v, upstream's 512 columns beside queries of 64, is wider than kernels for GPUs."""
+    """Raises where v is wider than fulgur's kernels for GPUs; upstream takes 512 columns, too."""
     if v.is_cuda and v.shape[-1] > 256:
         raise NotImplementedError(
             f"headdim_v: fulgur's kernels for GPUs have up to 256, got v with {v.shape[-1]}"
