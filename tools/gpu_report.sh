@@ -43,7 +43,7 @@ else
   # All at once: most of their time is the reference's and the compiler's, on the host. What measures time waits.
   running=
   while read -r program filter; do
-    case $program in attention_test | cuda_device_test) shards=8 ;; cuda_lengths_test) shards=2 ;; *) shards=1 ;; esac
+    case $program in attention_test | cuda_backward_tiles_test | cuda_device_test) shards=8 ;; cuda_lengths_test) shards=2 ;; *) shards=1 ;; esac
     shard=0
     while [ $shard -lt $shards ]; do
       check "tests_$program$([ $shards = 1 ] || echo "_$shard")" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard \

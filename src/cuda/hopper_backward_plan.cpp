@@ -28,6 +28,7 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
   return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
 }
 constexpr int kMostBuffers = 6;
+constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.q_stages,
@@ -175,10 +176,12 @@ class Divider {
       const bool carries = rows_of_wave(row_waves) < row_tiles_;
       Division division{1, row_waves, 0};
       if (const int64_t fit = room(carries) / std::max<int64_t>(bytes, 1); fit >= 1) {
-        division.pairs =
-            rectangle(static_cast<int>(std::max<int64_t>(std::min<int64_t>(fit, pairs), 1)));
-        division.cycles = predict(division, pairs);
-        if (best.cycles == 0 || division.cycles < best.cycles) best = division;
+        for (int most = static_cast<int>(std::clamp<int64_t>(pairs, 1, fit)); most > 0;
+             most = division.pairs - 1) {
+          division.pairs = rectangle(most);
+          division.cycles = predict(division, pairs);
+          if (best.cycles == 0 || division.cycles < best.cycles) best = division;
+        }
       } else if (others(carries) + bytes < least_bytes) {
         least_bytes = others(carries) + bytes;
         smallest = division;
@@ -198,12 +201,13 @@ class Divider {
   }
 
  private:
-  /// Sums of dQ need no room for dS.
+  /// Sums of dQ need no room for dS. They are set to 0, read, and rounded to what is written.
   double one_wave(HopperBackwardPlan& plan) {
     const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
-    return predict(all, all.pairs);
+    return predict(all, all.pairs) +
+           10.0 * static_cast<double>(plan.sums_floats(p_.hq)) / kBytesPerCycle;
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -237,10 +241,14 @@ class Divider {
     return most;
   }
 
-  /// The largest count of pairs up to `pairs` that are whole sequences, or heads of one.
+  /// Whole sequences, or heads of one, or of all: waves of `pairs` pairs at most, as few as that
+  /// takes, and of about the same size.
   int rectangle(int pairs) const {
+    const auto even = [](int64_t all, int64_t most) {
+      return ceil_div(all, std::max(ceil_div(all, most), 1));
+    };
     const int heads = static_cast<int>(p_.hk);
-    return compact_ || pairs < heads ? pairs : pairs / heads * heads;
+    return compact_ || pairs < heads ? even(heads, pairs) : heads * even(p_.batch, pairs / heads);
   }
 
   /// Waves take turns: a wave lasts as long as its longest block, and as all of them take together.
@@ -255,7 +263,7 @@ class Divider {
                                         : static_cast<double>(p_.total_k) /
                                               static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
                                               (compact_ ? 1.0 : static_cast<double>(p_.batch));
-    double cycles = 0;
+    double cycles = 0, scores = 0;  // the latter of a pair
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
       double longest = 0, all = 0;
       for (int block = 0; block < key_blocks_; ++block) {
@@ -268,6 +276,8 @@ class Divider {
             kBlock + (carries ? kCarry : 0) + std::max(end - begin, 0) * p_.group() * step;
         longest = std::max(longest, block_cycles);
         all += block_cycles;
+        scores +=
+            static_cast<double>(std::max(end - begin, 0) * p_.group()) * each_.rows * each_.keys;
       }
       for (int pair = 0; pair < pairs; pair += d.pairs) {
         const double blocks = all * std::min(d.pairs, pairs - pair) * sequences / multiprocessors_;
@@ -277,13 +287,17 @@ class Divider {
         cycles += kLaunches + (equal ? rounds : std::max(longest, blocks + 0.25 * longest));
       }
     }
+    // dS is written and read, 2 bytes a score; products hide about half of it.
+    constexpr double kSeen = 0.45;
+    if (!plan_.sums) cycles += kSeen * 4 * scores * pairs * sequences / kBytesPerCycle;
     return cycles;
   }
 
-  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs.
+  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs: a block each, and
+  /// few are left over, so that the bunch behind begins with them.
   Blocks blocks_of(int blocks, int pairs) const {
     return {blocks, pairs,
-            std::clamp(ceil_div(multiprocessors_, std::max(blocks, 1)), 1, std::max(pairs, 1))};
+            std::clamp(multiprocessors_ / std::max(blocks, 1), 1, std::max(pairs, 1))};
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {

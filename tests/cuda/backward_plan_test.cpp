@@ -615,7 +615,7 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
 
 TEST(HopperBackwardPlan, TakesTheFastestFormThatFits) {
   const Family* const families[] = {&hopper_backward_family()};
-  const Problem p = backward_problem({.batch = 4, .sq = 1000, .sk = 500, .hq = 2, .hk = 2});
+  const Problem p = backward_problem({.batch = 4, .sq = 1000, .sk = 1500, .hq = 2, .hk = 2});
   Reasons reasons;
   const auto best = [&](int64_t bytes) {
     reasons = {};

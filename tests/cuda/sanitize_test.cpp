@@ -8,11 +8,7 @@
 #include <vector>
 
 #include "appended.h"
-#include "cuda/architectures.h"
-#include "cuda/choose.h"
-#include "cuda/cuda_engine.h"
-#include "device.h"
-#include "engine_memory.h"
+#include "every_tile.h"
 #include "fulgur/merge.h"
 
 namespace fulgur::test {
@@ -22,40 +18,16 @@ using Sanitize = OnGpu;
 
 constexpr auto kBf16 = DType::kBF16, kF16 = DType::kF16;
 
-/// Whether the forward pass and the gradients of a case follow the reference.
+/// Whether the forward pass and the gradients of a case, by each tile, follow the reference.
 testing::AssertionResult both_right(const Case& c) {
   Workload w(c, c.seed());
   w.options.engine = "cuda";
-  w.run();
+  w.run_forward();
   if (auto result = w.check_memory(); !result) return result << " in " << c.name();
   const Expected e = expect(w);
   if (auto result = forward_is_right(w, e); !result) return result << " in " << c.name();
-  return backward_is_right(w, e) << " in " << c.name();
-}
-
-/// Runs a call with each tile of its families that was not `seen` before, on fresh outputs that
-/// `prepare` may write to, and checks it.
-template <class Args, class Tensors>
-void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
-               const std::function<void()>& prepare,
-               const std::function<testing::AssertionResult()>& is_right) {
-  cuda::Gpu& gpu = cuda::Gpu::at(0);
-  EngineMemory memory("cuda");
-  const Args args = memory.at(tensors);
-  const Problem problem = make_problem(args, w.options);
-  const auto families = cuda::architecture_of(gpu.capability())->families;
-  std::vector<std::string> rejected;
-  for (const auto& candidate :
-       cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
-    if (!seen.insert(candidate->tile.text()).second) continue;
-    w.seal();
-    prepare();
-    memory.send();
-    candidate->executable(gpu, {})->run(&args, {});
-    memory.bring_back();
-    EXPECT_TRUE(w.check_memory());
-    EXPECT_TRUE(is_right()) << candidate->tile.text();
-  }
+  run_backward_tiles(w, e);
+  return testing::AssertionSuccess();
 }
 
 // Each at the largest head dim that it computes.

@@ -303,7 +303,13 @@ void cp_async_arrive(Context& c, const Instruction& i) {
 void cp_async_commit(Context&, const Instruction&) { current->copies.commit(); }
 void cp_async_wait(Context& c, const Instruction& i) { current->copies.finish(c.get(i.atoms[0])); }
 void bulk_commit(Context&, const Instruction&) { current->stores.commit(); }
-void bulk_wait(Context& c, const Instruction& i) { current->stores.finish(c.get(i.atoms[0])); }
+void bulk_wait(Context& c, const Instruction& i) {
+  const uint64_t pending = c.get(i.atoms[0]);
+  if (i.has("read"))
+    current->stores.read(pending);
+  else
+    current->stores.finish(pending);
+}
 
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
@@ -352,11 +358,23 @@ void landed(Block* block, uint32_t barrier, uint32_t bytes) {
   ++full.landed;
   full.settle();
 }
-/// A store by the asynchronous proxy begins.
-void start_store(uint32_t shared, uint32_t bytes) {
-  Block& block = *current->block;
-  block.races.read(block.place_of(shared, bytes), bytes, current->stores.access(),
-                   current->views.fenced);
+/// A store by the asynchronous proxy begins: store(bytes) gets those that it reads, which may be
+/// before it stores them.
+template <class Store>
+void start_store(uint32_t shared, uint32_t bytes, const Store& store) {
+  Block* const block = current->block;
+  block->races.read(block->place_of(shared, bytes), bytes, current->stores.access(),
+                    current->views.fenced);
+  const auto data = std::make_shared<std::vector<unsigned char>>();
+  const auto read = [=] {
+    const unsigned char* const from = block->at(shared, bytes);
+    if (data->empty()) data->assign(from, from + bytes);
+  };
+  current->stores.open.reads.emplace_back(read);
+  start(current->stores, [=] {
+    read();
+    store(data->data());
+  });
 }
 
 void tma_load(Context& c, const Instruction& i) {
@@ -383,11 +401,9 @@ void tma_store(Context& c, const Instruction& i) {
   const int64_t at[4] = {int(c.get(i.atoms[1])), int(c.get(i.atoms[2])), int(c.get(i.atoms[3])),
                          int(c.get(i.atoms[4]))};
   const uint32_t shared = c.get32(i.atoms[5]);
-  Block* const block = current->block;
-  start_store(shared, bytes_of_box(map));
-  start(current->stores, [=] {
+  start_store(shared, bytes_of_box(map), [=](const unsigned char* data) {
     for_box(map, shared, at, [&](uint32_t from, char* to, uint32_t bytes) {
-      if (to != nullptr) std::memcpy(to, block->at(from, bytes), bytes);
+      if (to != nullptr) std::memcpy(to, data + (from - shared), bytes);
     });
   });
 }
@@ -409,11 +425,9 @@ void bulk_store(Context& c, const Instruction& i) {
   const uint32_t shared = c.get32(i.atoms[1]), bytes = c.get32(i.atoms[2]);
   if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
     fail("a bulk store is not aligned");
-  Block* const block = current->block;
   const bool adds = i.has("reduce");
-  start_store(shared, bytes);
-  start(current->stores, [=] {
-    const auto* const from = reinterpret_cast<const float*>(block->at(shared, bytes));
+  start_store(shared, bytes, [=](const unsigned char* data) {
+    const auto* const from = reinterpret_cast<const float*>(data);
     if (!adds) std::memcpy(to, from, bytes);
     for (size_t k = 0; adds && k < bytes / 4; ++k) to[k] += from[k];
   });

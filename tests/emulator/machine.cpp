@@ -123,7 +123,15 @@ Access Groups::access() {
 void Groups::commit() {
   const uint32_t last = open.last;
   closed.push_back(std::move(open));
-  open = {{}, last};
+  open = {{}, {}, last};
+}
+
+void Groups::read(size_t pending) {
+  for (size_t i = 0; i + pending < closed.size(); ++i) {
+    for (const auto& read : closed[i].reads) read();
+    closed[i].reads.clear();
+    if (actor) current->learn(*actor, closed[i].last);
+  }
 }
 
 void Groups::finish(size_t pending) {
@@ -298,7 +306,9 @@ bool at_once() { return chance() % 4 == 0; }
 void run(const Launch& work) {
   launch = &work;
   const char* const seed = std::getenv("EMULATOR_SEED");
-  chance.seed(seed == nullptr ? 1 : std::strtoull(seed, nullptr, 10));
+  // Each launch has an order of its own, so that what is run again may give other bits.
+  static uint64_t launches = 0;
+  chance.seed((seed == nullptr ? 1 : std::strtoull(seed, nullptr, 10)) + (launches++ << 32));
   const unsigned count = work.blocks.x * work.blocks.y;
   unsigned next = 0;
   std::vector<std::unique_ptr<Block>> blocks;

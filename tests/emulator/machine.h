@@ -26,7 +26,8 @@ struct Block;
 struct Groups {
   struct Group {
     std::vector<std::function<void()>> actions;
-    uint32_t last = 0;  ///< number of its last access
+    std::vector<std::function<void()>> reads;  ///< of shared memory, the first part of stores
+    uint32_t last = 0;                         ///< number of its last access
   };
   const char* name;
   std::deque<Group> closed{};
@@ -36,6 +37,7 @@ struct Groups {
   Access access();  ///< the next one of the thread that runs
   void commit();
   void finish(size_t pending);  ///< all but the last `pending` groups
+  void read(size_t pending);    ///< likewise, what they read of shared memory alone
 };
 
 /// Lanes of one mask that wait for each other.

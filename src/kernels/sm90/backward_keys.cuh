@@ -19,9 +19,15 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int nu
   return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
 }
 
-// Under a right bound the blocks of a head have their last row in common. They walk from there, side by side, so that
-// Q, dO and the sums of dQ stay in L2. Waves would have to follow.
-enum : int { kUpwards = kSums && kHasRight };
+// Under a right bound the blocks of a head have their last row in common. A round of them walks upwards from there,
+// side by side. Those of the next begin one after another, the longest first, and end together if they walk downwards:
+// so all that run are at the same rows, and Q, dO and the sums of dQ come from memory once. Waves would have to follow.
+__device__ __forceinline__ bool walks_upwards(const BackwardParams& p, int number) {
+  if (!kSums || !kHasRight) return false;
+  if (kHasLeft) return true;
+  const int round = number / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
+  return round % 2 == 0;
+}
 
 // What the producer warp does; Loader adds K and V of a block to a StepLoader.
 template <class Loader>
@@ -48,9 +54,10 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       load.load_keys(block, n);
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
+      const bool upwards = walks_upwards(p, number);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
-        const int tile = kUpwards ? begin + end - 1 - i : i;
+        const int tile = upwards ? begin + end - 1 - i : i;
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
         const int head = block.head * p.group;
