@@ -71,11 +71,11 @@ CASES = (
 
 
 class Ours:
-    """fulgur's plans of a case, over its copies of the cache."""
+    """fulgur's plans of a case, over its copies of the cache; `more` options by the C API's names."""
 
-    def __init__(self, fulgur, tensors):
+    def __init__(self, fulgur, tensors, **more):
         self.fulgur, self.plan, self.calls = fulgur, ctypes.c_void_p(), []
-        options = Options(window_left=-1, window_right=0, engine=DEVICE.encode())
+        options = Options(window_left=-1, window_right=0, engine=DEVICE.encode(), **more)
         for copy in tensors:
             out = torch.full_like(copy["q"], float("nan"))
             used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in {**copy, "out": out}.items()}

@@ -29,6 +29,7 @@ std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.pieces) kernels.push_back(merge_kernel(plan));
   if (plan.has_padding()) kernels.push_back(kPaddingKernel);
+  if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
 }
 
@@ -46,8 +47,8 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   static_cast<CallParams&>(params_) =
       call_params(p, band_of(p.mask, plan.has_left, plan.has_right, plan.has_chunk));
   params_.q = tensor_of(p.q);
-  params_.k = tensor_of(p.k);
-  params_.v = tensor_of(p.v);
+  copy_k_ = copy_of(maps_.k, plan.copies_k, workspace_.copies[0], &params_.k);
+  copy_v_ = copy_of(maps_.v, plan.copies_v, workspace_.copies[1], &params_.v);
   params_.o = tensor_of(p.out);
   params_.lse_batch_stride = p.lse.batch;
   params_.lse_head_stride = p.lse.head;
@@ -59,6 +60,15 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.pieces) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
+}
+
+HopperDecode::Copy HopperDecode::copy_of(const TensorMapShape& shape, const std::string& why,
+                                         int64_t offset, StridedTensor* to) const {
+  const bool needed = !why.empty();
+  const TensorMapShape lies = needed ? copied(shape) : shape;
+  *to = tensor_of(lies.strides);
+  return {needed, offset, copy_params(shape, lies)};
 }
 
 DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
@@ -67,8 +77,12 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
     return static_cast<unsigned short*>(aligned_data(name, t, any_alignment));
   };
   p.q.data = elements("q", args.q, !plan_.q_whole);
-  p.k.data = elements("k", args.k, no_keys_);
-  p.v.data = elements("v", args.v, no_keys_);
+  const auto keys = [&](const char* name, const ConstTensor& t, const Copy& copy) {
+    if (!copy.needed) return elements(name, t, no_keys_);
+    return reinterpret_cast<unsigned short*>(workspace + copy.offset);
+  };
+  p.k.data = keys("k", args.k, copy_k_);
+  p.v.data = keys("v", args.v, copy_v_);
   p.o.data = elements("out", args.out, !plan_.o_whole);
   if (plan_.box_keys > 0) {
     encode(maps_.k, maps_.k.empty() ? args.out.data : p.k.data, &p.k_map);
@@ -87,8 +101,22 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.leftpad_k = ints(args.leftpad_k);
   p.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
   p.tickets = reinterpret_cast<int*>(workspace);
-  p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
+  p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
   return p;
+}
+
+void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& params,
+                                 CUstream stream) const {
+  const auto launch_copy = [&](const Copy& copy, const ConstTensor& from, void* to) {
+    if (!copy.needed) return;
+    ForwardCopyParams p = copy.params;
+    p.from = static_cast<const unsigned short*>(from.data);
+    p.to = to;
+    launch(stream, copy_kernel_, &p, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+           "launching the kernel that copies rows");
+  };
+  launch_copy(copy_k_, args.k, params.k.data);
+  launch_copy(copy_v_, args.v, params.v.data);
 }
 
 void HopperDecode::run(const Call& call, const Run& run) const {
@@ -106,6 +134,7 @@ void HopperDecode::run(const Call& call, const Run& run) const {
   void* const numbers = workspace + workspace_.numbers;
   const DecodeParams params = arguments(numbers_.moved(args, numbers), workspace);
   numbers_.store(args, stream, numbers);
+  launch_copies(args, params, stream);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
          "launching the decode kernel");
   if (plan_.most_pieces > 1) {

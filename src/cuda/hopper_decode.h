@@ -7,12 +7,13 @@
 #include "cuda/host_numbers.h"
 #include "cuda/tensor_map.h"
 #include "engine.h"
+#include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/sm90/decode_params.h"
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the decode kernel, then those that merge pieces and write padding rows.
+/// What a plan launches: the decode kernel first, then those beside it.
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
 
 /// The host's half of sm90/decode.cu: a plan with its compiled kernels on a device.
@@ -25,7 +26,17 @@ class HopperDecode final : public Executable {
   WorkspaceNeed workspace() const override;
 
  private:
+  /// k or v, copied to rows that lanes can copy at once.
+  struct Copy {
+    bool needed = false;
+    int64_t offset = 0;          ///< in the workspace
+    ForwardCopyParams params{};  ///< without addresses
+  };
+
+  Copy copy_of(const TensorMapShape& shape, const std::string& why, int64_t offset,
+               StridedTensor* to) const;
   DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
+  void launch_copies(const ForwardArgs& args, const DecodeParams& params, CUstream stream) const;
 
   Problem problem_;
   Gpu& gpu_;
@@ -35,8 +46,10 @@ class HopperDecode final : public Executable {
   bool no_keys_;  ///< no row of k
   HostNumbers numbers_;
   HopperDecodeWorkspace workspace_;
-  CUfunction kernel_ = nullptr, merge_kernel_ = nullptr, padding_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, merge_kernel_ = nullptr;
+  CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
+  Copy copy_k_, copy_v_;
   ForwardPaddingParams padding_{};
 };
 

@@ -25,7 +25,6 @@ constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blo
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
-constexpr int64_t kInvariantRows = 64;
 
 // Measured on an H200.
 constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
@@ -34,11 +33,9 @@ constexpr double kProductFlops = 2000;       // a cycle, where products bind
 constexpr double kMegahertz = 1755;          // while it reads
 constexpr double kLaunchMicroseconds = 5.5;  // with what waits for the last part
 
-int64_t rows_of_kv_head(const Problem& p) { return p.sq * p.group(); }
-
-/// Keys in pages or elsewhere, or packed queries alone.
-bool has_cache(const Problem& p) {
-  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+/// Of the longest sequence that it computes.
+int64_t rows_of_kv_head(const Problem& p) {
+  return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
 }
 
 kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
@@ -77,7 +74,7 @@ int box_keys_of(const Problem& p, int block_keys) {
 /// holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
-  const int64_t rows = p.invariant ? kInvariantRows : rows_of_kv_head(p);
+  const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   plan.team_warps = rows <= 16 ? 1 : rows <= 32 && dim <= 128 ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
@@ -100,7 +97,8 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
     if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && keeps_up) {
       plan.block_keys = large;
     }
-    if (dim > 128 && (plan.tree || (more_scores && !by_boxes))) plan.block_keys = 16;
+    const bool no_registers = more_scores && (p.invariant || !by_boxes);  // wherever keys lie
+    if (dim > 128 && (plan.tree || no_registers)) plan.block_keys = 16;
   }
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
   const auto set_buffers = [&](int count) {
@@ -129,6 +127,12 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
+/// For how many pieces of each kv head there is room in the workspace.
+int64_t pieces_of_head(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.packed_k) return p.total_k / kernels::kPackedPieceKeys;
+  return p.batch * plan.most_pieces;
+}
+
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
   const KeyCycles key = key_cycles(plan, p);
   const double keys =
@@ -150,22 +154,40 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
   if (!plan.pieces)
     floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.most_pieces > 1)
-    floats = p.batch * p.hk * plan.most_pieces * plan.piece_floats();
-  const int64_t numbers = LaunchMemory::kZeroed + floats * int64_t{sizeof(float)};
-  return {numbers, numbers + host_numbers_bytes(p)};
+    floats = pieces_of_head(p, plan) * p.hk * plan.piece_floats();
+  const ForwardMaps maps = forward_maps(p, plan.block_keys);
+  HopperDecodeWorkspace at;
+  at.end = LaunchMemory::kZeroed;
+  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+    const int64_t offset = at.end;
+    if (!why.empty()) at.end += copied_bytes(shape);
+    return offset;
+  };
+  at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
+  at.partial = at.end;
+  at.end += floats * int64_t{sizeof(float)};
+  at.numbers = at.end;
+  at.end += host_numbers_bytes(p);
+  return at;
 }
 
 std::string hopper_decode_rejects(const Problem& p) {
+  const std::string why = hopper_decode_rejects_few(p);
+  if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
+  return fmt::format(
+      "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
+      "{} heads",
+      kFewRows, p.sq, p.group());
+}
+
+std::string hopper_decode_rejects_few(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
-  if (p.invariant && !has_cache(p) && !p.has_tree) {
-    return "computes `invariant` calls on caches alone";
-  }
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
-    if (const std::string why = not_whole(*strides); !why.empty()) {
+    if (const std::string why = not_whole(*strides); !why.empty() && !rows_decide(p)) {
       return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
     }
   }
@@ -179,11 +201,13 @@ std::string hopper_decode_rejects(const Problem& p) {
                        p.cache.ids);
   }
   // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
-  const double lines = static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), 16);
+  const int64_t least_rows = p.invariant ? kFewRows : 16;
+  const double lines =
+      static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), least_rows);
   const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
   if (units > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 tiles of 16 x {}, got {:.3g}", int{kernels::kUnitKeys},
-                       units);
+    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", least_rows,
+                       int{kernels::kUnitKeys}, units);
   }
   return {};
 }
@@ -211,10 +235,13 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
   plan.tree = p.has_tree;
+  if (takes_both(p)) plan.few_queries = static_cast<int>(few_queries(p));
   plan.group = static_cast<int>(p.group());
   plan.pieces = p.invariant;
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
+  plan.copies_k = not_whole(p.k);
+  plan.copies_v = not_whole(p.v);
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   if (plan.pieces) {
@@ -263,6 +290,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kBatchIdx", plan.batch_idx);
   header.add("kLeftPad", plan.leftpad);
   header.add("kTree", plan.tree);
+  header.add("kFewQueries", plan.few_queries);
   return header.text();
 }
 
@@ -295,6 +323,11 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
       fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
                   kLaunchMicroseconds + cycles / kMegahertz, p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};
+  for (const auto& [name, why] : {std::pair{"k", &plan.copies_k}, std::pair{"v", &plan.copies_v}}) {
+    if (why->empty()) continue;
+    sentences.push_back(
+        fmt::format("{} is copied to rows of multiples of 16 bytes: it {}", name, *why));
+  }
   if (plan.page > 0) {
     sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
                                     plan.page_lists ? "page_indptr" : "page_table"));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,11 +29,12 @@ struct HopperDecodeKey {
   bool packed = false, packed_k = false, seqused_q = false, seqused_k = false, has_lse = false;
   int page = 0;  ///< keys of a page; 0 without pages
   bool page_lists = false, batch_idx = false, leftpad = false;
-  bool tree = false;  ///< a tree mask hides some of the last sq keys
+  bool tree = false;    ///< a tree mask hides some of the last sq keys
+  int few_queries = 0;  ///< longer sequences are those of forward.cu beside it; 0: there is none
   bool operator==(const HopperDecodeKey&) const = default;
 
-  /// Whether rows of q may belong to no sequence.
-  bool has_padding() const { return packed || seqused_q; }
+  /// Whether it sees to rows of q that belong to no sequence.
+  bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
 };
 
 /// Every decision about a forward pass by sm90/decode.cu.
@@ -40,26 +42,33 @@ struct HopperDecodePlan : HopperDecodeKey {
   int shared_bytes = 0;
   int grid = 0;                         ///< thread blocks: shares of the work
   int most_pieces = 1, piece_rows = 0;  ///< of a line
+  /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
+  std::string copies_k, copies_v;
   bool operator==(const HopperDecodePlan&) const = default;
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * team_warps; }  ///< Br
   int threads() const;
+  bool copies() const { return !(copies_k + copies_v).empty(); }
   int piece_floats() const;
   /// Counters that are zero between launches.
   int counters() const { return 3 * grid; }
 };
 
-/// Where the numbers of the host begin in the workspace, in bytes: behind counters and what parts
-/// of lines leave. All 0 where nothing is launched.
+/// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is
+/// launched.
 struct HopperDecodeWorkspace {
-  int64_t numbers = 0, end = 0;
+  std::array<int64_t, 2> copies{};  ///< of k and v
+  int64_t partial = 0;              ///< what parts of lines leave
+  int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
 HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);
 
 /// Why sm90/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what it does
 /// compute; empty when it does.
 std::string hopper_decode_rejects(const Problem& problem);
+/// The same of its part of a problem that takes_both.
+std::string hopper_decode_rejects_few(const Problem& problem);
 
 /// A plan for a problem that is not rejected.
 struct HopperDecodeTile {

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <optional>
+
 #include "cuda/family.h"
+#include "cuda/hopper_decode_plan.h"
 #include "cuda/hopper_forward_plan.h"
 
 namespace fulgur::cuda {
@@ -8,10 +11,11 @@ namespace fulgur::cuda {
 /// sm90/forward.cu.
 const Family& hopper_forward_family();
 
-/// A tile of it.
+/// A tile of it, and beside it what decode.cu has of a problem that takes_both.
 class HopperForwardCandidate final : public Candidate {
  public:
-  HopperForwardCandidate(const Problem& problem, const HopperForwardTile& tile);
+  HopperForwardCandidate(const Problem& problem, const Target& target,
+                         const HopperForwardTile& tile);
 
   std::vector<KernelUse> kernels() const override;
   std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override;
@@ -21,6 +25,7 @@ class HopperForwardCandidate final : public Candidate {
  private:
   Problem problem_;
   HopperForwardPlan plan_;
+  std::optional<HopperDecodePlan> few_;
 };
 
 }  // namespace fulgur::cuda

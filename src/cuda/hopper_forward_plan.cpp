@@ -97,6 +97,7 @@ HopperForwardPlan common(const Problem& p) {
   plan.seqused_k = p.seqused_k;
   plan.dropout = p.dropout_p > 0;
   plan.has_lse = p.want_lse;
+  if (takes_both(p)) plan.few_queries = static_cast<int>(few_queries(p));
   plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
@@ -289,6 +290,11 @@ std::string hopper_forward_rejects(const Problem& p) {
   if (p.d > kMostDim || p.dv > kMostDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
+  if (rows_decide(p) && p.sq <= few_queries(p)) {
+    return fmt::format(
+        "computes `invariant` calls from {} rows of a kv head on, got {} queries of {} heads",
+        kFewRows + 1, p.sq, p.group());
+  }
   if (p.cache.paged()) {
     if (const std::string why = pages_rejected(p); !why.empty()) return why;
   }
@@ -378,6 +384,7 @@ std::string plan_header(const HopperForwardKey& plan) {
   header.add("kSeqUsedK", plan.seqused_k);
   header.add("kDropout", plan.dropout);
   header.add("kHasLse", plan.has_lse);
+  header.add("kFewQueries", plan.few_queries);
   header.add("kSplitTail", plan.split_tail);
   header.add("kStore", static_cast<int>(plan.store));
   return header.text();

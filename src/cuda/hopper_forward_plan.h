@@ -27,6 +27,7 @@ struct HopperForwardKey {
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   int box_keys = 0;         ///< keys that TMA loads at a time: of one page
   bool split_tail = false;
+  int few_queries = 0;  ///< sequences of up to so many are those of decode.cu
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
   bool operator==(const HopperForwardKey&) const = default;

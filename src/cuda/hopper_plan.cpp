@@ -32,6 +32,21 @@ bool chunk_binds(const Problem& p) {
   return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_in_front);
 }
 
+bool has_cache(const Problem& p) {
+  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+}
+
+bool rows_decide(const Problem& p) {
+  return p.invariant && !has_cache(p) && !p.has_tree && p.dropout_p == 0;
+}
+
+int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }
+
+bool takes_both(const Problem& p) {
+  const int64_t few = few_queries(p);
+  return few > 0 && p.sq > few && (p.packed || p.seqused_q);
+}
+
 kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk) {
   const auto bound = [](bool has, int64_t keys) {
     return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;

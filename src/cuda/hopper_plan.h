@@ -23,6 +23,22 @@ bool left_binds(const Problem& problem);
 bool right_binds(const Problem& problem);
 bool chunk_binds(const Problem& problem);
 
+/// Keys in pages or elsewhere, or packed queries alone.
+bool has_cache(const Problem& problem);
+
+/// Of a kv head, (query, head of its group): what a block of an invariant call's decode.cu has.
+inline constexpr int64_t kFewRows = 64;
+
+/// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
+/// invariant calls on contiguous keys that both compute: decode.cu, which shares out its keys,
+/// where it has up to kFewRows, and forward.cu where it has more. Which the longest one is depends
+/// on the batch.
+bool rows_decide(const Problem& problem);
+/// The most queries of a sequence that decode.cu computes then; 0: it computes none.
+int64_t few_queries(const Problem& problem);
+/// Whether some sequences of one call are decode.cu's and others forward.cu's, which lengths say.
+bool takes_both(const Problem& problem);
+
 /// The mask as kernels see it: the bounds that bind, 0 where there is none.
 kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk);
 

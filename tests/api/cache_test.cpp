@@ -64,6 +64,20 @@ std::vector<Case> serving_cases() {
       }
     }
   }
+  // Wide heads whose scores take registers, which decides how many keys the GPU takes at a time.
+  for (const double softcap : {0, 5}) {
+    all.push_back({.dtype = DType::kBF16,
+                   .batch = 2,
+                   .sq = 2,
+                   .sk = 150,
+                   .hq = 4,
+                   .hk = 2,
+                   .d = 256,
+                   .dv = 200,
+                   .mask = window(100, 0),
+                   .softcap = softcap,
+                   .seqused = true});
+  }
   return all;
 }
 

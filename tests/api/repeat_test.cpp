@@ -2,12 +2,14 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <optional>
 #include <set>
+#include <tuple>
 
 #include "engine_memory.h"
 #include "engines.h"
@@ -256,6 +258,7 @@ struct Recipe {
   int64_t hq, hk, d, dv;
   Options options;
   Tensor slopes, sinks;
+  bool gradients = true;
 
   // Values of `size`; of size infinity or NaN, a few of them are that.
   Sample sample(int64_t sq, int64_t sk, double size, std::mt19937_64& random) const {
@@ -310,7 +313,7 @@ struct Batch {
                             of_k(dk),   of_k(dv), s.slopes, cu_q,    cu_k,      used_q,   used_k};
     const auto run_forward = [&] { compute(f, options); };
     if (!computes(run_forward)) return false;
-    computes([&] { compute(b, options); });
+    if (s.gradients) computes([&] { compute(b, options); });
     return true;
   }
   // The inputs of a sequence whose first row and key are these.
@@ -465,6 +468,55 @@ TEST_P(Repeat, InvariantToNeighbours) {
     }
   }
   if (computed == 0) GTEST_SKIP() << "the engine refuses every round";
+}
+
+// Few queries beside many keys are what engines have other kernels for, and whose keys they share
+// out: by the sequence's own rows and keys, whatever stands beside it. Here by none, by one that
+// has too many rows for that, by any number of others, and in memory that nobody reads 16 bytes at
+// once.
+TEST_P(Repeat, FewQueriesInAnyBatch) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  for (const auto& [dtype, d, mask] : {std::tuple{DType::kBF16, 40, causal()},
+                                       {DType::kF16, 20, window(1500, 0)},
+                                       {DType::kF32, 20, full()}}) {
+    SCOPED_TRACE(testing::Message() << name_of(dtype) << " d " << d);
+    Recipe s{dtype, 4, 2, d, d - 8, {}, {}, {}, /*gradients=*/false};
+    s.options.mask = mask;
+    s.options.engine = engine();
+    Dense sinks(DType::kF32, {4});
+    write(sinks, std::vector{0.5, -1.0, 2.0, 3.0});
+    s.sinks = sinks;
+    std::mt19937_64 random(static_cast<uint64_t>(d));
+    const auto sample = [&](int64_t sq, int64_t sk, double size = 1) {
+      return s.sample(sq, sk, size, random);
+    };
+    // Up to 64 rows of a kv head, with keys that are cut and that are not, between 300 and 66.
+    const std::vector<Sample> few = {
+        sample(1, 2600), sample(32, 1100), sample(3, 1030, kNan), sample(2, 70),
+        sample(1, 0),    sample(0, 40),    sample(1, 900, 1e4),   sample(5, 1025, kInf)};
+    std::vector<Sample> all = few;
+    all.insert(all.begin(), sample(150, 90, 1e4));
+    all.push_back(sample(33, 1100));
+
+    const auto packed = run_packed(s, all, 2);
+    if (packed.empty()) continue;
+    const auto padded = run_padded(s, all, 151, 2611, 3);
+    EXPECT_TRUE(padded == packed) << "padded";
+    const std::vector<std::vector<Bits>> of_few(packed.begin() + 1, packed.end() - 1);
+    EXPECT_TRUE(run_packed(s, few, 1) == of_few) << "packed, without longer ones";
+    EXPECT_TRUE(run_padded(s, few, 32, 2600, 2) == of_few) << "padded, without longer ones";
+    for (size_t b = 0; b < all.size(); ++b) {
+      const Sample& one = all[b];
+      if (one.sk < 1000) continue;
+      SCOPED_TRACE(testing::Message() << one.sq << " x " << one.sk);
+      EXPECT_TRUE(run_padded(s, {one}, one.sq, one.sk, 1)[0] == packed[b]) << "alone";
+      EXPECT_TRUE(run_packed(s, {one}, 4)[0] == packed[b]) << "alone, packed";
+      EXPECT_TRUE(run_padded(s, {one}, one.sq + 100, one.sk + 900, 2)[0] == packed[b]) << "padded";
+      const std::vector<Sample> same(5, one);
+      EXPECT_TRUE(run_padded(s, same, one.sq, one.sk, 2)[3] == packed[b]) << "five times";
+    }
+  }
 }
 
 // Where heads and rows lie in memory decides what is read together, not what is computed.

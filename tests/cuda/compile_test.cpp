@@ -149,6 +149,20 @@ std::vector<Problem> problems() {
   for (const int64_t d : {17, 32, 96, 192})  // the other tiles that dropout takes
     all.push_back(forward_problem({.d = d, .mask = causal(), .dropout = 0.1}));
   all.push_back(forward_problem({.d = 192, .dv = 128, .dropout = 0.1}));
+  for (const auto& [d, dv] : {std::pair{64, 64}, {96, 96}, {128, 128}, {192, 128}, {256, 256}}) {
+    all.push_back(forward_problem(
+        {.d = d, .dv = dv, .mask = causal(), .packed = true, .invariant = true, .sinks = true}));
+    all.push_back(forward_problem({.dtype = DType::kF16,
+                                   .d = d,
+                                   .dv = dv,
+                                   .mask = window(100, 20),
+                                   .softcap = 9,
+                                   .alibi = true,
+                                   .packed = true,
+                                   .seqused_q = true,
+                                   .seqused = true,
+                                   .invariant = true}));
+  }
   return all;
 }
 
@@ -198,6 +212,18 @@ std::vector<Problem> decode_problems() {
     p.cache = {};
     p.cache.batch_idx = true;
   });
+  for (const int64_t d : {64, 128, 192, 256}) {  // contiguous, by rows
+    for (const auto& [sq, softcap] : {std::pair{1, 0.0}, {16, 9.0}}) {
+      all.push_back(forward_problem({.sq = sq,
+                                     .hq = 8,
+                                     .d = d,
+                                     .mask = window(100, 20),
+                                     .softcap = softcap,
+                                     .packed = true,
+                                     .seqused = true,
+                                     .invariant = true}));
+    }
+  }
   return all;
 }
 
@@ -275,7 +301,9 @@ std::string name(const KernelRequest& request) {
 /// sequences, of how blocks are shared out, of how results leave.
 bool outside_loops(const std::string& line) {
   static const std::regex kOutside(
-      "  k(Packed|SeqUsedK|HasSinks|HasLse|HasDlse|SplitTail|LineRows|WholeLines|Store|Elements) = "
+      "  "
+      "k(Packed|SeqUsedK|FewQueries|HasSinks|HasLse|HasDlse|SplitTail|LineRows|WholeLines|Store|"
+      "Elements) = "
       ".*");
   return std::regex_match(line, kOutside);
 }
@@ -391,10 +419,12 @@ std::vector<KernelRequest> requests_of_plans() {
       if (seen.insert(name(use.request)).second) reachable.push_back(use.request);
     }
   };
-  // The decode kernel, which is among the candidates of any problem, has problems of its own.
+  // The decode kernel, which is among the candidates of most problems, has problems of its own.
   for (const Problem& problem : all) {
     for_reachable(problem, [&](const Candidates& candidates) {
-      add(*candidates.at(candidates.at(0)->tile.family == "sm90_decode" ? 1 : 0));
+      const auto other = std::ranges::find_if(
+          candidates, [](const auto& c) { return c->tile.family != "sm90_decode"; });
+      if (other != candidates.end()) add(**other);
     });
   }
   for (const Problem& problem : decode_problems()) {

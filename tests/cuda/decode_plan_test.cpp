@@ -3,12 +3,17 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <random>
 #include <set>
+#include <string>
+#include <tuple>
+#include <utility>
 
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 #include "cuda/hopper_decode_plan.h"
+#include "cuda/hopper_forward_plan.h"
 #include "forward_call.h"
 #include "kernels/shared/shares.h"
 
@@ -165,8 +170,6 @@ TEST(DecodePlan, IsChosenWhereMemoryBinds) {
   EXPECT_EQ(chosen({.batch = 8, .sq = 16, .sk = 8192, .hq = 64, .hk = 8}), "sm90_decode");
   EXPECT_EQ(chosen({.batch = 8, .sq = 512, .sk = 8192, .hq = 64, .hk = 8}), "sm90_forward");
   EXPECT_EQ(chosen({.batch = 8, .sq = 1024, .sk = 1024, .hq = 8, .hk = 8}), "sm90_forward");
-  // Contiguous invariant calls have one tile for all lengths.
-  EXPECT_EQ(chosen({.sq = 1, .sk = 8192, .invariant = true}), "sm90_forward");
 }
 
 TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
@@ -179,6 +182,123 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
   EXPECT_EQ(plan(1, 1), plan(3, 100));
+}
+
+/// The sources of the kernels that an invariant call of contiguous keys launches for its sequences,
+/// and how many queries of one are few.
+std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
+  const Problem p = forward_problem(shape);
+  Reasons reasons;
+  std::set<std::string> sources;
+  for (const KernelUse& use :
+       ranked(p, architectures()[0].families, {}, {}, &reasons)[0]->kernels())
+    if (use.request.source.starts_with("sm90/")) sources.insert(use.request.source);
+  return {sources, hopper_decode_tile(p, {}).plan.few_queries};
+}
+
+// A sequence's own rows decide: by the shape where all have as many, on the device where some may
+// have fewer.
+TEST(DecodePlan, RowsOfASequenceDecideForInvariantCalls) {
+  using Kernels = std::pair<std::set<std::string>, int>;
+  const Kernels decode = {{"sm90/decode.cu", "sm90/decode_merge.cu"}, 0};
+  const Kernels forward = {{"sm90/forward.cu"}, 0};
+  const auto both = [](int few) {
+    return Kernels{{"sm90/decode.cu", "sm90/decode_merge.cu", "sm90/forward.cu"}, few};
+  };
+  for (const int64_t batch : {1, 64}) {
+    for (const int64_t sk : {8, 100000}) {
+      test::ForwardShape s{.batch = batch, .sk = sk, .hq = 8, .hk = 2, .invariant = true};
+      for (const auto& [packed, seqused_q] :
+           {std::pair{false, false}, {true, false}, {false, true}}) {
+        s.packed = packed;
+        s.seqused_q = seqused_q;
+        const bool alike = !packed && !seqused_q;
+        s.sq = 1;
+        EXPECT_EQ(by_rows(s), decode);
+        s.sq = 16;
+        EXPECT_EQ(by_rows(s), decode);
+        s.sq = 17;
+        EXPECT_EQ(by_rows(s), alike ? forward : both(16));
+        s.sq = 3000;
+        EXPECT_EQ(by_rows(s), alike ? forward : both(16));
+      }
+    }
+  }
+  // Where a query alone has more rows none are few; dropout is the forward kernel's.
+  EXPECT_EQ(by_rows({.sq = 1, .hq = 71, .hk = 1, .packed = true, .invariant = true}), forward);
+  EXPECT_EQ(by_rows({.sq = 1, .packed = true, .invariant = true, .dropout = 0.1}), forward);
+  EXPECT_EQ(by_rows({.sq = 64, .hq = 2, .hk = 2, .packed = true, .invariant = true}), decode);
+  EXPECT_EQ(by_rows({.sq = 65, .hq = 2, .hk = 2, .packed = true, .invariant = true}), both(64));
+}
+
+// The tile of an invariant call is that of any cache and of any rows of K and V in memory.
+TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
+  for (const auto& [d, mask, softcap] : {std::tuple{128, causal(), 0.0},
+                                         {256, causal(), 0.0},
+                                         {256, window(100, 0), 0.0},
+                                         {192, causal(), 9.0},
+                                         {256, full(), 9.0}}) {
+    const test::ForwardShape shape{
+        .sq = 1, .d = d, .mask = mask, .softcap = softcap, .invariant = true};
+    const auto tile = [&](auto change) {
+      Problem p = forward_problem(shape);
+      change(p);
+      EXPECT_EQ(hopper_decode_rejects(p), "");
+      const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+      return std::array{plan.team_warps, plan.teams, plan.block_keys};
+    };
+    const auto side_by_side = tile([](Problem&) {});
+    EXPECT_EQ(tile([](Problem& p) { p.cache.batch_idx = true; }), side_by_side);
+    EXPECT_EQ(tile([](Problem& p) { p.k.row += 3; }), side_by_side);
+    EXPECT_EQ(tile([](Problem& p) { p.v.aligned = false; }), side_by_side);
+    for (const int64_t page : {1, 16, 17, 256}) {
+      const auto paged = [page](Problem& p) {
+        p.cache.pages = Problem::Cache::Pages::kTable;
+        p.cache.page = page;
+      };
+      EXPECT_EQ(tile(paged), side_by_side) << page;
+    }
+  }
+}
+
+// Packed sequences may be any number and any lengths: pieces take room by the keys of all.
+TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
+  const auto bytes = [](const test::ForwardShape& shape) {
+    const Problem p = forward_problem(shape);
+    return workspace_of(p, hopper_decode_tile(p, {}).plan).end - 4096;
+  };
+  constexpr int64_t kKeys = int64_t{64} * 8192, kBytesOfKeys = kKeys * 2 * 2 * 128 * 2;
+  test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .packed = true, .invariant = true};
+  EXPECT_EQ(bytes(shape), kKeys / 512 * 2 * 4 * 132 * 4);
+  EXPECT_LT(bytes(shape), kBytesOfKeys / 100);
+  shape.sq = 100;  // up to 64 rows of those that have so few
+  EXPECT_EQ(bytes(shape), kKeys / 512 * 2 * 64 * 132 * 4);
+  EXPECT_LT(bytes(shape), kBytesOfKeys / 7);
+  shape.packed = false;
+  shape.sq = 1;
+  EXPECT_EQ(bytes(shape), int64_t{64} * 8 * 2 * 4 * 132 * 4);
+  shape.sk = 1024;
+  EXPECT_EQ(bytes(shape), 0);
+}
+
+// A line of several pieces has room for them that no other line has.
+TEST(Shares, PiecesOfPackedLinesHaveRoomOfTheirOwn) {
+  std::mt19937 random(4);
+  for (int round = 0; round < 300; ++round) {
+    int start = static_cast<int>(random() % 3000), free = 0;
+    for (int i = 1 + static_cast<int>(random() % 60); i > 0; --i) {
+      const int keys = static_cast<int>(random() % (1u << random() % 18));
+      const int count =
+          kernels::pieces_of((keys + kernels::kUnitKeys - 1) / kernels::kUnitKeys).count;
+      if (count > 1) {
+        const int first = start / kernels::kPackedPieceKeys;
+        ASSERT_GE(first, free);
+        free = first + count;
+        ASSERT_LE(free, (start + keys) / kernels::kPackedPieceKeys);
+      }
+      start += keys;
+    }
+  }
 }
 
 // Sinks change a constant of plan.h, and nothing else of a plan.
@@ -260,7 +380,13 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "computes bf16 and f16");
   EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
   EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
-  EXPECT_EQ(why({.invariant = true}, as_is), "computes `invariant` calls on caches alone");
+  EXPECT_EQ(why({.invariant = true}, as_is),
+            "computes `invariant` calls on contiguous keys up to 64 rows of a kv head, got 1024 "
+            "queries of 4 heads");
+  EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.cache.batch_idx = true; }), "");
+  EXPECT_EQ(why({.sq = 1, .invariant = true}, [](Problem& p) { p.k.head = 12; }), "");
+  EXPECT_EQ(hopper_forward_rejects(forward_problem({.sq = 16, .invariant = true})),
+            "computes `invariant` calls from 65 rows of a kv head on, got 16 queries of 4 heads");
   EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
             "computes caches in rows of multiples of 16 bytes: k has a stride of 12 elements "
             "between heads, want a multiple of 8");

@@ -496,7 +496,7 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
             std::string::npos);
 }
 
-/// What a backward kernel uses of the workspace: where, and how many bytes.
+/// What a kernel uses of the workspace: where, and how many bytes.
 struct Used {
   const void* begin;
   int64_t bytes;
@@ -512,6 +512,67 @@ void expect_apart(std::vector<Used> used, const char* begin, int64_t bytes) {
     end = static_cast<const char*>(at) + size;
   }
   EXPECT_LE(end, begin + bytes);
+}
+
+// Of an invariant call whose sequences may have few rows and many, the forward kernel has some and
+// the decode kernel the others, in one workspace.
+TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
+  const ForwardCall call =
+      forward_call({.sq = 300, .sk = 9000, .hq = 8, .packed = true, .invariant = true});
+  const ForwardArgs args = placed(call.args, kBase);
+  const Plan plan = fulgur::plan(call.args, call.options);
+  for (const char* says : {"Hopper: 3 warpgroups",
+                           "of sequences of up to 64 rows of a kv head: "
+                           "Hopper, K and V read for few rows",
+                           "into up to 9 pieces"}) {
+    EXPECT_NE(plan.explain().find(says), std::string::npos) << plan.explain();
+  }
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const WorkspaceNeed need = plan.workspace();
+  plan.run(args, {.workspace = {mine, need.bytes}});
+  const char* const kernels[] = {"fulgur_forward", "fulgur_forward_padding", "fulgur_decode",
+                                 "fulgur_decode_merge"};
+  ASSERT_EQ(state_->launches.size(), std::size(kernels));
+  for (size_t i = 0; i < std::size(kernels); ++i)
+    EXPECT_STREQ(state_->launches[i].kernel, kernels[i]);
+  const auto p = params<DecodeParams>(2);
+  EXPECT_EQ(p.sq, 300);  // beyond 16 they are told by their own length
+  EXPECT_EQ(static_cast<void*>(p.tickets), mine);
+  const int64_t pieces = 18000 / 512 * 2 * 64 * 132 * int64_t{4};
+  expect_apart({{p.tickets, need.zeroed_bytes}, {p.partial, pieces}}, mine, need.bytes);
+  EXPECT_EQ(need.bytes, need.zeroed_bytes + pieces);
+}
+
+// What lanes cannot copy 16 bytes at a time comes to where they can: an invariant call's kernel
+// does not depend on where keys lie.
+TEST_F(OnFakeGpu, FewRowsOfInvariantCallsCopyWhatIsNotWhole) {
+  const ForwardCall call = forward_call(
+      {.batch = 3, .sq = 1, .sk = 9000, .hq = 8, .d = 20, .dv = 64, .invariant = true});
+  const ForwardArgs args = placed(call.args, kBase);
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_NE(plan.explain().find("k is copied to rows of multiples of 16 bytes: it has a stride of "
+                                "20 elements between heads, want a multiple of 8"),
+            std::string::npos)
+      << plan.explain();
+  EXPECT_EQ(plan.explain().find("v is copied"), std::string::npos);
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const WorkspaceNeed need = plan.workspace();
+  plan.run(args, {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 3u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_copy");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_decode");
+  const auto copy = params<ForwardCopyParams>(0);
+  const auto p = params<DecodeParams>(1);
+  EXPECT_EQ(static_cast<const void*>(copy.from), args.k.data);
+  EXPECT_EQ(static_cast<void*>(copy.to), static_cast<void*>(p.k.data));
+  EXPECT_EQ(p.k.head, 24);
+  EXPECT_EQ(p.k.row, 48);
+  EXPECT_EQ(p.k.batch, 9000 * 48);
+  EXPECT_EQ(static_cast<const void*>(p.v.data), args.v.data);
+  expect_apart({{p.tickets, need.zeroed_bytes},
+                {p.k.data, int64_t{3} * 9000 * 48 * 2},
+                {p.partial, int64_t{3} * 2 * 9 * 4 * 68 * 4}},
+               mine, need.bytes);
 }
 
 TEST_F(OnFakeGpu, BackwardByStoredScoresLaunchesWaves) {

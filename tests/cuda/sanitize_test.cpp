@@ -103,6 +103,27 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
+// Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, beside
+// one that is another kernel's.
+TEST_F(Sanitize, InvariantCallsOfFewAndMany) {
+  for (const int64_t d : {64, 36}) {
+    Workload w({.dtype = kBf16,
+                .sq = 40,
+                .sk = 1100,
+                .hq = 2,
+                .hk = 1,
+                .d = d,
+                .dv = 40,
+                .mask = causal(),
+                .layout = Layout::kPacked},
+               1, {{0, 0, 2, 1100}, {0, 0, 40, 90}, {0, 0, 32, 1050}, {0, 0, 0, 5}, {0, 0, 3, 0}});
+    w.options.engine = "cuda";
+    w.options.invariant = true;
+    w.run_forward();
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+  }
+}
 TEST_F(Sanitize, Window) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
 }

@@ -66,7 +66,7 @@ class Cached {
 };
 
 /// Computes what invariant calls over caches of the same keys give bit for bit: from contiguous
-/// keys, but on GPUs, where another kernel does that, from a contiguous cache.
+/// keys, but on GPUs, where another kernel does that of many rows, these from a contiguous cache.
 void run_contiguous(Workload& w, uint64_t seed);
 
 }  // namespace fulgur::test

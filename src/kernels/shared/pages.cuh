@@ -3,9 +3,11 @@
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
 
-// The lengths of a sequence whose keys may be in pages. The list of its pages counts as rows from k_start on.
+// The lengths of a sequence whose keys may be in pages. The list of its pages counts as rows from k_start on. One that
+// is another kernel's has no query.
 __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
   Lengths n = lengths_of(static_cast<const CallParams&>(p), batch);
+  if (kFewQueries > 0 && n.sq <= kFewQueries) n.sq = 0;
   if (kPageLists) {
     int first, ids;
     packed_rows(p.pages.indptr, batch, p.pages.ids, p.pages.ids, first, ids);

@@ -16,6 +16,9 @@ enum : int {
   kMostShares = 320,  // so many parts a line may have
   kPieceUnits = 16,   // the least of a piece
   kMostPieces = 64,   // of a line
+  // Of packed keys, for each of which there is room for a piece of each kv head: lines of more than one piece have more
+  // than twice as many, and so begin in the room of their own keys and end there.
+  kPackedPieceKeys = kPieceUnits * kUnitKeys / 2,
 };
 
 // `count` shares, of which the first `longer` have a unit more than `each`.

@@ -64,6 +64,7 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
   DecodeSequence s = {{0, 0, p.sq, 0}, batch};
   if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
   if (kSeqUsedQ) s.n.sq = used_rows(p.seqused_q, batch, s.n.sq);
+  if (kFewQueries > 0 && s.n.sq > kFewQueries) s.n.sq = 0;
   int rows = p.sk;
   if (kPackedK) packed_rows(p.cu_seqlens_k, batch, p.total_k, p.sk, s.n.k_start, rows);
   if (kPage > 0) {

@@ -54,10 +54,13 @@ __device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
 }
 
 // Where that part is left.
+static_assert(!kPieces || !kPackedK || int(kShareUnitKeys) == int(kUnitKeys));  // kPackedPieceKeys counts on it
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
   if (kPieces) {
-    const long long line = (long long)(item.batch) * p.hk + item.head;
-    return p.partial + (line * p.most_pieces + part) * p.piece_floats;
+    const long long first = kPackedK ? item.head * (long long)(p.total_k / kPackedPieceKeys) +
+                                           item.sequence.n.k_start / kPackedPieceKeys
+                                     : ((long long)(item.batch) * p.hk + item.head) * p.most_pieces;
+    return p.partial + (first + part) * p.piece_floats;
   }
   return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
 }

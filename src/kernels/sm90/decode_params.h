@@ -25,6 +25,7 @@
 //   kBatchIdx       1: cache_batch_idx names the row of the batch
 //   kLeftPad        1: leftpad_k says which key is the first
 //   kTree           1: tree_mask says which of the last sq keys a query sees
+//   kFewQueries     queries of the longest sequence that it computes, where sm90/forward.cu has the longer ones; 0: all
 #pragma once
 #include "shared/attention_params.h"
 #include "sm90/tensor_map.h"
@@ -45,7 +46,8 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kPieces: [b][hk][most_pieces][piece_floats].
+  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kPieces: [b][hk][most_pieces][piece_floats],
+  // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats].
   float* partial;
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 
