@@ -16,3 +16,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     endif()
   endif()
 endif()
+if(FULGUR_SANITIZE MATCHES address)
+  # Checks in place double the time to compile what is inlined so much, and save less when it runs.
+  list(APPEND FULGUR_HIGHWAY_OPTIONS -fsanitize-address-outline-instrumentation)
+endif()
+if(FULGUR_FUZZ)
+  # Arguments decide little of the branches of numbers, from which a fuzzer would learn.
+  list(APPEND FULGUR_HIGHWAY_OPTIONS -fno-sanitize=fuzzer-no-link)
+endif()
