@@ -233,7 +233,9 @@ def markdown(report):
         text += ["", *errors(report)]
     if "decode" in report:
         text += ["", *decode(report)]
-    text += ["", *(f"- {line}" for line in report["checks"])]
+    if report["checks"]:
+        text += ["", f"Tests and sanitizers, of kernels {report['checks_of'][:12]}:", ""]
+        text += [f"- {line}" for line in report["checks"]]
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -301,6 +303,8 @@ def main():
             print(f"{path.name} is not that of {args.json.name}; run tools/gpu_table.py --write")
             wrong = True
     stale = [part for part, hash in report["kernels"].items() if hash != kernel_hash(*KERNELS[part])]
+    if report["checks"] and report["checks_of"] != kernel_hash():
+        stale.append("checks")
     if stale:
         print(f"{args.json.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a"
               " machine with a GPU")

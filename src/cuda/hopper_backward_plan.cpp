@@ -279,12 +279,17 @@ class Divider {
         scores +=
             static_cast<double>(std::max(end - begin, 0) * p_.group()) * each_.rows * each_.keys;
       }
-      for (int pair = 0; pair < pairs; pair += d.pairs) {
-        const double blocks = all * std::min(d.pairs, pairs - pair) * sequences / multiprocessors_;
+      // A wave of fewer heads than a sequence has ends with the sequence.
+      const int heads = static_cast<int>(p_.hk);
+      const int of_sequence = compact_ || d.pairs >= heads ? pairs : heads;
+      for (int pair = 0; pair < of_sequence; pair += d.pairs) {
+        const double blocks =
+            all * std::min(d.pairs, of_sequence - pair) * sequences / multiprocessors_;
         // Equal blocks come in rounds; unequal ones fill the gaps.
         const double rounds = std::ceil(blocks / std::max(longest, 1.0)) * longest;
         const bool equal = !plan_.has_left && !plan_.has_right;
-        cycles += kLaunches + (equal ? rounds : std::max(longest, blocks + 0.25 * longest));
+        cycles += pairs / of_sequence *
+                  (kLaunches + (equal ? rounds : std::max(longest, blocks + 0.25 * longest)));
       }
     }
     // dS is written and read, 2 bytes a score; products hide about half of it.
