@@ -176,10 +176,11 @@ class Divider {
       const bool carries = rows_of_wave(row_waves) < row_tiles_;
       Division division{1, row_waves, 0};
       if (const int64_t fit = room(carries) / std::max<int64_t>(bytes, 1); fit >= 1) {
+        const std::vector<RowRun> runs = runs_of(row_waves);
         for (int most = static_cast<int>(std::clamp<int64_t>(pairs, 1, fit)); most > 0;
              most = division.pairs - 1) {
           division.pairs = rectangle(most);
-          division.cycles = predict(division, pairs);
+          division.cycles = predict(runs, division.pairs, pairs);
           if (best.cycles == 0 || division.cycles < best.cycles) best = division;
         }
       } else if (others(carries) + bytes < least_bytes) {
@@ -194,7 +195,7 @@ class Divider {
     }
     if (best.cycles == 0) {
       best = smallest;
-      best.cycles = predict(best, pairs);
+      best.cycles = predict(runs_of(best.row_waves), best.pairs, pairs);
     }
     set_waves(plan, best);
     return best.cycles;
@@ -206,7 +207,7 @@ class Divider {
     const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
-    return predict(all, all.pairs) +
+    return predict(runs_of(1), all.pairs, all.pairs) +
            10.0 * static_cast<double>(plan.sums_floats(p_.hq)) / kBytesPerCycle;
   }
 
@@ -251,50 +252,63 @@ class Divider {
     return compact_ || pairs < heads ? even(heads, pairs) : heads * even(p_.batch, pairs / heads);
   }
 
-  /// Waves take turns: a wave lasts as long as its longest block, and as all of them take together.
-  double predict(const Division& d, int pairs) const {
-    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kLaunches = 10000, kBlock = 4000;
-    constexpr double kCarry = 15000;
+  /// Blocks of keys of a pair beside a run of rows: cycles of the longest, and of all together.
+  struct RowRun {
+    double longest = 0, all = 0, scores = 0;
+  };
+
+  std::vector<RowRun> runs_of(int row_waves) const {
+    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kBlock = 4000, kCarry = 15000;
     const double step =
         4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
-    const int rows = rows_of_wave(d.row_waves);
-    // Of packed sequences the longest stands for as many as the rows of all would make.
-    const double sequences = !p_.packed ? 1
-                                        : static_cast<double>(p_.total_k) /
-                                              static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
-                                              (compact_ ? 1.0 : static_cast<double>(p_.batch));
-    double cycles = 0, scores = 0;  // the latter of a pair
+    const int rows = rows_of_wave(row_waves);
+    std::vector<RowRun> runs;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
-      double longest = 0, all = 0;
+      RowRun& run = runs.emplace_back();
       for (int block = 0; block < key_blocks_; ++block) {
         const kernels::RowTiles seen =
             kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
         const int begin = std::max(seen.begin, first), end = std::min(seen.end, first + rows);
         if (begin >= end && first > 0) continue;
         const bool carries = seen.begin < first || seen.end > first + rows;
-        const double block_cycles =
-            kBlock + (carries ? kCarry : 0) + std::max(end - begin, 0) * p_.group() * step;
-        longest = std::max(longest, block_cycles);
-        all += block_cycles;
-        scores +=
-            static_cast<double>(std::max(end - begin, 0) * p_.group()) * each_.rows * each_.keys;
-      }
-      // A wave of fewer heads than a sequence has ends with the sequence.
-      const int heads = static_cast<int>(p_.hk);
-      const int of_sequence = compact_ || d.pairs >= heads ? pairs : heads;
-      for (int pair = 0; pair < of_sequence; pair += d.pairs) {
-        const double blocks =
-            all * std::min(d.pairs, of_sequence - pair) * sequences / multiprocessors_;
-        // Equal blocks come in rounds; unequal ones fill the gaps.
-        const double rounds = std::ceil(blocks / std::max(longest, 1.0)) * longest;
-        const bool equal = !plan_.has_left && !plan_.has_right;
-        cycles += pairs / of_sequence *
-                  (kLaunches + (equal ? rounds : std::max(longest, blocks + 0.25 * longest)));
+        const double steps = static_cast<double>(std::max(end - begin, 0) * p_.group());
+        const double cycles = kBlock + (carries ? kCarry : 0) + steps * step;
+        run.longest = std::max(run.longest, cycles);
+        run.all += cycles;
+        run.scores += steps * each_.rows * each_.keys;
       }
     }
+    return runs;
+  }
+
+  /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
+  /// take together.
+  double predict(const std::vector<RowRun>& runs, int of_wave, int pairs) const {
+    constexpr double kLaunches = 10000;
     // dS is written and read, 2 bytes a score; products hide about half of it.
-    constexpr double kSeen = 0.45;
-    if (!plan_.sums) cycles += kSeen * 4 * scores * pairs * sequences / kBytesPerCycle;
+    constexpr double kDsBytes = 0.45 * 4;
+    // Of packed sequences the longest stands for as many as the rows of all would make.
+    const double sequences = !p_.packed ? 1
+                                        : static_cast<double>(p_.total_k) /
+                                              static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
+                                              (compact_ ? 1.0 : static_cast<double>(p_.batch));
+    // A wave of fewer heads than a sequence has ends with the sequence.
+    const int heads = static_cast<int>(p_.hk);
+    const int together = std::max(compact_ || of_wave >= heads ? pairs : heads, 1);
+    double cycles = 0;
+    for (const RowRun& run : runs) {
+      const auto wave = [&](int count) {
+        if (count == 0) return 0.0;
+        const double blocks = run.all * count * sequences / multiprocessors_;
+        // Equal blocks come in rounds; unequal ones fill the gaps.
+        const double rounds = std::ceil(blocks / std::max(run.longest, 1.0)) * run.longest;
+        const bool equal = !plan_.has_left && !plan_.has_right;
+        return kLaunches + (equal ? rounds : std::max(run.longest, blocks + 0.25 * run.longest));
+      };
+      const int whole = together / std::max(of_wave, 1), rest = together % std::max(of_wave, 1);
+      cycles += static_cast<double>(pairs / together) * (whole * wave(of_wave) + wave(rest));
+      if (!plan_.sums) cycles += kDsBytes * run.scores * pairs * sequences / kBytesPerCycle;
+    }
     return cycles;
   }
 
