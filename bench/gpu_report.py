@@ -236,7 +236,7 @@ def main():
         report = there | {"checks": report["checks"] or there["checks"]}
     report["kernels"] |= {part: kernel_hash(*KERNELS[part]) for part in args.parts}
     if args.checks:
-        report["checks_of"] = kernel_hash()  # of all
+        report["checks_of"] = kernel_hash()
     # One stream for all: PyTorch computes gradients on the stream of the forward pass, which is to be captured.
     with torch.cuda.stream(torch.cuda.Stream()):
         if "forward" in args.parts:
