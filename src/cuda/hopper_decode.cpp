@@ -6,6 +6,7 @@
 #include "cuda/launch.h"
 #include "cuda/tensor_map.h"
 #include "fulgur/error.h"
+#include "kernels/shared/shares.h"
 #include "kernels/sm90/decode_layout.h"
 
 namespace fulgur::cuda {
@@ -27,7 +28,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
-  if (plan.pieces) kernels.push_back(merge_kernel(plan));
+  if (plan.pieces != kernels::kNoPieces) kernels.push_back(merge_kernel(plan));
   if (plan.has_padding()) kernels.push_back(kPaddingKernel);
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
@@ -57,8 +58,11 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.pages = key_pages(p);
   params_.most_pieces = plan.most_pieces;
   params_.piece_floats = plan.piece_floats();
+  params_.blocks = plan.grid;
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
-  if (plan_.pieces) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
+  if (plan_.pieces != kernels::kNoPieces) {
+    merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
+  }
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
 }
@@ -85,8 +89,11 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.v.data = keys("v", args.v, copy_v_);
   p.o.data = elements("out", args.out, !plan_.o_whole);
   if (plan_.box_keys > 0) {
-    encode(maps_.k, maps_.k.empty() ? args.out.data : p.k.data, &p.k_map);
-    encode(maps_.v, maps_.v.empty() ? args.out.data : p.v.data, &p.v_map);
+    const auto encode_keys = [&](const TensorMapShape& shape, void* data, TensorMapBlob* map) {
+      encode(shape, shape.empty() ? args.out.data : data, map, Promotion::k128Bytes);
+    };
+    encode_keys(maps_.k, p.k.data, &p.k_map);
+    encode_keys(maps_.v, p.v.data, &p.v_map);
   }
   p.lse = static_cast<float*>(args.lse.data);
   p.cu_seqlens_q = ints(args.cu_seqlens_q);

@@ -22,6 +22,11 @@ constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
 constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
+constexpr int64_t kUnitsToFill = 4;   // of a multiprocessor, for pieces of up to two warps' rows
+constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
+/// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
+/// parts in so many of these: one of them puts the parts together slower than another kernel does.
+constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
@@ -70,18 +75,26 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
 }
 
+/// Whether each line is computed by many thread blocks.
+bool has_few_lines(const Problem& p, int blocks) { return kManyParts * p.batch * p.hk <= blocks; }
+
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
-  plan.team_warps = rows <= 16 ? 1 : rows <= 32 && dim <= 128 ? 2 : rows <= 64 ? 4 : kMostWarps;
+  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
+  const bool long_shares = units >= kUnitsForTwo * target.multiprocessors;
+  // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster.
+  const bool fills =
+      has_few_lines(p, target.multiprocessors) && units >= kUnitsToFill * target.multiprocessors;
+  const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 &&
+                         !((long_shares || fills) && box_keys_of(p, kernels::kUnitKeys) > 0);
+  plan.team_warps = rows <= kNarrowRows ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
-  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
-  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 &&
-                   units >= kUnitsForTwo * target.multiprocessors;
+  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares;
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
@@ -127,10 +140,18 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
-/// For how many pieces of each kv head there is room in the workspace.
-int64_t pieces_of_head(const Problem& p, const HopperDecodePlan& plan) {
-  if (p.packed_k) return p.total_k / kernels::kPackedPieceKeys;
-  return p.batch * plan.most_pieces;
+/// For how many pieces there is room in the workspace.
+int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
+  if (plan.pieces == kernels::kFillingPieces) return plan.grid;
+  return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
+}
+
+/// How lines are cut.
+int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.invariant) return kernels::kOwnPieces;
+  const bool fills = plan.team_warps >= kernels::kWideTeam && has_few_lines(p, plan.grid) &&
+                     rows_of_kv_head(p) <= plan.block_rows();
+  return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -151,10 +172,10 @@ int HopperDecodePlan::piece_floats() const {
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0) return {};  // no row of q
   int64_t floats = 0;                                                 // that parts leave
-  if (!plan.pieces)
+  if (plan.pieces == kernels::kNoPieces)
     floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.most_pieces > 1)
-    floats = pieces_of_head(p, plan) * p.hk * plan.piece_floats();
+    floats = room_for_pieces(p, plan) * plan.piece_floats();
   const ForwardMaps maps = forward_maps(p, plan.block_keys);
   HopperDecodeWorkspace at;
   at.end = LaunchMemory::kZeroed;
@@ -237,16 +258,17 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.tree = p.has_tree;
   if (takes_both(p)) plan.few_queries = static_cast<int>(few_queries(p));
   plan.group = static_cast<int>(p.group());
-  plan.pieces = p.invariant;
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
   plan.copies_k = not_whole(p.k);
   plan.copies_v = not_whole(p.v);
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
-  if (plan.pieces) {
+  plan.pieces = pieces_of(p, plan);
+  if (plan.pieces != kernels::kNoPieces) {
+    const int64_t units = ceil_div(p.sk, std::max<int>(kernels::kUnitKeys, plan.block_keys));
     plan.most_pieces =
-        kernels::most_pieces(ceil_div(p.sk, std::max<int>(kernels::kUnitKeys, plan.block_keys)));
+        kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
     plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.block_rows()));
   }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
@@ -312,11 +334,14 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, lines,
-                  plan.most_pieces > 1
+                  plan.pieces == kernels::kFillingPieces
+                      ? "cut so that each thread block has about one piece, which another kernel "
+                        "merges"
+                  : plan.most_pieces > 1
                       ? fmt::format("cut where their own keys say (`invariant`), into up to {} "
                                     "pieces, which another kernel merges",
                                     plan.most_pieces)
-                  : plan.pieces
+                  : plan.pieces == kernels::kOwnPieces
                       ? "of which none is cut (`invariant`)"
                       : fmt::format("in up to {} parts, which the last one at a line merges",
                                     lines + plan.grid - 1)),

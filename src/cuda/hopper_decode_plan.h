@@ -21,7 +21,7 @@ struct HopperDecodeKey {
   int residents = 0;                ///< thread blocks of a multiprocessor
   int line_rows = 0;                ///< of the rows of a block, those that a kv head may have
   int group = 0;                    ///< hq / hk
-  bool pieces = false;              ///< lines are cut where their own keys say: for `invariant`
+  int pieces = 0;                   ///< how lines are cut (kernels/shared/shares.h)
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false, has_chunk = false;

@@ -90,7 +90,7 @@ int64_t copied_bytes(const TensorMapShape& shape) {
   return round_up(shape.batch * copied(shape).strides.batch * kElementBytes, kWorkspaceAlignment);
 }
 
-void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map) {
+void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map, Promotion promotion) {
   std::array<unsigned long long, 4> dims{1, 1, 1, 1};
   std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
   if (shape.empty()) {
@@ -113,7 +113,9 @@ void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map) {
                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             4, data, dims.data(), byte_strides.data(), box.data(), every.data(),
             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+            promotion == Promotion::k128Bytes ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
 }
 

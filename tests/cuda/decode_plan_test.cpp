@@ -148,6 +148,28 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   EXPECT_EQ(rows(5), 32);
   EXPECT_EQ(rows(16), 64);
   EXPECT_EQ(rows(17), 128);
+  // 32 rows are those of two warps where shares are short.
+  const auto in_batch = [](int64_t sk) {
+    return plan_of({.batch = 32, .sq = 5, .sk = sk, .hq = 8, .hk = 2}).block_rows();
+  };
+  EXPECT_EQ(in_batch(512), 32);
+  EXPECT_EQ(in_batch(8192), 64);
+}
+
+// Few lines of many rows are cut into as many pieces as there are thread blocks.
+TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
+  const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
+    return plan_of(
+               {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .invariant = invariant})
+        .pieces;
+  };
+  EXPECT_EQ(pieces(1, 16), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(4, 16), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(5, 16), kernels::kNoPieces);
+  EXPECT_EQ(pieces(1, 4), kernels::kNoPieces);
+  EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
+  EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
 }
 
 /// The family that the model chooses.
@@ -177,7 +199,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.cache.batch_idx = true;
     HopperDecodePlan made = hopper_decode_tile(p, {}).plan;
-    EXPECT_TRUE(made.pieces);
+    EXPECT_EQ(made.pieces, kernels::kOwnPieces);
     return plan_header(made);
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
@@ -281,6 +303,26 @@ TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
   EXPECT_EQ(bytes(shape), 0);
 }
 
+// Pieces that fill the thread blocks are never more than these, whatever lines there are.
+TEST(Shares, FillingPiecesAreNoMoreThanThreadBlocks) {
+  std::mt19937 random(5);
+  for (int round = 0; round < 1000; ++round) {
+    const int blocks = 4 + static_cast<int>(random() % 200);
+    std::vector<int> lines(1 + random() % static_cast<unsigned>(blocks / 4));
+    int units = 0;
+    for (int& line : lines) units += line = static_cast<int>(random() % (1u << random() % 13));
+    const int least = kernels::filling_units(units, blocks - static_cast<int>(lines.size()));
+    int count = 0;
+    for (const int line : lines) {
+      const kernels::Pieces pieces = kernels::pieces_of(line, least);
+      ASSERT_LT((pieces.count - 1) * pieces.units, std::max(line, 1));  // none is empty
+      ASSERT_GE(pieces.count * pieces.units, line);
+      count += pieces.count;
+    }
+    ASSERT_LE(count, blocks);
+  }
+}
+
 // A line of several pieces has room for them that no other line has.
 TEST(Shares, PiecesOfPackedLinesHaveRoomOfTheirOwn) {
   std::mt19937 random(4);
@@ -359,7 +401,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
-        EXPECT_EQ(plan.pieces, invariant);
+        EXPECT_EQ(plan.pieces == kernels::kOwnPieces, invariant);
         EXPECT_NE(plan_header(plan).find("  kTree = 1,\n"), std::string::npos);
         p.has_tree = false;
         EXPECT_NE(plan_header(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),

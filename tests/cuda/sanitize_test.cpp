@@ -103,6 +103,20 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
+// One line of many rows in as many pieces as there are thread blocks, of as many keys as it has.
+TEST_F(Sanitize, PiecesThatFillTheCard) {
+  for (const int64_t d : {64, 128}) {
+    EXPECT_TRUE(right({.dtype = kBf16,
+                       .sq = 9,
+                       .sk = 500,
+                       .hq = 4,
+                       .hk = 1,
+                       .d = d,
+                       .dv = d,
+                       .mask = causal(),
+                       .seqused = true}));
+  }
+}
 // Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, beside
 // one that is another kernel's.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {

@@ -21,6 +21,10 @@ enum : int {
   kPackedPieceKeys = kPieceUnits * kUnitKeys / 2,
 };
 
+// How lines are cut besides: not at all; where each line's own keys say, so that its bits depend on nothing else; where
+// the keys of all lines say, into about as many pieces as there are thread blocks, each of which has one at most.
+enum : int { kNoPieces = 0, kOwnPieces = 1, kFillingPieces = 2 };
+
 // `count` shares, of which the first `longer` have a unit more than `each`.
 struct Shares {
   int count, each, longer;
@@ -69,22 +73,26 @@ FULGUR_SHARED UnitRange units_in_share(int at, int count, int begin, int end) {
   return to > from ? UnitRange{from, to} : UnitRange{0, -1};
 }
 
-// What a line is cut into where its bits must not depend on shares: pieces of so many units each, whose borders depend
-// on the line's own units alone.
+// What a line is cut into: pieces of so many units each, about `least_units` or more where there is more than one.
 struct Pieces {
   int count, units;
 };
 
-FULGUR_SHARED int most_pieces(int units) {
-  return most(1, least((units + kPieceUnits - 1) / kPieceUnits, int(kMostPieces)));
+FULGUR_SHARED int most_pieces(int units, int least_units = kPieceUnits) {
+  return most(1, least((units + least_units - 1) / least_units, int(kMostPieces)));
 }
-FULGUR_SHARED Pieces pieces_of(int units) {
-  const int each = (units + most_pieces(units) - 1) / most_pieces(units);
+FULGUR_SHARED Pieces pieces_of(int units, int least_units = kPieceUnits) {
+  const int count = most_pieces(units, least_units);
+  const int each = (units + count - 1) / count;
   return {each == 0 ? 1 : (units + each - 1) / each, each};
 }
 
-// A piece is with the share that it begins in: where it stands, of a line at `at`, and the first one that a share from
-// `begin` on computes, which is behind the last where there is none.
+// kFillingPieces: the least units of a piece, of lines that have `units` in all. With `pieces` the thread blocks less
+// the lines there are never more of them than thread blocks, as each line rounds up once.
+FULGUR_SHARED int filling_units(int units, int pieces) { return most((units + pieces - 1) / pieces, 1); }
+
+// kOwnPieces: a piece is with the share that it begins in: where it stands, of a line at `at`, and the first one that a
+// share from `begin` on computes, which is behind the last where there is none.
 FULGUR_SHARED int piece_begin(int at, const Pieces& pieces, int piece) {
   return piece == 0 ? at : at + kEntryUnits + piece * pieces.units;
 }

@@ -101,13 +101,43 @@ __device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const L
   return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }
 
-// With kPieces. Where a sequence has more than one block of rows there is enough to share out without.
-__device__ __forceinline__ Pieces pieces_of_line(const Lengths& n, const Units& of_line) {
-  return row_blocks_of(n) > 1 ? Pieces{1, of_line.count} : pieces_of(of_line.count);
+// With kPieces, of at least `least` units. Where a sequence has more than one block of rows there is enough to share
+// out without.
+__device__ __forceinline__ Pieces pieces_of_line(const Lengths& n, const Units& of_line, int least) {
+  return row_blocks_of(n) > 1 ? Pieces{1, of_line.count} : pieces_of(of_line.count, least);
 }
 
-// Of the lines of a kv head.
-__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n) {
+// kFillingPieces: of the one line of a kv head.
+__device__ __forceinline__ int line_units(const DecodeParams& p, const Lengths& n) {
+  return n.sq == 0 ? 0 : units_of(keys_of_block(p, n, 0), kShareUnitKeys).count;
+}
+__device__ __forceinline__ int line_pieces(const DecodeParams& p, const Lengths& n, int least) {
+  return n.sq == 0 ? 0 : pieces_of(line_units(p, n), least).count;
+}
+
+// The sum over the sequences [0, end) of what `of_sequence` says of their lengths, by a warp.
+template <class OfSequence>
+__device__ __forceinline__ int sum_of_sequences(const DecodeParams& p, int end, OfSequence of_sequence) {
+  int sum = 0;
+#pragma unroll 1
+  for (int b = threadIdx.x % 32; b < end; b += 32) sum += of_sequence(sequence_of(p, b).n);
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+  return sum;
+}
+
+// With kPieces: the least units of a piece, by a warp.
+__device__ __forceinline__ int least_units(const DecodeParams& p) {
+  if (kPieces != kFillingPieces) return kPieceUnits;
+  const int units = p.hk * sum_of_sequences(p, p.batch, [&](const Lengths& n) { return line_units(p, n); });
+  const int least = filling_units(units, p.blocks);
+  const int pieces = p.hk * sum_of_sequences(p, p.batch, [&](const Lengths& n) { return line_pieces(p, n, least); });
+  return pieces <= p.blocks ? least : filling_units(units, p.blocks - p.batch * p.hk);
+}
+
+// What the lines of a kv head take of shares: units, or with kFillingPieces pieces.
+__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n, int least) {
+  if (kPieces == kFillingPieces) return line_pieces(p, n, least);
   const int blocks = row_blocks_of(n);
   int units = kEntryUnits * blocks;
 #pragma unroll 1
@@ -115,8 +145,8 @@ __device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& 
   return units;
 }
 
-__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch) {
-  return p.hk * head_units(p, sequence_of(p, batch).n);
+__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch, int least) {
+  return p.hk * head_units(p, sequence_of(p, batch).n, least);
 }
 
 // The share of this thread block, and the sequence in which it begins.
@@ -124,7 +154,8 @@ struct Share {
   Shares all;
   int begin, end;
   int batch;
-  int at;  // where that sequence stands
+  int at;     // where that sequence stands
+  int least;  // units of a piece
 };
 
 // Prefix sums over the sequences, by all threads of the block. False where there is no share for it.
@@ -134,9 +165,10 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   const int each = (p.batch + kBlockThreads - 1) / kBlockThreads;
   const int first = threadIdx.x * each;
   const int last = min(first + each, p.batch);
+  const int least = least_units(p);
   int mine = 0;
 #pragma unroll 1
-  for (int b = first; b < last; ++b) mine += sequence_units(p, b);
+  for (int b = first; b < last; ++b) mine += sequence_units(p, b, least);
   int before = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -159,12 +191,12 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
     int b = first;
 #pragma unroll 1
     for (;;) {
-      const int after = before + sequence_units(p, b);
+      const int after = before + sequence_units(p, b, least);
       if (begin < after) break;
       before = after;
       ++b;
     }
-    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before};
+    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before, least};
   }
   __syncthreads();
   return true;
@@ -176,7 +208,7 @@ struct DecodeItem {
   DecodeSequence sequence;
   int begin, end;    // tiles of kBlockKeys keys
   int part, parts;   // of the line
-  int first_share;   // of the line, but for kPieces
+  int first_share;   // of the line; kFillingPieces: the number of its first piece
 
   __device__ __forceinline__ bool has_keys() const { return begin < end; }
 };
@@ -210,7 +242,10 @@ struct DecodeItems {
       const Units of_line = units_of(keys, kShareUnitKeys);
       units = kEntryUnits + of_line.count;
       if (kPieces) {
-        if (take_piece(p, share, first_piece(at, pieces_of_line(item.sequence.n, of_line), share.begin))) return true;
+        const Pieces pieces = pieces_of_line(item.sequence.n, of_line, share.least);
+        if (kPieces == kFillingPieces) units = pieces.count;
+        const int first = kPieces == kFillingPieces ? max(share.begin - at, 0) : first_piece(at, pieces, share.begin);
+        if (take_piece(p, share, first)) return true;
         continue;
       }
       const UnitRange mine = units_in_share(at, of_line.count, share.begin, share.end);
@@ -228,7 +263,7 @@ struct DecodeItems {
     blocks = row_blocks_of(item.sequence.n);
     item.head = item.block = units = 0;
     if (at >= share.begin || blocks == 0) return;
-    const int of_head = head_units(p, item.sequence.n);
+    const int of_head = head_units(p, item.sequence.n, share.least);
     item.head = (share.begin - at) / of_head;
     at += item.head * of_head;
   }
@@ -252,11 +287,13 @@ struct DecodeItems {
   __device__ __forceinline__ bool take_piece(const DecodeParams& p, const Share& share, int piece) {
     const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
     const Units of_line = units_of(keys, kShareUnitKeys);
-    const Pieces pieces = pieces_of_line(item.sequence.n, of_line);
-    if (piece >= pieces.count || piece_begin(at, pieces, piece) >= share.end) return false;
+    const Pieces pieces = pieces_of_line(item.sequence.n, of_line, share.least);
+    const int begin = kPieces == kFillingPieces ? at + piece : piece_begin(at, pieces, piece);
+    if (piece >= pieces.count || begin >= share.end) return false;
     take_units(keys, of_line, {piece * pieces.units, min((piece + 1) * pieces.units, of_line.count)});
     item.part = piece;
     item.parts = pieces.count;
+    if (kPieces == kFillingPieces) item.first_share = at;
     return true;
   }
 };

@@ -45,7 +45,7 @@ struct DecodeLayout {
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
   int items;             // 16 ints a warp: the item at hand
-  int share;             // 7 ints: the share of the thread block
+  int share;             // 8 ints: the share of the thread block
   int scan;              // an int a warp: sums over sequences; later a flag
   int bytes;
 };

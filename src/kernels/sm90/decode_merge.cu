@@ -11,8 +11,13 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
   const Lengths& n = item.sequence.n;
   if (n.sq == 0) return;
   const Units of_line = units_of(keys_of_block(p, n, 0), kShareUnitKeys);
-  const int pieces = pieces_of_line(n, of_line).count;
+  const int least = least_units(p);
+  const int pieces = pieces_of_line(n, of_line, least).count;
   if (pieces == 1) return;
+  if (kPieces == kFillingPieces) {
+    const auto of_sequence = [&](const Lengths& lengths) { return line_pieces(p, lengths, least); };
+    item.first_share = p.hk * sum_of_sequences(p, item.batch, of_sequence) + item.head * pieces;
+  }
   merge_rows<1, 16>(p, item, {0, 1, pieces}, true, blockIdx.y * kMergeWarps + threadIdx.x / 32,
                     gridDim.y * kMergeWarps);
 }

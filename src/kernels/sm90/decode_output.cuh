@@ -54,9 +54,10 @@ __device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
 }
 
 // Where that part is left.
-static_assert(!kPieces || !kPackedK || int(kShareUnitKeys) == int(kUnitKeys));  // kPackedPieceKeys counts on it
+static_assert(kPieces != kOwnPieces || !kPackedK || int(kShareUnitKeys) == int(kUnitKeys));  // for kPackedPieceKeys
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  if (kPieces) {
+  if (kPieces == kFillingPieces) return p.partial + (item.first_share + part) * (long long)(p.piece_floats);
+  if (kPieces == kOwnPieces) {
     const long long first = kPackedK ? item.head * (long long)(p.total_k / kPackedPieceKeys) +
                                            item.sequence.n.k_start / kPackedPieceKeys
                                      : ((long long)(item.batch) * p.hk + item.head) * p.most_pieces;

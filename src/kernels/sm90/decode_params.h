@@ -11,7 +11,7 @@
 //   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
-//   kPieces         1: lines are cut where their own keys say, so that their bits depend on nothing else
+//   kPieces         how lines are cut, where shares alone do not say it (shared/shares.h)
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
@@ -30,7 +30,7 @@
 #include "shared/attention_params.h"
 #include "sm90/tensor_map.h"
 
-// As sm90/tensor_map.h says; kBoxKeys.
+// As sm90/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
 struct DecodeMaps {
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
@@ -46,12 +46,13 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kPieces: [b][hk][most_pieces][piece_floats],
-  // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats].
+  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kOwnPieces: [b][hk][most_pieces][piece_floats],
+  // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [thread blocks][piece_floats].
   float* partial;
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int most_pieces, piece_floats;  // kPieces
+  int blocks;                     // of threads, of the decode kernel: kFillingPieces
 };
