@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
@@ -18,23 +19,24 @@ struct Instruction;
 
 /// A value in an instruction's text.
 struct Atom {
-  enum Kind { kOperand, kRegister, kNumber, kLane, kNothing } kind;
+  enum Kind { kVariable, kValue, kRegister, kNumber, kLane, kNothing } kind;
   uint64_t value;
+  size_t bytes = 0;  ///< of a variable
 };
 
 struct Context {
-  const Operand* operands;
+  const uint64_t* operands;
   uint64_t registers[16] = {};
 
   uint64_t get(const Atom& atom) const {
     switch (atom.kind) {
-      case Atom::kOperand: {
-        const Operand& x = operands[atom.value];
-        if (x.variable == nullptr) return x.value;
+      case Atom::kVariable: {
         uint64_t value = 0;
-        std::memcpy(&value, x.variable, static_cast<size_t>(x.bytes));
+        std::memcpy(&value, variable(atom), atom.bytes);
         return value;
       }
+      case Atom::kValue:
+        return operands[atom.value];
       case Atom::kRegister:
         return registers[atom.value];
       case Atom::kNumber:
@@ -45,18 +47,20 @@ struct Context {
         return 0;
     }
   }
+  void* variable(const Atom& atom) const { return reinterpret_cast<void*>(operands[atom.value]); }
   float get_float(const Atom& atom) const {
     return bits_of<float>(static_cast<uint32_t>(get(atom)));
   }
   uint32_t get32(const Atom& atom) const { return static_cast<uint32_t>(get(atom)); }
   void set(const Atom& atom, uint64_t value) {
     if (atom.kind == Atom::kRegister) registers[atom.value] = value;
-    if (atom.kind != Atom::kOperand) return;
-    const Operand& x = operands[atom.value];
-    if (x.variable == nullptr) fail("an instruction writes an operand that is only read");
-    std::memcpy(x.variable, &value, static_cast<size_t>(x.bytes));
+    if (atom.kind == Atom::kValue) fail("an instruction writes an operand that is only read");
+    if (atom.kind == Atom::kVariable) std::memcpy(variable(atom), &value, atom.bytes);
   }
-  void set_float(const Atom& atom, float x) { set(atom, bits_of<uint32_t>(x)); }
+  // A NaN that an instruction makes has no sign or payload.
+  void set_float(const Atom& atom, float x) {
+    set(atom, std::isnan(x) ? 0x7fffffff : bits_of<uint32_t>(x));
+  }
 };
 
 using Handler = void (*)(Context&, const Instruction&);
@@ -542,8 +546,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   const bool A_shared = i.atoms.size() == registers + 7;
   const size_t behind_A = registers + (A_shared ? 1 : 4);
   Share mine = {};
-  for (size_t k = 0; k < registers; ++k)
-    mine.D[k] = static_cast<float*>(c.operands[i.atoms[k].value].variable);
+  for (size_t k = 0; k < registers; ++k) mine.D[k] = static_cast<float*>(c.variable(i.atoms[k]));
   if (A_shared) mine.A = c.get(i.atoms[registers]);
   for (size_t k = 0; !A_shared && k < 4; ++k) mine.a[k] = c.get32(i.atoms[registers + k]);
   mine.B = c.get(i.atoms[behind_A]);
@@ -655,10 +658,21 @@ constexpr Known kKnown[] = {
     {"wgmma.wait_group", wait_products},
 };
 
-/// The instructions of a text of inline PTX.
+/// The instructions of a text of inline PTX, and how many operands it names.
 class Program {
  public:
-  explicit Program(std::string_view text) {
+  /// `operands`: in turns a constraint and the operand.
+  Program(std::string_view text, va_list operands) {
+    for (size_t at = 0; (at = text.find('%', at)) != std::string_view::npos; ++at) {
+      const std::string number(text.substr(at + 1, 3));
+      if (std::isdigit(static_cast<unsigned char>(number[0])))
+        operands_ = std::max(operands_, size_t{std::strtoul(number.c_str(), nullptr, 10)} + 1);
+    }
+    if (operands_ > kMostOperands) fail("too many operands of a text");
+    for (size_t k = 0; k < operands_; ++k) {
+      constraints_.emplace_back(va_arg(operands, const char*));
+      va_arg(operands, uint64_t);
+    }
     std::string statement;
     for (const char x : text) {
       if (x != ';') {
@@ -671,7 +685,12 @@ class Program {
     add(statement);
   }
 
-  void run(const Operand* operands) const {
+  void run(va_list arguments) const {
+    uint64_t operands[kMostOperands];
+    for (size_t k = 0; k < operands_; ++k) {
+      va_arg(arguments, const char*);
+      operands[k] = va_arg(arguments, uint64_t);
+    }
     Context context{operands};
     for (const Instruction& instruction : instructions_) {
       if (instruction.guarded && (context.registers[instruction.guard] != 0) == instruction.negated)
@@ -736,7 +755,13 @@ class Program {
 
   Atom atom_of(const std::string& word) {
     if (word == "%laneid" || word == "%%laneid") return {Atom::kLane, 0};
-    if (word[0] == '%') return {Atom::kOperand, std::strtoull(word.c_str() + 1, nullptr, 10)};
+    if (word[0] == '%') {
+      const uint64_t number = std::strtoull(word.c_str() + 1, nullptr, 10);
+      const std::string& constraint = constraints_[number];
+      if (constraint[0] != '=' && constraint[0] != '+') return {Atom::kValue, number};
+      const char type = constraint[1];
+      return {Atom::kVariable, number, type == 'h' ? 2u : type == 'r' || type == 'f' ? 4u : 8u};
+    }
     if (std::isdigit(static_cast<unsigned char>(word[0])))
       return {Atom::kNumber, std::strtoull(word.c_str(), nullptr, 0)};
     if (word == "_") return {Atom::kNothing, 0};
@@ -744,6 +769,10 @@ class Program {
     return {Atom::kRegister, number_of(bar == std::string::npos ? word : word.substr(bar + 1))};
   }
 
+  static constexpr size_t kMostOperands = 160;
+
+  size_t operands_ = 0;
+  std::vector<std::string> constraints_;
   std::vector<Instruction> instructions_;
   std::vector<std::string> names_;
 };
@@ -762,12 +791,19 @@ void Warpgroup::finish(uint64_t end) {
   }
 }
 
-void run_text(const char* text, const Operand* operands) {
+void execute(const char* text, ...) {
   static std::unordered_map<const char*, Program> programs;  // texts stay where they are
   if (text[0] == '\0') return;
+  va_list operands;
   auto found = programs.find(text);
-  if (found == programs.end()) found = programs.emplace(text, Program(text)).first;
+  if (found == programs.end()) {
+    va_start(operands, text);
+    found = programs.emplace(text, Program(text, operands)).first;
+    va_end(operands);
+  }
+  va_start(operands, text);
   found->second.run(operands);
+  va_end(operands);
 }
 
 }  // namespace emulator
