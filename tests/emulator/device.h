@@ -2,10 +2,8 @@
 /// text, whose inline PTX has become calls of emulator::execute.
 #pragma once
 
-#include <cmath>
+#include <cstddef>  // <cmath> would take as long to compile as a kernel
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #define __device__
 #define __global__
@@ -47,36 +45,22 @@ struct Place {
 };
 extern const Place* place;
 
-/// An operand of inline PTX: a variable that it writes, or a value.
-struct Operand {
-  void* variable;
-  uint64_t value;
-  int bytes;
-};
+/// An operand of inline PTX behind its constraint: the address of a variable that is written, or
+/// the bits of a value.
 template <class T>
-Operand operand(const char* constraint, T&& x) {
-  using Value = std::remove_cvref_t<T>;
-  Operand result{nullptr, 0, sizeof(Value)};
-  std::memcpy(&result.value, &x, sizeof(Value));
-  if (constraint[0] == '=' || constraint[0] == '+') {
-    if constexpr (!std::is_const_v<std::remove_reference_t<T>>) result.variable = &x;
-  }
-  return result;
+[[gnu::always_inline]] inline uint64_t variable(T& x) {
+  return reinterpret_cast<uint64_t>(&x);
+}
+template <class T>
+[[gnu::always_inline]] inline uint64_t value(T x) {
+  uint64_t bits = 0;
+  __builtin_memcpy(&bits, &x, sizeof(T));
+  return bits;
 }
 
-void run_text(const char* text, const Operand* operands);
-template <class... Operands>
-void execute(const char* text, const Operands&... operands) {
-  // A clobber is a string behind the operands.
-  [[maybe_unused]] const auto as_operand = [](const auto& x) {
-    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(x)>, Operand>)
-      return x;
-    else
-      return Operand{};
-  };
-  const Operand all[sizeof...(Operands) + 1] = {as_operand(operands)..., Operand{}};
-  run_text(text, all);
-}
+/// Executes inline PTX. Behind the text: a constraint and an operand, in turns, and then perhaps
+/// clobbers.
+void execute(const char* text, ...);
 
 void synchronize_block();
 void synchronize_warp(unsigned mask);
@@ -97,9 +81,9 @@ template <class T>
 T shuffle_bits(unsigned mask, T x, int from) {
   static_assert(sizeof(T) == 4);
   unsigned bits;
-  std::memcpy(&bits, &x, 4);
+  __builtin_memcpy(&bits, &x, 4);
   bits = shuffle(mask, bits, from);
-  std::memcpy(&x, &bits, 4);
+  __builtin_memcpy(&x, &bits, 4);
   return x;
 }
 
@@ -107,7 +91,7 @@ template <class To, class From>
 To bits_of(From x) {
   static_assert(sizeof(To) == sizeof(From));
   To y;
-  std::memcpy(&y, &x, sizeof(y));
+  __builtin_memcpy(&y, &x, sizeof(y));
   return y;
 }
 
@@ -166,7 +150,7 @@ inline unsigned atomicInc(unsigned* at, unsigned last) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
@@ -197,4 +181,11 @@ inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
-using std::fabs;
+extern "C" {
+double exp(double) noexcept;
+double fmax(double, double) noexcept;
+double log(double) noexcept;
+float fabsf(float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+}

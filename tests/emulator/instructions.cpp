@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <string_view>
@@ -18,23 +19,24 @@ struct Instruction;
 
 /// A value in an instruction's text.
 struct Atom {
-  enum Kind { kOperand, kRegister, kNumber, kLane, kNothing } kind;
+  enum Kind { kVariable, kValue, kRegister, kNumber, kLane, kNothing } kind;
   uint64_t value;
+  size_t bytes = 0;  ///< of a variable
 };
 
 struct Context {
-  const Operand* operands;
+  const uint64_t* operands;
   uint64_t registers[16] = {};
 
   uint64_t get(const Atom& atom) const {
     switch (atom.kind) {
-      case Atom::kOperand: {
-        const Operand& x = operands[atom.value];
-        if (x.variable == nullptr) return x.value;
+      case Atom::kVariable: {
         uint64_t value = 0;
-        std::memcpy(&value, x.variable, static_cast<size_t>(x.bytes));
+        std::memcpy(&value, variable(atom), atom.bytes);
         return value;
       }
+      case Atom::kValue:
+        return operands[atom.value];
       case Atom::kRegister:
         return registers[atom.value];
       case Atom::kNumber:
@@ -45,18 +47,20 @@ struct Context {
         return 0;
     }
   }
+  void* variable(const Atom& atom) const { return reinterpret_cast<void*>(operands[atom.value]); }
   float get_float(const Atom& atom) const {
     return bits_of<float>(static_cast<uint32_t>(get(atom)));
   }
   uint32_t get32(const Atom& atom) const { return static_cast<uint32_t>(get(atom)); }
   void set(const Atom& atom, uint64_t value) {
     if (atom.kind == Atom::kRegister) registers[atom.value] = value;
-    if (atom.kind != Atom::kOperand) return;
-    const Operand& x = operands[atom.value];
-    if (x.variable == nullptr) fail("an instruction writes an operand that is only read");
-    std::memcpy(x.variable, &value, static_cast<size_t>(x.bytes));
+    if (atom.kind == Atom::kValue) fail("an instruction writes an operand that is only read");
+    if (atom.kind == Atom::kVariable) std::memcpy(variable(atom), &value, atom.bytes);
   }
-  void set_float(const Atom& atom, float x) { set(atom, bits_of<uint32_t>(x)); }
+  // A NaN that an instruction makes has no sign or payload.
+  void set_float(const Atom& atom, float x) {
+    set(atom, std::isnan(x) ? 0x7fffffff : bits_of<uint32_t>(x));
+  }
 };
 
 using Handler = void (*)(Context&, const Instruction&);
@@ -67,6 +71,9 @@ struct Instruction {
   std::vector<Atom> atoms;
   bool guarded = false, negated = false;
   uint64_t guard = 0;
+  bool bf16 = false;  ///< its elements of 16 bits
+  size_t count = 1;   ///< registers of 4 bytes that a load or a store moves
+  int columns = 0;    ///< of a product
 
   bool has(std::string_view part) const { return name.find(part) != std::string::npos; }
 };
@@ -81,8 +88,8 @@ float f32_of_bf16(uint16_t x) { return bits_of<float>(static_cast<uint32_t>(x) <
 // A NaN that is rounded has no sign: kernels use the sign of what is not negative.
 uint16_t f16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::f16_from_f32(x); }
 uint16_t bf16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::bf16_from_f32(x); }
-Widen widen(const Instruction& i) { return i.has("bf16") ? f32_of_bf16 : f32_of_f16; }
-Narrow narrow(const Instruction& i) { return i.has("bf16") ? bf16_of : f16_of; }
+Widen widen(const Instruction& i) { return i.bf16 ? f32_of_bf16 : f32_of_f16; }
+Narrow narrow(const Instruction& i) { return i.bf16 ? bf16_of : f16_of; }
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
 
@@ -95,16 +102,16 @@ void lg2(Context& c, const Instruction& i) {
 void rcp(Context& c, const Instruction& i) {
   c.set_float(i.atoms[0], flushed(1 / flushed(c.get_float(i.atoms[1]))));
 }
-void cvt(Context& c, const Instruction& i) {
-  if (i.has("x2.f32")) {
-    const uint32_t high = narrow(i)(c.get_float(i.atoms[1])),
-                   low = narrow(i)(c.get_float(i.atoms[2]));
-    c.set(i.atoms[0], high << 16 | low);
-  } else if (i.name.starts_with("cvt.f32")) {
-    c.set_float(i.atoms[0], widen(i)(static_cast<uint16_t>(c.get(i.atoms[1]))));
-  } else {
-    c.set(i.atoms[0], narrow(i)(c.get_float(i.atoms[1])));
-  }
+void narrow_pair(Context& c, const Instruction& i) {
+  const uint32_t high = narrow(i)(c.get_float(i.atoms[1])),
+                 low = narrow(i)(c.get_float(i.atoms[2]));
+  c.set(i.atoms[0], high << 16 | low);
+}
+void narrow_one(Context& c, const Instruction& i) {
+  c.set(i.atoms[0], narrow(i)(c.get_float(i.atoms[1])));
+}
+void widen_one(Context& c, const Instruction& i) {
+  c.set_float(i.atoms[0], widen(i)(static_cast<uint16_t>(c.get(i.atoms[1]))));
 }
 void fma_pair(Context& c, const Instruction& i) {
   uint32_t result = 0;
@@ -123,12 +130,9 @@ void prmt(Context& c, const Instruction& i) {
 void bit_or(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(i.atoms[1]) | c.get(i.atoms[2]));
 }
+template <class Compare>
 void setp(Context& c, const Instruction& i) {
-  const uint32_t a = c.get32(i.atoms[1]), b = c.get32(i.atoms[2]);
-  c.set(i.atoms[0], i.has(".ne.")    ? a != b
-                    : i.has(".eq.")  ? a == b
-                    : i.has(".ge.u") ? a >= b
-                                     : (fail(i.name), false));
+  c.set(i.atoms[0], Compare()(c.get32(i.atoms[1]), c.get32(i.atoms[2])));
 }
 void selp(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(c.get(i.atoms[3]) != 0 ? i.atoms[1] : i.atoms[2]));
@@ -140,11 +144,8 @@ void mov(Context& c, const Instruction& i) {
 
 // Memory.
 
-/// Registers that a load or a store moves, of 4 bytes each.
-size_t count_of(const Instruction& i) { return i.has(".v4.") ? 4 : i.has(".v2.") ? 2 : 1; }
-
 void load_shared(Context& c, const Instruction& i) {
-  const size_t count = count_of(i);
+  const size_t count = i.count;
   const uint32_t address = c.get32(i.atoms[count]);
   if (address % (4 * count) != 0) fail("an unaligned load: " + i.name);
   const unsigned char* const from = current->block->at(address, 4 * count);
@@ -152,7 +153,7 @@ void load_shared(Context& c, const Instruction& i) {
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], reinterpret_cast<const uint32_t*>(from)[k]);
 }
 void store_shared(Context& c, const Instruction& i) {
-  const size_t count = count_of(i);
+  const size_t count = i.count;
   const uint32_t address = c.get32(i.atoms[0]);
   if (address % (4 * count) != 0) fail("an unaligned store: " + i.name);
   unsigned char* const to = current->block->at(address, 4 * count);
@@ -163,7 +164,7 @@ void store_shared(Context& c, const Instruction& i) {
   }
 }
 void load_global(Context& c, const Instruction& i) {
-  const size_t count = count_of(i);
+  const size_t count = i.count;
   const auto* const from = reinterpret_cast<const uint32_t*>(c.get(i.atoms[count]));
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], from[k]);
 }
@@ -472,16 +473,17 @@ void multiply_warp(Context& c, const Instruction& i) {
   for (int k = 0; k < 4; ++k) c.set_float(i.atoms[k], mine.c[k]);
 }
 
-/// Calls act(row or column n, k, address) for each element of a 64 x 16 or 16 x N operand in shared
-/// memory, `count` rows or columns beside k. `across`: k counts rows of 128 bytes.
+/// Calls act(row or column n, k, address) for each 8 elements of a 64 x 16 or 16 x N operand that
+/// lie beside each other in shared memory, `count` rows or columns beside k. `across`: k counts
+/// rows of 128 bytes, and n their elements.
 template <class Act>
 void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
   const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1) fail("a product of an unknown layout");
-  for (int n = 0; n < count; ++n)
-    for (int k = 0; k < 16; ++k) {
+  for (int n = 0; n < count; n += across ? 8 : 1)
+    for (int k = 0; k < 16; k += across ? 1 : 8) {
       const int row = across ? k : n, column = across ? n : k;
       act(n, k,
           swizzled(start + static_cast<uint32_t>(row / 8) * stride +
@@ -490,18 +492,21 @@ void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
                    static_cast<uint32_t>(column % 64) * 2));
     }
 }
-void read_operand(Block& block, uint64_t descriptor, int count, bool across, Widen wide,
-                  float* out) {
+/// out[k][n], rows of `width`.
+void read_operand(Block& block, uint64_t descriptor, int count, bool across, Widen wide, float* out,
+                  int width) {
   for_operand(descriptor, count, across, [&](int n, int k, uint32_t address) {
-    uint16_t x;
-    std::memcpy(&x, block.at(address, 2), 2);
-    out[n * 16 + k] = wide(x);
+    uint16_t x[8];
+    std::memcpy(x, block.at(address, 16), 16);
+    for (int i = 0; i < 8; ++i) out[across ? k * width + n + i : (k + i) * width + n] = wide(x[i]);
   });
 }
 
+constexpr int kMostColumns = 256;
+
 /// What a thread brings to a product of its warpgroup.
 struct Share {
-  float* D[128];
+  float* D;  ///< N / 2 registers
   uint32_t a[4];
   uint64_t A, B;
 };
@@ -511,39 +516,41 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
   for (const Share& share : shares)
     if (share.B != shares[0].B || share.A != shares[0].A)
       fail("threads of a product name different operands");
-  std::vector<float> a(64 * 16), b(static_cast<size_t>(N) * 16);
+  float a[16][64], b[16][kMostColumns];
   if (A_shared) {
-    read_operand(block, shares[0].A, 64, A_across, wide, a.data());
+    read_operand(block, shares[0].A, 64, A_across, wide, a[0], 64);
   } else {
     for (int t = 0; t < 128; ++t)
       for (int k = 0; k < 8; ++k) {
         const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
                   column = t % 4 * 2 + k % 2 + k / 4 * 8;
-        a[static_cast<size_t>(row * 16 + column)] =
+        a[column][row] =
             wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
       }
   }
-  read_operand(block, shares[0].B, N, B_across, wide, b.data());
-  for (int t = 0; t < 128; ++t)
-    for (int k = 0; k < N / 2; ++k) {
-      const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
-                column = k / 4 * 8 + t % 4 * 2 + k % 2;
-      float sum = 0;
-      for (int j = 0; j < 16; ++j)
-        sum += a[static_cast<size_t>(row * 16 + j)] * b[static_cast<size_t>(column * 16 + j)];
-      float& d = *shares[static_cast<size_t>(t)].D[k];
-      d = keep ? d + sum : sum;
+  read_operand(block, shares[0].B, N, B_across, wide, b[0], kMostColumns);
+  for (int row = 0; row < 64; ++row) {
+    float sums[kMostColumns] = {};
+    for (int j = 0; j < 16; ++j)
+      for (int column = 0; column < N; ++column) sums[column] += a[j][row] * b[j][column];
+    // Four threads hold a row, two columns of each eight.
+    const int warp = row / 16, lane = row % 8 * 4, low = row % 16 / 8 * 2;
+    for (int column = 0; column < N; ++column) {
+      const int t = warp * 32 + lane + column % 8 / 2;
+      float& d = shares[static_cast<size_t>(t)].D[column / 8 * 4 + low + column % 2];
+      d = keep ? d + sums[column] : sums[column];
     }
+  }
 }
 
 void multiply_warpgroup(Context& c, const Instruction& i) {
-  const int N = std::atoi(i.name.c_str() + i.name.find("m64n") + 4);
+  const int N = i.columns;
   const auto registers = static_cast<size_t>(N / 2);
   const bool A_shared = i.atoms.size() == registers + 7;
   const size_t behind_A = registers + (A_shared ? 1 : 4);
-  Share mine = {};
-  for (size_t k = 0; k < registers; ++k)
-    mine.D[k] = static_cast<float*>(c.operands[i.atoms[k].value].variable);
+  Share mine = {static_cast<float*>(c.variable(i.atoms[0])), {}, 0, 0};
+  for (size_t k = 1; k < registers; ++k)
+    if (c.variable(i.atoms[k]) != mine.D + k) fail("a product's registers are no array");
   if (A_shared) mine.A = c.get(i.atoms[registers]);
   for (size_t k = 0; !A_shared && k < 4; ++k) mine.a[k] = c.get32(i.atoms[registers + k]);
   mine.B = c.get(i.atoms[behind_A]);
@@ -566,7 +573,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   }
   Product& product = group.products[number - group.first];
   const size_t thread = place->thread.x % 128;
-  auto& shares = *std::static_pointer_cast<std::vector<Share>>(product.shares);
+  auto& shares = *static_cast<std::vector<Share>*>(product.shares.get());
   shares[thread] = mine;
   if (product.arrived == 0)
     product.writes = current->views.fenced;
@@ -579,7 +586,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
         block.races.add_actor("a product of warpgroup " + std::to_string(place->thread.x / 128));
   }
   const auto read = [&](int, int, uint32_t address) {
-    block.races.read(block.place_of(address, 2), 2, {*group.actor, uint32_t(number + 1)},
+    block.races.read(block.place_of(address, 16), 16, {*group.actor, uint32_t(number + 1)},
                      product.writes);
   };
   if (A_shared) for_operand(mine.A, 64, A_across, read);
@@ -610,12 +617,18 @@ constexpr Known kKnown[] = {
     {"ex2.approx.ftz.f32", ex2},
     {"lg2.approx.ftz.f32", lg2},
     {"rcp.approx.ftz.f32", rcp},
-    {"cvt.", cvt},
+    {"cvt.rn.bf16x2.f32", narrow_pair},
+    {"cvt.rn.f16x2.f32", narrow_pair},
+    {"cvt.rn.bf16.f32", narrow_one},
+    {"cvt.rn.f16.f32", narrow_one},
+    {"cvt.f32.", widen_one},
     {"fma.rn.bf16x2", fma_pair},
     {"fma.rn.f16x2", fma_pair},
     {"prmt.b32", prmt},
     {"or.b32", bit_or},
-    {"setp.", setp},
+    {"setp.ne.", setp<std::not_equal_to<uint32_t>>},
+    {"setp.eq.", setp<std::equal_to<uint32_t>>},
+    {"setp.ge.u", setp<std::greater_equal<uint32_t>>},
     {"selp.u32", selp},
     {"mov.", mov},
     {"ld.shared.", load_shared},
@@ -655,10 +668,21 @@ constexpr Known kKnown[] = {
     {"wgmma.wait_group", wait_products},
 };
 
-/// The instructions of a text of inline PTX.
+/// The instructions of a text of inline PTX, and how many operands it names.
 class Program {
  public:
-  explicit Program(std::string_view text) {
+  /// `operands`: in turns a constraint and the operand.
+  Program(std::string_view text, va_list operands) {
+    for (size_t at = 0; (at = text.find('%', at)) != std::string_view::npos; ++at) {
+      const std::string number(text.substr(at + 1, 3));
+      if (std::isdigit(static_cast<unsigned char>(number[0])))
+        operands_ = std::max(operands_, size_t{std::strtoul(number.c_str(), nullptr, 10)} + 1);
+    }
+    if (operands_ > kMostOperands) fail("too many operands of a text");
+    for (size_t k = 0; k < operands_; ++k) {
+      constraints_.emplace_back(va_arg(operands, const char*));
+      va_arg(operands, uint64_t);
+    }
     std::string statement;
     for (const char x : text) {
       if (x != ';') {
@@ -671,7 +695,12 @@ class Program {
     add(statement);
   }
 
-  void run(const Operand* operands) const {
+  void run(va_list arguments) const {
+    uint64_t operands[kMostOperands];
+    for (size_t k = 0; k < operands_; ++k) {
+      va_arg(arguments, const char*);
+      operands[k] = va_arg(arguments, uint64_t);
+    }
     Context context{operands};
     for (const Instruction& instruction : instructions_) {
       if (instruction.guarded && (context.registers[instruction.guard] != 0) == instruction.negated)
@@ -704,6 +733,11 @@ class Program {
     }
     const size_t end = std::min(text.find(' '), text.size());
     instruction.name = text.substr(0, end);
+    instruction.bf16 = instruction.has("bf16");
+    instruction.count = instruction.has(".v4.") ? 4 : instruction.has(".v2.") ? 2 : 1;
+    const size_t columns = instruction.name.find("m64n");
+    if (columns != std::string::npos)
+      instruction.columns = std::atoi(instruction.name.c_str() + columns + 4);
     text.remove_prefix(end);
     const auto* const known = std::find_if(
         std::begin(kKnown), std::end(kKnown),
@@ -736,7 +770,13 @@ class Program {
 
   Atom atom_of(const std::string& word) {
     if (word == "%laneid" || word == "%%laneid") return {Atom::kLane, 0};
-    if (word[0] == '%') return {Atom::kOperand, std::strtoull(word.c_str() + 1, nullptr, 10)};
+    if (word[0] == '%') {
+      const uint64_t number = std::strtoull(word.c_str() + 1, nullptr, 10);
+      const std::string& constraint = constraints_[number];
+      if (constraint[0] != '=' && constraint[0] != '+') return {Atom::kValue, number};
+      const char type = constraint[1];
+      return {Atom::kVariable, number, type == 'h' ? 2u : type == 'r' || type == 'f' ? 4u : 8u};
+    }
     if (std::isdigit(static_cast<unsigned char>(word[0])))
       return {Atom::kNumber, std::strtoull(word.c_str(), nullptr, 0)};
     if (word == "_") return {Atom::kNothing, 0};
@@ -744,6 +784,10 @@ class Program {
     return {Atom::kRegister, number_of(bar == std::string::npos ? word : word.substr(bar + 1))};
   }
 
+  static constexpr size_t kMostOperands = 160;
+
+  size_t operands_ = 0;
+  std::vector<std::string> constraints_;
   std::vector<Instruction> instructions_;
   std::vector<std::string> names_;
 };
@@ -762,12 +806,19 @@ void Warpgroup::finish(uint64_t end) {
   }
 }
 
-void run_text(const char* text, const Operand* operands) {
+void execute(const char* text, ...) {
   static std::unordered_map<const char*, Program> programs;  // texts stay where they are
   if (text[0] == '\0') return;
+  va_list operands;
   auto found = programs.find(text);
-  if (found == programs.end()) found = programs.emplace(text, Program(text)).first;
+  if (found == programs.end()) {
+    va_start(operands, text);
+    found = programs.emplace(text, Program(text, operands)).first;
+    va_end(operands);
+  }
+  va_start(operands, text);
   found->second.run(operands);
+  va_end(operands);
 }
 
 }  // namespace emulator

@@ -255,10 +255,11 @@ void order(Thread* lanes, uint32_t present) {
   bool news = false;
   for_lanes([&](const Thread& lane) { news = news || lane.news; });
   if (!news) return;
-  Views all;
+  static Views all;
+  all.clear();
   for_lanes([&](Thread& lane) { lane.pass_on(all); });
   for_lanes([&](Thread& lane) {
-    lane.views.join(all);
+    lane.views = all;
     // Lanes of another mask may not have been here.
     lane.news = present != ~0u;
   });

@@ -6,6 +6,7 @@
 
 #include <csetjmp>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>

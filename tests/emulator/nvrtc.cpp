@@ -8,7 +8,10 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <string>
+
+#include "translate.h"
 
 namespace fs = std::filesystem;
 
@@ -25,9 +28,13 @@ std::string read(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+/// A text as the host's compiler reads it: most are of many kernels, and translated once.
 void write(const fs::path& path, const std::string& text) {
+  static std::map<std::string, std::string> known;
+  auto found = known.find(text);
+  if (found == known.end()) found = known.emplace(text, emulator::translated(text)).first;
   fs::create_directories(path.parent_path());
-  std::ofstream(path, std::ios::binary) << text;
+  std::ofstream(path, std::ios::binary) << found->second;
 }
 
 }  // namespace
@@ -53,15 +60,13 @@ int nvrtcCreateProgram(Program** program, const char* text, const char* name, in
 int nvrtcCompileProgram(Program* program, int, const char* const*) {
   const fs::path log = program->folder / "log", image = program->folder / "image.so";
   // Its accesses to memory call the emulator, which sees races.
-  const fs::path object = program->folder / "object.o";
-  const std::string command =
-      EMULATOR_PYTHON " -B " EMULATOR_TRANSLATE " " + program->folder.string() +
-      " && " EMULATOR_COMPILER " -x c++ -std=c++20 -O1 -w -fPIC -fsanitize=thread -c" +
-      " -ffp-contract=off -D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" +
-      program->folder.string() + " -o " + object.string() + " " +
-      (program->folder / program->name).string() + " >" + log.string() +
-      " 2>&1 && " EMULATOR_COMPILER " -shared -o " + image.string() + " " + object.string() +
-      " " EMULATOR_DRIVER " >>" + log.string() + " 2>&1";
+  const std::string command = EMULATOR_COMPILER
+                              " -x c++ -std=c++20 -O1 -w -fPIC -fsanitize=thread -shared -nostdlib"
+                              " --param tsan-instrument-func-entry-exit=0 -ffp-contract=off "
+                              "-D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" +
+                              program->folder.string() + " -o " + image.string() + " " +
+                              (program->folder / program->name).string() +
+                              " -x none " EMULATOR_DRIVER " >" + log.string() + " 2>&1";
   const int status = std::system(command.c_str());
   program->log = read(log);
   if (status != 0) return 6;

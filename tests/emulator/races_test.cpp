@@ -13,30 +13,31 @@ void launch(unsigned threads, const std::function<void()>& kernel) {
 }
 unsigned me() { return place->thread.x; }
 
-Operand of(uint64_t value) { return operand("l", value); }
-Operand of(const void* pointer) { return operand("l", pointer); }
 uint64_t address(uint32_t at) { return kSharedBase + at; }
 
-void store(uint32_t at) { execute("st.shared.s32 [%0], %1;", of(address(at)), of(uint64_t{1})); }
+void store(uint32_t at) {
+  execute("st.shared.s32 [%0], %1;", "l", value(address(at)), "l", value(uint64_t{1}));
+}
 uint32_t load(uint32_t at) {
   uint32_t x = 0;
-  execute("ld.shared.s32 %0, [%1];", operand("=r", x), of(address(at)));
+  execute("ld.shared.s32 %0, [%1];", "=r", variable(x), "l", value(address(at)));
   return x;
 }
 void barrier(uint64_t name, uint64_t threads) {
-  execute("bar.sync %0, %1;", of(name), of(threads));
+  execute("bar.sync %0, %1;", "l", value(name), "l", value(threads));
 }
 void arrive(uint64_t name, uint64_t threads) {
-  execute("bar.arrive %0, %1;", of(name), of(threads));
+  execute("bar.arrive %0, %1;", "l", value(name), "l", value(threads));
 }
 void init(uint32_t at, uint64_t arrivals) {
-  if (me() == 0) execute("mbarrier.init.b64 [%0], %1;", of(address(at)), of(arrivals));
+  if (me() == 0)
+    execute("mbarrier.init.b64 [%0], %1;", "l", value(address(at)), "l", value(arrivals));
   synchronize_block();
 }
-void arrive_at(uint32_t at) { execute("mbarrier.arrive.b64 _, [%0];", of(address(at))); }
+void arrive_at(uint32_t at) { execute("mbarrier.arrive.b64 _, [%0];", "l", value(address(at))); }
 void wait_at(uint32_t at, uint64_t parity) {
-  execute("{.reg .pred done; mbarrier.try_wait.parity.b64 done, [%0], %1;}", of(address(at)),
-          of(parity));
+  execute("{.reg .pred done; mbarrier.try_wait.parity.b64 done, [%0], %1;}", "l",
+          value(address(at)), "l", value(parity));
 }
 /// D = A B, with both operands at the beginning of shared memory.
 void start_product(float (&D)[4]) {
@@ -44,8 +45,8 @@ void start_product(float (&D)[4]) {
   execute(
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, %6, 1, 1, 0, "
       "0;",
-      operand("+f", D[0]), operand("+f", D[1]), operand("+f", D[2]), operand("+f", D[3]), of(both),
-      of(both), of(uint64_t{0}));
+      "+f", variable(D[0]), "+f", variable(D[1]), "+f", variable(D[2]), "+f", variable(D[3]), "l",
+      value(both), "l", value(both), "l", value(uint64_t{0}));
   execute("wgmma.commit_group.sync.aligned;");
 }
 void fence() { execute("fence.proxy.async.shared::cta;"); }
@@ -53,14 +54,16 @@ alignas(16) const float kGlobal[64] = {};
 alignas(16) float stored[64];
 /// 32 bytes to the beginning of shared memory, for the barrier at 64.
 void start_bulk_load() {
-  execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", of(address(64)), of(uint64_t{32}));
-  execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];", of(address(0)),
-          of(kGlobal), of(uint64_t{32}), of(address(64)));
+  execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", "l", value(address(64)), "l",
+          value(uint64_t{32}));
+  execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];", "l",
+          value(address(0)), "l", value(kGlobal), "l", value(uint64_t{32}), "l",
+          value(address(64)));
 }
 /// 128 bytes from there.
 void start_bulk_store() {
-  execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", of(stored), of(address(0)),
-          of(uint64_t{128}));
+  execute("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;", "l", value(stored), "l",
+          value(address(0)), "l", value(uint64_t{128}));
   execute("cp.async.bulk.commit_group;");
 }
 
@@ -121,7 +124,8 @@ const Order kOrders[] = {
     {"the wait for one's own copy", 1,
      [](bool ordered) {
        for (const uint32_t at : {0, 16}) {
-         execute("cp.async.cg.shared.global [%0], [%1], 16;", of(address(at)), of(kGlobal));
+         execute("cp.async.cg.shared.global [%0], [%1], 16;", "l", value(address(at)), "l",
+                 value(kGlobal));
          execute("cp.async.commit_group;");
        }
        ordered ? execute("cp.async.wait_group 0;") : execute("cp.async.wait_group 1;");
@@ -131,9 +135,12 @@ const Order kOrders[] = {
      [](bool ordered) {
        init(1024, 32);
        if (me() < 32) {
-         if (!ordered) execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", of(address(1024)));
-         execute("cp.async.cg.shared.global [%0], [%1], 16;", of(address(16 * me())), of(kGlobal));
-         if (ordered) execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", of(address(1024)));
+         if (!ordered)
+           execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", "l", value(address(1024)));
+         execute("cp.async.cg.shared.global [%0], [%1], 16;", "l", value(address(16 * me())), "l",
+                 value(kGlobal));
+         if (ordered)
+           execute("cp.async.mbarrier.arrive.noinc.b64 [%0];", "l", value(address(1024)));
        } else {
          wait_at(1024, 0);
          load(16 * (me() - 32));
