@@ -235,6 +235,7 @@ void barrier(Context& c, const Instruction& i) {
 }
 void mbarrier_init(Context& c, const Instruction& i) {
   const uint32_t arrivals = c.get32(i.atoms[1]);
+  if (c.get32(i.atoms[0]) % 8 != 0) fail("a barrier is not aligned");
   current->block->mbarriers[c.get32(i.atoms[0])] = {arrivals, arrivals};
 }
 void arrive(Mbarrier& barrier) {
