@@ -27,7 +27,7 @@ const std::vector<std::string> kExtras = {
 const std::vector<std::string> kForwardExtras = {"page-table", "page-indptr", "cache-batch-idx",
                                                  "leftpad-k", "tree-mask"};
 
-struct Request {
+struct AttendRequest {
   std::map<std::string, std::string> npy;  // path by the name of an input, output or extra
   std::string input, output;               // .safetensors
   std::string dtype, device = "cpu";
@@ -51,7 +51,7 @@ struct Request {
   throw CLI::ValidationError("--" + option, what);
 }
 
-void check_usage(const Request& r) {
+void check_usage(const AttendRequest& r) {
   if (!r.input.empty()) {
     for (const auto& names : {kInputs, kOutputs}) {
       for (const auto& name : names) {
@@ -85,7 +85,7 @@ void check_usage(const Request& r) {
 /// Of lse and dlse, where q has this one.
 DType lse_dtype(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
-Arrays read_inputs(const Request& r) {
+Arrays read_inputs(const AttendRequest& r) {
   Arrays arrays;
   if (!r.input.empty()) {
     const std::string where = "--input " + r.input;
@@ -115,7 +115,7 @@ Arrays read_inputs(const Request& r) {
   return arrays;
 }
 
-Arrays read_extras(const Request& r) {
+Arrays read_extras(const AttendRequest& r) {
   Arrays arrays;
   for (const auto& name : kExtras) {
     if (!r.has(name)) continue;
@@ -147,7 +147,7 @@ Tensors placed_extras(const Arrays& extras, Placement& place) {
 }
 
 /// The tensors of the call on `device` without their data: what can be planned.
-Tensors shapes_of_call(const Request& r, const Arrays& inputs, Device device) {
+Tensors shapes_of_call(const AttendRequest& r, const Arrays& inputs, Device device) {
   Tensors t;
   const auto add = [&](const std::string& name, DType dtype, std::span<const int64_t> shape) {
     t[name] = Tensor::contiguous(nullptr, dtype, shape, device);
@@ -214,7 +214,7 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           .dsinks = t["dsinks"]};
 }
 
-void write_outputs(const Request& r, Arrays outputs) {
+void write_outputs(const AttendRequest& r, Arrays outputs) {
   io::OutputFiles files;
   if (!r.output.empty()) {
     io::write_safetensors(files, r.output, outputs);
@@ -233,7 +233,7 @@ void report(const char* pass, double flops, double seconds, const std::string& e
              engine);
 }
 
-void attend(const Request& r) {
+void attend(const AttendRequest& r) {
   check_usage(r);
   const Device device = device_called(r.device, "--device " + r.device);
   const Arrays inputs = read_inputs(r), extras = read_extras(r);
@@ -286,7 +286,7 @@ void attend(const Request& r) {
 }  // namespace
 
 void add_attend(CLI::App& app) {
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<AttendRequest>();
   auto* command = app.add_subcommand("attend", "Attention, and its gradient, of tensors in files");
   const auto file = [&](const std::string& name, const std::string& help) {
     return command->add_option("--" + name, r->npy[name], help)->type_name("F.npy");

@@ -298,12 +298,12 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
       });
 }
 
-struct Request {
+struct BenchRequest {
   std::string grid = "quick", device = "cpu", json;
   std::vector<std::string> only;
 };
 
-std::vector<bench::Case> cases_of(const Request& r, Device device, int threads) {
+std::vector<bench::Case> cases_of(const BenchRequest& r, Device device, int threads) {
   const std::vector<bench::Case> cases = r.grid == "decode" ? bench::decode_grid(threads, device)
                                          : device.type == DeviceType::kCuda
                                              ? bench::cuda_grid(r.grid, device)
@@ -311,7 +311,7 @@ std::vector<bench::Case> cases_of(const Request& r, Device device, int threads) 
   return r.only.empty() ? cases : bench::only(cases, r.only);
 }
 
-void run_bench(const Request& r) {
+void run_bench(const BenchRequest& r) {
   const Device device = device_called(r.device, "--device " + r.device);
   if (!r.json.empty()) io::check_writable(r.json);
   const int threads = bench::all_threads();
@@ -350,7 +350,7 @@ void run_bench(const Request& r) {
 }  // namespace
 
 void add_bench(CLI::App& app) {
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<BenchRequest>();
   auto* command = app.add_subcommand(
       "bench", "The speed of the engine beside the peaks of this machine, measured in the run");
   command->add_option("--grid", r->grid, "Which shapes; default quick")

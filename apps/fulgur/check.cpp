@@ -19,7 +19,7 @@ namespace fulgur::app {
 namespace {
 
 using io::Array;
-using Tensors = std::map<std::string, Array>;
+using io::Arrays;
 
 struct CheckCase {
   const char* name;
@@ -58,7 +58,7 @@ const std::array<const Pass*, 2> kPasses = {&kForward, &kBackward};
 
 /// What the engine under test said of one case.
 struct Computed {
-  Tensors results;                                  ///< by name
+  Arrays results;                                   ///< by name
   std::map<const Pass*, std::string> not_computed;  ///< the engine's reason
 };
 
@@ -77,8 +77,8 @@ std::vector<int64_t> shape_of(const CheckCase& c, const std::string& name) {
   return {c.batch, c.sq, c.hq, c.dv};  // out, dout
 }
 
-Tensors random_inputs(const CheckCase& c, DType dtype, std::mt19937& random) {
-  Tensors inputs;
+Arrays random_inputs(const CheckCase& c, DType dtype, std::mt19937& random) {
+  Arrays inputs;
   std::normal_distribution<float> normal;
   for (const char* name : {"q", "k", "v", "dout"}) {
     Array array(DType::kF32, shape_of(c, name));
@@ -105,7 +105,7 @@ std::optional<Plan> planned(const Args& args, const Options& options, std::strin
 struct Pages {
   Array k, v, table, lengths;
 
-  Pages(const CheckCase& c, const Tensors& inputs)
+  Pages(const CheckCase& c, const Arrays& inputs)
       : k(paged(c, inputs.at("k"))), v(paged(c, inputs.at("v"))) {
     const int64_t pages = c.sk / c.page;
     table = Array(DType::kI32, {c.batch, pages});
@@ -132,7 +132,7 @@ struct Pages {
 
 /// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
 /// takes out and lse from the forward pass, which reads `pages` if there are any.
-Computed compute(const CheckCase& c, const Tensors& inputs, const Array& slopes, const Array& sinks,
+Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, const Array& sinks,
                  const std::optional<Pages>& pages, const Options& options, Device device) {
   const DType dtype = inputs.at("q").dtype();
   Computed computed;
@@ -201,7 +201,7 @@ struct HeadRows {
   }
 };
 
-std::map<std::string, Doubles> naive(const CheckCase& c, const Tensors& inputs,
+std::map<std::string, Doubles> naive(const CheckCase& c, const Arrays& inputs,
                                      const Options& options, const float* slopes,
                                      const float* sinks) {
   std::map<std::string, Doubles> in, out;
@@ -253,7 +253,7 @@ double largest_finite(const Doubles& x) {
 /// Prints a line of the table.
 void check_one(const CheckCase& c, DType dtype, int threads, Device device, std::mt19937& random,
                Tally* tally) {
-  const Tensors inputs = random_inputs(c, dtype, random);
+  const Arrays inputs = random_inputs(c, dtype, random);
   Options options;
   options.mask = c.mask;
   options.softcap = c.softcap;
@@ -273,7 +273,7 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
   std::optional<Pages> pages;
   if (c.page > 0) pages.emplace(c, inputs);
   const Computed got = compute(c, inputs, slopes, sinks, pages, options, device);
-  Tensors wide;
+  Arrays wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
   const Computed want = compute(c, wide, slopes, sinks, {}, options, {});
@@ -353,12 +353,12 @@ void check(const std::string& dtype, const std::string& device_name, int threads
 }  // namespace
 
 void add_check(CLI::App& app) {
-  struct Request {
+  struct CheckRequest {
     std::string dtype, device = "cpu";
     int threads = 0;
     std::optional<uint32_t> seed;
   };
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<CheckRequest>();
   auto* command = app.add_subcommand("check", "The engine against the reference on this machine");
   add_dtype(*command, r->dtype, "Only this dtype; default all");
   add_device(*command, r->device, "The engine of which device; default cpu");

@@ -11,7 +11,7 @@
 namespace fulgur::app {
 namespace {
 
-struct Request {
+struct ExplainRequest {
   ShapeFlags shape;
   std::string dtype = "f32", device = "cpu";
   bool backward = false;
@@ -20,7 +20,7 @@ struct Request {
   OptionFlags flags;
 };
 
-Plan plan_of(const Request& r) {
+Plan plan_of(const ExplainRequest& r) {
   const Device device = device_called(r.device, "--device " + r.device);
   const ShapeFlags s = r.shape.complete();
   const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
@@ -49,7 +49,7 @@ Plan plan_of(const Request& r) {
   return plan(args, r.flags.options());
 }
 
-void explain(const Request& r) {
+void explain(const ExplainRequest& r) {
   const Plan plan = plan_of(r);
   if (!r.svg.empty()) {
     const ShapeFlags s = r.shape.complete();
@@ -69,7 +69,7 @@ void explain(const Request& r) {
 }  // namespace
 
 void add_explain(CLI::App& app) {
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<ExplainRequest>();
   auto* command = app.add_subcommand(
       "explain", "The plan for a shape in words: engine, tiles, bytes, flops, what was rejected");
   r->shape.add_to(*command);

@@ -7,7 +7,7 @@
 namespace fulgur::app {
 namespace {
 
-struct Request {
+struct PrewarmRequest {
   std::string folder;
   std::vector<int64_t> dims = {64, 128};
   int64_t dv = -1;
@@ -18,7 +18,7 @@ struct Request {
 };
 
 /// A call like those to come, without data; any lengths and batch will do.
-cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options options) {
+cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Options options) {
   constexpr int64_t kLength = 1024, kHeads = 1;  // none of them is part of a kernel
   constexpr Device kDevice{DeviceType::kCuda, 0};
   const int64_t dv = r.dv < 0 ? d : r.dv;
@@ -58,7 +58,7 @@ cuda::Prewarmed prewarm_one(const Request& r, int64_t d, DType dtype, Options op
   return sum;
 }
 
-void prewarm(const Request& r) {
+void prewarm(const PrewarmRequest& r) {
   cuda::Prewarmed sum;
   for (const int64_t d : r.dims) {
     for (const std::string& dtype : r.dtypes) {
@@ -75,7 +75,7 @@ void prewarm(const Request& r) {
 }  // namespace
 
 void add_prewarm(CLI::App& app) {
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<PrewarmRequest>();
   auto* command = app.add_subcommand(
       "prewarm", "Compile CUDA kernels into a cache ahead of time; needs NVRTC, no GPU");
   command

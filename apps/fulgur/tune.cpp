@@ -17,7 +17,7 @@ namespace {
 
 using io::Array;
 
-struct Request {
+struct TuneRequest {
   ShapeFlags shape;
   std::string dtype = "bf16";
   bool backward = false, packed = false, alibi = false, seqused_q = false, seqused_k = false;
@@ -49,7 +49,7 @@ Array vector_of(DType dtype, int64_t size, Element f) {
   return array;
 }
 
-cuda::Tuned measure(const Request& r) {
+cuda::Tuned measure(const TuneRequest& r) {
   Options options = r.flags.options();
   Placement place(device_called("cuda", "tune"));
   const ShapeFlags s = r.shape.complete();
@@ -104,7 +104,7 @@ cuda::Tuned measure(const Request& r) {
       options);
 }
 
-void tune(const Request& r) {
+void tune(const TuneRequest& r) {
   const cuda::Tuned tuned = measure(r);
   fmt::print("{}: {}\n", tuned.device, tuned.shape_class);
   for (const cuda::TileTime& tile : tuned.tiles) {
@@ -120,7 +120,7 @@ void tune(const Request& r) {
 }  // namespace
 
 void add_tune(CLI::App& app) {
-  auto r = std::make_shared<Request>();
+  auto r = std::make_shared<TuneRequest>();
   auto* command = app.add_subcommand(
       "tune", "Measure the tiles of a pass on the GPU and keep the fastest for its like");
   r->shape.add_to(*command);

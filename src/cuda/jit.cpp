@@ -2,7 +2,6 @@
 
 #include <map>
 #include <mutex>
-#include <regex>
 #include <vector>
 
 #include "cuda/kernel_sources.h"
@@ -30,12 +29,15 @@ std::string text_digest(const std::string& source) {
 }  // namespace
 
 std::string defect_of(const Cubin& cubin) {
-  static const std::regex kSpills("([1-9][0-9]*) bytes spill stores"), kSerialized("C75[0-9][0-9]");
-  std::smatch match;
-  if (std::regex_search(cubin.log, match, kSpills))
-    return "spills " + match.str(1) + " bytes of registers";
-  if (std::regex_search(cubin.log, kSerialized))
-    return "has tensor core products that wait for each other";
+  const std::string_view log = cubin.log;
+  constexpr std::string_view kSpills = " bytes spill stores";
+  for (size_t at = log.find(kSpills); at != log.npos; at = log.find(kSpills, at + 1)) {
+    const size_t before = log.find_last_not_of("0123456789", at - 1);
+    const std::string_view bytes = log.substr(before + 1, at - before - 1);
+    if (bytes != "0") return fmt::format("spills {} bytes of registers", bytes);
+  }
+  // Remarks C7500 to C7599 of ptxas are about them.
+  if (log.find("C75") != log.npos) return "has tensor core products that wait for each other";
   return {};
 }
 

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <regex>
 #include <sstream>
 #include <vector>
 
@@ -48,6 +47,18 @@ KernelSources read_folder(const fs::path& folder) {
   return sources;
 }
 
+/// The file that a line of text includes, "" if it includes none.
+std::string included_by(const std::string& line) {
+  constexpr const char* kBlanks = " \t";
+  const size_t sign = line.find_first_not_of(kBlanks);
+  if (sign == line.npos || line[sign] != '#') return {};
+  const size_t word = line.find_first_not_of(kBlanks, sign + 1);
+  if (word == line.npos || line.compare(word, 7, "include") != 0) return {};
+  const size_t open = line.find_first_of("<\"", word);
+  if (open == line.npos) return {};
+  return line.substr(open + 1, line.find_first_of(">\"", open + 1) - open - 1);
+}
+
 }  // namespace
 
 const KernelSources& kernel_sources() {
@@ -59,7 +70,6 @@ const KernelSources& kernel_sources() {
 }
 
 KernelSources sources_of(const KernelSources& sources, const std::string& kernel) {
-  static const std::regex kInclude(R"(\s*#\s*include\s*([<"])([^>"]+)[>"].*)");
   KernelSources read;
   std::vector<std::string> unread;
   const auto add = [&](const std::string& name, const std::string& why) {
@@ -74,10 +84,11 @@ KernelSources sources_of(const KernelSources& sources, const std::string& kernel
     const std::string name = unread.back();
     unread.pop_back();
     std::istringstream text(sources.at(name));
-    std::smatch match;
     for (std::string line; std::getline(text, line);) {
-      if (!std::regex_match(line, match, kInclude) || match[2] == "plan.h") continue;
-      if (match[1] == "\"" || sources.contains(match[2])) add(match[2], name + " includes");
+      const std::string included = included_by(line);
+      if (included.empty() || included == "plan.h") continue;
+      const bool system = line.find('<') != line.npos;
+      if (!system || sources.contains(included)) add(included, name + " includes");
     }
   }
   return read;
