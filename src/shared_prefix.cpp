@@ -95,7 +95,7 @@ std::string undivided(const Problem& p) {
   if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {
     return "the rows of page_table do not lie one after the other";
   }
-  if (std::max({p.total_q, ids_of(p), p.sk, p.batch}) >= kMostNumber) {
+  if (std::max({p.total_q, ids_of(p), p.sk, p.batch, p.prefix_groups}) >= kMostNumber) {
     return "rows, keys or ids are too many for int32";
   }
   if (const int64_t rows = p.sq * p.group(); rows > kMostRows) {

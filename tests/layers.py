@@ -33,7 +33,7 @@ INNER = {
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
         ("families", r"(call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
-        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|tuning|tune|prewarm|cuda_engine)\.\w+"),
+        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|shared_prefix|tuning|tune|prewarm|cuda_engine)\.\w+"),
     ],
     "src/kernels/": [
         ("shared header", r"shared/\w+\.h"),

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <climits>
 #include <functional>
 #include <limits>
 #include <optional>
+#include <random>
 
 #include "cached.h"
 #include "engine_memory.h"
@@ -245,6 +247,80 @@ TEST_P(SharedPrefix, GroupsAndLengthsChangeBetweenRunsOfAPlan) {
       memory.bring_back();
       EXPECT_TRUE(forward_is_right(w, e));
       EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
+// Beside tensors on a GPU: each number may lie on the host, where those that are wrong are named.
+TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
+  if (device_of(engine()).type == DeviceType::kCpu) return;
+  const Setting setting = settings()[2];  // packed
+  Workload w(setting.c, 36, setting.lengths);
+  w.options.engine = engine();
+  Shared shared(w, {Order::kNhd, Index::kTable, 16}, setting.groups, setting.lens);
+  const Expected e = expect_forward(w);
+  shared.poison();
+  w.seal();
+  Tensor ForwardTensors::*const kNumbers[] = {
+      &ForwardTensors::prefix_groups, &ForwardTensors::prefix_lens, &ForwardTensors::seqused_k,
+      &ForwardTensors::cu_seqlens_q, &ForwardTensors::sinks};
+  for (unsigned on_host = 1; on_host < 32; on_host += 3) {
+    SCOPED_TRACE(on_host);
+    EngineMemory memory(engine());
+    ForwardTensors there = memory.at(shared.forward);
+    for (size_t i = 0; i < 5; ++i) {
+      if ((on_host >> i & 1) != 0) there.*kNumbers[i] = shared.forward.*kNumbers[i];
+    }
+    const Options options = memory.options(there, w.options);
+    if (!computes([&] { forward(there, options); })) return;
+    memory.bring_back();
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(w.check_memory());
+    if ((on_host & 2) == 0) continue;
+    const std::vector<double> lens = read(shared.forward.prefix_lens);
+    write(shared.forward.prefix_lens, std::vector<double>{1, -1, 1, 1});
+    EXPECT_EQ(message_of([&] { forward(there, options); }).find("prefix_lens: got -1 at 1, want "),
+              0u);
+    write(shared.forward.prefix_lens, lens);
+  }
+}
+
+// On a device nobody has checked them: nothing but the outputs is written, and the next run is
+// right.
+TEST_P(SharedPrefix, NumbersOnTheDeviceMayBeAnything) {
+  if (device_of(engine()).type == DeviceType::kCpu) return;
+  for (const Setting& setting : {settings()[0], settings()[2]}) {
+    for (const Index index : {Index::kTable, Index::kLists}) {
+      SCOPED_TRACE(setting.c.name());
+      Workload w(setting.c, 37, setting.lengths);
+      w.options.engine = engine();
+      Shared shared(w, {Order::kNhd, index, 16}, setting.groups, setting.lens);
+      const Expected e = expect_forward(w);
+      EngineMemory memory(engine());
+      const ForwardTensors there = memory.at(shared.forward);
+      const Options options = memory.options(shared.forward, w.options);
+      std::mt19937_64 random(38);
+      const std::vector<double> kValues = {INT_MIN, -1, 0, 1, 3, 5, 7, 8, 400, INT_MAX};
+      for (const Tensor& t :
+           {shared.forward.prefix_groups, shared.forward.prefix_lens, shared.forward.seqused_k}) {
+        for (int i = 0; i < 3; ++i) {
+          const std::vector<double> right = read(t);
+          std::vector<double> wrong = right;
+          for (double& x : wrong) x = kValues[random() % kValues.size()];
+          write(t, wrong);
+          w.seal();
+          memory.send();
+          if (!computes([&] { forward(there, options); })) return;
+          memory.bring_back();
+          EXPECT_TRUE(w.check_memory());
+          write(t, right);
+          w.seal();
+          memory.send();
+          forward(there, options);
+          memory.bring_back();
+          EXPECT_TRUE(forward_is_right(w, e));
+        }
+      }
     }
   }
 }
