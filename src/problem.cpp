@@ -387,7 +387,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.want_lse, p.has_dlse, p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right,
       p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
-      p.cache.batch_idx, p.cache.leftpad, p.prefix_groups);
+      p.cache.batch_idx, p.cache.leftpad, p.prefix_groups, p.of_groups);
   add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_q, p.host.seqused_k,
       p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks, p.host.prefix_groups,
       p.host.prefix_lens);

@@ -50,6 +50,7 @@ struct Problem {
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
   int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
+  bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
   HostNumbers host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;

@@ -61,6 +61,7 @@ Problem prefix_problem(Problem p) {
   p.cache.pages = Problem::Cache::Pages::kLists;
   p.cache.table_stride = 0;
   p.batch = std::exchange(p.prefix_groups, 0);
+  p.of_groups = true;
   p.packed = true;
   p.sq = p.total_q;
   p.mask = full();

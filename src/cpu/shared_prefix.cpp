@@ -8,8 +8,8 @@
 namespace fulgur::cpu {
 namespace {
 
-/// A few threads read so much while others would start and end another time.
-constexpr int64_t kCostBytes = int64_t{256} << 10;
+/// Threads read about so much from their caches while they start twice more and merge.
+constexpr int64_t kCostBytes = int64_t{8} << 20;
 
 class CpuPrefixSteps final : public PrefixSteps {
  public:
