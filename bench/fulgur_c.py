@@ -55,7 +55,8 @@ class Options(Struct):
 
 class ForwardArgs(Struct):
     _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k", "rng_state",
-                               "page_table")]
+                               "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "sinks", "tree_mask",
+                               "seqused_q", "prefix_groups", "prefix_lens")]
 
 
 class BackwardArgs(Struct):

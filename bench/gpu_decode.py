@@ -28,16 +28,18 @@ class DecodeCase:
     queries: int = 1
     page: int = 0  # keys of a page, in random order; 0: contiguous
     lengths: tuple = ()  # of the sequences, `keys` the longest; empty: all have `keys`
+    prefix: int = 0  # so many first keys, whole pages, are those of the first sequence
 
     def used(self):
         return self.lengths or (self.keys,) * self.batch
 
     def bytes(self):
-        of_keys = 2 * sum(self.used()) * self.kv_heads
+        shared = self.prefix * (self.batch - 1)
+        of_keys = 2 * (sum(self.used()) - shared) * self.kv_heads
         return 2 * self.d * (of_keys + 2 * self.batch * self.queries * self.heads)
 
     def tensors(self, generator):
-        """q, k, v, seqused_k and, with pages, page_table, by the C API's names."""
+        """q, k, v, seqused_k and, with pages, page_table and the shared prefix, by the C API's names."""
 
         def normal(*shape):
             return torch.randn(shape, device=DEVICE, generator=generator, dtype=torch.bfloat16)
@@ -50,6 +52,11 @@ class DecodeCase:
             rows = (sum(counts), self.page)
             pages = torch.randperm(rows[0], device=DEVICE, generator=generator).to(torch.int32).split(counts)
             tensors["page_table"] = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+        if self.prefix:
+            ints = {"device": DEVICE, "dtype": torch.int32}
+            tensors["page_table"][:, : self.prefix // self.page] = tensors["page_table"][0, : self.prefix // self.page]
+            tensors["prefix_groups"] = torch.tensor([0, self.batch], **ints)
+            tensors["prefix_lens"] = torch.tensor([self.prefix], **ints)
         return tensors | {name: normal(*rows, self.kv_heads, self.d) for name in ("k", "v")}
 
 
@@ -59,6 +66,7 @@ CASES = (
     DecodeCase(1, 8192, 8, 1), DecodeCase(64, 4096, 28, 4), DecodeCase(64, 4096, 32, 32),
     DecodeCase(64, 8192, 64, 8, d=64), DecodeCase(32, 8192, 16, 8, d=256),
     *(DecodeCase(64, 8192, 32, 8, page=page) for page in (16, 64, 256)),
+    DecodeCase(64, 8192 + 256, 32, 8, page=16, prefix=8192),
     DecodeCase(64, 131072, 32, 8, page=64, lengths=(131072, *(1024,) * 63)),
     DecodeCase(4, 45118, 32, 8, page=64, lengths=(4641, 45118, 1730, 1696)),
     DecodeCase(64, 8192, 64, 8, queries=4), DecodeCase(8, 8192, 64, 8, queries=4),

@@ -57,7 +57,9 @@ ForwardArgs read_args(const nb::dict& views) {
           .cache_batch_idx = tensor(views, "cache_batch_idx"),
           .leftpad_k = tensor(views, "leftpad_k"),
           .sinks = tensor(views, "sinks"),
-          .tree_mask = tensor(views, "tree_mask")};
+          .tree_mask = tensor(views, "tree_mask"),
+          .prefix_groups = tensor(views, "prefix_groups"),
+          .prefix_lens = tensor(views, "prefix_lens")};
 }
 
 template <>

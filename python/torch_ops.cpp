@@ -317,12 +317,15 @@ void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
   const Handle page_table = in.optional_tensor(), page_indptr = in.optional_tensor();
   const Handle cache_batch_idx = in.optional_tensor(), leftpad_k = in.optional_tensor();
   const Handle tree_mask = in.optional_tensor();
+  const Handle prefix_groups = in.optional_tensor(), prefix_lens = in.optional_tensor();
   ForwardArgs args = call.args();
   args.page_table = view("page_table", page_table);
   args.page_indptr = view("page_indptr", page_indptr);
   args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
   args.leftpad_k = view("leftpad_k", leftpad_k);
   args.tree_mask = view("tree_mask", tree_mask);
+  args.prefix_groups = view("prefix_groups", prefix_groups);
+  args.prefix_lens = view("prefix_lens", prefix_lens);
   run_forward(call, args, stack);
 }
 

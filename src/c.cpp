@@ -104,7 +104,9 @@ ForwardArgs convert(const fulgur_forward_args* given) {
                    .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
                    .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
                    .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
-                   .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask")};
+                   .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask"),
+                   .prefix_groups = optional<ConstTensor>(a.prefix_groups, "prefix_groups"),
+                   .prefix_lens = optional<ConstTensor>(a.prefix_lens, "prefix_lens")};
   set_extras(a, args);
   return args;
 }

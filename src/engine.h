@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -8,6 +9,8 @@
 #include <vector>
 
 #include "fulgur/attention.h"
+#include "kernels/shared_prefix_params.h"
+#include "merge_call.h"
 #include "problem.h"
 
 namespace fulgur {
@@ -35,6 +38,24 @@ class Executable {
   virtual WorkspaceNeed workspace() const = 0;
 };
 
+/// What an engine does besides attention where a call is divided at the ends of shared prefixes
+/// (shared_prefix.h), for one problem. Runs may overlap.
+class PrefixSteps {
+ public:
+  virtual ~PrefixSteps() = default;
+  /// Bytes of K and V that could be read while the steps and another launch of attention start.
+  virtual int64_t cost_bytes() const = 0;
+  /// Calls `compute` with memory for a run: the caller's, or its own, as `need` says.
+  virtual void with_workspace(const WorkspaceNeed& need, const Run& run,
+                              const std::function<void(void*)>& compute) const = 0;
+  /// Bytes of the workspace for numbers in the host's memory, and the call with those moved there.
+  virtual int64_t numbers_bytes() const = 0;
+  virtual ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const = 0;
+  /// Writes what the parts are told, where the engine computes.
+  virtual void divide(const kernels::SharedPrefixParams& params, const Run& run) const = 0;
+  virtual void merge(const MergeCall& call, const Run& run) const = 0;
+};
+
 /// One way to compute attention on one kind of device.
 class Engine {
  public:
@@ -49,6 +70,8 @@ class Engine {
   virtual std::string only_by_name(const Problem&) const { return {}; }
   /// `threads`: as Options says.
   virtual std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const = 0;
+  /// Null where it does not read shared prefixes once. `threads`: as Options says.
+  virtual std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const { return {}; }
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
   virtual void check_plannable(const Problem&, const Run&) const {}
   /// Plans made under another number are out of date.

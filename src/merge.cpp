@@ -10,7 +10,7 @@ void merge(std::span<const Partial> parts, const Merged& result, const Run& run)
   const MergeCall call = checked_merge(parts, result);
   if (result.out.numel() == 0) return;
   if (result.out.device.type == DeviceType::kCpu) {
-    cpu::merge(call);
+    cpu::merge(call, 0);
   } else {
     cuda::merge(call, run);
   }

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "fulgur/error.h"
+#include "shared_prefix.h"
 #include "tiles.h"
 
 namespace fulgur {
@@ -70,6 +72,16 @@ std::string summary(const Problem::Cache& c) {
   return s;
 }
 
+/// The engine's plan of a problem that it computes.
+std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& engine, int threads,
+                                                std::vector<std::string>* rejected) {
+  if (p.prefix_groups == 0) return engine.plan(p, threads);
+  std::string why;
+  if (auto divided = plan_shared_prefixes(p, engine, threads, &why)) return divided;
+  rejected->push_back(fmt::format("shared prefixes read once: {}", why));
+  return engine.plan(without_prefixes(p), threads);
+}
+
 std::string summary(const Problem& p) {
   std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
                               p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
@@ -100,6 +112,7 @@ std::string summary(const Problem& p) {
   if (p.seqused_q) s += ", seqused_q";
   if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);
+  if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
   if (p.has_dlse) s += ", dlse";
   if (p.want_dsinks) s += ", dsinks";
   return s;
@@ -125,7 +138,7 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   impl->engine = &choose_engine(impl->problem, options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
-  impl->executable = impl->engine->plan(impl->problem, threads);
+  impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);
   if (const int64_t want = impl->executable->workspace().bytes; !impl->problem.has_room(want)) {
     fail("max_workspace", "got {} bytes, want at least {}", impl->problem.max_workspace, want);
   }
@@ -141,6 +154,7 @@ template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
   check_pointers(args);
   check_random_numbers(args, run);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) check_prefixes(plan.problem, args);
   check_workspace(plan.executable->workspace(), run.workspace);
   plan.executable->run(&args, run);
 }

@@ -77,6 +77,24 @@ void check_per_head(const char* name, const ConstTensor& t, const Problem& p, bo
   }
 }
 
+/// Groups of sequences that begin with the same keys.
+void set_prefixes(const ForwardArgs& args, Problem& p) {
+  const ConstTensor &groups = args.prefix_groups, &lens = args.prefix_lens;
+  if (!groups.given() && !lens.given()) return;
+  if (!groups.given()) fail("prefix_groups", "not given, want it beside prefix_lens");
+  if (!lens.given()) fail("prefix_lens", "not given, want it beside prefix_groups");
+  if (!p.cache.paged()) fail("prefix_groups", "given without page_table");
+  if (groups.rank != 1 || groups.shape[0] < 2) {
+    fail("prefix_groups", "got {}, want i32 (groups + 1) of at least one group", groups.describe());
+  }
+  p.prefix_groups = groups.shape[0] - 1;
+  check_lengths("prefix_groups", groups, p.prefix_groups + 1, "(groups + 1)", p.device);
+  check_lengths("prefix_lens", lens, p.prefix_groups, "(groups)", p.device);
+  const bool beside_a_device = p.device.type != DeviceType::kCpu;
+  p.host.prefix_groups = beside_a_device && on_host(groups);
+  p.host.prefix_lens = beside_a_device && on_host(lens);
+}
+
 /// Where the lengths, slopes and sinks lie.
 template <class Args>
 void set_host_numbers(const Args& args, const CacheTensors& cache, Problem& p) {
@@ -238,7 +256,7 @@ Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool 
 /// walk.
 void drop_sequences(Problem& p) {
   if (p.packed) return;
-  p.batch = p.sq = p.sk = p.total_k = p.total_keys = 0;
+  p.batch = p.sq = p.sk = p.total_k = p.total_keys = p.prefix_groups = 0;
   p.host = {.sinks = p.host.sinks && p.want_dsinks};
 }
 
@@ -258,7 +276,7 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 17> named(const ForwardArgs& a) {
+std::array<Named, 19> named(const ForwardArgs& a) {
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -275,7 +293,9 @@ std::array<Named, 17> named(const ForwardArgs& a) {
            {"cache_batch_idx", a.cache_batch_idx},
            {"leftpad_k", a.leftpad_k},
            {"sinks", a.sinks},
-           {"tree_mask", a.tree_mask}}};
+           {"tree_mask", a.tree_mask},
+           {"prefix_groups", a.prefix_groups},
+           {"prefix_lens", a.prefix_lens}}};
 }
 
 std::array<Named, 18> named(const BackwardArgs& a) {
@@ -367,9 +387,10 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.want_lse, p.has_dlse, p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right,
       p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
-      p.cache.batch_idx, p.cache.leftpad);
+      p.cache.batch_idx, p.cache.leftpad, p.prefix_groups, p.of_groups);
   add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_q, p.host.seqused_k,
-      p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks);
+      p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks, p.host.prefix_groups,
+      p.host.prefix_lens);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);
@@ -402,6 +423,7 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
   if (p.want_lse) p.lse = check_lse("lse", args.lse, p, true);
   p.has_tree = args.tree_mask.given();
   if (p.has_tree) check_tree(args.tree_mask, p);
+  set_prefixes(args, p);
   if (p.total_q == 0) drop_sequences(p);
   return p;
 }

@@ -34,6 +34,7 @@ struct Problem {
   struct HostNumbers {
     bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_q = false, seqused_k = false;
     bool leftpad_k = false, alibi_slopes = false, sinks = false;
+    bool prefix_groups = false, prefix_lens = false;
     bool operator==(const HostNumbers&) const = default;
   };
 
@@ -48,6 +49,8 @@ struct Problem {
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
+  int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
+  bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
   HostNumbers host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;

@@ -22,7 +22,7 @@ LAYERS = [
     ("problem", r"src/(problem|append_(call|lengths)|cache|merge_call|sequences|key_rows|padding|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
-    ("plan", r"src/(plan(_cache)?\.(h|cpp)|engine\.cpp)"),
+    ("plan", r"src/((plan(_cache)?|shared_prefix)\.(h|cpp)|engine\.cpp)"),
     ("api", r"src/(api|append|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
 ]
 
@@ -33,7 +33,7 @@ INNER = {
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
         ("families", r"(call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
-        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|tuning|tune|prewarm|cuda_engine)\.\w+"),
+        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|shared_prefix|tuning|tune|prewarm|cuda_engine)\.\w+"),
     ],
     "src/kernels/": [
         ("shared header", r"shared/\w+\.h"),

@@ -49,9 +49,9 @@ struct Options {
 struct ForwardArgs {
   ConstTensor q{}, k{}, v{};
   Tensor out{}, lse{};
-  // Slopes, lengths (cu_seqlens, seqused, leftpad_k) and sinks lie on the device of q or in host
-  // memory, where each run reads them and checks the lengths; they may change once it has returned,
-  // and a graph keeps those of its capture.
+  // Slopes, lengths (cu_seqlens, seqused, leftpad_k, prefix_groups, prefix_lens) and sinks lie on
+  // the device of q or in host memory, where each run reads them and checks the lengths; they may
+  // change once it has returned, and a graph keeps those of its capture.
 
   ConstTensor alibi_slopes{};  ///< f32 (hq) or (batch, hq)
   /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
@@ -95,6 +95,16 @@ struct ForwardArgs {
   /// the jth of them, key sk - sq + j, where the mask shows it, too (speculative decoding). Earlier
   /// keys, and bits that have no key, are as without it.
   ConstTensor tree_mask{};
+
+  /// Shared prefixes: i32 (groups + 1), non-decreasing, first 0, last = batch. The sequences of
+  /// group g, prefix_groups[g] .. prefix_groups[g+1]-1, begin with the same keys and values, in the
+  /// same pages or in others of the same content: that of all of them is read through the pages of
+  /// the first, once, where that pays. Says where keys are read, not what is computed. Beside
+  /// page_table alone. Both or none.
+  ConstTensor prefix_groups{};
+  /// i32 (groups): so many keys, no more than each sequence of the group has in front of its
+  /// queries' own, seqused_k[b] less the queries of b.
+  ConstTensor prefix_lens{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the

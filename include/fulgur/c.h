@@ -58,7 +58,8 @@ FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t str
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
 /// Null tensors are "not given". Beside tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
-/// seqused_q, seqused_k, leftpad_k), alibi_slopes and sinks may lie on the CPU.
+/// seqused_q, seqused_k, leftpad_k, prefix_groups, prefix_lens), alibi_slopes and sinks may lie on
+/// the CPU.
 typedef struct fulgur_forward_args {
   size_t struct_size;  ///< sizeof(fulgur_forward_args)
   const DLTensor *q, *k, *v;
@@ -76,6 +77,9 @@ typedef struct fulgur_forward_args {
   const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
   const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
   const DLTensor* seqused_q;  ///< i32 (batch): so many first queries of each sequence exist
+  /// i32 (groups + 1), i32 (groups), beside a page_table: so many first keys are the same for all
+  /// sequences from prefix_groups[g] to prefix_groups[g + 1] - 1; both or none.
+  const DLTensor *prefix_groups, *prefix_lens;
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.

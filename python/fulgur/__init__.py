@@ -69,8 +69,8 @@ def attention(
     sinks=None, dropout_p=0.0, seed=0, offset=0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None,
     page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
-    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", return_lse=False,
-    out=None, stream=None,
+    prefix_groups=None, prefix_lens=None, deterministic=False, invariant=False, max_workspace=0,
+    threads=0, engine="", return_lse=False, out=None, stream=None,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -105,8 +105,8 @@ def attention(
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
             the rows behind are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
-            Beside arrays on a GPU lengths (leftpad_k, too), alibi_slopes and sinks may lie on the
-            CPU.
+            Beside arrays on a GPU lengths (leftpad_k, prefix_groups and prefix_lens, too),
+            alibi_slopes and sinks may lie on the CPU.
         page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page,
             hk, dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j //
             page]``. seqused_k must be given.
@@ -118,6 +118,10 @@ def attention(
             query. The last sq keys of a sequence are the tokens of its queries, and bit j says
             whether a query sees the jth of them, where the mask shows it, too (drafts of
             speculative decoding). Earlier keys are as without it. It has no gradient.
+        prefix_groups, prefix_lens: int32 ``(groups + 1,)`` and ``(groups,)``, beside a page_table:
+            sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
+            ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are
+            read once, through the pages of the first sequence, where that pays. Both or none.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on ``threads``.
         max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
@@ -156,8 +160,9 @@ def attention(
         alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
     )
     extras |= _a.forward_extras(
-        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
-    )
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
+        stream,
+    )  # fmt: skip
     return _forward(
         lambda views: _fulgur.forward(views, options, stream, **random),
         q, k, v, out, None, return_lse, extras, stream,
@@ -217,8 +222,8 @@ def plan(
     softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, rng_state=None, cu_seqlens_q=None,
     cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None,
     page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None,
-    deterministic=False, invariant=False, max_workspace=0, threads=0, engine="", return_lse=False,
-    out=None,
+    prefix_groups=None, prefix_lens=None, deterministic=False, invariant=False, max_workspace=0,
+    threads=0, engine="", return_lse=False, out=None,
 ):  # fmt: skip
     """Every decision about one shape of :func:`attention`, made once, to be run many times.
 
@@ -230,7 +235,8 @@ def plan(
         causal, ..., engine: as for :func:`attention`.
         alibi_slopes, sinks, seqused_q, seqused_k, rng_state: given if runs will give them; the
             values may change.
-        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens:
+            likewise.
         cu_seqlens_q, cu_seqlens_k: given if runs will give them; the values may change, up to the
             longest sequence of these or to ``max_seqlen_q`` and ``max_seqlen_k``.
         return_lse: runs return ``(out, lse)``.
@@ -263,7 +269,9 @@ def plan(
     views |= _a.extras(
         alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state
     )
-    views |= _a.forward_extras(page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask)
+    views |= _a.forward_extras(
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens
+    )
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
@@ -361,8 +369,8 @@ class Plan(_AnyPlan):
     def run(
         self, q, k, v, *, alibi_slopes=None, sinks=None, seed=0, offset=0, rng_state=None,
         cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None,
-        page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, out=None, lse=None,
-        workspace=None, stream=None,
+        page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, prefix_groups=None,
+        prefix_lens=None, out=None, lse=None, workspace=None, stream=None,
     ):  # fmt: skip
         """Computes :func:`attention` of arrays of the shapes, strides and dtypes planned for.
 
@@ -370,7 +378,8 @@ class Plan(_AnyPlan):
             q, k, v: as planned; the values may be others.
             alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as planned, each
                 given if it was; the values may be others.
-            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: likewise.
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
+                prefix_lens: likewise.
             seed, offset: of the dropout, 0 to 2^64 - 1.
             rng_state: the same as an array, given if it was planned.
             out, lse: where to write; lse only where the plan has ``return_lse``.
@@ -389,8 +398,9 @@ class Plan(_AnyPlan):
         extras = _a.extras(
             alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
         ) | _a.forward_extras(
-            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream
-        )
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
+            prefix_lens, stream,
+        )  # fmt: skip
         return _forward(
             lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
             q, k, v, out, lse, self._return_lse, extras, stream,
@@ -572,8 +582,8 @@ def explain(
     scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0, seed=0, offset=0,
     rng_state=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
-    leftpad_k=None, tree_mask=None, deterministic=False, invariant=False, max_workspace=0,
-    threads=0, engine="",
+    leftpad_k=None, tree_mask=None, prefix_groups=None, prefix_lens=None, deterministic=False,
+    invariant=False, max_workspace=0, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -605,7 +615,8 @@ def explain(
     )  # fmt: skip
     forward = dict(
         page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
-        leftpad_k=leftpad_k, tree_mask=tree_mask,
+        leftpad_k=leftpad_k, tree_mask=tree_mask, prefix_groups=prefix_groups,
+        prefix_lens=prefix_lens,
     )  # fmt: skip
     _a.random_numbers(seed, offset)
     if not _a.flag("backward", backward):

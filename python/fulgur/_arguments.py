@@ -159,10 +159,15 @@ def cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream=0):
     }
 
 
-def forward_extras(page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, stream=0):
+def forward_extras(
+    page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
+    stream=0,
+):  # fmt: skip
     """Views of what the forward pass alone may take besides."""
     return cache(page_table, page_indptr, cache_batch_idx, leftpad_k, stream) | {
-        "tree_mask": optional_view("tree_mask", tree_mask, stream)
+        "tree_mask": optional_view("tree_mask", tree_mask, stream),
+        "prefix_groups": optional_view("prefix_groups", prefix_groups, stream),
+        "prefix_lens": optional_view("prefix_lens", prefix_lens, stream),
     }
 
 

@@ -192,7 +192,7 @@ def _check(arrays, options):
             options = options | {
                 f"max_seqlen_{name}": options[f"max_seqlen_{name}"] or rows
             }
-    views |= _a.forward_extras(None, None, None, None, None) | {"rng_state": None}
+    views |= _a.forward_extras(*(None,) * 7) | {"rng_state": None}
     _fulgur.plan_forward(views, options)
 
 

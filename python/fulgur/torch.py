@@ -36,7 +36,7 @@ _FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 # What the forward pass alone takes behind them, and has no gradient.
 _CACHE = (
     "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k, "
-    "Tensor? tree_mask"
+    "Tensor? tree_mask, Tensor? prefix_groups, Tensor? prefix_lens"
 )
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
@@ -207,7 +207,7 @@ def _forward_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
 @register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
 def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
     lengths = cu_q, cu_k, seqused_q, seqused_k
-    pairs = q.shape[-2] * _visible_scores(q, k, *lengths, *rest[4:7], rest[-2])
+    pairs = q.shape[-2] * _visible_scores(q, k, *lengths, *rest[4:7], rest[-4])
     return pairs * 2 * (q.shape[-1] + v.shape[-1])
 
 
@@ -318,7 +318,8 @@ def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
-    leftpad_k=None, tree_mask=None, deterministic=False, invariant=False, return_lse=False,
+    leftpad_k=None, tree_mask=None, prefix_groups=None, prefix_lens=None, deterministic=False,
+    invariant=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -351,6 +352,8 @@ def attention(
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
         tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a
             query sees the jth of the last sq keys, the drafted tokens.
+        prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
+            :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -370,7 +373,8 @@ def attention(
         raise ValueError("alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()")
     cache = (page_table, page_indptr, cache_batch_idx, leftpad_k)
     cached = any(x is not None for x in cache)
-    forward_only = cached or tree_mask is not None
+    alone = (tree_mask, prefix_groups, prefix_lens)
+    forward_only = cached or any(x is not None for x in alone)
     if forward_only:
         _want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
     kind = q.device.type
@@ -389,7 +393,7 @@ def attention(
     if not cached:
         k, v = _rows(k), _rows(v)
     if forward_only:
-        out, lse = _forward_cached(q, k, v, *shared, *cache, tree_mask)
+        out, lse = _forward_cached(q, k, v, *shared, *cache, *alone)
         return (out, lse) if return_lse else out
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

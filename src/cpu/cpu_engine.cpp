@@ -9,6 +9,7 @@
 #include "cpu/cpu_plan.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch_memory.h"
+#include "cpu/shared_prefix.h"
 #include "fulgur/error.h"
 #include "padding.h"
 #include "parallel.h"
@@ -291,6 +292,9 @@ class CpuEngine final : public Engine {
   }
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
     return std::make_unique<CpuExecutable>(problem, threads);
+  }
+  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int threads) const override {
+    return cpu::prefix_steps(threads);
   }
 };
 

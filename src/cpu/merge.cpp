@@ -10,8 +10,8 @@
 
 namespace fulgur::cpu {
 
-void merge(const MergeCall& call) {
-  parallel_for(call.batch * call.rows, 0, [&](int64_t row) {
+void merge(const MergeCall& call, int threads) {
+  parallel_for(call.batch * call.rows, threads, [&](int64_t row) {
     const int64_t b = row / call.rows, r = row % call.rows;
     std::vector<double> weight(call.from.size()), sum(call.dim);
     for (int64_t h = 0; h < call.heads; ++h) {
@@ -23,7 +23,8 @@ void merge(const MergeCall& call) {
       }
       // All parts saw no key: subtracting -inf from itself would give NaN instead of 0.
       const double shift = std::isinf(m) && m < 0 ? 0 : m;
-      for (double& w : weight) total += w = std::exp(w - shift);
+      // An infinite sink takes all of the weight: less itself it would give NaN.
+      for (double& w : weight) total += w = w == shift ? 1 : std::exp(w - shift);
       std::fill(sum.begin(), sum.end(), 0.0);
       for (size_t i = 0; i < call.from.size(); ++i) {
         if (weight[i] == 0) continue;  // an unseen part may hold anything

@@ -4,7 +4,7 @@
 
 namespace fulgur::cpu {
 
-/// Combines the parts row by row, in f64.
-void merge(const MergeCall& call);
+/// Combines the parts row by row, in f64. `threads`: as Options says.
+void merge(const MergeCall& call, int threads);
 
 }  // namespace fulgur::cpu

@@ -21,6 +21,8 @@ KernelUse use_of(CallKernel kernel) {
   if (kernel == CallKernel::kMerge) return {{"merge.cu", "", "sm_90a"}, "fulgur_merge", 0};
   if (kernel == CallKernel::kStore)
     return {{"store_numbers.cu", "", "sm_90a"}, "fulgur_store_numbers", 0};
+  if (kernel == CallKernel::kDivide)
+    return {{"shared_prefix.cu", "", "sm_90a"}, "fulgur_shared_prefix", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
   const std::string header =
       fmt::format("#pragma once\n#include \"shared/element.h\"\nconstexpr Element kElement = {};\n",
@@ -31,16 +33,20 @@ KernelUse use_of(CallKernel kernel) {
 CallKernel append_kernel(DType dtype) { return static_cast<CallKernel>(dtype); }
 
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
-  std::atomic<CUfunction>& function = gpu.call_function(static_cast<int>(kernel));
+  const std::atomic<CUfunction>& function = gpu.call_function(static_cast<int>(kernel));
   if (CUfunction ready = function.load(std::memory_order_acquire); ready != nullptr) return ready;
-  const KernelUse use = use_of(kernel);
   if (is_capturing(stream)) {
     fail("stream",
          "is being captured, and this is the first launch of {} on the device, which loads it; "
          "make such a call before the capture",
-         use.entry);
+         use_of(kernel).entry);
   }
-  function.store(gpu.kernel(use).function, std::memory_order_release);
+  return load(kernel, gpu);
+}
+
+CUfunction load(CallKernel kernel, Gpu& gpu) {
+  const CUfunction function = gpu.kernel(use_of(kernel)).function;
+  gpu.call_function(static_cast<int>(kernel)).store(function, std::memory_order_release);
   return function;
 }
 

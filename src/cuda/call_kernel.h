@@ -5,10 +5,12 @@
 
 namespace fulgur::cuda {
 
-// The kernels of calls without a plan, append and merge.
+// The kernels of calls without a plan, append and merge, and others that are the same for all
+// plans.
 
-/// Append has one for each dtype. kStore writes numbers of its arguments to memory, of plans, too.
-enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kStore };
+/// Append has one for each dtype. kStore writes numbers of its arguments to memory, of plans, too;
+/// kDivide what the parts of a plan over shared prefixes are told.
+enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kStore, kDivide };
 
 KernelUse use_of(CallKernel kernel);
 
@@ -18,6 +20,9 @@ CallKernel append_kernel(DType dtype);
 /// The kernel on a device, in its context. The first call loads it, and compiles it if need be.
 /// Throws Error(kInvalidArgument) for a first call on a stream that is being captured.
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream);
+
+/// Loads it for calls to come, which a capture may then be of.
+CUfunction load(CallKernel kernel, Gpu& gpu);
 
 /// Puts a kernel on the stream whose thread blocks take a token each, and groups of 2^lanes_log2
 /// lanes a head.

@@ -6,6 +6,7 @@
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 #include "cuda/nvrtc.h"
+#include "cuda/shared_prefix.h"
 #include "cuda/tuning.h"
 #include "fulgur/error.h"
 
@@ -73,6 +74,9 @@ class CudaEngine final : public Engine {
     const Candidates candidates =
         ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, &reasons);
     return load_best(candidates, p.invariant, gpu, std::move(reasons));
+  }
+  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
+    return cuda::prefix_steps(p, usable_gpu(p.device.index));
   }
   void check_plannable(const Problem& p, const Run& run) const override {
     const CurrentContext current(usable_gpu(p.device.index).context());

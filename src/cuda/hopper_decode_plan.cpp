@@ -135,7 +135,8 @@ struct KeyCycles {
 };
 
 KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
-  const double blocks = ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t rows = p.of_groups ? ceil_div(rows_of_kv_head(p), p.batch) : rows_of_kv_head(p);
+  const double blocks = ceil_div(rows, plan.block_rows());
   const double dims = plan.head_dim + plan.value_dim;
   return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
@@ -272,7 +273,9 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
     plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.block_rows()));
   }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
-  if (rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
+  // Groups have few lines with many keys, which the forward kernel does not cut where lengths
+  // differ.
+  if (!p.of_groups && rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
   }
   return tile;

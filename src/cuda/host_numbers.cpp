@@ -29,6 +29,8 @@ void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
   if (host.seqused_k) take(args.seqused_k);
   if constexpr (std::is_same_v<std::remove_const_t<Args>, ForwardArgs>) {
     if (host.leftpad_k) take(args.leftpad_k);
+    if (host.prefix_groups) take(args.prefix_groups);
+    if (host.prefix_lens) take(args.prefix_lens);
   }
   if (host.alibi_slopes) take(args.alibi_slopes);
   if (host.sinks) take(args.sinks);
@@ -54,6 +56,8 @@ void for_each_name(const Problem& problem, const Take& take) {
   if (host.seqused_q) take("seqused_q", batch);
   if (host.seqused_k) take("seqused_k", batch);
   if (host.leftpad_k) take("leftpad_k", batch);
+  if (host.prefix_groups) take("prefix_groups", problem.prefix_groups + 1);
+  if (host.prefix_lens) take("prefix_lens", problem.prefix_groups);
   if (host.alibi_slopes) {
     take("alibi_slopes", problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
   }

@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_merge(const __
       // Where all parts saw no key, -inf less itself would be NaN instead of -inf.
       const double shift = largest == -__longlong_as_double(0x7ff0000000000000) ? 0 : largest;
       __syncwarp(mask);
-      for (int i = lane; i < p.parts; i += lanes) weights[i] = exp(weights[i] - shift);
+      // An infinite sink takes all of the weight: less itself it would be NaN.
+      for (int i = lane; i < p.parts; i += lanes) weights[i] = weights[i] == shift ? 1 : exp(weights[i] - shift);
       __syncwarp(mask);
       double total = 0;
       for (int i = 0; i < p.parts; ++i) total = __dadd_rn(total, weights[i]);

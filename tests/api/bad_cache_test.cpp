@@ -165,6 +165,52 @@ const std::vector<Wrong>& wrongs() {
        "leftpad_k: on cuda:0, want cpu"},
       {"leftpad_null", table, [](Call& c) { c.leftpad_k.data = nullptr; },
        "leftpad_k: data is null"},
+      // Shared prefixes.
+      {"groups_alone", table, [](Call& c) { c.prefix_lens = {}; },
+       "prefix_lens: not given, want it beside prefix_groups"},
+      {"prefixes_alone", table, [](Call& c) { c.prefix_groups = {}; },
+       "prefix_groups: not given, want it beside prefix_lens"},
+      {"prefixes_without_pages", batch,
+       [](Call& c) {
+         c.prefix_groups = c.seqused_k;
+         c.prefix_lens = c.leftpad_k;
+       },
+       "prefix_groups: given without page_table"},
+      {"groups_of_none", table, [](Call& c) { c.prefix_groups.shape[0] = 1; },
+       "prefix_groups: got i32 \\(1\\), want i32 \\(groups \\+ 1\\) of at least one group"},
+      {"groups_of_rank_2", table,
+       [](Call& c) {
+         c.prefix_groups = resized(c.prefix_groups, {1, 2});
+       },
+       "prefix_groups: got i32 \\(1, 2\\), want i32 \\(groups \\+ 1\\)"},
+      {"groups_of_i64", table, [](Call& c) { c.prefix_groups.dtype = DType::kI64; },
+       "prefix_groups: got i64, want i32"},
+      {"groups_on_cuda", table, [](Call& c) { c.prefix_groups = on_cuda(c.prefix_groups); },
+       "prefix_groups: on cuda:0, want cpu"},
+      {"groups_null", lists, [](Call& c) { c.prefix_groups.data = nullptr; },
+       "prefix_groups: data is null"},
+      {"groups_are_out", table, [](Call& c) { c.prefix_groups.data = c.out.data; },
+       "out: .*memory.* prefix_groups"},
+      {"groups_starting_late", table, [](Call& c) { set(c.prefix_groups, 0, 1); },
+       "prefix_groups: starts with 1, want 0"},
+      {"groups_of_part", table, [](Call& c) { set(c.prefix_groups, 1, 1); },
+       "prefix_groups: ends with 1, want 2, the batch"},
+      {"groups_of_more", lists, [](Call& c) { set(c.prefix_groups, 1, 3); },
+       "prefix_groups: ends with 3, want at most 2 \\(sequences\\)"},
+      {"groups_of_part_of_packed", table, [](Call& c) { set(c.prefix_groups, 1, 3); },
+       "prefix_groups: ends with 3, want 4, the batch", true},
+      {"lens_of_other_groups", table, [](Call& c) { c.prefix_lens.shape[0] = 2; },
+       "prefix_lens: got shape \\(2\\), want \\(1\\)"},
+      {"lens_of_f32", table, [](Call& c) { c.prefix_lens.dtype = DType::kF32; },
+       "prefix_lens: got f32, want i32"},
+      {"lens_null", table, [](Call& c) { c.prefix_lens.data = nullptr; },
+       "prefix_lens: data is null"},
+      {"len_negative", lists, [](Call& c) { set(c.prefix_lens, 0, -1); },
+       "prefix_lens: got -1 at 0, want 0 to"},
+      {"len_beyond_the_keys", table, [](Call& c) { set(c.prefix_lens, 0, 25); },
+       "prefix_lens: got 25 at 0, want 0 to 24"},
+      {"len_of_the_queries_own", table, [](Call& c) { set(c.prefix_lens, 0, 3); },
+       "prefix_lens: got 3 at 0, want 0 to 2, the keys of sequence 0 before its queries' own"},
   };
   return kWrongs;
 }
@@ -175,8 +221,18 @@ Case base(bool packed) {
   return c;
 }
 
+// One group of all sequences.
+struct Prefixes {
+  Dense groups{DType::kI32, {2}}, lens{DType::kI32, {1}};
+
+  explicit Prefixes(const Workload& w) {
+    write(groups, std::vector<double>{0, static_cast<double>(w.sequences.size())});
+    write(lens, std::vector<double>{w.c.packed() ? 0.0 : 2.0});
+  }
+};
+
 // A call on a cache.
-Call call_on(const Workload& w, const Cached& cached) {
+Call call_on(const Workload& w, const Cached& cached, const Prefixes& prefixes) {
   Call call(w);
   call.k = cached.forward.k;
   call.v = cached.forward.v;
@@ -186,6 +242,10 @@ Call call_on(const Workload& w, const Cached& cached) {
   call.page_indptr = cached.forward.page_indptr;
   call.cache_batch_idx = cached.forward.cache_batch_idx;
   call.leftpad_k = cached.forward.leftpad_k;
+  if (call.page_table.given()) {
+    call.prefix_groups = prefixes.groups;
+    call.prefix_lens = prefixes.lens;
+  }
   return call;
 }
 
@@ -195,7 +255,8 @@ TEST_P(BadCache, IsNamedAndNothingIsWritten) {
   const Wrong& wrong = GetParam();
   const Workload w(base(wrong.packed), 1);
   const Cached cached(w, {CacheShape::Order::kNhd, wrong.index, 4, true}, 2);
-  Call call = call_on(w, cached);
+  const Prefixes prefixes(w);
+  Call call = call_on(w, cached, prefixes);
   wrong.change(call);
   std::string message;
   try {
@@ -222,7 +283,8 @@ TEST(BadCaches, AreBadByTheirChangeAlone) {
     for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
       Workload w(base(packed), 1);
       const Cached cached(w, {CacheShape::Order::kNhd, index, 4, true}, 2);
-      const Call call = call_on(w, cached);
+      const Prefixes prefixes(w);
+      Call call = call_on(w, cached, prefixes);
       forward(call.forward(), call.options, call.run);
       const auto out = bits(w.forward.out);
       w.seal();
@@ -257,10 +319,12 @@ TEST(BadCaches, PlansNeedNoTables) {
   for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
     const Workload w(base(false), 1);
     const Cached cached(w, {CacheShape::Order::kNhd, index, 4, true}, 2);
-    Call call = call_on(w, cached);
+    const Prefixes prefixes(w);
+    Call call = call_on(w, cached, prefixes);
     Call empty = call;
-    for (Tensor* t : {&empty.k, &empty.v, &empty.page_table, &empty.page_indptr,
-                      &empty.cache_batch_idx, &empty.seqused_k, &empty.leftpad_k}) {
+    for (Tensor* t :
+         {&empty.k, &empty.v, &empty.page_table, &empty.page_indptr, &empty.cache_batch_idx,
+          &empty.seqused_k, &empty.leftpad_k, &empty.prefix_groups, &empty.prefix_lens}) {
       t->data = nullptr;
     }
     const Plan made = plan(empty.forward(), call.options);

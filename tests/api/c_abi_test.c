@@ -35,7 +35,7 @@ FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
 FIELD(fulgur_options, chunk, 96, 8);
 
-SIZE(fulgur_forward_args, 144);
+SIZE(fulgur_forward_args, 160);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -54,6 +54,8 @@ FIELD(fulgur_forward_args, leftpad_k, 112, 8);
 FIELD(fulgur_forward_args, sinks, 120, 8);
 FIELD(fulgur_forward_args, tree_mask, 128, 8);
 FIELD(fulgur_forward_args, seqused_q, 136, 8);
+FIELD(fulgur_forward_args, prefix_groups, 144, 8);
+FIELD(fulgur_forward_args, prefix_lens, 152, 8);
 
 SIZE(fulgur_backward_args, 152);
 FIELD(fulgur_backward_args, struct_size, 0, 8);

@@ -504,8 +504,9 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
 }
 
 TEST_F(Compile, KernelsOfNoTileAreClean) {
-  for (const CallKernel kernel : {CallKernel::kAppendF16, CallKernel::kAppendBF16,
-                                  CallKernel::kAppendF32, CallKernel::kMerge, CallKernel::kStore}) {
+  for (const CallKernel kernel :
+       {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32, CallKernel::kMerge,
+        CallKernel::kStore, CallKernel::kDivide}) {
     const KernelRequest request = use_of(kernel).request;
     const Cubin cubin = compile(request);
     EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;

@@ -7,6 +7,7 @@
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
+#include "kernels/shared_prefix_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
@@ -22,20 +23,22 @@ struct Kernel {
   const char* name;
   size_t params;
 };
-constexpr Kernel kKernels[] = {{"fulgur_append", sizeof(AppendParams)},
-                               {"fulgur_merge", sizeof(MergeParams)},
-                               {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
-                               {"fulgur_forward", sizeof(ForwardParams)},
-                               {"fulgur_decode", sizeof(DecodeParams)},
-                               {"fulgur_decode_merge", sizeof(DecodeParams)},
-                               {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
-                               {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
-                               {"fulgur_backward_prepare", sizeof(BackwardParams)},
-                               {"fulgur_backward_keys", sizeof(BackwardParams)},
-                               {"fulgur_backward_rows", sizeof(BackwardParams)},
-                               {"fulgur_backward_round", sizeof(BackwardParams)},
-                               {"fulgur_backward_sinks", sizeof(BackwardParams)},
-                               {"fulgur_backward_repair", sizeof(BackwardParams)}};
+constexpr Kernel kKernels[] = {
+    {"fulgur_append", sizeof(AppendParams)},
+    {"fulgur_merge", sizeof(MergeParams)},
+    {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
+    {"fulgur_shared_prefix", sizeof(fulgur::kernels::SharedPrefixParams)},
+    {"fulgur_forward", sizeof(ForwardParams)},
+    {"fulgur_decode", sizeof(DecodeParams)},
+    {"fulgur_decode_merge", sizeof(DecodeParams)},
+    {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
+    {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
+    {"fulgur_backward_prepare", sizeof(BackwardParams)},
+    {"fulgur_backward_keys", sizeof(BackwardParams)},
+    {"fulgur_backward_rows", sizeof(BackwardParams)},
+    {"fulgur_backward_round", sizeof(BackwardParams)},
+    {"fulgur_backward_sinks", sizeof(BackwardParams)},
+    {"fulgur_backward_repair", sizeof(BackwardParams)}};
 
 std::mutex launching;
 

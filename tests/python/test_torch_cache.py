@@ -105,7 +105,8 @@ def test_opcheck(kind, packed):
         0.0, None, False,
     )  # fmt: skip
     cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))
-    cache += (torch.full(q.shape[:-2], -1),)
+    prefixes = (None, None) if cache[0] is None else (int32(0, 3), int32(0))
+    cache += (torch.full(q.shape[:-2], -1), *prefixes)
     torch.library.opcheck(forward_cached, (q, k, v, *shared, *cache))
 
 

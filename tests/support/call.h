@@ -105,7 +105,7 @@ inline fulgur_status call_c(const Call& call, bool backward) {
       cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
       rng(call.rng_state), table(call.page_table), indptr(call.page_indptr),
       index(call.cache_batch_idx), leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks),
-      tree(call.tree_mask);
+      tree(call.tree_mask), groups(call.prefix_groups), lens(call.prefix_lens);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -119,9 +119,9 @@ inline fulgur_status call_c(const Call& call, bool backward) {
                                     dlse,         rng,  sinks, dsinks, used_q};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q,     k,       v,      out,  lse,
-                                 alibi,        cu_q,  cu_k,    used_k, rng,  table,
-                                 indptr,       index, leftpad, sinks,  tree, used_q};
+  const fulgur_forward_args args{sizeof(args), q,     k,      v,      out,    lse,    alibi,
+                                 cu_q,         cu_k,  used_k, rng,    table,  indptr, index,
+                                 leftpad,      sinks, tree,   used_q, groups, lens};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -78,7 +78,9 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.cache_batch_idx),
           at(t.leftpad_k),
           at(t.sinks),
-          at(t.tree_mask)};
+          at(t.tree_mask),
+          at(t.prefix_groups),
+          at(t.prefix_lens)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {

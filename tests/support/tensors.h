@@ -9,7 +9,7 @@ namespace fulgur::test {
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
-  Tensor leftpad_k{}, sinks{}, tree_mask{};
+  Tensor leftpad_k{}, sinks{}, tree_mask{}, prefix_groups{}, prefix_lens{};
   operator ForwardArgs() const {
     return {q,
             k,
@@ -27,7 +27,9 @@ struct ForwardTensors {
             cache_batch_idx,
             leftpad_k,
             sinks,
-            tree_mask};
+            tree_mask,
+            prefix_groups,
+            prefix_lens};
   }
 };
 

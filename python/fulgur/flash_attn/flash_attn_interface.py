@@ -179,7 +179,7 @@ def _flash_attn_varlen_forward(
     if page_table is None:
         results = _forward(q, k, v, *shared)
     else:
-        results = _forward_cached(q, k, v, *shared, page_table, *[None] * 4)
+        results = _forward_cached(q, k, v, *shared, page_table, *[None] * 6)
     return *results, q.new_empty(0), rng_state
 
 

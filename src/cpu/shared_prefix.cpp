@@ -1,0 +1,57 @@
+#include "cpu/shared_prefix.h"
+
+#include <algorithm>
+
+#include "cpu/merge.h"
+#include "cpu/scratch_memory.h"
+
+namespace fulgur::cpu {
+namespace {
+
+/// Threads read about so much from their caches while they start twice more and merge.
+constexpr int64_t kCostBytes = int64_t{8} << 20;
+
+class CpuPrefixSteps final : public PrefixSteps {
+ public:
+  explicit CpuPrefixSteps(int threads) : threads_(threads) {}
+
+  int64_t cost_bytes() const override { return kCostBytes; }
+
+  void with_workspace(const WorkspaceNeed& need, const Run& run,
+                      const std::function<void(void*)>& compute) const override {
+    const bool own = run.workspace.data == nullptr;
+    const ScratchMemory memory(own ? need.bytes : 0);
+    compute(own ? memory.data() : run.workspace.data);
+  }
+
+  int64_t numbers_bytes() const override { return 0; }
+  ForwardArgs moved(const ForwardArgs& args, const Run&, void*) const override { return args; }
+
+  void divide(const kernels::SharedPrefixParams& p, const Run&) const override {
+    for (int group = 0; group < p.groups; ++group) {
+      const int begin = first_member(p, group), end = first_member(p, group + 1);
+      int keys = p.prefix_lens[group];
+      for (int b = begin; b < end; ++b) keys = std::min(keys, keys_in_front(p, b));
+      keys = kernels::shared_keys(end - begin, keys);
+      std::fill(p.leftpad_k + begin, p.leftpad_k + end, keys);
+      p.group_keys[group] = keys;
+      p.group_rows[group] = first_row(p, begin);
+      p.group_ids[group] = first_id(p, begin);
+    }
+    p.group_rows[p.groups] = first_row(p, p.batch);
+    p.group_ids[p.groups] = first_id(p, p.batch);
+  }
+
+  void merge(const MergeCall& call, const Run&) const override { cpu::merge(call, threads_); }
+
+ private:
+  int threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<const PrefixSteps> prefix_steps(int threads) {
+  return std::make_unique<CpuPrefixSteps>(threads);
+}
+
+}  // namespace fulgur::cpu
