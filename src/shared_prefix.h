@@ -18,7 +18,7 @@ void check_prefixes(const Problem& problem, const ForwardArgs& args);
 /// The problem of a call without its prefixes, whose results are the same.
 Problem without_prefixes(Problem problem);
 
-/// Plans a call that reads shared prefixes once (the cascade of FlashInfer, Hydragen): attention of
+/// Plans a call that reads shared prefixes once (Hydragen, arXiv 2402.05099): attention of
 /// all rows of a group over its prefix, of each sequence over the keys behind, and their merge.
 /// Null where that cannot be or does not pay; `why_not` then says so.
 std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& problem, const Engine& engine,

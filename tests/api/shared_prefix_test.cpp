@@ -10,10 +10,10 @@
 #include <optional>
 #include <random>
 
-#include "cached.h"
 #include "engine_memory.h"
 #include "engines.h"
 #include "oracle.h"
+#include "shared.h"
 
 namespace fulgur::test {
 namespace {
@@ -24,107 +24,6 @@ using Index = CacheShape::Index;
 class SharedPrefix : public EveryEngine {};
 
 constexpr const char* kShares = "shared prefixes: all rows of a group over its prefix";
-constexpr int64_t kLeastSaved = 256;  // keys that a group has to save
-constexpr int64_t kRoom = 100'000;    // keys of a table that make sharing worth while planning it
-
-std::vector<double> numbers(const std::vector<int64_t>& values) {
-  return {values.begin(), values.end()};
-}
-
-// A cached workload whose groups have the same first keys.
-class Shared {
- public:
-  // Sequences groups[g] .. groups[g + 1] - 1 share `lens[g]` keys.
-  Shared(Workload& w, const CacheShape& shape, std::vector<int64_t> groups,
-         std::vector<int64_t> lens)
-      : w_(w), groups_(std::move(groups)), lens_(std::move(lens)) {
-    each_member([&](int64_t first, int64_t b, int64_t keys) {
-      for (const Tensor& t : {w_.forward.k, w_.forward.v}) copy_keys(t, first, b, keys);
-    });
-    w_.seal();
-    cached_.emplace(w_, shape, 5);
-    forward = cached_->forward;
-    const auto vector = [](std::optional<Dense>& to, const std::vector<int64_t>& values) {
-      to.emplace(DType::kI32, std::initializer_list<int64_t>{static_cast<int64_t>(values.size())});
-      write(to->tensor(), numbers(values));
-      return to->tensor();
-    };
-    forward.prefix_groups = vector(group_tensor_, groups_);
-    forward.prefix_lens = vector(len_tensor_, lens_);
-    if (shape.index == Index::kTable) widen_table(kRoom / shape.page);
-    if (shape.index == Index::kLists) lengthen_lists(kRoom / shape.page);
-  }
-
-  // The keys of shared prefixes in the pages of all sequences but the first of a group.
-  void poison() {
-    const int64_t page = cached_->shape.page;
-    each_member([&](int64_t, int64_t b, int64_t keys) {
-      const auto members = groups_[group_of(b) + 1] - groups_[group_of(b)];
-      if ((members - 1) * keys < kLeastSaved) return;
-      for (int64_t j = 0; j < keys; ++j) {
-        for (const Tensor& t : {forward.k, forward.v}) {
-          const int64_t entry = cached_->entries[b][j / page];
-          for (int64_t h = 0; h < t.shape[2]; ++h) {
-            for (int64_t c = 0; c < t.shape[3]; ++c) {
-              store(t.data, t.dtype,
-                    entry * t.strides[0] + j % page * t.strides[1] + h * t.strides[2] + c,
-                    std::numeric_limits<double>::quiet_NaN());
-            }
-          }
-        }
-      }
-    });
-  }
-
-  std::string explain(const Options& options) {
-    EngineMemory memory(options.engine);
-    return plan(memory.at(forward), memory.options(forward, options)).explain();
-  }
-
-  ForwardTensors forward;
-
- private:
-  size_t group_of(int64_t b) const {
-    return std::upper_bound(groups_.begin(), groups_.end(), b) - groups_.begin() - 1;
-  }
-  // Calls visit(first of the group, another member, keys) for all members but the first.
-  template <class Visit>
-  void each_member(const Visit& visit) const {
-    for (size_t g = 0; g < lens_.size(); ++g) {
-      for (int64_t b = groups_[g] + 1; b < groups_[g + 1]; ++b) visit(groups_[g], b, lens_[g]);
-    }
-  }
-  void copy_keys(const Tensor& t, int64_t from, int64_t to, int64_t keys) const {
-    std::vector<double> all = read(t);
-    const int64_t row = t.shape[t.rank - 2] * t.shape[t.rank - 1];
-    const auto at = [&](int64_t b) { return all.begin() + w_.sequences[b].k_begin * row; };
-    std::copy_n(at(from), keys * row, at(to));
-    write(t, all);
-  }
-  void widen_table(int64_t ids) {
-    const Tensor narrow = forward.page_table;
-    table_.emplace(DType::kI32, std::initializer_list<int64_t>{narrow.shape[0], ids});
-    Tensor part = table_->tensor();
-    part.shape[1] = narrow.shape[1];
-    write(part, read(narrow));
-    forward.page_table = *table_;
-  }
-  void lengthen_lists(int64_t ids) {
-    const std::vector<double> lists = read(forward.page_table);
-    table_.emplace(DType::kI32,
-                   std::initializer_list<int64_t>{static_cast<int64_t>(lists.size()) + ids});
-    Tensor part = table_->tensor();
-    part.shape[0] = static_cast<int64_t>(lists.size());
-    write(part, lists);
-    forward.page_table = *table_;
-  }
-
-  Workload& w_;
-  std::vector<int64_t> groups_, lens_;
-  std::optional<Cached> cached_;
-  std::optional<Dense> group_tensor_, len_tensor_, table_;
-};
-
 // Queries and keys of seven sequences: of one group of three, of one alone, and of three that begin
 // with fewer keys. Their lengths are all different.
 std::vector<Rows> ragged(int64_t sq) {

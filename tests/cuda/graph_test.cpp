@@ -7,6 +7,7 @@
 #include "appended.h"
 #include "device.h"
 #include "engine_memory.h"
+#include "shared.h"
 
 namespace fulgur::test {
 namespace {
@@ -316,6 +317,44 @@ TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
     copy_bytes(w.forward.out, there.out);
     copy_bytes(w.forward.lse, there.lse);
     EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+  }
+}
+
+// And so with groups of sequences that share prefixes, which replays divide anew.
+TEST_F(Graphs, SharedPrefixesChangeBetweenReplays) {
+  const Stream stream;
+  Workload w({.dtype = DType::kBF16,
+              .batch = 4,
+              .sq = 2,
+              .sk = 150,
+              .hq = 4,
+              .hk = 2,
+              .mask = causal(),
+              .sinks = true},
+             1);
+  const CacheShape shape{CacheShape::Order::kNhd, CacheShape::Index::kTable, 16};
+  Shared shared(w, shape, {0, 4, 4}, {147, 0});
+  const Expected e = expect_forward(w);
+  EngineMemory memory("cuda");
+  const ForwardTensors there = memory.at(shared.forward);
+  const Plan plan = fulgur::plan(there, w.options);
+  EXPECT_NE(plan.explain().find("shared prefixes: all rows of a group"), std::string::npos);
+  const Graph graph(stream, [&] { plan.run(there, stream.run()); });
+  struct Division {
+    std::vector<double> groups, lens;
+  };
+  for (const Division& division : {Division{{0, 4, 4}, {147, 0}}, Division{{0, 1, 4}, {10, 130}},
+                                   Division{{0, 4, 4}, {0, 0}}, Division{{0, 2, 4}, {60, 140}}}) {
+    write(shared.forward.prefix_groups, division.groups);
+    write(shared.forward.prefix_lens, division.lens);
+    copy_bytes(there.prefix_groups, shared.forward.prefix_groups);
+    copy_bytes(there.prefix_lens, shared.forward.prefix_lens);
+    cuda::synchronize();
+    graph.launch(stream);
+    stream.synchronize();
+    copy_bytes(w.forward.out, there.out);
+    copy_bytes(w.forward.lse, there.lse);
+    EXPECT_TRUE(forward_is_right(w, e));
   }
 }
 

@@ -10,6 +10,7 @@
 #include "appended.h"
 #include "every_tile.h"
 #include "fulgur/merge.h"
+#include "shared.h"
 
 namespace fulgur::test {
 namespace {
@@ -214,6 +215,20 @@ TEST_F(Sanitize, TreeMask) {  // with NaN in the values of a token
   w.run_forward();
   EXPECT_TRUE(w.check_memory());
   EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
+TEST_F(Sanitize, SharedPrefixes) {  // with NaN where members would read their own
+  for (const auto index : {CacheShape::Index::kTable, CacheShape::Index::kLists}) {
+    Workload w({.dtype = kBf16, .batch = 4, .sq = 2, .sk = 150, .hq = 4, .hk = 2, .sinks = true},
+               1);
+    w.options.engine = "cuda";
+    Shared shared(w, {CacheShape::Order::kNhd, index, 16}, {0, 3, 3, 4}, {140, 0, 0});
+    const Expected e = expect_forward(w);
+    shared.poison();
+    w.seal();
+    compute(shared.forward, w.options);
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_TRUE(forward_is_right(w, e));
+  }
 }
 TEST_F(Sanitize, Append) {  // by 16 bytes and by elements, to pages and to rows of the batch
   for (const bool aligned : {true, false}) {
