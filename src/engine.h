@@ -43,7 +43,7 @@ class Executable {
 class PrefixSteps {
  public:
   virtual ~PrefixSteps() = default;
-  /// Bytes of K and V that could be read while the steps and another launch of attention start.
+  /// Bytes of K and V that a call which is not divided reads in the time that dividing it takes.
   virtual int64_t cost_bytes() const = 0;
   /// Calls `compute` with memory for a run: the caller's, or its own, as `need` says.
   virtual void with_workspace(const WorkspaceNeed& need, const Run& run,

@@ -109,8 +109,7 @@ std::string undivided(const Problem& p) {
 /// Bytes of K and V that a call reads less at most: all sequences are one group.
 int64_t most_saved(const Problem& p) { return (p.batch - 1) * p.sk * key_bytes(p); }
 
-/// Bytes that could be read while a divided call does what another does not: its parts' results
-/// are written, read and merged.
+/// Bytes that a divided call must save: its parts' results are written, read and merged, too.
 int64_t least_saved(const Problem& p, const PrefixSteps& steps) {
   return steps.cost_bytes() + 3 * (part_out_bytes(p) + part_lse_bytes(p));
 }

@@ -1,5 +1,7 @@
 #include "cuda/shared_prefix.h"
 
+#include <cmath>
+
 #include "cuda/call_kernel.h"
 #include "cuda/host_numbers.h"
 #include "cuda/launch.h"
@@ -9,19 +11,31 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Two small kernels and another launch of attention take about eight microseconds, which an H200
-/// reads so much in.
-constexpr int64_t kCostBytes = int64_t{32} << 20;
+// Of a divided call on an H200 (docs/serving.md, "Shared prefixes"): what the launches take, the
+// products over the prefix, and what keys of a prefix are read at, again and again by a call that
+// is not divided: from the L2 cache, which has room for so many bytes, or from memory.
+constexpr double kCostMicroseconds = 35, kFlopsPerMicrosecond = 500e6;
+constexpr double kCachedBytes = 12e6, kMemoryBytes = 4.5e6;  // a microsecond
+constexpr int64_t kCacheBytes = int64_t{40} << 20;
 constexpr int kThreads = 256, kGroupThreads = 32;
+
+int64_t cost_bytes_of(const Problem& p) {
+  const double keys = static_cast<double>(p.sk) * static_cast<double>(p.d + p.dv);
+  const double flops = 2 * keys * static_cast<double>(p.hq * p.total_q);
+  const double bytes = keys * static_cast<double>(p.hk * size_of(p.dtype));
+  const double rate = bytes <= kCacheBytes ? kCachedBytes : kMemoryBytes;
+  return std::llround(rate * (kCostMicroseconds + flops / kFlopsPerMicrosecond));
+}
 
 class CudaPrefixSteps final : public PrefixSteps {
  public:
-  CudaPrefixSteps(const Problem& problem, Gpu& gpu) : gpu_(gpu), numbers_(problem, gpu) {
+  CudaPrefixSteps(const Problem& problem, Gpu& gpu)
+      : gpu_(gpu), numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
     divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide)).function;
     load(CallKernel::kMerge, gpu);
   }
 
-  int64_t cost_bytes() const override { return kCostBytes; }
+  int64_t cost_bytes() const override { return cost_bytes_; }
 
   void with_workspace(const WorkspaceNeed& need, const Run& run,
                       const std::function<void(void*)>& compute) const override {
@@ -51,6 +65,7 @@ class CudaPrefixSteps final : public PrefixSteps {
  private:
   Gpu& gpu_;
   HostNumbers numbers_;
+  int64_t cost_bytes_;
   CUfunction divide_kernel_ = nullptr;
 };
 

@@ -170,7 +170,7 @@ TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
     for (size_t i = 0; i < 5; ++i) {
       if ((on_host >> i & 1) != 0) there.*kNumbers[i] = shared.forward.*kNumbers[i];
     }
-    const Options options = memory.options(there, w.options);
+    const Options options = memory.options(shared.forward, w.options);
     if (!computes([&] { forward(there, options); })) return;
     memory.bring_back();
     EXPECT_TRUE(forward_is_right(w, e));

@@ -9,7 +9,7 @@ namespace fulgur::test {
 namespace {
 
 constexpr int64_t kLeastSaved = 256;  // keys, for which a group reads its prefix apart
-constexpr int64_t kRoom = 100'000;    // keys of a table
+constexpr int64_t kRoom = 400'000;    // keys of a table
 
 const Tensor& vector(std::optional<Dense>& to, const std::vector<int64_t>& values) {
   to.emplace(DType::kI32, std::initializer_list<int64_t>{static_cast<int64_t>(values.size())});
