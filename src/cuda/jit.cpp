@@ -1,7 +1,10 @@
 #include "cuda/jit.h"
 
+#include <fmt/format.h>
+
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "cuda/kernel_sources.h"
@@ -37,7 +40,7 @@ std::string defect_of(const Cubin& cubin) {
     if (bytes != "0") return fmt::format("spills {} bytes of registers", bytes);
   }
   // Remarks C7500 to C7599 of ptxas are about them.
-  if (log.find("C75") != log.npos) return "has tensor core products that wait for each other";
+  if (log.find("(C75") != log.npos) return "has tensor core products that wait for each other";
   return {};
 }
 
