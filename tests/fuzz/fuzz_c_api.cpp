@@ -250,7 +250,7 @@ void fuzz(Reader& in) {
   const uint8_t second = in.byte();
   const DLDataType dtype = kDTypes[second % 5];
   const int sinks = second / 5 % 3;  // none, given, their gradient wanted
-  const bool tree = second / 15 % 2 != 0;
+  const bool tree = second / 15 % 2 != 0, prefixes = second / 30 % 2 != 0;
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
@@ -267,7 +267,7 @@ void fuzz(Reader& in) {
   };
 
   std::vector<Owned> o;
-  o.reserve(26);
+  o.reserve(28);
   enum {
     kQ,
     kK,
@@ -294,6 +294,8 @@ void fuzz(Reader& in) {
     kSin,
     kTree,
     kUsedQ,
+    kPrefixGroups,
+    kPrefixLens,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -329,6 +331,8 @@ void fuzz(Reader& in) {
   o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{kPositions, d / 2});
   o.push_back(packed ? Owned(kI64, {batch * sq}) : Owned(kI64, {batch, sq}));
   o.emplace_back(kI32, std::vector<int64_t>{batch});
+  o.emplace_back(kI32, std::vector<int64_t>{2});
+  o.emplace_back(kI32, std::vector<int64_t>{1});
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && what != kAppend);
   o[kUsed].is_null = !(flags & 4) && !pages && what != kAppend;
@@ -342,6 +346,7 @@ void fuzz(Reader& in) {
   o[kDsinks].is_null = sinks != 2;
   o[kTree].is_null = !tree;
   o[kUsedQ].is_null = (flags & 6) != 6;
+  o[kPrefixGroups].is_null = o[kPrefixLens].is_null = what != kForward || !prefixes;
   o[kLse].is_null = (flags & 16) != 0;
   o[kDlse].is_null = o[kRng].is_null = (flags & 128) != 0;
 
@@ -431,6 +436,11 @@ void fuzz(Reader& in) {
   }
   fill_ints(o[kUsedQ], in, wild_ints, 1);
   lengths.push_back(&o[kUsedQ]);
+  if (prefixes) {
+    fill_ints(o[kPrefixGroups], in, wild_ints, batch);
+    fill_ints(o[kPrefixLens], in, wild_ints, 0);
+    lengths.insert(lengths.end(), {&o[kPrefixGroups], &o[kPrefixLens]});
+  }
   std::vector<const DLTensor*> p;
   for (Owned& owned : o) p.push_back(owned.pointer());
 
@@ -439,9 +449,10 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],     p[kK],       p[kV],     p[kOut],  p[kLse],
-            p[kSlopes],       p[kCuQ],   p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
-            p[kIndptr],       p[kIndex], p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ]};
+    args = {args.struct_size, p[kQ],         p[kK],       p[kV],     p[kOut],  p[kLse],
+            p[kSlopes],       p[kCuQ],       p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
+            p[kIndptr],       p[kIndex],     p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
+            p[kPrefixGroups], p[kPrefixLens]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (how & kPlan) {

@@ -83,7 +83,8 @@ def safetensors_seeds():
 
 
 def c_api_seeds():
-    """What and how, dtype (5 more: with sinks, 10 more: and dsinks, 15 more: with a tree mask), seven sizes and flags, then the number of changes and the changes.
+    """What and how, dtype (5 more: with sinks, 10 more: and dsinks, 15 more: with a tree mask, 30 more: with shared
+    prefixes), seven sizes and flags, then the number of changes and the changes.
 
     What follows is the byte that fills the memory, wild lengths with flag 32, for a merge the number
     of parts, and with MOVED the lengths of the run.
@@ -137,6 +138,11 @@ def c_api_seeds():
         yield f"cache_{name}_moved", call(flags=4, how=cache | PLAN | MOVED) + b"\x3c" + struct.pack(
             "<12i", 0, 3, 0, 3, 5, 3, 1, -1, 0, 3, 1, 0
         )
+    # One group of both sequences: no key shared, then the first 2 of 5.
+    yield "prefixes", call(dtype=30, batch=1, flags=4, how=TABLE) + b"\x3c"
+    yield "prefixes_wild", call(dtype=30, batch=1, flags=4 | 32, how=TABLE) + b"\x3c" + struct.pack(
+        "<26i", 0, 3, 6, 0, 5, 10, 5, 5, 1, 3, 2, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 3, 0, 2, 2
+    )
     yield "leftpad", call(how=LEFT_PADDED) + b"\x3c"
     # Of 3 new rows: with flag 8 cos and sin, of f32 with 2, and queries but with 16, in place with
     # 128; LEFT_PADDED stands for rotary_seqlens.
