@@ -63,14 +63,29 @@ else
       check $package env PYTHONPATH="$packed/python:${PYTHONPATH:-}" python3 "$root/tests/cuda/${package}_test.py"
     fi
   done
-  # Small shapes for every path of the kernels, which are compiled by now.
-  sanitize() { compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1; }
-  check sanitizer_memcheck sanitize memcheck
-  check sanitizer_synccheck sanitize synccheck
-  # racecheck loses count of some barriers, and does not follow TMA and tensor cores: what it says is
+  # Small shapes for every path of the kernels, which are compiled by now; each tool has an eighth of them in each of
+  # eight processes. racecheck loses count of some barriers, and does not follow TMA and tensor cores: what it says is
   # recorded. The emulator looks for races in the same tests (tests/emulator/races.h), and fails.
-  with_libraries sanitize racecheck >"$to/sanitizer_racecheck.log" 2>&1 || true
-  hazards=$(grep 'RACECHECK SUMMARY' "$to/sanitizer_racecheck.log" | sed 's/.*SUMMARY: //')
+  sanitize() {
+    env GTEST_TOTAL_SHARDS=8 GTEST_SHARD_INDEX="$2" \
+      compute-sanitizer --tool "$1" --error-exitcode 1 "$packed/cuda_sanitize_test" --gtest_brief=1
+  }
+  running=
+  for shard in 0 1 2 3 4 5 6 7; do
+    check sanitizer_memcheck_$shard sanitize memcheck $shard &
+    running="$running $!"
+    check sanitizer_synccheck_$shard sanitize synccheck $shard &
+    running="$running $!"
+    with_libraries sanitize racecheck $shard >"$to/sanitizer_racecheck_$shard.log" 2>&1 || true &
+  done
+  for test in $running; do
+    wait "$test" || status=1
+  done
+  [ $status = 0 ]
+  wait
+  hazards=$(sed -n 's/.*RACECHECK SUMMARY: \([0-9]*\) hazards.*(\([0-9]*\) errors, \([0-9]*\) warnings).*/\1 \2 \3/p' \
+    "$to"/sanitizer_racecheck_*.log | awk '{h += $1; e += $2; w += $3} END {
+      if (NR != 8) exit 1; printf "%d hazards displayed (%d errors, %d warnings)", h, e, w}')
   echo "sanitizer_racecheck: $hazards" >>"$checks"
 fi
 measure() {
