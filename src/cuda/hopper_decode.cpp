@@ -146,7 +146,7 @@ void HopperDecode::run(const Call& call, const Run& run) const {
          "launching the decode kernel");
   if (plan_.most_pieces > 1) {
     launch(stream, merge_kernel_, &params,
-           {params.batch * params.hk, ceil_div(plan_.piece_rows, kernels::kMergeWarps)},
+           {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
            32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
   }
   if (!plan_.has_padding()) return;

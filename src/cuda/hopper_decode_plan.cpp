@@ -22,7 +22,6 @@ constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
 constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
-constexpr int64_t kUnitsToFill = 4;   // of a multiprocessor, for pieces of up to two warps' rows
 constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
@@ -76,7 +75,9 @@ int box_keys_of(const Problem& p, int block_keys) {
 }
 
 /// Whether each line is computed by many thread blocks.
-bool has_few_lines(const Problem& p, int blocks) { return kManyParts * p.batch * p.hk <= blocks; }
+bool has_few_lines(const Problem& p, int blocks) {
+  return p.batch <= kernels::kFillingSequences && kManyParts * p.batch * p.hk <= blocks;
+}
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
@@ -86,11 +87,11 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
   const bool long_shares = units >= kUnitsForTwo * target.multiprocessors;
-  // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster.
-  const bool fills =
-      has_few_lines(p, target.multiprocessors) && units >= kUnitsToFill * target.multiprocessors;
+  // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
+  // pieces fill the card.
+  const bool wide_pays = long_shares || has_few_lines(p, target.multiprocessors);
   const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 &&
-                         !((long_shares || fills) && box_keys_of(p, kernels::kUnitKeys) > 0);
+                         !(wide_pays && box_keys_of(p, kernels::kUnitKeys) > 0);
   plan.team_warps = rows <= kNarrowRows ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
   plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
@@ -147,11 +148,16 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
 }
 
+/// Of a share.
+int unit_keys(const HopperDecodePlan& plan) {
+  return std::max<int>(kernels::kUnitKeys, plan.block_keys);
+}
+
 /// How lines are cut.
 int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.invariant) return kernels::kOwnPieces;
   const bool fills = plan.team_warps >= kernels::kWideTeam && has_few_lines(p, plan.grid) &&
-                     rows_of_kv_head(p) <= plan.block_rows();
+                     rows_of_kv_head(p) <= plan.block_rows() && p.sk > unit_keys(plan);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
@@ -168,6 +174,10 @@ int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_o
 
 int HopperDecodePlan::piece_floats() const {
   return piece_rows * kernels::partial_row_floats(value_dim);
+}
+
+int HopperDecodePlan::merge_units() const {
+  return pieces == kernels::kFillingPieces ? team_warps * value_dim / 8 : piece_rows;
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
@@ -267,10 +277,14 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   plan.pieces = pieces_of(p, plan);
   if (plan.pieces != kernels::kNoPieces) {
-    const int64_t units = ceil_div(p.sk, std::max<int>(kernels::kUnitKeys, plan.block_keys));
+    const int64_t units = ceil_div(p.sk, unit_keys(plan));
     plan.most_pieces =
         kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
-    plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.block_rows()));
+    // Pieces that fill the card have all rows of a block.
+    plan.piece_rows = plan.block_rows();
+    if (plan.pieces == kernels::kOwnPieces) {
+      plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
+    }
   }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
   // Groups have few lines with many keys, which the forward kernel does not cut where lengths

@@ -51,6 +51,7 @@ struct HopperDecodePlan : HopperDecodeKey {
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int piece_floats() const;
+  int merge_units() const;  ///< what the warps of decode_merge.cu take one each of, of a line
   /// Counters that are zero between launches.
   int counters() const { return 3 * grid; }
 };

@@ -145,10 +145,10 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   const auto rows = [](int64_t sq) { return plan_of({.sq = sq, .hq = 8, .hk = 2}).block_rows(); };
   EXPECT_EQ(rows(1), 16);
   EXPECT_EQ(rows(4), 16);
-  EXPECT_EQ(rows(5), 32);
+  EXPECT_EQ(rows(5), 64);
   EXPECT_EQ(rows(16), 64);
   EXPECT_EQ(rows(17), 128);
-  // 32 rows are those of two warps where shares are short.
+  // 32 rows are those of two warps where shares are short and lines many.
   const auto in_batch = [](int64_t sk) {
     return plan_of({.batch = 32, .sq = 5, .sk = sk, .hq = 8, .hk = 2}).block_rows();
   };
@@ -166,10 +166,17 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(pieces(1, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(4, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(5, 16), kernels::kNoPieces);
+  EXPECT_EQ(pieces(5, 16), kernels::kNoPieces);  // more than a quarter of the thread blocks
   EXPECT_EQ(pieces(1, 4), kernels::kNoPieces);
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
+  const auto of_keys = [](int64_t batch, int64_t sk) {
+    return plan_of({.batch = batch, .sq = 16, .sk = sk, .hq = 4, .hk = 1}).pieces;
+  };
+  EXPECT_EQ(of_keys(32, 8192), kernels::kFillingPieces);
+  EXPECT_EQ(of_keys(33, 8192), kernels::kNoPieces);  // a warp has a lane for each sequence
+  EXPECT_EQ(of_keys(1, 65), kernels::kFillingPieces);
+  EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
 }
 
 /// The family that the model chooses.

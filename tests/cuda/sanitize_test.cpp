@@ -104,10 +104,11 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// One line of many rows in as many pieces as there are thread blocks, of as many keys as it has.
+// Few lines of many rows in as many pieces as there are thread blocks, of as many keys as each has.
 TEST_F(Sanitize, PiecesThatFillTheCard) {
-  for (const int64_t d : {64, 128}) {
+  for (const auto& [batch, d] : {std::pair<int64_t, int64_t>{1, 64}, {1, 128}, {4, 64}}) {
     EXPECT_TRUE(right({.dtype = kBf16,
+                       .batch = batch,
                        .sq = 9,
                        .sk = 500,
                        .hq = 4,
@@ -115,6 +116,7 @@ TEST_F(Sanitize, PiecesThatFillTheCard) {
                        .d = d,
                        .dv = d,
                        .mask = causal(),
+                       .seqused_q = batch > 1,
                        .seqused = true}));
   }
 }

@@ -198,7 +198,9 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if constexpr (kTeams > 1)
+    if constexpr (kPieces == kFillingPieces)
+      store_piece(p, item, rows, O, raw);
+    else if constexpr (kTeams > 1)
       merge_teams(p, item, rows, O, raw);
     else
       store_team(p, item, rows, O);
@@ -222,10 +224,21 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     QueryBuffer::init(smem, 32 * kQueryWarps, kWarps);
     fence_mbarrier_init();
   }
+  if (kBoxKeys > 0 && threadIdx.x == 32 * kWarps) {
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+  }
   Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
-  if (!find_share(p, raw, share)) return;
-  DecodeItems items = items_of(share);
-  const bool more = items.next(p, share);
+  DecodeItems items;
+  bool more = true;
+  if (kPieces == kFillingPieces) {
+    if (!find_piece(p, items.item)) return;
+    __syncthreads();  // the barriers are there
+  } else {
+    if (!find_share(p, raw, share)) return;
+    items = items_of(share);
+    more = items.next(p, share);
+  }
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int team) { return smem + (kTeams > 1 ? team * kLayout.team_bytes : 0); };
   if (kWide && warp >= kWarps) {

@@ -101,43 +101,13 @@ __device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const L
   return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }
 
-// With kPieces, of at least `least` units. Where a sequence has more than one block of rows there is enough to share
-// out without.
-__device__ __forceinline__ Pieces pieces_of_line(const Lengths& n, const Units& of_line, int least) {
-  return row_blocks_of(n) > 1 ? Pieces{1, of_line.count} : pieces_of(of_line.count, least);
+// kOwnPieces. Where a sequence has more than one block of rows there is enough to share out without.
+__device__ __forceinline__ Pieces pieces_of_line(const Lengths& n, const Units& of_line) {
+  return row_blocks_of(n) > 1 ? Pieces{1, of_line.count} : pieces_of(of_line.count);
 }
 
-// kFillingPieces: of the one line of a kv head.
-__device__ __forceinline__ int line_units(const DecodeParams& p, const Lengths& n) {
-  return n.sq == 0 ? 0 : units_of(keys_of_block(p, n, 0), kShareUnitKeys).count;
-}
-__device__ __forceinline__ int line_pieces(const DecodeParams& p, const Lengths& n, int least) {
-  return n.sq == 0 ? 0 : pieces_of(line_units(p, n), least).count;
-}
-
-// The sum over the sequences [0, end) of what `of_sequence` says of their lengths, by a warp.
-template <class OfSequence>
-__device__ __forceinline__ int sum_of_sequences(const DecodeParams& p, int end, OfSequence of_sequence) {
-  int sum = 0;
-#pragma unroll 1
-  for (int b = threadIdx.x % 32; b < end; b += 32) sum += of_sequence(sequence_of(p, b).n);
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-  return sum;
-}
-
-// With kPieces: the least units of a piece, by a warp.
-__device__ __forceinline__ int least_units(const DecodeParams& p) {
-  if (kPieces != kFillingPieces) return kPieceUnits;
-  const int units = p.hk * sum_of_sequences(p, p.batch, [&](const Lengths& n) { return line_units(p, n); });
-  const int least = filling_units(units, p.blocks);
-  const int pieces = p.hk * sum_of_sequences(p, p.batch, [&](const Lengths& n) { return line_pieces(p, n, least); });
-  return pieces <= p.blocks ? least : filling_units(units, p.blocks - p.batch * p.hk);
-}
-
-// What the lines of a kv head take of shares: units, or with kFillingPieces pieces.
-__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n, int least) {
-  if (kPieces == kFillingPieces) return line_pieces(p, n, least);
+// What the lines of a kv head take of shares.
+__device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& n) {
   const int blocks = row_blocks_of(n);
   int units = kEntryUnits * blocks;
 #pragma unroll 1
@@ -145,8 +115,8 @@ __device__ __forceinline__ int head_units(const DecodeParams& p, const Lengths& 
   return units;
 }
 
-__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch, int least) {
-  return p.hk * head_units(p, sequence_of(p, batch).n, least);
+__device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch) {
+  return p.hk * head_units(p, sequence_of(p, batch).n);
 }
 
 // The share of this thread block, and the sequence in which it begins.
@@ -154,8 +124,7 @@ struct Share {
   Shares all;
   int begin, end;
   int batch;
-  int at;     // where that sequence stands
-  int least;  // units of a piece
+  int at;  // where that sequence stands
 };
 
 // Prefix sums over the sequences, by all threads of the block. False where there is no share for it.
@@ -165,10 +134,9 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   const int each = (p.batch + kBlockThreads - 1) / kBlockThreads;
   const int first = threadIdx.x * each;
   const int last = min(first + each, p.batch);
-  const int least = least_units(p);
   int mine = 0;
 #pragma unroll 1
-  for (int b = first; b < last; ++b) mine += sequence_units(p, b, least);
+  for (int b = first; b < last; ++b) mine += sequence_units(p, b);
   int before = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -191,12 +159,12 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
     int b = first;
 #pragma unroll 1
     for (;;) {
-      const int after = before + sequence_units(p, b, least);
+      const int after = before + sequence_units(p, b);
       if (begin < after) break;
       before = after;
       ++b;
     }
-    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before, least};
+    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before};
   }
   __syncthreads();
   return true;
@@ -211,7 +179,82 @@ struct DecodeItem {
   int first_share;   // of the line; kFillingPieces: the number of its first piece
 
   __device__ __forceinline__ bool has_keys() const { return begin < end; }
+
+  // Of the line that sees `keys`.
+  __device__ __forceinline__ void take_units(const KeyRange& keys, const Units& of_line, const UnitRange& mine) {
+    begin = (of_line.first + mine.begin) * kShareUnitKeys / kBlockKeys;
+    end = min((of_line.first + mine.end) * kShareUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
+  }
+  __device__ __forceinline__ void take_piece(const KeyRange& keys, const Units& of_line, const Pieces& pieces,
+                                             int piece) {
+    take_units(keys, of_line, {piece * pieces.units, min((piece + 1) * pieces.units, of_line.count)});
+    part = piece;
+    parts = pieces.count;
+  }
 };
+
+// kFillingPieces: a line of a sequence, of which each kv head has one, and what it is cut into.
+struct FillingLine {
+  DecodeSequence sequence;
+  Pieces pieces;  // of the line; none where the sequence has no queries
+  int first;      // the number of the first piece of its heads
+};
+
+// The sum of what the lanes of sequences have, by a warp.
+__device__ __forceinline__ int sum_of_sequences(const DecodeParams& p, int x) {
+#pragma unroll 1
+  for (int step = 1; step < p.batch; step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  return uniform(x);
+}
+
+// By a warp, each lane for the sequence of its number: few lines are those of few sequences.
+__device__ __forceinline__ FillingLine filling_line_of_lane(const DecodeParams& p) {
+  const int lane = threadIdx.x % 32;
+  FillingLine line = {};
+  if (lane < p.batch) line.sequence = sequence_of(p, lane);
+  const Lengths& n = line.sequence.n;
+  const bool exists = n.sq > 0;
+  const int units = exists ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count : 0;
+  const int all = p.hk * sum_of_sequences(p, units);
+  if (exists) line.pieces = pieces_of(units, filling_units(all, p.blocks));
+  if (p.hk * sum_of_sequences(p, line.pieces.count) > p.blocks && exists)
+    line.pieces = pieces_of(units, filling_units(all, p.blocks - p.batch * p.hk));
+  int before = line.pieces.count;
+#pragma unroll 1
+  for (int step = 1; step < p.batch; step *= 2) {
+    const int x = __shfl_up_sync(0xffffffff, before, step);
+    if (lane >= step) before += x;
+  }
+  line.first = p.hk * (before - line.pieces.count);
+  return line;
+}
+
+// What the lane of a sequence has, for all lanes.
+__device__ __forceinline__ FillingLine filling_line_of(const FillingLine& of_lane, int batch) {
+  const auto get = [&](int x) { return __shfl_sync(0xffffffff, x, batch); };
+  const DecodeSequence& s = of_lane.sequence;
+  return {{{get(s.n.q_start), get(s.n.k_start), get(s.n.sq), get(s.n.sk)}, get(s.entry)},
+          {get(of_lane.pieces.count), get(of_lane.pieces.units)},
+          get(of_lane.first)};
+}
+
+// kFillingPieces: the piece of this thread block, by every warp for itself. False where there is none.
+__device__ __forceinline__ bool find_piece(const DecodeParams& p, DecodeItem& item) {
+  const FillingLine of_lane = filling_line_of_lane(p);
+  const int number = int(blockIdx.x) - of_lane.first;
+  const u32 here = __ballot_sync(0xffffffff, number >= 0 && number < p.hk * of_lane.pieces.count);
+  if (here == 0) return false;
+  item.batch = 31 - __clz(here);
+  const FillingLine line = filling_line_of(of_lane, item.batch);
+  const u32 of_heads = blockIdx.x - line.first;
+  item.head = of_heads / u32(line.pieces.count);
+  item.block = 0;
+  item.sequence = line.sequence;
+  item.first_share = line.first + item.head * line.pieces.count;
+  const KeyRange keys = keys_of_block(p, line.sequence.n, 0);
+  item.take_piece(keys, units_of(keys, kShareUnitKeys), line.pieces, of_heads - item.head * line.pieces.count);
+  return true;
+}
 
 // The ids of its sequence's pages.
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const DecodeItem& item) {
@@ -226,6 +269,7 @@ struct DecodeItems {
 
   // Goes on to the next one; false when there are no more.
   __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share) {
+    if (kPieces == kFillingPieces) return false;  // a thread block has one
     if (kPieces && item.part + 1 < item.parts && take_piece(p, share, item.part + 1)) return true;
     for (;;) {
       at += units;
@@ -242,15 +286,13 @@ struct DecodeItems {
       const Units of_line = units_of(keys, kShareUnitKeys);
       units = kEntryUnits + of_line.count;
       if (kPieces) {
-        const Pieces pieces = pieces_of_line(item.sequence.n, of_line, share.least);
-        if (kPieces == kFillingPieces) units = pieces.count;
-        const int first = kPieces == kFillingPieces ? max(share.begin - at, 0) : first_piece(at, pieces, share.begin);
-        if (take_piece(p, share, first)) return true;
+        const Pieces pieces = pieces_of_line(item.sequence.n, of_line);
+        if (take_piece(p, share, first_piece(at, pieces, share.begin))) return true;
         continue;
       }
       const UnitRange mine = units_in_share(at, of_line.count, share.begin, share.end);
       if (!mine.any()) continue;
-      take_units(keys, of_line, mine);
+      item.take_units(keys, of_line, mine);
       take_part(share, of_line, mine);
       return true;
     }
@@ -263,14 +305,9 @@ struct DecodeItems {
     blocks = row_blocks_of(item.sequence.n);
     item.head = item.block = units = 0;
     if (at >= share.begin || blocks == 0) return;
-    const int of_head = head_units(p, item.sequence.n, share.least);
+    const int of_head = head_units(p, item.sequence.n);
     item.head = (share.begin - at) / of_head;
     at += item.head * of_head;
-  }
-
-  __device__ __forceinline__ void take_units(const KeyRange& keys, const Units& of_line, const UnitRange& mine) {
-    item.begin = (of_line.first + mine.begin) * kShareUnitKeys / kBlockKeys;
-    item.end = min((of_line.first + mine.end) * kShareUnitKeys, keys.end + kBlockKeys - 1) / kBlockKeys;
   }
 
   __device__ __forceinline__ void take_part(const Share& share, const Units& of_line, const UnitRange& mine) {
@@ -287,13 +324,9 @@ struct DecodeItems {
   __device__ __forceinline__ bool take_piece(const DecodeParams& p, const Share& share, int piece) {
     const KeyRange keys = keys_of_block(p, item.sequence.n, item.block);
     const Units of_line = units_of(keys, kShareUnitKeys);
-    const Pieces pieces = pieces_of_line(item.sequence.n, of_line, share.least);
-    const int begin = kPieces == kFillingPieces ? at + piece : piece_begin(at, pieces, piece);
-    if (piece >= pieces.count || begin >= share.end) return false;
-    take_units(keys, of_line, {piece * pieces.units, min((piece + 1) * pieces.units, of_line.count)});
-    item.part = piece;
-    item.parts = pieces.count;
-    if (kPieces == kFillingPieces) item.first_share = at;
+    const Pieces pieces = pieces_of_line(item.sequence.n, of_line);
+    if (piece >= pieces.count || piece_begin(at, pieces, piece) >= share.end) return false;
+    item.take_piece(keys, of_line, pieces, piece);
     return true;
   }
 };

@@ -163,6 +163,134 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   }
 }
 
+// Of a piece that fills the card (kFillingPieces), with all rows of a block: what each thread of a team has of O, four
+// floats at a time, as its threads stand, and then {shift, sum} of each row.
+__device__ __forceinline__ float* piece_columns(float* piece, int team_warp, int eight) {
+  return piece + 4 * ((team_warp * (kValueDim / 8) + eight) * 32 + int(threadIdx.x % 32));
+}
+__device__ __forceinline__ float* piece_stats(float* piece, int row) {
+  return piece + kBlockRows * kValueDim + 2 * row;
+}
+
+// Leaves what the teams have of such a piece, which is all that the thread block computes. The second team hands over
+// what it has, if it had a tile, where its keys were.
+static_assert(kPieces != kFillingPieces || kTeams == 1 ||
+              (kTeams == 2 && kLayout.k_full >= int(kBlockRows) * (kValueDim + 2) * 4));
+__device__ __forceinline__ void store_piece(const DecodeParams& p, const DecodeItem& item, Rows& rows,
+                                            float (&O)[kValueDim / 2], unsigned char* shared) {
+  const int team = threadIdx.x / kTeamThreads;
+  const int team_warp = threadIdx.x / 32 % kTeamWarps;
+  const int row = team_warp * kWarpRows + int(thread_row());
+  if (kTeams > 1 && item.begin + 1 < item.end) {
+    float* const second = reinterpret_cast<float*>(shared + kLayout.team_bytes);
+    if (team == 1) {
+      sync_team(1);
+#pragma unroll
+      for (int i = 0; i < kValueDim / 8; ++i)
+        *reinterpret_cast<float4*>(piece_columns(second, team_warp, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
+                                                                           O[4 * i + 3]};
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (threadIdx.x % 4 == 0)
+          *reinterpret_cast<float2*>(piece_stats(second, row + 8 * i)) = {rows.shift[i], rows.sum[i]};
+    }
+    sync_teams();
+    if (team == 0) {
+      float mine[2], others[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 of_other = *reinterpret_cast<const float2*>(piece_stats(second, row + 8 * i));
+        const float shift = fminf(rows.shift[i], of_other.x);
+        mine[i] = factor_of(rows.shift[i], shift);
+        others[i] = factor_of(of_other.x, shift);
+        rows.shift[i] = shift;
+        rows.sum[i] = mine[i] * rows.sum[i] + others[i] * of_other.y;
+      }
+#pragma unroll
+      for (int i = 0; i < kValueDim / 8; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(piece_columns(second, team_warp, i));
+        O[4 * i] = mine[0] * O[4 * i] + others[0] * x.x;
+        O[4 * i + 1] = mine[0] * O[4 * i + 1] + others[0] * x.y;
+        O[4 * i + 2] = mine[1] * O[4 * i + 2] + others[1] * x.z;
+        O[4 * i + 3] = mine[1] * O[4 * i + 3] + others[1] * x.w;
+      }
+    }
+  }
+  if (team != 0 || team_warp * kWarpRows >= rows_of_item(p, item).count) return;
+  float* const piece = partial_of(p, item, item.part);
+#pragma unroll
+  for (int i = 0; i < kValueDim / 8; ++i)
+    *reinterpret_cast<float4*>(piece_columns(piece, team_warp, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
+                                                                      O[4 * i + 3]};
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (threadIdx.x % 4 == 0)
+      *reinterpret_cast<float2*>(piece_stats(piece, row + 8 * i)) = {rows.shift[i], rows.sum[i]};
+}
+
+// Two columns of a row of O on their way out.
+__device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short* row, int column, u32 pair) {
+  if (kOWhole && column + 2 <= p.dv) {
+    *reinterpret_cast<u32*>(row + column) = pair;
+    return;
+  }
+  if (column < p.dv) row[column] = static_cast<unsigned short>(pair);
+  if (column + 1 < p.dv) row[column + 1] = static_cast<unsigned short>(pair >> 16);
+}
+
+// Puts `count` such pieces of a line together in the order of their keys, as the result: a warp has what the warp
+// `team_warp` of the teams left of eight columns.
+__device__ __forceinline__ void merge_pieces(const DecodeParams& p, const DecodeItem& item, int count, int team_warp,
+                                             int eight) {
+  constexpr int kAtOnce = 16;  // loads are on their way together
+  const int row = team_warp * kWarpRows + int(thread_row());
+  float x[4] = {0, 0, 0, 0};
+  float shift[2] = {infinity(), infinity()};
+  float sum[2] = {0, 0};
+#pragma unroll 1
+  for (int first = 0; first < count; first += kAtOnce) {
+    float4 y[kAtOnce];
+    float2 stats[2][kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      y[i] = {0, 0, 0, 0};
+      stats[0][i] = stats[1][i] = {infinity(), 0};
+      if (first + i >= count) continue;
+      float* const piece = partial_of(p, item, first + i);
+      y[i] = load_global_fresh4(piece_columns(piece, team_warp, eight));
+      stats[0][i] = load_global_fresh2(piece_stats(piece, row));
+      stats[1][i] = load_global_fresh2(piece_stats(piece, row + 8));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float next = shift[half];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) next = fminf(next, stats[half][i].x);
+      const float before = factor_of(shift[half], next);
+      shift[half] = next;
+      sum[half] *= before;
+      x[2 * half] *= before;
+      x[2 * half + 1] *= before;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = factor_of(stats[half][i].x, next);
+        sum[half] += weight * stats[half][i].y;
+        x[2 * half] += weight * (half == 0 ? y[i].x : y[i].z);
+        x[2 * half + 1] += weight * (half == 0 ? y[i].y : y[i].w);
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + 8 * half;
+    if (at >= rows_of_item(p, item).count) continue;
+    const float scale = normalizer(p.sinks, head_of_row(item, at), sum[half], shift[half]);
+    store_pair(p, item_row(p, p.o, item, at), 8 * eight + int(thread_column()),
+               pack(x[2 * half] * scale, x[2 * half + 1] * scale));
+    if (eight == 0 && threadIdx.x % 4 == 0) store_lse(p, item, at, shift[half], sum[half]);
+  }
+}
+
 // Parts that a thread block puts together at once: more of them, and more rows, would take it too long.
 enum : int { kMostParts = 64, kMostPartRows = 512, kGroupParts = 16 };
 
