@@ -148,7 +148,7 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
 }
 
-/// Of a share.
+/// The keys of a unit, in which shares are counted.
 int unit_keys(const HopperDecodePlan& plan) {
   return std::max<int>(kernels::kUnitKeys, plan.block_keys);
 }

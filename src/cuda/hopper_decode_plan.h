@@ -13,15 +13,15 @@ namespace fulgur::cuda {
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
 struct HopperDecodeKey {
   DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
-  int team_warps = 0, teams = 0;    ///< warps of 16 rows; teams with keys of their own
-  int block_keys = 0;               ///< Bc
-  int k_stages = 0, v_stages = 0;   ///< buffers of a team
-  int box_keys = 0;                 ///< keys that TMA brings at once; 0: lanes copy rows
-  int residents = 0;                ///< thread blocks of a multiprocessor
-  int line_rows = 0;                ///< of the rows of a block, those that a kv head may have
-  int group = 0;                    ///< hq / hk
-  int pieces = 0;                   ///< how lines are cut (kernels/shared/shares.h)
+  int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
+  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
+  int block_keys = 0;                     ///< Bc
+  int k_stages = 0, v_stages = 0;         ///< buffers of a team
+  int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
+  int residents = 0;                      ///< thread blocks of a multiprocessor
+  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
+  int group = 0;                          ///< hq / hk
+  int pieces = 0;                         ///< how lines are cut (kernels/shared/shares.h)
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false, has_chunk = false;
@@ -51,7 +51,8 @@ struct HopperDecodePlan : HopperDecodeKey {
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int piece_floats() const;
-  int merge_units() const;  ///< what the warps of decode_merge.cu take one each of, of a line
+  /// Of a line: what each warp of decode_merge.cu takes one of, columns or rows.
+  int merge_units() const;
   /// Counters that are zero between launches.
   int counters() const { return 3 * grid; }
 };
