@@ -25,6 +25,8 @@ constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blo
 constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
+constexpr int64_t kSomeParts = 2;
+/// Of fewer parts a warp of that kernel takes more columns: a warp costs more than their loads.
 constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
@@ -76,7 +78,7 @@ int box_keys_of(const Problem& p, int block_keys) {
 
 /// Whether each line is computed by many thread blocks.
 bool has_few_lines(const Problem& p, int blocks) {
-  return p.batch <= kernels::kFillingSequences && kManyParts * p.batch * p.hk <= blocks;
+  return p.batch <= kernels::kFillingSequences && kSomeParts * p.batch * p.hk <= blocks;
 }
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
@@ -177,7 +179,8 @@ int HopperDecodePlan::piece_floats() const {
 }
 
 int HopperDecodePlan::merge_units() const {
-  return pieces == kernels::kFillingPieces ? team_warps * value_dim / 8 : piece_rows;
+  return pieces == kernels::kFillingPieces ? team_warps * ceil_div(value_dim / 8, merge_eights)
+                                           : piece_rows;
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
@@ -280,6 +283,9 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
     const int64_t units = ceil_div(p.sk, unit_keys(plan));
     plan.most_pieces =
         kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
+    if (plan.pieces == kernels::kFillingPieces && kManyParts * p.batch * p.hk > plan.grid) {
+      plan.merge_eights = 4;
+    }
     // Pieces that fill the card have all rows of a block.
     plan.piece_rows = plan.block_rows();
     if (plan.pieces == kernels::kOwnPieces) {
@@ -308,6 +314,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kResidents", plan.residents);
   header.add("kLineRows", plan.line_rows);
   header.add("kPieces", plan.pieces);
+  header.add("kMergeEights", plan.merge_eights);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);
   header.add("kOWhole", plan.o_whole);

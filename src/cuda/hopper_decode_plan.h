@@ -22,6 +22,7 @@ struct HopperDecodeKey {
   int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
   int group = 0;                          ///< hq / hk
   int pieces = 0;                         ///< how lines are cut (kernels/shared/shares.h)
+  int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool has_left = false, has_right = false, has_chunk = false;

@@ -150,7 +150,7 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   EXPECT_EQ(rows(17), 128);
   // 32 rows are those of two warps where shares are short and lines many.
   const auto in_batch = [](int64_t sk) {
-    return plan_of({.batch = 32, .sq = 5, .sk = sk, .hq = 8, .hk = 2}).block_rows();
+    return plan_of({.batch = 40, .sq = 5, .sk = sk, .hq = 8, .hk = 2}).block_rows();
   };
   EXPECT_EQ(in_batch(512), 32);
   EXPECT_EQ(in_batch(8192), 64);
@@ -166,7 +166,8 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(pieces(1, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(4, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(5, 16), kernels::kNoPieces);  // more than a quarter of the thread blocks
+  EXPECT_EQ(pieces(8, 16), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
   EXPECT_EQ(pieces(1, 4), kernels::kNoPieces);
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);

@@ -124,16 +124,24 @@ __device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowK
   sync();
 }
 
-// Whether V of a tile holds NaN or infinity.
-__device__ __forceinline__ bool is_poisoned(u32 v) {
+// Whether V of a tile holds NaN or infinity at a key that exists and that some row does not see.
+__device__ __forceinline__ bool is_poisoned(u32 v, int tile, const KeyRange& seen_by_all, int sk) {
+  constexpr int kChunks = kValueDim / 8;
+  const int first = tile * kBlockKeys;
+  const int keys = min(int(kBlockKeys), sk - first);
+  const int before = max(min(seen_by_all.begin - first, keys), 0);
+  const int behind = max(min(seen_by_all.end - first, keys), before);
+  const int hidden = before + keys - behind;
   bool found = false;
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < kBlockKeys * kValueDim / 8; at += 32) {
-    const int column = at % (kValueDim / 8) * 8;
+  for (int at = threadIdx.x % 32; at < hidden * kChunks; at += 32) {
+    const int i = at / kChunks;
+    const int key = i < before ? i : i - before + behind;
+    const int column = at % kChunks * 8;
     u32 x[4];
-    load_shared16(v + column / 64 * kPanelBytes + swizzled(at / (kValueDim / 8), column % 64 / 8), x);
+    load_shared16(v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8), x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found = found || !is_finite(x[i]) || !is_finite(x[i] >> 16);
+    for (int j = 0; j < 4; ++j) found = found || !is_finite(x[j]) || !is_finite(x[j] >> 16);
   }
   return __any_sync(0xffffffff, found);
 }
@@ -178,7 +186,9 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
       }
       if (kHidesKeys && masked) {
         const u32 v = products.v();
-        if (is_poisoned(v)) add_poison(O, thread_rows.keys, tile, v, sync);
+        __syncwarp();  // sk, from where the items were left, takes no register of the loop
+        const int sk = reinterpret_cast<const DecodeItems*>(raw + kLayout.items)[warp].item.sequence.n.sk;
+        if (is_poisoned(v, tile, seen_by_all, sk)) add_poison(O, thread_rows.keys, tile, v, sync);
       }
       products.values(has_rows, O, P);
     };

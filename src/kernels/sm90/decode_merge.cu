@@ -12,9 +12,10 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
     const FillingLine line = filling_line_of(filling_line_of_lane(p), item.batch);
     item.sequence = line.sequence;
     item.first_share = line.first + item.head * line.pieces.count;
-    const int team_warp = unit / (kValueDim / 8);
+    constexpr int kUnits = (kValueDim / 8 + kMergeEights - 1) / kMergeEights;
+    const int team_warp = unit / kUnits;
     if (team_warp * kWarpRows < rows_of_item(p, item).count)
-      merge_pieces(p, item, line.pieces.count, team_warp, unit % (kValueDim / 8));
+      merge_pieces(p, item, line.pieces.count, team_warp, unit % kUnits * kMergeEights);
     return;
   }
   item.sequence = sequence_of(p, item.batch);

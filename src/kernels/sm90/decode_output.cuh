@@ -239,44 +239,56 @@ __device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short
 }
 
 // Puts `count` such pieces of a line together in the order of their keys, as the result: a warp has what the warp
-// `team_warp` of the teams left of eight columns.
+// `team_warp` of the teams left of kMergeEights times eight columns, the first of them `first_eight`.
 __device__ __forceinline__ void merge_pieces(const DecodeParams& p, const DecodeItem& item, int count, int team_warp,
-                                             int eight) {
-  constexpr int kAtOnce = 16;  // loads are on their way together
+                                             int first_eight) {
+  constexpr int kAtOnce = 16 / kMergeEights;  // pieces whose loads are on their way together
+  const auto exists = [&](int i) { return kValueDim / 8 % kMergeEights == 0 || first_eight + i < kValueDim / 8; };
   const int row = team_warp * kWarpRows + int(thread_row());
-  float x[4] = {0, 0, 0, 0};
+  float x[kMergeEights][4];
+#pragma unroll
+  for (int i = 0; i < kMergeEights; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
   float shift[2] = {infinity(), infinity()};
   float sum[2] = {0, 0};
 #pragma unroll 1
   for (int first = 0; first < count; first += kAtOnce) {
-    float4 y[kAtOnce];
+    float4 y[kAtOnce][kMergeEights];
     float2 stats[2][kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      y[i] = {0, 0, 0, 0};
-      stats[0][i] = stats[1][i] = {infinity(), 0};
-      if (first + i >= count) continue;
-      float* const piece = partial_of(p, item, first + i);
-      y[i] = load_global_fresh4(piece_columns(piece, team_warp, eight));
-      stats[0][i] = load_global_fresh2(piece_stats(piece, row));
-      stats[1][i] = load_global_fresh2(piece_stats(piece, row + 8));
+    for (int part = 0; part < kAtOnce; ++part) {
+      stats[0][part] = stats[1][part] = {infinity(), 0};
+#pragma unroll
+      for (int i = 0; i < kMergeEights; ++i) y[part][i] = {0, 0, 0, 0};
+      if (first + part >= count) continue;
+      float* const piece = partial_of(p, item, first + part);
+#pragma unroll
+      for (int i = 0; i < kMergeEights; ++i)
+        if (exists(i)) y[part][i] = load_global_fresh4(piece_columns(piece, team_warp, first_eight + i));
+      stats[0][part] = load_global_fresh2(piece_stats(piece, row));
+      stats[1][part] = load_global_fresh2(piece_stats(piece, row + 8));
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float next = shift[half];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) next = fminf(next, stats[half][i].x);
+      for (int part = 0; part < kAtOnce; ++part) next = fminf(next, stats[half][part].x);
       const float before = factor_of(shift[half], next);
       shift[half] = next;
       sum[half] *= before;
-      x[2 * half] *= before;
-      x[2 * half + 1] *= before;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = factor_of(stats[half][i].x, next);
-        sum[half] += weight * stats[half][i].y;
-        x[2 * half] += weight * (half == 0 ? y[i].x : y[i].z);
-        x[2 * half + 1] += weight * (half == 0 ? y[i].y : y[i].w);
+      for (int i = 0; i < kMergeEights; ++i) {
+        x[i][2 * half] *= before;
+        x[i][2 * half + 1] *= before;
+      }
+#pragma unroll
+      for (int part = 0; part < kAtOnce; ++part) {
+        const float weight = factor_of(stats[half][part].x, next);
+        sum[half] += weight * stats[half][part].y;
+#pragma unroll
+        for (int i = 0; i < kMergeEights; ++i) {
+          x[i][2 * half] += weight * (half == 0 ? y[part][i].x : y[part][i].z);
+          x[i][2 * half + 1] += weight * (half == 0 ? y[part][i].y : y[part][i].w);
+        }
       }
     }
   }
@@ -285,9 +297,13 @@ __device__ __forceinline__ void merge_pieces(const DecodeParams& p, const Decode
     const int at = row + 8 * half;
     if (at >= rows_of_item(p, item).count) continue;
     const float scale = normalizer(p.sinks, head_of_row(item, at), sum[half], shift[half]);
-    store_pair(p, item_row(p, p.o, item, at), 8 * eight + int(thread_column()),
-               pack(x[2 * half] * scale, x[2 * half + 1] * scale));
-    if (eight == 0 && threadIdx.x % 4 == 0) store_lse(p, item, at, shift[half], sum[half]);
+    unsigned short* const out = item_row(p, p.o, item, at);
+#pragma unroll
+    for (int i = 0; i < kMergeEights; ++i)
+      if (exists(i))
+        store_pair(p, out, 8 * (first_eight + i) + int(thread_column()),
+                   pack(x[i][2 * half] * scale, x[i][2 * half + 1] * scale));
+    if (first_eight == 0 && threadIdx.x % 4 == 0) store_lse(p, item, at, shift[half], sum[half]);
   }
 }
 
