@@ -11,7 +11,6 @@
 namespace fulgur::cpu {
 namespace {
 
-constexpr int64_t kDecodeMostRows = 16;      // more rows than this fill the panels' vectors well
 constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
 constexpr double kMostBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
@@ -75,7 +74,7 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
-  plan.decode_rows = std::min(kDecodeMostRows, k.panel_rows);
+  plan.decode_rows = k.decode_rows;
   // Packed sequences may be short beside a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
   const int64_t least_rows = p.packed || p.seqused_q ? p.group() : rows;
@@ -193,7 +192,9 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
   }
   if (plan.least_part > 0) {
     all.push_back(fmt::format(
-        "decode, of at most {} rows a kv head: keys in {}, merged by LSE", plan.decode_rows,
+        "decode, of at most {} rows a kv head{}: keys in {}, merged by LSE", plan.decode_rows,
+        k.decode_on_vectors > 0 ? fmt::format(", of fewer than {} on vectors", k.decode_on_vectors)
+                                : "",
         plan.parts == 0
             ? fmt::format("parts of {} whatever batch and threads are", plan.least_part)
             : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.least_part)));

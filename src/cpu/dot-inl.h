@@ -59,7 +59,7 @@ class DotProducts {
   /// that a sum has the same bits whether its steps are one product or several.
   template <int kRows, int kVectors>
   static HWY_INLINE void block(const Product& p, int64_t m, int64_t n) {
-    const int64_t ldc = p.ldc, stride = p.B.stride / 2;
+    const int64_t ldc = p.ldc, lda = p.A.stride / 2, stride = p.B.stride / 2;
     float* const C = p.C + m * ldc + n;
     __m512 sum[kRows][kVectors];
     FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -68,7 +68,7 @@ class DotProducts {
       }
     }
     for (int64_t s = 0, left = p.there.depth; left > 0; ++s, left -= kTileDepth) {
-      const uint16_t* a = p.A.at(m / kTileRows, s) + m % kTileRows * kTileDepth;
+      const uint16_t* a = p.A.at(m / kTileRows, s) + m % kTileRows * lda;
       const uint16_t* b[kVectors];
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) b[v] = p.B.at(n / kTileRows + v, s);
       const int64_t pairs_there = (std::min(left, kTileDepth) + 1) / 2;
@@ -79,7 +79,7 @@ class DotProducts {
         }
         FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
           int32_t pair_of_row;
-          std::memcpy(&pair_of_row, a + r * kTileDepth, 4);
+          std::memcpy(&pair_of_row, a + r * lda, 4);
           const __m512i x = _mm512_set1_epi32(pair_of_row);
           FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
             sum[r][v] = Dot::add(sum[r][v], x, pairs[v]);

@@ -21,8 +21,10 @@
 #include "cpu/backward-inl.h"
 #include "cpu/decode-inl.h"
 #include "cpu/dot-inl.h"
+#include "cpu/dot_decode-inl.h"
 #include "cpu/forward-inl.h"
 #include "cpu/tile_backward-inl.h"
+#include "cpu/tile_decode-inl.h"
 #include "cpu/tile_forward-inl.h"
 
 #ifndef FULGUR_CPU_KERNELS_OF
@@ -51,6 +53,8 @@ const Kernels& table() {
       .panels = kPanels,
       .forward_scratch = forward_scratch,
       .forward = forward,
+      .decode_rows = kDecodeRows,
+      .decode_on_vectors = 0,
       .decode_scratch = decode_scratch,
       .decode = decode,
       .decode_merge = decode_merge,
@@ -80,7 +84,14 @@ Kernels kernels_on(const char* target) {
   return k;
 }
 const Kernels& tile_table() {
-  static const Kernels kTable = kernels_on<TileProducts<Amx>, kPartsOfBF16>("AMX");
+  static const Kernels kTable = [] {
+    Kernels k = kernels_on<TileProducts<Amx>, kPartsOfBF16>("AMX");
+    k.decode_rows = kTileDecodeRows;
+    k.decode_on_vectors = kTileDecodeLeast;
+    k.decode_scratch = tile_decode_scratch;
+    k.decode = tile_decode<TileProducts<Amx>>;
+    return k;
+  }();
   return kTable;
 }
 const Kernels& f16_tile_table() {
@@ -88,7 +99,11 @@ const Kernels& f16_tile_table() {
   return kTable;
 }
 const Kernels& dot_table() {
-  static const Kernels kTable = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16");
+  static const Kernels kTable = [] {
+    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16");
+    k.decode = decode_by<DottedPairs<Avx512Bf16>>;
+    return k;
+  }();
   return kTable;
 }
 #endif

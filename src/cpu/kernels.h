@@ -62,6 +62,8 @@ struct Kernels {
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 
+  int64_t decode_rows;        ///< the most rows a kv head that are decoded
+  int64_t decode_on_vectors;  ///< of fewer rows than this, on vectors whatever the path
   int64_t (*decode_scratch)(const Problem&, int64_t heads,
                             int64_t rows);  ///< floats, of a kv head's rows at most
   /// All rows of `heads` kv heads, from the task's on, over keys [key_begin, key_end): per row the

@@ -165,13 +165,14 @@ class TileProducts {
     HWY_INLINE Step(const Product& p, int64_t m, int64_t n, int64_t s)
         : A{p.A.at(m, s), m + 1 < p.rows ? p.A.at(m + 1, s) : nullptr},
           B{p.B.at(n, s), n + 1 < p.columns ? p.B.at(n + 1, s) : nullptr},
+          A_stride(p.A.stride),
           B_stride(p.B.stride),
           C(s == 0 ? p.C + m * kTileRows * p.ldc + n * kTileRows : nullptr),
           ldc(p.ldc),
           add(p.add) {}
 
     const uint16_t *A[2], *B[2];  // null where the block lacks the second row or column
-    int64_t B_stride;
+    int64_t A_stride, B_stride;
     float* C;  // null behind the first step
     int64_t ldc;
     bool add;
@@ -210,7 +211,7 @@ class TileProducts {
     if (kPart == 0 && edge && step.C != nullptr) flush();
     if (step.A[kRow] == nullptr || step.B[kColumn] == nullptr) return;
     if constexpr (kRow == 0) Tiles::template load<6 + kColumn>(step.B[kColumn], step.B_stride);
-    if constexpr (kColumn == 0) Tiles::template load<4 + kRow>(step.A[kRow], 64);
+    if constexpr (kColumn == 0) Tiles::template load<4 + kRow>(step.A[kRow], step.A_stride);
     if (step.C != nullptr) {
       store<kPart>();
       C_[kPart] = step.C + kRow * kTileRows * step.ldc + kColumn * kTileRows;

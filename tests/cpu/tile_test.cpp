@@ -23,8 +23,9 @@
 #define HWY_TARGET_INCLUDE "cpu/tile_test.cpp"
 #include <hwy/foreach_target.h>
 // Highway wants its own header after foreach_target.
-#include "cpu/dot-inl.h"
+#include "cpu/dot_decode-inl.h"
 #include "cpu/tile_backward-inl.h"
+#include "cpu/tile_decode-inl.h"
 #include "random_numbers.h"
 
 #if HWY_TARGET == HWY_AVX3
@@ -319,6 +320,47 @@ void run_backward(const Problem& p, const Given& given, const BackwardArgs& args
   }
 }
 
+/// All heads of a sequence together, and its keys in parts of two tiles.
+template <class Decode>
+void run_decode(const Problem& p, const Given& given, const ForwardArgs& args, int64_t scratch_size,
+                const Decode& decode) {
+  const Sequences sequences(p, args);
+  const KeyPlaces keys(p, sequences, args);
+  const Scratch scratch(scratch_size);
+  write_padding(p, sequences, args);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const auto task = [&](int64_t kv) {
+      return Task{p, given, sequences[b], keys.of(b, sequences[b]), b, kv};
+    };
+    if (task(0).rows() == 0) continue;
+    const int64_t part = 2 * kBc, parts = (sequences[b].sk + part - 1) / part;
+    const int64_t head = task(0).rows() * (p.dv + 2);
+    std::vector<float> states(p.hk * parts * head);
+    for (int64_t i = 0; i < parts; ++i) {
+      decode(task(0), i * part, std::min(sequences[b].sk, (i + 1) * part), &states[i * p.hk * head],
+             scratch.data());
+    }
+    for (int64_t kv = 0; kv < p.hk; ++kv) {
+      decode_merge(task(kv), args, states.data() + kv * head, parts, p.hk * head);
+    }
+  }
+}
+
+inline void decode_by_tiles(const Problem& p, const Given& given, const ForwardArgs& args) {
+  run_decode(p, given, args, tile_decode_scratch(p, p.hk, p.group() * p.sq),
+             [&](const Task& first, int64_t begin, int64_t end, float* states, float* scratch) {
+               TileDecode<TileProducts<TileModel>> task(first, args, p.hk, scratch);
+               task.run(begin, end);
+               task.finish(states);
+             });
+}
+inline void decode_by_dots(const Problem& p, const Given& given, const ForwardArgs& args) {
+  run_decode(p, given, args, decode_scratch(p, p.hk, p.group() * p.sq),
+             [&](const Task& first, int64_t begin, int64_t end, float* states, float* scratch) {
+               decode_by<DottedPairs<DotModel>>(first, args, p.hk, begin, end, states, scratch);
+             });
+}
+
 /// What makes the products, of which elements, and all that is tested on it.
 struct Path {
   const char* name;
@@ -580,6 +622,95 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
     call.run_backward(GetParam());
     EXPECT_TRUE(backward_is_right(w, e));
     EXPECT_TRUE(w.check_memory());
+  }
+}
+
+/// The ways to decode bf16, and the most rows a kv head that they take.
+struct Decoding {
+  const char* name;
+  int64_t most_rows;
+  void (*run)(const Problem&, const cpu::Given&, const ForwardArgs&);
+};
+class Decodings : public Tiles, public testing::WithParamInterface<Decoding> {};
+INSTANTIATE_TEST_SUITE_P(, Decodings,
+                         testing::Values(Decoding{"tiles", 32, tiles::decode_by_tiles},
+                                         Decoding{"dot_products", 16, tiles::decode_by_dots}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// Rows of one tile or two; keys and head dims that fill tiles, pairs and vectors, or not; keys
+// that lie evenly, so that tiles take them where they are, or not.
+TEST_P(Decodings, OnTheModelFollowTheReference) {
+  const Case cases[] = {
+      {.sq = 1, .sk = 333},
+      {.sq = 3, .sk = 128, .d = 128, .dv = 128},
+      {.batch = 2, .sq = 1, .sk = 200, .hq = 12, .hk = 3, .d = 96, .dv = 40},
+      {.sq = 2, .sk = 131, .hq = 8, .hk = 2, .d = 80, .dv = 70, .mask = causal(), .dropout = 0.25},
+      {.sq = 4, .sk = 257, .hq = 6, .hk = 2, .d = 17, .dv = 1, .mask = window(90, 0), .softcap = 2},
+      {.sq = 1, .sk = 97, .hq = 7, .d = 33, .dv = 24, .alibi = Alibi::kHeads, .sinks = true},
+      {.sq = 5, .sk = 190, .hq = 8, .hk = 2, .mask = causal()},
+      {.sq = 4, .sk = 150, .hq = 8, .d = 512, .dv = 512, .mask = causal()},
+      {.batch = 3,
+       .sq = 2,
+       .sk = 70,
+       .hq = 8,
+       .hk = 4,
+       .d = 24,
+       .dv = 33,
+       .layout = Layout::kPacked},
+      {.sq = 2, .sk = 300, .hq = 16, .hk = 2, .d = 128, .dv = 128, .layout = Layout::kPadded},
+      {.sq = 3, .sk = 100, .hq = 4, .hk = 2, .mask = causal(), .tree = Tree::kRandom},
+  };
+  for (Case c : cases) {
+    if (c.hq / c.hk * c.sq > GetParam().most_rows) continue;
+    c.dtype = DType::kBF16;
+    for (const bool denormal : {false, true}) {
+      SCOPED_TRACE(c.name() + (denormal ? " denormal" : ""));
+      Workload w(c, c.seed());
+      std::vector<double> values = read(w.forward.v);
+      // Products would take them for 0, so that vectors add such keys.
+      for (size_t i = 0; denormal && i < values.size(); i += 5) values[i] = 0x1p-130;
+      write(w.forward.v, values);
+      w.seal();
+      const Prepared call(w);
+      GetParam().run(call.problem, call.given, call.forward);
+      EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+      EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
+// Denormal values alone, which products would take for 0.
+TEST_P(Decodings, KeepDenormalValues) {
+  Workload w({.dtype = DType::kBF16, .sq = 2, .sk = 130, .hq = 8, .hk = 2, .dv = 120}, 3);
+  std::vector<double> values = read(w.forward.v);
+  for (double& value : values) value = std::ldexp(value, -128);
+  write(w.forward.v, values);
+  w.seal();
+  const Prepared call(w);
+  GetParam().run(call.problem, call.given, call.forward);
+  const std::vector<double> out = read(w.forward.out), want = expect_forward(w).reference.out;
+  for (size_t i = 0; i < out.size(); ++i) ASSERT_NEAR(out[i], want[i], 0x1p-132) << i;
+}
+
+// NaN and infinity in a key that a row does not see change nothing of it.
+TEST_P(Decodings, WhatIsNotFiniteStaysHidden) {
+  for (const double value :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    const Case c{.dtype = DType::kBF16, .sq = 2, .sk = 130, .hq = 8, .hk = 2, .mask = causal()};
+    Workload clean(c, 9), dirty(c, 9);
+    for (const Tensor& t : {dirty.forward.k, dirty.forward.v}) {
+      std::vector<double> x = read(t);
+      std::fill(x.end() - 2 * c.d, x.end(), value);  // the last key, of both heads
+      write(t, x);
+    }
+    dirty.seal();
+    for (Workload* w : {&clean, &dirty}) {
+      const Prepared call(*w);
+      GetParam().run(call.problem, call.given, call.forward);
+    }
+    const auto got = read(dirty.forward.out), want = read(clean.forward.out);
+    for (int64_t i = 0; i < 8 * c.dv; ++i) ASSERT_NEAR(got[i], want[i], 0x1p-7) << i;  // query 0
+    EXPECT_TRUE(std::all_of(got.end() - 8 * c.dv, got.end(), [](double x) { return x != x; }));
   }
 }
 

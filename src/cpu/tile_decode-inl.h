@@ -1,0 +1,264 @@
+// Decoding (decode-inl.h) of bf16 on tiles, where a kv head has rows enough for them: S^T = K Q^T
+// with K where it lies, if its rows are evenly apart, and O += P V with two rows of V in 32 bits,
+// which costs less than V transposed when so few rows share it.
+#if defined(FULGUR_CPU_TILE_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_TILE_DECODE_INL_H_
+#undef FULGUR_CPU_TILE_DECODE_INL_H_
+#else
+#define FULGUR_CPU_TILE_DECODE_INL_H_
+#endif
+
+#include <vector>
+
+#include "cpu/decode-inl.h"
+#include "cpu/tile_forward-inl.h"
+
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// Of a kv head: fewer rows are as fast on vectors, and for more it pays to transpose V.
+constexpr int64_t kTileDecodeLeast = 8;
+constexpr int64_t kTileDecodeRows = 2 * kTileRows;
+
+/// A kv head of a task and its operands.
+struct TileDecodeHead {
+  Task task;
+  DecodeRows rows;
+  uint16_t* Q;  // columns of B, summed over d
+
+  TileDecodeHead(const Task& first, int64_t i, int64_t rows, Arena& arena)
+      : task{first.problem, first.given, first.s, first.keys, first.b, first.kv + i},
+        rows(first.problem, rows, arena),
+        Q(arena.take_halves(this->rows.width * steps_of(first.problem.d) * kTileDepth)) {}
+};
+
+/// The operands of a head and a tile of keys.
+struct TileDecodeScratch {
+  uint16_t* K;  // rows of A, summed over d: where it cannot be multiplied as it lies
+  uint16_t* V;  // B, summed over keys
+  uint16_t* P;  // rows of A, summed over keys
+
+  TileDecodeScratch(const Problem& p, int64_t rows, Arena& arena)
+      : K(arena.take_halves(kBc * steps_of(p.d) * kTileDepth)),
+        V(arena.take_halves(kBc * blocks_of(p.dv) * kTileRows)),
+        P(arena.take_halves(kBc * blocks_of(rows) * kTileRows)) {}
+};
+
+/// A tile of keys of K or V.
+struct TileKeys {
+  const char* at[kBc];  // rows of the first head
+  int64_t n;            // 0 behind the last tile
+  int64_t head;         // bytes from a row to that of the next head
+  int64_t stride;       // bytes from a row to the next; 0 where that differs
+  int64_t columns;
+
+  TileKeys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
+           const KeyTiles& tiles)
+      : n(tiles.done() ? 0 : tiles.tile().n), head(layout.head * size_of(t.dtype)), columns(dim) {
+    key_addresses(task, t, layout, tiles.tile().j, n, at);
+    stride = n > 1 ? at[1] - at[0] : 0;
+    for (int64_t i = 1; i < n; ++i) {
+      if (at[i] - at[i - 1] != stride) stride = 0;
+    }
+  }
+
+  const uint16_t* row(int64_t i, int64_t j) const {
+    return reinterpret_cast<const uint16_t*>(at[j] + i * head);
+  }
+  /// Rows of head i from key j on.
+  auto rows(int64_t i, int64_t j) const {
+    return Rows{[this, i, j](int64_t r) { return row(i, j + r); }, n - j, columns};
+  }
+};
+
+/// Asks for the next tile of K and of V while the present one is computed, a few rows at a time and
+/// in the order of memory: all at once they would keep the CPU waiting.
+class TilesAhead {
+ public:
+  /// They are asked for in `turns` turns.
+  TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads, int64_t turns)
+      : keys_{&K, &V}, heads_(heads), each_((2 * K.n * heads + turns - 1) / turns) {}
+
+  // Inlined, since to GCC 12 a call of what only prefetches has no effect.
+  HWY_INLINE void turn() {
+    for (int64_t i = 0; i < each_; ++i) {
+      if (row_ == keys_[of_]->n) return;
+      const auto* const from = reinterpret_cast<const char*>(keys_[of_]->row(head_, row_));
+      for (int64_t byte = 0; byte < 2 * keys_[of_]->columns; byte += 64) {
+        __builtin_prefetch(from + byte, 0, kToL2);
+      }
+      if (++head_ < heads_) continue;
+      head_ = 0;
+      if (++row_ < keys_[of_]->n || of_ == 1) continue;
+      row_ = 0;
+      of_ = 1;
+    }
+  }
+
+ private:
+  const TileKeys* keys_[2];
+  int64_t heads_, each_, of_ = 0, row_ = 0, head_ = 0;
+};
+
+/// One call.
+template <class Products>
+class TileDecode {
+ public:
+  TileDecode(const Task& first, const ForwardArgs& args, int64_t heads, float* scratch)
+      : first_(first),
+        p_(first.problem),
+        args_(args),
+        arena_(scratch),
+        s_(p_, first.rows(), arena_) {
+    heads_.reserve(heads);
+    for (int64_t i = 0; i < heads; ++i) {
+      TileDecodeHead& head = heads_.emplace_back(first, i, first.rows(), arena_);
+      head.rows.start(head.task);
+      Census unused;
+      for (int64_t row = 0; row < first.rows(); row += kTilePanelRows) {
+        const int64_t count = std::min(kTilePanelRows, first.rows() - row);
+        pack_columns<kPartsOfBF16>(query_rows(head.task, args.q, p_.q, p_.d, row, count), count,
+                                   head.Q + row * steps_of(p_.d) * kTileDepth, &unused);
+      }
+    }
+  }
+
+  void run(int64_t key_begin, int64_t key_end) {
+    KeyTiles tiles = heads_[0].rows.panels[0].tiles({key_begin, key_end});  // of every head
+    const int64_t heads = static_cast<int64_t>(heads_.size());
+    const auto keys = [&](const ConstTensor& t, const Layout& layout, int64_t dim) {
+      return TileKeys(first_, t, layout, dim, tiles);
+    };
+    TileKeys K = keys(args_.k, p_.k, p_.d), V = keys(args_.v, p_.v, p_.dv);
+    while (!tiles.done()) {
+      const KeyTile tile = tiles.tile();
+      tiles.next();
+      const TileKeys next_K = keys(args_.k, p_.k, p_.d), next_V = keys(args_.v, p_.v, p_.dv);
+      TilesAhead ahead(next_K, next_V, heads, heads * steps_of(tile.n) * (1 + blocks_of(p_.dv)));
+      for (int64_t i = 0; i < heads; ++i) add_scores(K, i, ahead);
+      products_.flush();
+      for (int64_t i = 0; i < heads; ++i) add_values(V, tile, i, ahead);
+      products_.flush();
+      K = next_K;
+      V = next_V;
+    }
+  }
+
+  void finish(float* states) const {
+    for (const TileDecodeHead& head : heads_) states = head.rows.finish(p_.dv, states);
+  }
+
+ private:
+  /// S^T = K Q^T of head i.
+  void add_scores(const TileKeys& K, int64_t i, TilesAhead& ahead) {
+    const TileDecodeHead& head = heads_[i];
+    const int64_t steps = steps_of(p_.d), width = head.rows.width;
+    Operand A{K.row(i, 0), K.stride, kTileRows * K.stride / 2, kTileDepth};
+    if (K.stride == 0 || K.n % kTileRows != 0 || p_.d % kTileDepth != 0) {
+      Census unused;
+      pack_rows<kPartsOfBF16>(K.rows(i, 0), K.n, s_.K, &unused);
+      A = Operand::packed(s_.K, steps);
+    }
+    for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
+      ahead.turn();
+      products_.multiply({false,
+                          std::min<int64_t>(2, blocks_of(K.n) - b),
+                          blocks_of(head.rows.count),
+                          steps,
+                          {A.at(b, 0), A.stride, A.block, A.step},
+                          Operand::packed(head.Q, steps),
+                          head.rows.S + b * kTileRows * width,
+                          width,
+                          {std::min(2 * kTileRows, K.n - b * kTileRows), head.rows.count, p_.d}});
+    }
+  }
+
+  /// P of head i and O = diag(alpha) O + P V.
+  void add_values(const TileKeys& V, const KeyTile& tile, int64_t i, TilesAhead& ahead) {
+    const TileDecodeHead& head = heads_[i];
+    const DecodeRows& rows = head.rows;
+    const int64_t steps = steps_of(tile.n), ldo = blocks_of(p_.dv) * kTileRows;
+    scale_scores(tile.n, rows.width, query_factor(p_), rows.S);
+    rows.probabilities(head.task, tile);
+    Census values;
+    for (int64_t s = 0; s < steps; ++s) {
+      const auto keys = V.rows(i, s * kTileDepth);
+      for (int64_t b = 0; b < blocks_of(p_.dv); ++b) {
+        ahead.turn();
+        __m512i pairs[1][16];
+        load_pairs<Side::kB>(keys, 0, b * kTileRows, pairs, &values);
+        store_tile(pairs[0], s_.V + (b * steps + s) * kTileSize);
+      }
+    }
+    scale_rows(rows.alpha, rows.O, ldo, rows.count);
+    // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
+    if (values.denormal() || (tile.partial && !values.finite())) {
+      return add_visible_values(head.task, args_, tile, rows);
+    }
+    pack_probabilities(rows, steps);
+    products_.multiply({true,
+                        blocks_of(rows.count),
+                        blocks_of(p_.dv),
+                        steps,
+                        Operand::packed(s_.P, steps),
+                        Operand::packed(s_.V, steps),
+                        rows.O,
+                        ldo,
+                        {rows.count, p_.dv, tile.n}});
+  }
+
+  /// P [keys][width] as rows of A.
+  HWY_INLINE void pack_probabilities(const DecodeRows& rows, int64_t steps) const {
+    uint16_t* to = s_.P;
+    for (int64_t b = 0; b < blocks_of(rows.count); ++b) {
+      for (int64_t s = 0; s < steps; ++s, to += kTileSize) {
+        const float* P = rows.S + s * kTileDepth * rows.width + b * kTileRows;
+        __m512i pairs[16];
+        FULGUR_UNROLL for (int i = 0; i < 16; ++i, P += 2 * rows.width) {
+          pairs[i] = pair_halves(round_up_half(_mm512_load_ps(P)),
+                                 round_up_half(_mm512_load_ps(P + rows.width)));
+        }
+        transpose_16(pairs);
+        store_tile(pairs, to);
+      }
+    }
+  }
+
+  const Task& first_;
+  const Problem& p_;
+  const ForwardArgs& args_;
+  Arena arena_;
+  const TileDecodeScratch s_;
+  const typename Products::Session session_;
+  Products products_;
+  std::vector<TileDecodeHead> heads_;
+};
+
+inline int64_t tile_decode_scratch(const Problem& p, int64_t heads, int64_t rows) {
+  Arena arena(nullptr);
+  TileDecodeScratch(p, rows, arena);
+  for (int64_t i = 0; i < heads; ++i) {
+    DecodeRows(p, rows, arena);
+    arena.take_halves(round_up(rows, kLanes) * steps_of(p.d) * kTileDepth);  // Q
+  }
+  return std::max(arena.used(), decode_scratch(p, heads, rows));
+}
+
+template <class Products>
+void tile_decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,
+                 int64_t key_end, float* states, float* scratch) {
+  if (first.rows() < kTileDecodeLeast) {
+    return decode(first, args, heads, key_begin, key_end, states, scratch);
+  }
+  TileDecode<Products> task(first, args, heads, scratch);
+  task.run(key_begin, key_end);
+  task.finish(states);
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif
