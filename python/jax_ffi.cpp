@@ -134,13 +134,14 @@ struct Shared {
     options.scale = reals[0];
     options.softcap = reals[1];
     options.dropout_p = reals[2];
-    const auto integers = numbers<int64_t>(attributes, "integers", 8);
+    const auto integers = numbers<int64_t>(attributes, "integers", 9);
     options.mask = {.left = integers[0], .right = integers[1], .chunk = integers[2]};
     options.max_seqlen_q = integers[3];
     options.max_seqlen_k = integers[4];
     options.deterministic = integers[5] != 0;
     options.invariant = integers[6] != 0;
-    given = integers[7];
+    options.max_workspace = integers[7];
+    given = integers[8];
   }
 
   bool has(Given operand) const { return (given >> operand & 1) != 0; }

@@ -249,6 +249,7 @@ struct Shared {
     options.softcap = in.real();
     options.dropout_p = in.real();
     options.invariant = in.boolean();
+    options.max_workspace = in.integer();
   }
 
   template <class Args>

@@ -55,6 +55,7 @@ class _Options(NamedTuple):
     max_seqlen_k: int
     deterministic: bool
     invariant: bool
+    max_workspace: int
 
 
 class _Extras(NamedTuple):
@@ -192,6 +193,8 @@ def _check(arrays, options):
             options = options | {
                 f"max_seqlen_{name}": options[f"max_seqlen_{name}"] or rows
             }
+    # How much memory a plan wants depends on the device and its threads, which are not known yet.
+    options = options | {"max_workspace": min(options["max_workspace"], 0)}
     views |= _a.forward_extras(*(None,) * 7) | {"rng_state": None}
     _fulgur.plan_forward(views, options)
 
@@ -222,7 +225,7 @@ def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, deterministic=False,
-    invariant=False, return_lse=False,
+    invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -256,6 +259,7 @@ def attention(
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that a pass may want besides its arrays; 0 is any number.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -264,7 +268,8 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        jax.errors.JaxRuntimeError: values of lengths are wrong, or no engine computes this there.
+        jax.errors.JaxRuntimeError: values of lengths are wrong, max_workspace is too small, or no
+            engine computes this there.
     """
     tensors = tuple(map(jnp.asarray, (q, k, v)))
     q, k, v = tensors
@@ -274,7 +279,7 @@ def attention(
     ))  # fmt: skip
     options = _a.options(
         causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),
-        max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "",
+        max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "", max_workspace,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     _check({"q": q, "k": k, "v": v} | extras._asdict(), options)

@@ -32,7 +32,7 @@ _SHARED = (
     "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, "
     "Tensor? rng_state=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt window_left=-1, "
     "SymInt window_right=-1, SymInt chunk=0, float? scale=None, float softcap=0.0, "
-    "float dropout_p=0.0, bool invariant=False"
+    "float dropout_p=0.0, bool invariant=False, SymInt max_workspace=0"
 )
 # What the forward pass alone takes behind them, and has no gradient.
 _CACHE = (
@@ -346,7 +346,7 @@ def attention(
     sinks=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
     leftpad_k=None, tree_mask=None, prefix_groups=None, prefix_lens=None, deterministic=False,
-    invariant=False, return_lse=False,
+    invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -384,6 +384,7 @@ def attention(
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that a pass may want besides its tensors; 0 is any number.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -410,6 +411,8 @@ def attention(
         numbers["max_seqlen_k"] = max_seqlen_k
     if invariant:
         numbers["invariant"] = invariant
+    if max_workspace:
+        numbers["max_workspace"] = max_workspace
     tensors = {}
     if sinks is not None:
         tensors["sinks"] = sinks

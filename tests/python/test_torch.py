@@ -62,7 +62,7 @@ OPTIONS = {
         seqused_q=torch.tensor([1, 3], dtype=torch.int32),
         seqused_k=torch.tensor([5, 2], dtype=torch.int32),
     ),
-    "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5),
+    "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5, max_workspace=1 << 30),
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -421,7 +421,7 @@ class TestOpcheck:
         q, k, v = make_qkv()
         used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ([4, 7], [9, 3]))
         slopes, rng = torch.rand(4), torch.tensor([1, 2])
-        numbers = (0, 0, 5, 0, 4, 0.7, 2.0, 0.3, True)
+        numbers = (0, 0, 5, 0, 4, 0.7, 2.0, 0.3, True, 1 << 30)
         out, lse = forward(q, k, v, SINKS, None, None, used_q, used_k, slopes, rng, *numbers)
         options = dict(
             sinks=SINKS, seqused_q=used_q, seqused_k=used_k, alibi_slopes=slopes, window=(5, 0),
@@ -585,6 +585,25 @@ def test_flops_are_counted():
     assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
 
 
+def test_max_workspace(one_thread):
+    q, k, v = make(*[(1, 64, 2, 8)] * 3, grad=True)
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse = fulgur.attention(*plain, return_lse=True)
+    saved = (torch.ones_like(out), *plain, out, lse)
+    need = fulgur.plan(*plain, return_lse=True, threads=1).workspace().bytes
+    need_backward = fulgur.plan_backward(*saved, threads=1).workspace().bytes
+    assert 1 < need < need_backward
+    with pytest.raises(RuntimeError, match=f"^max_workspace: got {need - 1} bytes, want at least {need}$"):
+        attention(*plain, max_workspace=need - 1)
+    assert torch.equal(attention(*plain, max_workspace=need), out)
+    message = f"^max_workspace: got {need_backward - 1} bytes, want at least {need_backward}$"
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, k, v, max_workspace=need_backward - 1).sum().backward()
+    attention(q, k, v, max_workspace=need_backward).sum().backward()
+    for x, want in zip((q, k, v), fulgur.attention_backward(*saved)):
+        assert_allclose(x.grad, want, atol=1e-6)
+
+
 class TestWrongArguments:
     """The library's own messages, as RuntimeError."""
 
@@ -611,6 +630,8 @@ class TestWrongArguments:
             (dict(seqused_k=torch.zeros(2)), "^seqused_k: "),
             (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), "^q: .*want 3 .total, heads, dim"),
             (dict(max_seqlen_q=-1), "^max_seqlen_q"),
+            (dict(max_workspace=-1), "^max_workspace: got -1 bytes, want >= 0"),
+            (dict(max_workspace=1, seqused_k=torch.tensor([9, 9], dtype=torch.int32)), "^max_workspace: got 1 b"),
         ],
     )
     def test_message(self, change, message):
