@@ -27,6 +27,12 @@ enum Given {
   kAlibiSlopes,
   kSinks,
   kRngState,
+  kPageTable,
+  kPageIndptr,
+  kCacheBatchIdx,
+  kLeftpadK,
+  kPrefixGroups,
+  kPrefixLens,
   kDlse
 };
 
@@ -151,9 +157,10 @@ struct Shared {
     const bool packed = has(kCuSeqlensQ);
     Mapped mapped{.dims = std::max<int64_t>(q.rank - (packed ? 3 : 4), 0)};
     for (int64_t i = 0; i < mapped.dims; ++i) mapped.indices *= q.dims[i];
-    // What dropout keeps depends on the place in the batch, which has to stay what it is, and a
-    // batch has one sink for each head.
-    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks);
+    // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
+    // has one sink for each head; and tables name places of the cache beside them.
+    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks) &&
+                    !has(kPageTable) && !has(kCacheBatchIdx);
     return mapped;
   }
 };
@@ -218,6 +225,12 @@ struct Forward {
   static Args read(const Shared& shared, View operand, View result, bool with_lse) {
     Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
     read_optional(args, shared, operand);
+    if (shared.has(kPageTable)) args.page_table = operand("page_table");
+    if (shared.has(kPageIndptr)) args.page_indptr = operand("page_indptr");
+    if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = operand("cache_batch_idx");
+    if (shared.has(kLeftpadK)) args.leftpad_k = operand("leftpad_k");
+    if (shared.has(kPrefixGroups)) args.prefix_groups = operand("prefix_groups");
+    if (shared.has(kPrefixLens)) args.prefix_lens = operand("prefix_lens");
     args.out = result("out");
     if (with_lse) args.lse = result("lse");
     return args;

@@ -503,6 +503,13 @@ for specs in ((whole, batch, batch), (batch, heads, heads)):
         lambda s, q, k: attention(q, k, k, sinks=s, return_lse=True, invariant=True), specs,
         (of_rows, batch if of_rows == batch else P(None, "x")), sinks, q, k,
     )
+# Sequences of a cache that all devices have.
+k_cache, v_cache = (jnp.asarray(rng.standard_normal((5, 3, 2, 8)), jnp.float32) for _ in range(2))
+table, used = jnp.array([[4, 0, 2], [1, 3, 0]], jnp.int32), jnp.array([9, 5], jnp.int32)
+paged = lambda q, table, used, k, v: attention(q, k, v, page_table=table, seqused_k=used, invariant=True)
+specs = (batch, batch, batch, whole, whole)
+got = jax.shard_map(paged, mesh=mesh, in_specs=specs, out_specs=batch)(q, table, used, k_cache, v_cache)
+np.testing.assert_array_equal(got, paged(q, table, used, k_cache, v_cache))
 print("sharded")
 """
 
