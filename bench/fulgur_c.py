@@ -50,6 +50,7 @@ class Options(Struct):
         *SIZE, *fields("window_left", "window_right", of=ctypes.c_int64), *fields("scale"),
         *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
         *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
+        *fields("max_workspace", "chunk", of=ctypes.c_int64),
     ]
 
 
@@ -61,7 +62,7 @@ class ForwardArgs(Struct):
 
 class BackwardArgs(Struct):
     _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", *STARTS,
-                               "seqused_k")]
+                               "seqused_k", "dlse", "rng_state", "sinks", "dsinks", "seqused_q")]
 
 
 class Run(Struct):

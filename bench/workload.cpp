@@ -85,6 +85,19 @@ std::vector<int32_t> shuffled(int64_t count) {
   return numbers;
 }
 
+/// The pages of each sequence, in a random order; so many first ones are those of the first.
+std::vector<int32_t> page_table(int64_t batch, int64_t pages, int64_t shared) {
+  const std::vector<int32_t> ids = shuffled(batch * pages - (batch - 1) * shared);
+  std::vector<int32_t> table;
+  for (int64_t b = 0, next = 0; b < batch; ++b) {
+    for (int64_t j = 0; j < pages; ++j) {
+      table.push_back(b > 0 && j < shared ? table[static_cast<size_t>(j)]
+                                          : ids[static_cast<size_t>(next++)]);
+    }
+  }
+  return table;
+}
+
 /// Memory that the system says can be had, and of the machine, in bytes.
 struct HostMemory {
   int64_t available = 0, total = 0;
@@ -130,9 +143,10 @@ std::string Case::name() const {
   const std::string where =
       device.type == DeviceType::kCpu ? fmt::format("threads:{}", threads) : name_of(device);
   if (pass == "decode") {
-    return fmt::format("decode/{}/batch:{}/keys:{}/hq:{}/hk:{}/d:{}/tokens:{}/{}/{}/{}",
+    return fmt::format("decode/{}/batch:{}/keys:{}/hq:{}/hk:{}/d:{}/tokens:{}/{}/{}/{}/{}",
                        name_of(dtype), batch, sk, hq, hk, d, sq,
                        page == 0 ? "page:none" : fmt::format("page:{}", page),
+                       prefix == 0 ? "prefix:none" : fmt::format("prefix:{}", prefix),
                        uneven ? "uneven" : "even", where);
   }
   return fmt::format("{}/{}/n:{}/hq:{}/d:{}/{}/{}", pass, name_of(dtype), sk, hq, d,
@@ -141,7 +155,7 @@ std::string Case::name() const {
 
 double Case::bytes() const {
   int64_t rows = 2 * batch * sq * hq;
-  for (int64_t b = 0; b < batch; ++b) rows += 2 * keys(b) * hk;
+  for (int64_t b = 0; b < batch; ++b) rows += 2 * (keys(b) - (b > 0 ? prefix : 0)) * hk;
   return static_cast<double>(rows * d * size_of(dtype));
 }
 
@@ -224,13 +238,14 @@ std::vector<Case> decode_grid(int threads, Device device) {
   constexpr Heads kHeads[] = {{32, 8, 128}, {64, 8, 128}, {8, 1, 128}, {32, 32, 128},
                               {28, 4, 128}, {64, 8, 64},  {16, 8, 256}};
   std::vector<Case> cases;
-  const auto add = [&](const Heads& heads, int64_t tokens, bool uneven) {
+  const auto add = [&](const Heads& heads, int64_t tokens, bool uneven, bool shared = false) {
     for (const int64_t batch : {1, 4, 8, 32, 64, 128}) {
-      if (uneven && batch == 1) continue;
+      if ((uneven || shared) && batch == 1) continue;
       for (const int64_t keys : {1024, 4096, 8192, 32768}) {
         for (const int64_t page : {0, 16, 64, 256}) {
+          if (shared && page == 0) continue;
           cases.push_back({"decode", DType::kBF16, batch, tokens, keys, heads.hq, heads.hk, heads.d,
-                           tokens > 1, threads, device, page, uneven});
+                           tokens > 1, threads, device, page, uneven, shared ? keys / 4 * 3 : 0});
         }
       }
     }
@@ -238,6 +253,7 @@ std::vector<Case> decode_grid(int threads, Device device) {
   for (const Heads& heads : kHeads) add(heads, 1, false);
   for (const int64_t tokens : {2, 4, 16}) add(kHeads[0], tokens, false);
   add(kHeads[0], 1, true);
+  add(kHeads[0], 1, false, true);
   return cases;
 }
 
@@ -310,12 +326,14 @@ ConstTensor Workload::filled(ConstTensor tensor, const std::vector<int32_t>& val
 Workload::Workload(const Case& c)
     : device_(c.device), backward_(c.pass == "backward"), plan_(nullptr) {
   const int64_t pages = c.page == 0 ? 0 : c.sk / c.page;  // of a sequence
+  const int64_t shared = c.page == 0 ? 0 : c.prefix / c.page;
   const auto tensor = [&](DType dtype, std::initializer_list<int64_t> shape) {
     return Tensor::contiguous(nullptr, dtype, shape, c.device);
   };
   const Tensor q = tensor(c.dtype, {c.batch, c.sq, c.hq, c.d});
-  const Tensor kv = c.page == 0 ? tensor(c.dtype, {c.batch, c.sk, c.hk, c.d})
-                                : tensor(c.dtype, {c.batch * pages, c.page, c.hk, c.d});
+  const Tensor kv =
+      c.page == 0 ? tensor(c.dtype, {c.batch, c.sk, c.hk, c.d})
+                  : tensor(c.dtype, {c.batch * pages - (c.batch - 1) * shared, c.page, c.hk, c.d});
   const Tensor lse = tensor(DType::kF32, {c.batch, c.hq, c.sq});
   Options options;
   options.mask = c.causal ? causal() : full();
@@ -324,6 +342,10 @@ Workload::Workload(const Case& c)
   forward_ = {q, kv, kv, q, lse};
   if (c.page > 0) forward_.page_table = tensor(DType::kI32, {c.batch, pages});
   if (c.page > 0 || c.uneven) forward_.seqused_k = tensor(DType::kI32, {c.batch});
+  if (c.prefix > 0) {
+    forward_.prefix_groups = tensor(DType::kI32, {2});
+    forward_.prefix_lens = tensor(DType::kI32, {1});
+  }
   const auto timed_plan = [&](const auto& args) {
     const auto start = std::chrono::steady_clock::now();
     Plan made = plan(args, options);
@@ -337,10 +359,12 @@ Workload::Workload(const Case& c)
   forward_.v = filled(kv);
   forward_.out = filled(q);
   forward_.lse = filled(lse);
-  forward_.page_table = filled(forward_.page_table, shuffled(c.batch * pages));
+  forward_.page_table = filled(forward_.page_table, page_table(c.batch, pages, shared));
   std::vector<int32_t> keys;
   for (int64_t b = 0; b < c.batch; ++b) keys.push_back(static_cast<int32_t>(c.keys(b)));
   forward_.seqused_k = filled(forward_.seqused_k, keys);
+  forward_.prefix_groups = filled(forward_.prefix_groups, {0, static_cast<int32_t>(c.batch)});
+  forward_.prefix_lens = filled(forward_.prefix_lens, {static_cast<int32_t>(c.prefix)});
   if (!backward_) return;
   forward_plan.run(forward_);
   backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,

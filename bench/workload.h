@@ -19,12 +19,14 @@ struct Case {
   Device device{};
   int64_t page = 0;     ///< keys of a page, which are handed out at random; 0 = contiguous keys
   bool uneven = false;  ///< the first sequence has sk keys, the others an eighth of them
+  int64_t prefix = 0;   ///< so many first keys, whole pages, are the same for all sequences
 
   /// Parts, joined by "/": "forward/f32/n:1024/d:64/full/threads:1".
   std::string name() const;
   /// The keys of sequence b.
   int64_t keys(int64_t b) const { return uneven && b > 0 ? sk / 8 : sk; }
-  /// What a forward pass has to read and write: K and V of the keys that exist, q and out.
+  /// What a forward pass has to read and write: K and V of the keys that exist, shared ones once,
+  /// q and out.
   double bytes() const;
 };
 
@@ -43,7 +45,8 @@ std::vector<Case> cache_grid(int threads);
 std::vector<Case> cuda_grid(const std::string& name, Device device);
 
 /// Decode of bf16 by what a server varies: sequences and their keys, heads and dims, contiguous
-/// keys and pages, and for the first heads query tokens (causal) and uneven lengths, too.
+/// keys and pages, and for the first heads query tokens (causal), uneven lengths and shared
+/// prefixes of three quarters of the keys, too.
 std::vector<Case> decode_grid(int threads, Device device);
 
 /// The cases whose names have one of these parts of each kind, which is the text up to ":". Throws

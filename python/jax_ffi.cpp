@@ -27,6 +27,12 @@ enum Given {
   kAlibiSlopes,
   kSinks,
   kRngState,
+  kPageTable,
+  kPageIndptr,
+  kCacheBatchIdx,
+  kLeftpadK,
+  kPrefixGroups,
+  kPrefixLens,
   kDlse
 };
 
@@ -134,13 +140,14 @@ struct Shared {
     options.scale = reals[0];
     options.softcap = reals[1];
     options.dropout_p = reals[2];
-    const auto integers = numbers<int64_t>(attributes, "integers", 8);
+    const auto integers = numbers<int64_t>(attributes, "integers", 9);
     options.mask = {.left = integers[0], .right = integers[1], .chunk = integers[2]};
     options.max_seqlen_q = integers[3];
     options.max_seqlen_k = integers[4];
     options.deterministic = integers[5] != 0;
     options.invariant = integers[6] != 0;
-    given = integers[7];
+    options.max_workspace = integers[7];
+    given = integers[8];
   }
 
   bool has(Given operand) const { return (given >> operand & 1) != 0; }
@@ -150,9 +157,10 @@ struct Shared {
     const bool packed = has(kCuSeqlensQ);
     Mapped mapped{.dims = std::max<int64_t>(q.rank - (packed ? 3 : 4), 0)};
     for (int64_t i = 0; i < mapped.dims; ++i) mapped.indices *= q.dims[i];
-    // What dropout keeps depends on the place in the batch, which has to stay what it is, and a
-    // batch has one sink for each head.
-    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks);
+    // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
+    // has one sink for each head; and tables name places of the cache beside them.
+    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks) &&
+                    !has(kPageTable) && !has(kCacheBatchIdx);
     return mapped;
   }
 };
@@ -217,6 +225,12 @@ struct Forward {
   static Args read(const Shared& shared, View operand, View result, bool with_lse) {
     Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
     read_optional(args, shared, operand);
+    if (shared.has(kPageTable)) args.page_table = operand("page_table");
+    if (shared.has(kPageIndptr)) args.page_indptr = operand("page_indptr");
+    if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = operand("cache_batch_idx");
+    if (shared.has(kLeftpadK)) args.leftpad_k = operand("leftpad_k");
+    if (shared.has(kPrefixGroups)) args.prefix_groups = operand("prefix_groups");
+    if (shared.has(kPrefixLens)) args.prefix_lens = operand("prefix_lens");
     args.out = result("out");
     if (with_lse) args.lse = result("lse");
     return args;

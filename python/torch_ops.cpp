@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -119,19 +120,28 @@ struct DeleteValue {
 /// before anything can fail.
 class Arguments {
  public:
-  explicit Arguments(const uint64_t* stack) : next_(stack) {}
+  explicit Arguments(const uint64_t* stack) : next_(stack) { owned_.reserve(16); }
 
   Handle tensor() { return owned_.emplace_back(reinterpret_cast<Handle>(*next_++)).get(); }
   Handle optional_tensor() {
-    const std::unique_ptr<uint64_t, DeleteValue> value(reinterpret_cast<uint64_t*>(*next_++));
+    const auto value = optional();
     if (value == nullptr) return nullptr;
     return owned_.emplace_back(reinterpret_cast<Handle>(*value)).get();
+  }
+  std::optional<double> optional_real() {
+    const auto value = optional();
+    if (value == nullptr) return std::nullopt;
+    return std::bit_cast<double>(*value);
   }
   int64_t integer() { return static_cast<int64_t>(*next_++); }
   double real() { return std::bit_cast<double>(*next_++); }
   bool boolean() { return (*next_++ & 1) != 0; }
 
  private:
+  std::unique_ptr<uint64_t, DeleteValue> optional() {
+    return std::unique_ptr<uint64_t, DeleteValue>(reinterpret_cast<uint64_t*>(*next_++));
+  }
+
   const uint64_t* next_;
   std::vector<Owned> owned_;
 };
@@ -223,22 +233,23 @@ struct Shared {
   Options options;
 
   explicit Shared(Arguments& in) {
+    sinks = in.optional_tensor();
     cu_seqlens_q = in.optional_tensor();
     cu_seqlens_k = in.optional_tensor();
     seqused_q = in.optional_tensor();
     seqused_k = in.optional_tensor();
+    alibi_slopes = in.optional_tensor();
+    rng_state = in.optional_tensor();
     options.max_seqlen_q = in.integer();
     options.max_seqlen_k = in.integer();
-    options.scale = in.real();
-    options.softcap = in.real();
     options.mask.left = in.integer();
     options.mask.right = in.integer();
     options.mask.chunk = in.integer();
-    alibi_slopes = in.optional_tensor();
-    sinks = in.optional_tensor();
+    options.scale = in.optional_real();
+    options.softcap = in.real();
     options.dropout_p = in.real();
-    rng_state = in.optional_tensor();
     options.invariant = in.boolean();
+    options.max_workspace = in.integer();
   }
 
   template <class Args>
@@ -267,15 +278,25 @@ void check_rank(const char* name, const ConstTensor& t) {
                           name, t.describe()));
 }
 
-/// What both operators of the forward pass take in front.
+/// What all operators of the forward pass take; `out` and `lse` where the caller has them.
 struct Forward {
-  Handle q, k, v;
+  Handle q, k, v, out = nullptr, lse = nullptr;
   Shared shared;
 
-  explicit Forward(Arguments& in) : q(in.tensor()), k(in.tensor()), v(in.tensor()), shared(in) {}
+  Forward(Arguments& in, bool with_results)
+      : q(in.tensor()),
+        k(in.tensor()),
+        v(in.tensor()),
+        out(with_results ? in.tensor() : nullptr),
+        lse(with_results ? in.tensor() : nullptr),
+        shared(in) {}
 
   ForwardArgs args() const {
-    ForwardArgs args{.q = view("q", q), .k = view("k", k), .v = view("v", v)};
+    ForwardArgs args{.q = view("q", q),
+                     .k = view("k", k),
+                     .v = view("v", v),
+                     .out = view("out", out),
+                     .lse = view("lse", lse)};
     shared.fill(args);
     return args;
   }
@@ -286,7 +307,7 @@ struct Forward {
 };
 
 /// Computes, and leaves fresh results on the stack.
-void run_forward(Forward& call, ForwardArgs args, uint64_t* stack) {
+void run_forward(Forward& call, ForwardArgs& args, uint64_t* stack) {
   const ConstTensor& q = args.q;
   check_rank("q", q);
   check_rank("v", args.v);
@@ -307,13 +328,14 @@ void run_forward(Forward& call, ForwardArgs args, uint64_t* stack) {
 
 void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in);
-  run_forward(call, call.args(), stack);
+  Forward call(in, false);
+  ForwardArgs args = call.args();
+  run_forward(call, args, stack);
 }
 
 void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in);
+  Forward call(in, false);
   const Handle page_table = in.optional_tensor(), page_indptr = in.optional_tensor();
   const Handle cache_batch_idx = in.optional_tensor(), leftpad_k = in.optional_tensor();
   const Handle tree_mask = in.optional_tensor();
@@ -331,27 +353,26 @@ void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
 
 void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in);
-  const Handle out = in.tensor(), lse = in.tensor();
-  ForwardArgs args = call.args();
-  args.out = view("out", out);
-  args.lse = view("lse", lse);
-  call.run(args);
+  Forward call(in, true);
+  call.run(call.args());
 }
 
-/// What both operators of the backward pass take in front.
+/// What both operators of the backward pass take; dq, dk and dv where the caller has them.
 struct Backward {
-  Handle dout, dlse, q, k, v, out, lse;
+  Handle dout, q, k, v, out, lse, dq = nullptr, dk = nullptr, dv = nullptr, dlse;
   Shared shared;
 
-  explicit Backward(Arguments& in)
+  Backward(Arguments& in, bool with_results)
       : dout(in.tensor()),
-        dlse(in.optional_tensor()),
         q(in.tensor()),
         k(in.tensor()),
         v(in.tensor()),
         out(in.tensor()),
         lse(in.tensor()),
+        dq(with_results ? in.tensor() : nullptr),
+        dk(with_results ? in.tensor() : nullptr),
+        dv(with_results ? in.tensor() : nullptr),
+        dlse(in.optional_tensor()),
         shared(in) {
     shared.options.deterministic = in.boolean();
   }
@@ -363,6 +384,9 @@ struct Backward {
                       .v = view("v", v),
                       .out = view("out", out),
                       .lse = view("lse", lse),
+                      .dq = view("dq", dq),
+                      .dk = view("dk", dk),
+                      .dv = view("dv", dv),
                       .dlse = view("dlse", dlse)};
     shared.fill(args);
     return args;
@@ -375,7 +399,7 @@ struct Backward {
 
 void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Backward call(in);
+  Backward call(in, false);
   BackwardArgs args = call.args();
   check_rank("q", args.q);
   check_rank("k", args.k);
@@ -397,13 +421,9 @@ void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
 
 void backward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Backward call(in);
-  const Handle dq = in.tensor(), dk = in.tensor(), dv = in.tensor();
+  Backward call(in, true);
   const Handle dsinks = in.optional_tensor();
   BackwardArgs args = call.args();
-  args.dq = view("dq", dq);
-  args.dk = view("dk", dk);
-  args.dv = view("dv", dv);
   args.dsinks = view("dsinks", dsinks);
   call.run(args);
 }

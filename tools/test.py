@@ -104,9 +104,12 @@ def program():
 def python():
     """The Python package, installed into build/venv, and the Python in the documents."""
     venv()
-    shutil.rmtree(BUILD / "python", ignore_errors=True)
+    # PyTorch finds the graphs that it keeps by names of operators, whatever arguments they had then.
+    graphs = BUILD / "inductor"
+    for folder in (BUILD / "python", graphs):
+        shutil.rmtree(folder, ignore_errors=True)
     pip_install(ROOT, f"--config-settings=build-dir={BUILD / 'python'}")
-    pytest("python", "tests/python")
+    pytest("python", "tests/python", env={"TORCHINDUCTOR_CACHE_DIR": str(graphs)})
 
 
 def static():

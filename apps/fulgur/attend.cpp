@@ -21,11 +21,12 @@ const std::vector<std::string> kInputs = {"q", "k", "v", "sinks", "dout", "dlse"
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsinks"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {
-    "alibi-slopes", "cu-seqlens-q", "cu-seqlens-k",    "seqused-q", "seqused-k",
-    "page-table",   "page-indptr",  "cache-batch-idx", "leftpad-k", "tree-mask"};
+    "alibi-slopes", "cu-seqlens-q",    "cu-seqlens-k", "seqused-q", "seqused-k",     "page-table",
+    "page-indptr",  "cache-batch-idx", "leftpad-k",    "tree-mask", "prefix-groups", "prefix-lens"};
 // Those of a cache and of drafts, which have no gradient.
 const std::vector<std::string> kForwardExtras = {"page-table", "page-indptr", "cache-batch-idx",
-                                                 "leftpad-k", "tree-mask"};
+                                                 "leftpad-k",  "tree-mask",   "prefix-groups",
+                                                 "prefix-lens"};
 
 struct AttendRequest {
   std::map<std::string, std::string> npy;  // path by the name of an input, output or extra
@@ -191,7 +192,9 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .cache_batch_idx = extras["cache-batch-idx"],
           .leftpad_k = extras["leftpad-k"],
           .sinks = t["sinks"],
-          .tree_mask = extras["tree-mask"]};
+          .tree_mask = extras["tree-mask"],
+          .prefix_groups = extras["prefix-groups"],
+          .prefix_lens = extras["prefix-lens"]};
 }
 
 BackwardArgs backward_args(Tensors& t, Tensors& extras) {
@@ -330,6 +333,13 @@ void add_attend(CLI::App& app) {
       "tree-mask",
       "int64 (batch, sq) or packed (total): bit j says whether a query sees the jth of the last sq "
       "keys");
+  auto* groups = file("prefix-groups",
+                      "int32 (groups + 1): where groups of sequences whose first keys are the same "
+                      "begin, and the batch at the end")
+                     ->needs(table);
+  auto* lens = file("prefix-lens", "int32 (groups): how many first keys of each are the same");
+  groups->needs(lens);
+  lens->needs(groups);
   command->footer(
       "Outputs have the dtype of the computation; .npy has no bf16, there it is written as "
       "float32.\nFiles appear complete, and all or none.\nExamples:\n"

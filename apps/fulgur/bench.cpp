@@ -180,6 +180,7 @@ ordered_json result(const bench::Case& c, double work, const Times& times, const
   const double rate = work / times.seconds;
   if (c.pass == "decode") {
     row["page"] = c.page;
+    row["prefix"] = c.prefix;
     row["uneven"] = c.uneven;
     row["gbytes_per_s"] = rate * 1e-9;
     row[cuda ? "percent_of_copy_bandwidth" : "percent_of_read_bandwidth"] =
@@ -364,9 +365,10 @@ void add_bench(CLI::App& app) {
   command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
   command->footer(
       "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
-      "products of the visible scores; the bytes of decode are those of K and V that exist, q and "
-      "out.\nOn a GPU a time is that of a launch among many. The decode grid is a thousand shapes "
-      "of\nserving, over caches too; those that do not fit into the free memory are left out.\n"
+      "products of the visible scores; the bytes of decode are those of K and V that exist, shared "
+      "prefixes once, q and out.\n"
+      "On a GPU a time is that of a launch among many. The decode grid is a thousand shapes of "
+      "serving, over caches too; those that do not fit into the free memory are left out.\n"
       "Examples:\n"
       "  fulgur bench\n"
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"

@@ -17,20 +17,13 @@ _backward = torch.ops.fulgur.backward.default
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def _shared(
-    q, scale, left=-1, right=-1, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, alibi_slopes=None, dropout_p=0.0, rng_state=None,
-):  # fmt: skip
-    """The arguments that the operators take behind their tensors."""
-    return (
-        cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale, 0.0, left, right, 0, alibi_slopes,
-        None, dropout_p, rng_state, False,
-    )  # fmt: skip
+def _given(**arguments):
+    """The arguments of an operator that are not left to their defaults."""
+    return {name: x for name, x in arguments.items() if x is not None}
 
 
 def _rows(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def _refuse(name, given):
@@ -50,7 +43,7 @@ def _dense(query, key, value, shared):
     out = _out_like(query, value)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    _forward_into(q, k, v, *shared, out.transpose(1, 2), lse)
+    _forward_into(q, k, v, out.transpose(1, 2), lse, **shared)
     return out, lse
 
 
@@ -58,7 +51,9 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    *gradients, _ = _backward(grad_out, None, *tensors, lse.contiguous(), *shared, deterministic)
+    *gradients, _ = _backward(
+        grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
+    )
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
@@ -80,7 +75,7 @@ def _cpu_forward(
         return torchs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     _refuse("dropout_p", dropout_p > 0)
     keys, values, right = _top_left(query, key, value, is_causal)
-    out, lse = _dense(query, keys, values, _shared(query, scale, right=right))
+    out, lse = _dense(query, keys, values, _given(scale=scale, window_right=right))
     return out, lse.mT.contiguous().mT  # (batch, seqlen, heads) in memory, as PyTorch's
 
 
@@ -94,7 +89,7 @@ def _cpu_backward(
             scale=scale,
         )  # fmt: skip
     keys, values, right = _top_left(query, key, value, is_causal)
-    shared = _shared(query, scale, right=right)
+    shared = _given(scale=scale, window_right=right)
     dq, dk, dv = _dense_backward(grad_out, query, keys, values, out, logsumexp, shared)
     hidden = key.shape[2] - keys.shape[2]
     if hidden > 0:  # keys that no query sees
@@ -120,13 +115,19 @@ def _behind(q, rng_state):
     return rng_state.view(torch.uint64), unused, q.new_empty(0)
 
 
+def _cuda_options(dropout_p, rng_state, is_causal, scale, left=None, right=None):
+    return _given(
+        scale=scale, window_left=left, window_right=0 if is_causal else right, dropout_p=dropout_p,
+        rng_state=rng_state,
+    )  # fmt: skip
+
+
 def _cuda_sdpa_forward(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
     _refuse("return_debug_mask", return_debug_mask)
     rng_state = _rng_state(query, dropout_p)
-    right = 0 if is_causal else -1
-    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
+    shared = _cuda_options(dropout_p, rng_state, is_causal, scale)
     out, lse = _dense(query, key, value, shared)
     lengths = query.shape[2], key.shape[2]
     return out, lse, None, None, *lengths, *_behind(query, rng_state)
@@ -136,33 +137,34 @@ def _cuda_sdpa_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
     is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
-    right, rng_state = 0 if is_causal else -1, philox_seed.view(torch.int64)
-    shared = _shared(query, scale, right=right, dropout_p=dropout_p, rng_state=rng_state)
+    shared = _cuda_options(dropout_p, philox_seed.view(torch.int64), is_causal, scale)
     return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)
 
 
 def _cuda_shared(
-    query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
-    window_size_left, window_size_right, seqused_k=None, alibi_slopes=None,
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale, window_size_left,
+    window_size_right, seqused_k=None, alibi_slopes=None,
 ):  # fmt: skip
-    left = -1 if window_size_left is None else window_size_left
-    right = -1 if window_size_right is None else window_size_right
-    packed = cum_seq_q is not None
-    return _shared(
-        query, scale, left, 0 if is_causal else right, cum_seq_q, cum_seq_k, seqused_k,
-        max_q if packed else 0, max_k if packed else 0, alibi_slopes, dropout_p, rng_state,
-    )  # fmt: skip
+    options = _cuda_options(
+        dropout_p, rng_state, is_causal, scale, window_size_left, window_size_right
+    )
+    options |= _given(seqused_k=seqused_k, alibi_slopes=alibi_slopes)
+    if cum_seq_q is None:
+        return options
+    return options | _given(
+        cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k
+    )
 
 
 def _cuda_shared_of_forward(
-    query, rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask,
-    *, scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+    rng_state, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
     block_table=None, num_splits=None,
 ):  # fmt: skip
     _refuse("return_debug_mask", return_debug_mask)
     _refuse("block_table", block_table is not None)
     return _cuda_shared(
-        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
+        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state, is_causal, scale,
         window_size_left, window_size_right, seqused_k, alibi_slopes,
     )  # fmt: skip
 
@@ -171,18 +173,18 @@ def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p
     """Of (batch, seqlen, heads, dim) or packed tensors."""
     rng_state = _rng_state(query, dropout_p)
     lengths = cum_q, cum_k, max_q, max_k
-    shared = _cuda_shared_of_forward(query, rng_state, *lengths, dropout_p, *rest, **options)
-    out, lse = _forward(_rows(query), _rows(key), _rows(value), *shared)
+    shared = _cuda_shared_of_forward(rng_state, *lengths, dropout_p, *rest, **options)
+    out, lse = _forward(_rows(query), _rows(key), _rows(value), **shared)
     return out, lse, *_behind(query, rng_state)
 
 
 def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):
-    shared = _cuda_shared_of_forward(query, None, *arguments, **options)
+    shared = _cuda_shared_of_forward(None, *arguments, **options)
     packed = query.dim() == 3
     rows, heads = query.shape[-3:-1]
     shape = (heads, rows) if packed else (query.shape[0], heads, rows)
     lse = query.new_empty(shape, dtype=torch.float32)
-    _forward_into(_rows(query), _rows(key), _rows(value), *shared, out, lse)
+    _forward_into(_rows(query), _rows(key), _rows(value), out, lse, **shared)
     return lse
 
 
@@ -191,12 +193,12 @@ def _cuda_flash_backward(
     is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     shared = _cuda_shared(
-        query, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state.view(torch.int64), is_causal,
+        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, rng_state.view(torch.int64), is_causal,
         scale, window_size_left, window_size_right,
     )  # fmt: skip
     tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _backward(_rows(grad_out), None, *tensors, *shared, deterministic)[:3]
+    return _backward(_rows(grad_out), *tensors, **shared, deterministic=deterministic)[:3]
 
 
 class _Active:

@@ -11,41 +11,39 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-import fulgur.torch
+from fulgur.torch import by_name
 
 __all__ = []
 
 
-def _shardings(q, k, shared, tensors, results):
-    """The acceptable placements of results and arguments; `tensors` are (tensor, "rows" or "lse")."""
-    *lengths, slopes, sinks, dropout_p, rng_state, _ = shared
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *numbers = lengths
+_ROWS, _LSE = ("dout", "q", "k", "v", "out"), ("lse", "dlse")
+_WHOLE = ("cu_seqlens_q", "cu_seqlens_k", "rng_state")  # on every device
+
+
+def _shardings(op, args, results):
+    """The acceptable placements of results, by their names, and arguments."""
+    given = by_name(op, args)
+    q, k, slopes, sinks = (given.get(name) for name in ("q", "k", "alibi_slopes", "sinks"))
 
     def sharding(rows, lse, used, of_slopes, of_sinks, of_dsinks):
-        everywhere = Replicate()
-        place = {"rows": rows, "lse": lse, "dsinks": everywhere if sinks is None else of_dsinks}
+        places = dict.fromkeys(_ROWS, rows) | dict.fromkeys(_LSE, lse)
+        places |= dict.fromkeys(_WHOLE, Replicate()) | {"seqused_q": used, "seqused_k": used}
+        places |= {"alibi_slopes": of_slopes, "sinks": of_sinks}
+        of_dsinks = Replicate() if sinks is None else of_dsinks
+        of_results = {"rows": rows, "lse": lse, "dsinks": of_dsinks}
         return (
-            [place[kind] for kind in results],
-            [
-                *(None if x is None else place[kind] for x, kind in tensors),
-                *(None if x is None else everywhere for x in (cu_seqlens_q, cu_seqlens_k)),
-                *(None if x is None else used for x in (seqused_q, seqused_k)),
-                *[None] * len(numbers),
-                None if slopes is None else of_slopes,
-                None if sinks is None else of_sinks,
-                None,
-                None if rng_state is None else everywhere,
-                None,
-            ],
+            [of_results[name] for name in results],
+            [None if x is None else places.get(name) for name, x in given.items()],
         )
 
-    packed = cu_seqlens_q is not None
+    packed = given.get("cu_seqlens_q") is not None
+    drops = given.get("dropout_p", 0) > 0
     acceptable = [sharding(*[Replicate()] * 6)]
-    if dropout_p == 0 and not packed:  # dropout depends on the place in the batch
+    if not drops and not packed:  # dropout depends on the place in the batch
         slopes_dim = 0 if slopes is None else slopes.ndim
         of_slopes = Shard(0) if slopes_dim == 2 else Replicate()
         acceptable.append(sharding(*[Shard(0)] * 3, of_slopes, Replicate(), Partial()))
-    if dropout_p == 0 and k.shape[-2] % q.mesh.size() == 0:  # and on that among the heads
+    if not drops and k.shape[-2] % q.mesh.size() == 0:  # and on that among the heads
         of_slopes = Shard(0 if slopes is None else slopes.ndim - 1)
         acceptable.append(
             sharding(
@@ -57,15 +55,10 @@ def _shardings(q, k, shared, tensors, results):
 
 
 @register_sharding(torch.ops.fulgur.forward.default)
-def _forward(q, k, v, *shared):
-    tensors = [(x, "rows") for x in (q, k, v)]
-    return _shardings(q, k, shared, tensors, ("rows", "lse"))
+def _forward(*args):
+    return _shardings(torch.ops.fulgur.forward.default, args, ("rows", "lse"))
 
 
 @register_sharding(torch.ops.fulgur.backward.default)
-def _backward(dout, dlse, q, k, v, out, lse, *rest):
-    *shared, _ = rest
-    kinds = ("rows", "lse", "rows", "rows", "rows", "rows", "lse")
-    tensors = list(zip((dout, dlse, q, k, v, out, lse), kinds))
-    acceptable = _shardings(q, k, shared, tensors, ("rows",) * 3 + ("dsinks",))
-    return [(results, [*inputs, None]) for results, inputs in acceptable]
+def _backward(*args):
+    return _shardings(torch.ops.fulgur.backward.default, args, ("rows",) * 3 + ("dsinks",))

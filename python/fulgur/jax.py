@@ -55,6 +55,7 @@ class _Options(NamedTuple):
     max_seqlen_k: int
     deterministic: bool
     invariant: bool
+    max_workspace: int
 
 
 class _Extras(NamedTuple):
@@ -67,6 +68,18 @@ class _Extras(NamedTuple):
     alibi_slopes: Any = None
     sinks: Any = None
     rng_state: Any = None
+    page_table: Any = None
+    page_indptr: Any = None
+    cache_batch_idx: Any = None
+    leftpad_k: Any = None
+    prefix_groups: Any = None
+    prefix_lens: Any = None
+
+
+# Those of a cache, which has no gradient.
+_CACHE = (
+    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "prefix_groups", "prefix_lens",
+)  # fmt: skip
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -148,6 +161,12 @@ def _attention_fwd(options, with_lse, tensors, extras):
             "alibi_slopes: a gradient is wanted, and there is none; want "
             "jax.lax.stop_gradient(alibi_slopes)"
         )
+    for name in _CACHE:
+        if getattr(extras, name) is not None:
+            raise ValueError(
+                f"{name}: given where a gradient is wanted, and caches have none; want "
+                "jax.lax.stop_gradient of q, k, v and sinks"
+            )
     tensors, extras = jax.tree.map(
         lambda x: x.value, (tensors, extras), is_leaf=lambda x: hasattr(x, "perturbed")
     )
@@ -186,14 +205,13 @@ def _check(arrays, options):
     views = {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
-    if views["cu_seqlens_q"] is not None:  # whose values are not there yet
-        longest = {name: x.shape[0] for name, x in arrays.items() if name in ("q", "k")}
-        for name, rows in longest.items():
-            options = options | {
-                f"max_seqlen_{name}": options[f"max_seqlen_{name}"] or rows
-            }
-    views |= _a.forward_extras(*(None,) * 7) | {"rng_state": None}
-    _fulgur.plan_forward(views, options)
+    for name in ("q", "k"):
+        if views[f"cu_seqlens_{name}"] is not None:  # whose values are not there yet
+            longest = options[f"max_seqlen_{name}"] or arrays[name].shape[0]
+            options = options | {f"max_seqlen_{name}": longest}
+    # How much memory a plan wants depends on the device and its threads, which are not known yet.
+    options = options | {"max_workspace": min(options["max_workspace"], 0)}
+    _fulgur.plan_forward(views | {"tree_mask": None}, options)
 
 
 def _number(x):
@@ -221,14 +239,15 @@ def _halves(name, number):
 def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
-    max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, deterministic=False,
-    invariant=False, return_lse=False,
+    max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, prefix_groups=None, prefix_lens=None,
+    deterministic=False, invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
-    sinks. Under vmap the mapped dimension becomes a part of the batch; packed sequences and calls
-    with dropout or sinks are computed one after the other.
+    sinks; caches have none. Under vmap the mapped dimension becomes a part of the batch; packed
+    sequences and calls with dropout, sinks or tables of a cache are computed one after the other.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -254,8 +273,13 @@ def attention(
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
             the rows behind are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
+            :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
+        prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
+            :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that a pass may want besides its arrays; 0 is any number.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -264,17 +288,21 @@ def attention(
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        jax.errors.JaxRuntimeError: values of lengths are wrong, or no engine computes this there.
+        jax.errors.JaxRuntimeError: values of lengths or tables are wrong, max_workspace is too small,
+            or no engine computes this there; where the compiled function has run before, ValueError.
     """
     tensors = tuple(map(jnp.asarray, (q, k, v)))
     q, k, v = tensors
-    extras = _Extras(*(
-        None if x is None else jnp.asarray(x)
-        for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks)
-    ))  # fmt: skip
+    extras = jax.tree.map(
+        jnp.asarray,
+        _Extras(
+            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
+            page_indptr, cache_batch_idx, leftpad_k, prefix_groups, prefix_lens,
+        ),
+    )  # fmt: skip
     options = _a.options(
         causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),
-        max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "",
+        max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "", max_workspace,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     _check({"q": q, "k": k, "v": v} | extras._asdict(), options)

@@ -25,18 +25,20 @@ if torch.__version__ < (2, 11):
     raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
 
 _library = torch.library.Library("fulgur", "DEF")
-# What both passes take behind their tensors; python/torch_ops.cpp reads it in this order.
+# What both passes take behind their tensors; python/torch_ops.cpp reads it in this order. All has a
+# default, as an argument that a call leaves out costs half of one that it passes, 0.1 to 0.2 us.
 _SHARED = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float softcap, SymInt window_left, "
-    "SymInt window_right, SymInt chunk, Tensor? alibi_slopes, Tensor? sinks, float dropout_p, "
-    "Tensor? rng_state, bool invariant"
+    "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None, "
+    "Tensor? rng_state=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt window_left=-1, "
+    "SymInt window_right=-1, SymInt chunk=0, float? scale=None, float softcap=0.0, "
+    "float dropout_p=0.0, bool invariant=False, SymInt max_workspace=0"
 )
-_FORWARD = f"Tensor q, Tensor k, Tensor v, {_SHARED}"
 # What the forward pass alone takes behind them, and has no gradient.
 _CACHE = (
-    "Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, Tensor? leftpad_k, "
-    "Tensor? tree_mask, Tensor? prefix_groups, Tensor? prefix_lens"
+    "Tensor? page_table=None, Tensor? page_indptr=None, Tensor? cache_batch_idx=None, "
+    "Tensor? leftpad_k=None, Tensor? tree_mask=None, Tensor? prefix_groups=None, "
+    "Tensor? prefix_lens=None"
 )
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
@@ -44,17 +46,16 @@ _APPEND = (
     "Tensor? cos, Tensor? sin, bool interleaved, Tensor? rotary_seqlens, Tensor? q, "
     "Tensor(c!)? q_out, Tensor? cu_seqlens_q, SymInt window_left, SymInt window_right, SymInt chunk"
 )
-_BACKWARD = (
-    "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SHARED}, bool deterministic"
-)
+_FORWARD = "Tensor q, Tensor k, Tensor v"
+_BACKWARD = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_GRADIENTS = f"Tensor? dlse=None, {_SHARED}, bool deterministic=False"
 for _schema in (
-    f"forward({_FORWARD}) -> (Tensor out, Tensor lse)",
-    f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    f"forward_cached({_FORWARD}, {_CACHE}) -> (Tensor out, Tensor lse)",
-    f"backward({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!)? dsinks)"
-    " -> ()",
+    f"forward({_FORWARD}, {_SHARED}) -> (Tensor out, Tensor lse)",
+    f"forward_into({_FORWARD}, Tensor(a!) out, Tensor(b!) lse, {_SHARED}) -> ()",
+    f"forward_cached({_FORWARD}, {_SHARED}, {_CACHE}) -> (Tensor out, Tensor lse)",
+    f"backward({_BACKWARD}, {_GRADIENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_GRADIENTS}, "
+    "Tensor(d!)? dsinks=None) -> ()",
     f"append({_APPEND}) -> ()",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
@@ -66,6 +67,12 @@ _backward = torch.ops.fulgur.backward.default
 _append = torch.ops.fulgur.append.default
 
 
+def by_name(op, arguments):
+    """The arguments of a call, or what stands for them, by their names; those at the end, if they
+    have their defaults, PyTorch leaves out."""
+    return dict(zip((argument.name for argument in op._schema.arguments), arguments))
+
+
 @torch.library.register_fake("fulgur::forward", lib=_library)
 @torch.library.register_fake("fulgur::forward_cached", lib=_library)
 def _fake_forward(q, k, v, *_):
@@ -75,8 +82,7 @@ def _fake_forward(q, k, v, *_):
 
 
 @torch.library.register_fake("fulgur::backward", lib=_library)
-def _fake_backward(dout, dlse, q, k, v, out, lse, *shared):
-    sinks = shared[12]
+def _fake_backward(dout, q, k, v, out, lse, dlse=None, sinks=None, *_):
     dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
@@ -88,46 +94,49 @@ def _fake_into(*_):
     pass
 
 
-def _fold(size, mapped, tensors, shared):
+# Tensors with a batch in front, and heads as the last dimension but one.
+_ROWS = ("dout", "q", "k", "v", "out", "lse", "dlse")
+
+
+def _fold(size, given, mapped):
     """Arguments of a batched call with the mapped dimension as a part of the batch."""
 
-    def front(x, dim):
+    def front(name):
+        x, dim = given[name], mapped[name]
         return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-    batch = tensors[0].shape[1 if mapped[0] == 0 else 0]
-    folded = [
-        None if x is None else front(x, dim).flatten(0, 1) for x, dim in zip(tensors, mapped)
-    ]
-    cu_q, cu_k, seqused_q, seqused_k, *numbers, slopes, _, dropout_p, rng, invariant = shared
-    *seqused_dims, slopes_dim, rng_dim = (mapped[len(tensors) + i] for i in (2, 3, 11, 14))
-    seqused = (
-        None if x is None else front(x, dim).flatten()
-        for x, dim in zip((seqused_q, seqused_k), seqused_dims)
-    )  # fmt: skip
-    if slopes is not None and (slopes_dim is not None or slopes.dim() == 2):
-        slopes = front(slopes, slopes_dim)
-        if slopes.dim() == 2:
-            slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
-        slopes = slopes.flatten(0, 1)
-    if rng is not None:
-        if rng_dim is None:
+    batch = given["q"].shape[1 if mapped["q"] == 0 else 0]
+    folded = {
+        name: front(name).flatten(0, 1)
+        for name in (*_ROWS, "seqused_q", "seqused_k") if name in given
+    }  # fmt: skip
+    if "alibi_slopes" in given:
+        slopes = given["alibi_slopes"]
+        if mapped["alibi_slopes"] is not None or slopes.dim() == 2:
+            slopes = front("alibi_slopes")
+            if slopes.dim() == 2:
+                slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
+            folded["alibi_slopes"] = slopes.flatten(0, 1)
+    if "rng_state" in given:
+        if mapped["rng_state"] is None:
             raise NotImplementedError("dropout_p: vmap(randomness='same'); want 'different'")
-        rng = rng.select(rng_dim, 0)  # what is kept depends on the place in the batch, too
-    return *folded, cu_q, cu_k, *seqused, *numbers, slopes, None, dropout_p, rng, invariant
+        # What is kept depends on the place in the batch, too.
+        folded["rng_state"] = given["rng_state"].select(mapped["rng_state"], 0)
+    return given | folded
 
 
-def _fold_heads(size, mapped, tensors, shared):
+def _fold_heads(size, given, mapped):
     """The same as a part of the heads: each has a sink, whose gradient is wanted for each call."""
-    *lengths_and_numbers, slopes, sinks, dropout_p, rng, invariant = shared
-    q_dim, k_dim, slopes_dim, sinks_dim = (mapped[len(tensors) + i] for i in (2, 3, 11, 12))
-    for name, given in (
-        ("dropout_p", dropout_p > 0), ("seqused_q, mapped", q_dim is not None),
-        ("seqused_k, mapped", k_dim is not None),
-    ):  # fmt: skip
-        if given:
+    for name, refused in (
+        ("dropout_p", "rng_state" in given),
+        ("seqused_q, mapped", mapped.get("seqused_q") is not None),
+        ("seqused_k, mapped", mapped.get("seqused_k") is not None),
+    ):
+        if refused:
             raise NotImplementedError(f"{name}: with sinks under vmap; want it left out")
 
-    def fold(x, dim, heads=-2):
+    def fold(name, heads):
+        x, dim = given[name], mapped[name]
         heads %= x.dim() - (dim is not None)
         if dim is None:
             x = x.unsqueeze(heads).expand(*x.shape[:heads], size, *x.shape[heads:])
@@ -135,48 +144,52 @@ def _fold_heads(size, mapped, tensors, shared):
             x = x.movedim(dim, heads)
         return x.flatten(heads, heads + 1)
 
-    folded = [None if x is None else fold(x, dim) for x, dim in zip(tensors, mapped)]
-    slopes = None if slopes is None else fold(slopes, slopes_dim, -1)
-    sinks = fold(sinks, sinks_dim, -1)
-    return *folded, *lengths_and_numbers, slopes, sinks, dropout_p, rng, invariant
+    rows = {name: fold(name, -2) for name in _ROWS if name in given}
+    return given | rows | {x: fold(x, -1) for x in ("alibi_slopes", "sinks") if x in given}
 
 
-def _batched(op, tensors, heads):
-    """The rule of vmap of an operator whose first so many arguments are tensors, and whose results
-    have their heads in these dimensions."""
-
-    def rule(info, in_dims, *args):
-        size, shared, rest = info.batch_size, args[tensors : tensors + 16], args[tensors + 16 :]
-        if shared[0] is not None:
-            raise NotImplementedError(
-                "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
-            )
-        of_heads = shared[12] is not None
-        fold = _fold_heads if of_heads else _fold
-        results = op(*fold(size, in_dims, args[:tensors], shared), *rest)
-        dims = heads if of_heads else (0,) * len(results)
-        results = tuple(x.unflatten(dim, (size, -1)) for x, dim in zip(results, dims))
-        return results, tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
-
-    return rule
+def _batched(op, heads, size, given, mapped):
+    """Results of a call under vmap, and where the mapped dimension is in them; their heads are in
+    these dimensions. Of `given` by name, those in `mapped` are tensors."""
+    given = {name: x for name, x in given.items() if x is not None}
+    if "cu_seqlens_q" in given:
+        raise NotImplementedError(
+            "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
+        )
+    of_heads = "sinks" in given
+    results = op(**(_fold_heads if of_heads else _fold)(size, given, mapped))
+    dims = heads if of_heads else (0,) * len(results)
+    results = tuple(x.unflatten(dim, (size, -1)) for x, dim in zip(results, dims))
+    return results, tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
 
 
-_vmap_backward = _batched(_backward, 7, (-2, -2, -2, -1))
-torch.library.register_vmap("fulgur::forward", _batched(_forward, 3, (-2, -2)), lib=_library)
-torch.library.register_vmap("fulgur::backward", _vmap_backward, lib=_library)
+_HEADS_OF_RESULTS, _HEADS_OF_GRADIENTS = (-2, -2), (-2, -2, -2, -1)
+
+
+@torch.library.register_vmap("fulgur::forward", lib=_library)
+def _vmap_forward(info, in_dims, *args):
+    given, mapped = (by_name(_forward, x) for x in (args, in_dims))
+    return _batched(_forward, _HEADS_OF_RESULTS, info.batch_size, given, mapped)
+
+
+@torch.library.register_vmap("fulgur::backward", lib=_library)
+def _vmap_backward(info, in_dims, *args):
+    given, mapped = (by_name(_backward, x) for x in (args, in_dims))
+    return _batched(_backward, _HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 
 
 def _visible_scores(
-    q, k, cu_q, cu_k, seqused_q, seqused_k, left, right, chunk, leftpad_k=None
+    q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, window_left=-1,
+    window_right=-1, chunk=0, leftpad_k=None, **_,
 ):  # fmt: skip
-    """How many scores the mask shows in all sequences of one head."""
+    """How many scores the mask shows in all sequences of all heads."""
 
     def of_row(diagonal, sk):
         start, end = 0, sk  # behind the last key
-        if left >= 0:
-            start = max(start, diagonal - left)
-        if right >= 0:
-            end = min(end, diagonal + right + 1)
+        if window_left >= 0:
+            start = max(start, diagonal - window_left)
+        if window_right >= 0:
+            end = min(end, diagonal + window_right + 1)
         if chunk > 0:
             start = max(start, diagonal // chunk * chunk)
             end = min(end, (diagonal // chunk + 1) * chunk)
@@ -185,67 +198,80 @@ def _visible_scores(
     def visible(sq, sk):
         return sum(of_row(i + sk - sq, sk) for i in range(sq))
 
-    if cu_q is None and seqused_q is None and seqused_k is None:
-        return q.shape[0] * visible(q.shape[1], k.shape[1])
+    heads = q.shape[-2]
+    if cu_seqlens_q is None and seqused_q is None and seqused_k is None:
+        return heads * q.shape[0] * visible(q.shape[1], k.shape[1])
     if seqused_q is None:
-        queries = [q.shape[1]] * q.shape[0] if cu_q is None else cu_q.diff().tolist()
+        cu = cu_seqlens_q
+        queries = [q.shape[1]] * q.shape[0] if cu is None else cu.diff().tolist()
     else:
         queries = seqused_q.tolist()
     if seqused_k is None:
-        keys = [k.shape[1]] * len(queries) if cu_k is None else cu_k.diff().tolist()
+        cu = cu_seqlens_k
+        keys = [k.shape[1]] * len(queries) if cu is None else cu.diff().tolist()
     else:
         keys = (seqused_k if leftpad_k is None else seqused_k - leftpad_k).tolist()
-    return sum(map(visible, queries, keys))
+    return heads * sum(map(visible, queries, keys))
 
 
-@register_flop_formula(torch.ops.fulgur.forward, get_raw=True)
-def _forward_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_q, seqused_k, *rest[4:7])
-    return pairs * 2 * (q.shape[-1] + v.shape[-1])
+def _forward_flops(op):
+    def flops(*args, out_val, **options):
+        given = by_name(op, args) | options
+        return _visible_scores(**given) * 2 * (given["q"].shape[-1] + given["v"].shape[-1])
+
+    return flops
 
 
-@register_flop_formula(torch.ops.fulgur.forward_cached, get_raw=True)
-def _forward_cached_flops(q, k, v, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
-    lengths = cu_q, cu_k, seqused_q, seqused_k
-    pairs = q.shape[-2] * _visible_scores(q, k, *lengths, *rest[4:7], rest[-4])
-    return pairs * 2 * (q.shape[-1] + v.shape[-1])
+for _packet in (torch.ops.fulgur.forward, torch.ops.fulgur.forward_cached):
+    register_flop_formula(_packet, get_raw=True)(_forward_flops(_packet.default))
 
 
 @register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
-def _backward_flops(dout, dlse, q, k, v, out, lse, cu_q, cu_k, seqused_q, seqused_k, *rest, **_):
-    pairs = q.shape[-2] * _visible_scores(q, k, cu_q, cu_k, seqused_q, seqused_k, *rest[4:7])
-    return pairs * (6 * q.shape[-1] + 4 * v.shape[-1])
+def _backward_flops(*args, out_val, **options):
+    given = by_name(_backward, args) | options
+    return _visible_scores(**given) * (6 * given["q"].shape[-1] + 4 * given["v"].shape[-1])
 
 
-def _save(ctx, tensors, out, lse, shared, deterministic):
-    cu_q, cu_k, seqused_q, seqused_k, *numbers, slopes, sinks, dropout_p, rng, invariant = shared
-    lengths = cu_q, cu_k, seqused_q, seqused_k
-    ctx.save_for_backward(*tensors, out, lse, *lengths, slopes, sinks, rng)
-    ctx.numbers = numbers, dropout_p, invariant, deterministic
+# A call is recorded with q, k, v, its options (numbers by name, names of further tensors, whether
+# gradients are deterministic) and these tensors: each argument costs 0.15 us.
+
+
+def _forward_with(q, k, v, options, tensors):
+    numbers, names, _ = options
+    return _forward(q, k, v, **dict(zip(names, tensors)), **numbers)
+
+
+def _save(ctx, rows, results, options, tensors):
+    ctx.save_for_backward(*rows, *results, *tensors)
+    ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dout, dlse):
-    q, k, v, out, lse, *lengths, slopes, sinks, rng = ctx.saved_tensors
-    numbers, dropout_p, invariant, deterministic = ctx.numbers
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    numbers, names, deterministic = ctx.options
     if dout is None and dlse is None:
-        return (None,) * 20
+        return (None,) * (4 + len(names))
     dout = torch.zeros_like(out) if dout is None else _rows(dout)
-    dlse = None if dlse is None else _rows(dlse)
-    compute = _Gradients.apply if torch.is_grad_enabled() else _backward
-    *gradients, dsinks = compute(
-        dout, dlse, q, k, v, out, lse, *lengths, *numbers, slopes, sinks, dropout_p, rng, invariant,
-        deterministic,
-    )  # fmt: skip
-    return *gradients, *(None,) * 13, None if sinks is None else dsinks, *(None,) * 3
+    given = dict(zip(names, tensors))
+    if dlse is not None:
+        given["dlse"] = _rows(dlse)
+    if deterministic:
+        numbers = numbers | {"deterministic": True}
+    if torch.is_grad_enabled():
+        rows = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse} | given
+        dq, dk, dv, dsinks = _Gradients.apply(numbers, tuple(rows), *rows.values())
+    else:
+        dq, dk, dv, dsinks = _backward(dout, q, k, v, out, lse, **given, **numbers)
+    return dq, dk, dv, None, *(dsinks if name == "sinks" else None for name in names)
 
 
 class _Gradients(torch.autograd.Function):
     """The gradients under ``create_graph=True``: a derivative of them raises, and is never 0."""
 
     @staticmethod
-    def forward(*args):
-        return _backward(*args)
+    def forward(numbers, names, *tensors):
+        return _backward(**dict(zip(names, tensors)), **numbers)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -256,18 +282,19 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError("fulgur.torch: attention has a first derivative only")
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        return _vmap_backward(info, in_dims, *args)
+    def vmap(info, in_dims, numbers, names, *tensors):
+        given, mapped = dict(zip(names, tensors)) | numbers, dict(zip(names, in_dims[2:]))
+        return _batched(_backward, _HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 
 
 class _Attention(torch.autograd.Function):
     """Records the gradient in eager mode and in ``torch.compile``."""
 
     @staticmethod
-    def forward(ctx, q, k, v, deterministic, *shared):
-        out, lse = _forward(q, k, v, *shared)
-        _save(ctx, (q, k, v), out, lse, shared, deterministic)
-        return out, lse
+    def forward(ctx, q, k, v, options, *tensors):
+        results = _forward_with(q, k, v, options, tensors)
+        _save(ctx, (q, k, v), results, options, tensors)
+        return results
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -280,13 +307,13 @@ class _FunctionalAttention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q, k, v, deterministic, *shared):
-        return _forward(q, k, v, *shared)
+    def forward(q, k, v, options, *tensors):
+        return _forward_with(q, k, v, options, tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, deterministic, *shared = inputs
-        _save(ctx, (q, k, v), *output, shared, deterministic)
+        q, k, v, options, *tensors = inputs
+        _save(ctx, (q, k, v), output, options, tensors)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -300,7 +327,7 @@ def random_numbers(q):
 
 def _rows(x):
     """A tensor with rows in one piece."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def _want_no_gradient(of="caches", **tensors):
@@ -319,7 +346,7 @@ def attention(
     sinks=None, dropout_p=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_q=None, seqused_k=None, page_table=None, page_indptr=None, cache_batch_idx=None,
     leftpad_k=None, tree_mask=None, prefix_groups=None, prefix_lens=None, deterministic=False,
-    invariant=False, return_lse=False,
+    invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
@@ -357,6 +384,7 @@ def attention(
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that a pass may want besides its tensors; 0 is any number.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -366,37 +394,80 @@ def attention(
     Raises:
         RuntimeError: an argument is wrong, or no engine computes this here.
     """
-    window_left, window_right = (-1, -1) if window is None else window
+    numbers = {}
+    if window is not None:
+        numbers["window_left"], numbers["window_right"] = window
     if causal:
-        window_right = 0
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()")
-    cache = (page_table, page_indptr, cache_batch_idx, leftpad_k)
-    cached = any(x is not None for x in cache)
-    alone = (tree_mask, prefix_groups, prefix_lens)
-    forward_only = cached or any(x is not None for x in alone)
-    if forward_only:
+        numbers["window_right"] = 0
+    if chunk:
+        numbers["chunk"] = chunk
+    if scale is not None:
+        numbers["scale"] = scale
+    if softcap:
+        numbers["softcap"] = softcap
+    if max_seqlen_q:
+        numbers["max_seqlen_q"] = max_seqlen_q
+    if max_seqlen_k:
+        numbers["max_seqlen_k"] = max_seqlen_k
+    if invariant:
+        numbers["invariant"] = invariant
+    if max_workspace:
+        numbers["max_workspace"] = max_workspace
+    tensors = {}
+    if sinks is not None:
+        tensors["sinks"] = sinks
+    if cu_seqlens_q is not None:
+        tensors["cu_seqlens_q"] = cu_seqlens_q
+    if cu_seqlens_k is not None:
+        tensors["cu_seqlens_k"] = cu_seqlens_k
+    if seqused_q is not None:
+        tensors["seqused_q"] = seqused_q
+    if seqused_k is not None:
+        tensors["seqused_k"] = seqused_k
+    if alibi_slopes is not None:
+        if alibi_slopes.requires_grad:
+            raise ValueError(
+                "alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()"
+            )
+        tensors["alibi_slopes"] = alibi_slopes
+    cache = {}
+    if page_table is not None:
+        cache["page_table"] = page_table
+    if page_indptr is not None:
+        cache["page_indptr"] = page_indptr
+    if cache_batch_idx is not None:
+        cache["cache_batch_idx"] = cache_batch_idx
+    if leftpad_k is not None:
+        cache["leftpad_k"] = leftpad_k
+    cached = len(cache) > 0
+    if tree_mask is not None:
+        cache["tree_mask"] = tree_mask
+    if prefix_groups is not None:
+        cache["prefix_groups"] = prefix_groups
+    if prefix_lens is not None:
+        cache["prefix_lens"] = prefix_lens
+    if cache:
         _want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
-    kind = q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        q = q.to(dtype)
-        if not cached:
-            k, v = k.to(dtype), v.to(dtype)
-    rng = random_numbers(q) if dropout_p > 0 else None
-    shared = (
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale, softcap, window_left, window_right,
-        chunk, alibi_slopes, sinks, dropout_p, rng, invariant,
-    )  # fmt: skip
+    if torch._C._is_any_autocast_enabled():
+        kind = q.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+            q = q.to(dtype)
+            if not cached:
+                k, v = k.to(dtype), v.to(dtype)
+    if dropout_p:
+        numbers["dropout_p"] = dropout_p
+        if dropout_p > 0:
+            tensors["rng_state"] = random_numbers(q)
     q = _rows(q)
     if not cached:
         k, v = _rows(k), _rows(v)
-    if forward_only:
-        out, lse = _forward_cached(q, k, v, *shared, *cache, *alone)
-        return (out, lse) if return_lse else out
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if cache:
+        out, lse = _forward_cached(q, k, v, **tensors, **numbers, **cache)
+    elif torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):  # fmt: skip
         if sinks is not None and sinks.requires_grad and sinks.device != q.device:
             raise ValueError(
                 f"sinks: requires grad on {sinks.device}, want {q.device} as q, where dsinks lies"
@@ -404,9 +475,10 @@ def attention(
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         functional = torch._C._are_functorch_transforms_active()
         function = _FunctionalAttention if functional else _Attention
-        out, lse = function.apply(q, k, v, deterministic, *shared)
+        options = numbers, tuple(tensors), deterministic
+        out, lse = function.apply(q, k, v, options, *tensors.values())
     else:
-        out, lse = _forward(q, k, v, *shared)
+        out, lse = _forward(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
 
 

@@ -29,14 +29,6 @@ def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64, dv=64, **kind):
     return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, dv), **kind)
 
 
-def operator_arguments(**given):
-    """What torch.ops.fulgur.forward takes behind q, k and v, in its order: nothing, but for what is given."""
-    plain = dict(max_seqlen_q=0, max_seqlen_k=0, softcap=0.0, window_left=-1, window_right=-1, chunk=0, dropout_p=0.0)
-    names = [argument.name for argument in torch.ops.fulgur.forward.default._schema.arguments[3:]]
-    values = {**plain, "invariant": False, **given}
-    return {name: values.get(name) for name in names}
-
-
 def math(q, k, v, causal=False, scale=None, softcap=0.0, sinks=None):
     """In float64, masks aligned at the bottom right."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -192,7 +184,7 @@ class TestAttention(OnGpu):
         self.assertTrue(torch.equal(compiled(q, k, v), call(q, k, v)))
 
     def test_opcheck(self):
-        torch.library.opcheck(torch.ops.fulgur.forward, make_qkv(), operator_arguments(scale=0.1, window_right=0))
+        torch.library.opcheck(torch.ops.fulgur.forward, make_qkv(), dict(scale=0.1, window_right=0))
 
     def test_wrong_arguments(self):
         q, k, v = make_qkv()
@@ -329,7 +321,7 @@ class TestSdpa(OnGpu):
     def test_is_asked(self):
         calls, compute = [], _sdpa._forward_into
         self.addCleanup(setattr, _sdpa, "_forward_into", compute)
-        _sdpa._forward_into = lambda *x: (calls.append(x), compute(*x))
+        _sdpa._forward_into = lambda *x, **y: (calls.append(x), compute(*x, **y))
         q, k, v = (x.transpose(1, 2) for x in make_qkv(sq=192, hk=8))
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         self.assertEqual(len(calls), 1)
@@ -367,9 +359,8 @@ class HostTime(OnGpu):
     def test_host_time(self):
         q, k, v = make_qkv(sq=64, sk=64, hq=2)
         x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
-        shared = tuple(operator_arguments(scale=0.125).values())
         times = {
-            "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v, *shared)),
+            "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v)),
             "without gradients": self.measure(lambda: attention(q, k, v)),
             "recorded": self.measure(lambda: attention(x, y, z)),
             "fulgur.attention": self.measure(lambda: fulgur.attention(q, k, v)),

@@ -395,6 +395,27 @@ def test_pages(folder, page):
         assert_close(got, want[name], "f32")
 
 
+PREFIXES = ["--prefix-groups", "groups.npy", "--prefix-lens", "lens.npy"]
+
+
+def test_shared_prefixes(tmp_path):
+    """Four sequences begin with the first one's keys, which the other pages of theirs do not have."""
+    arrays, used = tensors(batch=5, sq=2, sk=320), np.array([290, 320, 258, 300, 40], np.int32)
+    for name in "kv":
+        arrays[name][1:4, :256] = arrays[name][0, :256]
+    k, table = in_pages(arrays["k"], 16, np.random.default_rng(1), used)
+    v, _ = in_pages(arrays["v"], 16, np.random.default_rng(1), used)
+    for cache in (k, v):
+        cache[table[1:4, :16]] = np.nan
+    table = np.pad(table, [(0, 0), (0, 400)])  # of room that makes it worth while
+    groups, lens = np.array([0, 4, 5], np.int32), np.array([256, 0], np.int32)
+    save(tmp_path, {"q": arrays["q"], "k": k, "v": v, "table": table, "used": used, "groups": groups, "lens": lens})
+    succeeds(*FORWARD, *LSE, *PAGED, *PREFIXES, "--causal", cwd=tmp_path)
+    want = attention(*(arrays[name] for name in "qkv"), right=0, used=used)
+    for name, got in load(tmp_path, want).items():
+        assert_close(got, want[name], "f32")
+
+
 def test_tree_mask(folder):
     arrays, used = load(folder, ["q", "k", "v"]), np.array([53, 11], np.int32)
     words = RNG.integers(-(2**63), 2**63 - 1, arrays["q"].shape[:2], np.int64)
@@ -945,6 +966,28 @@ def test_bad_pages(folder, changes, says):
 
 
 @pytest.mark.parametrize(
+    "changes,says",
+    [
+        ({"groups": np.array([0, 1], np.int32)}, ["prefix_groups", "ends with 1, want 2"]),
+        ({"groups": np.array([0, 1, 2], np.int32)}, ["prefix_lens", "got shape (1), want (2)"]),
+        ({"lens": np.array([2], np.int32)}, ["prefix_lens", "got 2 at 0"]),
+        ({"lens": np.array([2], np.int64)}, ["prefix_lens", "i64", "i32"]),
+    ],
+)
+def test_bad_prefixes(tmp_path, changes, says):
+    cache = {"q": np.zeros((2, 1, 4, 24), np.float32), "k": np.zeros((9, 16, 2, 24), np.float32)}
+    cache |= {"v": np.zeros((9, 16, 2, 16), np.float32), "table": np.zeros((2, 4), np.int32)}
+    prefixes = {"groups": np.array([0, 2], np.int32), "lens": np.array([1], np.int32)}
+    save(tmp_path, cache | {"used": np.array([3, 2], np.int32)} | prefixes | changes)
+    before = listing(tmp_path)
+    fails(*FORWARD, *PAGED, *PREFIXES, says=says, cwd=tmp_path)
+    for given in (PREFIXES[:2], PREFIXES[2:]):
+        fails(*FORWARD, *PAGED, *given, code=2, says=["--prefix-groups", "--prefix-lens"], cwd=tmp_path)
+    fails(*FORWARD, *PREFIXES, code=2, says=["--prefix-groups", "--page-table"], cwd=tmp_path)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
     "words,says",
     [
         (np.ones((2, 3), np.int64), ["tree_mask", "(2, 3)", "2, 37"]),
@@ -1402,7 +1445,8 @@ def decode_rows(folder, *only, device="cpu", **kwargs):
 
 def check_decode(row):
     keys = [row["sk"] // 8 if b and row["uneven"] else row["sk"] for b in range(row["batch"])]
-    rows = 2 * row["batch"] * row["sq"] * row["hq"] + 2 * sum(keys) * row["hk"]
+    shared = (row["batch"] - 1) * row["prefix"]
+    rows = 2 * row["batch"] * row["sq"] * row["hq"] + 2 * (sum(keys) - shared) * row["hk"]
     assert row["gbytes_per_s"] == pytest.approx(2 * rows * row["d"] / row["ms"] * 1e-6)
     assert row["dtype"] == "bf16" and row["causal"] == (row["sq"] > 1)
 
@@ -1411,17 +1455,19 @@ def test_bench_decode(tmp_path):
     report, stdout = decode_rows(tmp_path, "batch:1", "batch:4", "keys:1024", "hq:32", "hk:8", "hk:32", "page:16",
                                  "page:none")
     rows, peak = report["results"], report["peaks"]["read_gbytes_per_s_all_threads"]
-    kinds = ("batch", "hk", "sq", "page", "uneven")
+    kinds = ("batch", "hk", "sq", "page", "prefix", "uneven")
     assert sorted(tuple(row[kind] for kind in kinds) for row in rows) == sorted(
-        [(b, 8, sq, page, False) for b in (1, 4) for sq in (1, 2, 4, 16) for page in (0, 16)]
-        + [(b, 32, 1, page, False) for b in (1, 4) for page in (0, 16)]
-        + [(4, 8, 1, page, True) for page in (0, 16)]
+        [(b, 8, sq, page, 0, False) for b in (1, 4) for sq in (1, 2, 4, 16) for page in (0, 16)]
+        + [(b, 32, 1, page, 0, False) for b in (1, 4) for page in (0, 16)]
+        + [(4, 8, 1, page, 0, True) for page in (0, 16)]
+        + [(4, 8, 1, 16, 768, False)]
     )
     for row in rows:
         check_decode(row)
         assert row["percent_of_read_bandwidth"] == pytest.approx(100 * row["gbytes_per_s"] / peak)
         name = "decode/bf16/batch:{batch}/keys:1024/hq:32/hk:{hk}/d:128/tokens:{sq}/".format(**row)
-        assert f"{name}page:{row['page'] or 'none'}/{'uneven' if row['uneven'] else 'even'}/" in stdout
+        name += f"page:{row['page'] or 'none'}/prefix:{row['prefix'] or 'none'}"
+        assert f"{name}/{'uneven' if row['uneven'] else 'even'}/" in stdout
     assert len(re.findall(r"% of read bandwidth$", stdout, re.M)) == len(rows)
     assert report["grid"] == "decode" and report["not_computed"] == []
 
@@ -1438,7 +1484,7 @@ def test_bench_leaves_out_what_does_not_fit_memory(tmp_path):
     (left_out,) = report["not_computed"]
     assert "memory" in left_out["why"]
     assert left_out["shapes"] == [
-        "decode/bf16/batch:64/keys:32768/hq:64/hk:8/d:128/tokens:1/page:none/even/threads:1"
+        "decode/bf16/batch:64/keys:32768/hq:64/hk:8/d:128/tokens:1/page:none/prefix:none/even/threads:1"
     ]
     assert left_out["shapes"][0] in stdout and left_out["why"] in stdout
 

@@ -22,7 +22,7 @@ class TestSdpa:
         """Activates fulgur, and counts its calls."""
         self.calls = []
         compute = _sdpa._forward_into
-        monkeypatch.setattr(_sdpa, "_forward_into", lambda *x: (self.calls.append(x), compute(*x)))
+        monkeypatch.setattr(_sdpa, "_forward_into", lambda *x, **y: (self.calls.append(x), compute(*x, **y)))
         torch_attention.activate_flash_attention_impl("fulgur")
         yield
         torch_attention.restore_flash_attention_impl(_raise_warn=False)

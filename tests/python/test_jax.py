@@ -503,6 +503,13 @@ for specs in ((whole, batch, batch), (batch, heads, heads)):
         lambda s, q, k: attention(q, k, k, sinks=s, return_lse=True, invariant=True), specs,
         (of_rows, batch if of_rows == batch else P(None, "x")), sinks, q, k,
     )
+# Sequences of a cache that all devices have.
+k_cache, v_cache = (jnp.asarray(rng.standard_normal((5, 3, 2, 8)), jnp.float32) for _ in range(2))
+table, used = jnp.array([[4, 0, 2], [1, 3, 0]], jnp.int32), jnp.array([9, 5], jnp.int32)
+paged = lambda q, table, used, k, v: attention(q, k, v, page_table=table, seqused_k=used, invariant=True)
+specs = (batch, batch, batch, whole, whole)
+got = jax.shard_map(paged, mesh=mesh, in_specs=specs, out_specs=batch)(q, table, used, k_cache, v_cache)
+np.testing.assert_array_equal(got, paged(q, table, used, k_cache, v_cache))
 print("sharded")
 """
 
@@ -558,6 +565,8 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(sinks=jnp.zeros(3)), ValueError, "sinks: got "),
         (dict(sinks=jnp.zeros(4, jnp.bfloat16)), ValueError, "sinks: got bf16"),
         (dict(cu_seqlens_q=jnp.zeros(3, jnp.int32)), ValueError, "q: got 4 dimensions"),
+        (dict(max_workspace=-1), ValueError, "max_workspace: got -1 bytes, want >= 0"),
+        (dict(max_workspace=1.5), TypeError, "max_workspace: got 1.5, want an integer"),
         (dict(return_lse=None), TypeError, "return_lse: got None"),
     ],
 )  # fmt: skip
@@ -579,6 +588,30 @@ def test_wrong_values_of_lengths_reach_python():
     with pytest.raises(TypeError, match="scale: got .*, want a number"):
         jax.jit(lambda scale: attention(q, k, v, scale=scale))(1.0)
     np.testing.assert_array_equal(attention(q, k, v, scale=jnp.float32(0.5)), attention(q, k, v, scale=0.5))
+
+
+def test_max_workspace():
+    """What each pass wants is said where it has less, and is enough."""
+    q, k, v = (jnp.asarray(x) for x in qkv())
+
+    def wanted(call, bytes):
+        with pytest.raises(jax.errors.JaxRuntimeError) as failed:
+            jax.block_until_ready(call(bytes))
+        (want,) = re.findall(rf"max_workspace: got {bytes} bytes, want at least (\d+)", str(failed.value))
+        return int(want)
+
+    def forward(bytes):
+        return attention(q, k, v, max_workspace=bytes)
+
+    def gradient(bytes):
+        return jax.grad(lambda q: attention(q, k, v, max_workspace=bytes).sum())(q)
+
+    want = wanted(forward, 1)
+    assert wanted(forward, want - 1) == want
+    np.testing.assert_array_equal(forward(want), forward(0))
+    more = wanted(gradient, want)
+    assert wanted(gradient, more - 1) == more > want
+    np.testing.assert_allclose(gradient(more), gradient(0), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -735,7 +768,7 @@ class Frame:
 
     def __init__(self, stage, operands, results, given=0):
         self.asked, self.errors = [], []
-        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, given])]
+        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, given])]
         self.kept = [numbers]
         arrays = [self.keep(struct(INT(12 if x.dtype.kind == "f" else 5), SIZE(x.size), POINTER(x.ctypes.data)))
                   for x in numbers]  # fmt: skip

@@ -62,7 +62,7 @@ OPTIONS = {
         seqused_q=torch.tensor([1, 3], dtype=torch.int32),
         seqused_k=torch.tensor([5, 2], dtype=torch.int32),
     ),
-    "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5),
+    "packed causal": ENDS | dict(causal=True, max_seqlen_q=4, max_seqlen_k=5, max_workspace=1 << 30),
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -369,55 +369,74 @@ class TestCompile:
 
 class TestOpcheck:
     def arguments(self, options):
-        q, k, v = inputs(options)
-        shared = (
-            options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("seqused_q"),
-            options.get("seqused_k"),
-            4 if "cu_seqlens_q" in options else 0, 5 if "cu_seqlens_q" in options else 0,
-            options.get("scale", 0.3), options.get("softcap", 0.0), *options.get("window", (-1, -1)),
-            options.get("chunk", 0), options.get("alibi_slopes"), options.get("sinks"), 0.0, None, False,
-        )  # fmt: skip
-        return (q, k, v), shared
+        """q, k and v, and what the operators take besides."""
+        given = {name: x for name, x in options.items() if name not in ("causal", "window")}
+        if "window" in options:
+            given["window_left"], given["window_right"] = options["window"]
+        if "cu_seqlens_q" in options:
+            given |= dict(max_seqlen_q=4, max_seqlen_k=5)
+        return inputs(options), given
 
     @each_option
     def test_forward(self, options):
-        tensors, shared = self.arguments(options)
-        torch.library.opcheck(forward, (*tensors, *shared))
+        tensors, given = self.arguments(options)
+        torch.library.opcheck(forward, tensors, given)
 
     @each_option
     def test_backward(self, options):
-        tensors, shared = self.arguments(options)
-        out, lse = forward(*tensors, *shared)
+        tensors, given = self.arguments(options)
+        out, lse = forward(*tensors, **given)
         dout = torch.randn_like(out)
         for dlse in (None, torch.randn_like(lse)):
-            torch.library.opcheck(backward, (dout, dlse, *tensors, out, lse, *shared, True))
+            more = dict(dlse=dlse, deterministic=True)
+            torch.library.opcheck(backward, (dout, *tensors, out, lse), given | more)
 
     @each_option
     def test_results_where_the_caller_wants_them(self, options):
-        tensors, shared = self.arguments(options)
-        want = forward(*tensors, *shared)
+        tensors, given = self.arguments(options)
+        want = forward(*tensors, **given)
         results = [torch.empty_like(x) for x in want]
-        torch.ops.fulgur.forward_into(*tensors, *shared, *results)
+        torch.ops.fulgur.forward_into(*tensors, *results, **given)
         assert all(map(torch.equal, results, want))
-        torch.library.opcheck(torch.ops.fulgur.forward_into, (*tensors, *shared, *results))
-        given = (torch.randn_like(want[0]), None, *tensors, *want, *shared, True)
-        want = backward(*given)
-        want, dsinks = want[:3], want[3]
+        torch.library.opcheck(torch.ops.fulgur.forward_into, (*tensors, *results), given)
+        saved = (torch.randn_like(want[0]), *tensors, *want)
+        *want, dsinks = backward(*saved, **given)
         wider = [torch.full((*x.shape[:-1], x.shape[-1] + 8), torch.nan) for x in want]
-        results = [*(x[..., :-8] for x in wider), None]
+        results = [x[..., :-8] for x in wider]
         if "sinks" in options:
-            results[3] = torch.empty(4)
-        torch.ops.fulgur.backward_into(*given, *results)
+            given["dsinks"] = torch.empty(4)
+        torch.ops.fulgur.backward_into(*saved, *results, **given)
         assert all(map(torch.equal, results, want))
-        assert results[3] is None or torch.equal(results[3], dsinks)
+        assert "sinks" not in options or torch.equal(given["dsinks"], dsinks)
         assert all(x[..., -8:].isnan().all() for x in wider)
-        torch.library.opcheck(torch.ops.fulgur.backward_into, (*given, *results))
+        torch.library.opcheck(torch.ops.fulgur.backward_into, (*saved, *results), given)
 
     def test_dropout(self):
+        tensors = [x.bfloat16() for x in make_qkv()]
+        given = dict(rng_state=torch.tensor([1, 2]), dropout_p=0.5, invariant=True)
+        torch.library.opcheck(forward, tensors, given)
+
+    def test_positional(self):
+        """Every argument in the place that the schema says, with defaults and without."""
         q, k, v = make_qkv()
-        rng = torch.tensor([1, 2])
-        shared = (None, None, None, None, 0, 0, 0.3, 0.0, -1, -1, 0, None, None, 0.5, rng, True)
-        torch.library.opcheck(forward, (q.bfloat16(), k.bfloat16(), v.bfloat16(), *shared))
+        used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ([4, 7], [9, 3]))
+        slopes, rng = torch.rand(4), torch.tensor([1, 2])
+        numbers = (0, 0, 5, 0, 4, 0.7, 2.0, 0.3, True, 1 << 30)
+        out, lse = forward(q, k, v, SINKS, None, None, used_q, used_k, slopes, rng, *numbers)
+        options = dict(
+            sinks=SINKS, seqused_q=used_q, seqused_k=used_k, alibi_slopes=slopes, window=(5, 0),
+            chunk=4, scale=0.7, softcap=2.0, dropout_p=0.3, invariant=True,
+        )  # fmt: skip
+        want = fulgur.attention(q, k, v, rng_state=rng, return_lse=True, **options)
+        assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        got = backward(
+            dout, q, k, v, out, lse, dlse, SINKS, None, None, used_q, used_k, slopes, rng, *numbers, True
+        )
+        expected = fulgur.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, rng_state=rng, deterministic=True, **options
+        )
+        assert all(map(torch.equal, got, expected))
 
 
 class TestFunc:
@@ -531,7 +550,11 @@ class TestDeterministic:
         seen = []
         import fulgur.torch as module
 
-        monkeypatch.setattr(module, "_backward", lambda *x: (seen.append(x[-1]), backward(*x))[1])
+        def spy(*tensors, **options):
+            seen.append(options.get("deterministic", False))
+            return backward(*tensors, **options)
+
+        monkeypatch.setattr(module, "_backward", spy)
         torch.use_deterministic_algorithms(True)
         try:
             q, k, v = make_qkv(grad=True)
@@ -562,6 +585,25 @@ def test_flops_are_counted():
     assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
 
 
+def test_max_workspace(one_thread):
+    q, k, v = make(*[(1, 64, 2, 8)] * 3, grad=True)
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse = fulgur.attention(*plain, return_lse=True)
+    saved = (torch.ones_like(out), *plain, out, lse)
+    need = fulgur.plan(*plain, return_lse=True, threads=1).workspace().bytes
+    need_backward = fulgur.plan_backward(*saved, threads=1).workspace().bytes
+    assert 1 < need < need_backward
+    with pytest.raises(RuntimeError, match=f"^max_workspace: got {need - 1} bytes, want at least {need}$"):
+        attention(*plain, max_workspace=need - 1)
+    assert torch.equal(attention(*plain, max_workspace=need), out)
+    message = f"^max_workspace: got {need_backward - 1} bytes, want at least {need_backward}$"
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, k, v, max_workspace=need_backward - 1).sum().backward()
+    attention(q, k, v, max_workspace=need_backward).sum().backward()
+    for x, want in zip((q, k, v), fulgur.attention_backward(*saved)):
+        assert_allclose(x.grad, want, atol=1e-6)
+
+
 class TestWrongArguments:
     """The library's own messages, as RuntimeError."""
 
@@ -588,6 +630,8 @@ class TestWrongArguments:
             (dict(seqused_k=torch.zeros(2)), "^seqused_k: "),
             (dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), "^q: .*want 3 .total, heads, dim"),
             (dict(max_seqlen_q=-1), "^max_seqlen_q"),
+            (dict(max_workspace=-1), "^max_workspace: got -1 bytes, want >= 0"),
+            (dict(max_workspace=1, seqused_k=torch.tensor([9, 9], dtype=torch.int32)), "^max_workspace: got 1 b"),
         ],
     )
     def test_message(self, change, message):
@@ -608,9 +652,7 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         for rng in (None, torch.zeros(2), torch.zeros(3, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="^rng_state: "):
-                forward(
-                    q, k, v, *[None] * 4, 0, 0, 1.0, 0.0, -1, -1, 0, None, None, 0.5, rng, False
-                )  # fmt: skip
+                forward(q, k, v, dropout_p=0.5, rng_state=rng)
 
 
 def test_threads_are_those_of_torch(one_thread):

@@ -99,15 +99,13 @@ def test_in_one_graph(kind, packed):
 @each_kind
 def test_opcheck(kind, packed):
     q, k, v, options, _ = make(kind, packed)
-    of = options.get
-    shared = (
-        of("cu_seqlens_q"), None, None, of("seqused_k"), 0, 0, 0.7, 0.0, -1, 0, 3, None, torch.zeros(HQ),
-        0.0, None, False,
-    )  # fmt: skip
-    cache = tuple(map(of, ("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")))
-    prefixes = (None, None) if cache[0] is None else (int32(0, 3), int32(0))
-    cache += (torch.full(q.shape[:-2], -1), *prefixes)
-    torch.library.opcheck(forward_cached, (q, k, v, *shared, *cache))
+    names = ("cu_seqlens_q", "seqused_k", "page_table", "page_indptr", "cache_batch_idx", "leftpad_k")
+    given = {name: options[name] for name in names if name in options}
+    given |= dict(window_right=0, chunk=3, scale=0.7, sinks=torch.zeros(HQ))
+    given["tree_mask"] = torch.full(q.shape[:-2], -1)
+    if "page_table" in given:
+        given |= dict(prefix_groups=int32(0, 3), prefix_lens=int32(0))
+    torch.library.opcheck(forward_cached, (q, k, v), given)
 
 
 @each_packing

@@ -133,13 +133,12 @@ def flash_attn_with_kvcache(
 
 
 def _shared(
-    softmax_scale, causal, left, right, softcap, alibi_slopes, dropout_p, rng_state,
-    cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=0, max_seqlen_k=0,
-):  # fmt: skip
-    """The arguments that both operators take behind their tensors."""
-    return (
-        cu_seqlens_q, cu_seqlens_k, None, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-        softcap, left, 0 if causal else right, 0, alibi_slopes, None, dropout_p, rng_state, False,
+    softmax_scale, causal, left, right, softcap, alibi_slopes, dropout_p, rng_state, **where
+):
+    """What both operators take besides their tensors; `where` the sequences lie."""
+    return dict(
+        scale=softmax_scale, window_left=left, window_right=0 if causal else right, softcap=softcap,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng_state=rng_state, **where,
     )  # fmt: skip
 
 
@@ -154,7 +153,7 @@ def _flash_attn_forward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    return *_forward(q, k, v, *shared), q.new_empty(0), rng_state
+    return *_forward(q, k, v, **shared), q.new_empty(0), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -171,16 +170,13 @@ def _flash_attn_varlen_forward(
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
     if seqused_k is not None:
         where["seqused_k"] = seqused_k
-    page_table = where.pop("page_table", None)
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        dropout_p, rng_state, cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q), **where,
+        dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q),
+        **where,
     )  # fmt: skip
-    if page_table is None:
-        results = _forward(q, k, v, *shared)
-    else:
-        results = _forward_cached(q, k, v, *shared, page_table, *[None] * 6)
-    return *results, q.new_empty(0), rng_state
+    forward = _forward if block_table is None else _forward_cached
+    return *forward(q, k, v, **shared), q.new_empty(0), rng_state
 
 
 def _flash_attn_backward(
@@ -192,7 +188,9 @@ def _flash_attn_backward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv, None)
+    _backward_into(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
+    )
 
 
 def _flash_attn_varlen_backward(
@@ -203,7 +201,9 @@ def _flash_attn_varlen_backward(
     """Writes dq, dk and dv of packed sequences."""
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, None, longest(max_seqlen_q, q),
-        longest(max_seqlen_k, k),
+        dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
     )  # fmt: skip
-    _backward_into(dout, None, q, k, v, out, softmax_lse, *shared, deterministic, dq, dk, dv, None)
+    _backward_into(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
+    )
