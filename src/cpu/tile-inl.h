@@ -377,12 +377,14 @@ HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HW
   *census = all;
 }
 
-/// 16 columns of rows [i, i + 32) in parts, two rows in 32 bits.
-template <Side kSide, int kParts, class RowAt>
+/// 16 columns of rows [i, i + 32) in parts, two rows in 32 bits. between() is called before each
+/// two.
+template <Side kSide, int kParts, class RowAt, class Between>
 HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[kParts][16],
-                           Census* census) {
+                           Census* census, const Between& between) {
   from.with_whole(i, kTileDepth, c, kTileRows, [&](auto whole) HWY_ATTR {
     FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+      between();
       __m512i x[kParts];
       split_pair<kSide>(from.template load_16<decltype(whole)::value>(i + 2 * pair, c),
                         from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c), x);
@@ -399,7 +401,7 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
                            uint16_t* HWY_RESTRICT to, Census* census) {
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
     __m512i r[kParts][16];
-    load_pairs<Side::kB>(from, 0, b * kTileRows, r, census);
+    load_pairs<Side::kB>(from, 0, b * kTileRows, r, census, [] {});
     uint16_t* const tile = to + (b * steps + step) * kParts * kTileSize;
     for (int p = 0; p < kParts; ++p) store_tile(r[p], tile + p * kTileSize);
   }
@@ -414,7 +416,7 @@ HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t*
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
     for (int64_t s = 0; s < steps_of(rows); ++s) {
       __m512i r[kParts][16];
-      load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all);
+      load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all, [] {});
       for (int p = 0; p < kParts; ++p, to += kTileSize) {
         transpose_16(r[p]);
         store_tile(r[p], to);

@@ -73,33 +73,46 @@ struct TileKeys {
   }
 };
 
-/// Asks for the next tile of K and of V while the present one is computed, a few rows at a time and
-/// in the order of memory: all at once they would keep the CPU waiting.
+/// Asks for the next tile of K and of V while the present one is computed, a few lines at a time
+/// and in the order of memory: all at once they would keep the CPU waiting.
 class TilesAhead {
  public:
-  /// They are asked for in `turns` turns.
-  TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads, int64_t turns)
-      : keys_{&K, &V}, heads_(heads), each_((2 * K.n * heads + turns - 1) / turns) {}
+  TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads)
+      : keys_(&K), V_(&V), heads_(heads), left_(K.n) {
+    if (left_ > 0) go_to_row();
+  }
 
   // Inlined, since to GCC 12 a call of what only prefetches has no effect.
-  HWY_INLINE void turn() {
-    for (int64_t i = 0; i < each_; ++i) {
-      if (row_ == keys_[of_]->n) return;
-      const auto* const from = reinterpret_cast<const char*>(keys_[of_]->row(head_, row_));
-      for (int64_t byte = 0; byte < 2 * keys_[of_]->columns; byte += 64) {
-        __builtin_prefetch(from + byte, 0, kToL2);
-      }
-      if (++head_ < heads_) continue;
-      head_ = 0;
-      if (++row_ < keys_[of_]->n || of_ == 1) continue;
-      row_ = 0;
-      of_ = 1;
+  template <int kLines>
+  HWY_INLINE void ask() {
+    FULGUR_UNROLL for (int i = 0; i < kLines; ++i) {
+      if (left_ == 0) return;
+      __builtin_prefetch(line_, 0, kToL2);
+      line_ += 64;
+      if (line_ >= end_) next_row();
     }
   }
 
  private:
-  const TileKeys* keys_[2];
-  int64_t heads_, each_, of_ = 0, row_ = 0, head_ = 0;
+  HWY_INLINE void go_to_row() {
+    line_ = reinterpret_cast<const char*>(keys_->row(head_, keys_->n - left_));
+    end_ = line_ + 2 * keys_->columns;
+  }
+  HWY_INLINE void next_row() {
+    if (++head_ == heads_) {
+      head_ = 0;
+      if (--left_ == 0) {
+        if (keys_ == V_) return;
+        keys_ = V_;
+        left_ = V_->n;
+      }
+    }
+    go_to_row();
+  }
+
+  const TileKeys *keys_, *V_;
+  int64_t heads_, left_, head_ = 0;  // keys that are left of *keys_
+  const char *line_ = nullptr, *end_ = nullptr;
 };
 
 /// One call.
@@ -136,7 +149,7 @@ class TileDecode {
       const KeyTile tile = tiles.tile();
       tiles.next();
       const TileKeys next_K = keys(args_.k, p_.k, p_.d), next_V = keys(args_.v, p_.v, p_.dv);
-      TilesAhead ahead(next_K, next_V, heads, heads * steps_of(tile.n) * (1 + blocks_of(p_.dv)));
+      TilesAhead ahead(next_K, next_V, heads);
       for (int64_t i = 0; i < heads; ++i) add_scores(K, i, ahead);
       products_.flush();
       for (int64_t i = 0; i < heads; ++i) add_values(V, tile, i, ahead);
@@ -162,7 +175,7 @@ class TileDecode {
       A = Operand::packed(s_.K, steps);
     }
     for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
-      ahead.turn();
+      ahead.ask<kTileRows>();
       products_.multiply({false,
                           std::min<int64_t>(2, blocks_of(K.n) - b),
                           blocks_of(head.rows.count),
@@ -186,9 +199,9 @@ class TileDecode {
     for (int64_t s = 0; s < steps; ++s) {
       const auto keys = V.rows(i, s * kTileDepth);
       for (int64_t b = 0; b < blocks_of(p_.dv); ++b) {
-        ahead.turn();
         __m512i pairs[1][16];
-        load_pairs<Side::kB>(keys, 0, b * kTileRows, pairs, &values);
+        load_pairs<Side::kB>(keys, 0, b * kTileRows, pairs, &values,
+                             [&]() HWY_ATTR { ahead.ask<2>(); });
         store_tile(pairs[0], s_.V + (b * steps + s) * kTileSize);
       }
     }
