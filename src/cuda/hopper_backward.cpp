@@ -30,6 +30,15 @@ KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key{.dtype = plan.dtype, .value_dim = value_dim};
   key.sums = plan.sums;
   if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
+  if (plan.ordered) {
+    key.ordered = true;
+    key.block_rows = plan.block_rows;
+    key.block_keys = plan.block_keys;
+    key.has_left = plan.has_left;
+    key.has_right = plan.has_right;
+    key.has_chunk = plan.has_chunk;
+    key.seqused_k = plan.seqused_k;
+  }
   key.packed = plan.packed;
   key.seqused_q = plan.seqused_q;
   key.has_dlse = plan.has_dlse;
@@ -47,7 +56,7 @@ KernelUse keys_kernel(const HopperBackwardPlan& plan) {
 
 KernelUse rows_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key = plan;
-  key.value_dim = key.q_stages = key.o_stages = key.ds_stages = 0;
+  key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = 0;
   key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   return use("sm90/backward_rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
@@ -189,6 +198,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
   p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
   p.dq_sums = reinterpret_cast<float*>(workspace + workspace_.dq_sums);
+  p.turns = reinterpret_cast<int*>(workspace + workspace_.turns);
   p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
   p.carry_dk = reinterpret_cast<float*>(workspace + workspace_.carry_dk);

@@ -31,9 +31,13 @@ constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.q_stages,
-          key.o_stages, key.ds_stages, key.row_tiles, key.row_stages, key.sums};
+  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
+          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums};
 }
+
+/// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
+/// is stored.
+enum class Way { kSums, kTurns, kStored };
 
 /// How a call is divided into waves.
 struct Division {
@@ -104,6 +108,7 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
     return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
                                                 : kernels::keys_layout(tile_of(plan)).bytes;
   };
+  plan.k_stages = std::max(plan.head_dim, plan.value_dim) <= 64 ? 2 : 1;
   // A buffer of Q is held for two steps, one of dO for one.
   int q_stages = 2, o_stages = 2;
   if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
@@ -202,13 +207,15 @@ class Divider {
   }
 
  private:
-  /// Sums of dQ need no room for dS. They are set to 0, read, and rounded to what is written.
+  /// Sums of dQ need no room for dS. They are set to 0, where no turn begins them, read, and
+  /// rounded to what is written.
   double one_wave(HopperBackwardPlan& plan) {
     const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
     return predict(runs_of(1), all.pairs, all.pairs) +
-           10.0 * static_cast<double>(plan.sums_floats(p_.hq)) / kBytesPerCycle;
+           (plan.ordered ? 6.0 : 10.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
+               kBytesPerCycle;
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -258,9 +265,10 @@ class Divider {
   };
 
   std::vector<RowRun> runs_of(int row_waves) const {
-    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kBlock = 4000, kCarry = 15000;
+    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kCarry = 15000;
+    const double block_cycles = plan_.k_stages > 1 ? 2700 : 4000;
     const double step =
-        4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
+        turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
     const int rows = rows_of_wave(row_waves);
     std::vector<RowRun> runs;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
@@ -272,13 +280,26 @@ class Divider {
         if (begin >= end && first > 0) continue;
         const bool carries = seen.begin < first || seen.end > first + rows;
         const double steps = static_cast<double>(std::max(end - begin, 0) * p_.group());
-        const double cycles = kBlock + (carries ? kCarry : 0) + steps * step;
+        const double cycles = block_cycles + (carries ? kCarry : 0) + steps * step;
         run.longest = std::max(run.longest, cycles);
         run.all += cycles;
         run.scores += steps * each_.rows * each_.keys;
       }
     }
     return runs;
+  }
+
+  /// What turns cost: what they are waited for. Under a right bound alone blocks that take turns
+  /// are at all rows of a bunch, and where L2 does not hold these, memory binds.
+  double turns() const {
+    constexpr double kL2Bytes = 40e6;
+    if (!plan_.ordered) return 1;
+    const double waits = std::max(p_.d, p_.dv) > 64 ? 1.08 : 1.02;
+    const double heads = static_cast<double>(p_.group()) *
+                         blocks_of(key_blocks_, static_cast<int>(p_.batch * p_.hk)).bunch;
+    const double row_bytes = 2.0 * (p_.d + p_.dv) + 4.0 * p_.d;  // of Q, dO and sums
+    const bool spread = plan_.has_right && !plan_.has_left;
+    return spread && heads * static_cast<double>(p_.sq) * row_bytes > kL2Bytes ? 1.7 : waits;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
@@ -303,7 +324,9 @@ class Divider {
         // Equal blocks come in rounds; unequal ones fill the gaps.
         const double rounds = std::ceil(blocks / std::max(run.longest, 1.0)) * run.longest;
         const bool equal = !plan_.has_left && !plan_.has_right;
-        return kLaunches + (equal ? rounds : std::max(run.longest, blocks + 0.25 * run.longest));
+        // The longest come first, where blocks take turns last.
+        const double last = (plan_.ordered ? 0.75 : 0.25) * run.longest;
+        return kLaunches + (equal ? rounds : std::max(run.longest, blocks + last));
       };
       const int whole = together / std::max(of_wave, 1), rest = together % std::max(of_wave, 1);
       cycles += static_cast<double>(pairs / together) * (whole * wave(of_wave) + wave(rest));
@@ -315,8 +338,11 @@ class Divider {
   /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs: a block each, and
   /// few are left over, so that the bunch behind begins with them.
   Blocks blocks_of(int blocks, int pairs) const {
-    return {blocks, pairs,
-            std::clamp(multiprocessors_ / std::max(blocks, 1), 1, std::max(pairs, 1))};
+    // Blocks of the same length that take turns follow each other: more pairs share them, so that
+    // fewer wait for one.
+    const int least = plan_.ordered && plan_.has_left == plan_.has_right ? 4 : 1;
+    const int bunch = std::max(multiprocessors_ / std::max(blocks, 1), least);
+    return {blocks, pairs, std::clamp(bunch, 1, std::max(pairs, 1))};
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {
@@ -394,6 +420,7 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   at.shift = take(statistics);
   at.delta = take(statistics);
   at.dq_sums = take(plan.sums_floats(p.hq) * int64_t{sizeof(float)});
+  at.turns = take(plan.turns(p.hq) * int64_t{sizeof(int)});
   at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
   at.ds = take(plan.ds_bytes);
   const int64_t blocks = plan.carries ? p.batch * p.hk * ceil_div(p.sk, plan.block_keys) : 0;
@@ -448,14 +475,17 @@ int64_t most_ds_bytes(const Problem& p) {
 std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Target& target,
                                                       std::vector<std::string>* rejected) {
   std::vector<HopperBackwardTile> tiles;
-  for (const bool sums : {true, false}) {
+  for (const Way way : {Way::kSums, Way::kTurns, Way::kStored}) {
     HopperBackwardTile tile{common_plan(p), 0};
     HopperBackwardPlan& plan = tile.plan;
+    const bool sums = way != Way::kStored;
     plan.sums = sums;
+    plan.ordered = way == Way::kTurns;
     plan.block_keys = needs_wide(plan) ? 64 : 128;
     const bool narrow = std::max(plan.head_dim, plan.value_dim) <= 64;
     plan.block_rows = narrow && !plan.softcap && !plan.dropout ? 128 : 64;
     if (const int most = most_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
+      if (plan.ordered) continue;  // said of both
       rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}{}, got {} and {}",
                                       most,
                                       plan.softcap   ? " with softcap"
@@ -464,9 +494,15 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
                                       p.d, p.dv));
       continue;
     }
-    if (sums && (p.deterministic || p.invariant)) {
+    if (sums && p.invariant) {
+      if (plan.ordered) continue;
       rejected->push_back(
-          "dQ as sums: their order, and so the last bits, would differ from run to run");
+          "dQ as sums: whether they fit into the workspace depends on the batch, which an "
+          "`invariant` call must not");
+      continue;
+    }
+    if (way == Way::kSums && p.deterministic) {
+      rejected->push_back("dQ as sums in no order: the last bits would differ from run to run");
       continue;
     }
     if (!derive_stages(plan, target.shared_bytes)) continue;
@@ -498,10 +534,12 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kConsumers", kConsumers);
   text.add("kBlockRows", key.block_rows);
   text.add("kBlockKeys", key.block_keys);
+  text.add("kKStages", key.k_stages);
   text.add("kQStages", key.q_stages);
   text.add("kOStages", key.o_stages);
   text.add("kDsStages", key.ds_stages);
   text.add("kSums", key.sums);
+  text.add("kOrdered", key.ordered);
   text.add("kRowTiles", key.row_tiles);
   text.add("kRowStages", key.row_stages);
   const BackwardRegisters registers = registers_of_backward(key.sums);
@@ -534,9 +572,10 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
       fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
                   plan.o_stages, plan.ds_stages, plan.keys_shared_bytes)};
   if (plan.sums) {
-    sentences.emplace_back(
-        "dQ as sums in f32, by a warpgroup beside those of dK and dV: in no fixed order, not "
-        "deterministic");
+    sentences.push_back(
+        fmt::format("dQ as sums in f32, by a warpgroup beside those of dK and dV: {}",
+                    plan.ordered ? "blocks of keys add in turns, deterministic"
+                                 : "in no fixed order, not deterministic"));
   } else if (!plan.waves.empty()) {
     sentences.push_back(fmt::format(
         "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",

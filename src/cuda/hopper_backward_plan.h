@@ -18,8 +18,9 @@ struct HopperBackwardKey {
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
   int block_rows = 0;               ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
-  int q_stages = 0, o_stages = 0, ds_stages = 0;
+  int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0;
   bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
+  bool ordered = false;  ///< blocks of keys add to the sums in turns: the same bits in every run
   int row_tiles = 0, row_stages = 0;
   bool has_left = false, has_right = false, has_chunk = false;
   bool softcap = false, alibi = false;
@@ -59,13 +60,18 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   bool operator==(const HopperBackwardPlan&) const = default;
 
   TileId tile() const {
-    return {sums ? "sm90_backward_sums" : "sm90_backward", block_rows, block_keys};
+    return {ordered ? "sm90_backward_turns"
+            : sums  ? "sm90_backward_sums"
+                    : "sm90_backward",
+            block_rows, block_keys};
   }
   /// Whether a mask hides what products touch.
   bool repairs() const { return has_left || has_right; }
   int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
   /// Floats of the sums of dQ.
   int64_t sums_floats(int64_t hq) const;
+  /// Units of dQ at which blocks of keys take turns.
+  int64_t turns(int64_t hq) const { return ordered ? sums_floats(hq) / kernels::kUnitFloats : 0; }
   bool wide() const { return block_keys == 64; }
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };
@@ -74,7 +80,7 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
 /// launched.
 struct HopperBackwardWorkspace {
   int64_t shift = 0, delta = 0;        ///< statistics of rows
-  int64_t dq_sums = 0;                 ///< of the plan's `sums`
+  int64_t dq_sums = 0, turns = 0;      ///< of the plan's `sums`
   int64_t zeros = 0, ds = 0;           ///< of the other plans
   int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves
   std::array<int64_t, 4> copies{};     ///< of q, k, v and dout

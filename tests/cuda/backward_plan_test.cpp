@@ -120,29 +120,42 @@ TEST(HopperBackwardPlan, SumsUpDqOrStoresDs) {
     const std::vector<HopperBackwardPlan> all = plans(p, &rejected);
     const int64_t most = p.softcap > 0 ? 64 : 128;
     const bool narrow = p.d <= most && p.dv <= most;
-    ASSERT_EQ(all.size(), narrow ? 2u : 1u);
+    ASSERT_EQ(all.size(), narrow ? 3u : 1u);
     EXPECT_EQ(all.front().sums, narrow);
+    EXPECT_FALSE(all.front().ordered);
+    EXPECT_EQ(std::ranges::count(all, true, &HopperBackwardPlan::ordered), narrow ? 1 : 0);
     EXPECT_FALSE(all.back().sums);
     EXPECT_EQ(contains(joined(rejected), "dQ as sums: "), !narrow);
     for (const HopperBackwardPlan& plan : all) {
       EXPECT_EQ(plan.ds_bytes == 0, plan.sums);
       EXPECT_EQ(plan.sums_floats(p.hq) == 0, !plan.sums);
+      EXPECT_EQ(plan.turns(p.hq) == 0, !plan.ordered);
       EXPECT_EQ(plan.repairs(), plan.has_left || plan.has_right);
     }
   }
 }
 
-TEST(HopperBackwardPlan, SumsHaveNoFixedOrder) {
+TEST(HopperBackwardPlan, SumsHaveAnOrderWhereItIsWanted) {
   for (const int64_t d : {64, 128}) {
-    for (const auto& [invariant, deterministic] : {std::pair{true, false}, {false, true}}) {
-      std::vector<std::string> rejected;
-      const Problem p =
-          backward_problem({.d = d, .invariant = invariant}, {.deterministic = deterministic});
-      const std::vector<HopperBackwardPlan> all = plans(p, &rejected);
-      ASSERT_EQ(all.size(), 1u);
-      EXPECT_FALSE(all[0].sums);
-      EXPECT_TRUE(contains(joined(rejected), "would differ from run to run"));
-    }
+    std::vector<std::string> rejected;
+    const std::vector<HopperBackwardPlan> all =
+        plans(backward_problem({.d = d}, {.deterministic = true}), &rejected);
+    ASSERT_EQ(all.size(), 2u);
+    EXPECT_TRUE(all[0].ordered);
+    EXPECT_FALSE(all[1].sums);
+    EXPECT_TRUE(contains(joined(rejected), "would differ from run to run"));
+  }
+}
+
+// What an invariant call takes depends on its options alone.
+TEST(HopperBackwardPlan, InvariantStoresDs) {
+  for (const int64_t d : {64, 128}) {
+    std::vector<std::string> rejected;
+    const std::vector<HopperBackwardPlan> all =
+        plans(backward_problem({.d = d, .invariant = true}), &rejected);
+    ASSERT_EQ(all.size(), 1u);
+    EXPECT_FALSE(all[0].sums);
+    EXPECT_TRUE(contains(joined(rejected), "depends on the batch"));
   }
 }
 
@@ -189,9 +202,10 @@ TEST(HopperBackwardPlan, FitsTheMachine) {
 }
 
 TEST(HopperBackwardPlan, DerivesStages) {
-  const auto stages = [](int64_t batch, int64_t d, bool deterministic) {
-    const HopperBackwardPlan plan =
-        plans(backward_problem({.batch = batch, .d = d}, {.deterministic = deterministic})).at(0);
+  const auto stages = [](int64_t batch, int64_t d, bool stores) {
+    const std::vector<HopperBackwardPlan> all = plans(backward_problem({.batch = batch, .d = d}));
+    const HopperBackwardPlan& plan = stores ? all.back() : all.front();
+    EXPECT_EQ(plan.k_stages, d == 64 ? 2 : 1);
     return std::array{plan.q_stages, plan.o_stages, plan.row_tiles, plan.row_stages};
   };
   EXPECT_EQ(stages(64, 64, false), (std::array{3, 2, 4, 3}));
@@ -289,7 +303,7 @@ TEST(HopperBackwardPlan, SmallerWavesAreSlower) {
       backward_problem({.batch = 4, .sq = 2048, .sk = 2048, .hk = 8, .mask = causal()});
   std::vector<std::string> rejected;
   const auto tile = [&](int64_t bytes) {
-    return hopper_backward_tiles(within(p, bytes), {}, &rejected).at(1);
+    return hopper_backward_tiles(within(p, bytes), {}, &rejected).at(2);
   };
   const int64_t least = least_bytes(p), most = bytes_of(p, stored(p));
   ASSERT_LT(least, most / 4);
@@ -593,16 +607,21 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   EXPECT_TRUE(contains(sums, "not deterministic")) << sums;
   EXPECT_TRUE(contains(sums, "tile chosen by the cost model")) << sums;
   EXPECT_TRUE(contains(sums, "tile sm90_backward 64 x 128: predicted")) << sums;
+  const std::string turns =
+      said(backward_problem({.sq = 4096, .sk = 4096, .d = 128}, {.deterministic = true}));
+  EXPECT_TRUE(contains(turns, "blocks of keys add in turns, deterministic")) << turns;
+  EXPECT_TRUE(contains(turns, "dQ as sums in no order: the last bits")) << turns;
+  EXPECT_TRUE(contains(turns, "tile sm90_backward 64 x 128: predicted")) << turns;
   const std::string stored = said(backward_problem({.d = 128}, {.deterministic = true}));
   EXPECT_TRUE(contains(stored, "dQ by a kernel of its own")) << stored;
   EXPECT_TRUE(contains(stored, "from dS in memory: deterministic")) << stored;
-  EXPECT_TRUE(contains(stored, "dQ as sums: their order")) << stored;
+  EXPECT_TRUE(contains(stored, "tile sm90_backward_turns 64 x 128: predicted")) << stored;
   EXPECT_TRUE(contains(stored, "1 waves of 2 kv heads of 2 sequences")) << stored;
   const std::string wide = said(backward_problem({.d = 256}));
   EXPECT_TRUE(contains(wide, "one warpgroup for each of the two")) << wide;
   EXPECT_TRUE(contains(wide, "dQ as sums: computes d and dv up to 128, got 256 and 256")) << wide;
   const std::string cut = said(backward_problem(
-      {.batch = 1, .sq = 65536, .sk = 65536, .hq = 1, .hk = 1}, {.deterministic = true}));
+      {.batch = 1, .sq = 65536, .sk = 65536, .hq = 1, .hk = 1, .invariant = true}));
   EXPECT_TRUE(contains(cut, "dK and dV carried on in f32")) << cut;
   const std::string odd = said(backward_problem({.d = 17}));
   for (const char* name : {"q", "k", "v", "dout"})
@@ -636,10 +655,10 @@ TEST(HopperBackwardPlan, TakesTheFastestFormThatFits) {
     return fmt::format("tile {}: wants {} bytes of workspace, max_workspace is {}", tile, bytes,
                        limit);
   };
-  EXPECT_EQ(ranked(p, families, {}, {}, &reasons).size(), 2u);
+  EXPECT_EQ(ranked(p, families, {}, {}, &reasons).size(), 3u);
   EXPECT_TRUE(says(fmt::format("times as long, wants {} bytes of workspace", most)));
   EXPECT_EQ(best(least)->workspace, least);
-  EXPECT_EQ(reasons.rejected.size(), 2u);
+  EXPECT_EQ(reasons.rejected.size(), 3u);
   EXPECT_TRUE(says(wants("sm90_backward_sums 64 x 128", sums, least)));
   EXPECT_TRUE(says(fmt::format("of the predicted time, but {} bytes of workspace", most)));
   EXPECT_EQ(best(sums - 1)->tile.family, "sm90_backward");

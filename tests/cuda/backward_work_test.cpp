@@ -223,7 +223,8 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           if (wide && sums) continue;
           const int rows = d <= 64 && !wide ? 128 : 64;
           const int keys = wide ? 64 : 128;
-          const BackwardTile tile{d, dv, 2, rows, keys, 3, 2, 2, 1, 2, sums};
+          const int k_stages = rows == 128 ? 2 : 1;
+          const BackwardTile tile{d, dv, 2, rows, keys, k_stages, 3, 2, 2, 1, 2, sums};
           const KeysLayout map = wide ? keys_wide_layout(tile) : keys_layout(tile);
           // 64 columns are a panel, 128 bytes of each row; two of them may be in registers.
           const auto panels = [&](int dim, int of) {
@@ -234,7 +235,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
             const std::vector<Region> more = copies(begin, bytes, count, alignment);
             regions.insert(regions.end(), more.begin(), more.end());
           };
-          add(map.k, keys * panels(d, wide ? 2 : 0), 1, 1024);
+          add(map.k, keys * panels(d, wide ? 2 : 0), k_stages, 1024);
           add(map.v, keys * panels(dv, wide ? 2 : 0), 1, 1024);
           add(map.q, rows * panels(d, 0), 3, 1024);
           add(map.o, rows * panels(dv, 0), 2, 1024);
@@ -245,10 +246,11 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           add(map.delta, 4 * rows, 2, 16);
           add(map.step, sizeof(Step), 3, 16);
           add(map.ds_step, sizeof(Step), 2, 16);
-          add(map.block, sizeof(KeyBlock), 1, 16);
-          for (const int barrier :
-               {map.k_full, map.k_empty, map.v_full, map.v_empty, map.tail, map.dropout_key})
+          add(map.block, sizeof(KeyBlock), k_stages, 16);
+          add(map.sum_unit, sizeof(SumUnit), sums ? 2 : 0, 16);
+          for (const int barrier : {map.v_full, map.v_empty, map.tail, map.dropout_key})
             add(barrier, 8, 1, 8);
+          for (const int barrier : {map.k_full, map.k_empty}) add(barrier, 8, k_stages, 8);
           for (const int barrier : {map.q_full, map.q_empty}) add(barrier, 8, 3, 8);
           for (const int barrier : {map.o_full, map.o_empty}) add(barrier, 8, 2, 8);
           check_apart(regions, map.bytes);
@@ -262,7 +264,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
 TEST(BackwardLayout, BuffersOfRowsAreAlignedAndApart) {
   for (const int d : {16, 64, 128, 256}) {
     for (const int tiles : {1, 2, 4}) {
-      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 2, 2, 2, tiles, 3, false});
+      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 1, 2, 2, 2, tiles, 3, false});
       std::vector<Region> regions;
       for (int stage = 0; stage < 3; ++stage) {
         const int at = map.stages + stage * map.stage_bytes;

@@ -168,6 +168,18 @@ void load_global(Context& c, const Instruction& i) {
   const auto* const from = reinterpret_cast<const uint32_t*>(c.get(i.atoms[count]));
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], from[k]);
 }
+/// A thread that asks again at once waits for other news.
+void load_global_again(Context& c, const Instruction& i) {
+  const auto* const from = reinterpret_cast<const volatile uint32_t*>(c.get(i.atoms[1]));
+  Thread& thread = *current;
+  if (thread.asked == from) wait_until([&] { return *from != thread.answer; });
+  thread.asked = from;
+  thread.answer = *from;
+  c.set(i.atoms[0], thread.answer);
+}
+void store_global(Context& c, const Instruction& i) {
+  *reinterpret_cast<uint32_t*>(c.get(i.atoms[0])) = c.get32(i.atoms[1]);
+}
 void atomic_inc(Context& c, const Instruction& i) {
   auto* const at = reinterpret_cast<unsigned*>(c.get(i.atoms[1]));
   c.set(i.atoms[0], atomicInc(at, c.get32(i.atoms[2])));
@@ -636,6 +648,8 @@ constexpr Known kKnown[] = {
     {"ld.volatile.shared.", load_shared},
     {"st.shared.", store_shared},
     {"ld.global.cg.", load_global},
+    {"ld.acquire.gpu.global.s32", load_global_again},
+    {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},

@@ -90,6 +90,10 @@ struct Thread {
   bool started = false;
   unsigned char* stack;
 
+  const volatile void* asked =
+      nullptr;  ///< the last number that may be waited for, and what it was
+  uint32_t answer = 0;
+
   bool news = false;  ///< that other lanes of its warp have not heard of
 
   Actor actor() const { return place.thread.x; }

@@ -777,13 +777,13 @@ def test_tune_of_the_backward_pass(on_gpu):
     lines = succeeds("tune", "--backward", *shape, env=on_gpu).splitlines()
     assert "backward bf16 d 16 dv 16 sq 112" in lines[0]
     tiles = [re.match(r"tile +(\w+) ", line)[1] for line in lines[1:-1]]
-    assert sorted(tiles) == ["sm90_backward", "sm90_backward_sums"]
+    assert sorted(tiles) == ["sm90_backward", "sm90_backward_sums", "sm90_backward_turns"]
     explain = ["explain", "--device", "cuda", "--dtype", "bf16", *shape]
     assert "tile tuned on this device: measured" in succeeds(*explain, "--backward", env=on_gpu)
     assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
     flags = ["--packed", "--alibi", "--seqused-q", "--seqused-k", "--deterministic"]
     stdout = succeeds("tune", "--backward", *shape, *flags, env=on_gpu)
-    assert "alibi packed seqused_q seqused_k deterministic" in stdout and "sums" not in stdout
+    assert "alibi packed seqused_q seqused_k deterministic" in stdout and "sums" not in stdout and "turns" in stdout
 
 
 def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):

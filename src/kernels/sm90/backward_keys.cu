@@ -14,7 +14,8 @@
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
 
-  // K and V of a block. The end of all work, and a block without steps, are announced and nothing else.
+  // K of a block, and V with one buffer of K. The end of all work, and a block without steps, are announced and nothing
+  // else.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
     if (block.state & kHasSteps) prefetch_keys(block, n);
     announce(block);
@@ -25,6 +26,11 @@ struct KeysLoader : StepLoader {
     }
     load_keys_into<kHeadPanels>(k, &p.k_map, block, n);
     k.advance();
+    if (kKStages == 1) load_values(block, n);
+  }
+
+  // V. With two buffers of K it is free later than they are, and comes behind the first tile of Q.
+  __device__ __forceinline__ void load_values(const KeyBlock& block, const Lengths& n) {
     v.wait_empty();
     load_keys_into<kValuePanels>(v, &p.v_map, block, n);
     v.advance();
@@ -95,6 +101,38 @@ struct DsBuffers {
   }
 };
 
+// K and V of the warpgroup's 64 keys, and the rows of a tile along k, as operands.
+__device__ __forceinline__ u32 own_keys(u32 buffer) {
+  return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0);
+}
+__device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
+
+// S^T = K Q^T of a block's first tile. `meanwhile` runs beside the product.
+template <class Meanwhile>
+__device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, float (&X)[kBlockRows / 2],
+                                             const Meanwhile& meanwhile) {
+  q.wait_full();
+  wgmma_fence();
+  issue_scores<kHeadDim>(X, own_keys(k.address()), along(q.address()), 0);
+  meanwhile();
+  wgmma_wait<0>();
+  register_fence(X);
+}
+
+// The next block, if there is one. With two buffers of K its first scores come beside what is done `meanwhile`.
+template <class Meanwhile>
+__device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, float (&X)[kBlockRows / 2],
+                                               const Meanwhile& meanwhile) {
+  if (kKStages == 1) meanwhile();
+  k.wait_full();
+  const KeyBlock block = load_block(k);
+  if (kKStages > 1) {
+    if (block.block >= 0 && block.state & kHasSteps) first_scores(k, q, X, meanwhile);
+    else meanwhile();
+  }
+  return block;
+}
+
 __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   KBuffer k(smem, 0);
@@ -102,14 +140,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   QBuffers q(smem, 0);
   OBuffers o(smem, 0);
   DsBuffers ds(smem);
-  const auto own_keys = [](u32 buffer) { return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0); };
-  const auto along = [](u32 buffer) { return uniform_descriptor(buffer, 0); };
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
 
-  for (;;) {
-    k.wait_full();
-    KeyBlock block = load_block(k);
-    if (block.block < 0) break;
+  float X[kBlockRows / 2];  // S^T and dP^T by turns
+  for (KeyBlock block = next_block(k, q, X, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
@@ -124,15 +158,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     if (block.state & kHasSteps) {
       const u32 k_operand = own_keys(k.address());
       const u32 v_operand = own_keys(v.address());
-      float X[kBlockRows / 2];  // S^T and dP^T by turns
-
-      // S^T = K Q^T of the first tile.
-      q.wait_full();
-      wgmma_fence();
-      issue_scores<kHeadDim>(X, k_operand, along(q.address()), 0);
+      if (kKStages == 1) first_scores(k, q, X, [] {});
       v.wait_full();
-      wgmma_wait<0>();
-      register_fence(X);
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
       decide_dropout(step);
@@ -221,7 +248,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     }
     k.release(leader);
 
-    end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
+    block = next_block(k, q, X, [&, block] {
+      end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
+    });
   }
   tma_store_wait();
 }
@@ -247,7 +276,10 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     registers_drop<kProducerRegisters>();
-    if (threadIdx.x < 32) produce<KeysLoader>(p, smem);
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) produce<KeysLoader>(p, smem);
+    if constexpr (kSums != 0)
+      if (warp > 0 && warp <= kSumsStages) add_units(p, smem, warp - 1);
   } else if (threadIdx.x < kThreads) {
     registers_raise<kConsumerRegisters>();
     consume(p, smem);

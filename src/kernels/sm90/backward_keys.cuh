@@ -14,8 +14,7 @@ __device__ __forceinline__ RowTiles row_tiles_of_block(const BackwardParams& p, 
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int number) {
   if (number >= p.key_blocks.blocks * p.key_blocks.pairs) return {-1, 0, 0, 0};
   const BlockOfPair at = block_of(p.key_blocks, number);
-  // The keys that the most rows see come first.
-  const int block = kHasLeft && !kHasRight ? p.key_blocks.blocks - 1 - at.block : at.block;
+  const int block = kLastKeysFirst ? p.key_blocks.blocks - 1 - at.block : at.block;
   return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
 }
 
@@ -25,6 +24,7 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int nu
 __device__ __forceinline__ bool walks_upwards(const BackwardParams& p, int number) {
   if (!kSums || !kHasRight) return false;
   if (kHasLeft) return true;
+  if (kOrdered) return false;
   const int round = number / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
   return round % 2 == 0;
 }
@@ -35,7 +35,13 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   Loader load(p, smem);
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
-  for (int number = blockIdx.x;;) {
+  const auto take = [&](int first) {
+    const int number = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
+    return __shfl_sync(0xffffffff, number, 0);
+  };
+  // A block waits for the turns of those in front of it alone: thread blocks that run have taken them.
+  const int given = kOrdered ? 0 : gridDim.x;
+  for (int number = kOrdered ? take(given) : blockIdx.x;; number = take(given)) {
     KeyBlock block = key_block_of(p, number);
     if (block.block < 0) {
       load.load_keys(block, {});
@@ -73,12 +79,14 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const int place = kSums ? int(statistics / kBlockRows) : int(first_ds) + g * p.score_tiles.unit;
           const Step step = {place, row, __float_as_int(slope),
                              (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfGroup * g : 0)};
-          load.load_step(step, {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch}, statistics);
+          const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
+          load.load_queries(step, source, statistics);
+          if constexpr (kKStages > 1)
+            if (i == begin && g == 0) load.load_values(block, n);
+          load.load_gradients(step, source, statistics);
         }
       }
     }
-    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
-    number = __shfl_sync(0xffffffff, next, 0);
   }
   // The last thread block to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)

@@ -4,7 +4,7 @@
 #include "sm90/backward_layout.h"
 #include "sm90/backward_params.h"
 
-__device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys,
+__device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys == 64 ? keys_wide_layout(kTile) : keys_layout(kTile);
@@ -19,7 +19,12 @@ enum : int {
   kRowSteps = kBlockRows / kPieceRows,            // pieces of a tile of dS along its rows
   kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
   kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS
+  kStepUnits = kRowSteps * kHeadPanels,           // of dQ
 };
+
+// The blocks of keys that the most rows see come first. With kOrdered under a right bound those that the fewest see do:
+// each then begins where the one before it has just been, and none waits for its turn.
+enum : int { kLastKeysFirst = kOrdered && kHasRight ? !kHasLeft : kHasLeft && !kHasRight };
 
 // With what the plan fixes of it, so that the compiler computes no other places.
 __device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {

@@ -13,13 +13,15 @@ FULGUR_SHARED int panels_in_registers(int dim) { return least(panels_of_columns(
 
 // What the maps depend on: constants of plan.h.
 struct BackwardTile {
-  int head_dim, value_dim, consumers, block_rows, block_keys, q_stages, o_stages, ds_stages, row_tiles, row_stages;
+  int head_dim, value_dim, consumers, block_rows, block_keys, k_stages, q_stages, o_stages, ds_stages, row_tiles;
+  int row_stages;
   bool sums;
 };
 
 enum : int {
   kUnitFloats = 64 * 64,  // of dQ that leave at once
   kSumsStages = 2,
+  kFirstTurn = 1 << 30,  // beside the block that adds first, and so stores
 };
 
 // What the producer tells the consumers of a block of keys.
@@ -47,13 +49,22 @@ enum StepState : int {
   kHeadOfGroup = 4,  // times the q head's number in its group, kDropout
 };
 
+// And of a unit of dQ that a buffer of sums holds.
+struct SumUnit {
+  int unit;  // among those of all heads; < 0: no more work
+  int turn;  // the block that it is of
+  int next;  // the block that adds next, kOrdered
+  int padding;
+};
+
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct KeysLayout {
   int k_bytes, v_bytes, q_bytes, o_bytes, p_bytes, ds_bytes;  // ds_bytes: of 64 keys
   int k, v, q, o, p, ds, sums;
   int shift, delta;  // statistics of a tile of rows beside each buffer of q and o
   int step, ds_step;  // a Step beside each buffer of q, and of dS
-  int block;         // a KeyBlock
+  int block;         // a KeyBlock beside each buffer of k
+  int sum_unit;      // a SumUnit beside each buffer of sums
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
   int dropout_key;
   int bytes;
@@ -69,20 +80,22 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   map.p_bytes = 2 * tile.block_rows * tile.block_keys;
   map.ds_bytes = tile.block_rows / kPieceRows * kPieceBytes;
   map.k = 0;
-  map.v = map.k + map.k_bytes;
+  map.v = map.k + tile.k_stages * map.k_bytes;
   map.q = map.v + map.v_bytes;
   map.o = map.q + tile.q_stages * map.q_bytes;
   map.p = map.o + tile.o_stages * map.o_bytes;
   map.ds = map.p + p_stages * map.p_bytes;
   map.sums = map.ds + tile.ds_stages * (tile.block_keys / kPieceKeys) * map.ds_bytes;
-  map.shift = map.sums + (tile.sums ? kSumsStages * 4 * kUnitFloats : 0);
+  const int sums_stages = tile.sums ? kSumsStages : 0;
+  map.shift = map.sums + sums_stages * 4 * kUnitFloats;
   map.delta = map.shift + 4 * tile.block_rows * tile.q_stages;
   map.step = map.delta + 4 * tile.block_rows * tile.o_stages;
   map.ds_step = map.step + int(sizeof(Step)) * tile.q_stages;
   map.block = map.ds_step + int(sizeof(Step)) * tile.ds_stages;
-  map.k_full = map.block + int(sizeof(KeyBlock));
-  map.k_empty = map.k_full + 8;
-  map.v_full = map.k_empty + 8;
+  map.sum_unit = map.block + int(sizeof(KeyBlock)) * tile.k_stages;
+  map.k_full = map.sum_unit + int(sizeof(SumUnit)) * sums_stages;
+  map.k_empty = map.k_full + 8 * tile.k_stages;
+  map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8;
   map.q_full = map.v_empty + 8;
   map.q_empty = map.q_full + 8 * tile.q_stages;

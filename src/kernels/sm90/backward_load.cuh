@@ -6,14 +6,14 @@
 #include "sm90/backward_layout.cuh"
 #include "sm90/backward_params.h"
 
-using KBuffer = Buffers<kKeysLayout.k, kKeysLayout.k_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, 1>;
+using KBuffer = Buffers<kKeysLayout.k, kKeysLayout.k_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, kKStages>;
 using VBuffer = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.v_full, kKeysLayout.v_empty, 1>;
 using QBuffers = Buffers<kKeysLayout.q, kKeysLayout.q_bytes, kKeysLayout.q_full, kKeysLayout.q_empty, kQStages>;
 using OBuffers = Buffers<kKeysLayout.o, kKeysLayout.o_bytes, kKeysLayout.o_full, kKeysLayout.o_empty, kOStages>;
 
 // What K's buffer comes with, and is kept as long as.
 __device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
-  return load_shared_struct_uniform<KeyBlock>(k.smem + kKeysLayout.block);
+  return load_shared_struct_uniform<KeyBlock>(k.smem + kKeysLayout.block + int(sizeof(KeyBlock)) * k.ring.stage());
 }
 
 // What lies beside a buffer of Q or dO: its step, and the statistics of its rows.
@@ -29,6 +29,8 @@ __device__ __forceinline__ u32 delta_of(const OBuffers& o) {
 
 // The producer's side, but for K and V.
 struct StepLoader {
+  enum : int { kStatisticsBytes = 4 * kBlockRows };
+
   const BackwardParams& p;
   u32 smem;
   KBuffer k;
@@ -76,13 +78,13 @@ struct StepLoader {
   // What the consumers must know of a block, which comes with K.
   __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();
-    if (elect_one()) store_shared_struct(smem + kKeysLayout.block, block);
+    if (elect_one())
+      store_shared_struct(smem + kKeysLayout.block + int(sizeof(KeyBlock)) * k.ring.stage(), block);
     __syncwarp();
   }
 
-  // A tile of Q with its LSE, and of dO with its D. `statistics`: the tile's first row among them.
-  __device__ __forceinline__ void load_step(const Step& step, const Source& source, long long statistics) {
-    constexpr int kStatisticsBytes = 4 * kBlockRows;
+  // A tile of Q with its LSE. `statistics`: the tile's first row among them.
+  __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics) {
     q.wait_empty();
     if (elect_one()) {
       store_shared_struct(step_of(q), step);
@@ -92,6 +94,10 @@ struct StepLoader {
     __syncwarp();
     load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     q.advance();
+  }
+
+  // And of dO with its D.
+  __device__ __forceinline__ void load_gradients(const Step& step, const Source& source, long long statistics) {
     o.wait_empty();
     if (elect_one()) {
       mbarrier_arrive_expect(o.full(), kStatisticsBytes);

@@ -7,9 +7,11 @@
 //   kConsumers      consumer warpgroups: 2
 //   kBlockRows      Br: rows of Q that a step of backward_keys.cu takes, 64 or 128
 //   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of backward_keys_wide.cu 64, as Br
+//   kKStages        buffers of K; with two, the next block begins beside the last products of the one before
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
 //   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of backward_keys.cu, and rounded by
 //                   backward_round.cu. 0: dS is stored, and backward_rows.cu computes dQ from it
+//   kOrdered        1: with kSums, blocks of keys add to a tile of rows one after another: the same bits in every run
 //   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
 //   kRowStages      buffers of dS and K of it
 //   kProducerRegisters, kConsumerRegisters, kSumsRegisters    registers a thread after setmaxnreg
@@ -62,4 +64,7 @@ struct BackwardParams : BackwardMaps, CallParams {
   // For backward_sinks.cu, where the gradient of the sinks is wanted.
   const float* sinks;  // [hq]
   float* dsinks;       // [hq]
+
+  // Memory of the launch, with kOrdered.
+  int* turns;  // [hq][statistics_rows / 64][panels]: the block of keys that adds next to each unit of dQ
 };

@@ -1,6 +1,7 @@
 // What the backward pass wants of each row before it starts: -LSE log2(e), and -(D - dLSE) with D = rowsum(dO o O)
-// (FlashAttention-2, algorithm 2, line 4); and zeros: a piece of dS, the sums of dQ,
-// and the gradients of rows that belong to no sequence, which no kernel after it writes.
+// (FlashAttention-2, algorithm 2, line 4); whose turn it is to add to each unit of dQ; and zeros: a piece of dS, the
+// sums of dQ that no turn begins, and the gradients of rows that belong to no sequence, which no kernel after it
+// writes.
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
 #include "sm90/backward_layout.cuh"
@@ -94,7 +95,15 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         out[turn] = load_columns(row_of(p.out, batch, n.q_start + row, head) + column, count);
         dout[turn] = load_columns(row_of(p.dout, batch, n.q_start + row, head) + column, count);
       }
-      if (kSums) {
+      bool clears = kSums;
+      if (kOrdered) {
+        const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, first / kBlockRows);
+        if (threadIdx.x < kHeadPanels)
+          p.turns[(at + first) / 64 * kHeadPanels + threadIdx.x] =
+              kFirstTurn | (kLastKeysFirst ? blocks.end - 1 : blocks.begin);
+        clears = blocks.begin >= blocks.end;  // nobody adds
+      }
+      if (clears) {
         float4* sums = reinterpret_cast<float4*>(p.dq_sums + (at + first) * (64 * kHeadPanels));
 #pragma unroll
         for (int i = 0; i < 64 * 16 * kHeadPanels / kPrepareThreads; ++i)

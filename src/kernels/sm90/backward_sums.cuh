@@ -1,53 +1,67 @@
 // dQ = dS K as sums in global memory, by a warpgroup beside those that own keys: it takes each step's dS from shared
-// memory, and adds its product to what the blocks of other keys have left, in no fixed order.
+// memory, and two warps beside the producer add its product to what the blocks of other keys have left: in no fixed
+// order, or, with kOrdered, in that in which blocks are taken, of which the first stores.
 #pragma once
+#include "shared/turns.cuh"
 #include "sm90/backward_load.cuh"
 
 // Named barriers of backward_keys.cu.
 __device__ __forceinline__ u32 ds_full(u32 stage) { return 1 + stage; }
 __device__ __forceinline__ u32 ds_empty(u32 stage, u32 owner) { return 1 + kDsStages + stage * kConsumers + owner; }
-enum NamedBarrier : u32 { kBarrierSums = 1 + kDsStages * (1 + kConsumers) };
+__device__ __forceinline__ u32 sums_full(u32 stage) { return 1 + kDsStages * (1 + kConsumers) + stage; }
+__device__ __forceinline__ u32 sums_empty(u32 stage) { return sums_full(kSumsStages) + stage; }
 
 enum : int {
   kDsFullThreads = 128 * (kConsumers + 1),  // those that own keys arrive, this warpgroup waits
   kDsEmptyThreads = 256,                    // this warpgroup arrives, one that owns keys waits
-  kStepUnits = kRowSteps * kHeadPanels,
+  kSumsThreads = 128 + 32,                  // this warpgroup, and the warp that a buffer of sums has
 };
 
-// A unit of dQ, 64 rows x 64 columns, through shared memory to its sum.
-__device__ __forceinline__ void add_unit(const float (&dQ)[32], float* to, u32 shared) {
-  const u32 thread = threadIdx.x % 128;
-  if (thread < 32) tma_store_wait_read<kSumsStages - 1>();
-  named_barrier_sync(kBarrierSums, 128);
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-    store_shared_four(shared + ((thread / 32 * 8 + j) * 32 + thread % 32) * 16, dQ[4 * j], dQ[4 * j + 1],
-                      dQ[4 * j + 2], dQ[4 * j + 3]);
-  fence_async_proxy();
-  named_barrier_sync(kBarrierSums, 128);
-  if (thread < 32) {
-    if (elect_one()) bulk_add(to, shared, 4 * kUnitFloats);
-    tma_store_commit();
-  }
+__device__ __forceinline__ u32 sums_buffer(u32 smem, u32 stage) {
+  return smem + kKeysLayout.sums + stage * 4 * kUnitFloats;
+}
+__device__ __forceinline__ u32 sum_unit(u32 smem, u32 stage) {
+  return smem + kKeysLayout.sum_unit + int(sizeof(SumUnit)) * stage;
 }
 
+// The buffers of shared memory through which units of dQ leave the warpgroup that computes them.
+struct SumsBuffers {
+  u32 smem;
+  u32 stage = 0;
+  u32 filled = 0;  // up to kSumsStages
+
+  __device__ __forceinline__ explicit SumsBuffers(u32 smem) : smem(smem) {}
+  __device__ __forceinline__ void wait_empty() const {
+    if (filled == kSumsStages) named_barrier_sync(sums_empty(stage), kSumsThreads);
+  }
+  __device__ __forceinline__ void leave(const SumUnit& unit) {
+    if (threadIdx.x % 128 == 0) store_shared_struct(sum_unit(smem, stage), unit);
+    fence_async_proxy();
+    named_barrier_arrive(sums_full(stage), kSumsThreads);
+    filled = min(filled + 1, u32(kSumsStages));
+    stage = stage + 1 == kSumsStages ? 0 : stage + 1;
+  }
+};
+
+// What the warpgroup does.
 __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
+  const u32 thread = threadIdx.x % 128;
   KBuffer k(smem, 0);
+  SumsBuffers sums(smem);
   u32 stage = 0;
-  u32 first_buffer = 0;  // of the next step: buffers take turns, whatever the units of a step are
   for (;;) {
     k.wait_full();
-    const KeyBlock block = load_shared_struct_uniform<KeyBlock>(smem + kKeysLayout.block);
+    const KeyBlock block = load_block(k);
     if (block.block < 0) break;
     bool last = !(block.state & kHasSteps);
+    const int next = block.block + (kLastKeysFirst ? -1 : 1);
     const u32 k_operand = uniform_descriptor(k.address(), kBlockKeys * 128);
     while (!last) {
       named_barrier_sync(ds_full(stage), kDsFullThreads);
       const Step step = load_shared_struct_uniform<Step>(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage);
       last = step.state & kLastStep;
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
-      float* const sums = p.dq_sums + (long long)(step.tile) * (kBlockRows * 64 * kHeadPanels);
 #pragma unroll
       for (int unit = 0; unit < kStepUnits; ++unit) {
         const int row_step = unit / kHeadPanels;
@@ -71,14 +85,52 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
             named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
           mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
         }
-        const u32 buffer = (first_buffer + unit) % kSumsStages;
-        add_unit(dQ, sums + unit * kUnitFloats, smem + kKeysLayout.sums + buffer * 4 * kUnitFloats);
+        sums.wait_empty();
+        const u32 to = sums_buffer(smem, sums.stage) + (thread / 32 * 256 + thread % 32) * 16;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          store_shared_four(to + j * 512, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
+        sums.leave({step.tile * kStepUnits + unit, block.block, next, 0});
       }
-      first_buffer = (first_buffer + kStepUnits) % kSumsStages;
       stage = stage + 1 == kDsStages ? 0 : stage + 1;
     }
     mbarrier_arrive_if(k.empty(), leader && !(block.state & kHasSteps));
     k.advance();
+  }
+#pragma unroll 1
+  for (int i = 0; i < kSumsStages; ++i) {
+    sums.wait_empty();
+    sums.leave({-1, 0, 0, 0});
+  }
+}
+
+// What each of these two warps does, which has a buffer of its own: it adds the units of dQ that come there to their
+// sums. With kOrdered it waits for the turn of a unit's block, and passes that on when what it has added is there.
+__device__ __forceinline__ void add_units(const BackwardParams& p, u32 smem, u32 stage) {
+  const u32 buffer = sums_buffer(smem, stage);
+  for (;;) {
+    named_barrier_sync(sums_full(stage), kSumsThreads);
+    const SumUnit now = load_shared_struct_uniform<SumUnit>(sum_unit(smem, stage));
+    if (now.unit < 0) break;
+    int turn = 0;
+    if (kOrdered) {
+      do {
+        turn = uniform(load_turn(p.turns + now.unit));
+      } while ((turn & ~kFirstTurn) != now.turn);
+      fence_async_proxy_global();
+    }
+    if (elect_one()) {
+      float* const to = p.dq_sums + (long long)(now.unit) * kUnitFloats;
+      if (turn & kFirstTurn) bulk_store(to, buffer, 4 * kUnitFloats);
+      else bulk_add(to, buffer, 4 * kUnitFloats);
+    }
+    tma_store_commit();
+    tma_store_wait_read();
+    named_barrier_arrive(sums_empty(stage), kSumsThreads);
+    if (kOrdered) {
+      tma_store_wait();
+      if (elect_one()) pass_turn(p.turns + now.unit, now.next);
+    }
   }
   tma_store_wait();
 }
