@@ -12,8 +12,11 @@ using QBuffers = Buffers<kKeysLayout.q, kKeysLayout.q_bytes, kKeysLayout.q_full,
 using OBuffers = Buffers<kKeysLayout.o, kKeysLayout.o_bytes, kKeysLayout.o_full, kKeysLayout.o_empty, kOStages>;
 
 // What K's buffer comes with, and is kept as long as.
+__device__ __forceinline__ u32 block_of(const KBuffer& k) {
+  return k.smem + kKeysLayout.block + (kKStages > 1 ? int(sizeof(KeyBlock)) * k.ring.stage() : 0);
+}
 __device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
-  return load_shared_struct_uniform<KeyBlock>(k.smem + kKeysLayout.block + int(sizeof(KeyBlock)) * k.ring.stage());
+  return load_shared_struct_uniform<KeyBlock>(block_of(k));
 }
 
 // What lies beside a buffer of Q or dO: its step, and the statistics of its rows.
@@ -78,8 +81,7 @@ struct StepLoader {
   // What the consumers must know of a block, which comes with K.
   __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();
-    if (elect_one())
-      store_shared_struct(smem + kKeysLayout.block + int(sizeof(KeyBlock)) * k.ring.stage(), block);
+    if (elect_one()) store_shared_struct(block_of(k), block);
     __syncwarp();
   }
 
