@@ -51,14 +51,15 @@ struct TileKeys {
   const char* at[kBc];  // rows of the first head
   int64_t n;            // 0 behind the last tile
   int64_t head;         // bytes from a row to that of the next head
-  int64_t stride;       // bytes from a row to the next; 0 where that differs
+  int64_t stride = 0;   // bytes from a row to the next; 0 where that differs
   int64_t columns;
 
   TileKeys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
            const KeyTiles& tiles)
       : n(tiles.done() ? 0 : tiles.tile().n), head(layout.head * size_of(t.dtype)), columns(dim) {
+    if (n == 0) return;
     key_addresses(task, t, layout, tiles.tile().j, n, at);
-    stride = n > 1 ? at[1] - at[0] : 0;
+    if (n > 1) stride = at[1] - at[0];
     for (int64_t i = 1; i < n; ++i) {
       if (at[i] - at[i - 1] != stride) stride = 0;
     }
