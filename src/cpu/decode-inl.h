@@ -332,8 +332,7 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
   for (int64_t jj = 0; jj < tile.n; ++jj) {
     for (int64_t r = 0; r < all.count; ++r) {
       if (r % rows == 0) {
-        const Task task{p, first.given, first.s, first.keys, first.b, first.kv + r / rows};
-        load_keys(task, args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
+        load_keys(first.behind(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
       }
       if (!all.panels[r / kPanelRows].sees(r % kPanelRows, tile.j + jj)) continue;
       const V32 weight = hn::Set(f, all.S[jj * all.width + r]);

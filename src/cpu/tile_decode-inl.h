@@ -20,7 +20,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 /// Of a kv head: fewer rows are as fast on vectors, and for more it pays to transpose V.
 constexpr int64_t kTileDecodeLeast = 8;
-constexpr int64_t kTileDecodeRows = 2 * kTileRows;
+constexpr int64_t kTileDecodeRows = kTilePanelRows;
 
 /// A kv head of a task and its operands.
 struct TileDecodeHead {
@@ -29,7 +29,7 @@ struct TileDecodeHead {
   uint16_t* Q;  // columns of B, summed over d
 
   TileDecodeHead(const Task& first, int64_t i, int64_t rows, Arena& arena)
-      : task{first.problem, first.given, first.s, first.keys, first.b, first.kv + i},
+      : task(first.behind(i)),
         rows(first.problem, rows, arena),
         Q(arena.take_halves(this->rows.width * steps_of(first.problem.d) * kTileDepth)) {}
 };
@@ -131,11 +131,8 @@ class TileDecode {
       TileDecodeHead& head = heads_.emplace_back(first, i, first.rows(), arena_);
       head.rows.start(head.task);
       Census unused;
-      for (int64_t row = 0; row < first.rows(); row += kTilePanelRows) {
-        const int64_t count = std::min(kTilePanelRows, first.rows() - row);
-        pack_columns<kPartsOfBF16>(query_rows(head.task, args.q, p_.q, p_.d, row, count), count,
-                                   head.Q + row * steps_of(p_.d) * kTileDepth, &unused);
-      }
+      pack_columns<kPartsOfBF16>(query_rows(head.task, args.q, p_.q, p_.d, 0, first.rows()),
+                                 first.rows(), head.Q, &unused);
     }
   }
 
