@@ -75,16 +75,19 @@ struct Owned {
     if (t.ndim < 0 || t.ndim > 8) return false;
     std::vector<int64_t> row_major(8, 1);
     __int128 numel = 1, low = 0, high = 0;
+    bool far = false;  // the sum of such reaches, or its bytes, may be more than 128 bits hold
     for (int i = t.ndim - 1; i >= 0; --i) {
       if (shape[i] < 0 || numel > kMaxNumel) return false;
       const __int128 stride = has_strides ? strides[i] : static_cast<int64_t>(numel);
       const __int128 reach = stride * (shape[i] > 0 ? shape[i] - 1 : 0);
-      (reach < 0 ? low : high) += reach;
+      if (reach < -kMaxBytes || reach > kMaxBytes) far = true;
+      if (!far) (reach < 0 ? low : high) += reach;
       numel *= shape[i];
     }
     const __int128 element = std::max(1, t.dtype.bits * t.dtype.lanes / 8);
     const __int128 size = numel == 0 ? 0 : (high - low + 1) * element;
     if (numel > kMaxNumel || size > kMaxBytes || offset > 4096) return false;
+    if (far && numel != 0) return false;
     bytes = static_cast<size_t>(size) + offset;
     memory = std::make_unique<char[]>(bytes);
     std::memset(memory.get(), fill, bytes);
@@ -400,11 +403,9 @@ void fuzz(Reader& in) {
             newer_run.change(in);
             break;
           case 2:
-            forward_args.change(in);
-            backward_args.behind[0] = forward_args.behind[0];
-            backward_args.known.struct_size = forward_args.known.struct_size;
-            append_args.behind[0] = forward_args.behind[0];
-            append_args.known.struct_size = forward_args.known.struct_size;
+            if (what == kForward) forward_args.change(in);
+            if (what == kBackward) backward_args.change(in);
+            if (what == kAppend) append_args.change(in);
             break;
         }
         break;
