@@ -345,9 +345,9 @@ def dot_product_attention(
 
     Returns:
         An array of the shape of query; with ``return_residual`` also the log-sum-exp of each row,
-        ``(B, T, N)`` or ``(T, N)``, in the dtype of key. Gradients flow through both; jax.nn stops
-        them at the second one. A row that sees no key has out 0 and lse -inf; jax.nn averages all
-        values there.
+        ``(B, T, N)`` or ``(T, N)``, in the dtype of key; as in jax.nn, no gradient flows through
+        that (through that of :func:`attention` it does). A row that sees no key has out 0 and
+        lse -inf; jax.nn averages all values there.
 
     Raises:
         NotImplementedError: bias, mask or implementation says what fulgur does not have.
@@ -408,7 +408,9 @@ def dot_product_attention(
         out = jnp.where(rows[:, :, None, None], out, 0)
         lse = jnp.where(rows[:, :, None], lse, -jnp.inf)
     out = out.reshape(shape)
-    return (out, lse.astype(k.dtype).reshape(shape[:-1])) if return_residual else out
+    if not return_residual:
+        return out
+    return out, jax.lax.stop_gradient(lse.astype(k.dtype).reshape(shape[:-1]))
 
 
 def _band(local_window_size, is_causal):
@@ -431,7 +433,7 @@ def _before(name, lengths, batch, most):
     lengths = jnp.asarray(lengths)
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise ValueError(f"{name}: got {lengths.dtype.name} {lengths.shape}, want int32 ({batch},)")
-    return jnp.arange(most) < lengths[:, None]
+    return jnp.arange(most)[None] < lengths[:, None]
 
 
 def _key_mask(mask, batch, keys):

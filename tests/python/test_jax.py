@@ -21,6 +21,7 @@ from fulgur import _fulgur
 from fulgur.jax import attention, dot_product_attention
 
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go there
+jax.config.update("jax_numpy_rank_promotion", "raise")  # as some callers set it
 ROOT = Path(__file__).parents[2]
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -201,7 +202,7 @@ def test_scale_of_zero_beside_hidden_keys():
 def test_what_padding_holds_reaches_nothing(options):
     lengths = jnp.array([5, 3])
     clean = qkv(T=8, S=8, H=8)
-    padding = (jnp.arange(8) >= lengths[:, None])[:, :, None, None]
+    padding = (jnp.arange(8)[None] >= lengths[:, None])[:, :, None, None]
     dirty = [jnp.where(padding, jnp.nan, x) for x in clean]
     options = options | dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths)
     function = partial(dot_product_attention, **options)
@@ -220,6 +221,17 @@ def test_three_dimensions_and_key_mask_for_all():
         np.testing.assert_array_equal(a, b[0])
     theirs = jax.jit(partial(jax.nn.dot_product_attention, mask=mask, is_causal=True))(q, k, v)
     np.testing.assert_allclose(want[0], theirs, atol=1e-5)
+
+
+def test_no_gradient_of_the_residual():
+    tensors = qkv(T=6, S=6)
+    given = arrays((2, 6, 4, 16), (2, 6, 4), seed=1)
+    ours, theirs = (
+        jax.vjp(partial(function, is_causal=True, return_residual=True), *tensors)[1](tuple(given))
+        for function in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    for a, b in zip(ours, theirs):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_signature_is_that_of_jax():
