@@ -122,6 +122,22 @@ HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
   }
 }
 
+/// dK and dV of `keys` keys. Q K^T was scaled, so dK is as well, and dQ where its parts are summed.
+template <class Scratch>
+void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key_begin,
+                         int64_t keys, const Scratch& s) {
+  const Problem& p = task.problem;
+  const auto scale = static_cast<float>(p.scale);
+  for (int64_t i = 0; i < keys * s.ldk; ++i) s.dK[i] *= scale;
+  for (int64_t key = 0; key < keys; ++key) {
+    const int64_t row = task.s.k_begin + key_begin + key;
+    store_row(args.dk.dtype, s.dK + key * s.ldk, p.d,
+              address(args.dk, p.dk.offset(task.b, row, task.kv)));
+    store_row(args.dv.dtype, s.dV + key * s.ldv, p.dv,
+              address(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
+  }
+}
+
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
 /// only pairs that see each other touch.
 HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
@@ -201,16 +217,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     }
   }
 
-  // The scores were scaled by `scale`, so dK and (in backward_dq) dQ are as well.
-  const auto scale = static_cast<float>(p.scale);
-  for (int64_t i = 0; i < keys * s.ldk; ++i) s.dK[i] *= scale;
-  for (int64_t key = 0; key < keys; ++key) {
-    const int64_t row = task.s.k_begin + key_begin + key;
-    store_row(args.dk.dtype, s.dK + key * s.ldk, p.d,
-              address(args.dk, p.dk.offset(task.b, row, task.kv)));
-    store_row(args.dv.dtype, s.dV + key * s.ldv, p.dv,
-              address(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
-  }
+  store_key_gradients(task, args, key_begin, keys, s);
 }
 
 inline void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin,

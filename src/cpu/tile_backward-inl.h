@@ -346,16 +346,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
     }
   }
 
-  // The scores were scaled by `scale`, so dK and (in tile_backward_dq) dQ are as well.
-  const auto scale = static_cast<float>(p.scale);
-  for (int64_t i = 0; i < keys * s.ldk; ++i) s.dK[i] *= scale;
-  for (int64_t key = 0; key < keys; ++key) {
-    const int64_t row = task.s.k_begin + key_begin + key;
-    store_row(args.dk.dtype, s.dK + key * s.ldk, p.d,
-              address(args.dk, p.dk.offset(task.b, row, task.kv)));
-    store_row(args.dv.dtype, s.dV + key * s.ldv, p.dv,
-              address(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
-  }
+  store_key_gradients(task, args, key_begin, keys, s);
 }
 
 inline void tile_backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin,

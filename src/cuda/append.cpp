@@ -112,7 +112,7 @@ void append(const AppendCall& call, const Run& run) {
   void* there = nullptr;
   if (numbers.bytes() > 0) {
     lease = gpu.launch_memory().take(stream, LaunchMemory::kZeroed + numbers.bytes());
-    there = reinterpret_cast<char*>(lease.data) + LaunchMemory::kZeroed;
+    there = lease.data + LaunchMemory::kZeroed;
   }
   set_lengths(numbers.moved(call.args, there), params);
   numbers.store(call.args, stream, there);

@@ -27,7 +27,9 @@ KernelUse use(const char* source, const HopperBackwardKey& key, const char* entr
 KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   // 8, 16 or 32 lanes take a row of dO, 8 columns each.
   const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
-  HopperBackwardKey key{.dtype = plan.dtype, .value_dim = value_dim};
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.value_dim = value_dim;
   key.sums = plan.sums;
   if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
   if (plan.ordered) {
@@ -62,7 +64,9 @@ KernelUse rows_kernel(const HopperBackwardPlan& plan) {
 }
 
 KernelUse round_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key{.dtype = plan.dtype, .head_dim = round_up(plan.head_dim, kPanelColumns)};
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.head_dim = round_up(plan.head_dim, kPanelColumns);
   key.has_right = plan.repairs();  // which bound it is does not matter
   key.packed = plan.packed;
   key.seqused_q = plan.seqused_q;
@@ -71,24 +75,19 @@ KernelUse round_kernel(const HopperBackwardPlan& plan) {
 }
 
 KernelUse repair_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key{.dtype = plan.dtype,
-                        .head_dim = round_up(plan.head_dim, kWarpColumns),
-                        .value_dim = round_up(plan.value_dim, kWarpColumns)};
-  key.has_left = plan.has_left;
-  key.has_right = plan.has_right;
-  key.has_chunk = plan.has_chunk;
-  key.softcap = plan.softcap;
-  key.alibi = plan.alibi;
-  key.packed = plan.packed;
-  key.seqused_q = plan.seqused_q;
-  key.seqused_k = plan.seqused_k;
+  HopperBackwardKey key;
+  static_cast<HopperKey&>(key) = plan;
+  key.head_dim = round_up(plan.head_dim, kWarpColumns);
+  key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.dropout = plan.dropout;
   return use("sm90/backward_repair.cu", key, "fulgur_backward_repair", 0);
 }
 
 KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
-  return use("sm90/backward_sinks.cu", {.packed = plan.packed, .seqused_q = plan.seqused_q},
-             "fulgur_backward_sinks", 0);
+  HopperBackwardKey key;
+  key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
+  return use("sm90/backward_sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
 /// That of dQ.
@@ -131,8 +130,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
 
 void HopperBackward::set_params(const Problem& p) {
   BackwardParams& to = params_;
-  static_cast<CallParams&>(to) =
-      call_params(p, band_of(p.mask, plan_.has_left, plan_.has_right, plan_.has_chunk));
+  static_cast<CallParams&>(to) = call_params(p, band_of(plan_, p.mask));
   to.q = strided(p.q);
   to.k = strided(p.k);
   to.v = strided(p.v);
@@ -219,12 +217,8 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  LaunchMemory::Lease lease;
-  auto* workspace = static_cast<char*>(run.workspace.data);
-  if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, workspace_.end);
-    workspace = reinterpret_cast<char*>(lease.data);
-  }
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  char* const workspace = lease.data;
   void* const numbers = workspace + workspace_.numbers;
   BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);
   numbers_.store(args, stream, numbers);

@@ -51,24 +51,10 @@ kernels::Lengths planned_lengths(const Problem& p) {
   return {0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
 }
 
-kernels::Band band_of(const HopperBackwardKey& key, const Mask& mask) {
-  return cuda::band_of(mask, key.has_left, key.has_right, key.has_chunk);
-}
-
 /// What the problem fixes.
 HopperBackwardPlan common_plan(const Problem& p) {
   HopperBackwardPlan plan;
-  plan.dtype = p.dtype;
-  plan.head_dim = ceil_div(p.d, 16) * 16;
-  plan.value_dim = ceil_div(p.dv, 16) * 16;
-  plan.has_left = left_binds(p);
-  plan.has_right = right_binds(p);
-  plan.has_chunk = chunk_binds(p);
-  plan.softcap = p.softcap > 0;
-  plan.alibi = p.has_alibi();
-  plan.packed = p.packed;
-  plan.seqused_q = p.seqused_q;
-  plan.seqused_k = p.seqused_k;
+  static_cast<HopperKey&>(plan) = hopper_key(p);
   plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has_dlse;
   plan.dsinks = p.want_dsinks;

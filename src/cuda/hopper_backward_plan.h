@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/family.h"
+#include "cuda/hopper_plan.h"
 #include "kernels/shared/backward_work.h"
 #include "kernels/sm90/backward_layout.h"
 #include "problem.h"
@@ -13,18 +14,14 @@
 namespace fulgur::cuda {
 
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
-struct HopperBackwardKey {
-  DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
-  int block_rows = 0;               ///< Br of a step
+struct HopperBackwardKey : HopperKey {
+  int block_rows = 0;  ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0;
   bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
   bool ordered = false;  ///< blocks of keys add to the sums in turns: the same bits in every run
   int row_tiles = 0, row_stages = 0;
-  bool has_left = false, has_right = false, has_chunk = false;
-  bool softcap = false, alibi = false;
-  bool packed = false, seqused_q = false, seqused_k = false, dropout = false, has_dlse = false;
+  bool dropout = false, has_dlse = false;
   bool elements = false;  ///< gradients are stored by elements
   bool operator==(const HopperBackwardKey&) const = default;
 

@@ -45,8 +45,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       numbers_(p, gpu),
       workspace_(workspace_of(p, plan)),
       padding_(padding_params(p)) {
-  static_cast<CallParams&>(params_) =
-      call_params(p, band_of(p.mask, plan.has_left, plan.has_right, plan.has_chunk));
+  static_cast<CallParams&>(params_) = call_params(p, band_of(plan, p.mask));
   params_.q = tensor_of(p.q);
   copy_k_ = copy_of(maps_.k, plan.copies_k, workspace_.copies[0], &params_.k);
   copy_v_ = copy_of(maps_.v, plan.copies_v, workspace_.copies[1], &params_.v);
@@ -132,12 +131,8 @@ void HopperDecode::run(const Call& call, const Run& run) const {
   if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  LaunchMemory::Lease lease;
-  auto* workspace = static_cast<char*>(run.workspace.data);
-  if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, workspace_.end);
-    workspace = reinterpret_cast<char*>(lease.data);
-  }
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  char* const workspace = lease.data;
   void* const numbers = workspace + workspace_.numbers;
   const DecodeParams params = arguments(numbers_.moved(args, numbers), workspace);
   numbers_.store(args, stream, numbers);

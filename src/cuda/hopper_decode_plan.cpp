@@ -249,28 +249,11 @@ std::string hopper_decode_rejects_few(const Problem& p) {
 
 HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   HopperDecodePlan plan;
-  plan.dtype = p.dtype;
-  plan.head_dim = ceil_div(p.d, 16) * 16;
-  plan.value_dim = ceil_div(p.dv, 16) * 16;
+  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
-  plan.has_left = left_binds(p);
-  plan.has_right = right_binds(p);
-  plan.has_chunk = chunk_binds(p);
-  plan.softcap = p.softcap > 0;
-  plan.alibi = p.has_alibi();
-  plan.has_sinks = p.has_sinks;
-  plan.transforms_scores = transforms(p);
-  plan.packed = p.packed;
-  plan.packed_k = p.packed_k;
-  plan.seqused_q = p.seqused_q;
-  plan.seqused_k = p.seqused_k;
-  plan.has_lse = p.want_lse;
-  plan.page = static_cast<int>(p.cache.page);
-  plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
   plan.batch_idx = p.cache.batch_idx;
   plan.leftpad = p.cache.leftpad;
   plan.tree = p.has_tree;
-  if (takes_both(p)) plan.few_queries = static_cast<int>(few_queries(p));
   plan.group = static_cast<int>(p.group());
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();

@@ -6,14 +6,13 @@
 #include <vector>
 
 #include "cuda/family.h"
+#include "cuda/hopper_plan.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
 
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
-struct HopperDecodeKey {
-  DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;        ///< d, dv rounded up to 16
+struct HopperDecodeKey : HopperAnyForwardKey {
   int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
   int block_keys = 0;                     ///< Bc
   int k_stages = 0, v_stages = 0;         ///< buffers of a team
@@ -25,13 +24,8 @@ struct HopperDecodeKey {
   int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
-  bool has_left = false, has_right = false, has_chunk = false;
-  bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
-  bool packed = false, packed_k = false, seqused_q = false, seqused_k = false, has_lse = false;
-  int page = 0;  ///< keys of a page; 0 without pages
-  bool page_lists = false, batch_idx = false, leftpad = false;
-  bool tree = false;    ///< a tree mask hides some of the last sq keys
-  int few_queries = 0;  ///< longer sequences are those of forward.cu beside it; 0: there is none
+  bool batch_idx = false, leftpad = false;
+  bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool operator==(const HopperDecodeKey&) const = default;
 
   /// Whether it sees to rows of q that belong to no sequence.

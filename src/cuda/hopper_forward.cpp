@@ -131,12 +131,8 @@ void HopperForward::run(const Call& call, const Run& run) const {
   if (maps_.o.empty()) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  LaunchMemory::Lease lease;
-  auto* workspace = static_cast<char*>(run.workspace.data);
-  if (workspace == nullptr) {
-    lease = gpu_.launch_memory().take(stream, workspace_.end);
-    workspace = reinterpret_cast<char*>(lease.data);
-  }
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  char* const workspace = lease.data;
   void* const numbers = workspace + workspace_.numbers;
   const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);
   numbers_.store(args, stream, numbers);

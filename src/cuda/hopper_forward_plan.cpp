@@ -79,25 +79,8 @@ HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
 /// What the problem fixes for every tile.
 HopperForwardPlan common(const Problem& p) {
   HopperForwardPlan plan;
-  plan.dtype = p.dtype;
-  plan.head_dim = ceil_div(p.d, 16) * 16;
-  plan.value_dim = ceil_div(p.dv, 16) * 16;
-  plan.has_left = left_binds(p);
-  plan.has_right = right_binds(p);
-  plan.has_chunk = chunk_binds(p);
-  plan.softcap = p.softcap > 0;
-  plan.alibi = p.has_alibi();
-  plan.has_sinks = p.has_sinks;
-  plan.transforms_scores = transforms(p);
-  plan.packed = p.packed;
-  plan.packed_k = p.packed_k;
-  plan.page = static_cast<int>(p.cache.page);
-  plan.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
-  plan.seqused_q = p.seqused_q;
-  plan.seqused_k = p.seqused_k;
+  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
   plan.dropout = p.dropout_p > 0;
-  plan.has_lse = p.want_lse;
-  if (takes_both(p)) plan.few_queries = static_cast<int>(few_queries(p));
   plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
@@ -252,10 +235,6 @@ std::string pages_rejected(const Problem& p) {
 }
 
 }  // namespace
-
-kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask) {
-  return band_of(mask, plan.has_left, plan.has_right, plan.has_chunk);
-}
 
 int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;

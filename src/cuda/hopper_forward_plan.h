@@ -6,28 +6,21 @@
 #include <vector>
 
 #include "cuda/family.h"
+#include "cuda/hopper_plan.h"
 #include "kernels/shared/work.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
 
 /// What plan.h fixes at compile time, with its names (kHeadDim is head_dim).
-struct HopperForwardKey {
-  DType dtype = DType::kBF16;
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
-  int consumers = 0;                ///< warpgroups of 64 rows each
-  int block_keys = 0;               ///< Bc
+struct HopperForwardKey : HopperAnyForwardKey {
+  int consumers = 0;   ///< warpgroups of 64 rows each
+  int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
-  bool has_left = false, has_right = false, has_chunk = false;
-  bool transforms_scores = false, softcap = false, alibi = false, has_sinks = false;
-  bool packed = false, packed_k = false, seqused_q = false, seqused_k = false;
-  bool dropout = false, has_lse = false;
-  int page = 0;             ///< keys of a page; 0: there are none
-  bool page_lists = false;  ///< page_indptr says where a sequence's begin
-  int box_keys = 0;         ///< keys that TMA loads at a time: of one page
+  bool dropout = false;
+  int box_keys = 0;  ///< keys that TMA loads at a time: of one page
   bool split_tail = false;
-  int few_queries = 0;  ///< sequences of up to so many are those of decode.cu
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
   bool operator==(const HopperForwardKey&) const = default;
@@ -59,9 +52,6 @@ struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
   /// Counters that are zero between launches: two of the scheduler, and the tickets.
   int counters() const;
 };
-
-/// The mask as the kernel sees it: the bounds that the plan has, 0 where it has none.
-kernels::Band band_of(const HopperForwardPlan& plan, const Mask& mask);
 
 /// Where things begin in the workspace, in bytes: behind the counters and tickets and what parts of
 /// split blocks leave. All 0 where nothing is launched.

@@ -47,13 +47,40 @@ bool takes_both(const Problem& p) {
   return few > 0 && p.sq > few && (p.packed || p.seqused_q);
 }
 
-kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk) {
+HopperKey hopper_key(const Problem& p) {
+  return {.dtype = p.dtype,
+          .head_dim = ceil_div(p.d, 16) * 16,
+          .value_dim = ceil_div(p.dv, 16) * 16,
+          .has_left = left_binds(p),
+          .has_right = right_binds(p),
+          .has_chunk = chunk_binds(p),
+          .softcap = p.softcap > 0,
+          .alibi = p.has_alibi(),
+          .packed = p.packed,
+          .seqused_q = p.seqused_q,
+          .seqused_k = p.seqused_k};
+}
+
+HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
+  HopperAnyForwardKey key;
+  static_cast<HopperKey&>(key) = hopper_key(p);
+  key.transforms_scores = transforms(p);
+  key.has_sinks = p.has_sinks;
+  key.packed_k = p.packed_k;
+  key.has_lse = p.want_lse;
+  key.page = static_cast<int>(p.cache.page);
+  key.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  if (takes_both(p)) key.few_queries = static_cast<int>(few_queries(p));
+  return key;
+}
+
+kernels::Band band_of(const HopperKey& key, const Mask& mask) {
   const auto bound = [](bool has, int64_t keys) {
     return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
   };
   const Mask around = window_around(mask);
-  return {has_left, has_right, bound(has_left, around.left), bound(has_right, around.right),
-          bound(has_chunk, mask.chunk)};
+  return {key.has_left, key.has_right, bound(key.has_left, around.left),
+          bound(key.has_right, around.right), bound(key.has_chunk, mask.chunk)};
 }
 
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }

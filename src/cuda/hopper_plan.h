@@ -39,8 +39,29 @@ int64_t few_queries(const Problem& problem);
 /// Whether some sequences of one call are decode.cu's and others forward.cu's, which lengths say.
 bool takes_both(const Problem& problem);
 
-/// The mask as kernels see it: the bounds that bind, 0 where there is none.
-kernels::Band band_of(const Mask& mask, bool has_left, bool has_right, bool has_chunk);
+/// What a problem fixes of the text of every kernel.
+struct HopperKey {
+  DType dtype = DType::kBF16;
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  bool has_left = false, has_right = false, has_chunk = false;
+  bool softcap = false, alibi = false;
+  bool packed = false, seqused_q = false, seqused_k = false;
+  bool operator==(const HopperKey&) const = default;
+};
+HopperKey hopper_key(const Problem& problem);
+
+/// What it fixes of those of the forward pass.
+struct HopperAnyForwardKey : HopperKey {
+  bool transforms_scores = false, has_sinks = false, packed_k = false, has_lse = false;
+  int page = 0;             ///< keys of a page; 0: there are none
+  bool page_lists = false;  ///< page_indptr says where a sequence's begin
+  int few_queries = 0;  ///< decode.cu has sequences of up to so many, forward.cu the longer ones
+  bool operator==(const HopperAnyForwardKey&) const = default;
+};
+HopperAnyForwardKey hopper_any_forward_key(const Problem& problem);
+
+/// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
+kernels::Band band_of(const HopperKey& key, const Mask& mask);
 
 /// scale * log2(e), as the kernels compute with it.
 float scale_log2(const Problem& problem);

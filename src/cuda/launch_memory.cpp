@@ -114,7 +114,7 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
     const std::scoped_lock lock(mutex_);
     shared = &(capture.active ? by_capturing_stream_ : by_stream_)[id];
   }
-  Lease lease{0, std::unique_lock(shared->turn)};
+  Lease lease{nullptr, std::unique_lock(shared->turn)};
   if (shared->capture != capture.id) {
     shared->capture = capture.id;
     shared->block = {};  // the graph before has it
@@ -126,8 +126,13 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
     const std::scoped_lock lock(mutex_);
     shared->block = capture.active ? for_graph(capture.graph, larger) : allocate(larger);
   }
-  lease.data = shared->block.data;
+  lease.data = reinterpret_cast<char*>(shared->block.data);
   return lease;
+}
+
+LaunchMemory::Lease LaunchMemory::of(const Run& run, int64_t bytes) {
+  if (run.workspace.data != nullptr) return {static_cast<char*>(run.workspace.data)};
+  return take(static_cast<CUstream>(run.stream), bytes);
 }
 
 }  // namespace fulgur::cuda

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
+#include "fulgur/attention.h"
 
 namespace fulgur::cuda {
 
@@ -36,12 +37,14 @@ class LaunchMemory {
 
   /// A workspace, and the right to launch with it: other threads wait until this is gone.
   struct Lease {
-    CUdeviceptr data = 0;
-    std::unique_lock<std::mutex> turn;
+    char* data = nullptr;
+    std::unique_lock<std::mutex> turn{};
   };
 
   /// At least `bytes` for launches put on the stream while the lease lasts.
   Lease take(CUstream stream, int64_t bytes);
+  /// The workspace that a run brought, or else one of at least `bytes` for its launches.
+  Lease of(const Run& run, int64_t bytes);
 
  private:
   struct Block {

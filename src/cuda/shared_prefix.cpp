@@ -40,10 +40,8 @@ class CudaPrefixSteps final : public PrefixSteps {
   void with_workspace(const WorkspaceNeed& need, const Run& run,
                       const std::function<void(void*)>& compute) const override {
     const CurrentContext current(gpu_.context());
-    if (run.workspace.data != nullptr) return compute(run.workspace.data);
-    const LaunchMemory::Lease lease =
-        gpu_.launch_memory().take(static_cast<CUstream>(run.stream), need.bytes);
-    compute(reinterpret_cast<void*>(lease.data));
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, need.bytes);
+    compute(lease.data);
   }
 
   int64_t numbers_bytes() const override { return numbers_.bytes(); }

@@ -379,7 +379,7 @@ std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random)
 /// on. Returns their number.
 int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const kernels::Wave& wave,
                      const std::vector<kernels::Lengths>& lengths) {
-  const kernels::Band band = band_of(p.mask, plan.has_left, plan.has_right, plan.has_chunk);
+  const kernels::Band band = band_of(plan, p.mask);
   const kernels::ScoreTile each = plan.score_tile();
   const int group = static_cast<int>(p.group());
   std::vector<bool> taken(static_cast<size_t>(plan.ds_bytes / plan.tile_bytes()));

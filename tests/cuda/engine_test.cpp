@@ -1716,7 +1716,7 @@ TEST_F(OnFakeGpu, AppendStoresLengthsOfTheHost) {
   EXPECT_EQ(stored(store), (std::vector{0, 20, 20, 50, 5, 9, 0, 7, 0, 3, 0, 30, 40, 60}));
   // Behind what every launch leaves zero.
   const auto lease = cuda::Gpu::at(0).launch_memory().take(static_cast<cuda::CUstream>(stream), 1);
-  EXPECT_GE(reinterpret_cast<std::uintptr_t>(store.to), lease.data + cuda::LaunchMemory::kZeroed);
+  EXPECT_GE(reinterpret_cast<char*>(store.to), lease.data + cuda::LaunchMemory::kZeroed);
   const auto p = params<AppendParams>(1);
   EXPECT_EQ(p.tokens.cu_seqlens, store.to);
   EXPECT_EQ(p.cache_seqlens, store.to + 4);

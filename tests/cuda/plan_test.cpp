@@ -326,7 +326,8 @@ TEST(HopperPlan, BoundsThatBindNothingAreNone) {
   EXPECT_TRUE(chunks(1024, full(), 1024));  // of shorter sequences rows may be in front of all keys
   EXPECT_FALSE(chunks(1024, full(), 1));
   EXPECT_TRUE(chunks(1023, full(), 1));
-  const kernels::Band around = band_of(chunked(100, window(200, 20)), true, true, true);
+  const kernels::Band around = band_of({.has_left = true, .has_right = true, .has_chunk = true},
+                                       chunked(100, window(200, 20)));
   EXPECT_EQ(around.left, 99);
   EXPECT_EQ(around.right, 20);
   EXPECT_EQ(around.chunk, 100);

@@ -62,7 +62,10 @@ std::vector<Shape> shapes() {
 
 kernels::Band band(const Mask& mask) {
   const bool chunks = mask.chunk > 0;
-  return band_of(mask, chunks || mask.left >= 0, chunks || mask.right >= 0, chunks);
+  return band_of(HopperKey{.has_left = chunks || mask.left >= 0,
+                           .has_right = chunks || mask.right >= 0,
+                           .has_chunk = chunks},
+                 mask);
 }
 
 TEST(Band, IsThatOfTheMask) {
