@@ -31,6 +31,7 @@ enum Given {
   kPageIndptr,
   kCacheBatchIdx,
   kLeftpadK,
+  kTreeMask,
   kPrefixGroups,
   kPrefixLens,
   kDlse
@@ -110,15 +111,15 @@ struct Mapped {
 /// The part of a buffer that a call takes.
 Tensor view(const char* name, const xla::Buffer& buffer, Device device, const Mapped& mapped,
             int64_t call) {
-  const int64_t rank = buffer.rank - mapped.dims;
+  // JAX has no int64 unless it is asked for: a word comes as its two halves.
+  const bool halves =
+      buffer.dtype == DataType::kU32 && buffer.rank > 0 && buffer.dims[buffer.rank - 1] == 2;
+  const int64_t rank = buffer.rank - mapped.dims - halves;
   if (rank < 1 || rank > Tensor::kMaxRank) {
     fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, rank, int{Tensor::kMaxRank}));
   }
   std::array<int64_t, Tensor::kMaxRank> shape{};
   std::copy_n(buffer.dims + mapped.dims, rank, shape.begin());
-  // JAX has no int64 unless it is asked for: seed and offset come as four halves.
-  const bool halves = buffer.dtype == DataType::kU32 && shape[rank - 1] == 4;
-  if (halves) shape[rank - 1] = 2;
   const DType dtype = halves ? DType::kI64 : dtype_of(name, buffer.dtype);
   if (mapped.folded) shape[0] *= mapped.indices;
   Tensor t = Tensor::contiguous(
@@ -229,6 +230,7 @@ struct Forward {
     if (shared.has(kPageIndptr)) args.page_indptr = operand("page_indptr");
     if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = operand("cache_batch_idx");
     if (shared.has(kLeftpadK)) args.leftpad_k = operand("leftpad_k");
+    if (shared.has(kTreeMask)) args.tree_mask = operand("tree_mask");
     if (shared.has(kPrefixGroups)) args.prefix_groups = operand("prefix_groups");
     if (shared.has(kPrefixLens)) args.prefix_lens = operand("prefix_lens");
     args.out = result("out");

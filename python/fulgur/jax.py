@@ -72,13 +72,15 @@ class _Extras(NamedTuple):
     page_indptr: Any = None
     cache_batch_idx: Any = None
     leftpad_k: Any = None
+    tree_mask: Any = None
     prefix_groups: Any = None
     prefix_lens: Any = None
 
 
-# Those of a cache, which has no gradient.
+# Those of calls without a gradient.
 _CACHE = (
-    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "prefix_groups", "prefix_lens",
+    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
+    "prefix_lens",
 )  # fmt: skip
 
 
@@ -163,8 +165,9 @@ def _attention_fwd(options, with_lse, tensors, extras):
         )
     for name in _CACHE:
         if getattr(extras, name) is not None:
+            things = "tree masks" if name == "tree_mask" else "caches"
             raise ValueError(
-                f"{name}: given where a gradient is wanted, and caches have none; want "
+                f"{name}: given where a gradient is wanted, and {things} have none; want "
                 "jax.lax.stop_gradient of q, k, v and sinks"
             )
     tensors, extras = jax.tree.map(
@@ -191,7 +194,25 @@ def _attention_bwd(options, with_lse, saved, gradients):
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
+def _halves_of_words(words):
+    """The words of a tree mask as uint32 ``(..., 2)``: JAX has no int64 unless it is asked for."""
+    if not isinstance(words, jax.Array):
+        words = np.asarray(words)
+    if words.dtype == np.uint32 and words.shape[-1:] == (2,):
+        return words
+    if words.dtype != np.int64:
+        raise ValueError(
+            f"tree_mask: got {words.dtype.name} {words.shape}, want int64 (batch, sq) or (total_q,), or "
+            "the low and the high half of each word, uint32 (batch, sq, 2) or (total_q, 2)"
+        )
+    if isinstance(words, np.ndarray):
+        return words[..., None].view(np.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.uint32)
+
+
 def _planned(name, x):
+    if name == "tree_mask":
+        return _fulgur.planned(name, x.shape[:-1], "i64")
     if x.dtype.name not in _DTYPES:
         raise ValueError(
             f"{name}: got {x.dtype.name}, want float32, bfloat16, float16 or float64, or int32 for "
@@ -211,7 +232,7 @@ def _check(arrays, options):
             options = options | {f"max_seqlen_{name}": longest}
     # How much memory a plan wants depends on the device and its threads, which are not known yet.
     options = options | {"max_workspace": min(options["max_workspace"], 0)}
-    _fulgur.plan_forward(views | {"tree_mask": None}, options)
+    _fulgur.plan_forward(views, options)
 
 
 def _number(x):
@@ -240,14 +261,15 @@ def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, page_table=None,
-    page_indptr=None, cache_batch_idx=None, leftpad_k=None, prefix_groups=None, prefix_lens=None,
-    deterministic=False, invariant=False, max_workspace=0, return_lse=False,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, prefix_groups=None,
+    prefix_lens=None, deterministic=False, invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
-    sinks; caches have none. Under vmap the mapped dimension becomes a part of the batch; packed
-    sequences and calls with dropout, sinks or tables of a cache are computed one after the other.
+    sinks; caches and tree masks have none. Under vmap the mapped dimension becomes a part of the
+    batch; packed sequences and calls with dropout, sinks or tables of a cache are computed one after
+    the other.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -275,6 +297,10 @@ def attention(
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a
+            query sees the jth of the last sq keys, the drafted tokens. NumPy has int64, JAX under
+            ``jax_enable_x64`` alone, and may give the low and the high half of each word instead:
+            uint32 ``(batch, sq, 2)`` or ``(total_q, 2)``.
         prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
             :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run.
@@ -297,7 +323,8 @@ def attention(
         jnp.asarray,
         _Extras(
             cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
-            page_indptr, cache_batch_idx, leftpad_k, prefix_groups, prefix_lens,
+            page_indptr, cache_batch_idx, leftpad_k,
+            None if tree_mask is None else _halves_of_words(tree_mask), prefix_groups, prefix_lens,
         ),
     )  # fmt: skip
     options = _a.options(
@@ -311,7 +338,7 @@ def attention(
         extras = extras._replace(alibi_slopes=slopes)
     if options["dropout_p"] > 0:
         numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
-        extras = extras._replace(rng_state=numbers)
+        extras = extras._replace(rng_state=numbers.reshape(2, 2))
     fixed = _Options(
         q.shape[-1] ** -0.5 if scale is None else options["scale"],
         *(options[name] for name in _Options._fields[1:]),

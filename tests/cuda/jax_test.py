@@ -84,6 +84,16 @@ class TestJax(unittest.TestCase):
         for _ in range(3):
             np.testing.assert_array_equal(np.asarray(layers(q), np.float32), np.asarray(want, np.float32))
 
+    def test_tree_mask(self):
+        """Words say what a causal mask says: all earlier tokens and itself."""
+        q, k, v = make_qkv(sq=40)
+        words = np.broadcast_to([(2 << n) - 1 for n in range(40)], (2, 40)).astype(np.int64)
+        want = dense(q, k, v, causal=True)[0]
+        self.assert_close(attention(q, k, v, tree_mask=words), want)
+        call = jax.jit(lambda words: attention(q, k, v, tree_mask=words))
+        for _ in range(3):
+            self.assert_close(call(words[..., None].view(np.uint32)), want)
+
     def test_host_time(self):
         """Of a compiled call, without waiting for the device; in microseconds, a median."""
         q, k, v = make_qkv(sq=1, sk=1, hq=2)

@@ -351,6 +351,46 @@ def test_merged_parts_are_trained_as_the_whole():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def tree_words(*shape):
+    return np.random.default_rng(4).integers(-(2**63), 2**63 - 1, shape, np.int64)
+
+
+def halves(words):
+    return jnp.asarray(words[..., None].view(np.uint32))
+
+
+@pytest.mark.parametrize("case", ["causal", "softcap", "used", "packed"])
+def test_tree_mask(case):
+    """Words of NumPy's and JAX's int64, and their halves."""
+    options = CASES[case] | dict(return_lse=True, invariant=True)
+    tensors = contract_tensors(options)
+    words = tree_words(*tensors[0].shape[:-2])
+    plain = [np.asarray(x) for x in tensors]
+    want = fulgur.attention(*plain, **options, tree_mask=words)
+    exact, _ = reference.attention(*plain, **CASES[case], tree_mask=words)
+    np.testing.assert_allclose(want[0], exact, atol=1e-5)
+    assert (np.asarray(attention(*tensors, **options)[0]) != want[0]).any()
+    compiled = jax.jit(lambda words: attention(*tensors, **options, tree_mask=words))
+    with jax.enable_x64(True):
+        of_int64 = compiled(jnp.asarray(words))
+    for got in (attention(*tensors, **options, tree_mask=words), compiled(halves(words)), of_int64):
+        for a, b in zip(got, want):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("case", ["causal", "sinks", "packed"])
+def test_vmap_of_tree_mask(case, mapped):
+    options = CASES[case]
+    q, k, v = contract_tensors(options)
+    words = tree_words(3, *q.shape[:-2]) if mapped else np.repeat(tree_words(*q.shape[:-2])[None], 3, axis=0)
+    call = lambda q, words: attention(q, k, v, **options, tree_mask=words, invariant=True)  # noqa: E731
+    qs, of_words = jnp.stack([q, 2 * q, -q]), halves(words if mapped else words[0])
+    got = jax.jit(jax.vmap(call, (0, 0 if mapped else None)))(qs, of_words)
+    for n in range(3):
+        np.testing.assert_array_equal(got[n], call(qs[n], words[n]))
+
+
 SEED, OFFSET = 2**63 + 12345, 2**40 + 3
 
 
@@ -532,6 +572,11 @@ def test_gradients_that_there_are_not():
     loss = lambda q: (attention(q, k, v) ** 2).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match="first derivative only"):
         jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
+    tree = dict(tree_mask=np.ones((2, 19), np.int64))
+    with pytest.raises(ValueError, match="^tree_mask: given where a gradient is wanted, and tree masks have none"):
+        jax.grad(lambda q: attention(q, k, v, **tree).sum())(q)
+    through = jax.grad(lambda q: (attention(*map(jax.lax.stop_gradient, (q, k, v)), **tree) * q).sum())(q)
+    np.testing.assert_array_equal(through, attention(q, k, v, **tree))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(loss, (q,), (q,))
 
@@ -565,6 +610,12 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(sinks=jnp.zeros(3)), ValueError, "sinks: got "),
         (dict(sinks=jnp.zeros(4, jnp.bfloat16)), ValueError, "sinks: got bf16"),
         (dict(cu_seqlens_q=jnp.zeros(3, jnp.int32)), ValueError, "q: got 4 dimensions"),
+        (dict(tree_mask=jnp.zeros((2, 19))), ValueError, r"tree_mask: got float32 \(2, 19\), want int64 \(batch, sq\)"),
+        (dict(tree_mask=jnp.zeros((2, 19), jnp.int32)), ValueError, r"tree_mask: got int32 \(2, 19\), want int64"),
+        (dict(tree_mask=jnp.zeros((2, 19), jnp.uint32)), ValueError, r"tree_mask: got uint32 \(2, 19\), want int64"),
+        (dict(tree_mask=np.zeros((2, 18), np.int64)), ValueError, r"tree_mask: got shape \(2, 18\), want \(2, 19\)"),
+        (dict(tree_mask=np.int64(1)), ValueError, "tree_mask: got 0 dimensions"),
+        (dict(tree_mask=np.zeros((2, 65), np.int64), q=np.zeros((2, 65, 4, 16), np.float32)), ValueError, "65.*64"),
         (dict(max_workspace=-1), ValueError, "max_workspace: got -1 bytes, want >= 0"),
         (dict(max_workspace=1.5), TypeError, "max_workspace: got 1.5, want an integer"),
         (dict(return_lse=None), TypeError, "return_lse: got None"),
