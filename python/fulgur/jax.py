@@ -1,14 +1,15 @@
 """Exact attention as an operation of JAX: under jit, grad, vmap and shard_map.
 
-    from fulgur.jax import attention, dot_product_attention
+    from fulgur.jax import append, attention, dot_product_attention
 
     out = attention(q, k, v, causal=True)
     grads = jax.grad(lambda q: dot_product_attention(q, k, v, is_causal=True).sum())(q)
 
 :func:`dot_product_attention` stands in for ``jax.nn.dot_product_attention``; :func:`attention` means
-what :func:`fulgur.attention` means. Arrays are on the CPU, or on a CUDA device, where the work is put
-on XLA's stream. Needs JAX 0.7 or newer; nothing of fulgur is built against it: the calls are handlers
-of XLA's foreign function interface, ``fulgur_forward`` and ``fulgur_backward``.
+what :func:`fulgur.attention` means, and :func:`append` what :func:`fulgur.append` means. Arrays are
+on the CPU, or on a CUDA device, where the work is put on XLA's stream. Needs JAX 0.7 or newer; nothing
+of fulgur is built against it: the calls are handlers of XLA's foreign function interface,
+``fulgur_forward``, ``fulgur_backward`` and ``fulgur_append``.
 """
 
 import math
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fulgur import _arguments as _a
 from fulgur import _fulgur
 
-__all__ = ["attention", "dot_product_attention"]
+__all__ = ["append", "attention", "dot_product_attention"]
 
 if jax.__version_info__ < (0, 7):
     raise ImportError(f"fulgur.jax: got JAX {jax.__version__}, want 0.7 or newer")
@@ -56,10 +57,11 @@ class _Options(NamedTuple):
     deterministic: bool
     invariant: bool
     max_workspace: int
+    interleaved: bool
 
 
 class _Extras(NamedTuple):
-    """Arrays that a call may have besides q, k and v, in the order of python/jax_ffi.cpp."""
+    """Arrays that a call may have besides those it must, in the order of python/jax_ffi.cpp."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
@@ -75,6 +77,10 @@ class _Extras(NamedTuple):
     tree_mask: Any = None
     prefix_groups: Any = None
     prefix_lens: Any = None
+    cu_seqlens_k_new: Any = None
+    cos: Any = None
+    sin: Any = None
+    rotary_seqlens: Any = None
 
 
 # Those of calls without a gradient.
@@ -82,14 +88,21 @@ _CACHE = (
     "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
     "prefix_lens",
 )  # fmt: skip
+_APPEND = "fulgur_append"
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _call(target, results, options, operands, extras, dlse=None):
-    """Runs a handler; dimensions of vmap lie in front of those of all its arrays."""
+    """Runs a handler; dimensions of vmap lie in front of those of all its arrays.
+
+    Append writes its results where its first operands are.
+    """
     more = [*extras, dlse]
     given = sum(1 << n for n, x in enumerate(more) if x is not None)
-    call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
+    in_place = {n: n for n in range(len(results))} if target == _APPEND else None
+    call = jax.ffi.ffi_call(
+        target, results, vmap_method="broadcast_all", input_output_aliases=in_place
+    )
     return call(
         *operands,
         *(x for x in more if x is not None),
@@ -99,7 +112,12 @@ def _call(target, results, options, operands, extras, dlse=None):
 
 
 @_call.defjvp
-def _no_second_derivative(*_):
+def _no_derivative(target, *_):
+    if target == _APPEND:
+        raise ValueError(
+            "append: called where a gradient is wanted, and caches have none; want "
+            "jax.lax.stop_gradient of its arrays"
+        )
     raise NotImplementedError("fulgur.jax: attention has a first derivative only")
 
 
@@ -148,6 +166,14 @@ def _forward(options, tensors, extras, with_lse):
 @partial(jax.jit, static_argnums=(0, 1))  # a call that is not under jit finds it compiled
 def _compiled(options, with_lse, tensors, extras):
     return _attention(options, with_lse, tensors, extras)
+
+
+@partial(jax.jit, static_argnums=0)
+def _append(options, operands, extras):
+    """The caches, and q if it is there, as they are behind the call."""
+    operands = jax.tree.leaves(operands)
+    results = tuple(_result(x.shape, x.dtype, x) for x in operands[:-3])
+    return _call(_APPEND, results, options, operands, extras)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -210,6 +236,11 @@ def _halves_of_words(words):
     return jax.lax.bitcast_convert_type(words, jnp.uint32)
 
 
+def _arrays(given):
+    """What is given, numbers in lists too, as arrays of JAX."""
+    return jax.tree.map(jnp.asarray, given, is_leaf=lambda x: isinstance(x, list))
+
+
 def _planned(name, x):
     if name == "tree_mask":
         return _fulgur.planned(name, x.shape[:-1], "i64")
@@ -221,9 +252,13 @@ def _planned(name, x):
     return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
 
 
+def _views(arrays):
+    return {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
+
+
 def _check(arrays, options):
-    """Raises what the library has to say about the shapes and options of a call."""
-    views = {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
+    """Raises what the library has to say about the shapes and options of attention."""
+    views = _views(arrays)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
     for name in ("q", "k"):
@@ -233,6 +268,11 @@ def _check(arrays, options):
     # How much memory a plan wants depends on the device and its threads, which are not known yet.
     options = options | {"max_workspace": min(options["max_workspace"], 0)}
     _fulgur.plan_forward(views, options)
+
+
+def _fixed(options, interleaved=False):
+    """What a handler reads of the library's options."""
+    return _Options(*(options[name] for name in _Options._fields[:-1]), interleaved)
 
 
 def _number(x):
@@ -319,14 +359,12 @@ def attention(
     """
     tensors = tuple(map(jnp.asarray, (q, k, v)))
     q, k, v = tensors
-    extras = jax.tree.map(
-        jnp.asarray,
-        _Extras(
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
-            page_indptr, cache_batch_idx, leftpad_k,
-            None if tree_mask is None else _halves_of_words(tree_mask), prefix_groups, prefix_lens,
-        ),
+    extras = _Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
+        page_indptr, cache_batch_idx, leftpad_k,
+        None if tree_mask is None else _halves_of_words(tree_mask), prefix_groups, prefix_lens,
     )  # fmt: skip
+    extras = _arrays(extras)
     options = _a.options(
         causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),
         max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "", max_workspace,
@@ -339,12 +377,52 @@ def attention(
     if options["dropout_p"] > 0:
         numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
         extras = extras._replace(rng_state=numbers.reshape(2, 2))
-    fixed = _Options(
-        q.shape[-1] ** -0.5 if scale is None else options["scale"],
-        *(options[name] for name in _Options._fields[1:]),
-    )
-    results = _compiled(fixed, return_lse, *_vary_alike((tensors, extras)))
+    if scale is None:
+        options["scale"] = q.shape[-1] ** -0.5
+    results = _compiled(_fixed(options), return_lse, *_vary_alike((tensors, extras)))
     return results if return_lse else results[0]
+
+
+def append(
+    k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
+    rotary_seqlens=None, q=None, cu_seqlens_q=None, causal=False, window=None, chunk=0,
+):  # fmt: skip
+    """Caches with new keys and values written into them, and queries turned to their positions.
+
+    Means the same as :func:`fulgur.append`, on arrays of JAX, which do not change. Where a compiled
+    function has no other use of caches, which are donated to it (``donate_argnums`` of ``jax.jit``)
+    or its own, as in ``jax.lax.scan``, the new ones take their memory; anywhere else they are copied
+    first. There is no gradient. Under vmap calls are computed one after the other.
+
+    Args:
+        k_cache, v_cache: ``(batch, sk, hk, dim)`` or ``(pages, page, hk, dim)``, as
+            :func:`attention` takes them.
+        k_new, v_new, cache_seqlens, ..., chunk: as :func:`fulgur.append` has them.
+
+    Returns:
+        (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
+        are as they were, and so are packed queries behind the last sequence.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        jax.errors.JaxRuntimeError: values of lengths or tables are wrong, or no engine appends there;
+            where the compiled function has run before, ValueError. On a CUDA device values are not
+            checked: tokens without a place there are not written.
+    """
+    names = "k_cache", "v_cache", "q", "k_new", "v_new", "cache_seqlens"
+    operands = k_cache, v_cache, q, k_new, v_new, cache_seqlens
+    extras = _Extras(
+        cu_seqlens_q=cu_seqlens_q, page_table=page_table, page_indptr=page_indptr,
+        cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new, cos=cos, sin=sin,
+        rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    operands, extras = _arrays((operands, extras))
+    options = _a.options(causal, window, chunk, 1.0, 0.0, 0.0, 0, 0, False, False, 0, "")
+    interleaved = _a.flag("interleaved", interleaved)
+    views = _views(dict(zip(names, operands)) | extras._asdict())
+    _fulgur.check_append(views | {"q_out": views["q"]}, options, interleaved)
+    return _append(_fixed(options, interleaved), *_vary_alike((operands, extras)))
 
 
 def dot_product_attention(

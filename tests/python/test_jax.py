@@ -2,6 +2,7 @@
 
 import ctypes
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from jax.test_util import check_grads
 
 import fulgur
 from fulgur import _fulgur
-from fulgur.jax import attention, dot_product_attention
+from fulgur.jax import append, attention, dot_product_attention
 
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go there
 ROOT = Path(__file__).parents[2]
@@ -489,7 +490,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
 from jax.sharding import PartitionSpec as P
-from fulgur.jax import attention, dot_product_attention
+from fulgur.jax import append, attention, dot_product_attention
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -550,6 +551,27 @@ paged = lambda q, table, used, k, v: attention(q, k, v, page_table=table, sequse
 specs = (batch, batch, batch, whole, whole)
 got = jax.shard_map(paged, mesh=mesh, in_specs=specs, out_specs=batch)(q, table, used, k_cache, v_cache)
 np.testing.assert_array_equal(got, paged(q, table, used, k_cache, v_cache))
+# A step of decoding, with each device's own sequences or heads, or pages that each changes for itself.
+def step(q, k, v, lengths, k_cache, v_cache):
+    k_cache, v_cache = append(k_cache, v_cache, k, v, lengths)
+    words = jnp.full((*q.shape[:2], 2), 5, jnp.uint32)
+    return attention(q, k_cache, v_cache, seqused_k=lengths + 3, tree_mask=words, invariant=True), k_cache, v_cache
+k_cache, v_cache = (jnp.asarray(rng.standard_normal((2, 9, 2, 8)), jnp.float32) for _ in range(2))
+q, k, v = (jnp.asarray(rng.standard_normal((2, 3, h, 8)), jnp.float32) for h in (4, 2, 2))
+lengths = jnp.array([6, 1], jnp.int32)
+want = step(q, k, v, lengths, k_cache, v_cache)
+for rows, numbers in ((batch, batch), (heads, whole)):
+    specs = (rows, rows, rows, numbers, rows, rows)
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(rows,) * 3))
+    for a, b in zip(sharded(q, k, v, lengths, k_cache, v_cache), want):
+        np.testing.assert_array_equal(a, b)
+table = jnp.array([[1], [0]], jnp.int32)
+paged = lambda k, lengths, table, cache: append(cache, cache, k, k, lengths, page_table=table)[0]
+sharded = jax.shard_map(paged, mesh=mesh, in_specs=(batch, batch, batch, whole), out_specs=batch)
+got = sharded(k, lengths, table, k_cache)
+for n in range(2):
+    one = paged(k[n : n + 1], lengths[n : n + 1], table[n : n + 1], k_cache)
+    np.testing.assert_array_equal(got[2 * n : 2 * n + 2], one)
 print("sharded")
 """
 
@@ -802,7 +824,7 @@ def address(value):
     return POINTER(ctypes.addressof(value))
 
 
-@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward"])
+@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward", "fulgur_append"])
 @pytest.mark.parametrize("platform, stage", [("cpu", "execute"), ("CUDA", "execute"), ("CUDA", "initialize")])
 def test_handlers_say_what_they_are(call, platform, stage):
     metadata = struct(SIZE(56), struct(SIZE(24), POINTER(), INT(-1), INT(-1)), ctypes.c_uint32(77), ctypes.c_int64())
@@ -819,7 +841,7 @@ class Frame:
 
     def __init__(self, stage, operands, results, given=0):
         self.asked, self.errors = [], []
-        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, given])]
+        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, 0, given])]
         self.kept = [numbers]
         arrays = [self.keep(struct(INT(12 if x.dtype.kind == "f" else 5), SIZE(x.size), POINTER(x.ctypes.data)))
                   for x in numbers]  # fmt: skip
@@ -831,8 +853,10 @@ class Frame:
             SIZE(48), stop, ctypes.c_int64(2), self.list(INT, [1, 1]), self.list(POINTER, map(address, spans)),
             self.list(POINTER, map(address, arrays)),
         )  # fmt: skip
+        # Memory of the device, which the host does not look at, and none before the execution.
+        memory = ((n << 20) * (stage == 3) for n in itertools.count(1))
         frame = struct(SIZE(144), stop, address(self.api()), POINTER(4321), INT(stage),
-                       self.buffers(operands), self.buffers(results), attributes, stop)  # fmt: skip
+                       self.buffers(operands, memory), self.buffers(results, memory), attributes, stop)  # fmt: skip
         self.address = address(self.keep(frame))
 
     def keep(self, value):
@@ -843,12 +867,12 @@ class Frame:
         values = list(values)
         return address(self.keep((kind * len(values))(*(getattr(x, "value", x) for x in values))))
 
-    def buffers(self, shapes):
-        """Buffers of float32 whose memory is not there, as before the execution."""
+    def buffers(self, shapes, memory):
+        """Buffers of float32; vectors are of int32."""
         items = [
-            self.keep(struct(SIZE(48), POINTER(), INT(11), POINTER(), ctypes.c_int64(len(x)),
-                             self.list(ctypes.c_int64, x)))
-            for x in shapes
+            self.keep(struct(SIZE(48), POINTER(), INT(4 if len(x) == 1 else 11), POINTER(data),
+                             ctypes.c_int64(len(x)), self.list(ctypes.c_int64, x)))
+            for x, data in zip(shapes, memory)
         ]  # fmt: skip
         return struct(SIZE(40), POINTER(), ctypes.c_int64(len(items)), self.list(INT, [1] * len(items)),
                       self.list(POINTER, map(address, items)))  # fmt: skip
@@ -884,6 +908,7 @@ ROWS, LSE = (1, 5, 2, 16), (1, 2, 5)
 CALLS = {
     "fulgur_forward": ([ROWS] * 3, [ROWS, LSE]),
     "fulgur_backward": ([ROWS] * 5 + [LSE], [ROWS] * 3),
+    "fulgur_append": ([ROWS] * 4 + [(1,)], [ROWS] * 2),
 }
 
 
@@ -902,7 +927,7 @@ def test_cuda_handlers_ask_for_device_and_stream(call, stage, number):
     "operands, results, given, message",
     [
         ([ROWS], [ROWS], 0, "got 1 operands, want more"),
-        ([], [ROWS], 0, "got 0 operands, want q, k and v"),
+        ([], [ROWS], 0, "got 0 operands, want more"),
         ([ROWS] * 3, [], 0, "got 0 results, want more"),
         ([ROWS] * 4, [ROWS], 0, "got 4 operands, want 3"),
         ([ROWS] * 3, [ROWS, LSE, LSE], 0, "got 3 results, want 2"),
@@ -923,5 +948,8 @@ def test_calls_are_lowered_for_cuda():
     q, k, v = qkv(dtype="bfloat16")
     loss = jax.jit(jax.grad(lambda q: attention(q, k, v, causal=True).astype(jnp.float32).sum()))
     text = loss.trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    step = jax.jit(lambda k, v: append(k, v, k[:, :1], v[:, :1], LENGTH))
+    text += step.trace(k, v).lower(lowering_platforms=("cuda",)).as_text()
     for call in CALLS:
         assert f"@{call}(" in text
+    assert text.count("output_operand_alias<") == 2
