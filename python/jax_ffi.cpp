@@ -31,8 +31,13 @@ enum Given {
   kPageIndptr,
   kCacheBatchIdx,
   kLeftpadK,
+  kTreeMask,
   kPrefixGroups,
   kPrefixLens,
+  kCuSeqlensKNew,
+  kCos,
+  kSin,
+  kRotarySeqlens,
   kDlse
 };
 
@@ -103,6 +108,11 @@ struct Mapped {
   int64_t indices = 1;  ///< of all these dimensions together
   bool folded = false;  ///< into the batch
 
+  /// A tensor of `rank` dimensions tells how many there are in front.
+  Mapped(const xla::Buffer& buffer, int64_t rank) : dims(std::max<int64_t>(buffer.rank - rank, 0)) {
+    for (int64_t i = 0; i < dims; ++i) indices *= buffer.dims[i];
+  }
+
   /// How many calls of the library.
   int64_t calls() const { return folded ? 1 : indices; }
 };
@@ -110,15 +120,15 @@ struct Mapped {
 /// The part of a buffer that a call takes.
 Tensor view(const char* name, const xla::Buffer& buffer, Device device, const Mapped& mapped,
             int64_t call) {
-  const int64_t rank = buffer.rank - mapped.dims;
+  // JAX has no int64 unless it is asked for: a word comes as its two halves.
+  const bool halves =
+      buffer.dtype == DataType::kU32 && buffer.rank > 0 && buffer.dims[buffer.rank - 1] == 2;
+  const int64_t rank = buffer.rank - mapped.dims - halves;
   if (rank < 1 || rank > Tensor::kMaxRank) {
     fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, rank, int{Tensor::kMaxRank}));
   }
   std::array<int64_t, Tensor::kMaxRank> shape{};
   std::copy_n(buffer.dims + mapped.dims, rank, shape.begin());
-  // JAX has no int64 unless it is asked for: seed and offset come as four halves.
-  const bool halves = buffer.dtype == DataType::kU32 && shape[rank - 1] == 4;
-  if (halves) shape[rank - 1] = 2;
   const DType dtype = halves ? DType::kI64 : dtype_of(name, buffer.dtype);
   if (mapped.folded) shape[0] *= mapped.indices;
   Tensor t = Tensor::contiguous(
@@ -130,9 +140,10 @@ Tensor view(const char* name, const xla::Buffer& buffer, Device device, const Ma
   return t;
 }
 
-/// What both passes have: options, and operands that may be there.
+/// What all calls have: options, and operands that may be there.
 struct Shared {
   Options options;
+  bool interleaved = false;
   int64_t given = 0;
 
   explicit Shared(const xla::Attributes& attributes) {
@@ -140,29 +151,18 @@ struct Shared {
     options.scale = reals[0];
     options.softcap = reals[1];
     options.dropout_p = reals[2];
-    const auto integers = numbers<int64_t>(attributes, "integers", 9);
+    const auto integers = numbers<int64_t>(attributes, "integers", 10);
     options.mask = {.left = integers[0], .right = integers[1], .chunk = integers[2]};
     options.max_seqlen_q = integers[3];
     options.max_seqlen_k = integers[4];
     options.deterministic = integers[5] != 0;
     options.invariant = integers[6] != 0;
     options.max_workspace = integers[7];
-    given = integers[8];
+    interleaved = integers[8] != 0;
+    given = integers[9];
   }
 
   bool has(Given operand) const { return (given >> operand & 1) != 0; }
-
-  /// q tells how many dimensions vmap has put in front.
-  Mapped mapped(const xla::Buffer& q) const {
-    const bool packed = has(kCuSeqlensQ);
-    Mapped mapped{.dims = std::max<int64_t>(q.rank - (packed ? 3 : 4), 0)};
-    for (int64_t i = 0; i < mapped.dims; ++i) mapped.indices *= q.dims[i];
-    // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
-    // has one sink for each head; and tables name places of the cache beside them.
-    mapped.folded = mapped.dims > 0 && !packed && !has(kRngState) && !has(kSinks) &&
-                    !has(kPageTable) && !has(kCacheBatchIdx);
-    return mapped;
-  }
 };
 
 /// Where a call computes, as XLA's call frame says.
@@ -204,35 +204,54 @@ Place place_of(const xla::CallFrame& frame, DeviceType type, Options& options) {
   return place;
 }
 
-/// The tensors that both passes may have.
+/// What both passes have.
+struct Pass {
+  /// `q` may be any operand with its first dimensions.
+  static Mapped mapped(const Shared& shared, const xla::Buffer& q) {
+    const bool packed = shared.has(kCuSeqlensQ);
+    Mapped mapped(q, packed ? 3 : 4);
+    // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
+    // has one sink for each head; and tables name places of the cache beside them.
+    mapped.folded = mapped.dims > 0 && !packed && !shared.has(kRngState) && !shared.has(kSinks) &&
+                    !shared.has(kPageTable) && !shared.has(kCacheBatchIdx);
+    return mapped;
+  }
+
+  template <class Args, class View>
+  static void read_optional(Args& args, const Shared& shared, View& next) {
+    if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = next("cu_seqlens_q");
+    if (shared.has(kCuSeqlensK)) args.cu_seqlens_k = next("cu_seqlens_k");
+    if (shared.has(kSequsedQ)) args.seqused_q = next("seqused_q");
+    if (shared.has(kSequsedK)) args.seqused_k = next("seqused_k");
+    if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
+    if (shared.has(kSinks)) args.sinks = next("sinks");
+    if (shared.has(kRngState)) args.rng_state = next("rng_state");
+  }
+};
+
+/// Where the sequences of a cache lie.
 template <class Args, class View>
-void read_optional(Args& args, const Shared& shared, View& next) {
-  if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = next("cu_seqlens_q");
-  if (shared.has(kCuSeqlensK)) args.cu_seqlens_k = next("cu_seqlens_k");
-  if (shared.has(kSequsedQ)) args.seqused_q = next("seqused_q");
-  if (shared.has(kSequsedK)) args.seqused_k = next("seqused_k");
-  if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
-  if (shared.has(kSinks)) args.sinks = next("sinks");
-  if (shared.has(kRngState)) args.rng_state = next("rng_state");
+void read_tables(Args& args, const Shared& shared, View& next) {
+  if (shared.has(kPageTable)) args.page_table = next("page_table");
+  if (shared.has(kPageIndptr)) args.page_indptr = next("page_indptr");
+  if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = next("cache_batch_idx");
 }
 
-struct Forward {
+struct Forward : Pass {
   using Args = ForwardArgs;
   static constexpr const char* kTarget = "fulgur_forward";
-  static constexpr int kPlaceOfQ = 0;
 
   template <class View>
-  static Args read(const Shared& shared, View operand, View result, bool with_lse) {
+  static Args read(const Shared& shared, View operand, View result, int64_t results) {
     Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
     read_optional(args, shared, operand);
-    if (shared.has(kPageTable)) args.page_table = operand("page_table");
-    if (shared.has(kPageIndptr)) args.page_indptr = operand("page_indptr");
-    if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = operand("cache_batch_idx");
+    read_tables(args, shared, operand);
     if (shared.has(kLeftpadK)) args.leftpad_k = operand("leftpad_k");
+    if (shared.has(kTreeMask)) args.tree_mask = operand("tree_mask");
     if (shared.has(kPrefixGroups)) args.prefix_groups = operand("prefix_groups");
     if (shared.has(kPrefixLens)) args.prefix_lens = operand("prefix_lens");
     args.out = result("out");
-    if (with_lse) args.lse = result("lse");
+    if (results > 1) args.lse = result("lse");
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
@@ -240,13 +259,12 @@ struct Forward {
   }
 };
 
-struct Backward {
+struct Backward : Pass {
   using Args = BackwardArgs;
   static constexpr const char* kTarget = "fulgur_backward";
-  static constexpr int kPlaceOfQ = 1;
 
   template <class View>
-  static Args read(const Shared& shared, View operand, View result, bool) {
+  static Args read(const Shared& shared, View operand, View result, int64_t) {
     Args args{.dout = operand("dout"),
               .q = operand("q"),
               .k = operand("k"),
@@ -266,16 +284,44 @@ struct Backward {
   }
 };
 
-template <class Pass>
+struct Append {
+  using Args = AppendArgs;
+  static constexpr const char* kTarget = "fulgur_append";
+
+  static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
+
+  /// The results lie in the memory of the first operands, as the call has asked XLA for.
+  template <class View>
+  static Args read(const Shared& shared, View operand, View result, int64_t results) {
+    Args args{.k_cache = operand("k_cache"), .v_cache = operand("v_cache")};
+    result("k_cache");
+    result("v_cache");
+    if (results > 2) {
+      args.q = operand("q");
+      args.q_out = result("q");
+    }
+    args.k_new = operand("k_new");
+    args.v_new = operand("v_new");
+    args.cache_seqlens = operand("cache_seqlens");
+    if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = operand("cu_seqlens_q");
+    read_tables(args, shared, operand);
+    if (shared.has(kCuSeqlensKNew)) args.cu_seqlens_k_new = operand("cu_seqlens_k_new");
+    if (shared.has(kCos)) args.cos = operand("cos");
+    if (shared.has(kSin)) args.sin = operand("sin");
+    if (shared.has(kRotarySeqlens)) args.rotary_seqlens = operand("rotary_seqlens");
+    args.interleaved = shared.interleaved;
+    return args;
+  }
+  static void run(const Args& args, const Options& options, const Run& run) {
+    append(args, options, run);
+  }
+};
+
+template <class Call>
 void call(const xla::CallFrame& frame, DeviceType type) {
   Shared shared(frame.attributes);
   const Place place = place_of(frame, type, shared.options);
-  if (frame.operands.size <= Pass::kPlaceOfQ ||
-      frame.operands.types[Pass::kPlaceOfQ] != xla::kBuffer) {
-    fail(fmt::format("got {} operands, want q, k and v", frame.operands.size));
-  }
-  const Mapped mapped =
-      shared.mapped(*static_cast<const xla::Buffer*>(frame.operands.items[Pass::kPlaceOfQ]));
+  const Mapped mapped = Call::mapped(shared, Reader("operands", frame.operands).next());
   const bool prepares = frame.stage == xla::Stage::kInitialize;
   for (int64_t n = 0; n < mapped.calls(); ++n) {
     Reader operands("operands", frame.operands), results("results", frame.results);
@@ -284,14 +330,14 @@ void call(const xla::CallFrame& frame, DeviceType type) {
         return view(name, from.next(), place.device, mapped, n);
       };
     };
-    const auto args = Pass::read(shared, next(operands), next(results), frame.results.size > 1);
+    const auto args = Call::read(shared, next(operands), next(results), frame.results.size);
     operands.finish();
     results.finish();
     if (prepares) {
       prepare(args, shared.options);
       return;  // the others have the same shape
     }
-    Pass::run(args, shared.options, place.run);
+    Call::run(args, shared.options, place.run);
   }
 }
 
@@ -322,18 +368,18 @@ bool answered(const xla::CallFrame& frame, DeviceType type) {
     xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(extension)->metadata;
     metadata.api_version.major = xla::kMajorVersion;
     metadata.api_version.minor = xla::kMinorVersion;
-    // A run on a device launches kernels of its plan and nothing else, and they read the lengths.
+    // A run on a device launches kernels and nothing else, and they read the lengths.
     metadata.traits = type == DeviceType::kCuda ? xla::kCommandBufferCompatible : 0;
     return true;
   }
   return false;
 }
 
-template <class Pass, DeviceType type>
+template <class Call, DeviceType type>
 xla::Error* handle(xla::CallFrame* frame) {
   if (answered(*frame, type)) return nullptr;
   try {
-    call<Pass>(*frame, type);
+    call<Call>(*frame, type);
     return nullptr;
   } catch (const Error& error) {
     return error_of(*frame, error.what(), error.status());
@@ -348,14 +394,17 @@ xla::Error* handle(xla::CallFrame* frame) {
 
 const JaxHandler (&jax_handlers())[kJaxHandlers] {
   constexpr auto kCpu = DeviceType::kCpu, kCuda = DeviceType::kCuda;
-  // On CUDA the plan is made before XLA captures the call.
+  // On CUDA the plan is made, or append's kernel loaded, before XLA captures the call.
   static constexpr JaxHandler kHandlers[kJaxHandlers] = {
       {Forward::kTarget, "cpu", "execute", handle<Forward, kCpu>},
       {Backward::kTarget, "cpu", "execute", handle<Backward, kCpu>},
+      {Append::kTarget, "cpu", "execute", handle<Append, kCpu>},
       {Forward::kTarget, "CUDA", "initialize", handle<Forward, kCuda>},
       {Forward::kTarget, "CUDA", "execute", handle<Forward, kCuda>},
       {Backward::kTarget, "CUDA", "initialize", handle<Backward, kCuda>},
       {Backward::kTarget, "CUDA", "execute", handle<Backward, kCuda>},
+      {Append::kTarget, "CUDA", "initialize", handle<Append, kCuda>},
+      {Append::kTarget, "CUDA", "execute", handle<Append, kCuda>},
   };
   return kHandlers;
 }

@@ -1,4 +1,5 @@
-/// The handlers of fulgur.jax's calls: what XLA runs for fulgur_forward and fulgur_backward.
+/// The handlers of fulgur.jax's calls: what XLA runs for fulgur_forward, fulgur_backward and
+/// fulgur_append.
 #pragma once
 
 #include "xla_ffi.h"
@@ -14,7 +15,7 @@ struct JaxHandler {
 
 /// All that fulgur/jax.py registers. Nothing of JAX is needed to build: xla_ffi.h says what XLA
 /// hands over.
-inline constexpr int kJaxHandlers = 6;
+inline constexpr int kJaxHandlers = 9;
 const JaxHandler (&jax_handlers())[kJaxHandlers];
 
 }  // namespace fulgur::python

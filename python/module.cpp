@@ -12,6 +12,7 @@
 #include "arrays.h"
 #include "fulgur/append.h"
 #include "jax_ffi.h"
+#include "prepare.h"
 #include "program.h"
 #include "torch_ops.h"
 
@@ -160,23 +161,32 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
   fulgur::merge(parts, {out.tensor, lse.tensor}, {.stream = reinterpret_cast<void*>(stream)});
 }
 
+AppendArgs read_append(const nb::dict& views, bool interleaved) {
+  return {.k_cache = tensor(views, "k_cache"),
+          .v_cache = tensor(views, "v_cache"),
+          .k_new = tensor(views, "k_new"),
+          .v_new = tensor(views, "v_new"),
+          .cu_seqlens_k_new = tensor(views, "cu_seqlens_k_new"),
+          .cache_seqlens = tensor(views, "cache_seqlens"),
+          .page_table = tensor(views, "page_table"),
+          .page_indptr = tensor(views, "page_indptr"),
+          .cache_batch_idx = tensor(views, "cache_batch_idx"),
+          .cos = tensor(views, "cos"),
+          .sin = tensor(views, "sin"),
+          .interleaved = interleaved,
+          .rotary_seqlens = tensor(views, "rotary_seqlens"),
+          .q = tensor(views, "q"),
+          .q_out = tensor(views, "q_out"),
+          .cu_seqlens_q = tensor(views, "cu_seqlens_q")};
+}
+
+/// Checks the shapes and options of a call whose arrays are not there yet.
+void check_append(const nb::dict& views, const nb::dict& options, bool interleaved) {
+  fulgur::prepare(read_append(views, interleaved), read_options(options));
+}
+
 void append(const nb::dict& views, const nb::dict& options, bool interleaved, uintptr_t stream) {
-  const AppendArgs args = {.k_cache = tensor(views, "k_cache"),
-                           .v_cache = tensor(views, "v_cache"),
-                           .k_new = tensor(views, "k_new"),
-                           .v_new = tensor(views, "v_new"),
-                           .cu_seqlens_k_new = tensor(views, "cu_seqlens_k_new"),
-                           .cache_seqlens = tensor(views, "cache_seqlens"),
-                           .page_table = tensor(views, "page_table"),
-                           .page_indptr = tensor(views, "page_indptr"),
-                           .cache_batch_idx = tensor(views, "cache_batch_idx"),
-                           .cos = tensor(views, "cos"),
-                           .sin = tensor(views, "sin"),
-                           .interleaved = interleaved,
-                           .rotary_seqlens = tensor(views, "rotary_seqlens"),
-                           .q = tensor(views, "q"),
-                           .q_out = tensor(views, "q_out"),
-                           .cu_seqlens_q = tensor(views, "cu_seqlens_q")};
+  const AppendArgs args = read_append(views, interleaved);
   const fulgur::Options read = read_options(options);
   nb::gil_scoped_release unlocked;
   fulgur::append(args, read, {.stream = reinterpret_cast<void*>(stream)});
@@ -278,6 +288,7 @@ NB_MODULE(_fulgur, m) {
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
+  m.def("check_append", &check_append, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);

@@ -5,6 +5,7 @@
 #include "append_call.h"
 #include "cpu/append.h"
 #include "cuda/append.h"
+#include "prepare.h"
 
 namespace fulgur {
 namespace {
@@ -29,6 +30,11 @@ void append(const AppendArgs& args, const Options& options, const Run& run) {
   } else {
     cuda::append(call, run);
   }
+}
+
+void prepare(const AppendArgs& args, const Options& options) {
+  const AppendCall call = checked_append(args, options);
+  if (call.p.device.type == DeviceType::kCuda) cuda::prepare(call);
 }
 
 }  // namespace fulgur

@@ -1,14 +1,15 @@
 """Exact attention as an operation of JAX: under jit, grad, vmap and shard_map.
 
-    from fulgur.jax import attention, dot_product_attention
+    from fulgur.jax import append, attention, dot_product_attention
 
     out = attention(q, k, v, causal=True)
     grads = jax.grad(lambda q: dot_product_attention(q, k, v, is_causal=True).sum())(q)
 
 :func:`dot_product_attention` stands in for ``jax.nn.dot_product_attention``; :func:`attention` means
-what :func:`fulgur.attention` means. Arrays are on the CPU, or on a CUDA device, where the work is put
-on XLA's stream. Needs JAX 0.7 or newer; nothing of fulgur is built against it: the calls are handlers
-of XLA's foreign function interface, ``fulgur_forward`` and ``fulgur_backward``.
+what :func:`fulgur.attention` means, and :func:`append` what :func:`fulgur.append` means. Arrays are
+on the CPU, or on a CUDA device, where the work is put on XLA's stream. Needs JAX 0.7 or newer; nothing
+of fulgur is built against it: the calls are handlers of XLA's foreign function interface,
+``fulgur_forward``, ``fulgur_backward`` and ``fulgur_append``.
 """
 
 import math
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fulgur import _arguments as _a
 from fulgur import _fulgur
 
-__all__ = ["attention", "dot_product_attention"]
+__all__ = ["append", "attention", "dot_product_attention"]
 
 if jax.__version_info__ < (0, 7):
     raise ImportError(f"fulgur.jax: got JAX {jax.__version__}, want 0.7 or newer")
@@ -56,10 +57,11 @@ class _Options(NamedTuple):
     deterministic: bool
     invariant: bool
     max_workspace: int
+    interleaved: bool
 
 
 class _Extras(NamedTuple):
-    """Arrays that a call may have besides q, k and v, in the order of python/jax_ffi.cpp."""
+    """Arrays that a call may have besides those it must, in the order of python/jax_ffi.cpp."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
@@ -72,22 +74,35 @@ class _Extras(NamedTuple):
     page_indptr: Any = None
     cache_batch_idx: Any = None
     leftpad_k: Any = None
+    tree_mask: Any = None
     prefix_groups: Any = None
     prefix_lens: Any = None
+    cu_seqlens_k_new: Any = None
+    cos: Any = None
+    sin: Any = None
+    rotary_seqlens: Any = None
 
 
-# Those of a cache, which has no gradient.
+# Those of calls without a gradient.
 _CACHE = (
-    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "prefix_groups", "prefix_lens",
+    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
+    "prefix_lens",
 )  # fmt: skip
+_APPEND = "fulgur_append"
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _call(target, results, options, operands, extras, dlse=None):
-    """Runs a handler; dimensions of vmap lie in front of those of all its arrays."""
+    """Runs a handler; dimensions of vmap lie in front of those of all its arrays.
+
+    Append writes its results where its first operands are.
+    """
     more = [*extras, dlse]
     given = sum(1 << n for n, x in enumerate(more) if x is not None)
-    call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")
+    in_place = {n: n for n in range(len(results))} if target == _APPEND else None
+    call = jax.ffi.ffi_call(
+        target, results, vmap_method="broadcast_all", input_output_aliases=in_place
+    )
     return call(
         *operands,
         *(x for x in more if x is not None),
@@ -97,7 +112,12 @@ def _call(target, results, options, operands, extras, dlse=None):
 
 
 @_call.defjvp
-def _no_second_derivative(*_):
+def _no_derivative(target, *_):
+    if target == _APPEND:
+        raise ValueError(
+            "append: called where a gradient is wanted, and caches have none; want "
+            "jax.lax.stop_gradient of its arrays"
+        )
     raise NotImplementedError("fulgur.jax: attention has a first derivative only")
 
 
@@ -148,6 +168,14 @@ def _compiled(options, with_lse, tensors, extras):
     return _attention(options, with_lse, tensors, extras)
 
 
+@partial(jax.jit, static_argnums=0)
+def _append(options, operands, extras):
+    """The caches, and q if it is there, as they are behind the call."""
+    operands = jax.tree.leaves(operands)
+    results = tuple(_result(x.shape, x.dtype, x) for x in operands[:-3])
+    return _call(_APPEND, results, options, operands, extras)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(options, with_lse, tensors, extras):
     """(out,), or out and lse."""
@@ -163,8 +191,9 @@ def _attention_fwd(options, with_lse, tensors, extras):
         )
     for name in _CACHE:
         if getattr(extras, name) is not None:
+            things = "tree masks" if name == "tree_mask" else "caches"
             raise ValueError(
-                f"{name}: given where a gradient is wanted, and caches have none; want "
+                f"{name}: given where a gradient is wanted, and {things} have none; want "
                 "jax.lax.stop_gradient of q, k, v and sinks"
             )
     tensors, extras = jax.tree.map(
@@ -191,7 +220,30 @@ def _attention_bwd(options, with_lse, saved, gradients):
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
+def _halves_of_words(words):
+    """The words of a tree mask as uint32 ``(..., 2)``: JAX has no int64 unless it is asked for."""
+    if not isinstance(words, jax.Array):
+        words = np.asarray(words)
+    if words.dtype == np.uint32 and words.shape[-1:] == (2,):
+        return words
+    if words.dtype != np.int64:
+        raise ValueError(
+            f"tree_mask: got {words.dtype.name} {words.shape}, want int64 (batch, sq) or (total_q,), or "
+            "the low and the high half of each word, uint32 (batch, sq, 2) or (total_q, 2)"
+        )
+    if isinstance(words, np.ndarray):
+        return words[..., None].view(np.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.uint32)
+
+
+def _arrays(given):
+    """What is given, numbers in lists too, as arrays of JAX."""
+    return jax.tree.map(jnp.asarray, given, is_leaf=lambda x: isinstance(x, list))
+
+
 def _planned(name, x):
+    if name == "tree_mask":
+        return _fulgur.planned(name, x.shape[:-1], "i64")
     if x.dtype.name not in _DTYPES:
         raise ValueError(
             f"{name}: got {x.dtype.name}, want float32, bfloat16, float16 or float64, or int32 for "
@@ -200,9 +252,13 @@ def _planned(name, x):
     return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
 
 
+def _views(arrays):
+    return {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
+
+
 def _check(arrays, options):
-    """Raises what the library has to say about the shapes and options of a call."""
-    views = {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
+    """Raises what the library has to say about the shapes and options of attention."""
+    views = _views(arrays)
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
     for name in ("q", "k"):
@@ -211,7 +267,12 @@ def _check(arrays, options):
             options = options | {f"max_seqlen_{name}": longest}
     # How much memory a plan wants depends on the device and its threads, which are not known yet.
     options = options | {"max_workspace": min(options["max_workspace"], 0)}
-    _fulgur.plan_forward(views | {"tree_mask": None}, options)
+    _fulgur.plan_forward(views, options)
+
+
+def _fixed(options, interleaved=False):
+    """What a handler reads of the library's options."""
+    return _Options(*(options[name] for name in _Options._fields[:-1]), interleaved)
 
 
 def _number(x):
@@ -240,14 +301,15 @@ def attention(
     q, k, v, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0, alibi_slopes=None,
     sinks=None, dropout_p=0.0, seed=0, offset=0, cu_seqlens_q=None, cu_seqlens_k=None,
     max_seqlen_q=0, max_seqlen_k=0, seqused_q=None, seqused_k=None, page_table=None,
-    page_indptr=None, cache_batch_idx=None, leftpad_k=None, prefix_groups=None, prefix_lens=None,
-    deterministic=False, invariant=False, max_workspace=0, return_lse=False,
+    page_indptr=None, cache_batch_idx=None, leftpad_k=None, tree_mask=None, prefix_groups=None,
+    prefix_lens=None, deterministic=False, invariant=False, max_workspace=0, return_lse=False,
 ):  # fmt: skip
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
-    sinks; caches have none. Under vmap the mapped dimension becomes a part of the batch; packed
-    sequences and calls with dropout, sinks or tables of a cache are computed one after the other.
+    sinks; caches and tree masks have none. Under vmap the mapped dimension becomes a part of the
+    batch; packed sequences and calls with dropout, sinks or tables of a cache are computed one after
+    the other.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -275,6 +337,10 @@ def attention(
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a
+            query sees the jth of the last sq keys, the drafted tokens. NumPy has int64, JAX under
+            ``jax_enable_x64`` alone, and may give the low and the high half of each word instead:
+            uint32 ``(batch, sq, 2)`` or ``(total_q, 2)``.
         prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
             :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run.
@@ -293,13 +359,12 @@ def attention(
     """
     tensors = tuple(map(jnp.asarray, (q, k, v)))
     q, k, v = tensors
-    extras = jax.tree.map(
-        jnp.asarray,
-        _Extras(
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
-            page_indptr, cache_batch_idx, leftpad_k, prefix_groups, prefix_lens,
-        ),
+    extras = _Extras(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, None, page_table,
+        page_indptr, cache_batch_idx, leftpad_k,
+        None if tree_mask is None else _halves_of_words(tree_mask), prefix_groups, prefix_lens,
     )  # fmt: skip
+    extras = _arrays(extras)
     options = _a.options(
         causal, window, chunk, _number(scale), _number(softcap), _number(dropout_p),
         max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "", max_workspace,
@@ -311,13 +376,53 @@ def attention(
         extras = extras._replace(alibi_slopes=slopes)
     if options["dropout_p"] > 0:
         numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
-        extras = extras._replace(rng_state=numbers)
-    fixed = _Options(
-        q.shape[-1] ** -0.5 if scale is None else options["scale"],
-        *(options[name] for name in _Options._fields[1:]),
-    )
-    results = _compiled(fixed, return_lse, *_vary_alike((tensors, extras)))
+        extras = extras._replace(rng_state=numbers.reshape(2, 2))
+    if scale is None:
+        options["scale"] = q.shape[-1] ** -0.5
+    results = _compiled(_fixed(options), return_lse, *_vary_alike((tensors, extras)))
     return results if return_lse else results[0]
+
+
+def append(
+    k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, page_table=None,
+    page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
+    rotary_seqlens=None, q=None, cu_seqlens_q=None, causal=False, window=None, chunk=0,
+):  # fmt: skip
+    """Caches with new keys and values written into them, and queries turned to their positions.
+
+    Means the same as :func:`fulgur.append`, on arrays of JAX, which do not change. Where a compiled
+    function has no other use of caches, which are donated to it (``donate_argnums`` of ``jax.jit``)
+    or its own, as in ``jax.lax.scan``, the new ones take their memory; anywhere else they are copied
+    first. There is no gradient. Under vmap calls are computed one after the other.
+
+    Args:
+        k_cache, v_cache: ``(batch, sk, hk, dim)`` or ``(pages, page, hk, dim)``, as
+            :func:`attention` takes them.
+        k_new, v_new, cache_seqlens, ..., chunk: as :func:`fulgur.append` has them.
+
+    Returns:
+        (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
+        are as they were, and so are packed queries behind the last sequence.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        jax.errors.JaxRuntimeError: values of lengths or tables are wrong, or no engine appends there;
+            where the compiled function has run before, ValueError. On a CUDA device values are not
+            checked: tokens without a place there are not written.
+    """
+    names = "k_cache", "v_cache", "q", "k_new", "v_new", "cache_seqlens"
+    operands = k_cache, v_cache, q, k_new, v_new, cache_seqlens
+    extras = _Extras(
+        cu_seqlens_q=cu_seqlens_q, page_table=page_table, page_indptr=page_indptr,
+        cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new, cos=cos, sin=sin,
+        rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    operands, extras = _arrays((operands, extras))
+    options = _a.options(causal, window, chunk, 1.0, 0.0, 0.0, 0, 0, False, False, 0, "")
+    interleaved = _a.flag("interleaved", interleaved)
+    views = _views(dict(zip(names, operands)) | extras._asdict())
+    _fulgur.check_append(views | {"q_out": views["q"]}, options, interleaved)
+    return _append(_fixed(options, interleaved), *_vary_alike((operands, extras)))
 
 
 def dot_product_attention(

@@ -120,4 +120,9 @@ void append(const AppendCall& call, const Run& run) {
          params.lanes_log2);
 }
 
+void prepare(const AppendCall& call) {
+  refuse_f64("k_cache", call.args.k_cache, "append");
+  load(append_kernel(call.p.dtype), usable_gpu(call.p.device.index));
+}
+
 }  // namespace fulgur::cuda

@@ -8,4 +8,7 @@ namespace fulgur::cuda {
 /// and as planning a call does.
 void append(const AppendCall& call, const Run& run);
 
+/// Loads that kernel. Throws Error likewise.
+void prepare(const AppendCall& call);
+
 }  // namespace fulgur::cuda

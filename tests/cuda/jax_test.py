@@ -3,12 +3,14 @@
 import statistics
 import time
 import unittest
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fulgur.jax import attention, dot_product_attention
+import fulgur
+from fulgur.jax import append, attention, dot_product_attention
 
 
 def make(*shapes, dtype=jnp.bfloat16):
@@ -83,6 +85,59 @@ class TestJax(unittest.TestCase):
             want = attention(want, k, v) + want
         for _ in range(3):
             np.testing.assert_array_equal(np.asarray(layers(q), np.float32), np.asarray(want, np.float32))
+
+    def test_tree_mask(self):
+        """Words say what a causal mask says: all earlier tokens and itself."""
+        q, k, v = make_qkv(sq=40)
+        words = np.broadcast_to([(2 << n) - 1 for n in range(40)], (2, 40)).astype(np.int64)
+        want = dense(q, k, v, causal=True)[0]
+        self.assert_close(attention(q, k, v, tree_mask=words), want)
+        call = jax.jit(lambda words: attention(q, k, v, tree_mask=words))
+        for _ in range(3):
+            self.assert_close(call(words[..., None].view(np.uint32)), want)
+
+    def test_append(self):
+        """Beside fulgur on the CPU; a token without a place is not written."""
+        k_cache, v_cache, k, v, q = make(*[(12, 16, 2, 64)] * 2, *[(3, 2, 2, 64)] * 2, (3, 2, 8, 64))
+        angles = np.random.default_rng(1).uniform(0, 6, (48, 32))
+        options = dict(
+            page_table=np.array([[3, 9, 0], [5, 4, 7], [7, 2, 99]], np.int32), causal=True,
+            cos=np.cos(angles).astype(np.float32), sin=np.sin(angles).astype(np.float32),
+        )  # fmt: skip
+        old = np.array([15, 0, 30], np.int32)
+        want = [np.array(x) for x in (k_cache, v_cache)]
+        want.append(fulgur.append(*want, np.array(k), np.array(v), old, q=np.array(q), **options))
+        call = jax.jit(partial(append, **options))
+        for function in (partial(append, **options), call):
+            for got, x in zip(function(k_cache, v_cache, k, v, old, q=q), want, strict=True):
+                self.assert_close(got, np.asarray(x, np.float64), 1e-2)
+        got = call(k_cache, v_cache, k, v, np.array([48, 48, 48], np.int32))
+        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(k_cache, np.float32))
+
+    def test_decoding_in_place(self):
+        """Tokens one by one, in the memory of the donated caches, as one causal call on all gives."""
+        q, k, v = make_qkv(sq=24, sk=24)
+        table = np.array([[3, 8], [7, 2]], np.int32)
+
+        @partial(jax.jit, donate_argnums=0)
+        def decode(caches, lengths, rows):
+            def step(carry, rows):
+                caches, lengths = carry
+                q, k, v = (x[:, None] for x in rows)
+                caches = append(*caches, k, v, lengths, page_table=table)
+                out = attention(q, *caches, page_table=table, seqused_k=lengths + 1)
+                return (caches, lengths + 1), out[:, 0]
+
+            return jax.lax.scan(step, (caches, lengths), rows)
+
+        caches = tuple(x + 0 for x in make(*[(10, 16, 2, 64)] * 2))
+        where = [x.unsafe_buffer_pointer() for x in caches]
+        lengths, outs = np.zeros(2, np.int32), []
+        for half in (np.s_[:, :12], np.s_[:, 12:]):
+            (caches, lengths), out = decode(caches, lengths, [jnp.swapaxes(x[half], 0, 1) for x in (q, k, v)])
+            outs.append(out)
+        self.assertEqual([x.unsafe_buffer_pointer() for x in caches], where)
+        self.assert_close(jnp.swapaxes(jnp.concatenate(outs), 0, 1), dense(q, k, v, causal=True)[0])
 
     def test_host_time(self):
         """Of a compiled call, without waiting for the device; in microseconds, a median."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import inspect
+import itertools
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from jax.test_util import check_grads
 
 import fulgur
 from fulgur import _fulgur
-from fulgur.jax import attention, dot_product_attention
+from fulgur.jax import append, attention, dot_product_attention
 
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go there
 jax.config.update("jax_numpy_rank_promotion", "raise")  # as some callers set it
@@ -363,6 +364,46 @@ def test_merged_parts_are_trained_as_the_whole():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def tree_words(*shape):
+    return np.random.default_rng(4).integers(-(2**63), 2**63 - 1, shape, np.int64)
+
+
+def halves(words):
+    return jnp.asarray(words[..., None].view(np.uint32))
+
+
+@pytest.mark.parametrize("case", ["causal", "softcap", "used", "packed"])
+def test_tree_mask(case):
+    """Words of NumPy's and JAX's int64, and their halves."""
+    options = CASES[case] | dict(return_lse=True, invariant=True)
+    tensors = contract_tensors(options)
+    words = tree_words(*tensors[0].shape[:-2])
+    plain = [np.asarray(x) for x in tensors]
+    want = fulgur.attention(*plain, **options, tree_mask=words)
+    exact, _ = reference.attention(*plain, **CASES[case], tree_mask=words)
+    np.testing.assert_allclose(want[0], exact, atol=1e-5)
+    assert (np.asarray(attention(*tensors, **options)[0]) != want[0]).any()
+    compiled = jax.jit(lambda words: attention(*tensors, **options, tree_mask=words))
+    with jax.enable_x64(True):
+        of_int64 = compiled(jnp.asarray(words))
+    for got in (attention(*tensors, **options, tree_mask=words), compiled(halves(words)), of_int64):
+        for a, b in zip(got, want):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("case", ["causal", "sinks", "packed"])
+def test_vmap_of_tree_mask(case, mapped):
+    options = CASES[case]
+    q, k, v = contract_tensors(options)
+    words = tree_words(3, *q.shape[:-2]) if mapped else np.repeat(tree_words(*q.shape[:-2])[None], 3, axis=0)
+    call = lambda q, words: attention(q, k, v, **options, tree_mask=words, invariant=True)  # noqa: E731
+    qs, of_words = jnp.stack([q, 2 * q, -q]), halves(words if mapped else words[0])
+    got = jax.jit(jax.vmap(call, (0, 0 if mapped else None)))(qs, of_words)
+    for n in range(3):
+        np.testing.assert_array_equal(got[n], call(qs[n], words[n]))
+
+
 SEED, OFFSET = 2**63 + 12345, 2**40 + 3
 
 
@@ -461,7 +502,7 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
 from jax.sharding import PartitionSpec as P
-from fulgur.jax import attention, dot_product_attention
+from fulgur.jax import append, attention, dot_product_attention
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -522,6 +563,27 @@ paged = lambda q, table, used, k, v: attention(q, k, v, page_table=table, sequse
 specs = (batch, batch, batch, whole, whole)
 got = jax.shard_map(paged, mesh=mesh, in_specs=specs, out_specs=batch)(q, table, used, k_cache, v_cache)
 np.testing.assert_array_equal(got, paged(q, table, used, k_cache, v_cache))
+# A step of decoding, with each device's own sequences or heads, or pages that each changes for itself.
+def step(q, k, v, lengths, k_cache, v_cache):
+    k_cache, v_cache = append(k_cache, v_cache, k, v, lengths)
+    words = jnp.full((*q.shape[:2], 2), 5, jnp.uint32)
+    return attention(q, k_cache, v_cache, seqused_k=lengths + 3, tree_mask=words, invariant=True), k_cache, v_cache
+k_cache, v_cache = (jnp.asarray(rng.standard_normal((2, 9, 2, 8)), jnp.float32) for _ in range(2))
+q, k, v = (jnp.asarray(rng.standard_normal((2, 3, h, 8)), jnp.float32) for h in (4, 2, 2))
+lengths = jnp.array([6, 1], jnp.int32)
+want = step(q, k, v, lengths, k_cache, v_cache)
+for rows, numbers in ((batch, batch), (heads, whole)):
+    specs = (rows, rows, rows, numbers, rows, rows)
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(rows,) * 3))
+    for a, b in zip(sharded(q, k, v, lengths, k_cache, v_cache), want):
+        np.testing.assert_array_equal(a, b)
+table = jnp.array([[1], [0]], jnp.int32)
+paged = lambda k, lengths, table, cache: append(cache, cache, k, k, lengths, page_table=table)[0]
+sharded = jax.shard_map(paged, mesh=mesh, in_specs=(batch, batch, batch, whole), out_specs=batch)
+got = sharded(k, lengths, table, k_cache)
+for n in range(2):
+    one = paged(k[n : n + 1], lengths[n : n + 1], table[n : n + 1], k_cache)
+    np.testing.assert_array_equal(got[2 * n : 2 * n + 2], one)
 print("sharded")
 """
 
@@ -544,6 +606,11 @@ def test_gradients_that_there_are_not():
     loss = lambda q: (attention(q, k, v) ** 2).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match="first derivative only"):
         jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
+    tree = dict(tree_mask=np.ones((2, 19), np.int64))
+    with pytest.raises(ValueError, match="^tree_mask: given where a gradient is wanted, and tree masks have none"):
+        jax.grad(lambda q: attention(q, k, v, **tree).sum())(q)
+    through = jax.grad(lambda q: (attention(*map(jax.lax.stop_gradient, (q, k, v)), **tree) * q).sum())(q)
+    np.testing.assert_array_equal(through, attention(q, k, v, **tree))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(loss, (q,), (q,))
 
@@ -577,6 +644,12 @@ LENGTH = jnp.array([3, 3], jnp.int32)
         (dict(sinks=jnp.zeros(3)), ValueError, "sinks: got "),
         (dict(sinks=jnp.zeros(4, jnp.bfloat16)), ValueError, "sinks: got bf16"),
         (dict(cu_seqlens_q=jnp.zeros(3, jnp.int32)), ValueError, "q: got 4 dimensions"),
+        (dict(tree_mask=jnp.zeros((2, 19))), ValueError, r"tree_mask: got float32 \(2, 19\), want int64 \(batch, sq\)"),
+        (dict(tree_mask=jnp.zeros((2, 19), jnp.int32)), ValueError, r"tree_mask: got int32 \(2, 19\), want int64"),
+        (dict(tree_mask=jnp.zeros((2, 19), jnp.uint32)), ValueError, r"tree_mask: got uint32 \(2, 19\), want int64"),
+        (dict(tree_mask=np.zeros((2, 18), np.int64)), ValueError, r"tree_mask: got shape \(2, 18\), want \(2, 19\)"),
+        (dict(tree_mask=np.int64(1)), ValueError, "tree_mask: got 0 dimensions"),
+        (dict(tree_mask=np.zeros((2, 65), np.int64), q=np.zeros((2, 65, 4, 16), np.float32)), ValueError, "65.*64"),
         (dict(max_workspace=-1), ValueError, "max_workspace: got -1 bytes, want >= 0"),
         (dict(max_workspace=1.5), TypeError, "max_workspace: got 1.5, want an integer"),
         (dict(return_lse=None), TypeError, "return_lse: got None"),
@@ -763,7 +836,7 @@ def address(value):
     return POINTER(ctypes.addressof(value))
 
 
-@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward"])
+@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward", "fulgur_append"])
 @pytest.mark.parametrize("platform, stage", [("cpu", "execute"), ("CUDA", "execute"), ("CUDA", "initialize")])
 def test_handlers_say_what_they_are(call, platform, stage):
     metadata = struct(SIZE(56), struct(SIZE(24), POINTER(), INT(-1), INT(-1)), ctypes.c_uint32(77), ctypes.c_int64())
@@ -780,7 +853,7 @@ class Frame:
 
     def __init__(self, stage, operands, results, given=0):
         self.asked, self.errors = [], []
-        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, given])]
+        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, 0, given])]
         self.kept = [numbers]
         arrays = [self.keep(struct(INT(12 if x.dtype.kind == "f" else 5), SIZE(x.size), POINTER(x.ctypes.data)))
                   for x in numbers]  # fmt: skip
@@ -792,8 +865,10 @@ class Frame:
             SIZE(48), stop, ctypes.c_int64(2), self.list(INT, [1, 1]), self.list(POINTER, map(address, spans)),
             self.list(POINTER, map(address, arrays)),
         )  # fmt: skip
+        # Memory of the device, which the host does not look at, and none before the execution.
+        memory = ((n << 20) * (stage == 3) for n in itertools.count(1))
         frame = struct(SIZE(144), stop, address(self.api()), POINTER(4321), INT(stage),
-                       self.buffers(operands), self.buffers(results), attributes, stop)  # fmt: skip
+                       self.buffers(operands, memory), self.buffers(results, memory), attributes, stop)  # fmt: skip
         self.address = address(self.keep(frame))
 
     def keep(self, value):
@@ -804,12 +879,12 @@ class Frame:
         values = list(values)
         return address(self.keep((kind * len(values))(*(getattr(x, "value", x) for x in values))))
 
-    def buffers(self, shapes):
-        """Buffers of float32 whose memory is not there, as before the execution."""
+    def buffers(self, shapes, memory):
+        """Buffers of float32; vectors are of int32."""
         items = [
-            self.keep(struct(SIZE(48), POINTER(), INT(11), POINTER(), ctypes.c_int64(len(x)),
-                             self.list(ctypes.c_int64, x)))
-            for x in shapes
+            self.keep(struct(SIZE(48), POINTER(), INT(4 if len(x) == 1 else 11), POINTER(data),
+                             ctypes.c_int64(len(x)), self.list(ctypes.c_int64, x)))
+            for x, data in zip(shapes, memory)
         ]  # fmt: skip
         return struct(SIZE(40), POINTER(), ctypes.c_int64(len(items)), self.list(INT, [1] * len(items)),
                       self.list(POINTER, map(address, items)))  # fmt: skip
@@ -845,6 +920,7 @@ ROWS, LSE = (1, 5, 2, 16), (1, 2, 5)
 CALLS = {
     "fulgur_forward": ([ROWS] * 3, [ROWS, LSE]),
     "fulgur_backward": ([ROWS] * 5 + [LSE], [ROWS] * 3),
+    "fulgur_append": ([ROWS] * 4 + [(1,)], [ROWS] * 2),
 }
 
 
@@ -863,7 +939,7 @@ def test_cuda_handlers_ask_for_device_and_stream(call, stage, number):
     "operands, results, given, message",
     [
         ([ROWS], [ROWS], 0, "got 1 operands, want more"),
-        ([], [ROWS], 0, "got 0 operands, want q, k and v"),
+        ([], [ROWS], 0, "got 0 operands, want more"),
         ([ROWS] * 3, [], 0, "got 0 results, want more"),
         ([ROWS] * 4, [ROWS], 0, "got 4 operands, want 3"),
         ([ROWS] * 3, [ROWS, LSE, LSE], 0, "got 3 results, want 2"),
@@ -884,5 +960,8 @@ def test_calls_are_lowered_for_cuda():
     q, k, v = qkv(dtype="bfloat16")
     loss = jax.jit(jax.grad(lambda q: attention(q, k, v, causal=True).astype(jnp.float32).sum()))
     text = loss.trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    step = jax.jit(lambda k, v: append(k, v, k[:, :1], v[:, :1], LENGTH))
+    text += step.trace(k, v).lower(lowering_platforms=("cuda",)).as_text()
     for call in CALLS:
         assert f"@{call}(" in text
+    assert text.count("output_operand_alias<") == 2

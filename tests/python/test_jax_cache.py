@@ -3,11 +3,13 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_append import turned
 
 import fulgur
-from fulgur.jax import attention
+from fulgur.jax import append, attention
 
 PAGES, PAGE, HQ, HK, D, DV = 12, 4, 4, 2, 8, 6
 
@@ -138,3 +140,250 @@ def test_wrong_values(change, message):
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=f"^INVALID_ARGUMENT: {message}"):
         jax.block_until_ready(attention(*tensors, **where | options | change))
     attention(*tensors, **where | options)
+
+
+# Append.
+
+OLD = int32(6, 0, 3)
+GROWING = int32([3, 9, 0], [5, -1, -1], [7, 2, 99])
+APPENDS = {
+    "contiguous": dict(),
+    "rows": dict(cache_batch_idx=int32(4, 0, 2)),
+    "pages": dict(page_table=GROWING),
+    "lists": dict(page_table=int32(3, 9, 5, 7, 2), page_indptr=int32(0, 2, 3, 5)),
+    "ragged pages": dict(page_table=GROWING, cu_seqlens_k_new=ENDS),
+}
+each_append = pytest.mark.parametrize("kind", APPENDS)
+TURNS = {
+    "as they are": dict(),
+    "turned": dict(interleaved=True),
+    "turned, queries": dict(causal=True),
+    "turned, queries elsewhere": dict(rotary_seqlens=int32(11, 2, 0), window=(3, -1)),
+}
+
+
+def make_append(kind, turns="as they are", seed=0, dtype=np.float32):
+    """The arrays of a call that stand first, and its options."""
+    rng = np.random.default_rng(seed)
+    options = APPENDS[kind] | TURNS[turns]
+    ragged = "cu_seqlens_k_new" in options
+    rows = (5,) if ragged else (3, 2)
+    entries = (3 if kind == "contiguous" else PAGES, PAGE if "page_table" in options else 12)
+    shapes = [(*entries, HK, D), (*entries, HK, DV), (*rows, HK, D), (*rows, HK, DV)]
+    tensors = [rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+    if turns != "as they are":
+        theta = rng.uniform(0, 6, (20, 3))
+        options |= dict(cos=np.cos(theta).astype(np.float32), sin=np.sin(theta).astype(np.float32))
+    if "queries" in turns:
+        options["q"] = rng.standard_normal((*rows, HQ, D), np.float32).astype(dtype)
+        options |= dict(cu_seqlens_q=ENDS) if ragged else {}
+    return [*tensors, OLD], options
+
+
+def appended(tensors, options):
+    """What fulgur.append gives, as fulgur.jax.append does."""
+    k_cache, v_cache, *rows = (x.copy() for x in tensors)
+    q = fulgur.append(k_cache, v_cache, *rows, **options)
+    return (k_cache, v_cache) if q is None else (k_cache, v_cache, q)
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@each_append
+def test_append(kind, turns):
+    tensors, options = make_append(kind, turns)
+    want, before = appended(tensors, options), [x.copy() for x in tensors]
+    assert_equal(append(*tensors, **options), want)
+    compiled = jax.jit(lambda tensors, q: append(*tensors, **options | dict(q=q)))
+    assert_equal(compiled(tensors, options.get("q")), want)
+    assert_equal(tensors, before)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_append_of_other_dtypes(dtype):
+    tensors, options = make_append("pages", "turned, queries", dtype=dtype)
+    assert_equal(append(*tensors, **options), appended(tensors, options))
+
+
+def test_append_of_float64():
+    with jax.enable_x64(True):
+        tensors, options = make_append("rows", "turned", dtype=np.float64)
+        assert_equal(append(*tensors, **options), appended(tensors, options))
+
+
+def test_lists_of_numbers():
+    (*caches, k, v, old), where = make_append("pages")
+    lists = dict(page_table=GROWING.tolist())
+    assert_equal(append(*caches, k, v, old.tolist(), **lists), appended([*caches, k, v, old], where))
+    q = np.ones((3, 1, HQ, D), np.float32)
+    got = attention(q, *caches, seqused_k=old.tolist(), **lists)
+    assert_equal(got, fulgur.attention(q, *caches, seqused_k=old, **where))
+
+
+def test_packed_queries_behind_the_last_sequence_stay():
+    tensors, options = make_append("ragged pages", "turned, queries")
+    q = np.concatenate([options["q"], np.full((2, HQ, D), 7, np.float32)])
+    *_, got = append(*tensors, **options | dict(q=q))
+    assert_equal(got, [*appended(tensors, options)[2], *q[5:]])
+
+
+def addresses(arrays):
+    return [x.unsafe_buffer_pointer() for x in arrays]
+
+
+def test_donated_caches_are_written_in_place():
+    tensors, options = make_append("pages", "turned, queries")
+    want = appended(tensors, options)
+    *rows, q = tensors[2:], options.pop("q")
+    step = jax.jit(lambda k, v, q, rows: append(k, v, *rows, q=q, **options), donate_argnums=(0, 1, 2))
+    written = [jnp.array(x, copy=True) for x in (*tensors[:2], q)]
+    where = addresses(written)
+    got = step(*written, *rows)
+    assert addresses(got) == where and all(x.is_deleted() for x in written)
+    assert_equal(got, want)
+
+
+def test_caches_that_are_used_later_are_copied():
+    tensors, options = make_append("pages")
+
+    def both(k_cache, v_cache, *rows):
+        return append(k_cache, v_cache, *rows, **options), k_cache + 0, v_cache + 0
+
+    written = [jnp.array(x, copy=True) for x in tensors[:2]]
+    got, *old = jax.jit(both, donate_argnums=(0, 1))(*written, *tensors[2:])
+    assert_equal(got, appended(tensors, options))
+    assert_equal(old, tensors[:2])
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_one_array_in_all_places(donated):
+    x = np.random.default_rng(0).standard_normal((1, 3, 2, 8), np.float32)
+    options = dict(cos=np.full((3, 2), 0.6, np.float32), sin=np.full((3, 2), 0.8, np.float32), causal=True)
+    call = jax.jit(lambda x: append(x, x, x, x, int32(0), q=x, **options), donate_argnums=donated)
+    assert_equal(call(jnp.array(x, copy=True)), appended([x, x, x, x, int32(0)], options | dict(q=x)))
+
+
+def test_decoding_under_scan():
+    """Tokens one by one, in place, as one causal call on all of them gives."""
+    tokens, batch = 7, 2
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((batch, tokens, h, d), np.float32) for h, d in ((HQ, D), (HK, D), (HK, DV)))
+    theta = rng.uniform(0, 6, (tokens, D // 2))
+    cos, sin = (f(theta).astype(np.float32) for f in (np.cos, np.sin))
+    table = int32([3, 8], [7, 2])
+
+    @partial(jax.jit, donate_argnums=0)
+    def decode(caches, q, k, v):
+        def step(carry, rows):
+            caches, lengths = carry
+            q, k, v = (x[:, None] for x in rows)
+            *caches, q = append(*caches, k, v, lengths, page_table=table, cos=cos, sin=sin, q=q, causal=True)
+            lengths += 1
+            return (caches, lengths), attention(q, *caches, page_table=table, seqused_k=lengths, causal=True)
+
+        rows = [jnp.swapaxes(x, 0, 1) for x in (q, k, v)]
+        (caches, lengths), outs = jax.lax.scan(step, (caches, jnp.zeros(batch, jnp.int32)), rows)
+        return caches, lengths, jnp.swapaxes(outs[:, :, 0], 0, 1)
+
+    caches = [jnp.full((PAGES, PAGE, HK, d), jnp.nan) for d in (D, DV)]
+    where = addresses(caches)
+    text = decode.lower(caches, q, k, v).compile().as_text()
+    assert "fulgur_append" in text and f" f32[{PAGES},{PAGE},{HK},{D}]{{3,2,1,0}} copy(" not in text
+    caches, lengths, out = decode(caches, q, k, v)
+    assert addresses(caches) == where
+    assert_equal(lengths, [tokens] * batch)
+    np.testing.assert_array_equal(np.asarray(caches[1])[table].reshape(batch, -1, HK, DV)[:, :tokens], v)
+    q, k = (np.stack([turned(x, cos, sin, False) for x in rows]) for rows in (q, k))
+    scores = np.einsum("bihd,bjhd->bhij", q, np.repeat(k, HQ // HK, 2)) / D**0.5
+    P = np.exp(np.where(np.tri(tokens, dtype=bool), scores, -np.inf))
+    want = np.einsum("bhij,bjhd->bihd", P / P.sum(-1, keepdims=True), np.repeat(v, HQ // HK, 2))
+    np.testing.assert_allclose(out, want, atol=1e-5)
+
+
+def test_shapes_that_change_are_traced_again():
+    step = jax.jit(lambda caches, rows, old: append(*caches, *rows, old))
+    for batch, new in ((3, 2), (3, 1), (1, 4), (2, 0), (3, 2)):
+        tensors, _ = make_append("contiguous")
+        tensors = [x[:batch] for x in tensors]
+        tensors[2:4] = (np.resize(x, (batch, new, *x.shape[2:])) for x in tensors[2:4])
+        assert_equal(step(tensors[:2], tensors[2:4], tensors[4]), appended(tensors, {}))
+
+
+@pytest.mark.parametrize("turns", ["as they are", "turned, queries"])
+@pytest.mark.parametrize("mapped", ["rows", "all"])
+@each_append
+def test_vmap_of_append(kind, mapped, turns):
+    calls = [make_append(kind, turns, seed) for seed in (0, 1)]
+    if mapped == "rows":  # new ones, into copies of one cache
+        (*caches, k, v, _), options = calls[0]
+        k2, v2 = calls[1][0][2:4]
+        calls[1] = [*caches, k2, v2, OLD], options
+        got = jax.vmap(lambda k, v: append(*caches, k, v, OLD, **options))(np.stack([k, k2]), np.stack([v, v2]))
+    else:
+        fixed = ("causal", "interleaved", "window")
+        known = {name: x for name, x in calls[0][1].items() if name in fixed}
+        arrays = [(tensors, {n: x for n, x in options.items() if n not in fixed}) for tensors, options in calls]
+        stacked = jax.tree.map(lambda *x: np.stack(x), *arrays)
+        got = jax.vmap(lambda tensors, options: append(*tensors, **options, **known))(*stacked)
+    for n, (tensors, options) in enumerate(calls):
+        assert_equal([x[n] for x in got], appended(tensors, options))
+
+
+def test_there_is_no_gradient_of_append():
+    (*caches, k, v, old), options = make_append("pages")
+    function = lambda k: append(*caches, k, v, old, **options)[0]  # noqa: E731
+    for call in (function, jax.jit(function)):
+        with pytest.raises(ValueError, match="^append: called where a gradient is wanted"):
+            jax.grad(lambda k: call(k).sum())(k)
+    stopped = jax.grad(lambda k: (k * function(jax.lax.stop_gradient(k)).sum()).sum())(k)
+    np.testing.assert_allclose(stopped, function(k).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(k_cache=None), ValueError, "k_cache: not given"),
+        (dict(k_new=None), ValueError, "k_new: not given"),
+        (dict(v_cache=np.zeros((PAGES, PAGE, HK, DV), np.float16)), ValueError, "v_cache: got f16, want f32"),
+        (dict(k_cache=np.zeros((PAGES, PAGE, HK, D), np.int32)), ValueError, "k_cache: got i32, want f32"),
+        (dict(k_new=np.zeros((3, 2, HK, D + 1), np.float32)), ValueError, "k_new: got shape"),
+        (dict(v_new=np.zeros((3, 2, HK, DV), np.int8)), ValueError, "v_new: got int8, want float32"),
+        (dict(cache_seqlens=None), ValueError, "cache_seqlens: got no tensor"),
+        (dict(cache_seqlens=np.zeros(3, np.float32)), ValueError, "cache_seqlens: got f32, want i32"),
+        (dict(page_table=GROWING[:2]), ValueError, r"page_table: got shape \(2, 3\), want \(3, 3\)"),
+        (dict(page_indptr=int32(0, 3, 3, 5)), ValueError, "page_table: got 2 dimensions"),
+        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given beside page_table"),
+        (dict(cu_seqlens_k_new=ENDS), ValueError, "k_new: got 4 dimensions"),
+        (dict(sin=None), ValueError, "sin: not given"),
+        (dict(cos=None, sin=None), ValueError, "q: given without cos and sin"),
+        (dict(cos=np.zeros((20, 9), np.float32), sin=np.zeros((20, 9), np.float32)), ValueError, "cos: got 9 columns"),
+        (dict(q=np.zeros((3, 2, HQ, D + 2), np.float32)), ValueError, "q: got shape"),
+        (dict(q=None, cu_seqlens_q=ENDS), ValueError, "cu_seqlens_q: given without q"),
+        (dict(rotary_seqlens=OLD[:2]), ValueError, "rotary_seqlens: got shape"),
+        (dict(interleaved=1), TypeError, "interleaved: got 1, want True or False"),
+        (dict(window=3), TypeError, "window: got 3"),
+        (dict(chunk=-1), ValueError, "chunk: got -1"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_append(change, error, message):
+    tensors, options = make_append("pages", "turned, queries")
+    call = dict(zip(("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens"), tensors)) | options | change
+    fixed = {name: call.pop(name) for name in ("causal", "interleaved", "window", "chunk") if name in call}
+    for function in (append, jax.jit(lambda **arrays: append(**arrays, **fixed))):
+        with pytest.raises(error, match=f"^{message}"):
+            function(**call, **(fixed if function is append else {}))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(page_table=TABLE), "page_table: got -1 as page 0 of sequence 1, want one of the 12 pages"),
+        (dict(cache_seqlens=int32(6, 0, 11)), "cache_seqlens: got 11 at 2, with 2 new rows 13, want at most the 12"),
+        (dict(cache_seqlens=int32(-1, 0, 3)), "cache_seqlens: got -1 at 0"),
+        (dict(rotary_seqlens=int32(19, 0, 0)), "cos: got 20 positions, want 21"),
+    ],
+)
+def test_wrong_values_of_append(change, message):
+    tensors, options = make_append("pages", "turned")
+    options |= dict(cache_seqlens=tensors.pop()) | change
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=f"^INVALID_ARGUMENT: {message}"):
+        jax.block_until_ready(append(*tensors, **options))
