@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "fulgur/error.h"
+#include "prefix_parts.h"
 #include "shared_prefix.h"
 #include "tiles.h"
 

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <span>
 #include <utility>
 
 #include "kernels/shared_prefix_params.h"
 #include "key_rows.h"
 #include "merge_call.h"
+#include "prefix_parts.h"
 #include "sequences.h"
 
 namespace fulgur {
@@ -19,93 +19,13 @@ namespace {
 using Params = kernels::SharedPrefixParams;
 
 constexpr int64_t kAlignment = 256;  // of what lies in the workspace
-/// Of sequences with more rows of a kv head products bind, not reading, and on GPUs the kernel that
-/// computes them best cannot begin behind a prefix.
-constexpr int64_t kMostRows = 128;
-constexpr int64_t kMostNumber = std::numeric_limits<int>::max();
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-bool packs(const Problem& p) {
-  return p.packed || p.sq == 1 || p.batch == 1 || p.q.batch == p.sq * p.q.row;
-}
-
-/// Of the table, from the first to the last.
-int64_t ids_of(const Problem& p) {
-  const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
-  return table ? (p.batch - 1) * p.cache.table_stride + p.cache.ids : p.cache.ids;
-}
-
 int64_t key_bytes(const Problem& p) { return p.hk * (p.d + p.dv) * size_of(p.dtype); }
 
-/// Results of a part in the workspace: rows of all sequences one after the other, those of a head
-/// at multiples of 16 bytes.
-Layout part_out(const Problem& p) {
-  const int64_t head = (p.dv + 7) / 8 * 8;
-  return {0, p.hq * head, head, true};
-}
 int64_t part_out_bytes(const Problem& p) { return p.total_q * part_out(p).row * size_of(p.dtype); }
 int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
-Layout part_lse(const Problem& p) { return {p.packed ? 0 : p.sq, 1, p.total_q, true}; }
-
-/// The rows of each group over its prefix.
-Problem prefix_problem(Problem p) {
-  const bool alone = !p.packed && p.sq == 1;
-  p.q = {0, alone ? p.q.batch : p.q.row, p.q.head, p.q.aligned};
-  p.out = part_out(p);
-  p.lse = part_lse(p);
-  p.lse.batch = 0;
-  p.want_lse = true;
-  // Rows of a table are lists that begin at the table's stride.
-  p.cache.ids = ids_of(p);
-  p.cache.pages = Problem::Cache::Pages::kLists;
-  p.cache.table_stride = 0;
-  p.batch = std::exchange(p.prefix_groups, 0);
-  p.of_groups = true;
-  p.packed = true;
-  p.sq = p.total_q;
-  p.mask = full();
-  p.has_sinks = p.has_tree = false;
-  p.host = {};
-  p.max_workspace = 0;
-  return p;
-}
-
-/// Each sequence over the keys behind its group's prefix.
-Problem rest_problem(Problem p) {
-  if (!p.want_lse) p.lse = part_lse(p);
-  p.want_lse = true;
-  p.prefix_groups = 0;
-  p.cache.leftpad = true;
-  p.host = {};
-  p.max_workspace = 0;
-  return p;
-}
-
-/// Why a call is not divided, whoever computes it.
-std::string undivided(const Problem& p) {
-  if (p.total_q == 0) return "there are no queries";
-  if (p.invariant) return "`invariant`: the bits of a sequence would depend on its group";
-  if (p.mask.left >= 0 || p.mask.chunk > 0) return "the mask hides keys of a prefix";
-  if (p.has_alibi()) return "ALiBi biases by the distance of a key, which a part does not know";
-  if (p.dropout_p > 0) return "dropout draws for each sequence";
-  if (p.cache.leftpad) return "leftpad_k has sequences begin at other keys";
-  if (p.seqused_q) return "seqused_q leaves gaps between the rows of q";
-  if (!packs(p)) return "the sequences of q do not lie one after the other";
-  const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
-  if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {
-    return "the rows of page_table do not lie one after the other";
-  }
-  if (std::max({p.total_q, ids_of(p), p.sk, p.batch, p.prefix_groups}) >= kMostNumber) {
-    return "rows, keys or ids are too many for int32";
-  }
-  if (const int64_t rows = p.sq * p.group(); rows > kMostRows) {
-    return fmt::format("{} rows of a kv head in a sequence, and reading keys binds up to {}", rows,
-                       kMostRows);
-  }
-  return {};
-}
-
 /// Bytes of K and V that a call reads less at most: all sequences are one group.
 int64_t most_saved(const Problem& p) { return (p.batch - 1) * p.sk * key_bytes(p); }
 
@@ -120,8 +40,8 @@ class SharedPrefixes final : public Executable {
                  int threads)
       : p_(p),
         steps_(std::move(steps)),
-        prefix_(engine.plan(prefix_problem(p), threads)),
-        rest_(engine.plan(rest_problem(p), threads)),
+        prefix_(engine.plan(prefix_part(p), threads)),
+        rest_(engine.plan(rest_part(p), threads)),
         part_need_{std::max(prefix_->workspace().bytes, rest_->workspace().bytes),
                    std::max(prefix_->workspace().alignment, rest_->workspace().alignment),
                    std::max(prefix_->workspace().zeroed_bytes, rest_->workspace().zeroed_bytes)} {
@@ -258,12 +178,6 @@ class SharedPrefixes final : public Executable {
 
 }  // namespace
 
-Problem without_prefixes(Problem p) {
-  p.prefix_groups = 0;
-  p.host.prefix_groups = p.host.prefix_lens = false;
-  return p;
-}
-
 void check_prefixes(const Problem& p, const ForwardArgs& args) {
   if (p.prefix_groups == 0) return;
   const auto* lens = static_cast<const int32_t*>(args.prefix_lens.data);
@@ -305,7 +219,7 @@ std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& p, const E
         fmt::format("at most {} bytes of K and V are read less, {} would be worth it", most, least);
     return nullptr;
   }
-  for (const Problem& part : {prefix_problem(p), rest_problem(p)}) {
+  for (const Problem& part : {prefix_part(p), rest_part(p)}) {
     why = engine.rejects(part);
     if (!why.empty()) return nullptr;
   }

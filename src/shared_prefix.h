@@ -15,9 +15,6 @@ namespace fulgur {
 /// Error(kInvalidArgument).
 void check_prefixes(const Problem& problem, const ForwardArgs& args);
 
-/// The problem of a call without its prefixes, whose results are the same.
-Problem without_prefixes(Problem problem);
-
 /// Plans a call that reads shared prefixes once (Hydragen, arXiv 2402.05099): attention of
 /// all rows of a group over its prefix, of each sequence over the keys behind, and their merge.
 /// Null where that cannot be or does not pay; `why_not` then says so.

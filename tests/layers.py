@@ -19,7 +19,7 @@ GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
     ("basics", r"src/(tensor|check|convert|parallel|rotary)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
-    ("problem", r"src/(problem|append_(call|lengths)|cache|merge_call|sequences|key_rows|padding|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
+    ("problem", r"src/(problem|append_(call|lengths)|cache|merge_call|sequences|key_rows|padding|prefix_parts|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
     ("plan", r"src/((plan(_cache)?|shared_prefix)\.(h|cpp)|engine\.cpp)"),

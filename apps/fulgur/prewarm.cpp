@@ -12,33 +12,43 @@ struct PrewarmRequest {
   std::vector<int64_t> dims = {64, 128};
   int64_t dv = -1;
   std::vector<std::string> dtypes = {"bf16", "f16"};
-  bool backward = false, dlse = false, packed = false, alibi = false;
-  bool seqused_q = false, seqused_k = false;
+  int64_t hq = 1, hk = 1, page = 0;
+  bool backward = false, dlse = false, packed = false, alibi = false, sinks = false;
+  bool seqused_q = false, seqused_k = false, tree_mask = false;
+  bool page_indptr = false, cache_batch_idx = false, leftpad_k = false, prefix_groups = false;
   OptionFlags flags;
+
+  bool cache() const { return page > 0 || cache_batch_idx || leftpad_k; }
 };
 
 /// A call like those to come, without data; any lengths and batch will do.
 cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Options options) {
-  constexpr int64_t kLength = 1024, kHeads = 1;  // none of them is part of a kernel
-  constexpr Device kDevice{DeviceType::kCuda, 0};
+  const int64_t sq = 1, sk = 1024;  // none of them is part of a kernel
   const int64_t dv = r.dv < 0 ? d : r.dv;
-  const auto rows = [&](int64_t heads, int64_t dim) {
-    if (r.packed) return Tensor::contiguous(nullptr, dtype, {kLength, heads, dim}, kDevice);
-    return Tensor::contiguous(nullptr, dtype, {1, kLength, heads, dim}, kDevice);
+  const auto tensor = [](DType type, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, type, shape, {DeviceType::kCuda, 0});
   };
-  const auto vector = [&](DType type, int64_t size) {
-    return Tensor::contiguous(nullptr, type, {size}, kDevice);
+  const auto queries = [&](int64_t dim) {
+    return r.packed ? tensor(dtype, {sq, r.hq, dim}) : tensor(dtype, {1, sq, r.hq, dim});
   };
-  const Tensor q = rows(kHeads, d), k = rows(1, d), v = rows(1, dv), out = rows(kHeads, dv);
-  const Tensor lse = r.packed
-                         ? Tensor::contiguous(nullptr, DType::kF32, {kHeads, kLength}, kDevice)
-                         : Tensor::contiguous(nullptr, DType::kF32, {1, kHeads, kLength}, kDevice);
-  if (r.packed) options.max_seqlen_q = options.max_seqlen_k = kLength;
+  const auto keys = [&](int64_t dim) {
+    if (r.page > 0) return tensor(dtype, {1, r.page, r.hk, dim});
+    if (r.packed && !r.cache()) return tensor(dtype, {sk, r.hk, dim});
+    return tensor(dtype, {1, sk, r.hk, dim});
+  };
+  const Tensor q = queries(d), k = keys(d), v = keys(dv), out = queries(dv);
+  const Tensor lse =
+      r.packed ? tensor(DType::kF32, {r.hq, sq}) : tensor(DType::kF32, {1, r.hq, sq});
+  const Tensor one = tensor(DType::kI32, {1}), two = tensor(DType::kI32, {2});
+  if (r.packed) options.max_seqlen_q = sq;
+  if (r.packed && !r.cache()) options.max_seqlen_k = sk;
   const auto set_extras = [&](auto& args) {
-    if (r.packed) args.cu_seqlens_q = args.cu_seqlens_k = vector(DType::kI32, 2);
-    if (r.seqused_q) args.seqused_q = vector(DType::kI32, 1);
-    if (r.seqused_k) args.seqused_k = vector(DType::kI32, 1);
-    if (r.alibi) args.alibi_slopes = vector(DType::kF32, kHeads);
+    if (r.packed) args.cu_seqlens_q = two;
+    if (r.packed && !r.cache()) args.cu_seqlens_k = two;
+    if (r.seqused_q) args.seqused_q = one;
+    if (r.seqused_k || r.page > 0) args.seqused_k = one;
+    if (r.alibi) args.alibi_slopes = tensor(DType::kF32, {r.hq});
+    if (r.sinks) args.sinks = tensor(DType::kF32, {r.hq});
   };
   if (r.backward) {
     BackwardArgs args{out, q, k, v, out, lse, q, k, v};
@@ -48,6 +58,13 @@ cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Opt
   }
   ForwardArgs args{q, k, v, out};
   set_extras(args);
+  if (r.page > 0) args.page_table = r.page_indptr ? one : tensor(DType::kI32, {1, 1});
+  if (r.page_indptr) args.page_indptr = two;
+  if (r.cache_batch_idx) args.cache_batch_idx = one;
+  if (r.leftpad_k) args.leftpad_k = one;
+  if (r.tree_mask) args.tree_mask = tensor(DType::kI64, {1, sq});
+  if (r.prefix_groups) args.prefix_groups = two;
+  if (r.prefix_groups) args.prefix_lens = one;
   cuda::Prewarmed sum;
   for (const Tensor& wanted : {Tensor(), lse}) {
     args.lse = wanted;
@@ -90,17 +107,39 @@ void add_prewarm(CLI::App& app) {
   command->add_option("--dtype", r->dtypes, "Default bf16 f16")
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->type_name("T");
+  const auto add_heads = [&](const char* name, int64_t& heads, const char* help) {
+    command->add_option(name, heads, help)->type_name("N")->check(CLI::PositiveNumber);
+  };
+  add_heads("--hq", r->hq, "Heads of q; default 1. Decoding has kernels for each hq / hk");
+  add_heads("--hk", r->hk, "Heads of k and v; default 1");
   auto* backward = command->add_flag("--backward", r->backward, "The kernels of the gradient");
   command->add_flag("--dlse", r->dlse, "The gradient of LSE is given")->needs(backward);
-  command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens)");
+  command->add_flag("--packed", r->packed,
+                    "Packed sequences (cu_seqlens); beside a cache those of q alone");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
+  command->add_flag("--sinks", r->sinks, "Attention sinks");
   command->add_flag("--seqused-q", r->seqused_q, "Lengths of the queries in use");
-  command->add_flag("--seqused-k", r->seqused_k, "Lengths of the keys in use");
+  command->add_flag("--seqused-k", r->seqused_k, "Lengths of the keys in use; those of pages are");
+  auto* page = command->add_option("--page", r->page, "Keys in pages of so many; default: none")
+                   ->type_name("N")
+                   ->check(CLI::PositiveNumber)
+                   ->excludes(backward);
+  const auto add_cache = [&](const char* name, bool& is_there, const char* help) {
+    return command->add_flag(name, is_there, help)->excludes(backward);
+  };
+  add_cache("--page-indptr", r->page_indptr, "Lists of pages in place of a table")->needs(page);
+  add_cache("--cache-batch-idx", r->cache_batch_idx, "Sequences are rows of k and v by number")
+      ->excludes(page);
+  add_cache("--leftpad-k", r->leftpad_k, "First keys that do not exist");
+  add_cache("--tree-mask", r->tree_mask, "A mask of drafted tokens");
+  add_cache("--prefix-groups", r->prefix_groups, "Groups of sequences that share first pages")
+      ->needs(page);
   r->flags.add_to(*command);
   command->footer(
       "Kernels serve every length and batch, with and without LSE.\nExamples:\n"
       "  fulgur prewarm --d 128 --dtype bf16 --causal\n"
       "  fulgur prewarm --d 128 --dtype bf16 --causal --backward\n"
+      "  fulgur prewarm --d 128 --dtype bf16 --causal --hq 32 --hk 8 --packed --page 16\n"
       "  fulgur prewarm --folder /opt/fulgur --d 64 128 256");
   command->callback([r] { prewarm(*r); });
 }

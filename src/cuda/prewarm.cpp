@@ -9,12 +9,36 @@
 #include "cuda/reachable.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
+#include "prefix_parts.h"
 #include "problem.h"
 
 namespace fulgur::cuda {
 namespace {
 
-Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
+/// Tensors of one row, or of one sequence, do not say how far the next one lies: as far as in
+/// contiguous ones.
+Problem with_strides(Problem p) {
+  const auto give = [](Layout& l, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
+    if (rows == 1) l.row = heads > 1 ? heads * l.head : dim;
+    if (batch == 1) l.batch = l.row;  // times any number of rows
+  };
+  const auto give_q = [&](Layout& l, int64_t dim) {
+    give(l, p.packed ? 0 : p.batch, p.packed ? p.total_q : p.sq, p.hq, dim);
+  };
+  const auto give_k = [&](Layout& l, int64_t dim) {
+    const bool elsewhere = p.cache.paged() || p.cache.batch_idx;
+    const int64_t rows = p.cache.paged() ? p.cache.page : p.packed_k ? p.total_k : p.sk;
+    give(l, p.packed_k ? 0 : elsewhere ? p.cache.entries : p.batch, rows, p.hk, dim);
+  };
+  for (Layout* l : {&p.q, &p.dq}) give_q(*l, p.d);
+  for (Layout* l : {&p.out, &p.dout}) give_q(*l, p.dv);
+  for (Layout* l : {&p.k, &p.dk}) give_k(*l, p.d);
+  for (Layout* l : {&p.v, &p.dv_grad}) give_k(*l, p.dv);
+  return p;
+}
+
+Prewarmed prewarm_like(const Problem& given, const std::string& folder) {
+  const Problem problem = with_strides(given);
   if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
@@ -39,12 +63,19 @@ Prewarmed prewarm_like(const Problem& problem, const std::string& folder) {
   };
   // Every tile, not the best alone: which one that is changes with lengths in between, and where
   // the compiler finds a defect. An invariant call has the first whatever else is.
-  for_reachable(problem, [&](const Candidates& candidates) {
-    for (const auto& candidate : candidates) {
-      for (const KernelUse& use : candidate->kernels()) add(use.request);
-      if (problem.invariant) break;
-    }
-  });
+  std::vector<Problem> problems = {without_prefixes(problem)};
+  if (problem.prefix_groups > 0 && undivided(problem).empty()) {
+    problems.insert(problems.end(), {prefix_part(problem), rest_part(problem)});
+    add(use_of(CallKernel::kDivide).request);
+  }
+  for (const Problem& p : problems) {
+    for_reachable(p, [&](const Candidates& candidates) {
+      for (const auto& candidate : candidates) {
+        for (const KernelUse& use : candidate->kernels()) add(use.request);
+        if (p.invariant) break;
+      }
+    });
+  }
   const bool forward = problem.pass == Pass::kForward;
   if (forward) {
     add(use_of(append_kernel(problem.dtype)).request);

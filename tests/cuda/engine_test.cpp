@@ -1387,7 +1387,8 @@ class Prewarmed : public OnFakeGpu {
 TEST_F(Prewarmed, ForwardPlansCompileNothing) {
   std::mt19937_64 random(1);
   for (const Mask& mask : {causal(), window(100, 20)}) {
-    const ForwardShape shape{.sq = 512, .sk = 512, .d = 72, .mask = mask};
+    // Made for a call of one row, whose strides say nothing of calls with more.
+    const ForwardShape shape{.batch = 1, .sq = 1, .sk = 1, .d = 72, .mask = mask};
     const ForwardCall call = forward_call(shape);
     const cuda::Prewarmed first = cuda::prewarm(call.args, call.options);
     EXPECT_GT(first.compiled + first.present, 0);
@@ -1404,6 +1405,47 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
       EXPECT_FALSE(state_->launches.empty());
       ASSERT_EQ(kernels(), before) << other.batch << " x " << other.sq << " x " << other.sk;
     }
+  }
+}
+
+/// A causal call over pages of 16 keys, and with prefixes of one group of all sequences.
+ForwardCall call_over_pages(int64_t batch, int64_t sq, int64_t sk, bool prefixes) {
+  ForwardCall call = forward_call(
+      {.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8, .mask = causal(), .seqused = true});
+  ForwardArgs& args = call.args;
+  const auto tensor = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, dtype, shape, {DeviceType::kCuda, 0});
+  };
+  const int64_t pages = (sk + 15) / 16;
+  args.k = args.v = tensor(DType::kBF16, {batch * pages, 16, 8, 128});
+  args.page_table = tensor(DType::kI32, {batch, pages});
+  if (prefixes) args.prefix_groups = tensor(DType::kI32, {2});
+  if (prefixes) args.prefix_lens = tensor(DType::kI32, {1});
+  return call;
+}
+
+// Grouped heads, and the parts of calls that share prefixes, too.
+TEST_F(Prewarmed, CallsOverPagesCompileNothing) {
+  for (const bool prefixes : {false, true}) {
+    const ForwardCall call = call_over_pages(1, 1, 512, prefixes);
+    EXPECT_GT(cuda::prewarm(call.args, call.options).compiled, 0);
+    const auto before = kernels();
+    std::set<size_t> launches;
+    for (const int64_t batch : {1, 3, 64, 200}) {
+      for (const auto& [sq, sk] :
+           {std::pair{1, 16}, {1, 9000}, {4, 9000}, {16, 4000}, {700, 700}}) {
+        const ForwardCall later = call_over_pages(batch, sq, sk, prefixes);
+        ForwardArgs args = placed(later.args, kBase);
+        for (ConstTensor* t : {&args.page_table, &args.prefix_groups, &args.prefix_lens}) {
+          if (t->given()) t->data = args.k.data;
+        }
+        state_->launches.clear();
+        fulgur::forward(args, later.options);
+        launches.insert(state_->launches.size());
+        EXPECT_EQ(kernels(), before) << batch << " x " << sq << " x " << sk << prefixes;
+      }
+    }
+    EXPECT_EQ(*launches.rbegin() > 3, prefixes);  // divided, two passes, merged
   }
 }
 
@@ -1440,7 +1482,7 @@ TEST_F(Prewarmed, SlopesAndSinksOfTheHostCompileNothing) {
 // and then what it hides is repaired.
 TEST_F(Prewarmed, BackwardPlansCompileNothing) {
   for (const bool deterministic : {false, true}) {
-    const ForwardShape shape{.sq = 512, .sk = 512, .d = 12, .mask = window(-1, 30)};
+    const ForwardShape shape{.batch = 1, .sq = 1, .sk = 1, .d = 12, .mask = window(-1, 30)};
     const BackwardCall call = backward_call(shape, {.deterministic = deterministic});
     const cuda::Prewarmed first = cuda::prewarm(call.args, call.options);
     EXPECT_GT(first.compiled + first.present, 4);

@@ -629,6 +629,10 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
         (["tune", "--svg", "x.svg"], ["--svg"]),
         (["prewarm", "--dlse"], ["--dlse", "--backward"]),
+        (["prewarm", "--page-indptr"], ["--page-indptr", "--page"]),
+        (["prewarm", "--page", "16", "--cache-batch-idx"], ["--page", "--cache-batch-idx"]),
+        (["prewarm", "--backward", "--tree-mask"], ["--backward", "--tree-mask"]),
+        (["prewarm", "--hq", "0"], ["--hq", "0"]),
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
@@ -794,6 +798,29 @@ def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
     assert again == f"0 kernels compiled, {done[1]} were there"
     assert not succeeds(*command, "--dlse", env=on_gpu).splitlines()[-1].startswith("0 kernels compiled")
     assert not succeeds(*command, "--dropout", "0.5", env=on_gpu).splitlines()[-1].startswith("0 kernels compiled")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--page", "16", "--packed", "--page-indptr"],
+        ["--page", "3", "--leftpad-k", "--sinks"],
+        ["--page", "16", "--prefix-groups"],
+        ["--cache-batch-idx", "--seqused-k"],
+        ["--tree-mask"],
+    ],
+    ids=" ".join,
+)
+def test_prewarm_of_caches(on_gpu, tmp_path, flags):
+    heads = ["--hq", "8", "--hk", "2"]
+    command = ["prewarm", "--d", "64", "--dtype", "bf16", "--causal", "--folder", str(tmp_path / "there")]
+    counts = []
+    for more in (heads, heads + flags, heads + flags):
+        last = succeeds(*command, *more, env=on_gpu).splitlines()[-1]
+        counts.append([int(n) for n in re.fullmatch(r"(\d+) kernels compiled, (\d+) were there", last).groups()])
+    (_, none), (compiled, there), (again, all_of_them) = counts
+    assert compiled > 0 and again == 0 and all_of_them == compiled + there
+    fails(*command, "--hq", "3", "--hk", "2", *flags, says=["q: got 3 heads", "2 heads of k"], env=on_gpu)
 
 
 @pytest.mark.parametrize(
