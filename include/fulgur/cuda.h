@@ -32,9 +32,9 @@ struct Prewarmed {
 /// on an H100 or H200, tuned tiles apart (tune() compiles them). Fills `folder` (empty: the default
 /// cache, see FULGUR_CACHE_DIR). Needs NVRTC but no GPU; the tensors need no data, and their device
 /// is taken to be such a card. With the kernels of a forward pass come those of merge() and of
-/// append() for its dtype, and of the parts where it has shared prefixes. Throws Error:
-/// kUnsupported where the kernels do not compute the call, kUnavailable without NVRTC and where the
-/// folder cannot be used.
+/// append() for its dtype, and of the parts where it has shared prefixes. Options::threads of them
+/// are compiled at a time. Throws Error: kUnsupported where the kernels do not compute the call,
+/// kUnavailable without NVRTC and where the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
                              const std::string& folder = {});
 FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,

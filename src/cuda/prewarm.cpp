@@ -1,5 +1,6 @@
-#include <set>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/architectures.h"
@@ -9,6 +10,7 @@
 #include "cuda/reachable.h"
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
+#include "parallel.h"
 #include "prefix_parts.h"
 #include "problem.h"
 
@@ -37,7 +39,39 @@ Problem with_strides(Problem p) {
   return p;
 }
 
-Prewarmed prewarm_like(const Problem& given, const std::string& folder) {
+/// What calls like `problem` can need, by their keys.
+std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
+  std::map<std::string, KernelRequest> requests;
+  const auto add = [&](const KernelUse& use) {
+    requests.emplace(cache_key(use.request), use.request);
+  };
+  std::vector<Problem> problems = {without_prefixes(problem)};
+  if (problem.prefix_groups > 0 && undivided(problem).empty()) {
+    problems.insert(problems.end(), {prefix_part(problem), rest_part(problem)});
+    add(use_of(CallKernel::kDivide));
+  }
+  // Every tile, not the best alone: which one that is changes with lengths in between, and where
+  // the compiler finds a defect. An invariant call has the first whatever else is.
+  for (const Problem& p : problems) {
+    for_reachable(p, [&](const Candidates& candidates) {
+      for (const auto& candidate : candidates) {
+        for (const KernelUse& use : candidate->kernels()) add(use);
+        if (p.invariant) break;
+      }
+    });
+  }
+  const bool forward = problem.pass == Pass::kForward;
+  if (forward) {
+    add(use_of(append_kernel(problem.dtype)));
+    add(use_of(CallKernel::kMerge));
+  }
+  if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks) {
+    add(use_of(CallKernel::kStore));
+  }
+  return requests;
+}
+
+Prewarmed prewarm_like(const Problem& given, const std::string& folder, int threads) {
   const Problem problem = with_strides(given);
   if (const std::string why = no_family_computes(problem); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
@@ -46,53 +80,29 @@ Prewarmed prewarm_like(const Problem& given, const std::string& folder) {
   if (const std::string why = cache.folder().unusable(); !why.empty()) {
     throw Error(Status::kUnavailable, why);
   }
-  Prewarmed result;
-  std::set<std::string> seen;
-  const auto add = [&](const KernelRequest& request) {
-    const std::string key = cache_key(request);
-    if (!seen.insert(key).second) return;
-    if (cache.load(key)) {
-      ++result.present;
-      return;
-    }
-    cache.get(key, [&] { return compile(request); });
-    if (!cache.load(key)) {  // the cache has said why
-      throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
-    }
-    ++result.compiled;
-  };
-  // Every tile, not the best alone: which one that is changes with lengths in between, and where
-  // the compiler finds a defect. An invariant call has the first whatever else is.
-  std::vector<Problem> problems = {without_prefixes(problem)};
-  if (problem.prefix_groups > 0 && undivided(problem).empty()) {
-    problems.insert(problems.end(), {prefix_part(problem), rest_part(problem)});
-    add(use_of(CallKernel::kDivide).request);
+  const auto requests = requests_of(problem);
+  std::vector<std::pair<std::string, KernelRequest>> missing;
+  for (const auto& [key, request] : requests) {
+    if (!cache.load(key)) missing.emplace_back(key, request);
   }
-  for (const Problem& p : problems) {
-    for_reachable(p, [&](const Candidates& candidates) {
-      for (const auto& candidate : candidates) {
-        for (const KernelUse& use : candidate->kernels()) add(use.request);
-        if (p.invariant) break;
-      }
-    });
-  }
-  const bool forward = problem.pass == Pass::kForward;
-  if (forward) {
-    add(use_of(append_kernel(problem.dtype)).request);
-    add(use_of(CallKernel::kMerge).request);
-  }
-  if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks)
-    add(use_of(CallKernel::kStore).request);
-  return result;
+  const auto compiled = static_cast<int>(missing.size());
+  parallel_for(compiled, threads, [&](int64_t i) {
+    const auto& [key, request] = missing[static_cast<size_t>(i)];
+    cache.get(key, [&request = request] { return compile(request); });
+    if (cache.load(key)) return;
+    // The cache has said why.
+    throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
+  });
+  return {compiled, static_cast<int>(requests.size()) - compiled};
 }
 
 }  // namespace
 
 Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
-  return prewarm_like(make_problem(args, options), folder);
+  return prewarm_like(make_problem(args, options), folder, options.threads);
 }
 Prewarmed prewarm(const BackwardArgs& args, const Options& options, const std::string& folder) {
-  return prewarm_like(make_problem(args, options), folder);
+  return prewarm_like(make_problem(args, options), folder, options.threads);
 }
 
 }  // namespace fulgur::cuda
