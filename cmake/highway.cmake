@@ -15,6 +15,10 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
       set(FULGUR_HIGHWAY_OPTIONS -march=haswell -maes)
     endif()
   endif()
+else()
+  # Vectors of a length unknown to the compiler cannot be held in arrays, as the blocks of registers are; NEON serves
+  # machines that have SVE.
+  set(FULGUR_HIGHWAY_OPTIONS "-DHWY_DISABLED_TARGETS=(HWY_SVE|HWY_SVE2|HWY_SVE_256|HWY_SVE2_128|HWY_RVV)")
 endif()
 if(FULGUR_SANITIZE MATCHES address)
   # Checks in place double the time to compile what is inlined so much, and save less when it runs.

@@ -37,8 +37,9 @@ def attention_forward(
     refuse(cache=cache, block_table=block_table, position_bias=position_bias)
     if attention_mask is not None and attention_mask.dim() != 2:
         refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
-    dtype = get_target_dtype(query, module)  # of modules whose norms are float32
-    if dtype is not None:
+    # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
+    if any(isinstance(layer, torch.nn.Linear) for layer in module.modules()):
+        dtype = get_target_dtype(query, module) or query.dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     left = -1 if sliding_window is None or sliding_window >= k.shape[1] else sliding_window - 1

@@ -11,9 +11,7 @@
 #include "cpu/amx.h"
 #include "fulgur/error.h"
 
-// Vectors of a length unknown to the compiler (SVE, RVV) cannot be held in arrays, as the blocks of
-// registers are; NEON serves such machines. On x86, src/CMakeLists.txt makes SSE4 the least.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+// For which targets, cmake/highway.cmake says.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/kernels.cpp"
 #include <hwy/foreach_target.h>

@@ -43,8 +43,10 @@ bool machine_has(const std::string& target) {
   if (target == "sse4") return __builtin_cpu_supports("sse4.2");
   if (target == "avx2") return __builtin_cpu_supports("avx2");
   if (target == "avx512") return __builtin_cpu_supports("avx512bw");
-#endif
   return false;
+#else
+  return target == "neon";
+#endif
 }
 
 TEST(Target, IsTheForcedOne) {
@@ -60,7 +62,8 @@ TEST(Target, IsTheForcedOne) {
       {"avx2", "AVX2"},
       {"avx512", "AVX3"},
       {"amx", "AMX tiles for bf16 and f16"},
-      {"avx512_bf16", "AVX512-BF16 dot products for bf16"}};
+      {"avx512_bf16", "AVX512-BF16 dot products for bf16"},
+      {"neon", "NEON"}};
   const EngineInfo info = cpu();
   EXPECT_EQ(info.unavailable, "");
   const std::string& name = names.at(forced);

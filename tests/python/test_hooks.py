@@ -115,7 +115,7 @@ class TestTransformers:
             **options,
         )  # fmt: skip
         torch.manual_seed(1)
-        return getattr(self.transformers, f"{kind}ForCausalLM")(config).eval()
+        return self.transformers.AutoModelForCausalLM.from_config(config).eval()
 
     def pair(self, kind="Llama", **options):
         return [self.model(kind, name, **options) for name in ("fulgur", "eager")]
@@ -130,6 +130,7 @@ class TestTransformers:
 
     MODELS = {
         "llama": ("Llama", {}),
+        "no Linear": ("GPT2", {}),
         "sliding window": ("Mistral", dict(sliding_window=5)),
         "softcap": ("Gemma2", dict(sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8)),
         "sinks": ("GptOss", dict(sliding_window=5, num_local_experts=2, num_experts_per_tok=2)),
