@@ -1,12 +1,13 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run test build bench gpu-report wheel install-deps clean
+.PHONY: help run test test-arm build bench gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
 help:
 	@echo 'make run           compute attention on sample tensors, check it, denoise a picture'
 	@echo 'make test          build and run every test'
+	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
 	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
@@ -20,6 +21,10 @@ run: build
 test:
 	tools/install_deps.sh build test bench
 	tools/test.py
+
+test-arm:
+	tools/install_deps.sh build test
+	tools/test.py arm
 
 build:
 	tools/install_deps.sh build

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the Debian packages that are missing; without apt or root, says which ones are and fails.
-#   tools/install_deps.sh [build] [test] [bench]     groups; build by default
+#   tools/install_deps.sh [build] [test] [bench] [arm]     groups; build by default
 set -eu
 
 header() { echo "#include <$1>" | g++ -E -x c++ - >/dev/null 2>&1; }
@@ -40,8 +40,12 @@ for group in "${@:-build}"; do
       need llvm command -v llvm-symbolizer
       ;;
     bench) need libbenchmark-dev header benchmark/benchmark.h ;;
+    arm)
+      need g++-aarch64-linux-gnu command -v aarch64-linux-gnu-g++
+      need qemu-user command -v qemu-aarch64
+      ;;
     *)
-      echo "install_deps.sh: got group '$group', want build, test or bench" >&2
+      echo "install_deps.sh: got group '$group', want build, test, bench or arm" >&2
       exit 2
       ;;
   esac

@@ -159,7 +159,16 @@ def fuzz():
         raise StepFailed("a fuzz target failed")
 
 
-STEPS = {step.__name__: step for step in (release, program, python, static, asan, tsan, fuzz)}
+def arm():
+    """The small tests for NEON, by QEMU: 40 minutes, if it is named alone."""
+    run("tools/install_deps.sh", "arm")
+    run("tools/arm_root.sh", BUILD / "arm-root")
+    build("arm")
+    ctest("arm")
+
+
+EVERY = (release, program, python, static, asan, tsan, fuzz)
+STEPS = {step.__name__: step for step in (*EVERY, arm)}
 
 
 def count(name):
@@ -179,7 +188,7 @@ def main():
             f"  {name:9} {step.__doc__}" for name, step in STEPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
-    steps = parser.parse_args().steps or list(STEPS)
+    steps = parser.parse_args().steps or [step.__name__ for step in EVERY]
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"unknown step {unknown[0]}, want some of {', '.join(STEPS)}")
 

@@ -8,18 +8,25 @@ Importing this module registers it. It takes what transformers' flash attention 
 batches with a mask ``(batch, seqlen)``, left or right; packed batches, by ``cu_seq_lens_q`` and
 ``cu_seq_lens_k`` or by ``position_ids`` that begin anew; sliding windows, softcap, caches, other
 dims of values than of keys, attention sinks (``s_aux``, as gpt-oss has them); on the CPU as well.
+And it takes chunks, as Llama 4's local layers have them.
 """
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
 from fulgur._drop_in import longest, refuse
 from fulgur.flash_attn.bert_padding import pad_input, unpad_input
 from fulgur.torch import attention
 
-__all__ = ["attention_forward"]
+__all__ = ["attention_forward", "attention_mask"]
+
+# What transformers makes its masks of that attention_forward computes, from other arguments.
+_OVERLAYS = {
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay", "chunked_overlay", "packed_sequence_mask_function",
+}  # fmt: skip
 
 
 def attention_forward(
@@ -35,6 +42,8 @@ def attention_forward(
         NotImplementedError: a bias of positions, paged caches, and masks of four dimensions.
     """
     refuse(cache=cache, block_table=block_table, position_bias=position_bias)
+    if attention_mask is not None and attention_mask.dim() == 2:  # a static cache is longer
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
     if attention_mask is not None and attention_mask.dim() != 2:
         refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
@@ -45,6 +54,8 @@ def attention_forward(
     left = -1 if sliding_window is None or sliding_window >= k.shape[1] else sliding_window - 1
     options = dict(
         causal=module.is_causal if is_causal is None else is_causal, window=(left, left),
+        # One query has a mask of the keys that it sees, and that of more keys than queries is refused.
+        chunk=_chunk(module) if q.shape[1] == k.shape[1] else 0,
         scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float(),
         dropout_p=dropout, deterministic=bool(deterministic),
     )  # fmt: skip
@@ -59,6 +70,62 @@ def attention_forward(
     return _packed(q, k, v, *lengths, options), None
 
 
+def attention_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
+    attention_mask=None, **options,
+):  # fmt: skip
+    """The mask of keys ``(batch, keys)`` that :func:`attention_forward` gets, or None.
+
+    Raises:
+        NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
+            other both ways, and chunks of queries beside a cache.
+    """
+    chunks = None
+    for name, inside in _overlays(mask_function):
+        if name not in _OVERLAYS:
+            refuse(**{f"{name} in a mask": mask_function})
+        if name == "chunked_overlay":
+            chunks = inside
+    mask = flash_attention_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
+    )
+    if chunks is None or kv_offset + kv_length <= chunks["chunk_size"]:
+        return mask
+    if q_length > 1:
+        if q_length < (kv_length if mask is None else mask.shape[1]):
+            refuse(**{"chunked_overlay of several queries beside a cache": mask_function})
+        return mask
+    first = chunks["left_padding"][:, None]
+    if mask is None:
+        mask = first.new_ones(batch_size, kv_length, dtype=torch.bool)
+    places = torch.arange(mask.shape[1], device=mask.device) + kv_offset
+    size = chunks["chunk_size"]
+    return mask & ((places - first) // size == (q_offset - first) // size)
+
+
+def _overlays(function):
+    """The names of what a mask is the intersection of, and what these enclose."""
+    name = getattr(function, "__qualname__", repr(function)).split(".")[0]
+    inside = {}
+    if cells := getattr(function, "__closure__", None):
+        inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    if name == "and_masks":
+        for part in inside["mask_functions"]:
+            yield from _overlays(part)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _overlays(inside["mask_function"])
+    else:
+        yield name, inside
+
+
+def _chunk(module):
+    """How many keys the chunks of a module have; 0: it has none."""
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds is None or kinds[module.layer_idx] != "chunked_attention":
+        return 0
+    return module.config.attention_chunk_size
+
+
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options):
     """A batch of rows that are several sequences each, one behind the other."""
     rows = [x.flatten(0, 1) for x in (q, k, v)]
@@ -71,11 +138,16 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, opt
 
 
 def _padded(q, k, v, mask, options):
-    """A batch whose mask (batch, keys so far) says which keys are none; the queries are the last."""
-    k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]  # a static cache is longer
+    """A batch whose mask (batch, keys so far) says which keys are none.
+
+    Where masks tell places, the queries are at the last ones; elsewhere they may be others, as in
+    the decoder of an encoder's keys, and all of them exist.
+    """
     keys, _, cu_seqlens_k, longest_k, _ = unpad_input(k, mask)
     values = unpad_input(v, mask)[0]
-    queries, places, cu_seqlens_q, longest_q, _ = unpad_input(q, mask[:, -q.shape[1] :])
+    in_place = options["causal"] or options["window"] != (-1, -1)
+    mask_q = mask[:, -q.shape[1] :] if in_place else mask.new_ones(q.shape[:2])
+    queries, places, cu_seqlens_q, longest_q, _ = unpad_input(q, mask_q)
     out = attention(
         queries, keys, values, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options,
@@ -98,4 +170,4 @@ def _ends(position_ids):
 
 
 AttentionInterface.register("fulgur", attention_forward)
-AttentionMaskInterface.register("fulgur", flash_attention_mask)
+AttentionMaskInterface.register("fulgur", attention_mask)

@@ -86,8 +86,8 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
     for (int64_t jj = 0; jj < n; ++jj) {
       float* at = P + jj * panel.width() + v * kLanes;
       // No P is above 1. Large scores and their LSE are rounded apart, by more than exp2 bears
-      // where they are huge; a NaN comes second in Min to stay.
-      V32 p = exp2(hn::Min(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
+      // where they are huge.
+      V32 p = exp2(at_most(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
       if (partial) p = hn::IfThenElseZero(visible.mask(v, jj), p);
       hn::Store(p, f, at);
     }

@@ -116,7 +116,7 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
         const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
         // No P is above 1, as in probabilities().
         const V32 x = hn::MulSub(hn::Load(f, s.P + at), c, lse[v]);
-        p[i][v] = exp2_short(hn::Min(hn::Zero(f), x));
+        p[i][v] = exp2_short(at_most(hn::Zero(f), x));
         ds[i][v] = hn::Mul(p[i][v], hn::Sub(hn::Load(f, s.dS + at), D[v]));
       }
     }

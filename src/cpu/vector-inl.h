@@ -43,12 +43,22 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
+/// The larger, the smaller of `bound` and x, or x where it is NaN: x86's instructions give what is
+/// second there, ARM's what is none.
+HWY_INLINE V32 at_least(V32 bound, V32 x) {
+  if constexpr (HWY_ARCH_ARM) return hn::IfThenElse(hn::Gt(bound, x), bound, x);
+  return hn::Max(bound, x);
+}
+HWY_INLINE V32 at_most(V32 bound, V32 x) {
+  if constexpr (HWY_ARCH_ARM) return hn::IfThenElse(hn::Lt(bound, x), bound, x);
+  return hn::Min(bound, x);
+}
+
 /// 2^x for x <= 127, to 0.7 ulp; exactly 0 for x <= -127 (so for -inf), NaN for NaN.
 /// x = n + r with |r| <= 1/2, 2^r by a relative-minimax polynomial, 2^n by the exponent bits.
 HWY_INLINE V32 exp2(V32 x) {
   const F32 f;
-  // max(a, b) is b where a comparison with NaN fails: x second, so that NaN stays.
-  x = hn::Max(hn::Set(f, -127.0f), x);
+  x = at_least(hn::Set(f, -127.0f), x);
   // Adding 1.5 * 2^23 rounds to an integer; 127 more, and its lowest bits are the exponent of 2^n.
   const V32 shifter = hn::Set(f, 0x1.8p23f + 127.0f);
   const V32 biased = hn::Add(x, shifter);

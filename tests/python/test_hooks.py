@@ -133,6 +133,7 @@ class TestTransformers:
         "no Linear": ("GPT2", {}),
         "sliding window": ("Mistral", dict(sliding_window=5)),
         "softcap": ("Gemma2", dict(sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8)),
+        "chunks": ("Llama4Text", dict(attention_chunk_size=5, intermediate_size_mlp=48, num_local_experts=2)),
         "sinks": ("GptOss", dict(sliding_window=5, num_local_experts=2, num_experts_per_tok=2)),
     }
     each_model = pytest.mark.parametrize("name", MODELS)
@@ -159,6 +160,25 @@ class TestTransformers:
         generate = dict(attention_mask=mask, max_new_tokens=12, do_sample=False)
         ours, theirs = (model.generate(tokens, **generate) for model in self.pair(kind, **options))
         assert torch.equal(ours, theirs)
+
+    @pytest.mark.parametrize("length", [4, 12, 20])
+    def test_encoder_and_decoder(self, length):
+        """The mask of an encoder's keys says nothing of the decoder's queries."""
+        tokens, mask = self.batch("right")
+        decoded = torch.randint(3, 97, (3, length))
+        results = []
+        for name in ("fulgur", "eager"):
+            config = self.transformers.BartConfig(
+                vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
+                decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0.0,
+                attn_implementation=name,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            model = self.transformers.BartModel(config)
+            out = model(tokens, attention_mask=mask, decoder_input_ids=decoded).last_hidden_state
+            out.square().mean().backward()
+            results.append([out, *(x.grad for x in model.parameters() if x.grad is not None)])
+        torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)
 
     def test_static_cache(self):
         tokens, mask = self.batch("left")
@@ -208,3 +228,17 @@ class TestTransformers:
             fulgur.transformers.attention_forward(module, *tensors, None, **{name: tensors[0]})
         with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions: "):
             fulgur.transformers.attention_forward(module, *tensors, torch.ones(1, 1, 6, 6))
+
+    def test_masks_that_are_missing_raise(self):
+        """Tokens that see each other both ways, and chunks of several queries beside a cache."""
+        masks = pytest.importorskip("transformers.masking_utils")
+        ids = torch.zeros(1, 6, dtype=torch.long)
+        both_ways = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
+        with pytest.raises(NotImplementedError, match="^or_masks in a mask: "):
+            fulgur.transformers.attention_mask(1, 6, 6, mask_function=both_ways)
+        chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+        with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries beside a cache: "):
+            fulgur.transformers.attention_mask(1, 2, 6, q_offset=4, mask_function=chunks)
+        assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks) is None
+        one = fulgur.transformers.attention_mask(1, 1, 6, q_offset=5, mask_function=chunks)
+        assert one.tolist() == [[False] * 4 + [True] * 2]
