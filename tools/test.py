@@ -160,7 +160,7 @@ def fuzz():
 
 
 def arm():
-    """The small tests for 64-bit ARM by QEMU; 15 minutes, and only where it is named."""
+    """The small tests for 64-bit ARM by QEMU; ten minutes, and only where it is named."""
     # The preset leaves out those of tiles, which are x86's, and of running out of memory, which QEMU does not limit.
     run("tools/install_deps.sh", "arm")
     run("tools/arm_root.sh", BUILD / "arm-root")
