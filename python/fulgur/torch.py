@@ -42,9 +42,10 @@ _CACHE = (
 )
 _APPEND = (
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor cache_seqlens, "
-    "Tensor? cu_seqlens_k_new, Tensor? page_table, Tensor? page_indptr, Tensor? cache_batch_idx, "
-    "Tensor? cos, Tensor? sin, bool interleaved, Tensor? rotary_seqlens, Tensor? q, "
-    "Tensor(c!)? q_out, Tensor? cu_seqlens_q, SymInt window_left, SymInt window_right, SymInt chunk"
+    "Tensor? cu_seqlens_k_new=None, Tensor? page_table=None, Tensor? page_indptr=None, "
+    "Tensor? cache_batch_idx=None, Tensor? cos=None, Tensor? sin=None, bool interleaved=False, "
+    "Tensor? rotary_seqlens=None, Tensor? q=None, Tensor(c!)? q_out=None, "
+    "Tensor? cu_seqlens_q=None, SymInt window_left=-1, SymInt window_right=-1, SymInt chunk=0"
 )
 _FORWARD = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
