@@ -8,8 +8,10 @@ Importing this module registers it. It takes what transformers' flash attention 
 batches with a mask ``(batch, seqlen)``, left or right; packed batches, by ``cu_seq_lens_q`` and
 ``cu_seq_lens_k`` or by ``position_ids`` that begin anew; sliding windows, softcap, caches, other
 dims of values than of keys, attention sinks (``s_aux``, as gpt-oss has them); on the CPU as well.
-And it takes chunks, as Llama 4's local layers have them.
+Beyond that it takes chunks, as Llama 4's local layers have them.
 """
+
+from types import FunctionType
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -47,8 +49,9 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() != 2:
         refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
-    if any(isinstance(layer, torch.nn.Linear) for layer in module.modules()):
-        dtype = get_target_dtype(query, module) or query.dtype
+    linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
+    if query.dtype == torch.float32 and next(linear, None) is not None:
+        dtype = get_target_dtype(query, module)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     left = -1 if sliding_window is None or sliding_window >= k.shape[1] else sliding_window - 1
@@ -105,10 +108,12 @@ def attention_mask(
 
 def _overlays(function):
     """The names of what a mask is the intersection of, and what these enclose."""
-    name = getattr(function, "__qualname__", repr(function)).split(".")[0]
-    inside = {}
-    if cells := getattr(function, "__closure__", None):
-        inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
+    if not isinstance(function, FunctionType):
+        yield type(function).__name__, {}
+        return
+    name = function.__qualname__.split(".")[0]
+    cells = function.__closure__ or ()
+    inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
     if name == "and_masks":
         for part in inside["mask_functions"]:
             yield from _overlays(part)
@@ -120,10 +125,11 @@ def _overlays(function):
 
 def _chunk(module):
     """How many keys the chunks of a module have; 0: it has none."""
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds is None or kinds[module.layer_idx] != "chunked_attention":
+    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or place is None or kinds[place] != "chunked_attention":
         return 0
-    return module.config.attention_chunk_size
+    return config.attention_chunk_size
 
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options):

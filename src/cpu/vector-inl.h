@@ -43,8 +43,8 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-/// The larger, the smaller of `bound` and x, or x where it is NaN: x86's instructions give what is
-/// second there, ARM's what is none.
+/// The larger, the smaller of `bound` and x, or x where it is NaN: there x86's instructions give
+/// the second operand, ARM's the one that is a number.
 HWY_INLINE V32 at_least(V32 bound, V32 x) {
   if constexpr (HWY_ARCH_ARM) return hn::IfThenElse(hn::Gt(bound, x), bound, x);
   return hn::Max(bound, x);

@@ -1,5 +1,7 @@
 """fulgur inside PyTorch's scaled_dot_product_attention and inside transformers' models."""
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -161,6 +163,14 @@ class TestTransformers:
         ours, theirs = (model.generate(tokens, **generate) for model in self.pair(kind, **options))
         assert torch.equal(ours, theirs)
 
+    def test_under_compile(self):
+        """In one graph, masks included."""
+        model = self.model("Mistral", "fulgur", sliding_window=5)
+        tokens, _ = self.batch("right")
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        got = compiled(tokens, use_cache=False).logits
+        torch.testing.assert_close(got, model(tokens, use_cache=False).logits)
+
     @pytest.mark.parametrize("length", [4, 12, 20])
     def test_encoder_and_decoder(self, length):
         """The mask of an encoder's keys says nothing of the decoder's queries."""
@@ -236,6 +246,9 @@ class TestTransformers:
         both_ways = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
         with pytest.raises(NotImplementedError, match="^or_masks in a mask: "):
             fulgur.transformers.attention_mask(1, 6, 6, mask_function=both_ways)
+        unknown = functools.partial(masks.causal_mask_function)
+        with pytest.raises(NotImplementedError, match="^partial in a mask: "):
+            fulgur.transformers.attention_mask(1, 6, 6, mask_function=masks.and_masks(unknown))
         chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
         with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries beside a cache: "):
             fulgur.transformers.attention_mask(1, 2, 6, q_offset=4, mask_function=chunks)
