@@ -44,10 +44,11 @@ def attention_forward(
         NotImplementedError: a bias of positions, paged caches, and masks of four dimensions.
     """
     refuse(cache=cache, block_table=block_table, position_bias=position_bias)
-    if attention_mask is not None and attention_mask.dim() == 2:  # a static cache is longer
-        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
-    if attention_mask is not None and attention_mask.dim() != 2:
-        refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
+        keys = attention_mask.shape[1]  # a static cache is longer
+        key, value = key[:, :, :keys], value[:, :, :keys]
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
     linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
     if query.dtype == torch.float32 and next(linear, None) is not None:
