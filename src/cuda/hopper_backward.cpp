@@ -10,7 +10,7 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
-constexpr int kPrepareThreads = 256, kSinksThreads = 1024;
+constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kJoinColumns = 32;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
 // Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
@@ -90,6 +90,19 @@ KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
   return use("sm90/backward_sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
+KernelUse join_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.head_dim = plan.head_dim;
+  key.value_dim = plan.value_dim;
+  key.block_keys = plan.block_keys;
+  key.has_right = plan.repairs();  // which bound it is does not matter
+  key.packed = plan.packed;
+  key.dropout = plan.dropout;
+  key.elements = plan.elements;
+  return use("sm90/backward_join.cu", key, "fulgur_backward_join", 0);
+}
+
 /// That of dQ.
 KernelUse queries_kernel(const HopperBackwardPlan& plan) {
   return plan.sums ? round_kernel(plan) : rows_kernel(plan);
@@ -105,6 +118,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
+  if (plan.joins) kernels.push_back(join_kernel(plan));
   if (plan.repairs()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
@@ -124,6 +138,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   queries_ = gpu_.kernel(queries_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
+  if (plan_.joins) join_ = gpu_.kernel(join_kernel(plan_)).function;
   if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
@@ -144,6 +159,7 @@ void HopperBackward::set_params(const Problem& p) {
   to.scale = static_cast<float>(p.scale);
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
+  to.pair_heads = plan_.pair_heads;
   to.statistics_rows = plan_.statistics_rows;
   chunks_ = std::max(ceil_div(p.sq, 64), 1);
   pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
@@ -230,6 +246,8 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     launch(stream, copy_, &copy, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
   }
+  if (!plan_.waves.empty())
+    p.key_blocks = plan_.waves.front().key_blocks;  // who has the first turns
   launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
          "launching the kernel that prepares rows");
   if (plan_.dsinks) {
@@ -254,6 +272,13 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   if (plan_.sums) {
     launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
            "launching the kernel that rounds dQ");
+  }
+  if (plan_.joins) {
+    const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
+    const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
+    const int pairs = std::min(p.batch * (p.hq / p.group), kMostPairs);
+    launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
+           "launching the kernel that joins dK and dV");
   }
   if (plan_.repairs()) {
     launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,

@@ -47,7 +47,7 @@ class HopperBackward final : public Executable {
   Reasons reasons_;
   HostNumbers numbers_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
-             repair_ = nullptr, copy_ = nullptr;
+             join_ = nullptr, repair_ = nullptr, copy_ = nullptr;
   int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
   HopperBackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common

@@ -14,7 +14,11 @@
 namespace fulgur::cuda {
 namespace {
 
+using kernels::BlockOrder;
 using kernels::Blocks;
+using kernels::kAlternating;
+using kernels::kFirstBlockFirst;
+using kernels::kLastBlockFirst;
 using kernels::ScoreTile;
 using kernels::Wave;
 
@@ -29,6 +33,7 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
 }
 constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
+constexpr double kLaunchCycles = 10000;
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
@@ -134,6 +139,7 @@ class Divider {
         multiprocessors_(target.multiprocessors),
         row_tiles_(ceil_div(p_.sq, each_.rows)),
         key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
+        heads_(static_cast<int>(p_.hq / plan.pair_heads)),
         unit_tiles_(plan.rows_of_block() / each_.rows) {}
 
   /// Sets the plan's waves, the fastest whose workspace takes at most `max_workspace` bytes (0: any
@@ -158,7 +164,7 @@ class Divider {
     };
     compact_ = p_.packed && bytes_of(packed_tiles) <= room(false);
     plan.score_tiles.compact = compact_;
-    const int pairs = static_cast<int>(compact_ ? p_.hk : p_.batch * p_.hk);
+    const int pairs = static_cast<int>(compact_ ? heads_ : p_.batch * heads_);
     constexpr int kManyRowWaves = 64;
     Division best, smallest;
     int64_t least_bytes = std::numeric_limits<int64_t>::max();
@@ -196,7 +202,7 @@ class Divider {
   /// Sums of dQ need no room for dS. They are set to 0, where no turn begins them, read, and
   /// rounded to what is written.
   double one_wave(HopperBackwardPlan& plan) {
-    const Division all{static_cast<int>(p_.batch * p_.hk), 1, 0};
+    const Division all{static_cast<int>(p_.batch * heads_), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
     return predict(runs_of(1), all.pairs, all.pairs) +
@@ -207,7 +213,7 @@ class Divider {
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
     return ceil_div(ceil_div(std::max(row_tiles_, 1), row_waves), unit_tiles_) * unit_tiles_;
   }
-  int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * p_.group(); }
+  int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * plan_.pair_heads; }
 
   /// Room for key tiles beside a row tile: 0 where the right bound alone decides. Fewer rows may
   /// see more tiles, so that only where all sequences have the same it counts them.
@@ -241,8 +247,8 @@ class Divider {
     const auto even = [](int64_t all, int64_t most) {
       return ceil_div(all, std::max(ceil_div(all, most), 1));
     };
-    const int heads = static_cast<int>(p_.hk);
-    return compact_ || pairs < heads ? even(heads, pairs) : heads * even(p_.batch, pairs / heads);
+    return compact_ || pairs < heads_ ? even(heads_, pairs)
+                                      : heads_ * even(p_.batch, pairs / heads_);
   }
 
   /// Blocks of keys of a pair beside a run of rows: cycles of the longest, and of all together.
@@ -265,7 +271,7 @@ class Divider {
         const int begin = std::max(seen.begin, first), end = std::min(seen.end, first + rows);
         if (begin >= end && first > 0) continue;
         const bool carries = seen.begin < first || seen.end > first + rows;
-        const double steps = static_cast<double>(std::max(end - begin, 0) * p_.group());
+        const double steps = static_cast<double>(std::max(end - begin, 0) * plan_.pair_heads);
         const double cycles = block_cycles + (carries ? kCarry : 0) + steps * step;
         run.longest = std::max(run.longest, cycles);
         run.all += cycles;
@@ -275,23 +281,25 @@ class Divider {
     return runs;
   }
 
-  /// What turns cost: what they are waited for. Under a right bound alone blocks that take turns
-  /// are at all rows of a bunch, and where L2 does not hold these, memory binds.
+  /// What turns cost: what they are waited for. Under a right bound alone it is less where more
+  /// blocks share a bunch than there are multiprocessors, and more where L2 does not hold the rows
+  /// of a bunch, so that blocks have to stay side by side.
   double turns() const {
-    constexpr double kL2Bytes = 40e6;
     if (!plan_.ordered) return 1;
-    const double waits = std::max(p_.d, p_.dv) > 64 ? 1.08 : 1.02;
-    const double heads = static_cast<double>(p_.group()) *
-                         blocks_of(key_blocks_, static_cast<int>(p_.batch * p_.hk)).bunch;
-    const double row_bytes = 2.0 * (p_.d + p_.dv) + 4.0 * p_.d;  // of Q, dO and sums
-    const bool spread = plan_.has_right && !plan_.has_left;
-    return spread && heads * static_cast<double>(p_.sq) * row_bytes > kL2Bytes ? 1.7 : waits;
+    const bool narrow = std::max(p_.d, p_.dv) <= 64;
+    const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
+    if (blocks.order == kAlternating) {
+      constexpr double kShared = 1.5;
+      const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.04;
+    }
+    const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
+    return narrow ? 1.02 : in_line ? 1.18 : 1.08;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
   /// take together.
   double predict(const std::vector<RowRun>& runs, int of_wave, int pairs) const {
-    constexpr double kLaunches = 10000;
     // dS is written and read, 2 bytes a score; products hide about half of it.
     constexpr double kDsBytes = 0.45 * 4;
     // Of packed sequences the longest stands for as many as the rows of all would make.
@@ -300,8 +308,7 @@ class Divider {
                                               static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
                                               (compact_ ? 1.0 : static_cast<double>(p_.batch));
     // A wave of fewer heads than a sequence has ends with the sequence.
-    const int heads = static_cast<int>(p_.hk);
-    const int together = std::max(compact_ || of_wave >= heads ? pairs : heads, 1);
+    const int together = std::max(compact_ || of_wave >= heads_ ? pairs : heads_, 1);
     double cycles = 0;
     for (const RowRun& run : runs) {
       const auto wave = [&](int count) {
@@ -310,9 +317,11 @@ class Divider {
         // Equal blocks come in rounds; unequal ones fill the gaps.
         const double rounds = std::ceil(blocks / std::max(run.longest, 1.0)) * run.longest;
         const bool equal = !plan_.has_left && !plan_.has_right;
-        // The longest come first, where blocks take turns last.
-        const double last = (plan_.ordered ? 0.75 : 0.25) * run.longest;
-        return kLaunches + (equal ? rounds : std::max(run.longest, blocks + last));
+        // Under a right bound the longest are the first.
+        const bool shortest_first =
+            plan_.has_right && key_blocks_of(count).order == kLastBlockFirst;
+        const double last = (shortest_first ? 0.75 : 0.1) * run.longest;
+        return kLaunchCycles + (equal ? rounds : std::max(run.longest, blocks + last));
       };
       const int whole = together / std::max(of_wave, 1), rest = together % std::max(of_wave, 1);
       cycles += static_cast<double>(pairs / together) * (whole * wave(of_wave) + wave(rest));
@@ -323,27 +332,72 @@ class Divider {
 
   /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs: a block each, and
   /// few are left over, so that the bunch behind begins with them.
-  Blocks blocks_of(int blocks, int pairs) const {
-    // Blocks of the same length that take turns follow each other: more pairs share them, so that
-    // fewer wait for one.
-    const int least = plan_.ordered && plan_.has_left == plan_.has_right ? 4 : 1;
-    const int bunch = std::max(multiprocessors_ / std::max(blocks, 1), least);
-    return {blocks, pairs, std::clamp(bunch, 1, std::max(pairs, 1))};
+  Blocks blocks_of(int blocks, int pairs, BlockOrder order) const {
+    const int bunch = multiprocessors_ / std::max(blocks, 1);
+    return with_bunch({blocks, pairs, 1, 1, order}, std::min(bunch, pairs));
+  }
+
+  /// Blocks of keys: under a right bound they have different lengths, which decide when the next
+  /// ones begin, and rows in common.
+  Blocks key_blocks_of(int pairs) const {
+    const bool left_alone = plan_.has_left && !plan_.has_right;
+    Blocks all = blocks_of(key_blocks_, pairs, left_alone ? kLastBlockFirst : kFirstBlockFirst);
+    if (!plan_.sums) return all;
+    if (!plan_.has_right || plan_.has_left) {
+      // Blocks of the same length that take turns follow each other: more pairs share them, so that
+      // fewer wait for one.
+      constexpr int kLeastPairs = 4;
+      const bool same = plan_.ordered && !left_alone;
+      return same && all.bunch < kLeastPairs ? with_bunch(all, std::min(kLeastPairs, pairs)) : all;
+    }
+    if (p_.packed || (pairs <= 1 && in_l2(1))) {
+      if (plan_.ordered) all.order = kLastBlockFirst;
+      return all;
+    }
+    // Not in L2: the first round of blocks stays in line, the second one fills in behind it.
+    if (!in_l2(all.bunch)) {
+      return plan_.ordered ? with_bunch(all, std::min(2 * all.bunch, pairs)) : all;
+    }
+    // As many bunches the one way as the other, so that long blocks come when short ones have
+    // ended.
+    all.order = kAlternating;
+    int bunch = std::min(all.bunch, pairs / 2);
+    if (plan_.ordered) {  // the more pairs share a bunch, the more time there is for turns
+      constexpr int kMostPairs = 8;
+      while (bunch < std::min(kMostPairs, pairs / 2) && in_l2(bunch + 1)) ++bunch;
+    }
+    all = with_bunch(all, bunch);
+    all.bunches -= all.bunches % 2;
+    return all;
+  }
+
+  static Blocks with_bunch(Blocks all, int bunch) {
+    all.bunch = std::max(bunch, 1);
+    all.bunches = std::max(all.pairs / all.bunch, 1);
+    return all;
+  }
+
+  /// Whether L2 holds the rows of so many pairs: Q, dO and the sums of dQ.
+  bool in_l2(int pairs) const {
+    constexpr double kBytes = 32 << 20;
+    const double row_bytes = 2.0 * (p_.d + p_.dv) + 4.0 * p_.d;
+    return static_cast<double>(pairs * plan_.pair_heads) * static_cast<double>(p_.sq) * row_bytes <=
+           kBytes;
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {
     const int rows = rows_of_wave(d.row_waves);
-    const int hk = static_cast<int>(p_.hk), batch = static_cast<int>(p_.batch);
-    const int heads = compact_ ? d.pairs : std::min(d.pairs, hk);
-    const int batches = compact_ ? batch : std::max(d.pairs / hk, 1);
+    const int batch = static_cast<int>(p_.batch);
+    const int heads = compact_ ? d.pairs : std::min(d.pairs, heads_);
+    const int batches = compact_ ? batch : std::max(d.pairs / heads_, 1);
     int64_t most = 0;
     plan.waves.clear();
     for (int b = 0; b < batch; b += batches) {
-      for (int h = 0; h < hk; h += heads) {
+      for (int h = 0; h < heads_; h += heads) {
         for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
-          const Wave wave = {h,   std::min(heads, hk - h), b, std::min(batches, batch - b), first,
-                             rows};
-          plan.waves.push_back({wave, blocks_of(key_blocks_, wave.heads * wave.batches), {}});
+          const Wave wave = {
+              h, std::min(heads, heads_ - h), b, std::min(batches, batch - b), first, rows};
+          plan.waves.push_back({wave, key_blocks_of(wave.heads * wave.batches), {}});
         }
       }
     }
@@ -363,7 +417,8 @@ class Divider {
       const int last = std::min(wave.first_tile + wave.tiles, row_tiles_);
       const int count =
           ceil_div(int64_t{std::max(last - wave.first_tile, 0)} * each_.rows, plan.rows_of_block());
-      return blocks_of(count, wave.heads * wave.batches * static_cast<int>(p_.group()));
+      return blocks_of(count, wave.heads * wave.batches * plan_.pair_heads,
+                       plan_.has_left && !plan_.has_right ? kFirstBlockFirst : kLastBlockFirst);
     };
     const auto too_few = [&] {
       if (p_.invariant || plan.waves.empty()) return false;
@@ -379,9 +434,44 @@ class Divider {
   ScoreTile each_;
   kernels::Band band_;
   kernels::Lengths lengths_;
-  int multiprocessors_, row_tiles_, key_blocks_, unit_tiles_;
+  int multiprocessors_, row_tiles_, key_blocks_, heads_, unit_tiles_;
   bool compact_ = false;
 };
+
+/// Divides a call, its groups of q heads as they are or in equal parts: the fastest way that
+/// `max_workspace` has room for, or the one that wants the least. Returns the predicted cycles.
+double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
+              int64_t max_workspace) {
+  // Of memory, an element of a sum: it takes nearly twice as long as a write and a read would.
+  constexpr double kJoinBytes = 14;
+  const int group = static_cast<int>(p.group());
+  HopperBackwardPlan best;
+  double least_cycles = 0;
+  int64_t least_bytes = -1;  // of a plan that does not fit
+  for (int parts = 1; parts <= group; ++parts) {
+    if (group % parts != 0) continue;
+    // The order of a sum over heads, and with it its last bits, would depend on the batch.
+    if (parts > 1 && p.invariant) break;
+    HopperBackwardPlan divided = plan;
+    divided.pair_heads = group / parts;
+    divided.joins = parts > 1;
+    double cycles = Divider(p, divided, target).divide(divided, max_workspace);
+    if (divided.joins) {
+      const double sums = static_cast<double>(p.batch * p.hk * parts * p.sk * (p.d + p.dv));
+      cycles += kLaunchCycles + kJoinBytes * sums / kBytesPerCycle;
+    }
+    const int64_t bytes = workspace_of(p, divided).end;
+    const bool fits = max_workspace == 0 || bytes <= max_workspace;
+    const bool better = least_cycles == 0 || (fits ? least_bytes >= 0 || cycles < least_cycles
+                                                   : least_bytes >= 0 && bytes < least_bytes);
+    if (!better) continue;
+    best = std::move(divided);
+    least_cycles = cycles;
+    least_bytes = fits ? -1 : bytes;
+  }
+  plan = std::move(best);
+  return least_cycles;
+}
 
 }  // namespace
 
@@ -409,7 +499,9 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   at.turns = take(plan.turns(p.hq) * int64_t{sizeof(int)});
   at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
   at.ds = take(plan.ds_bytes);
-  const int64_t blocks = plan.carries ? p.batch * p.hk * ceil_div(p.sk, plan.block_keys) : 0;
+  const bool waits = plan.carries || plan.joins;
+  const int64_t blocks =
+      waits ? p.batch * (p.hq / plan.pair_heads) * ceil_div(p.sk, plan.block_keys) : 0;
   const int64_t sums = blocks * plan.block_keys * int64_t{sizeof(float)};
   at.carry_dk = take(sums * plan.head_dim);
   at.carry_dv = take(sums * plan.value_dim);
@@ -496,11 +588,10 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
                                                      : p.batch * ceil_div(p.sq, rows) * rows);
     plan.grid = target.multiprocessors;
-    Divider divider(p, plan, target);
     HopperBackwardPlan roomy = plan;
-    tile.cycles = divider.divide(plan, p.max_workspace);
+    tile.cycles = divide(plan, p, target, p.max_workspace);
     if (!derive_row_stages(plan, target.shared_bytes)) continue;
-    const double cycles = p.max_workspace > 0 ? divider.divide(roomy, 0) : tile.cycles;
+    const double cycles = p.max_workspace > 0 ? divide(roomy, p, target, 0) : tile.cycles;
     if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
       rejected->push_back(fmt::format(
           "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "
@@ -567,13 +658,19 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
         "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
         plan.rows_of_block()));
     const Wave& wave = plan.waves.at(0).wave;
-    sentences.push_back(fmt::format("{} waves of {} kv heads of {} sequences{}: {} bytes of dS",
-                                    plan.waves.size(), wave.heads, wave.batches,
-                                    plan.carries
-                                        ? fmt::format(", {} rows each, dK and dV carried on in f32",
-                                                      wave.tiles * plan.block_rows)
-                                        : "",
-                                    plan.ds_bytes));
+    sentences.push_back(
+        fmt::format("{} waves of {} {} of {} sequences{}: {} bytes of dS", plan.waves.size(),
+                    wave.heads, plan.joins ? "parts of groups" : "kv heads", wave.batches,
+                    plan.carries ? fmt::format(", {} rows each, dK and dV carried on in f32",
+                                               wave.tiles * plan.block_rows)
+                                 : "",
+                    plan.ds_bytes));
+  }
+  if (plan.joins) {
+    sentences.push_back(
+        fmt::format("{} q heads of a group at a time: dK and dV of its parts are added up by a "
+                    "kernel of their own",
+                    plan.pair_heads));
   }
   for (const auto& [name, why] :
        {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},

@@ -44,6 +44,9 @@ struct HopperBackwardLaunch {
   std::vector<BackwardWave> waves;
   int statistics_rows = 0;  ///< of a head
   int64_t ds_bytes = 0;     ///< of the largest wave
+  /// q heads of a pair: a group, or an equal part of one, so that more thread blocks share it.
+  int pair_heads = 1;
+  bool joins = false;    ///< it is a part, whose dK and dV are added up behind all waves
   bool carries = false;  ///< waves cut sequences of q: sums of dK and dV pass from one to the next
   int grid = 0;          ///< thread blocks, at most
   bool operator==(const HopperBackwardLaunch&) const = default;
@@ -79,7 +82,7 @@ struct HopperBackwardWorkspace {
   int64_t shift = 0, delta = 0;        ///< statistics of rows
   int64_t dq_sums = 0, turns = 0;      ///< of the plan's `sums`
   int64_t zeros = 0, ds = 0;           ///< of the other plans
-  int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves
+  int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves, or to be joined
   std::array<int64_t, 4> copies{};     ///< of q, k, v and dout
   int64_t numbers = 0, end = 0;        ///< numbers of the host
 };

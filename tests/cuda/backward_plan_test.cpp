@@ -339,14 +339,19 @@ TEST(HopperBackwardPlan, WavesCoverAll) {
           ASSERT_EQ(key_blocks.blocks, std::max(ceil_div(p.sk, plan.block_keys), 1));
           ASSERT_EQ(key_blocks.pairs, pairs);
           ASSERT_EQ(row_blocks.blocks, ceil_div(tiles * plan.block_rows, plan.rows_of_block()));
-          ASSERT_EQ(row_blocks.pairs, pairs * p.group());
+          ASSERT_EQ(row_blocks.pairs, pairs * plan.pair_heads);
           for (const kernels::Blocks& blocks : {key_blocks, row_blocks}) {
-            ASSERT_TRUE(blocks.bunch >= 1 && blocks.bunch <= blocks.pairs);
+            ASSERT_TRUE(blocks.bunch >= 1 && blocks.bunches >= 1);
+            ASSERT_LE(blocks.bunch * blocks.bunches, blocks.pairs);
+            if (blocks.order == kernels::kAlternating) {
+              ASSERT_TRUE(plan.sums && plan.has_right && !plan.has_left);
+              ASSERT_EQ(blocks.bunches % 2, 0);
+            }
           }
           // Blocks of rows begin where a wave does.
           ASSERT_EQ(wave.first_tile * plan.block_rows % plan.rows_of_block(), 0);
         }
-        ASSERT_EQ(next.size(), static_cast<size_t>(p.hk * p.batch));
+        ASSERT_EQ(next.size(), static_cast<size_t>(p.hq / plan.pair_heads * p.batch));
         for (const auto& [pair, tile] : next) ASSERT_GE(tile, row_tiles);
         ASSERT_TRUE(!plan.sums || plan.waves.size() == 1);
       }
@@ -381,17 +386,17 @@ int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const ker
                      const std::vector<kernels::Lengths>& lengths) {
   const kernels::Band band = band_of(plan, p.mask);
   const kernels::ScoreTile each = plan.score_tile();
-  const int group = static_cast<int>(p.group());
+  const int heads = plan.pair_heads;
   std::vector<bool> taken(static_cast<size_t>(plan.ds_bytes / plan.tile_bytes()));
   int64_t tiles = 0;
   for (int b = wave.first_batch; b < wave.first_batch + wave.batches; ++b) {
     const kernels::Lengths& n = lengths[b];
     const int end = std::min(wave.first_tile + wave.tiles, ceil_div(n.sq, each.rows));
-    for (int head = 0; head < wave.heads * group; ++head) {
+    for (int head = 0; head < wave.heads * heads; ++head) {
       for (int tile = wave.first_tile; tile < end; ++tile) {
         const kernels::KeyTiles keys = kernels::key_tiles_of(band, n, each, tile);
         const auto at = [&](int of_head, int key_tile) {
-          return kernels::score_tile(plan.score_tiles, wave, band, n, each, group, b, of_head, tile,
+          return kernels::score_tile(plan.score_tiles, wave, band, n, each, heads, b, of_head, tile,
                                      key_tile);
         };
         for (int key_tile = keys.begin; key_tile < keys.end; ++key_tile) {
@@ -405,8 +410,8 @@ int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const ker
           ++tiles;
           // The kernel by rows counts from the first key tile, that by keys from the first head.
           EXPECT_EQ(place, at(head, keys.begin) + key_tile - keys.begin);
-          EXPECT_EQ(place, at(head / group * group, key_tile) +
-                               int64_t{head % group} * plan.score_tiles.unit);
+          EXPECT_EQ(place, at(head / heads * heads, key_tile) +
+                               int64_t{head % heads} * plan.score_tiles.unit);
         }
       }
     }
@@ -520,8 +525,9 @@ TEST(ScoreTiles, EachHasAPlaceInLessWorkspace) {
 
 // What a kernel does not depend on stays out of its plan.h, so that it is compiled once.
 TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
-  const auto kernels = [](const ForwardShape& shape, const BackwardOptions& with = {}) {
+  const auto kernels = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::map<std::string, std::string> headers;
+    shape.hk = shape.hq;  // groups have a kernel more
     for (const KernelUse& use : hopper_backward_kernels(stored(backward_problem(shape, with))))
       headers[use.entry] = use.request.plan_header;
     return headers;
@@ -569,6 +575,60 @@ TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
   EXPECT_NE(header({.d = 64, .mask = causal()}), plain);
 }
 
+// Groups of q heads are divided where they leave multiprocessors idle, but not where the batch
+// would decide it for a sequence. Their kernel depends on what is written, not on how it was
+// computed.
+TEST(HopperBackwardPlan, GroupsAreDivided) {
+  const auto parts = [](ForwardShape shape, const BackwardOptions& with = {}) {
+    std::set<int64_t> found;
+    for (const HopperBackwardPlan& plan : plans(backward_problem(shape, with))) {
+      EXPECT_EQ(plan.joins, plan.pair_heads < shape.hq / shape.hk);
+      EXPECT_EQ(shape.hq / shape.hk % plan.pair_heads, 0);
+      found.insert(shape.hq / shape.hk / plan.pair_heads);
+    }
+    return found;
+  };
+  using Parts = std::set<int64_t>;
+  const ForwardShape few = {.batch = 1, .sq = 4096, .sk = 4096, .hq = 8, .hk = 1, .d = 128};
+  EXPECT_FALSE(parts(few).contains(1));
+  for (ForwardShape shape = few; shape.sq <= 8192; shape.sq = shape.sk = 2 * shape.sq) {
+    EXPECT_EQ(parts({.batch = 16, .sq = shape.sq, .sk = shape.sk, .hq = 64, .hk = 8, .d = 128}),
+              Parts{1});
+    shape.invariant = true;
+    EXPECT_EQ(parts(shape), Parts{1});
+  }
+  const auto join = [](const ForwardShape& shape, size_t plan) {
+    for (const KernelUse& use : hopper_backward_kernels(plans(backward_problem(shape)).at(plan))) {
+      if (use.entry == std::string("fulgur_backward_join")) return use.request.plan_header;
+    }
+    return std::string();
+  };
+  ForwardShape other = few;
+  other.mask = causal();
+  const std::string causal_join = join(other, 0);
+  EXPECT_NE(causal_join, "");
+  EXPECT_NE(causal_join, join(few, 0)) << "only masks have repairs";
+  EXPECT_EQ(causal_join, join(other, 1));  // in turns
+  EXPECT_EQ(causal_join, join(other, 2));  // from dS
+  other.mask = window(5, 5);
+  other.alibi = other.seqused = true;
+  EXPECT_EQ(join(other, 0), causal_join);
+  other.d = 64;
+  EXPECT_NE(join(other, 0), causal_join);
+}
+
+// More workspace than there is for the sums of parts leaves groups whole.
+TEST(HopperBackwardPlan, PartsOfGroupsFitTheWorkspace) {
+  ForwardShape shape = {.batch = 1, .sq = 4096, .sk = 4096, .hq = 8, .hk = 1, .d = 128};
+  const HopperBackwardPlan roomy = plans(backward_problem(shape)).at(0);
+  ASSERT_TRUE(roomy.joins);
+  shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
+  const Problem tight = backward_problem(shape);
+  const HopperBackwardPlan plan = plans(tight).at(0);
+  EXPECT_GT(plan.pair_heads, roomy.pair_heads);
+  EXPECT_LE(workspace_of(tight, plan).end, shape.max_workspace);
+}
+
 // The gradient of sinks is a kernel more, that of q, k and v knows of sinks by LSE alone.
 TEST(HopperBackwardPlan, SinksAreAKernelMore) {
   const auto kernels = [](const ForwardShape& shape, bool dsinks) {
@@ -602,7 +662,7 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
     const auto& plan = dynamic_cast<const HopperBackwardCandidate&>(*all.at(0)).plan();
     return joined(describe(plan)) + joined(reasons.decisions) + joined(reasons.rejected);
   };
-  const std::string sums = said(backward_problem({.d = 128}));
+  const std::string sums = said(backward_problem({.sq = 4096, .sk = 4096, .hk = 8, .d = 128}));
   EXPECT_TRUE(contains(sums, "dQ as sums in f32")) << sums;
   EXPECT_TRUE(contains(sums, "not deterministic")) << sums;
   EXPECT_TRUE(contains(sums, "tile chosen by the cost model")) << sums;
@@ -612,11 +672,15 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   EXPECT_TRUE(contains(turns, "blocks of keys add in turns, deterministic")) << turns;
   EXPECT_TRUE(contains(turns, "dQ as sums in no order: the last bits")) << turns;
   EXPECT_TRUE(contains(turns, "tile sm90_backward 64 x 128: predicted")) << turns;
-  const std::string stored = said(backward_problem({.d = 128}, {.deterministic = true}));
+  const std::string stored = said(backward_problem(
+      {.batch = 32, .sq = 512, .sk = 512, .hk = 8, .d = 128}, {.deterministic = true}));
   EXPECT_TRUE(contains(stored, "dQ by a kernel of its own")) << stored;
   EXPECT_TRUE(contains(stored, "from dS in memory: deterministic")) << stored;
   EXPECT_TRUE(contains(stored, "tile sm90_backward_turns 64 x 128: predicted")) << stored;
-  EXPECT_TRUE(contains(stored, "1 waves of 2 kv heads of 2 sequences")) << stored;
+  EXPECT_TRUE(contains(stored, "1 waves of 8 kv heads of 32 sequences")) << stored;
+  EXPECT_FALSE(contains(stored, "q heads of a group at a time")) << stored;
+  const std::string parts = said(backward_problem({.batch = 1, .hk = 1, .d = 128}));
+  EXPECT_TRUE(contains(parts, "1 q heads of a group at a time: dK and dV")) << parts;
   const std::string wide = said(backward_problem({.d = 256}));
   EXPECT_TRUE(contains(wide, "one warpgroup for each of the two")) << wide;
   EXPECT_TRUE(contains(wide, "dQ as sums: computes d and dv up to 128, got 256 and 256")) << wide;

@@ -146,20 +146,42 @@ TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
   }
 }
 
+// Each block once, those of a pair one after the other, forwards or backwards; every second bunch
+// the other way where they alternate.
 TEST(BackwardWork, EveryBlockIsTakenOnce) {
-  for (int blocks = 1; blocks <= 9; ++blocks) {
-    for (int pairs = 1; pairs <= 9; ++pairs) {
-      for (int bunch = 1; bunch <= pairs; ++bunch) {
-        std::set<std::pair<int, int>> seen;
-        BlockOfPair before = {-1, 0};
-        for (int number = 0; number < blocks * pairs; ++number) {
-          const BlockOfPair at = block_of({blocks, pairs, bunch}, number);
-          ASSERT_TRUE(at.block >= 0 && at.block < blocks && at.pair >= 0 && at.pair < pairs);
-          ASSERT_TRUE(seen.insert({at.block, at.pair}).second);
-          if (at.pair / bunch == before.pair / bunch) {  // inside a bunch blocks are outermost
-            ASSERT_GE(at.block, before.block);
+  const auto check = [](const Blocks& all) {
+    std::map<int, std::vector<int>> taken;  // blocks of a pair
+    std::vector<int> first;                 // pairs as their first blocks are taken
+    int outermost = 0;                      // blocks of the pairs of a bunch that were taken
+    for (int number = 0; number < all.blocks * all.pairs; ++number) {
+      const BlockOfPair at = block_of(all, number);
+      ASSERT_TRUE(at.pair >= 0 && at.pair < all.pairs);
+      std::vector<int>& of_pair = taken[at.pair];
+      if (of_pair.empty()) first.push_back(at.pair);
+      const int count = static_cast<int>(of_pair.size());
+      if (count > 0) {
+        ASSERT_GE(count, outermost);  // inside a bunch blocks are outermost
+      }
+      outermost = count;
+      of_pair.push_back(at.block);
+    }
+    ASSERT_EQ(static_cast<int>(taken.size()), all.pairs);
+    ASSERT_TRUE(std::ranges::is_sorted(first));
+    for (auto& [pair, of_pair] : taken) {
+      const bool second = std::min(pair / all.bunch, all.bunches - 1) % 2 == 1;
+      const bool forwards = all.order == kFirstBlockFirst || (all.order == kAlternating && second);
+      ASSERT_EQ(first_block_first(all, pair), forwards);
+      if (!forwards) std::ranges::reverse(of_pair);
+      for (int block = 0; block < all.blocks; ++block) ASSERT_EQ(of_pair.at(block), block);
+    }
+  };
+  for (const BlockOrder order : {kFirstBlockFirst, kLastBlockFirst, kAlternating}) {
+    for (int blocks = 1; blocks <= 9; ++blocks) {
+      for (int pairs = 1; pairs <= 9; ++pairs) {
+        for (int bunch = 1; bunch <= pairs; ++bunch) {
+          for (int bunches = 1; bunches <= pairs / bunch; ++bunches) {
+            check({blocks, pairs, bunch, bunches, order});
           }
-          before = at;
         }
       }
     }

@@ -38,6 +38,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_backward_rows", sizeof(BackwardParams)},
     {"fulgur_backward_round", sizeof(BackwardParams)},
     {"fulgur_backward_sinks", sizeof(BackwardParams)},
+    {"fulgur_backward_join", sizeof(BackwardParams)},
     {"fulgur_backward_repair", sizeof(BackwardParams)}};
 
 std::mutex launching;

@@ -47,7 +47,8 @@ FULGUR_SHARED bool all_visible(const Band& band, const Lengths& n, int tile_rows
   return first >= seen_last.begin && first + count <= seen_first.end;
 }
 
-// What is computed between two times that dQ is: heads of k and v, sequences, and row tiles of each.
+// What is computed between two times that dQ is: heads, sequences, and row tiles of each. A head here is one of k and v
+// with all of its q heads, or with a part of them.
 struct Wave {
   int first_head, heads;
   int first_batch, batches;
@@ -56,12 +57,17 @@ struct Wave {
   friend FULGUR_SHARED bool operator==(const Wave&, const Wave&) = default;
 };
 
+// In which order the blocks of a pair are taken. Alternating: the last first in every second bunch, from bunch 0 on.
+enum BlockOrder : int { kFirstBlockFirst, kLastBlockFirst, kAlternating };
+
 // Blocks of pairs of a head and a sequence, which thread blocks take by their number. Pairs are taken in bunches, in
-// which blocks are outermost: those that a mask makes the longest come first.
+// which blocks are outermost.
 struct Blocks {
   int blocks;  // of a pair
   int pairs;
-  int bunch;
+  int bunch;    // pairs of one
+  int bunches;  // the last one has what is left over
+  BlockOrder order;
 
   friend FULGUR_SHARED bool operator==(const Blocks&, const Blocks&) = default;
 };
@@ -69,13 +75,19 @@ struct BlockOfPair {
   int block, pair;
 };
 
+FULGUR_SHARED bool first_block_first(const Blocks& blocks, int pair) {
+  if (blocks.order != kAlternating) return blocks.order == kFirstBlockFirst;
+  return least(pair / blocks.bunch, blocks.bunches - 1) % 2 == 1;
+}
+
 FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
-  const int last = most(blocks.pairs / blocks.bunch - 1, 0);  // bunch
-  const int bunch = least(number / (blocks.blocks * blocks.bunch), last);
+  const int bunch = least(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
   const int first = bunch * blocks.bunch;
-  const int pairs = bunch == last ? blocks.pairs - first : blocks.bunch;
+  const int pairs = bunch == blocks.bunches - 1 ? blocks.pairs - first : blocks.bunch;
   const int rest = number - first * blocks.blocks;
-  return {rest / pairs, first + rest % pairs};
+  const int block = rest / pairs;
+  const int pair = first + rest % pairs;
+  return {first_block_first(blocks, pair) ? block : blocks.blocks - 1 - block, pair};
 }
 
 // Where the tiles of dS lie. A row tile has room for `pitch` of them, or, where pitch is 0, for those that it sees:
@@ -117,8 +129,8 @@ FULGUR_SHARED KeyTiles key_tiles_of(const Band& band, const Lengths& n, const Sc
 
 // The tile of dS of a row tile and a key tile that it sees; `head` counts q heads of the wave.
 FULGUR_SHARED long long score_tile(const ScoreTiles& store, const Wave& wave, const Band& band, const Lengths& n,
-                                   const ScoreTile& each, int group, int batch, int head, int tile, int key_tile) {
-  const int heads = wave.heads * group;
+                                   const ScoreTile& each, int pair_heads, int batch, int head, int tile, int key_tile) {
+  const int heads = wave.heads * pair_heads;
   const long long unit = store.compact ? head : (long long)(batch - wave.first_batch) * heads + head;
   const int sequence = store.compact ? (n.q_start / kStatisticsRows + batch) * (kStatisticsRows / each.rows) : 0;
   const long long before =

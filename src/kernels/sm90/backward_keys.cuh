@@ -4,6 +4,7 @@
 #include "shared/dropout.cuh"
 #include "shared/fragment_store.cuh"
 #include "shared/transform.cuh"
+#include "sm90/backward_key_sums.cuh"
 #include "sm90/backward_load.cuh"
 
 // The rows that a step's keys are seen by, from the block and the wave.
@@ -14,17 +15,19 @@ __device__ __forceinline__ RowTiles row_tiles_of_block(const BackwardParams& p, 
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int number) {
   if (number >= p.key_blocks.blocks * p.key_blocks.pairs) return {-1, 0, 0, 0};
   const BlockOfPair at = block_of(p.key_blocks, number);
-  const int block = kLastKeysFirst ? p.key_blocks.blocks - 1 - at.block : at.block;
-  return {block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads, 0};
+  return {at.block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads,
+          first_block_first(p.key_blocks, at.pair) ? kNextBehind : 0};
 }
 
 // Under a right bound the blocks of a head have their last row in common. A round of them walks upwards from there,
 // side by side. Those of the next begin one after another, the longest first, and end together if they walk downwards:
 // so all that run are at the same rows, and Q, dO and the sums of dQ come from memory once. Waves would have to follow.
-__device__ __forceinline__ bool walks_upwards(const BackwardParams& p, int number) {
+// With kOrdered those that the last keys begin walk downwards, each from its diagonal, where the one before it has just
+// been; the others follow each other upwards.
+__device__ __forceinline__ bool walks_upwards(const BackwardParams& p, const KeyBlock& block, int number) {
   if (!kSums || !kHasRight) return false;
   if (kHasLeft) return true;
-  if (kOrdered) return false;
+  if (kOrdered || p.key_blocks.order == kAlternating) return block.state & kNextBehind;
   const int round = number / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
   return round % 2 == 0;
 }
@@ -53,32 +56,32 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const int end = min(all.end, p.wave.first_tile + p.wave.tiles);
     const bool has_steps = begin < end;
     const bool carries_in = all.begin < min(all.end, p.wave.first_tile);
-    const bool carries_out = all.end > max(all.begin, p.wave.first_tile + p.wave.tiles);
-    block.state = (has_steps ? kHasSteps : 0) | (carries_in ? kCarryIn : 0) | (carries_out ? kCarryOut : 0);
+    const bool carries_out = all.end > max(all.begin, p.wave.first_tile + p.wave.tiles) || p.pair_heads < p.group;
+    block.state |= (has_steps ? kHasSteps : 0) | (carries_in ? kCarryIn : 0) | (carries_out ? kCarryOut : 0);
     // Keys that no row of this wave sees are left to the wave that has their last row, or to the first.
     if (has_steps || (all.begin >= all.end && p.wave.first_tile == 0)) {
       load.load_keys(block, n);
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
-      const bool upwards = walks_upwards(p, number);
+      const bool upwards = walks_upwards(p, block, number);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
         const int tile = upwards ? begin + end - 1 - i : i;
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
-        const int head = block.head * p.group;
+        const int head = block.head * p.pair_heads;
         const long long first_ds =
             kSums ? 0
-                  : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.group, block.batch,
-                               head - p.wave.first_head * p.group, tile, block.block);
+                  : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.pair_heads, block.batch,
+                               head - p.wave.first_head * p.pair_heads, tile, block.block);
 #pragma unroll 1
-        for (int g = 0; g < p.group; ++g) {
-          const bool last = i == end - 1 && g == p.group - 1;
+        for (int g = 0; g < p.pair_heads; ++g) {
+          const bool last = i == end - 1 && g == p.pair_heads - 1;
           const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kSums ? int(statistics / kBlockRows) : int(first_ds) + g * p.score_tiles.unit;
           const Step step = {place, row, __float_as_int(slope),
-                             (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfGroup * g : 0)};
+                             (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfPair * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
           load.load_queries(step, source, statistics);
           if constexpr (kKStages > 1)
@@ -184,7 +187,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);
-  const int head = block.batch * p.hq + block.head * p.group + u32(step.state) / kHeadOfGroup;
+  const int head = block.batch * p.hq + block.head * p.pair_heads + u32(step.state) / kHeadOfPair;
   return kept_transposed<kBlockRows>(p, k.smem + kKeysLayout.dropout_key, head, step.row,
                                      block.block * kBlockKeys + key);
 }
@@ -244,43 +247,4 @@ __device__ __forceinline__ void store_global_ds(const BackwardParams& p, u32 fro
       bulk_store(to + i * (kBlockKeys / kPieceKeys) * kPieceBytes, from + i * kPieceBytes + warp, 16 * 128);
   }
   tma_store_commit();
-}
-
-// Where the sums of a thread wait between two waves, 2 * kBlockKeys floats apart. `strip` counts the block's keys by
-// 64.
-template <int dim>
-__device__ __forceinline__ float* carry_of(const BackwardParams& p, float* carry, const KeyBlock& block, int strip) {
-  const long long pair = (long long)(block.batch) * (p.hq / p.group) + block.head;
-  return carry + (pair * p.key_blocks.blocks + block.block) * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
-}
-
-template <int dim>
-__device__ __forceinline__ void begin_sums(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
-                                           int strip, float* carry) {
-  const float* from = carry_of<dim>(p, carry, block, strip);
-  if (block.state & kCarryIn) {
-#pragma unroll
-    for (int i = 0; i < dim / 2; ++i) G[i] = from[i * 2 * kBlockKeys];
-  } else {
-#pragma unroll
-    for (int i = 0; i < dim / 2; ++i) G[i] = 0;
-  }
-}
-
-// The sums are those of a gradient `to`, which has `columns`, or wait for the next wave.
-template <int dim>
-__device__ __forceinline__ void end_sums(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
-                                         int strip, float* carry, const StridedTensor& to, int columns, float scale) {
-  if (block.state & kCarryOut) {
-    float* const wait = carry_of<dim>(p, carry, block, strip);
-#pragma unroll
-    for (int i = 0; i < dim / 2; ++i) wait[i * 2 * kBlockKeys] = G[i];
-  } else {
-    Finite finite;
-    const int key = block.block * kBlockKeys + 64 * strip + warp_row() + thread_row();
-    const int rows = key_rows(p, block.batch) - key;
-    unsigned short* row = row_of(to, block.batch, lengths_of(p, block.batch).k_start + key, block.head);
-    store_global_fragment<dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
-    finite.report(p.not_finite);
-  }
 }

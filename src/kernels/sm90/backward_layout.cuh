@@ -22,10 +22,6 @@ enum : int {
   kStepUnits = kRowSteps * kHeadPanels,           // of dQ
 };
 
-// The blocks of keys that the most rows see come first. With kOrdered under a right bound those that the fewest see do:
-// each then begins where the one before it has just been, and none waits for its turn.
-enum : int { kLastKeysFirst = kOrdered && kHasRight ? !kHasLeft : kHasLeft && !kHasRight };
-
 // With what the plan fixes of it, so that the compiler computes no other places.
 __device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {
   ScoreTiles store = p.score_tiles;

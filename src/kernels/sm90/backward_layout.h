@@ -27,13 +27,15 @@ enum : int {
 // What the producer tells the consumers of a block of keys.
 struct KeyBlock {
   int block;  // of its sequence; < 0: no more work
-  int head, batch;
+  int head;   // of the pair: its q heads begin at so many times pair_heads
+  int batch;
   int state;  // bits of KeyBlockState
 };
 enum KeyBlockState : int {
   kHasSteps = 1,   // some row sees its keys in this wave
   kCarryIn = 2,    // an earlier wave has left sums
-  kCarryOut = 4,   // a later wave wants them
+  kCarryOut = 4,   // a later wave wants them, or backward_join.cu
+  kNextBehind = 8,  // the next block that is taken of its pair has the keys behind its own, not those in front
 };
 
 // And of a step: a tile of rows of a q head.
@@ -46,7 +48,7 @@ struct Step {
 enum StepState : int {
   kMasked = 1,
   kLastStep = 2,
-  kHeadOfGroup = 4,  // times the q head's number in its group, kDropout
+  kHeadOfPair = 4,   // times the q head's number in its pair, kDropout
 };
 
 // And of a unit of dQ that a buffer of sums holds.

@@ -45,6 +45,9 @@ struct StepLoader {
   __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem)
       : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
 
+  // The head of k and v of a block's pair.
+  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return block.head * p.pair_heads / p.group; }
+
   // Panels of rows into a buffer; its last arrival.
   template <int panels, int rows, int first = 0, class Ring>
   __device__ __forceinline__ void load(const Ring& to, const void* map, const Source& source, int row, bool may_clear,
@@ -59,7 +62,7 @@ struct StepLoader {
   template <int panels, int first = 0, class Ring>
   __device__ __forceinline__ void load_keys_into(const Ring& to, const void* map, const KeyBlock& block,
                                                  const Lengths& n) {
-    const Source source = {n.k_start, n.sk, block.head, kPacked ? 0 : block.batch};
+    const Source source = {n.k_start, n.sk, key_head(block), kPacked ? 0 : block.batch};
     load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
   }
 
@@ -67,14 +70,15 @@ struct StepLoader {
   __device__ __forceinline__ void prefetch_keys(const KeyBlock& block, const Lengths& n) const {
     if (!elect_one()) return;
     const int row = n.k_start + block.block * kBlockKeys;
+    const int head = key_head(block);
 #pragma unroll
     for (int box = 0; box < kBlockKeys; box += 64) {
 #pragma unroll
       for (int panel = 0; panel < kHeadPanels; ++panel)
-        tma_prefetch(&p.k_map, {64 * panel, row + box, block.head, kPacked ? 0 : block.batch});
+        tma_prefetch(&p.k_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
 #pragma unroll
       for (int panel = 0; panel < kValuePanels; ++panel)
-        tma_prefetch(&p.v_map, {64 * panel, row + box, block.head, kPacked ? 0 : block.batch});
+        tma_prefetch(&p.v_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
     }
   }
 

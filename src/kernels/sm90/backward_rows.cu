@@ -21,10 +21,8 @@ using BlockView = Buffers<kRowsLayout.block, 16, kRowsLayout.block_full, kRowsLa
 __device__ __forceinline__ RowBlock row_block_of(const BackwardParams& p, int number) {
   if (number >= p.row_blocks.blocks * p.row_blocks.pairs) return {-1, 0, 0, 0};
   const BlockOfPair at = block_of(p.row_blocks, number);
-  // The rows that see the most keys come first.
-  const int block = kHasLeft && !kHasRight ? at.block : p.row_blocks.blocks - 1 - at.block;
-  const int heads = p.wave.heads * p.group;
-  return {p.wave.first_tile * kBlockRows + block * kRowsOfBlock, p.wave.first_head * p.group + at.pair % heads,
+  const int heads = p.wave.heads * p.pair_heads;
+  return {p.wave.first_tile * kBlockRows + at.block * kRowsOfBlock, p.wave.first_head * p.pair_heads + at.pair % heads,
           p.wave.first_batch + at.pair / heads, 0};
 }
 
@@ -68,8 +66,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int tile = block.row / kBlockRows + i;
         tiles[i].keys = tile * kBlockRows < n.sq ? key_tiles_of(band, n, kScoreTile, tile) : KeyTiles{0, 0};
         const long long first =
-            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.group, block.batch,
-                       block.head - p.wave.first_head * p.group, tile, tiles[i].keys.begin);
+            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.pair_heads, block.batch,
+                       block.head - p.wave.first_head * p.pair_heads, tile, tiles[i].keys.begin);
         tiles[i].ds = p.ds + first * kTileBytes;
       }
       const Source source = {n.k_start, n.sk, block.head / p.group, kPacked ? 0 : block.batch};

@@ -55,7 +55,7 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
     const KeyBlock block = load_block(k);
     if (block.block < 0) break;
     bool last = !(block.state & kHasSteps);
-    const int next = block.block + (kLastKeysFirst ? -1 : 1);
+    const int next = block.block + (block.state & kNextBehind ? 1 : -1);
     const u32 k_operand = uniform_descriptor(k.address(), kBlockKeys * 128);
     while (!last) {
       named_barrier_sync(ds_full(stage), kDsFullThreads);
