@@ -49,8 +49,11 @@ BACKWARD_SHAPES = {  # likewise, by what is special about them
     "other dims": [Case(2, 8192, heads, d, dv, causal)
                    for heads, d, dv in ((25, 80, 80), (21, 96, 96), (16, 192, 128)) for causal in MASKS],
     "window": [Case(1, 16384, 16, 128, 128, True, window=4096)],
-    "deterministic": [Case(2, 8192, HIDDEN // d, d, d, causal, deterministic=True) for d in DIMS for causal in MASKS],
+    "deterministic": [*(Case(2, 8192, HIDDEN // d, d, d, causal, deterministic=True) for d in DIMS for causal in MASKS),
+                      *(Case(1, 8192, heads, 128, 128, True, kv_heads=8, deterministic=True) for heads in (64, 32))],
     "few heads": [Case(1, s, heads, 128, 128, causal) for s, heads in ((4096, 4), (8192, 2)) for causal in MASKS],
+    "one head of k and v": [Case(1, s, heads, 128, 128, causal, kv_heads=1)
+                            for s, heads in ((4096, 8), (8192, 8), (8192, 64)) for causal in MASKS],
 }
 PARTS = tuple(KERNELS)
 GEMM = 8192

@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 
@@ -17,7 +18,7 @@ inline int thread_index() { return omp_get_thread_num(); }
 /// The first exception thrown by a body is rethrown here once all threads are done.
 template <class Body>
 void parallel_for(int64_t n, int threads, const Body& body) {
-  const int used = static_cast<int>(n < thread_count(threads) ? n : thread_count(threads));
+  const int used = static_cast<int>(std::clamp<int64_t>(n, 1, thread_count(threads)));
   std::exception_ptr error;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(used) if (used > 1)
   for (int64_t i = 0; i < n; ++i) {

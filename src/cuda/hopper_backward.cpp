@@ -118,7 +118,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
-  if (plan.joins) kernels.push_back(join_kernel(plan));
+  if (plan.joins()) kernels.push_back(join_kernel(plan));
   if (plan.repairs()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
@@ -138,7 +138,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   queries_ = gpu_.kernel(queries_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
-  if (plan_.joins) join_ = gpu_.kernel(join_kernel(plan_)).function;
+  if (plan_.joins()) join_ = gpu_.kernel(join_kernel(plan_)).function;
   if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
@@ -159,7 +159,10 @@ void HopperBackward::set_params(const Problem& p) {
   to.scale = static_cast<float>(p.scale);
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
+  to.parts = plan_.parts;
   to.pair_heads = plan_.pair_heads;
+  to.row_parts = plan_.row_parts;
+  to.part_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_parts), 1);
   to.statistics_rows = plan_.statistics_rows;
   chunks_ = std::max(ceil_div(p.sq, 64), 1);
   pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
@@ -273,7 +276,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
            "launching the kernel that rounds dQ");
   }
-  if (plan_.joins) {
+  if (plan_.joins()) {
     const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
     const int pairs = std::min(p.batch * (p.hq / p.group), kMostPairs);

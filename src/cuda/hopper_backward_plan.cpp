@@ -139,7 +139,7 @@ class Divider {
         multiprocessors_(target.multiprocessors),
         row_tiles_(ceil_div(p_.sq, each_.rows)),
         key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
-        heads_(static_cast<int>(p_.hq / plan.pair_heads)),
+        heads_(static_cast<int>(p_.hk * plan.parts)),
         unit_tiles_(plan.rows_of_block() / each_.rows) {}
 
   /// Sets the plan's waves, the fastest whose workspace takes at most `max_workspace` bytes (0: any
@@ -261,21 +261,24 @@ class Divider {
     const double block_cycles = plan_.k_stages > 1 ? 2700 : 4000;
     const double step =
         turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
-    const int rows = rows_of_wave(row_waves);
+    const int rows = plan_.row_parts > 1 ? std::max(ceil_div(row_tiles_, plan_.row_parts), 1)
+                                         : rows_of_wave(row_waves);
     std::vector<RowRun> runs;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
-      RowRun& run = runs.emplace_back();
+      // Parts of rows are of one wave, as long as one of them is on average.
+      RowRun& run = plan_.row_parts > 1 && first > 0 ? runs.back() : runs.emplace_back();
       for (int block = 0; block < key_blocks_; ++block) {
         const kernels::RowTiles seen =
             kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
         const int begin = std::max(seen.begin, first), end = std::min(seen.end, first + rows);
         if (begin >= end && first > 0) continue;
-        const bool carries = seen.begin < first || seen.end > first + rows;
+        const bool carries =
+            plan_.row_parts == 1 && (seen.begin < first || seen.end > first + rows);
         const double steps = static_cast<double>(std::max(end - begin, 0) * plan_.pair_heads);
         const double cycles = block_cycles + (carries ? kCarry : 0) + steps * step;
         run.longest = std::max(run.longest, cycles);
-        run.all += cycles;
-        run.scores += steps * each_.rows * each_.keys;
+        run.all += cycles / plan_.row_parts;
+        run.scores += steps * each_.rows * each_.keys / plan_.row_parts;
       }
     }
     return runs;
@@ -350,7 +353,7 @@ class Divider {
       const bool same = plan_.ordered && !left_alone;
       return same && all.bunch < kLeastPairs ? with_bunch(all, std::min(kLeastPairs, pairs)) : all;
     }
-    if (p_.packed || (pairs <= 1 && in_l2(1))) {
+    if (p_.packed || plan_.row_parts > 1 || (pairs <= 1 && in_l2(1))) {
       if (plan_.ordered) all.order = kLastBlockFirst;
       return all;
     }
@@ -438,26 +441,46 @@ class Divider {
   bool compact_ = false;
 };
 
-/// Divides a call, its groups of q heads as they are or in equal parts: the fastest way that
-/// `max_workspace` has room for, or the one that wants the least. Returns the predicted cycles.
+/// Every way to divide heads of k and v that may be worth it: into parts of q heads, and of rows.
+std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackwardPlan& plan,
+                                          const Target& target) {
+  std::vector<std::pair<int, int>> all = {{1, 1}};
+  // The order of a sum over parts, and with it its last bits, would depend on the batch.
+  if (p.invariant) return all;
+  constexpr int kMostRowParts = 64, kBlocksEach = 4;
+  const double enough = kBlocksEach * target.multiprocessors;
+  const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);
+  const bool from_diagonals = plan.ordered && plan.has_right && !plan.has_left;
+  for (int heads = 1; heads <= p.group(); ++heads) {
+    if (p.group() % heads != 0) continue;
+    // Fewer heads of a pair are also rows that L2 holds, which turns from diagonals want.
+    if (heads > 1 && (blocks < enough || from_diagonals)) all.emplace_back(heads, 1);
+    for (int rows = 2; rows <= kMostRowParts; rows += rows < 4 ? 1 : rows) {
+      const bool worth = rows * plan.block_rows <= p.sq && blocks * heads * rows <= enough;
+      if (!plan.sums || from_diagonals || !worth) break;
+      all.emplace_back(heads, rows);
+    }
+  }
+  return all;
+}
+
+/// Divides a call, its heads of k and v whole or in parts: the fastest way that `max_workspace` has
+/// room for, or the one that wants the least. Returns the predicted cycles.
 double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
               int64_t max_workspace) {
   // Of memory, an element of a sum: it takes nearly twice as long as a write and a read would.
   constexpr double kJoinBytes = 14;
-  const int group = static_cast<int>(p.group());
   HopperBackwardPlan best;
   double least_cycles = 0;
   int64_t least_bytes = -1;  // of a plan that does not fit
-  for (int parts = 1; parts <= group; ++parts) {
-    if (group % parts != 0) continue;
-    // The order of a sum over heads, and with it its last bits, would depend on the batch.
-    if (parts > 1 && p.invariant) break;
+  for (const auto& [head_parts, row_parts] : parts_of(p, plan, target)) {
     HopperBackwardPlan divided = plan;
-    divided.pair_heads = group / parts;
-    divided.joins = parts > 1;
+    divided.parts = head_parts * row_parts;
+    divided.pair_heads = static_cast<int>(p.group()) / head_parts;
+    divided.row_parts = row_parts;
     double cycles = Divider(p, divided, target).divide(divided, max_workspace);
-    if (divided.joins) {
-      const double sums = static_cast<double>(p.batch * p.hk * parts * p.sk * (p.d + p.dv));
+    if (divided.joins()) {
+      const double sums = static_cast<double>(p.batch * p.hk * divided.parts * p.sk * (p.d + p.dv));
       cycles += kLaunchCycles + kJoinBytes * sums / kBytesPerCycle;
     }
     const int64_t bytes = workspace_of(p, divided).end;
@@ -499,9 +522,8 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   at.turns = take(plan.turns(p.hq) * int64_t{sizeof(int)});
   at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
   at.ds = take(plan.ds_bytes);
-  const bool waits = plan.carries || plan.joins;
-  const int64_t blocks =
-      waits ? p.batch * (p.hq / plan.pair_heads) * ceil_div(p.sk, plan.block_keys) : 0;
+  const bool waits = plan.carries || plan.joins();
+  const int64_t blocks = waits ? p.batch * p.hk * plan.parts * ceil_div(p.sk, plan.block_keys) : 0;
   const int64_t sums = blocks * plan.block_keys * int64_t{sizeof(float)};
   at.carry_dk = take(sums * plan.head_dim);
   at.carry_dv = take(sums * plan.value_dim);
@@ -660,17 +682,20 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
     const Wave& wave = plan.waves.at(0).wave;
     sentences.push_back(
         fmt::format("{} waves of {} {} of {} sequences{}: {} bytes of dS", plan.waves.size(),
-                    wave.heads, plan.joins ? "parts of groups" : "kv heads", wave.batches,
+                    wave.heads, plan.joins() ? "parts of groups" : "kv heads", wave.batches,
                     plan.carries ? fmt::format(", {} rows each, dK and dV carried on in f32",
                                                wave.tiles * plan.block_rows)
                                  : "",
                     plan.ds_bytes));
   }
-  if (plan.joins) {
-    sentences.push_back(
-        fmt::format("{} q heads of a group at a time: dK and dV of its parts are added up by a "
-                    "kernel of their own",
-                    plan.pair_heads));
+  if (plan.joins()) {
+    sentences.push_back(fmt::format(
+        "blocks of keys meet {} q heads of their group{}: dK and dV of the {} parts are added up "
+        "by "
+        "a kernel of their own",
+        plan.pair_heads,
+        plan.row_parts > 1 ? fmt::format(" and one of {} runs of rows", plan.row_parts) : "",
+        plan.parts));
   }
   for (const auto& [name, why] :
        {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},

@@ -44,9 +44,9 @@ struct HopperBackwardLaunch {
   std::vector<BackwardWave> waves;
   int statistics_rows = 0;  ///< of a head
   int64_t ds_bytes = 0;     ///< of the largest wave
-  /// q heads of a pair: a group, or an equal part of one, so that more thread blocks share it.
-  int pair_heads = 1;
-  bool joins = false;    ///< it is a part, whose dK and dV are added up behind all waves
+  /// Pairs that share a head of k and v, so that more thread blocks have work: each has an equal
+  /// part of the group's q heads, and with sums one of the row tiles.
+  int parts = 1, pair_heads = 1, row_parts = 1;
   bool carries = false;  ///< waves cut sequences of q: sums of dK and dV pass from one to the next
   int grid = 0;          ///< thread blocks, at most
   bool operator==(const HopperBackwardLaunch&) const = default;
@@ -73,6 +73,7 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   /// Units of dQ at which blocks of keys take turns.
   int64_t turns(int64_t hq) const { return ordered ? sums_floats(hq) / kernels::kUnitFloats : 0; }
   bool wide() const { return block_keys == 64; }
+  bool joins() const { return parts > 1; }  ///< dK and dV of parts are added up behind all waves
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };
 

@@ -351,7 +351,7 @@ TEST(HopperBackwardPlan, WavesCoverAll) {
           // Blocks of rows begin where a wave does.
           ASSERT_EQ(wave.first_tile * plan.block_rows % plan.rows_of_block(), 0);
         }
-        ASSERT_EQ(next.size(), static_cast<size_t>(p.hq / plan.pair_heads * p.batch));
+        ASSERT_EQ(next.size(), static_cast<size_t>(p.hk * plan.parts * p.batch));
         for (const auto& [pair, tile] : next) ASSERT_GE(tile, row_tiles);
         ASSERT_TRUE(!plan.sums || plan.waves.size() == 1);
       }
@@ -582,9 +582,8 @@ TEST(HopperBackwardPlan, GroupsAreDivided) {
   const auto parts = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::set<int64_t> found;
     for (const HopperBackwardPlan& plan : plans(backward_problem(shape, with))) {
-      EXPECT_EQ(plan.joins, plan.pair_heads < shape.hq / shape.hk);
-      EXPECT_EQ(shape.hq / shape.hk % plan.pair_heads, 0);
-      found.insert(shape.hq / shape.hk / plan.pair_heads);
+      EXPECT_EQ(plan.parts * plan.pair_heads, shape.hq / shape.hk * plan.row_parts);
+      found.insert(plan.parts);
     }
     return found;
   };
@@ -597,6 +596,14 @@ TEST(HopperBackwardPlan, GroupsAreDivided) {
     shape.invariant = true;
     EXPECT_EQ(parts(shape), Parts{1});
   }
+  // Rows, too, but not where blocks that take turns begin at their diagonals.
+  const ForwardShape one = {
+      .batch = 1, .sq = 8192, .sk = 8192, .hq = 1, .hk = 1, .d = 128, .mask = causal()};
+  for (const HopperBackwardPlan& plan : plans(backward_problem(one)))
+    EXPECT_EQ(plan.row_parts > 1, plan.sums && !plan.ordered);
+  const ForwardShape cross = {.batch = 1, .sq = 16384, .sk = 256, .hq = 16, .hk = 16};
+  for (const HopperBackwardPlan& plan : plans(backward_problem(cross)))
+    EXPECT_EQ(plan.row_parts > 1, plan.sums);
   const auto join = [](const ForwardShape& shape, size_t plan) {
     for (const KernelUse& use : hopper_backward_kernels(plans(backward_problem(shape)).at(plan))) {
       if (use.entry == std::string("fulgur_backward_join")) return use.request.plan_header;
@@ -617,15 +624,15 @@ TEST(HopperBackwardPlan, GroupsAreDivided) {
   EXPECT_NE(join(other, 0), causal_join);
 }
 
-// More workspace than there is for the sums of parts leaves groups whole.
-TEST(HopperBackwardPlan, PartsOfGroupsFitTheWorkspace) {
+// Where the workspace has no room for the sums of so many parts there are fewer.
+TEST(HopperBackwardPlan, PartsFitTheWorkspace) {
   ForwardShape shape = {.batch = 1, .sq = 4096, .sk = 4096, .hq = 8, .hk = 1, .d = 128};
   const HopperBackwardPlan roomy = plans(backward_problem(shape)).at(0);
-  ASSERT_TRUE(roomy.joins);
+  ASSERT_TRUE(roomy.joins());
   shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
   const Problem tight = backward_problem(shape);
   const HopperBackwardPlan plan = plans(tight).at(0);
-  EXPECT_GT(plan.pair_heads, roomy.pair_heads);
+  EXPECT_LT(plan.parts, roomy.parts);
   EXPECT_LE(workspace_of(tight, plan).end, shape.max_workspace);
 }
 
@@ -678,9 +685,9 @@ TEST(HopperBackwardPlan, SaysHowDqIsComputed) {
   EXPECT_TRUE(contains(stored, "from dS in memory: deterministic")) << stored;
   EXPECT_TRUE(contains(stored, "tile sm90_backward_turns 64 x 128: predicted")) << stored;
   EXPECT_TRUE(contains(stored, "1 waves of 8 kv heads of 32 sequences")) << stored;
-  EXPECT_FALSE(contains(stored, "q heads of a group at a time")) << stored;
+  EXPECT_FALSE(contains(stored, "q heads of their group")) << stored;
   const std::string parts = said(backward_problem({.batch = 1, .hk = 1, .d = 128}));
-  EXPECT_TRUE(contains(parts, "1 q heads of a group at a time: dK and dV")) << parts;
+  EXPECT_TRUE(contains(parts, "parts are added up by a kernel of their own")) << parts;
   const std::string wide = said(backward_problem({.d = 256}));
   EXPECT_TRUE(contains(wide, "one warpgroup for each of the two")) << wide;
   EXPECT_TRUE(contains(wide, "dQ as sums: computes d and dv up to 128, got 256 and 256")) << wide;

@@ -7,7 +7,7 @@ namespace fulgur::test {
 namespace {
 
 class BackwardTiles : public OnGpu, public testing::WithParamInterface<Case> {};
-class BackwardGroups : public OnGpu {};
+class BackwardParts : public OnGpu {};
 
 // Those that more than one tile computes.
 std::vector<Case> chosen(std::vector<Case> cases) {
@@ -29,11 +29,12 @@ TEST_P(BackwardTiles, FollowReference) {
 INSTANTIATE_TEST_SUITE_P(Small, BackwardTiles, testing::ValuesIn(chosen(small_cases())), name);
 INSTANTIATE_TEST_SUITE_P(Large, BackwardTiles, testing::ValuesIn(chosen(large_cases())), name);
 
-// Groups of q heads whole, as where there are enough blocks of keys for the multiprocessors that
-// are planned for, and in parts, as where there are not.
-TEST_F(BackwardGroups, WholeAndInParts) {
-  const Case few{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 8, .hk = 2};
-  std::vector<Case> cases(3, few);
+// Heads of k and v whole, as where there are enough blocks of keys for the multiprocessors that are
+// planned for, and in parts of their q heads and rows, as where there are not.
+TEST_F(BackwardParts, HeadsWholeAndInParts) {
+  const Case group{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 8, .hk = 2};
+  const Case rows{.dtype = DType::kF16, .batch = 2, .sq = 700, .sk = 150, .hq = 2, .hk = 2};
+  std::vector<Case> cases = {group, group, group, rows, rows};
   cases[0].mask = causal();
   cases[0].dropout = 0.1;
   cases[1].d = cases[1].dv = 128;
@@ -43,21 +44,31 @@ TEST_F(BackwardGroups, WholeAndInParts) {
   cases[2].dv = 100;
   cases[2].mask = causal();
   cases[2].seqused = true;
-  std::set<std::pair<bool, bool>> seen;  // in parts, and whether dQ is summed up
+  cases[3].layout = Layout::kPacked;
+  cases[4].sk = 700;
+  cases[4].d = 80;
+  cases[4].mask = causal();
+  cases[4].seqused_q = true;
+  std::set<std::string> seen;
   for (const int multiprocessors : {2, 132}) {
     for (const Case& c : cases) {
       Workload w(c, c.seed());
       w.options.engine = "cuda";
       run_backward_tiles(w, expect(w), multiprocessors);
       std::vector<std::string> rejected;
-      for (const cuda::HopperBackwardTile& tile :
+      for (const auto& [plan, cycles] :
            cuda::hopper_backward_tiles(make_problem(w.backward, w.options),
                                        {.multiprocessors = multiprocessors}, &rejected)) {
-        seen.insert({tile.plan.joins, tile.plan.sums});
+        seen.insert(plan.tile().family + (plan.pair_heads * c.hk < c.hq ? " heads" : "") +
+                    (plan.row_parts > 1 ? " rows" : ""));
       }
     }
   }
-  EXPECT_EQ(seen.size(), 4u);
+  for (const char* way : {"sm90_backward_sums", "sm90_backward_turns", "sm90_backward"}) {
+    for (const char* parts : {"", " heads"}) EXPECT_TRUE(seen.contains(std::string(way) + parts));
+  }
+  for (const char* way : {"sm90_backward_sums", "sm90_backward_turns"})
+    EXPECT_TRUE(seen.contains(std::string(way) + " rows")) << way;
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// dK and dV of groups whose q heads are shared out among several pairs: the sums that these have left, added in the
-// order of the heads, scaled, rounded, stored.
+// dK and dV where several pairs share a head of k and v: the sums that these have left, added in their order, scaled,
+// rounded, stored.
 #include "sm90/backward_key_sums.cuh"
 
 enum : int {
@@ -13,14 +13,13 @@ enum : int {
 template <int dim>
 __device__ __forceinline__ void join(const BackwardParams& p, int batch, int head, int number, int column, float* carry,
                                      StridedTensor to, int columns, float scale) {
-  const int pairs = p.group / p.pair_heads;
   const int strip = threadIdx.x / 128;
-  KeyBlock block = {number, head * pairs, batch, 0};
+  KeyBlock block = {number, head * p.parts, batch, 0};
   float G[kJoinColumns / 2];
 #pragma unroll
   for (int i = 0; i < kJoinColumns / 2; ++i) G[i] = 0;
 #pragma unroll 2
-  for (int pair = 0; pair < pairs; ++pair, ++block.head) {
+  for (int part = 0; part < p.parts; ++part, ++block.head) {
     const float* from = carry_of<dim>(p, carry, block, strip) + column * kBlockKeys;
 #pragma unroll
     for (int i = 0; i < kJoinColumns / 2; ++i)

@@ -9,7 +9,7 @@
 // Where the sums of a thread wait, 2 * kBlockKeys floats apart. `strip` counts the block's keys by 64.
 template <int dim>
 __device__ __forceinline__ float* carry_of(const BackwardParams& p, float* carry, const KeyBlock& block, int strip) {
-  const long long pair = (long long)(block.batch) * (p.hq / p.pair_heads) + block.head;
+  const long long pair = (long long)(block.batch) * (p.hq / p.group * p.parts) + block.head;
   return carry + (pair * p.key_blocks.blocks + block.block) * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
 }
 

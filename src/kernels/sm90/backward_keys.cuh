@@ -19,6 +19,17 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int nu
           first_block_first(p.key_blocks, at.pair) ? kNextBehind : 0};
 }
 
+// The first q head of a block's pair.
+__device__ __forceinline__ int query_head(const BackwardParams& p, const KeyBlock& block) {
+  return block.head / p.row_parts * p.pair_heads;
+}
+
+// Tiles of rows [begin, end) that a block's pair has, or the wave.
+__device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const KeyBlock& block) {
+  const int first = kSums ? block.head % p.row_parts * p.part_tiles : p.wave.first_tile;
+  return {first, first + (kSums ? p.part_tiles : p.wave.tiles)};
+}
+
 // Under a right bound the blocks of a head have their last row in common. A round of them walks upwards from there,
 // side by side. Those of the next begin one after another, the longest first, and end together if they walk downwards:
 // so all that run are at the same rows, and Q, dO and the sums of dQ come from memory once. Waves would have to follow.
@@ -52,14 +63,17 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     }
     const Lengths n = lengths_of(p, block.batch);
     const RowTiles all = row_tiles_of_block(p, n, block.block);
-    const int begin = max(all.begin, p.wave.first_tile);
-    const int end = min(all.end, p.wave.first_tile + p.wave.tiles);
+    const RowTiles own = own_tiles(p, block);
+    const int begin = max(all.begin, own.begin);
+    const int end = min(all.end, own.end);
     const bool has_steps = begin < end;
-    const bool carries_in = all.begin < min(all.end, p.wave.first_tile);
-    const bool carries_out = all.end > max(all.begin, p.wave.first_tile + p.wave.tiles) || p.pair_heads < p.group;
+    const bool joins = p.parts > 1;
+    const bool carries_in = !kSums && all.begin < min(all.end, own.begin);
+    const bool carries_out = joins || all.end > max(all.begin, own.end);
     block.state |= (has_steps ? kHasSteps : 0) | (carries_in ? kCarryIn : 0) | (carries_out ? kCarryOut : 0);
-    // Keys that no row of this wave sees are left to the wave that has their last row, or to the first.
-    if (has_steps || (all.begin >= all.end && p.wave.first_tile == 0)) {
+    // Keys that no row of this wave sees are left to the wave that has their last row, or to the first; but each part
+    // has sums, even if they are 0.
+    if (has_steps || (kSums && joins) || (all.begin >= all.end && own.begin == 0)) {
       load.load_keys(block, n);
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
@@ -69,7 +83,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int tile = upwards ? begin + end - 1 - i : i;
         const int row = tile * kBlockRows;
         const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
-        const int head = block.head * p.pair_heads;
+        const int head = query_head(p, block);
         const long long first_ds =
             kSums ? 0
                   : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.pair_heads, block.batch,
@@ -187,7 +201,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);
-  const int head = block.batch * p.hq + block.head * p.pair_heads + u32(step.state) / kHeadOfPair;
+  const int head = block.batch * p.hq + query_head(p, block) + u32(step.state) / kHeadOfPair;
   return kept_transposed<kBlockRows>(p, k.smem + kKeysLayout.dropout_key, head, step.row,
                                      block.block * kBlockKeys + key);
 }

@@ -27,7 +27,7 @@ enum : int {
 // What the producer tells the consumers of a block of keys.
 struct KeyBlock {
   int block;  // of its sequence; < 0: no more work
-  int head;   // of the pair: its q heads begin at so many times pair_heads
+  int head;   // of the pair, among `parts` for each head of k and v
   int batch;
   int state;  // bits of KeyBlockState
 };

@@ -46,7 +46,7 @@ struct StepLoader {
       : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
 
   // The head of k and v of a block's pair.
-  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return block.head * p.pair_heads / p.group; }
+  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return block.head / p.parts; }
 
   // Panels of rows into a buffer; its last arrival.
   template <int panels, int rows, int first = 0, class Ring>

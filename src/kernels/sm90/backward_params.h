@@ -48,7 +48,10 @@ struct BackwardParams : BackwardMaps, CallParams {
   fulgur::kernels::ScoreTiles score_tiles;
   fulgur::kernels::Blocks key_blocks, row_blocks;
   int batch;
-  int pair_heads;       // q heads of a pair: all of a group, or a part of them, whose dK and dV backward_join.cu adds up
+  int parts;            // pairs that share a head of k and v, whose dK and dV backward_join.cu adds up
+  int pair_heads;       // q heads of a pair: all of a group or a part of them
+  int row_parts;        // pairs that have the same q heads and
+  int part_tiles;       // so many tiles of rows each, with kSums; 1 otherwise, and waves decide about rows
   int statistics_rows;  // of a head
 
   // Memory of the launch.
@@ -59,7 +62,7 @@ struct BackwardParams : BackwardMaps, CallParams {
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
-  float* carry_dk;    // [b, hq / pair_heads, key blocks][head or value dims / 2][2 kBlockKeys]: sums that wait
+  float* carry_dk;    // [b, hk * parts, key blocks][head or value dims / 2][2 kBlockKeys]: sums that wait
   float* carry_dv;
 
   // For backward_sinks.cu, where the gradient of the sinks is wanted.

@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       bool clears = kSums;
       if (kOrdered) {
         const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, first / kBlockRows);
-        const int turn = first_block_first(p.key_blocks, pair / p.pair_heads) ? blocks.begin : blocks.end - 1;
+        const int of_heads = pair / p.pair_heads * p.row_parts + first / kBlockRows / p.part_tiles;
+        const int turn = first_block_first(p.key_blocks, of_heads) ? blocks.begin : blocks.end - 1;
         if (threadIdx.x < kHeadPanels) p.turns[(at + first) / 64 * kHeadPanels + threadIdx.x] = kFirstTurn | turn;
         clears = blocks.begin >= blocks.end;  // nobody adds
       }
