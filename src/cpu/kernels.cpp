@@ -83,17 +83,17 @@ Kernels kernels_on(const char* target) {
 }
 const Kernels& tile_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<TileProducts<Amx>, kPartsOfBF16>("AMX");
+    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>("AMX");
     k.decode_rows = kTileDecodeRows;
     k.decode_on_vectors = kTileDecodeLeast;
     k.decode_scratch = tile_decode_scratch;
-    k.decode = tile_decode<TileProducts<Amx>>;
+    k.decode = tile_decode<TileProducts<Amx, kPartsOfBF16>>;
     return k;
   }();
   return kTable;
 }
 const Kernels& f16_tile_table() {
-  static const Kernels kTable = kernels_on<TileProducts<Amx>, kPartsOfF16>("AMX");
+  static const Kernels kTable = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX");
   return kTable;
 }
 const Kernels& dot_table() {

@@ -61,6 +61,14 @@ struct Amx {
   static HWY_INLINE void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(kTile), "r"(from), "r"(stride) : "memory");
   }
+  /// The same past the L1 cache, where nothing has to make room.
+  template <int kTile>
+  static HWY_INLINE void stream(const void* from, int64_t stride) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0"
+                 :
+                 : "i"(kTile), "r"(from), "r"(stride)
+                 : "memory");
+  }
   template <int kTile>
   static HWY_INLINE void store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(kTile), "r"(to), "r"(stride) : "memory");
@@ -104,7 +112,8 @@ struct Product {
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
 /// wants them, each after the loads for the first product that reuses it: a sum takes its time to
 /// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
-template <class Tiles>
+/// A passes the L1 cache by, which keeps C and B. B of several parts is too large and does, too.
+template <class Tiles, int kParts>
 class TileProducts {
  public:
   using Session = typename Tiles::Session;
@@ -113,38 +122,33 @@ class TileProducts {
   HWY_INLINE void multiply(const Product& p) {
     for (int64_t n = 0; n < p.columns; n += 2) {
       for (int64_t m = 0; m < p.rows; m += 2) {
-        for (int64_t s = 0; s < p.steps; ++s) take(Step(p, m, n, s));
+        for (Block block(p, m, n); block.left > 0; block.next()) step(block);
       }
     }
   }
 
   /// Makes a product later, in steps of at most four products of tiles, between which other work
-  /// may be done. Two may wait.
-  HWY_INLINE void put_off(const Product& product) {
-    if (product.rows > 0) queue_[(first_ + waiting_++) % 2] = product;
+  /// may be done. Two may wait; they have to stay where they are until finish().
+  HWY_INLINE void put_off(const Product& p) {
+    if (p.rows == 0) return;
+    queue_[(first_ + waiting_++) % 2] = &p;
+    left_ += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
   }
   /// Steps that are left.
-  HWY_INLINE int64_t left() const {
-    int64_t sum = 0;
-    for (int64_t i = 0; i < waiting_; ++i) {
-      const Product& p = queue_[(first_ + i) % 2];
-      sum += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
-    }
-    return sum;
-  }
+  HWY_INLINE int64_t left() const { return left_; }
   /// Turn `turn` of the kTurns in which the next step is made, if one is left.
   template <int kTurns>
   HWY_INLINE void turn(int turn) {
     if (turn == 0) next_step();
     if (!active_) return;
     constexpr int kEach = 4 / kTurns;
-    if (0 / kEach == turn) part<0>(step_);
-    if (1 / kEach == turn) part<1>(step_);
-    if (2 / kEach == turn) part<2>(step_);
-    if (3 / kEach == turn) part<3>(step_);
+    if (0 / kEach == turn) part<0>(block_);
+    if (1 / kEach == turn) part<1>(block_);
+    if (2 / kEach == turn) part<2>(block_);
+    if (3 / kEach == turn) part<3>(block_);
   }
   HWY_INLINE void finish() {
-    for (next_step(); active_; next_step()) take(step_);
+    for (next_step(); active_; next_step()) step(block_);
   }
 
   HWY_INLINE void flush() {
@@ -159,32 +163,50 @@ class TileProducts {
   }
 
  private:
-  /// Step s along the summed index of the block at tile (m, n) of C.
-  struct Step {
-    Step() = default;
-    HWY_INLINE Step(const Product& p, int64_t m, int64_t n, int64_t s)
-        : A{p.A.at(m, s), m + 1 < p.rows ? p.A.at(m + 1, s) : nullptr},
-          B{p.B.at(n, s), n + 1 < p.columns ? p.B.at(n + 1, s) : nullptr},
+  /// The 2 x 2 tiles of C from tile (m, n) on, and the steps along the summed index that are left.
+  struct Block {
+    Block() = default;
+    HWY_INLINE Block(const Product& p, int64_t m, int64_t n)
+        : left(p.steps),
+          A(p.A.at(m, 0)),
+          B(p.B.at(n, 0)),
           A_stride(p.A.stride),
           B_stride(p.B.stride),
-          C(s == 0 ? p.C + m * kTileRows * p.ldc + n * kTileRows : nullptr),
+          A_block(p.A.block),
+          B_block(p.B.block),
+          A_step(p.A.step),
+          B_step(p.B.step),
+          C(p.C + m * kTileRows * p.ldc + n * kTileRows),
           ldc(p.ldc),
-          add(p.add) {}
+          add(p.add),
+          first(true),
+          row(m + 1 < p.rows),
+          column(n + 1 < p.columns) {}
+    HWY_INLINE void next() {
+      --left;
+      A += A_step;
+      B += B_step;
+      first = false;
+    }
 
-    const uint16_t *A[2], *B[2];  // null where the block lacks the second row or column
-    int64_t A_stride, B_stride;
-    float* C;  // null behind the first step
+    int64_t left = 0;
+    const uint16_t *A, *B;  // of the next step
+    int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
+    float* C;
     int64_t ldc;
-    bool add;
+    bool add, first;
+    bool row, column;  // there is a second one
   };
 
   HWY_INLINE void next_step() {
-    active_ = waiting_ > 0;
-    if (!active_) return;
-    const Product& p = queue_[first_];
-    step_ = Step(p, m_, n_, s_);
-    if (++s_ < p.steps) return;
-    s_ = 0;
+    if (active_) {
+      block_.next();
+      --left_;
+    }
+    active_ = left_ > 0;
+    if (!active_ || block_.left > 0) return;
+    const Product& p = *queue_[first_];
+    block_ = Block(p, m_, n_);
     m_ += 2;
     if (m_ < p.rows) return;
     m_ = 0;
@@ -195,34 +217,44 @@ class TileProducts {
     --waiting_;
   }
 
-  HWY_INLINE void take(const Step& step) {
-    part<0>(step);
-    part<1>(step);
-    part<2>(step);
-    part<3>(step);
+  HWY_INLINE void step(const Block& block) {
+    part<0>(block);
+    part<1>(block);
+    part<2>(block);
+    part<3>(block);
   }
   /// The product for register kPart of C, which holds the tile of row kPart / 2 and column
   /// kPart % 2 of the block.
   template <int kPart>
-  HWY_INLINE void part(const Step& step) {
+  HWY_INLINE void part(const Block& block) {
     constexpr int kRow = kPart / 2, kColumn = kPart % 2;
     // A block at an edge does not use, and so not store, every register.
-    const bool edge = step.A[1] == nullptr || step.B[1] == nullptr;
-    if (kPart == 0 && edge && step.C != nullptr) flush();
-    if (step.A[kRow] == nullptr || step.B[kColumn] == nullptr) return;
-    if constexpr (kRow == 0) Tiles::template load<6 + kColumn>(step.B[kColumn], step.B_stride);
-    if constexpr (kColumn == 0) Tiles::template load<4 + kRow>(step.A[kRow], step.A_stride);
-    if (step.C != nullptr) {
+    if (kPart == 0 && block.first && !(block.row && block.column)) flush();
+    if ((kRow == 1 && !block.row) || (kColumn == 1 && !block.column)) return;
+    if constexpr (kRow == 0) load_b<kColumn>(block);
+    if constexpr (kColumn == 0) {
+      Tiles::template stream<4 + kRow>(block.A + kRow * block.A_block, block.A_stride);
+    }
+    if (block.first) {
       store<kPart>();
-      C_[kPart] = step.C + kRow * kTileRows * step.ldc + kColumn * kTileRows;
-      stride_[kPart] = step.ldc * 4;
-      if (step.add) {
+      C_[kPart] = block.C + kRow * kTileRows * block.ldc + kColumn * kTileRows;
+      stride_[kPart] = block.ldc * 4;
+      if (block.add) {
         Tiles::template load<kPart>(C_[kPart], stride_[kPart]);
       } else {
         Tiles::template zero<kPart>();
       }
     }
     Tiles::template multiply<kPart, 4 + kRow, 6 + kColumn>();
+  }
+  template <int kColumn>
+  HWY_INLINE void load_b(const Block& block) {
+    const uint16_t* const B = block.B + kColumn * block.B_block;
+    if constexpr (kParts == kPartsOfBF16) {
+      Tiles::template load<6 + kColumn>(B, block.B_stride);
+    } else {
+      Tiles::template stream<6 + kColumn>(B, block.B_stride);
+    }
   }
   template <int kTile>
   HWY_INLINE void store() {
@@ -232,10 +264,11 @@ class TileProducts {
 
   float* C_[4] = {};  // where the sums in the registers belong
   int64_t stride_[4] = {};
-  Product queue_[2] = {};
+  const Product* queue_[2] = {};
   int64_t first_ = 0, waiting_ = 0;  // of the queue
-  int64_t m_ = 0, n_ = 0, s_ = 0;    // the next step: tiles of C, of the summed index
-  Step step_;                        // that turns make
+  int64_t left_ = 0;                 // steps
+  int64_t m_ = 0, n_ = 0;            // the next block of the queue's first: tiles of C
+  Block block_;                      // whose step turns make
   bool active_ = false;              // there is one
 };
 

@@ -115,10 +115,9 @@ HWY_INLINE void scale_scores(int64_t n, int64_t width, float factor, float* HWY_
   }
 }
 
-/// The factor that is left for the softmax: none where the rules need scaled scores.
-inline float softmax_factor(const Problem& p) {
-  const float factor = query_factor(p);
-  return p.softcap == 0 && !p.has_alibi() && factor > 0 ? factor : 1;
+/// Whether a mask and the factor of the softmax are all that scores differ from products by.
+inline bool plain_scores(const Problem& p) {
+  return p.softcap == 0 && !p.has_alibi() && query_factor(p) > 0;
 }
 
 /// P [kHalf][width] of a half as B.
@@ -259,7 +258,8 @@ class TileForward {
       : task_(task),
         p_(task.problem),
         args_(args),
-        factor_(softmax_factor(p_)),
+        plain_(plain_scores(p_)),
+        factor_(plain_ ? query_factor(p_) : 1),
         arena_(scratch),
         s_(p_, arena_) {
     for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
@@ -298,9 +298,9 @@ class TileForward {
   /// for theirs.
   static constexpr float kMostSum = 256;
 
-  /// A key tile that panel i visits.
+  /// A key tile that panel i visits, and its place in the chunk.
   struct Visit {
-    int64_t i;
+    int64_t i, place;
     KeyTile tile;
   };
   /// P of halves [begin, end) of a visit's key tile, to be multiplied by V for the tiles of rows of
@@ -318,9 +318,10 @@ class TileForward {
   }
 
   /// The next visit of panel i or one behind it, up to key `end`.
-  Visit visit(int64_t i, int64_t end) const {
+  Visit visit(int64_t i, int64_t end) {
     while (i < count_ && tiles_[i].tile().j >= end) ++i;
-    return {i, i < count_ ? tiles_[i].tile() : KeyTile()};
+    if (i == count_) return {i, 0, KeyTile()};
+    return {i, place(tiles_[i].tile()), tiles_[i].tile()};
   }
 
   /// All panels over their tiles up to key `end`. While P of a half is made from its scores, those
@@ -337,15 +338,15 @@ class TileForward {
       tiles_[at.i].next();
       const Visit later = visit(at.i, end);
       const int64_t halves = steps_of(at.tile.n);
-      now = {P, at.i, place(at.tile)};
+      now = {P, at.i, at.place};
       for (int64_t h = 0; h < halves; ++h, std::swap(S, S_next)) {
         const bool last = h + 1 == halves;
-        if (!last) {
-          products_.put_off(scores(at, h + 1, S_next));
-        } else if (later.i < count_) {
-          products_.put_off(scores(later, 0, S_next));
-        }
-        products_.put_off(values(last ? blocks : middle, &before));
+        const Product next = !last              ? scores(at, h + 1, S_next)
+                             : later.i < count_ ? scores(later, 0, S_next)
+                                                : Product();
+        const Product add = values(last ? blocks : middle, &before);
+        products_.put_off(next);
+        products_.put_off(add);
         if (panels_[at.i].vectors == 1) {
           probabilities<1>(at, h, S, &before, &now);
         } else {
@@ -386,7 +387,7 @@ class TileForward {
             blocks_of(half_of(at.tile, h).n),
             vectors,
             steps,
-            Operand::packed(s_.K[place(at.tile)] + h * kHalf * steps * kTileDepth, steps),
+            Operand::packed(s_.K[at.place] + h * kHalf * steps * kTileDepth, steps),
             Operand::packed(s_.Q[at.i], steps),
             S,
             vectors * kLanes,
@@ -424,7 +425,7 @@ class TileForward {
   void probabilities(const Visit& at, int64_t h, float* S, Packed* before, Packed* now) {
     const int64_t i = at.i, width = kVectors * kLanes, blocks = blocks_of(p_.dv);
     const KeyTile half = half_of(at.tile, h);
-    finish_scores(i, half, S);
+    if (!plain_ || half.partial || half.n < kHalf) finish_scores(i, half, S);
     const bool by_tiles = tiles_add(values_[now->place], half);
     const bool packed = by_tiles && p_.dropout_p == 0;
     uint16_t* const P = now->P + kParts * h * kHalf * width;
@@ -437,7 +438,7 @@ class TileForward {
         tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
       } else if (kVectors == 2 && steps <= kHalf / 8) {
         tile_probabilities<kParts, kVectors, 4>(factor_, S, m, P, sum, products_);
-      } else if (kVectors == 2 && steps <= kHalf / 4) {
+      } else if (kVectors == 2) {
         tile_probabilities<kParts, kVectors, 2>(factor_, S, m, P, sum, products_);
       } else {
         tile_probabilities<kParts, kVectors, 1>(factor_, S, m, P, sum, products_);
@@ -475,7 +476,7 @@ class TileForward {
   /// Turns products into scores.
   void finish_scores(int64_t i, const KeyTile& half, float* S) {
     const int64_t width = panels_[i].width(), n = half.n;
-    if (factor_ != query_factor(p_)) scale_scores(n, width, query_factor(p_), S);
+    if (!plain_) scale_scores(n, width, query_factor(p_), S);
     score_rule(p_, panels_[i], half, S, width, nullptr);
     std::fill(S + n * width, S + kHalf * width, -std::numeric_limits<float>::infinity());
   }
@@ -539,7 +540,8 @@ class TileForward {
   const Task& task_;
   const Problem& p_;
   const ForwardArgs& args_;
-  const float factor_;  // of the products, to scores
+  const bool plain_;
+  const float factor_;  // of the softmax
   Arena arena_;
   const TileForwardScratch<kParts> s_;
   const typename Products::Session session_;

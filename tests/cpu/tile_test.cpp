@@ -76,6 +76,10 @@ struct TileModel {
     }
   }
   template <int kTile>
+  static void stream(const void* from, int64_t stride) {
+    load<kTile>(from, stride);
+  }
+  template <int kTile>
   static void store(void* to, int64_t stride) {
     for (int64_t r = 0; r < 16; ++r) {
       std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[kTile].row[r], 64);
@@ -349,7 +353,7 @@ void run_decode(const Problem& p, const Given& given, const ForwardArgs& args, i
 inline void decode_by_tiles(const Problem& p, const Given& given, const ForwardArgs& args) {
   run_decode(p, given, args, tile_decode_scratch(p, p.hk, p.group() * p.sq),
              [&](const Task& first, int64_t begin, int64_t end, float* states, float* scratch) {
-               TileDecode<TileProducts<TileModel>> task(first, args, p.hk, scratch);
+               TileDecode<TileProducts<TileModel, kPartsOfBF16>> task(first, args, p.hk, scratch);
                task.run(begin, end);
                task.finish(states);
              });
@@ -381,9 +385,10 @@ constexpr Path path(const char* name, DType dtype) {
           run_forward<Products, kParts>,
           run_backward<Products, kParts>};
 }
-constexpr Path kPaths[] = {path<TileProducts<TileModel>, kPartsOfBF16>("tiles", DType::kBF16),
-                           path<DotProducts<DotModel>, kPartsOfBF16>("dot_products", DType::kBF16),
-                           path<TileProducts<TileModel>, kPartsOfF16>("tiles_of_f16", DType::kF16)};
+constexpr Path kPaths[] = {
+    path<TileProducts<TileModel, kPartsOfBF16>, kPartsOfBF16>("tiles", DType::kBF16),
+    path<DotProducts<DotModel>, kPartsOfBF16>("dot_products", DType::kBF16),
+    path<TileProducts<TileModel, kPartsOfF16>, kPartsOfF16>("tiles_of_f16", DType::kF16)};
 constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
