@@ -33,7 +33,7 @@
 #include "fulgur/cuda.h"
 #include "fulgur/merge.h"
 #include "fulgur/version.h"
-#include "kernels/append_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"

@@ -3,7 +3,7 @@
 #include <mutex>
 
 #include "fake_driver.h"
-#include "kernels/append_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
