@@ -1,6 +1,6 @@
 #include "appending.h"
 
-#include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "append_lengths.h"
@@ -98,10 +98,14 @@ Appending::Appending(const ForwardArgs& args, const Mask& mask)
 
 void Appending::set_lengths() {
   const auto readable = [](const ConstTensor& t) { return on_host(t) && t.data != nullptr; };
-  // Of a plan the data may not be there yet.
-  for (const ConstTensor* t : {&rows_.cu_seqlens_k_new, &rows_.cache_seqlens, &rows_.rotary_seqlens,
-                               &rows_.cu_seqlens_q, &rows_.page_indptr}) {
-    if (t->given() && on_host(*t) && t->data == nullptr) return;
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_k_new", &rows_.cu_seqlens_k_new},
+                                std::pair{"cache_seqlens", &rows_.cache_seqlens},
+                                std::pair{"rotary_seqlens", &rows_.rotary_seqlens},
+                                std::pair{"cu_seqlens_q", &rows_.cu_seqlens_q},
+                                std::pair{"page_indptr", &rows_.page_indptr}}) {
+    if (!t->given() || !on_host(*t)) continue;
+    if (t->data == nullptr) return;  // of a plan it may not be there yet
+    check_data(name, *t);
   }
   const AppendLengths checked(call_);
   if (!readable(rows_.cache_seqlens)) return;

@@ -298,6 +298,9 @@ std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& pl
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
+    return "narrow teams have no registers for it beside a softcap or ALiBi and a window";
+  }
   const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const int64_t items = plan.pieces == kernels::kFillingPieces
                             ? 1

@@ -60,8 +60,9 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
       for (const auto& candidate : candidates) {
         for (const KernelUse& use : candidate->kernels()) add(use);
         std::string why_not;
-        const auto fused = append.given ? candidate->fused(append, &why_not) : nullptr;
-        if (fused != nullptr) add(fused->kernels()[0]);
+        if (const auto fused = append.given ? candidate->fused(append, &why_not) : nullptr) {
+          for (const KernelUse& use : fused->kernels()) add(use);
+        }
         if (p.invariant) break;
       }
     });

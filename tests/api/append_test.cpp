@@ -158,9 +158,21 @@ class OneCall : public Append {
     ASSERT_TRUE(two.check());
     two.cached.run_forward();
     ASSERT_EQ(outputs(one.w), outputs(two.w));
+    fused_ += explain(one).find("by the thread blocks that read them") != std::string::npos;
     ASSERT_TRUE(one.check_rows());
     if (two.w.total_q == 0) return;
     ASSERT_TRUE(forward_is_right(two.w, expect_forward(two.w)));
+  }
+
+  int fused_ = 0;  ///< calls of which one kernel did both
+
+ private:
+  std::string explain(const Appended& a) const {
+    EngineMemory memory(engine());
+    const AppendArgs rows = memory.at(a.rows());
+    ForwardArgs args = memory.at(a.attention());
+    args.append = &rows;
+    return plan(args, memory.options(a.attention(), a.w.options)).explain();
   }
 };
 
@@ -187,7 +199,7 @@ TEST_P(OneCall, OfFewRows) {
                            .sk = n % 5 == 0 ? 300 : 90,
                            .hq = 8,
                            .hk = 2,
-                           .d = 64,
+                           .d = n % 5 == 2 ? 128 : 64,
                            .dv = n % 6 == 0 ? 128 : 64,
                            .mask = masks[n / 2 % 4],
                            .layout = layout,
@@ -207,6 +219,7 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
+  EXPECT_TRUE(engine() != "cuda" || fused_ > 30) << fused_;
 }
 
 // Of a call that fails nothing is written, also where attention alone would refuse it.

@@ -29,8 +29,8 @@ constexpr Kernel kKernels[] = {
     {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::SharedPrefixParams)},
     {"fulgur_forward", sizeof(ForwardParams)},
-    {"fulgur_decode", sizeof(DecodeParams)},
-    {"fulgur_decode_merge", sizeof(DecodeParams)},
+    {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
+    {"fulgur_decode_merge", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
     {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
     {"fulgur_backward_prepare", sizeof(BackwardParams)},
