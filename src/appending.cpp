@@ -21,16 +21,15 @@ void check_said_once(const ForwardArgs& args) {
         std::tuple{"cache_batch_idx", &args.cache_batch_idx, "cache_batch_idx"}}) {
     if (t->given()) fail(name, "given beside append, want {} of it alone", there);
   }
-  for (const auto& [name, t] : {std::pair{"cu_seqlens_k", &args.cu_seqlens_k},
-                                std::pair{"seqused_k", &args.seqused_k}}) {
+  for (const auto& [name, t] :
+       {std::pair{"cu_seqlens_k", &args.cu_seqlens_k}, std::pair{"seqused_k", &args.seqused_k}}) {
     if (t->given()) {
       fail(name, "given beside append, want none: sequences have cache_seqlens and the new rows");
     }
   }
   const ConstTensor q_out = a.q_out;
-  for (const auto& [name, t] :
-       {std::pair{"append.q", &a.q}, std::pair{"append.q_out", &q_out},
-        std::pair{"append.cu_seqlens_q", &a.cu_seqlens_q}}) {
+  for (const auto& [name, t] : {std::pair{"append.q", &a.q}, std::pair{"append.q_out", &q_out},
+                                std::pair{"append.cu_seqlens_q", &a.cu_seqlens_q}}) {
     if (t->given()) fail(name, "given, want none: the queries are those of the call");
   }
 }
@@ -132,8 +131,8 @@ Problem::Append append_of(const Appending& a) {
   Problem::Append append{true, a.call().pairs > 0, a.call().p.batch, a.call().tokens, 0};
   if (a.call().p.device.type == DeviceType::kCpu) return append;
   const AppendArgs& rows = a.rows();
-  for (const ConstTensor* t : {&rows.cu_seqlens_k_new, &rows.cache_seqlens, &rows.rotary_seqlens,
-                               &rows.cu_seqlens_q}) {
+  for (const ConstTensor* t :
+       {&rows.cu_seqlens_k_new, &rows.cache_seqlens, &rows.rotary_seqlens, &rows.cu_seqlens_q}) {
     if (t->given() && on_host(*t)) append.host_numbers += t->numel();
   }
   return append;
@@ -149,7 +148,8 @@ Problem without_append(Problem p) {
 }
 
 int64_t turned_bytes(const Problem& p) {
-  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * turned_head(p.d) * size_of(p.dtype) : 0;
+  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * turned_head(p.d) * size_of(p.dtype)
+                                         : 0;
 }
 
 }  // namespace fulgur

@@ -157,8 +157,7 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   keep_append(*impl);
   impl->lengths = lengths_of(impl->problem, args);
   const int threads = checked_threads(options);
-  impl->engine =
-      &choose_engine(without_append(impl->problem), options.engine, &impl->rejected);
+  impl->engine = &choose_engine(without_append(impl->problem), options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
   impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);

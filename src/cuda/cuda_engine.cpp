@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
-#include "check.h"
 #include "appending.h"
+#include "check.h"
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
 #include "cuda/nvrtc.h"

@@ -34,8 +34,8 @@ constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
 
-/// Rows that a group of lanes of a thread block may write one after the other before it attends: each
-/// waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
+/// Rows that a group of lanes of a thread block may write one after the other before it attends:
+/// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
 constexpr int64_t kMostAppendRounds = 8;
 
 // Measured on an H200.

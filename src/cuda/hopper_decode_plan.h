@@ -25,7 +25,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
-  bool tree = false;  ///< a tree mask hides some of the last sq keys
+  bool tree = false;         ///< a tree mask hides some of the last sq keys
   bool appends = false;      ///< new rows of K and V, before it attends
   bool turns_q = false;      ///< and turns q beside them
   bool unread_rows = false;  ///< perhaps no thread block reads all of them

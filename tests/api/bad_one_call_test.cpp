@@ -1,5 +1,5 @@
-// Every wrong argument of a call that appends and attends, through the C++ and the C API, at once and
-// by a plan: one error that names it, what it got and what it wants, and nothing written.
+// Every wrong argument of a call that appends and attends, through the C++ and the C API, at once
+// and by a plan: one error that names it, what it got and what it wants, and nothing written.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -76,8 +76,8 @@ const std::vector<Wrong>& wrongs() {
       {"no_out", table, [](F& f, A&, Made) { f.out = {}; }, "out: (not given|got null)"},
       {"leftpad", table, [](F& f, A&, Made) { store(f.leftpad_k.data, DType::kI32, 0, 16); },
        "leftpad_k: got 16 at 0, want 0 to 15"},
-      {"page_of_old_keys", table, [](F&, A& r, Made) { store(r.page_table.data, DType::kI32, 1, 99); },
-       "page_table: got 99"},
+      {"page_of_old_keys", table,
+       [](F&, A& r, Made) { store(r.page_table.data, DType::kI32, 1, 99); }, "page_table: got 99"},
       // Both together.
       {"q_of_f16", table, [](F& f, A&, Made) { f.q = as(f.q, DType::kF16); },
        "q: got f16, want f32 \\(the dtype of k_cache\\)"},
@@ -149,8 +149,8 @@ TEST_P(BadOneCall, IsNamedAndNothingIsWritten) {
   ForwardTensors attention = a.attention();
   AppendTensors rows = a.rows();
   std::vector<std::pair<Tensor, std::vector<double>>> before;
-  for (const Tensor& t : {rows.cache_seqlens, rows.page_table, rows.cache_batch_idx,
-                          attention.leftpad_k}) {
+  for (const Tensor& t :
+       {rows.cache_seqlens, rows.page_table, rows.cache_batch_idx, attention.leftpad_k}) {
     before.emplace_back(t, read(t));
   }
   wrong.change(attention, rows, a);

@@ -109,11 +109,8 @@ class Call {
     AppendArgs rows = t_;
     rows.q = rows.cu_seqlens_q = {};
     rows.q_out = {};
-    const ForwardArgs args{.q = t_.q,
-                           .out = out_,
-                           .lse = lse_,
-                           .cu_seqlens_q = t_.cu_seqlens_q,
-                           .append = &rows};
+    const ForwardArgs args{
+        .q = t_.q, .out = out_, .lse = lse_, .cu_seqlens_q = t_.cu_seqlens_q, .append = &rows};
     forward(args, {.mask = mask, .max_seqlen_q = 11}, run);
   }
 

@@ -420,7 +420,8 @@ TEST(DecodePlan, TakesEveryTreeMask) {
   }
 }
 
-/// The problem of one query over pages of 16 keys that brings `tokens` rows, keys and queries turned.
+/// The problem of one query over pages of 16 keys that brings `tokens` rows, keys and queries
+/// turned.
 Problem appending(ForwardShape shape, int64_t tokens) {
   shape.seqused = true;
   Problem p = forward_problem(shape);

@@ -33,10 +33,10 @@
 #include "fulgur/cuda.h"
 #include "fulgur/merge.h"
 #include "fulgur/version.h"
-#include "kernels/shared/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
@@ -503,8 +503,7 @@ struct AppendingCall {
   AppendArgs rows;
   ForwardCall call;
 
-  explicit AppendingCall(const ForwardShape& shape, int64_t fresh = 0)
-      : call(forward_call(shape)) {
+  explicit AppendingCall(const ForwardShape& shape, int64_t fresh = 0) : call(forward_call(shape)) {
     ForwardArgs& args = call.args;
     std::uintptr_t at = 0x7e0000000000;
     const auto tensor = [&](DType type, std::initializer_list<int64_t> sizes) {
@@ -1386,8 +1385,8 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
   refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
   refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
   const AppendingCall appending({.sq = 1});
-  EXPECT_TRUE(contains(message_of([&] { cuda::tune(appending.call.args); }),
-                       "append: given, want none"));
+  EXPECT_TRUE(
+      contains(message_of([&] { cuda::tune(appending.call.args); }), "append: given, want none"));
   const ForwardCall call = forward_call({});
   EXPECT_TRUE(contains(message_of([&] { cuda::tune(call.args); }), "q: data is null"));
   int memory = 0;
@@ -1771,11 +1770,14 @@ TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
     int64_t fresh;
     std::string kernel, why;
   };
-  for (const Why& w :
-       {Why{{.batch = 3, .sq = 1024, .mask = causal()}, 0, "fulgur_forward",
-            "append by the kernel that attends: tile sm90_forward"},
-        Why{{.batch = 64, .sq = 1, .sk = 8192}, 300, "fulgur_decode",
-            "append by the kernel that attends: a thread block would write"}}) {
+  for (const Why& w : {Why{{.batch = 3, .sq = 1024, .mask = causal()},
+                           0,
+                           "fulgur_forward",
+                           "append by the kernel that attends: tile sm90_forward"},
+                       Why{{.batch = 64, .sq = 1, .sk = 8192},
+                           300,
+                           "fulgur_decode",
+                           "append by the kernel that attends: a thread block would write"}}) {
     state_->launches.clear();
     const AppendingCall c(w.shape, w.fresh);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);

@@ -3,10 +3,10 @@
 #include <mutex>
 
 #include "fake_driver.h"
-#include "kernels/shared/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/shared_prefix_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"

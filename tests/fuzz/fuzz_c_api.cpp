@@ -456,9 +456,9 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],         p[kK],       p[kV],     p[kOut],  p[kLse],
-            p[kSlopes],       p[kCuQ],       p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
-            p[kIndptr],       p[kIndex],     p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
+    args = {args.struct_size, p[kQ],          p[kK],       p[kV],     p[kOut],  p[kLse],
+            p[kSlopes],       p[kCuQ],        p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
+            p[kIndptr],       p[kIndex],      p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
             p[kPrefixGroups], p[kPrefixLens], nullptr};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};

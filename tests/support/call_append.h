@@ -25,9 +25,9 @@ class CAppend {
         q_(a.q),
         q_out_(a.q_out),
         cu_q_(a.cu_seqlens_q),
-        args_{sizeof(args_),  k_,         v_,      k_new_, v_new_, cu_k_,
-              seqlens_,       table_,     indptr_, index_, cos_,   sin_,
-              a.interleaved,  positions_, q_,      q_out_, cu_q_} {}
+        args_{sizeof(args_), k_,         v_,      k_new_, v_new_, cu_k_,
+              seqlens_,      table_,     indptr_, index_, cos_,   sin_,
+              a.interleaved, positions_, q_,      q_out_, cu_q_} {}
   operator const fulgur_append_args*() const { return &args_; }
 
  private:
