@@ -124,9 +124,9 @@ std::unique_ptr<const Executable> plan_append(const Problem& p, const Engine& en
     follows.max_workspace = std::max<int64_t>(left, 1);
   }
   std::string sentence =
-      fmt::format("{} new rows of k and v go to their caches first{}, {}", p.append.tokens,
+      fmt::format("new rows of k and v, {} in all, go to their caches first{}, {}", p.append.tokens,
                   p.append.turns ? ", keys and queries turned" : "",
-                  on_cpu ? "which are attended then" : "by a launch of their own");
+                  on_cpu ? "and are attended then" : "by a launch of their own");
   if (!on_cpu) cuda::prepare_append(p.device, p.dtype, p.append.host_numbers > 0);
   return std::make_unique<AppendFirst>(p, threads, std::move(sentence),
                                        plan_attention(follows, rejected));

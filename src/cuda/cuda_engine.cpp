@@ -91,7 +91,6 @@ class CudaEngine final : public Engine {
     const auto fused = best->fused(p.append, why);
     if (fused == nullptr) return nullptr;
     *why = gpu.kernel(fused->kernels()[0]).defect;
-    if (why->empty()) *why = gpu.kernel(best->kernels()[0]).defect;  // which has another tile
     if (why->empty() && !p.has_room(fused->workspace)) {
       *why = fmt::format("wants {} bytes of workspace, max_workspace is {}", fused->workspace,
                          p.max_workspace);

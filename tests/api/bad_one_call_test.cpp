@@ -198,8 +198,9 @@ TEST(BadOneCalls, RunsOfPlans) {
   args.append = planned.get();
   const Plan plan = fulgur::plan(args, a.w.options);
   planned.reset();
-  EXPECT_NE(plan.explain().find("8 new rows of k and v go to their caches first, keys and queries "
-                                "turned, which are attended then"),
+  EXPECT_NE(plan.explain().find(
+                "new rows of k and v, 8 in all, go to their caches first, keys and queries "
+                "turned, and are attended then"),
             std::string::npos)
       << plan.explain();
   args.append = nullptr;

@@ -1,5 +1,5 @@
-// Rows on their way to caches of K and V, or to queries that were turned: where each goes, and how lanes move it. Nobody
-// has checked what lengths, tables and positions hold: what has no place is not written.
+// Rows on their way to caches of K and V, or to queries that were turned: where each goes, and how lanes move it.
+// Nobody has checked what lengths, tables and positions hold: what has no place is not written.
 #pragma once
 #include "shared/append_params.h"
 #include "shared/elements.cuh"
