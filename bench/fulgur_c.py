@@ -57,12 +57,18 @@ class Options(Struct):
 class ForwardArgs(Struct):
     _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k", "rng_state",
                                "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "sinks", "tree_mask",
-                               "seqused_q", "prefix_groups", "prefix_lens")]
+                               "seqused_q", "prefix_groups", "prefix_lens", "append")]
 
 
 class BackwardArgs(Struct):
     _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", *STARTS,
                                "seqused_k", "dlse", "rng_state", "sinks", "dsinks", "seqused_q")]
+
+
+class AppendArgs(Struct):
+    _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens",
+                               "page_table", "page_indptr", "cache_batch_idx", "cos", "sin"),
+                *fields("interleaved", of=ctypes.c_int), *fields("rotary_seqlens", "q", "q_out", "cu_seqlens_q")]
 
 
 class Run(Struct):

@@ -192,6 +192,28 @@ void append(const nb::dict& views, const nb::dict& options, bool interleaved, ui
   fulgur::append(args, read, {.stream = reinterpret_cast<void*>(stream)});
 }
 
+/// Appends and attends.
+void append_forward(const nb::dict& views, const nb::dict& options, bool interleaved,
+                    uintptr_t stream) {
+  AppendArgs rows = read_append(views, interleaved);
+  ForwardArgs args{.q = rows.q,
+                   .out = tensor(views, "out"),
+                   .lse = tensor(views, "lse"),
+                   .alibi_slopes = tensor(views, "alibi_slopes"),
+                   .cu_seqlens_q = rows.cu_seqlens_q,
+                   .seqused_q = tensor(views, "seqused_q"),
+                   .leftpad_k = tensor(views, "leftpad_k"),
+                   .sinks = tensor(views, "sinks"),
+                   .tree_mask = tensor(views, "tree_mask"),
+                   .prefix_groups = tensor(views, "prefix_groups"),
+                   .prefix_lens = tensor(views, "prefix_lens"),
+                   .append = &rows};
+  rows.q = rows.cu_seqlens_q = {};
+  const fulgur::Options read = read_options(options);
+  nb::gil_scoped_release unlocked;
+  fulgur::forward(args, read, {.stream = reinterpret_cast<void*>(stream)});
+}
+
 std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   std::vector<std::tuple<std::string, std::string, std::string>> result;
   for (const auto& [name, description, unavailable] : fulgur::engines()) {
@@ -290,6 +312,7 @@ NB_MODULE(_fulgur, m) {
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
   m.def("check_append", &check_append, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
+  m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("jax_handlers", &jax_handlers);

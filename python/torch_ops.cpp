@@ -120,7 +120,7 @@ struct DeleteValue {
 /// before anything can fail.
 class Arguments {
  public:
-  explicit Arguments(const uint64_t* stack) : next_(stack) { owned_.reserve(16); }
+  explicit Arguments(const uint64_t* stack) : next_(stack) { owned_.reserve(32); }
 
   Handle tensor() { return owned_.emplace_back(reinterpret_cast<Handle>(*next_++)).get(); }
   Handle optional_tensor() {
@@ -278,17 +278,24 @@ void check_rank(const char* name, const ConstTensor& t) {
                           name, t.describe()));
 }
 
-/// What all operators of the forward pass take; `out` and `lse` where the caller has them.
+/// What all operators of the forward pass take; `out` and `lse` where the caller has them, new rows
+/// of k and v and the lengths before them where they are appended.
 struct Forward {
+  enum class Besides : uint8_t { kNothing, kResults, kRows };
+
   Handle q, k, v, out = nullptr, lse = nullptr;
+  Handle k_new = nullptr, v_new = nullptr, cache_seqlens = nullptr;
   Shared shared;
 
-  Forward(Arguments& in, bool with_results)
+  Forward(Arguments& in, Besides besides)
       : q(in.tensor()),
         k(in.tensor()),
         v(in.tensor()),
-        out(with_results ? in.tensor() : nullptr),
-        lse(with_results ? in.tensor() : nullptr),
+        out(besides == Besides::kResults ? in.tensor() : nullptr),
+        lse(besides == Besides::kResults ? in.tensor() : nullptr),
+        k_new(besides == Besides::kRows ? in.tensor() : nullptr),
+        v_new(besides == Besides::kRows ? in.tensor() : nullptr),
+        cache_seqlens(besides == Besides::kRows ? in.tensor() : nullptr),
         shared(in) {}
 
   ForwardArgs args() const {
@@ -306,13 +313,13 @@ struct Forward {
   }
 };
 
-/// Computes, and leaves fresh results on the stack.
-void run_forward(Forward& call, ForwardArgs& args, uint64_t* stack) {
+/// Computes, and leaves fresh results on the stack. `v` is the call's.
+void run_forward(Forward& call, ForwardArgs& args, const ConstTensor& v, uint64_t* stack) {
   const ConstTensor& q = args.q;
   check_rank("q", q);
-  check_rank("v", args.v);
+  check_rank("v", v);
   const bool packed = q.rank == 3;
-  const int64_t dv = args.v.shape[args.v.rank - 1];
+  const int64_t dv = v.shape[v.rank - 1];
   const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
   const auto& n = q.shape;
   auto [out, out_view] = packed ? empty(q.dtype, {n[0], n[1], dv}, q.device)
@@ -328,32 +335,78 @@ void run_forward(Forward& call, ForwardArgs& args, uint64_t* stack) {
 
 void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in, false);
+  Forward call(in, Forward::Besides::kNothing);
   ForwardArgs args = call.args();
-  run_forward(call, args, stack);
+  run_forward(call, args, args.v, stack);
 }
+
+/// What reading a cache may take besides, in the order of the schemas.
+struct Cache {
+  Handle page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens;
+
+  explicit Cache(Arguments& in)
+      : page_table(in.optional_tensor()),
+        page_indptr(in.optional_tensor()),
+        cache_batch_idx(in.optional_tensor()),
+        leftpad_k(in.optional_tensor()),
+        tree_mask(in.optional_tensor()),
+        prefix_groups(in.optional_tensor()),
+        prefix_lens(in.optional_tensor()) {}
+
+  /// `Args`: ForwardArgs, AppendArgs.
+  template <class Args>
+  void fill_tables(Args& args) const {
+    args.page_table = view("page_table", page_table);
+    args.page_indptr = view("page_indptr", page_indptr);
+    args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
+  }
+  void fill_others(ForwardArgs& args) const {
+    args.leftpad_k = view("leftpad_k", leftpad_k);
+    args.tree_mask = view("tree_mask", tree_mask);
+    args.prefix_groups = view("prefix_groups", prefix_groups);
+    args.prefix_lens = view("prefix_lens", prefix_lens);
+  }
+};
 
 void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in, false);
-  const Handle page_table = in.optional_tensor(), page_indptr = in.optional_tensor();
-  const Handle cache_batch_idx = in.optional_tensor(), leftpad_k = in.optional_tensor();
-  const Handle tree_mask = in.optional_tensor();
-  const Handle prefix_groups = in.optional_tensor(), prefix_lens = in.optional_tensor();
+  Forward call(in, Forward::Besides::kNothing);
+  const Cache cache(in);
   ForwardArgs args = call.args();
-  args.page_table = view("page_table", page_table);
-  args.page_indptr = view("page_indptr", page_indptr);
-  args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
-  args.leftpad_k = view("leftpad_k", leftpad_k);
-  args.tree_mask = view("tree_mask", tree_mask);
-  args.prefix_groups = view("prefix_groups", prefix_groups);
-  args.prefix_lens = view("prefix_lens", prefix_lens);
-  run_forward(call, args, stack);
+  cache.fill_tables(args);
+  cache.fill_others(args);
+  run_forward(call, args, args.v, stack);
+}
+
+void append_forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Forward call(in, Forward::Besides::kRows);
+  const Cache cache(in);
+  const Handle cu_seqlens_k_new = in.optional_tensor();
+  const Handle cos = in.optional_tensor(), sin = in.optional_tensor();
+  const bool interleaved = in.boolean();
+  const Handle rotary_seqlens = in.optional_tensor();
+  ForwardArgs args = call.args();
+  cache.fill_others(args);
+  AppendArgs rows{.k_cache = view("k_cache", call.k),
+                  .v_cache = view("v_cache", call.v),
+                  .k_new = view("k_new", call.k_new),
+                  .v_new = view("v_new", call.v_new),
+                  .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
+                  .cache_seqlens = view("cache_seqlens", call.cache_seqlens),
+                  .cos = view("cos", cos),
+                  .sin = view("sin", sin),
+                  .interleaved = interleaved,
+                  .rotary_seqlens = view("rotary_seqlens", rotary_seqlens)};
+  cache.fill_tables(rows);
+  args.k = args.v = {};
+  args.append = &rows;
+  run_forward(call, args, rows.v_cache, stack);
 }
 
 void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Arguments in(stack);
-  Forward call(in, true);
+  Forward call(in, Forward::Besides::kResults);
   call.run(call.args());
 }
 
@@ -477,6 +530,7 @@ void register_torch_ops() {
     torch->check(torch->library_impl(library, "backward", backward_kernel));
     torch->check(torch->library_impl(library, "backward_into", backward_into_kernel));
     torch->check(torch->library_impl(library, "append", append_kernel));
+    torch->check(torch->library_impl(library, "append_forward", append_forward_kernel));
   }
 }
 

@@ -21,7 +21,7 @@ void check_engine(const std::string& name, Device device) {
 }  // namespace
 
 void append(const AppendArgs& args, const Options& options, const Run& run) {
-  const AppendCall call = checked_append(args, options);
+  const AppendCall call = checked_append(args, checked_mask(options));
   check_engine(options.engine, call.p.device);
   const int threads = checked_threads(options);
   check_pointers(args);
@@ -33,7 +33,7 @@ void append(const AppendArgs& args, const Options& options, const Run& run) {
 }
 
 void prepare(const AppendArgs& args, const Options& options) {
-  const AppendCall call = checked_append(args, options);
+  const AppendCall call = checked_append(args, checked_mask(options));
   if (call.p.device.type == DeviceType::kCuda) cuda::prepare(call);
 }
 

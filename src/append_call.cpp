@@ -121,13 +121,13 @@ void check_queries(AppendCall& c) {
 
 }  // namespace
 
-AppendCall checked_append(const AppendArgs& args, const Options& options) {
+AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
   AppendCall c{.args = args, .tables = {args.page_table, args.page_indptr, args.cache_batch_idx}};
   check_caches(c);
   check_new(c);
   check_rotary(c);
   check_queries(c);
-  c.advance = checked_mask(options) != full();
+  c.advance = mask != full();
   return c;
 }
 

@@ -93,22 +93,63 @@ void set_extras(const Given& given, Args& args) {
   args.sinks = optional<ConstTensor>(given.sinks, "sinks");
 }
 
-ForwardArgs convert(const fulgur_forward_args* given) {
-  const fulgur_forward_args a = read_struct("args", given, kLeastForward);
-  ForwardArgs args{.q = required<ConstTensor>(a.q, "q"),
-                   .k = required<ConstTensor>(a.k, "k"),
-                   .v = required<ConstTensor>(a.v, "v"),
-                   .out = required<Tensor>(a.out, "out"),
-                   .lse = optional<Tensor>(a.lse, "lse"),
-                   .page_table = optional<ConstTensor>(a.page_table, "page_table"),
-                   .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
-                   .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
-                   .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
-                   .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask"),
-                   .prefix_groups = optional<ConstTensor>(a.prefix_groups, "prefix_groups"),
-                   .prefix_lens = optional<ConstTensor>(a.prefix_lens, "prefix_lens")};
-  set_extras(a, args);
-  return args;
+AppendArgs convert(const fulgur_append_args* given, const char* name = "args") {
+  const fulgur_append_args a = read_struct(name, given, kLeastAppend);
+  return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
+          .v_cache = required<Tensor>(a.v_cache, "v_cache"),
+          .k_new = required<ConstTensor>(a.k_new, "k_new"),
+          .v_new = required<ConstTensor>(a.v_new, "v_new"),
+          .cu_seqlens_k_new = optional<ConstTensor>(a.cu_seqlens_k_new, "cu_seqlens_k_new"),
+          .cache_seqlens = required<ConstTensor>(a.cache_seqlens, "cache_seqlens"),
+          .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+          .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+          .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+          .cos = optional<ConstTensor>(a.cos, "cos"),
+          .sin = optional<ConstTensor>(a.sin, "sin"),
+          .interleaved = a.interleaved != 0,
+          .rotary_seqlens = optional<ConstTensor>(a.rotary_seqlens, "rotary_seqlens"),
+          .q = optional<ConstTensor>(a.q, "q"),
+          .q_out = optional<Tensor>(a.q_out, "q_out"),
+          .cu_seqlens_q = optional<ConstTensor>(a.cu_seqlens_q, "cu_seqlens_q")};
+}
+
+/// ForwardArgs with the AppendArgs that they point to.
+class ForwardCall {
+ public:
+  explicit ForwardCall(const fulgur_forward_args& a)
+      : args_{.q = required<ConstTensor>(a.q, "q"),
+              .k = key(a, a.k, "k"),
+              .v = key(a, a.v, "v"),
+              .out = required<Tensor>(a.out, "out"),
+              .lse = optional<Tensor>(a.lse, "lse"),
+              .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+              .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+              .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+              .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
+              .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask"),
+              .prefix_groups = optional<ConstTensor>(a.prefix_groups, "prefix_groups"),
+              .prefix_lens = optional<ConstTensor>(a.prefix_lens, "prefix_lens")} {
+    set_extras(a, args_);
+    if (a.append == nullptr) return;
+    append_ = convert(a.append, "append");
+    args_.append = &append_;
+  }
+  ForwardCall(const ForwardCall&) = delete;
+  ForwardCall& operator=(const ForwardCall&) = delete;
+  operator const ForwardArgs&() const { return args_; }
+
+ private:
+  /// Where rows are appended, these are their caches.
+  static ConstTensor key(const fulgur_forward_args& a, const DLTensor* t, const char* name) {
+    return a.append == nullptr ? required<ConstTensor>(t, name) : optional<ConstTensor>(t, name);
+  }
+
+  ForwardArgs args_;
+  AppendArgs append_;
+};
+
+ForwardCall convert(const fulgur_forward_args* given) {
+  return ForwardCall(read_struct("args", given, kLeastForward));
 }
 
 BackwardArgs convert(const fulgur_backward_args* given) {
@@ -126,26 +167,6 @@ BackwardArgs convert(const fulgur_backward_args* given) {
                     .dsinks = optional<Tensor>(a.dsinks, "dsinks")};
   set_extras(a, args);
   return args;
-}
-
-AppendArgs convert(const fulgur_append_args* given) {
-  const fulgur_append_args a = read_struct("args", given, kLeastAppend);
-  return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
-          .v_cache = required<Tensor>(a.v_cache, "v_cache"),
-          .k_new = required<ConstTensor>(a.k_new, "k_new"),
-          .v_new = required<ConstTensor>(a.v_new, "v_new"),
-          .cu_seqlens_k_new = optional<ConstTensor>(a.cu_seqlens_k_new, "cu_seqlens_k_new"),
-          .cache_seqlens = required<ConstTensor>(a.cache_seqlens, "cache_seqlens"),
-          .page_table = optional<ConstTensor>(a.page_table, "page_table"),
-          .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
-          .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
-          .cos = optional<ConstTensor>(a.cos, "cos"),
-          .sin = optional<ConstTensor>(a.sin, "sin"),
-          .interleaved = a.interleaved != 0,
-          .rotary_seqlens = optional<ConstTensor>(a.rotary_seqlens, "rotary_seqlens"),
-          .q = optional<ConstTensor>(a.q, "q"),
-          .q_out = optional<Tensor>(a.q_out, "q_out"),
-          .cu_seqlens_q = optional<ConstTensor>(a.cu_seqlens_q, "cu_seqlens_q")};
 }
 
 fulgur_options defaults() {

@@ -70,6 +70,11 @@ class Engine {
   virtual std::string only_by_name(const Problem&) const { return {}; }
   /// `threads`: as Options says.
   virtual std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const = 0;
+  /// The plan of a problem whose new rows the kernel that attends appends, too; null where it does
+  /// not, and why.
+  virtual std::unique_ptr<const Executable> plan_fused(const Problem&, std::string*) const {
+    return {};
+  }
   /// Null where it does not read shared prefixes once. `threads`: as Options says.
   virtual std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const { return {}; }
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "append_first.h"
+#include "appending.h"
 #include "fulgur/error.h"
 #include "prefix_parts.h"
 #include "shared_prefix.h"
@@ -46,6 +48,9 @@ void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
 /// The lengths of a call, where the host can read them; of one sequence where all are alike.
 template <class Args>
 std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (args.append != nullptr) return lengths_of(p, Appending(args, p.mask).attention());
+  }
   if (!lengths_on_host(args)) return std::nullopt;
   const Sequences sequences(p, args);
   std::vector<Sequence> lengths;
@@ -76,6 +81,12 @@ std::string summary(const Problem::Cache& c) {
 /// The engine's plan of a problem that it computes.
 std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& engine, int threads,
                                                 std::vector<std::string>* rejected) {
+  if (p.append.given) {
+    const auto plan_attention = [&](const Problem& follows, std::vector<std::string>* reasons) {
+      return executable_of(follows, engine, threads, reasons);
+    };
+    return plan_append(p, engine, threads, plan_attention, rejected);
+  }
   if (p.prefix_groups == 0) return engine.plan(p, threads);
   std::string why;
   if (auto divided = plan_shared_prefixes(p, engine, threads, &why)) return divided;
@@ -114,9 +125,18 @@ std::string summary(const Problem& p) {
   if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);
   if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
+  if (p.append.given) s += fmt::format(", {} new rows of k and v", p.append.tokens);
   if (p.has_dlse) s += ", dlse";
   if (p.want_dsinks) s += ", dsinks";
   return s;
+}
+
+/// What a caller appends with may be gone when the plan's runs are checked.
+void keep_append(Plan::Impl& impl) {
+  auto* const forward = std::get_if<ForwardArgs>(&impl.planned);
+  if (forward == nullptr || forward->append == nullptr) return;
+  impl.planned_append = *forward->append;
+  forward->append = &*impl.planned_append;
 }
 
 std::string amount(double x, const char* unit) {
@@ -134,9 +154,10 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   auto impl = std::make_shared<Plan::Impl>();
   impl->problem = std::move(problem);
   impl->planned = args;
+  keep_append(*impl);
   impl->lengths = lengths_of(impl->problem, args);
   const int threads = checked_threads(options);
-  impl->engine = &choose_engine(impl->problem, options.engine, &impl->rejected);
+  impl->engine = &choose_engine(without_append(impl->problem), options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
   impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);
@@ -155,7 +176,9 @@ template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
   check_pointers(args);
   check_random_numbers(args, run);
-  if constexpr (std::is_same_v<Args, ForwardArgs>) check_prefixes(plan.problem, args);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (args.append == nullptr) check_prefixes(plan.problem, args);
+  }
   check_workspace(plan.executable->workspace(), run.workspace);
   plan.executable->run(&args, run);
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "sequences.h"
 
@@ -16,6 +17,7 @@ namespace fulgur {
 struct Plan::Impl {
   Problem problem;
   std::variant<ForwardArgs, BackwardArgs> planned;  ///< shapes that run() must meet
+  std::optional<AppendArgs> planned_append;         ///< to which those of ForwardArgs point
   /// Of each sequence planned for, or of all alike; none where the host cannot read them.
   std::optional<std::vector<Sequence>> lengths;
   const Engine* engine = nullptr;

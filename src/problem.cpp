@@ -7,6 +7,7 @@
 #include <numbers>
 #include <type_traits>
 
+#include "appending.h"
 #include "cache.h"
 #include "check.h"
 #include "sequences.h"
@@ -276,7 +277,9 @@ struct Named {
 };
 
 /// The tensors of a call by name.
-std::array<Named, 19> named(const ForwardArgs& a) {
+std::array<Named, 31> named(const ForwardArgs& a) {
+  const AppendArgs none;
+  const AppendArgs& rows = a.append == nullptr ? none : *a.append;
   return {{{"q", a.q},
            {"k", a.k},
            {"v", a.v},
@@ -295,7 +298,19 @@ std::array<Named, 19> named(const ForwardArgs& a) {
            {"sinks", a.sinks},
            {"tree_mask", a.tree_mask},
            {"prefix_groups", a.prefix_groups},
-           {"prefix_lens", a.prefix_lens}}};
+           {"prefix_lens", a.prefix_lens},
+           {"k_cache", rows.k_cache, true},
+           {"v_cache", rows.v_cache, true},
+           {"k_new", rows.k_new},
+           {"v_new", rows.v_new},
+           {"cu_seqlens_k_new", rows.cu_seqlens_k_new},
+           {"cache_seqlens", rows.cache_seqlens},
+           {"page_table", rows.page_table},
+           {"page_indptr", rows.page_indptr},
+           {"cache_batch_idx", rows.cache_batch_idx},
+           {"cos", rows.cos},
+           {"sin", rows.sin},
+           {"rotary_seqlens", rows.rotary_seqlens}}};
 }
 
 std::array<Named, 18> named(const BackwardArgs& a) {
@@ -388,6 +403,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.cache.batch_idx, p.cache.leftpad, p.prefix_groups, p.of_groups);
+  add(p.append.given, p.append.turns, p.append.batch, p.append.tokens, p.append.host_numbers);
   add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_q, p.host.seqused_k,
       p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks, p.host.prefix_groups,
       p.host.prefix_lens);
@@ -417,6 +433,13 @@ int checked_threads(const Options& options) {
 }
 
 Problem make_problem(const ForwardArgs& args, const Options& options) {
+  if (args.append != nullptr) {
+    const Appending appending(args, checked_mask(options));
+    Problem p = make_problem(appending.attention(), options);
+    p.append = append_of(appending);
+    p.host.seqused_k = false;  // they are computed where the caches lie
+    return p;
+  }
   Problem p = make_shared(args, options);
   p.out = check_like("out", args.out, p, true, p.dv, true);
   p.want_lse = args.lse.given();

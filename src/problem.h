@@ -30,6 +30,17 @@ struct Problem {
     bool paged() const { return pages != Pages::kNone; }
   };
 
+  /// New rows that a call appends before it attends (ForwardArgs::append).
+  struct Append {
+    bool given = false;
+    bool turns = false;        ///< keys and queries turn
+    int64_t batch = 0;         ///< of the caches, also where no query makes `batch` 0
+    int64_t tokens = 0;        ///< of all sequences, padding included
+    int64_t host_numbers = 0;  ///< lengths in the host's memory, though the caches lie on a device
+
+    bool operator==(const Append&) const = default;
+  };
+
   /// Which lengths, slopes and sinks lie in the host's memory, though q lies on a device.
   struct HostNumbers {
     bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_q = false, seqused_k = false;
@@ -51,6 +62,7 @@ struct Problem {
   Cache cache;
   int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
   bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
+  Append append;
   HostNumbers host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;

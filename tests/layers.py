@@ -19,10 +19,10 @@ GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
 LAYERS = [
     ("public", r"include/fulgur/\w+\.h"),
     ("basics", r"src/(tensor|check|convert|parallel|rotary)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
-    ("problem", r"src/(problem|append_(call|lengths)|cache|merge_call|sequences|key_rows|padding|prefix_parts|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
+    ("problem", r"src/(problem|append_(call|lengths)|appending|cache|merge_call|sequences|key_rows|padding|prefix_parts|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
     ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
     ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
-    ("plan", r"src/((plan(_cache)?|shared_prefix)\.(h|cpp)|engine\.cpp)"),
+    ("plan", r"src/((plan(_cache)?|append_first|shared_prefix)\.(h|cpp)|engine\.cpp)"),
     ("api", r"src/(api|append|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
 ]
 
@@ -32,7 +32,7 @@ INNER = {
         ("loader", r"(shared_library|trust|driver|sha256)\.\w+"),
         ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
         ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
-        ("families", r"(call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
+        ("families", r"(append_arguments|call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
         ("engine", r"(append|architectures|choose|merge|reachable|shape_class|shared_prefix|tuning|tune|prewarm|cuda_engine)\.\w+"),
     ],
     "src/kernels/": [

@@ -12,6 +12,8 @@
 
 namespace fulgur {
 
+struct AppendArgs;  // fulgur/append.h
+
 /// What is computed, the same in every call of a plan. Defaults give plain softmax(q k^T / sqrt(d))
 /// v.
 ///
@@ -105,6 +107,15 @@ struct ForwardArgs {
   /// i32 (groups): so many keys, no more than each sequence of the group has in front of its
   /// queries' own, seqused_k[b] less the queries of b.
   ConstTensor prefix_lens{};
+
+  /// New keys and values: the call appends them, as append() does, and attends what the caches then
+  /// hold, which gives the bits of both calls. Each thing is said once. The caches, page_table,
+  /// page_indptr and cache_batch_idx stand in AppendArgs, and their counterparts here stay empty;
+  /// so does seqused_k, as sequence b has cache_seqlens[b] and its new rows. The queries are q
+  /// and cu_seqlens_q here, and empty there, as is q_out: with cos and sin they turn in workspace,
+  /// and q keeps its values. A query without a position has any out and lse. Plan::run() takes what
+  /// is appended from its own arguments.
+  const AppendArgs* append = nullptr;
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the

@@ -80,6 +80,10 @@ typedef struct fulgur_forward_args {
   /// i32 (groups + 1), i32 (groups), beside a page_table: so many first keys are the same for all
   /// sequences from prefix_groups[g] to prefix_groups[g + 1] - 1; both or none.
   const DLTensor *prefix_groups, *prefix_lens;
+  /// New keys and values that the call appends before it attends (fulgur::ForwardArgs::append).
+  /// What it says of caches is null here: k, v, page_table, page_indptr, cache_batch_idx,
+  /// seqused_k; its q, q_out and cu_seqlens_q are null there.
+  const struct fulgur_append_args* append;
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.

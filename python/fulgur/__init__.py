@@ -35,6 +35,7 @@ __all__ = [
     "WorkspaceNeed",
     "__version__",
     "append",
+    "append_attention",
     "attention",
     "attention_backward",
     "engines",
@@ -508,17 +509,11 @@ def append(
     """
     options = _a.options(causal, window, chunk, None, 0.0, 0.0, 0, 0, False, False, threads, "")
     interleaved, stream = _a.flag("interleaved", interleaved), _a.run_stream(k_cache, stream)
-    views = {
-        "k_cache": _a.view("k_cache", k_cache, True, stream),
-        "v_cache": _a.view("v_cache", v_cache, True, stream),
-        **_a.views(stream, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
-        **_a.cache(page_table, page_indptr, cache_batch_idx, None, stream),
-    }
-    for name, array in (
-        ("cu_seqlens_k_new", cu_seqlens_k_new), ("cos", cos), ("sin", sin),
-        ("rotary_seqlens", rotary_seqlens), ("q", q), ("cu_seqlens_q", cu_seqlens_q),
-    ):  # fmt: skip
-        views[name] = _a.optional_view(name, array, stream)
+    views = _append_views(
+        stream, k_cache, v_cache, k_new, v_new, cache_seqlens, page_table, page_indptr,
+        cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new, cos=cos, sin=sin,
+        rotary_seqlens=rotary_seqlens, q=q, cu_seqlens_q=cu_seqlens_q,
+    )  # fmt: skip
     if q is None:
         written = None if q_out is None else _a.view("q_out", q_out, True, stream)
         _fulgur.append(views | {"q_out": written}, options, interleaved, stream)
@@ -531,6 +526,79 @@ def append(
         stream,
     )
     return turned
+
+
+def append_attention(
+    q, k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, cos=None, sin=None,
+    interleaved=False, rotary_seqlens=None, causal=False, window=None, chunk=0, scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, cu_seqlens_q=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_q=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
+    tree_mask=None, prefix_groups=None, prefix_lens=None, invariant=False, max_workspace=0,
+    threads=0, engine="", return_lse=False, out=None, stream=None,
+):  # fmt: skip
+    """:func:`append` and the :func:`attention` that follows, in one call: its bits are those of both.
+
+    Sequence b attends its ``cache_seqlens[b]`` rows and the new ones. With cos and sin the queries
+    turn, too, and q keeps its values. On a GPU the kernel that attends appends few new rows itself,
+    and lengths may change from replay to replay of a graph.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with cu_seqlens_q.
+        k_cache, v_cache, k_new, v_new, cache_seqlens, ..., rotary_seqlens: as for :func:`append`.
+        causal, ..., stream: as for :func:`attention`.
+
+    Returns:
+        As :func:`attention`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing was written.
+        fulgur.Error: no engine computes this here.
+
+    >>> import numpy as np, fulgur
+    >>> k_cache, v_cache = np.zeros((2, 1, 4, 1, 2), np.float32)
+    >>> q, lengths = np.ones((1, 1, 1, 2), np.float32), np.array([3], np.int32)
+    >>> out = fulgur.append_attention(q, k_cache, v_cache, 0 * q, 8 * q, lengths, causal=True)
+    >>> out.ravel(), v_cache[0, :, 0, 0]  # three values of 0, and the new one
+    (array([2., 2.], dtype=float32), array([0., 0., 0., 8.], dtype=float32))
+    """
+    options = _a.options(
+        causal, window, chunk, scale, softcap, 0.0, max_seqlen_q, max_seqlen_k, False, invariant,
+        threads, engine, max_workspace,
+    )  # fmt: skip
+    return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
+    interleaved = _a.flag("interleaved", interleaved)
+    views = _append_views(
+        stream, k_cache, v_cache, k_new, v_new, cache_seqlens, page_table, page_indptr,
+        cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new, cos=cos, sin=sin,
+        rotary_seqlens=rotary_seqlens, q=q, cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes,
+        sinks=sinks, seqused_q=seqused_q, leftpad_k=leftpad_k, tree_mask=tree_mask,
+        prefix_groups=prefix_groups, prefix_lens=prefix_lens,
+    ) | {"q_out": None, "lse": None}  # fmt: skip
+    if views["q"] is None:
+        raise TypeError("q: got None, want an array")
+    results = _a.forward_results(views["q"], views["v_cache"])
+    if not return_lse:
+        del results["lse"]
+    arrays = _a.filled(
+        results, {"out": out, "lse": None}, q,
+        lambda written: _fulgur.append_forward(views | written, options, interleaved, stream),
+        stream,
+    )  # fmt: skip
+    return arrays if return_lse else arrays[0]
+
+
+def _append_views(
+    stream, k_cache, v_cache, k_new, v_new, cache_seqlens, page_table, page_indptr, cache_batch_idx,
+    **optional,
+):  # fmt: skip
+    """Views of what append takes, and of further arrays, by name."""
+    return {
+        "k_cache": _a.view("k_cache", k_cache, True, stream),
+        "v_cache": _a.view("v_cache", v_cache, True, stream),
+        **_a.views(stream, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
+        **_a.cache(page_table, page_indptr, cache_batch_idx, None, stream),
+        **{name: _a.optional_view(name, array, stream) for name, array in optional.items()},
+    }
 
 
 def merge(outs, lses, *, stream=None):

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch.nn.functional import pad
 
-from fulgur.torch import append, attention
+from fulgur.torch import append, append_attention, attention
 
 # The modules of this package by the names that they stand in for, parents first.
 _STANDS_IN = {
@@ -118,34 +118,42 @@ def with_kvcache(
         device = q.device if cu_seqlens_k_new is None else cu_seqlens_k_new.device
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=device)
     places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
+    queries = dict(
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=0 if cu_seqlens_q is None else longest(max_seqlen_q, q),
+    )
+    dv = v_cache.shape[-1]
+    # As upstream does, too: the GPU reads caches in rows of multiples of 16 bytes.
+    padded = q.is_cuda and (q.shape[-1] % 8 or dv % 8)
     if k is not None:
         new = cu_seqlens_k_new
         if new is not None and new.device != cache_seqlens.device:
             raise ValueError(
                 f"cu_seqlens_k_new: on {new.device}, want {cache_seqlens.device} as cache_seqlens"
             )
+        rows = dict(
+            cu_seqlens_k_new=new, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
+            rotary_seqlens=None if rotary_cos is None else rotary_seqlens, **places,
+        )  # fmt: skip
+        if not padded:
+            return append_attention(
+                q, k_cache, v_cache, k, v, cache_seqlens, leftpad_k=cache_leftpad, chunk=chunk,
+                return_lse=True, **rows, **queries, **options,
+            )  # fmt: skip
         turned = append(
-            k_cache, v_cache, k, v, cache_seqlens, cos=rotary_cos, sin=rotary_sin,
-            interleaved=rotary_interleaved,
-            rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
-            q=None if rotary_cos is None else q,
-            cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
-            cu_seqlens_k_new=cu_seqlens_k_new, causal=options["causal"], window=options["window"],
-            chunk=chunk, **places,
+            k_cache, v_cache, k, v, cache_seqlens, q=None if rotary_cos is None else q,
+            cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q, causal=options["causal"],
+            window=options["window"], chunk=chunk, **rows,
         )  # fmt: skip
         q = q if turned is None else turned
         cache_seqlens = cache_seqlens + (k.shape[1] if new is None else new.diff())
-    max_seqlen_q = 0 if cu_seqlens_q is None else longest(max_seqlen_q, q)
-    dv = v_cache.shape[-1]
-    if q.is_cuda and (q.shape[-1] % 8 or dv % 8):
-        # As upstream does, too: the GPU reads caches in rows of multiples of 16 bytes.
+    if padded:
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         q, k_cache, v_cache = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k_cache, v_cache))
     out, lse = attention(
-        q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad,
-        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, chunk=chunk, return_lse=True, **places,
-        **options,
+        q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, chunk=chunk,
+        return_lse=True, **places, **queries, **options,
     )  # fmt: skip
     return out[..., :dv], lse
 

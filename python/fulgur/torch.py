@@ -11,7 +11,8 @@ PyTorch 2.11 or newer; nothing of fulgur is built against it. The operators are
 and rules for vmap and for the counter of flops, so that ``torch.compile(fullgraph=True)``,
 ``torch.export``, ``torch.func``, activation checkpointing and CUDA graphs need nothing more.
 ``forward_into`` and ``backward_into`` write their results where the caller says. Caches of keys and
-values are read by ``forward_cached``, which has no gradient, and written by ``append``.
+values are read by ``forward_cached``, which has no gradient, and written by ``append``;
+``append_forward`` does both in one call.
 """
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fulgur import _fulgur
 
-__all__ = ["append", "attention"]
+__all__ = ["append", "append_attention", "attention"]
 
 if torch.__version__ < (2, 11):
     raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
@@ -48,6 +49,11 @@ _APPEND = (
     "Tensor? cu_seqlens_q=None, SymInt window_left=-1, SymInt window_right=-1, SymInt chunk=0"
 )
 _FORWARD = "Tensor q, Tensor k, Tensor v"
+_APPEND_FORWARD = (
+    "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, "
+    f"Tensor cache_seqlens, {_SHARED}, {_CACHE}, Tensor? cu_seqlens_k_new=None, Tensor? cos=None, "
+    "Tensor? sin=None, bool interleaved=False, Tensor? rotary_seqlens=None"
+)
 _BACKWARD = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _GRADIENTS = f"Tensor? dlse=None, {_SHARED}, bool deterministic=False"
 for _schema in (
@@ -58,6 +64,7 @@ for _schema in (
     f"backward_into({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {_GRADIENTS}, "
     "Tensor(d!)? dsinks=None) -> ()",
     f"append({_APPEND}) -> ()",
+    f"append_forward({_APPEND_FORWARD}) -> (Tensor out, Tensor lse)",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 _fulgur.register_torch_ops()
@@ -66,6 +73,7 @@ _forward = torch.ops.fulgur.forward.default
 _forward_cached = torch.ops.fulgur.forward_cached.default
 _backward = torch.ops.fulgur.backward.default
 _append = torch.ops.fulgur.append.default
+_append_forward = torch.ops.fulgur.append_forward.default
 
 
 def by_name(op, arguments):
@@ -76,6 +84,7 @@ def by_name(op, arguments):
 
 @torch.library.register_fake("fulgur::forward", lib=_library)
 @torch.library.register_fake("fulgur::forward_cached", lib=_library)
+@torch.library.register_fake("fulgur::append_forward", lib=_library)
 def _fake_forward(q, k, v, *_):
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -225,6 +234,15 @@ def _forward_flops(op):
 
 for _packet in (torch.ops.fulgur.forward, torch.ops.fulgur.forward_cached):
     register_flop_formula(_packet, get_raw=True)(_forward_flops(_packet.default))
+
+
+@register_flop_formula(torch.ops.fulgur.append_forward, get_raw=True)
+def _append_forward_flops(*args, out_val, **options):
+    given = by_name(_append_forward, args) | options
+    fresh = given.get("cu_seqlens_k_new")
+    fresh = given["k_new"].shape[1] if fresh is None else fresh.diff()
+    given |= dict(k=given["k_cache"], seqused_k=given["cache_seqlens"] + fresh)
+    return _visible_scores(**given) * 2 * (given["q"].shape[-1] + given["v_cache"].shape[-1])
 
 
 @register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
@@ -516,6 +534,41 @@ def append(
         window_left, window_right, chunk,
     )  # fmt: skip
     return q_out
+
+
+def append_attention(
+    q, k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, cos=None, sin=None,
+    interleaved=False, rotary_seqlens=None, causal=False, window=None, chunk=0, scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, cu_seqlens_q=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_q=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
+    tree_mask=None, prefix_groups=None, prefix_lens=None, invariant=False, max_workspace=0,
+    return_lse=False,
+):  # fmt: skip
+    """:func:`append` and the :func:`attention` that follows, in one call.
+
+    Means the same as :func:`fulgur.append_attention`, as an operator that ``torch.compile`` sees.
+    Nothing is recorded: tensors that require grad are refused but under ``torch.no_grad()``.
+
+    Returns:
+        As :func:`attention`.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or no engine computes this.
+    """
+    window_left, window_right = (-1, -1) if window is None else window
+    if causal:
+        window_right = 0
+    _want_no_gradient(
+        q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=sinks,
+    )  # fmt: skip
+    out, lse = _append_forward(
+        _rows(q), k_cache, v_cache, _rows(k_new), _rows(v_new), cache_seqlens, sinks, cu_seqlens_q,
+        None, seqused_q, None, alibi_slopes, None, max_seqlen_q, max_seqlen_k, window_left,
+        window_right, chunk, scale, softcap, 0.0, invariant, max_workspace, page_table, page_indptr,
+        cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, cu_seqlens_k_new, cos,
+        sin, interleaved, rotary_seqlens,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
 
 
 from fulgur import _sdpa  # noqa: E402, F401  registers "fulgur" with PyTorch, and activates nothing

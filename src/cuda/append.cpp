@@ -1,97 +1,23 @@
 #include "cuda/append.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "append_lengths.h"
+#include "cuda/append_arguments.h"
 #include "cuda/call_kernel.h"
 #include "cuda/cuda_engine.h"
 #include "cuda/host_numbers.h"
-#include "kernels/append_params.h"
 
 namespace fulgur::cuda {
 namespace {
 
-int count_of(const char* name, int64_t count, const char* of_what) {
-  return counted(name, count, of_what, "append");
-}
+/// Rows that thread blocks take one by one.
+int64_t rows_of(const AppendParams& p) { return int64_t{p.tokens.count} + p.queries.count; }
 
-const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
-
-AppendRows rows_between(const ConstTensor& from, const Layout& at, const Tensor& to,
-                        const Layout& to_at, int64_t heads, int64_t dim, int64_t pairs) {
-  return {from.data,
-          at.batch,
-          at.row,
-          at.head,
-          to.data,
-          to_at.batch,
-          to_at.row,
-          to_at.head,
-          static_cast<int>(heads),
-          static_cast<int>(dim),
-          static_cast<int>(pairs)};
-}
-
-/// Whether rows and angles, and their halves, are made of 16 bytes at multiples of 16 bytes.
-bool all_wide(const AppendCall& c) {
-  const AppendArgs& a = c.args;
-  const int64_t piece = 16 / size_of(c.p.dtype);
-  if (c.p.d % piece != 0 || c.p.dv % piece != 0 || c.pairs % piece != 0) return false;
-  for (const Layout* rows : {&c.p.k, &c.p.v, &c.k_new, &c.v_new, &c.p.q, &c.q_out}) {
-    if (!rows_aligned(*rows, c.p.dtype)) return false;
-  }
-  for (const ConstTensor* t : {&a.cos, &a.sin}) {
-    if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return false;
-    if (t->strides[0] * size_of(t->dtype) % 16 != 0) return false;
-  }
-  return true;
-}
-
-/// All arguments but the lengths.
-AppendParams params_of(const AppendCall& c) {
-  const AppendArgs& a = c.args;
-  const Problem::Cache& cache = c.p.cache;
-  AppendParams p{};
-  p.tokens.count = count_of("k_new", c.tokens, "rows");
-  p.tokens.each = static_cast<int>(c.packed_new ? 0 : a.k_new.shape[1]);
-  p.queries.count = count_of("q", c.p.total_q, "rows");
-  p.queries.each = static_cast<int>(c.p.packed ? 0 : c.p.sq);
-  p.batch = count_of("cache_seqlens", c.p.batch, "sequences");
-  count_of("k_cache", c.p.hk, "heads");
-  count_of("q", c.hq, "heads");
-  p.k = rows_between(a.k_new, c.k_new, a.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
-  p.v = rows_between(a.v_new, c.v_new, a.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
-  p.q = rows_between(a.q, c.p.q, a.q_out, c.q_out, c.hq, c.p.d, c.pairs);
-  p.page_table = ints(a.page_table);
-  p.page_indptr = ints(a.page_indptr);
-  p.cache_batch_idx = ints(a.cache_batch_idx);
-  p.table_stride = cache.table_stride;
-  p.ids = cache.ids;
-  p.room = c.p.sk;
-  p.entries = cache.entries;
-  constexpr int64_t kMostPage = std::numeric_limits<unsigned>::max();  // beyond any length
-  p.page = static_cast<unsigned>(std::clamp(cache.page, int64_t{1}, kMostPage));
-  p.cos = a.cos.data;
-  p.sin = a.sin.data;
-  p.cos_row = a.cos.strides[0];
-  p.sin_row = a.sin.strides[0];
-  p.positions = a.cos.shape[0];
-  p.f32_angles = a.cos.dtype == DType::kF32;
-  p.interleaved = a.interleaved;
-  p.advance = c.advance;
-  p.wide = all_wide(c);
-  const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtype) : 1);
-  p.lanes_log2 = lanes_log2(steps);
-  return p;
-}
-
-/// Lengths on the device.
-void set_lengths(const AppendArgs& a, AppendParams& p) {
-  p.tokens.cu_seqlens = ints(a.cu_seqlens_k_new);
-  p.queries.cu_seqlens = ints(a.cu_seqlens_q);
-  p.cache_seqlens = ints(a.cache_seqlens);
-  p.first_positions = ints(first_positions(a));
+void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const AppendParams& params) {
+  const int64_t blocks = std::max<int64_t>(rows_of(params), 1);
+  launch(append_kernel(call.p.dtype), gpu, stream, &params, blocks,
+         std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
 }
 
 }  // namespace
@@ -99,14 +25,13 @@ void set_lengths(const AppendArgs& a, AppendParams& p) {
 void append(const AppendCall& call, const Run& run) {
   refuse_f64("k_cache", call.args.k_cache, "append");
   const AppendLengths checked(call);
-  AppendParams params = params_of(call);
+  AppendParams params = append_params(call);
   Gpu& gpu = usable_gpu(call.p.device.index);
-  const int64_t blocks = int64_t{params.tokens.count} + params.queries.count;
-  if (params.batch == 0 || blocks == 0) return;
+  if (params.batch == 0 || rows_of(params) == 0) return;
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  const CallKernel kernel = append_kernel(call.p.dtype);
-  loaded(kernel, gpu, stream);  // may throw, and so before anything is launched
+  loaded(append_kernel(call.p.dtype), gpu,
+         stream);  // may throw, and so before anything is launched
   const HostNumbers numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
   void* there = nullptr;
@@ -116,13 +41,42 @@ void append(const AppendCall& call, const Run& run) {
   }
   set_lengths(numbers.moved(call.args, there), params);
   numbers.store(call.args, stream, there);
-  launch(kernel, gpu, stream, &params, blocks, std::max(2 * params.k.heads, params.q.heads),
-         params.lanes_log2);
+  launch_append(call, gpu, stream, params);
+}
+
+void append(const AppendCall& call, const AppendMemory& memory, const Run& run) {
+  AppendParams params = append_params(call);
+  if (params.batch == 0) return;
+  Gpu& gpu = usable_gpu(call.p.device.index);
+  const auto stream = static_cast<CUstream>(run.stream);
+  const HostNumbers numbers(call, gpu, stream);
+  set_lengths(numbers.moved(call.args, memory.numbers), params);
+  params.lengths = memory.lengths;
+  numbers.store(call.args, stream, memory.numbers);
+  launch_append(call, gpu, stream, params);
 }
 
 void prepare(const AppendCall& call) {
   refuse_f64("k_cache", call.args.k_cache, "append");
   load(append_kernel(call.p.dtype), usable_gpu(call.p.device.index));
+}
+
+void prepare_append(Device device, DType dtype, bool host_numbers) {
+  Gpu& gpu = usable_gpu(device.index);
+  load(append_kernel(dtype), gpu);
+  if (host_numbers) load(CallKernel::kStore, gpu);
+}
+
+void with_workspace(Device device, int64_t bytes, const Run& run,
+                    const std::function<void(void*)>& compute) {
+  Gpu& gpu = usable_gpu(device.index);
+  const CurrentContext current(gpu.context());
+  const LaunchMemory::Lease lease = gpu.launch_memory().of(run, bytes);
+  compute(lease.data);
+}
+
+int64_t free_from(const WorkspaceNeed& attention) {
+  return std::max(attention.bytes, LaunchMemory::kZeroed);
 }
 
 }  // namespace fulgur::cuda

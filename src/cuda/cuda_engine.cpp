@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "appending.h"
 #include "check.h"
 #include "cuda/architectures.h"
 #include "cuda/choose.h"
@@ -18,6 +19,12 @@ std::string unsuitable(const Gpu& gpu, int index) {
   if (architecture_of(gpu.capability()) != nullptr) return {};
   return fmt::format("cuda:{} ({}) has compute capability {}.{}; want {}", index, gpu.name(),
                      gpu.capability() / 10, gpu.capability() % 10, known_capabilities());
+}
+
+/// Every tile that computes a problem, the best first.
+Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
+  const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
+  return ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, reasons);
 }
 
 struct Machine {
@@ -70,10 +77,25 @@ class CudaEngine final : public Engine {
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
     Gpu& gpu = usable_gpu(p.device.index);
     Reasons reasons;
-    const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
-    const Candidates candidates =
-        ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, &reasons);
+    const Candidates candidates = candidates_of(p, gpu, &reasons);
     return load_best(candidates, p.invariant, gpu, std::move(reasons));
+  }
+  std::unique_ptr<const Executable> plan_fused(const Problem& p, std::string* why) const override {
+    if (p.prefix_groups > 0) {
+      *why = "shared prefixes are given, whose parts are calls of their own";
+      return nullptr;
+    }
+    Gpu& gpu = usable_gpu(p.device.index);
+    Reasons reasons;
+    const auto best = candidates_of(without_append(p), gpu, &reasons).at(0);
+    const auto fused = best->fused(p.append, why);
+    if (fused == nullptr) return nullptr;
+    *why = gpu.kernel(fused->kernels()[0]).defect;
+    if (why->empty() && !p.has_room(fused->workspace)) {
+      *why = fmt::format("wants {} bytes of workspace, max_workspace is {}", fused->workspace,
+                         p.max_workspace);
+    }
+    return why->empty() ? fused->executable(gpu, std::move(reasons)) : nullptr;
   }
   std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
     return cuda::prefix_steps(p, usable_gpu(p.device.index));

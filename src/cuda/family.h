@@ -46,6 +46,10 @@ class Candidate {
   /// What it launches, the kernel of the tile first.
   virtual std::vector<KernelUse> kernels() const = 0;
   virtual std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const = 0;
+  /// The same tile where its kernel appends new rows, too, before it attends; null where it does
+  /// not, and why.
+  virtual std::shared_ptr<const Candidate> fused(const Problem::Append&,
+                                                 std::string* why_not) const;
 };
 
 using Candidates = std::vector<std::shared_ptr<const Candidate>>;

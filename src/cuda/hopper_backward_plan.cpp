@@ -446,7 +446,7 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
                                           const Target& target) {
   std::vector<std::pair<int, int>> all = {{1, 1}};
   // The order of a sum over parts, and with it its last bits, would depend on the batch.
-  if (p.invariant) return all;
+  if (p.invariant || p.sq == 0 || p.sk == 0) return all;
   constexpr int kMostRowParts = 64, kBlocksEach = 4;
   const double enough = kBlocksEach * target.multiprocessors;
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "appending.h"
+#include "cuda/append_arguments.h"
 #include "cuda/hopper_plan.h"
 #include "cuda/launch.h"
 #include "cuda/tensor_map.h"
@@ -127,14 +129,28 @@ void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& pa
 
 void HopperDecode::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
-  numbers_.check(args);
-  if (workspace_.end == 0) return;
-  const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
+  if (!plan_.appends) {
+    numbers_.check(args);
+    if (workspace_.end == 0) return;
+    const CurrentContext current(gpu_.context());
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+    return this->run(args, {}, lease.data, stream);
+  }
+  Appending appending(args, problem_.mask);
+  numbers_.check(appending.attention());
+  const CurrentContext current(gpu_.context());
   const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
-  char* const workspace = lease.data;
+  appending.turn_into(lease.data + workspace_.turned);
+  AppendParams append = append_params(appending.call());
+  set_lengths(appending.rows(), append);
+  this->run(appending.attention(), append, lease.data, stream);
+}
+
+void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char* workspace,
+                       CUstream stream) const {
   void* const numbers = workspace + workspace_.numbers;
-  const DecodeParams params = arguments(numbers_.moved(args, numbers), workspace);
+  const DecodeAppendParams params{arguments(numbers_.moved(args, numbers), workspace), append};
   numbers_.store(args, stream, numbers);
   launch_copies(args, params, stream);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,

@@ -36,6 +36,9 @@ class HopperDecode final : public Executable {
   Copy copy_of(const TensorMapShape& shape, const std::string& why, int64_t offset,
                StridedTensor* to) const;
   DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
+  /// Runs a call, of which `append` is told the kernel if it appends.
+  void run(const ForwardArgs& args, const AppendParams& append, char* workspace,
+           CUstream stream) const;
   void launch_copies(const ForwardArgs& args, const DecodeParams& params, CUstream stream) const;
 
   Problem problem_;

@@ -36,6 +36,16 @@ std::unique_ptr<const Executable> HopperDecodeCandidate::executable(Gpu& gpu,
   return std::make_unique<HopperDecode>(problem_, gpu, plan_, std::move(reasons));
 }
 
+std::shared_ptr<const Candidate> HopperDecodeCandidate::fused(const Problem::Append& append,
+                                                              std::string* why_not) const {
+  Problem problem = problem_;
+  problem.append = append;
+  *why_not = hopper_decode_not_fused(problem, plan_);
+  if (!why_not->empty()) return nullptr;
+  return std::make_shared<HopperDecodeCandidate>(
+      problem, HopperDecodeTile{fused_plan(problem, plan_), cycles, tuned_only});
+}
+
 const Family& hopper_decode_family() {
   static const HopperDecodeFamily kFamily;
   return kFamily;

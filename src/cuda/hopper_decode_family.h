@@ -15,6 +15,8 @@ class HopperDecodeCandidate final : public Candidate {
 
   std::vector<KernelUse> kernels() const override;
   std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override;
+  std::shared_ptr<const Candidate> fused(const Problem::Append& append,
+                                         std::string* why_not) const override;
 
   const HopperDecodePlan& plan() const { return plan_; }
 

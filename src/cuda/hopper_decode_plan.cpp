@@ -6,6 +6,8 @@
 #include <limits>
 #include <numeric>
 
+#include "appending.h"
+#include "cuda/call_kernel.h"
 #include "cuda/hopper_forward_plan.h"
 #include "cuda/hopper_plan.h"
 #include "cuda/host_numbers.h"
@@ -31,6 +33,10 @@ constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
+
+/// Rows that a group of lanes of a thread block may write one after the other before it attends:
+/// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
+constexpr int64_t kMostAppendRounds = 8;
 
 // Measured on an H200.
 constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
@@ -199,6 +205,8 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
     return offset;
   };
   at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
+  at.turned = at.end;
+  at.end += turned_bytes(p);
   at.partial = at.end;
   at.end += floats * int64_t{sizeof(float)};
   at.numbers = at.end;
@@ -284,6 +292,39 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   return tile;
 }
 
+std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& plan) {
+  if (workspace_of(p, plan).end == 0) return "there are no queries";
+  if (p.append.host_numbers > 0) {
+    return "its lengths lie in the host's memory, from where a launch brings them first";
+  }
+  if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
+    return "narrow teams have no registers for it beside a softcap or ALiBi and a window";
+  }
+  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t items = plan.pieces == kernels::kFillingPieces
+                            ? 1
+                            : ceil_div(lines * plan.most_pieces, plan.grid) + 1;
+  const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
+  const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
+  const int64_t rows = items * (new_rows + (p.append.turns ? queries : 0));
+  const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
+  const int64_t rounds = ceil_div(rows, groups);
+  if (rounds <= kMostAppendRounds) return {};
+  return fmt::format(
+      "a thread block would write {} rows before it attends, {} at a time, in {} rounds, which up "
+      "to {} take less than a launch",
+      rows, groups, rounds, kMostAppendRounds);
+}
+
+HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
+  plan.appends = true;
+  plan.turns_q = p.append.turns;
+  plan.unread_rows =
+      plan.has_left || plan.has_chunk || plan.packed || plan.seqused_q || plan.leftpad;
+  return plan;
+}
+
 std::string plan_header(const HopperDecodeKey& plan) {
   PlanHeader header(plan.dtype);
   header.add("kHeadDim", plan.head_dim);
@@ -320,6 +361,9 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kLeftPad", plan.leftpad);
   header.add("kTree", plan.tree);
   header.add("kFewQueries", plan.few_queries);
+  header.add("kAppends", plan.appends);
+  header.add("kTurnsQ", plan.turns_q);
+  header.add("kUnreadRows", plan.unread_rows);
   return header.text();
 }
 
@@ -359,6 +403,11 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
     if (why->empty()) continue;
     sentences.push_back(
         fmt::format("{} is copied to rows of multiples of 16 bytes: it {}", name, *why));
+  }
+  if (plan.appends) {
+    sentences.push_back(fmt::format(
+        "new rows of k and v, {} in all, go to their caches by the thread blocks that read them{}",
+        p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
   }
   if (plan.page > 0) {
     sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,

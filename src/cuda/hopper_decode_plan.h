@@ -25,7 +25,10 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
-  bool tree = false;  ///< a tree mask hides some of the last sq keys
+  bool tree = false;         ///< a tree mask hides some of the last sq keys
+  bool appends = false;      ///< new rows of K and V, before it attends
+  bool turns_q = false;      ///< and turns q beside them
+  bool unread_rows = false;  ///< perhaps no thread block reads all of them
   bool operator==(const HopperDecodeKey&) const = default;
 
   /// Whether it sees to rows of q that belong to no sequence.
@@ -56,6 +59,7 @@ struct HopperDecodePlan : HopperDecodeKey {
 /// launched.
 struct HopperDecodeWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
+  int64_t turned = 0;               ///< q
   int64_t partial = 0;              ///< what parts of lines leave
   int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
@@ -74,6 +78,11 @@ struct HopperDecodeTile {
   std::string tuned_only;  ///< why the cost model may not take it; empty when it may
 };
 HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target);
+
+/// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
+std::string hopper_decode_not_fused(const Problem& problem, const HopperDecodePlan& plan);
+/// The plan that does.
+HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
 
 /// The text of plan.h.
 std::string plan_header(const HopperDecodeKey& key);

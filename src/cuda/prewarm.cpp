@@ -3,6 +3,7 @@
 #include <utility>
 #include <vector>
 
+#include "appending.h"
 #include "cuda/architectures.h"
 #include "cuda/call_kernel.h"
 #include "cuda/cubin_cache.h"
@@ -45,9 +46,11 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   const auto add = [&](const KernelUse& use) {
     requests.emplace(cache_key(use.request), use.request);
   };
-  std::vector<Problem> problems = {without_prefixes(problem)};
+  const Problem::Append append{.given = problem.append.given, .turns = problem.append.turns};
+  std::vector<Problem> problems = {without_prefixes(without_append(problem))};
   if (problem.prefix_groups > 0 && undivided(problem).empty()) {
-    problems.insert(problems.end(), {prefix_part(problem), rest_part(problem)});
+    const Problem follows = without_append(problem);
+    problems.insert(problems.end(), {prefix_part(follows), rest_part(follows)});
     add(use_of(CallKernel::kDivide));
   }
   // Every tile, not the best alone: which one that is changes with lengths in between, and where
@@ -56,6 +59,10 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
     for_reachable(p, [&](const Candidates& candidates) {
       for (const auto& candidate : candidates) {
         for (const KernelUse& use : candidate->kernels()) add(use);
+        std::string why_not;
+        if (const auto fused = append.given ? candidate->fused(append, &why_not) : nullptr) {
+          for (const KernelUse& use : fused->kernels()) add(use);
+        }
         if (p.invariant) break;
       }
     });
@@ -73,7 +80,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
 
 Prewarmed prewarm_like(const Problem& given, const std::string& folder, int threads) {
   const Problem problem = with_strides(given);
-  if (const std::string why = no_family_computes(problem); !why.empty()) {
+  if (const std::string why = no_family_computes(without_append(problem)); !why.empty()) {
     throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));

@@ -92,6 +92,9 @@ std::vector<double> measure(const Stopwatch& stopwatch,
 template <class Args>
 Tuned tune_call(const Args& args, const Options& options, const Run& run) {
   const Problem problem = make_problem(args, options);
+  if (problem.append.given) {
+    fail("append", "given, want none: tiles are those of the attention that follows");
+  }
   std::vector<std::string> rejected;
   choose_engine(problem, engine().name(), &rejected);
   if (problem.invariant) fail("invariant", "got true, want false: such calls take no tuned tile");

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <functional>
 #include <limits>
 
 #include "appended.h"
@@ -12,6 +13,7 @@
 #include "call_append.h"
 #include "engine_memory.h"
 #include "engines.h"
+#include "oracle.h"
 
 namespace fulgur::test {
 namespace {
@@ -138,6 +140,106 @@ TEST_P(Append, GivesTheSameBitsAsOnTheCpu) {
     for (Appended* each : {&got, &from_c}) ASSERT_TRUE(each->check());
   }
 }
+
+// One call that appends and attends gives the bits of both calls, and leaves q as it is.
+class OneCall : public Append {
+ protected:
+  void gives_the_bits_of_two(const AppendCase& c, const std::function<void(Workload&)>& change) {
+    SCOPED_TRACE(c.name());
+    Appended two(c, 3), one(c, 3);
+    for (Appended* each : {&two, &one}) {
+      change(each->w);
+      on(engine(), *each);
+    }
+    if (!computes([&] { one.run_with_attention(); })) return;
+    two.run();
+    ASSERT_EQ(bits(one.args.k_cache), bits(two.args.k_cache));
+    ASSERT_EQ(bits(one.args.v_cache), bits(two.args.v_cache));
+    ASSERT_TRUE(two.check());
+    two.cached.run_forward();
+    ASSERT_EQ(outputs(one.w), outputs(two.w));
+    fused_ += explain(one).find("by the thread blocks that read them") != std::string::npos;
+    ASSERT_TRUE(one.check_rows());
+    if (two.w.total_q == 0) return;
+    ASSERT_TRUE(forward_is_right(two.w, expect_forward(two.w)));
+  }
+
+  int fused_ = 0;  ///< calls of which one kernel did both
+
+ private:
+  std::string explain(const Appended& a) const {
+    EngineMemory memory(engine());
+    const AppendArgs rows = memory.at(a.rows());
+    ForwardArgs args = memory.at(a.attention());
+    args.append = &rows;
+    return plan(args, memory.options(a.attention(), a.w.options)).explain();
+  }
+};
+
+TEST_P(OneCall, AppendsAndAttends) {
+  for (const AppendCase& c : append_cases()) gives_the_bits_of_two(c, [](Workload&) {});
+}
+
+// Those that the GPU's kernel of few rows computes, in each of its ways.
+TEST_P(OneCall, OfFewRows) {
+  const Mask masks[] = {causal(), full(), window(20, 0), chunked(40, causal())};
+  const CacheShape shapes[] = {{Order::kNhd, Index::kTable, 16},
+                               {Order::kHnd, Index::kLists, 64},
+                               {Order::kNhd, Index::kBatch, 0},
+                               {Order::kInterleaved, Index::kTable, 3},
+                               {Order::kNhd, Index::kTable, 8, true}};
+  const int64_t rotary[] = {64, 0, 32, 16};
+  size_t n = 0;
+  for (const int64_t sq : {1, 3, 9, 16}) {
+    for (const CacheShape& shape : shapes) {
+      for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+        AppendCase a{.c = {.dtype = n % 3 == 0 ? DType::kF16 : DType::kBF16,
+                           .batch = n % 4 == 0 ? 1 : 3,
+                           .sq = sq,
+                           .sk = n % 5 == 0 ? 300 : 90,
+                           .hq = 8,
+                           .hk = 2,
+                           .d = n % 5 == 2 ? 128 : 64,
+                           .dv = n % 6 == 0 ? 128 : 64,
+                           .mask = masks[n / 2 % 4],
+                           .layout = layout,
+                           .seqused_q = n % 7 == 0,
+                           .sinks = n % 8 == 0},
+                     .shape = shape,
+                     .rotary_dim = rotary[n / 3 % 4],
+                     .interleaved = n / 4 % 2 == 0,
+                     .f32_angles = n / 2 % 2 == 0,
+                     .positions = n / 8 % 2 == 0,
+                     .aligned = n % 9 != 0};
+        if (layout == Layout::kPacked) a.c.batch = 4;
+        const bool invariant = n / 5 % 3 == 0;
+        gives_the_bits_of_two(a, [&](Workload& w) { w.options.invariant = invariant; });
+        if (testing::Test::HasFatalFailure()) return;
+        ++n;
+      }
+    }
+  }
+  EXPECT_TRUE(engine() != "cuda" || fused_ > 30) << fused_;
+}
+
+// Of a call that fails nothing is written, also where attention alone would refuse it.
+TEST_P(OneCall, WritesNothingWhereItFails) {
+  AppendCase c = append_cases()[0];
+  c.shape = {Order::kNhd, Index::kTable, 4, true};
+  c.c.layout = Layout::kBshd;
+  c.c.sq = 2;
+  Appended a(c, 4);
+  on(engine(), a);
+  store(a.cached.forward.leftpad_k.data, DType::kI32, 1, 1000);
+  const std::vector<std::byte> k = bits(a.args.k_cache), v = bits(a.args.v_cache);
+  if (engine() == "cuda") return;  // lengths on a device are not checked
+  EXPECT_TRUE(message_of([&] { a.run_with_attention(); }).starts_with("leftpad_k: got 1000 at 1"));
+  EXPECT_EQ(bits(a.args.k_cache), k);
+  EXPECT_EQ(bits(a.args.v_cache), v);
+  EXPECT_TRUE(a.w.nothing_written());
+}
+
+FULGUR_EVERY_ENGINE(OneCall);
 
 // A cache whose rows are those of the batch takes rows as they are: NaN, -0 and infinities too.
 TEST_P(Append, RowsKeepTheirBits) {

@@ -35,7 +35,7 @@ FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
 FIELD(fulgur_options, chunk, 96, 8);
 
-SIZE(fulgur_forward_args, 160);
+SIZE(fulgur_forward_args, 168);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -56,6 +56,7 @@ FIELD(fulgur_forward_args, tree_mask, 128, 8);
 FIELD(fulgur_forward_args, seqused_q, 136, 8);
 FIELD(fulgur_forward_args, prefix_groups, 144, 8);
 FIELD(fulgur_forward_args, prefix_lens, 152, 8);
+FIELD(fulgur_forward_args, append, 160, 8);
 
 SIZE(fulgur_backward_args, 152);
 FIELD(fulgur_backward_args, struct_size, 0, 8);

@@ -74,12 +74,14 @@ std::vector<Places> wild_places() {
 class Call {
  public:
   Call(Index index, int64_t d, int64_t dv)
-      : arena_(14, int64_t{1} << 20), index_(index), d_(d), dv_(dv) {
+      : arena_(16, int64_t{1} << 20), index_(index), d_(d), dv_(dv) {
     std::mt19937_64 random(2);
     const int64_t rows = index == Index::kBatch ? kRows : kPage;
     t_.k_cache = arena_.place(DType::kBF16, {kEntries, rows, 2, d}, true);
     t_.v_cache = arena_.place(DType::kBF16, {kEntries, rows, 2, dv}, true);
-    t_.q_out = arena_.place(DType::kBF16, {11, 3, d}, true);
+    t_.q_out = arena_.place(DType::kBF16, {11, 4, d}, true);
+    out_ = arena_.place(DType::kBF16, {11, 4, dv}, true);
+    lse_ = arena_.place(DType::kF32, {4, 11}, true);
     const auto input = [&](DType dtype, std::initializer_list<int64_t> shape) {
       const Tensor t = arena_.place(dtype, shape, false);
       if (dtype != DType::kI32) randomize(arena_.host(t), random);
@@ -87,7 +89,7 @@ class Call {
     };
     t_.k_new = input(DType::kBF16, {12, 2, d});
     t_.v_new = input(DType::kBF16, {12, 2, dv});
-    t_.q = input(DType::kBF16, {11, 3, d});
+    t_.q = input(DType::kBF16, {11, 4, d});
     t_.cos = input(DType::kF32, {kPositions, 8});
     t_.sin = input(DType::kF32, {kPositions, 8});
     t_.cache_seqlens = input(DType::kI32, {4});
@@ -101,6 +103,22 @@ class Call {
   }
 
   void run(const Run& run = {}) const { append(t_, {.mask = causal()}, run); }
+
+  /// Appends and attends, whether one kernel does both or two.
+  void run_with_attention(const Mask& mask, const Run& run = {}) const {
+    AppendArgs rows = t_;
+    rows.q = rows.cu_seqlens_q = {};
+    rows.q_out = {};
+    const ForwardArgs args{
+        .q = t_.q, .out = out_, .lse = lse_, .cu_seqlens_q = t_.cu_seqlens_q, .append = &rows};
+    forward(args, {.mask = mask, .max_seqlen_q = 11}, run);
+  }
+
+  /// Of what outputs hold, the caches.
+  std::vector<std::byte> caches(std::vector<std::byte> outputs) const {
+    outputs.resize(static_cast<size_t>((t_.k_cache.numel() + t_.v_cache.numel()) * 2));
+    return outputs;
+  }
 
   /// What the outputs hold after a call; nothing else has changed.
   std::vector<std::byte> on_gpu(const Places& p) {
@@ -182,8 +200,8 @@ class Call {
             .cos = arena_.host(t_.cos),
             .sin = arena_.host(t_.sin),
             .rotary_seqlens = first,
-            .q = at(t_.q, nq, {1, queries, 3, d_}),
-            .q_out = at(t_.q_out, nq, {1, queries, 3, d_})},
+            .q = at(t_.q, nq, {1, queries, 4, d_}),
+            .q_out = at(t_.q_out, nq, {1, queries, 4, d_})},
            {.mask = causal()});
   }
 
@@ -191,6 +209,7 @@ class Call {
   Index index_;
   int64_t d_, dv_;
   AppendTensors t_;
+  Tensor out_, lse_;
 };
 
 TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWritten) {
@@ -212,6 +231,35 @@ TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWritten) {
           ASSERT_EQ(now, want);
         }
         ASSERT_EQ(call.on_gpu(right), got);
+      }
+    }
+  }
+}
+
+// Nor by a call that attends what it appends, which reads no key but of a place: by the kernel that
+// attends where a mask hides no key behind the queries, else before it.
+TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWrittenByCallsThatAttend) {
+  for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
+    for (const Mask& mask : {causal(), window(3, 0)}) {
+      Call call(index, 64, 32);
+      const Places right;
+      std::vector<std::byte> want;
+      const auto run = [&](const Places& p) {
+        return call.on_gpu(p, [&] { call.run_with_attention(mask); });
+      };
+      const auto got = run(right);
+      ASSERT_TRUE(call.on_cpu(right, &want));
+      ASSERT_EQ(call.caches(got), call.caches(want));
+      const std::vector<Places> all = wild_places();
+      for (size_t n = 0; n < all.size(); ++n) {
+        SCOPED_TRACE("index " + std::to_string(static_cast<int>(index)) + ", places " +
+                     std::to_string(n));
+        const std::vector<std::byte> now = run(all[n]);
+        const bool whose = all[n].cu_new == right.cu_new && all[n].cu_q == right.cu_q;
+        if (whose && call.on_cpu(all[n], &want)) {
+          ASSERT_EQ(call.caches(now), call.caches(want));
+        }
+        ASSERT_EQ(run(right), got);
       }
     }
   }

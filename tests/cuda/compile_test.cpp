@@ -429,7 +429,11 @@ std::vector<KernelRequest> requests_of_plans() {
   }
   for (const Problem& problem : decode_problems()) {
     EXPECT_EQ(hopper_decode_rejects(problem), "");
-    add(HopperDecodeCandidate(problem, hopper_decode_tile(problem, {})));
+    const HopperDecodeCandidate candidate(problem, hopper_decode_tile(problem, {}));
+    add(candidate);
+    std::string why_not;
+    const auto fused = candidate.fused({.given = true, .turns = true}, &why_not);
+    if (fused != nullptr) add(*fused);
   }
   for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses
     for (const Problem& problem : {forward_problem({.d = d, .mask = causal()}),

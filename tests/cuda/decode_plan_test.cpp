@@ -23,6 +23,7 @@ namespace {
 using kernels::Shares;
 using kernels::UnitRange;
 using test::forward_problem;
+using test::ForwardShape;
 
 TEST(Shares, DivideTheUnits) {
   std::mt19937 random(1);
@@ -416,6 +417,67 @@ TEST(DecodePlan, TakesEveryTreeMask) {
                   std::string::npos);
       }
     }
+  }
+}
+
+/// The problem of one query over pages of 16 keys that brings `tokens` rows, keys and queries
+/// turned.
+Problem appending(ForwardShape shape, int64_t tokens) {
+  shape.seqused = true;
+  Problem p = forward_problem(shape);
+  p.cache.pages = Problem::Cache::Pages::kTable;
+  p.cache.page = 16;
+  p.append = {.given = true, .turns = true, .batch = p.batch, .tokens = tokens};
+  return p;
+}
+
+std::string not_fused(const Problem& p) {
+  return hopper_decode_not_fused(p, hopper_decode_tile(p, {}).plan);
+}
+
+// Few new rows are appended by the kernel that attends, where a launch would take longer.
+TEST(DecodePlan, AppendsFewNewRows) {
+  for (const int64_t batch : {1, 8, 64, 128}) {
+    EXPECT_EQ(not_fused(appending({.batch = batch, .sq = 1, .hq = 32, .hk = 8}, batch)), "");
+    EXPECT_EQ(not_fused(appending({.batch = batch, .sq = 1, .hq = 8, .hk = 1}, batch)), "");
+  }
+  EXPECT_EQ(not_fused(appending({.batch = 1, .sq = 16, .hq = 32, .hk = 8}, 16)), "");
+  const auto refused = [](const Problem& p, const std::string& says) {
+    EXPECT_TRUE(not_fused(p).find(says) != std::string::npos) << not_fused(p);
+  };
+  const ForwardShape many{.batch = 64, .sq = 1, .hq = 32, .hk = 8};
+  refused(appending(many, 64 * 300), "which up to 8 take less than a launch");
+  refused(appending({.batch = 0, .sq = 1}, 0), "there are no queries");
+  Problem host = appending(many, 64);
+  host.append.host_numbers = 64;
+  refused(host, "in the host's memory");
+  refused(appending({.sq = 1, .mask = window(100, 0), .softcap = 9}, 2), "no registers");
+  Problem copied = forward_problem({.sq = 1, .d = 100, .seqused = true, .invariant = true});
+  copied.append = {.given = true, .batch = copied.batch, .tokens = copied.batch};
+  refused(copied, "k and v are copied first");
+}
+
+// What it does besides are constants behind all others, which stay as they are.
+TEST(DecodePlan, AppendingIsAConstant) {
+  const auto header = [](const Problem& p, bool fused) {
+    const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+    return plan_header(fused ? fused_plan(p, plan) : plan);
+  };
+  Problem p = appending({.sq = 1, .mask = causal()}, 2);
+  std::string text = header(p, false);
+  const std::string none = "  kAppends = 0,\n  kTurnsQ = 0,\n  kUnreadRows = 0,\n};\n";
+  ASSERT_TRUE(text.ends_with(none)) << text;
+  text.resize(text.size() - none.size());
+  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kTurnsQ = 1,\n  kUnreadRows = 0,\n};\n");
+  p.append.turns = false;
+  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kTurnsQ = 0,\n  kUnreadRows = 0,\n};\n");
+  // Rows that a mask may hide from all queries, or that come without one.
+  for (const ForwardShape& shape : {ForwardShape{.sq = 1, .mask = window(100, 0)},
+                                    {.sq = 1, .mask = chunked(300, causal())},
+                                    {.sq = 1, .packed = true},
+                                    {.sq = 1, .seqused_q = true}}) {
+    const Problem hides = appending(shape, 2);
+    EXPECT_TRUE(header(hides, true).ends_with("  kUnreadRows = 1,\n};\n"));
   }
 }
 

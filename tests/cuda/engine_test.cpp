@@ -33,10 +33,10 @@
 #include "fulgur/cuda.h"
 #include "fulgur/merge.h"
 #include "fulgur/version.h"
-#include "kernels/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
 #include "kernels/sm90/forward_params.h"
@@ -120,7 +120,9 @@ class OnFakeGpu : public testing::Test {
   template <class Params>
   Params params(size_t launch) const {
     Params p;
-    EXPECT_EQ(state_->launches.at(launch).params.size(), sizeof(p));
+    const bool decodes = std::is_same_v<Params, DecodeParams>;
+    EXPECT_EQ(state_->launches.at(launch).params.size(),
+              decodes ? sizeof(DecodeAppendParams) : sizeof(p));
     std::memcpy(&p, state_->launches.at(launch).params.data(), sizeof(p));
     return p;
   }
@@ -496,6 +498,36 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
             std::string::npos);
 }
 
+/// A call over pages of 16 keys that appends new rows, as many as there are queries.
+struct AppendingCall {
+  AppendArgs rows;
+  ForwardCall call;
+
+  explicit AppendingCall(const ForwardShape& shape, int64_t fresh = 0) : call(forward_call(shape)) {
+    ForwardArgs& args = call.args;
+    std::uintptr_t at = 0x7e0000000000;
+    const auto tensor = [&](DType type, std::initializer_list<int64_t> sizes) {
+      return Tensor::contiguous(reinterpret_cast<void*>(at += 0x100000000), type, sizes,
+                                {DeviceType::kCuda, 0});
+    };
+    const int64_t batch = shape.batch, pages = (shape.sk + 15) / 16;
+    if (fresh == 0) fresh = shape.sq;
+    rows = {.k_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
+            .v_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
+            .k_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
+            .v_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
+            .cache_seqlens = tensor(DType::kI32, {batch}),
+            .page_table = tensor(DType::kI32, {batch, pages}),
+            .cos = tensor(shape.dtype, {16 * pages, 32}),
+            .sin = tensor(shape.dtype, {16 * pages, 32})};
+    args.k = args.v = {};
+    args.append = &rows;
+    args.q.data = tensor(shape.dtype, {1}).data;
+    for (Tensor* t : {&args.out, &args.lse}) t->data = tensor(shape.dtype, {1}).data;
+  }
+  AppendingCall(const AppendingCall&) = delete;
+};
+
 /// What a kernel uses of the workspace: where, and how many bytes.
 struct Used {
   const void* begin;
@@ -648,7 +680,7 @@ TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
   ASSERT_STREQ(state_->launches[1].kernel, "fulgur_decode");
   EXPECT_EQ(params<DecodeParams>(1).sinks, few.sinks.data);
 
-  const BackwardCall call = backward_call({.sinks = true}, {.dsinks = true});
+  const BackwardCall call = backward_call({.hk = 8, .sinks = true}, {.dsinks = true});
   const BackwardArgs args = placed(call.args, kBase);
   plan(call.args, call.options).run(args);
   ASSERT_EQ(state_->launches.size(), 6u);
@@ -669,7 +701,7 @@ TEST_F(OnFakeGpu, SinksOfNoRowsHaveAGradient) {
 }
 
 TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
-  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .d = 64});
+  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
   const Plan plan = fulgur::plan(call.args, call.options);
   EXPECT_NE(plan.explain().find("dQ as sums in f32"), std::string::npos);
   const WorkspaceNeed need = plan.workspace();
@@ -692,6 +724,40 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
                 {p.dq_sums, statistics * 64}},
                mine, need.bytes);
   EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
+}
+
+// What pairs that share a head of k and v leave is added up behind them, and before the repair.
+TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
+  const BackwardCall call = backward_call(
+      {.batch = 1, .sq = 4096, .sk = 4096, .hq = 16, .hk = 2, .d = 80, .mask = causal()});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_NE(plan.explain().find("parts are added up by a kernel of their own"), std::string::npos);
+  const WorkspaceNeed need = plan.workspace();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const BackwardArgs args = placed(call.args, kBase);
+  plan.run(args, {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 5u);
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_round");
+  EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_join");
+  EXPECT_STREQ(state_->launches[4].kernel, "fulgur_backward_repair");
+  EXPECT_EQ(state_->launches[3].grid, 32u * (3 + 3));  // blocks of 128 keys, chunks of 32 columns
+  EXPECT_EQ(state_->launches[3].grid_y, 2u);
+  EXPECT_EQ(state_->launches[3].block, 256u);
+  const auto p = params<BackwardParams>(3);
+  EXPECT_EQ(p.parts * p.pair_heads, p.group * p.row_parts);
+  EXPECT_EQ(p.key_blocks.pairs, 2 * p.parts);
+  EXPECT_GE(p.part_tiles * p.row_parts * 64, 4096);
+  EXPECT_EQ(p.dk.data, args.dk.data);
+  EXPECT_EQ(p.dv_grad.data, args.dv.data);
+  const int64_t statistics = 16 * 4096 * 4, carry = int64_t{2} * p.parts * 4096 * 80 * 4;
+  expect_apart({{p.counters, need.zeroed_bytes},
+                {p.shift, statistics},
+                {p.delta, statistics},
+                {p.dq_sums, statistics * 128},
+                {p.carry_dk, carry},
+                {p.carry_dv, carry}},
+               mine, need.bytes);
 }
 
 TEST_F(OnFakeGpu, EmptyBackwardProblems) {
@@ -906,7 +972,8 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoSideBySide) {
 
 TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoToTheGradients) {
   std::vector<float> slopes = {1, 2, 3, 4, 5, 6, 7, 8}, sinks = {8, 7, 6, 5, 4, 3, 2, 1};
-  const BackwardCall call = backward_call({.alibi = true, .sinks = true}, {.dsinks = true});
+  const BackwardCall call =
+      backward_call({.hk = 8, .alibi = true, .sinks = true}, {.dsinks = true});
   BackwardArgs args = placed(call.args, kBase);
   args.alibi_slopes = ConstTensor::of<const float>(std::span(slopes), {8});
   args.sinks = ConstTensor::of<const float>(std::span(sinks), {8});
@@ -1352,6 +1419,9 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
           "max_workspace: got 1048576, want 0");
   refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
   refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
+  const AppendingCall appending({.sq = 1});
+  EXPECT_TRUE(
+      contains(message_of([&] { cuda::tune(appending.call.args); }), "append: given, want none"));
   const ForwardCall call = forward_call({});
   EXPECT_TRUE(contains(message_of([&] { cuda::tune(call.args); }), "q: data is null"));
   int memory = 0;
@@ -1691,6 +1761,83 @@ TEST_F(OnFakeGpu, AppendMovesSixteenBytesWhereItCan) {
   EXPECT_EQ(wide([&](AppendArgs& a) { a.sin.data = moved(a.sin.data, 4); }), 0);
 }
 
+// Few new rows go to the cache by the kernel that attends them, and queries to the workspace.
+TEST_F(OnFakeGpu, FewRowsAreAppendedWhereTheyAreRead) {
+  const AppendingCall c({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
+  const Plan plan = fulgur::plan(c.call.args, c.call.options);
+  const std::string text = plan.explain();
+  EXPECT_NE(text.find("new rows of k and v, 3 in all, go to their caches by the thread blocks that "
+                      "read them, keys and queries turned"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("batch 3, sq 1, sk 512,"), std::string::npos) << text;
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  const WorkspaceNeed need = plan.workspace();
+  plan.run(c.call.args, {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 1u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_decode");
+  const auto p = params<DecodeAppendParams>(0);
+  EXPECT_EQ(static_cast<const void*>(p.k.data), c.rows.k_cache.data);
+  EXPECT_EQ(static_cast<const void*>(p.v.data), c.rows.v_cache.data);
+  EXPECT_EQ(p.pages.table, c.rows.page_table.data);
+  const Tensor turned = Tensor::contiguous(p.q.data, DType::kBF16, {3, 1, 8, 128});
+  EXPECT_EQ(p.append.k.from, c.rows.k_new.data);
+  EXPECT_EQ(p.append.k.to, c.rows.k_cache.data);
+  EXPECT_EQ(p.append.k.pairs, 32);
+  EXPECT_EQ(p.append.v.from, c.rows.v_new.data);
+  EXPECT_EQ(p.append.v.to, c.rows.v_cache.data);
+  EXPECT_EQ(p.append.v.pairs, 0);
+  EXPECT_EQ(p.append.q.from, c.call.args.q.data);
+  EXPECT_EQ(p.append.q.to, turned.data);
+  EXPECT_EQ(p.append.cache_seqlens, c.rows.cache_seqlens.data);
+  EXPECT_EQ(p.append.tokens.each, 1);
+  EXPECT_EQ(p.append.lengths, nullptr);
+  EXPECT_EQ(p.append.advance, 1);
+  expect_apart({{turned.data, turned.numel() * 2}}, mine + need.zeroed_bytes,
+               need.bytes - need.zeroed_bytes);
+  EXPECT_EQ(p.q.head, 128);
+}
+
+// Elsewhere they go there first, and lengths are added up on the way.
+TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
+  struct Why {
+    ForwardShape shape;
+    int64_t fresh;
+    std::string kernel, why;
+  };
+  for (const Why& w : {Why{{.batch = 3, .sq = 1024, .mask = causal()},
+                           0,
+                           "fulgur_forward",
+                           "append by the kernel that attends: tile sm90_forward"},
+                       Why{{.batch = 64, .sq = 1, .sk = 8192},
+                           300,
+                           "fulgur_decode",
+                           "append by the kernel that attends: a thread block would write"}}) {
+    state_->launches.clear();
+    const AppendingCall c(w.shape, w.fresh);
+    const Plan plan = fulgur::plan(c.call.args, c.call.options);
+    const std::string text = plan.explain();
+    EXPECT_NE(text.find("by a launch of their own"), std::string::npos) << text;
+    EXPECT_NE(text.find(w.why), std::string::npos) << text;
+    auto* const mine = reinterpret_cast<char*>(2 * kBase);
+    const WorkspaceNeed need = plan.workspace();
+    plan.run(c.call.args, {.workspace = {mine, need.bytes}});
+    ASSERT_EQ(state_->launches.size(), 2u);
+    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_append");
+    EXPECT_EQ(state_->launches[1].kernel, w.kernel);
+    const auto p = params<AppendParams>(0);
+    EXPECT_EQ(p.q.from, c.call.args.q.data);
+    expect_apart({{p.q.to, c.call.args.q.numel() * 2}, {p.lengths, w.shape.batch * 4}},
+                 mine + need.zeroed_bytes, need.bytes - need.zeroed_bytes);
+    if (w.kernel == "fulgur_decode") {
+      EXPECT_EQ(params<DecodeParams>(1).q.data, p.q.to);
+      EXPECT_EQ(params<DecodeParams>(1).seqused_k, p.lengths);
+    } else {
+      EXPECT_EQ(params<ForwardParams>(1).seqused_k, p.lengths);
+    }
+  }
+}
+
 TEST_F(OnFakeGpu, AppendOfNothingLaunchesNothing) {
   AppendArgs args = append_args(DType::kBF16);
   args.k_new.shape[0] = args.v_new.shape[0] = args.q.shape[0] = args.q_out.shape[0] = 0;
@@ -1743,6 +1890,27 @@ TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheMemoryOfTheirGraph) {
   state_->destroy_graph();
   EXPECT_EQ(state_->loaded, before.loaded);
   EXPECT_EQ(state_->unsafe_in_capture, before.unsafe_in_capture);
+}
+
+// Lengths of the host go ahead of both kernels; what is wrong about them is said before.
+TEST_F(OnFakeGpu, RowsOfHostLengthsAreAppendedFirst) {
+  AppendingCall c({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
+  std::vector<int32_t> old = {5, 0, 511};
+  c.rows.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
+  fulgur::forward(c.call.args, c.call.options);
+  ASSERT_EQ(state_->launches.size(), 3u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_store_numbers");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_append");
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_decode");
+  EXPECT_EQ(params<AppendParams>(1).cache_seqlens, params<StoreNumbersParams>(0).to);
+  EXPECT_EQ(params<DecodeParams>(2).seqused_k, params<AppendParams>(1).lengths);
+  EXPECT_NE(fulgur::plan(c.call.args, c.call.options).explain().find("in the host's memory"),
+            std::string::npos);
+  old[2] = 512;
+  state_->launches.clear();
+  EXPECT_EQ(message_of([&] { fulgur::forward(c.call.args, c.call.options); }),
+            "cache_seqlens: got 512 at 2, with 1 new rows 513, want at most the 512 of its cache");
+  EXPECT_TRUE(state_->launches.empty());
 }
 
 TEST_F(OnFakeGpu, AppendStoresLengthsOfTheHost) {
@@ -1934,6 +2102,24 @@ TEST_F(OnFakeGpu, SizesThatCallsWithoutAPlanDoNotTake) {
   EXPECT_EQ(message_of(call),
             "k_new: got 1073741824 rows, append on cuda takes at most 1073741823");
   EXPECT_TRUE(state_->launches.empty());
+}
+
+// Appended by the kernel that attends or before it.
+TEST_F(Prewarmed, CallsThatAppendCompileNothing) {
+  const AppendingCall one({.batch = 1, .sq = 1, .sk = 512, .mask = causal()});
+  EXPECT_GT(cuda::prewarm(one.call.args, one.call.options).compiled, 0);
+  const auto before = kernels();
+  std::set<std::string> first;
+  for (const int64_t batch : {1, 3, 64}) {
+    for (const auto& [sq, sk] : {std::pair{1, 16}, {1, 9000}, {4, 9000}, {16, 4000}, {700, 700}}) {
+      const AppendingCall later({.batch = batch, .sq = sq, .sk = sk, .mask = causal()});
+      state_->launches.clear();
+      fulgur::forward(later.call.args, later.call.options);
+      first.insert(state_->launches.at(0).kernel);
+      EXPECT_EQ(kernels(), before) << batch << " x " << sq << " x " << sk;
+    }
+  }
+  EXPECT_EQ(first, (std::set<std::string>{"fulgur_append", "fulgur_decode"}));
 }
 
 TEST_F(Prewarmed, AppendAndMergeCompileNothing) {

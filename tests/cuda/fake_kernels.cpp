@@ -3,10 +3,10 @@
 #include <mutex>
 
 #include "fake_driver.h"
-#include "kernels/append_params.h"
 #include "kernels/forward_copy_params.h"
 #include "kernels/forward_padding_params.h"
 #include "kernels/merge_params.h"
+#include "kernels/shared/append_params.h"
 #include "kernels/shared_prefix_params.h"
 #include "kernels/sm90/backward_params.h"
 #include "kernels/sm90/decode_params.h"
@@ -29,8 +29,8 @@ constexpr Kernel kKernels[] = {
     {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::SharedPrefixParams)},
     {"fulgur_forward", sizeof(ForwardParams)},
-    {"fulgur_decode", sizeof(DecodeParams)},
-    {"fulgur_decode_merge", sizeof(DecodeParams)},
+    {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
+    {"fulgur_decode_merge", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
     {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
     {"fulgur_backward_prepare", sizeof(BackwardParams)},

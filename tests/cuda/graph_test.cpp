@@ -291,6 +291,53 @@ TEST_F(Graphs, LengthsOfTheHostStayInAppends) {
   EXPECT_TRUE(a.check());
 }
 
+// New rows go where lengths on the device say when a graph is replayed, and are attended with as
+// many keys: by the kernel that attends, and, of many queries, before it.
+TEST_F(Graphs, LengthsOfNewRowsChangeBetweenReplays) {
+  const Stream stream;
+  for (const int64_t sq : {1, 4, 200}) {
+    SCOPED_TRACE(sq);
+    const AppendCase c{.c = {.dtype = DType::kBF16,
+                             .batch = 3,
+                             .sq = sq,
+                             .sk = 300,
+                             .hq = 4,
+                             .hk = 2,
+                             .d = 64,
+                             .dv = 64,
+                             .mask = causal()},
+                       .shape = {},
+                       .rotary_dim = 32,
+                       .aligned = true};
+    Appended replayed(c, 1), called(c, 1);
+    EngineMemory memories[2]{EngineMemory("cuda"), EngineMemory("cuda")};
+    std::vector<AppendArgs> rows;
+    std::vector<ForwardArgs> args;
+    for (const auto& [a, memory] :
+         {std::pair{&replayed, &memories[0]}, std::pair{&called, &memories[1]}}) {
+      rows.push_back(memory->at(a->rows()));
+      args.push_back(memory->at(a->attention()));
+    }
+    for (size_t i = 0; i < 2; ++i) args[i].append = &rows[i];
+    const Options options{.mask = c.c.mask};
+    forward(args[0], options, stream.run());  // compiles
+    const Graph graph(stream, [&] { forward(args[0], options, stream.run()); });
+    for (int turn = 0; turn < 4; ++turn) {
+      const std::vector<double> old = {100.0 - turn, 0.0 + 90 * turn, 17.0 * turn};
+      for (Appended* a : {&replayed, &called}) write(a->args.cache_seqlens, old);
+      for (const EngineMemory& memory : memories) memory.send();
+      graph.launch(stream);
+      forward(args[1], options, stream.run());
+      stream.synchronize();
+      for (EngineMemory& memory : memories) memory.bring_back();
+      EXPECT_EQ(bits(replayed.args.k_cache), bits(called.args.k_cache));
+      EXPECT_EQ(bits(replayed.args.v_cache), bits(called.args.v_cache));
+      EXPECT_EQ(bits(replayed.w.forward.out), bits(called.w.forward.out));
+      EXPECT_EQ(bits(replayed.w.forward.lse), bits(called.w.forward.lse));
+    }
+  }
+}
+
 // And so with the words of a tree mask.
 TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
   const Stream stream;

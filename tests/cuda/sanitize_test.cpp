@@ -280,6 +280,63 @@ TEST_F(Sanitize, AppendWithoutPlaces) {
     }
   }
 }
+TEST_F(Sanitize, OneCall) {  // by the kernel that attends, of every kind of tile, and before it
+  for (const int64_t sq : {1, 5, 16, 200}) {
+    for (const CacheShape::Index index :
+         {CacheShape::Index::kTable, CacheShape::Index::kLists, CacheShape::Index::kBatch}) {
+      for (const Layout layout : {Layout::kPacked, Layout::kBshd}) {
+        Appended a({.c = {.dtype = kBf16,
+                          .batch = 3,
+                          .sq = sq,
+                          .sk = 150,
+                          .hq = 8,
+                          .hk = 2,
+                          .d = 64,
+                          .dv = 128,
+                          .mask = sq == 5 ? window(30, 0) : causal(),
+                          .layout = layout},
+                    .shape = {CacheShape::Order::kNhd, index, 16, sq == 16},
+                    .rotary_dim = 32,
+                    .interleaved = layout == Layout::kPacked,
+                    .aligned = sq != 16},
+                   1);
+        a.w.options.engine = "cuda";
+        a.run_with_attention();
+        EXPECT_TRUE(a.check_rows());
+      }
+    }
+  }
+}
+TEST_F(Sanitize, OneCallWithoutPlaces) {
+  for (const CacheShape::Index index :
+       {CacheShape::Index::kTable, CacheShape::Index::kLists, CacheShape::Index::kBatch}) {
+    for (const double value : {-1.0, 1e6, 2147483647.0, -2147483648.0}) {
+      for (int which = 0; which < 7; ++which) {
+        Appended a({.c = {.dtype = kBf16,
+                          .sq = 5,
+                          .sk = 29,
+                          .hq = 2,
+                          .hk = 1,
+                          .d = 64,
+                          .dv = 64,
+                          .layout = Layout::kPacked},
+                    .shape = {CacheShape::Order::kNhd, index, 16},
+                    .rotary_dim = 16,
+                    .positions = true},
+                   1);
+        a.w.options.engine = "cuda";
+        a.w.options.max_seqlen_q = 5;
+        const Tensor ints =
+            std::array{a.args.cache_seqlens, a.args.rotary_seqlens,  a.args.cu_seqlens_k_new,
+                       a.args.cu_seqlens_q,  a.args.cache_batch_idx, a.args.page_table,
+                       a.args.page_indptr}[static_cast<size_t>(which)];
+        if (!ints.given()) continue;
+        write(ints, std::vector<double>(static_cast<size_t>(ints.numel()), value));
+        a.run_with_attention();  // what is written is anything, and lies in the outputs
+      }
+    }
+  }
+}
 TEST_F(Sanitize, Merge) {
   for (const int64_t d : {64, 7}) {
     const DeviceTensor a(kBf16, {2, 5, 3, d}, 1), b(DType::kF32, {2, 5, 3, d}, 2);

@@ -254,6 +254,8 @@ void fuzz(Reader& in) {
   const DLDataType dtype = kDTypes[second % 5];
   const int sinks = second / 5 % 3;  // none, given, their gradient wanted
   const bool tree = second / 15 % 2 != 0, prefixes = second / 30 % 2 != 0;
+  const bool fused = what == kForward && second / 60 % 2 != 0;  // it appends first
+  const bool appends = what == kAppend || fused;
   const int64_t batch = in.size(0, 1, 3), sq = in.size(0, 3, 9), sk = in.size(0, 5, 70);
   const int64_t hk = in.size(1, 1, 3), hq = hk * in.size(1, 1, 3);
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
@@ -302,13 +304,13 @@ void fuzz(Reader& in) {
     kCount
   };
   const auto keys = [&](int64_t dim) {
-    return pages             ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
-           : cache           ? Owned(dtype, {kPages, sk, hk, dim})
-           : what == kAppend ? Owned(dtype, {batch, sk, hk, dim})
-                             : rows(sk, hk, dim);
+    return pages     ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
+           : cache   ? Owned(dtype, {kPages, sk, hk, dim})
+           : appends ? Owned(dtype, {batch, sk, hk, dim})
+                     : rows(sk, hk, dim);
   };
   // The rows of dk and dv, which append takes as new ones.
-  const int64_t s_new = what == kAppend ? sq : sk;
+  const int64_t s_new = appends ? sq : sk;
   o.push_back(rows(sq, hq, d));
   o.push_back(keys(d));
   o.push_back(keys(dv));
@@ -337,8 +339,8 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{2});
   o.emplace_back(kI32, std::vector<int64_t>{1});
   o[kCuQ].is_null = !packed;
-  o[kCuK].is_null = !packed || (cache != 0 && what != kAppend);
-  o[kUsed].is_null = !(flags & 4) && !pages && what != kAppend;
+  o[kCuK].is_null = !packed || (cache != 0 && !appends);
+  o[kUsed].is_null = !(flags & 4) && !pages && !appends;
   o[kTable].is_null = !pages;
   o[kIndptr].is_null = cache != kPageLists;
   o[kIndex].is_null = cache != kBatchRows;
@@ -403,7 +405,11 @@ void fuzz(Reader& in) {
             newer_run.change(in);
             break;
           case 2:
-            if (what == kForward) forward_args.change(in);
+            if (what == kForward && (!fused || in.byte() % 2 == 0)) {
+              forward_args.change(in);
+            } else if (fused) {
+              append_args.change(in);
+            }
             if (what == kBackward) backward_args.change(in);
             if (what == kAppend) append_args.change(in);
             break;
@@ -450,12 +456,33 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],         p[kK],       p[kV],     p[kOut],  p[kLse],
-            p[kSlopes],       p[kCuQ],       p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
-            p[kIndptr],       p[kIndex],     p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
-            p[kPrefixGroups], p[kPrefixLens]};
+    args = {args.struct_size, p[kQ],          p[kK],       p[kV],     p[kOut],  p[kLse],
+            p[kSlopes],       p[kCuQ],        p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
+            p[kIndptr],       p[kIndex],      p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
+            p[kPrefixGroups], p[kPrefixLens], nullptr};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
-    const std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
+    std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
+    if (fused) {
+      fulgur_append_args& rows_args = append_args.known;
+      rows_args.k_cache = p[kK];
+      rows_args.v_cache = p[kV];
+      rows_args.k_new = p[kDk];
+      rows_args.v_new = p[kDv];
+      rows_args.cu_seqlens_k_new = p[kCuK];
+      rows_args.cache_seqlens = p[kUsed];
+      rows_args.page_table = p[kTable];
+      rows_args.page_indptr = p[kIndptr];
+      rows_args.cache_batch_idx = p[kIndex];
+      rows_args.cos = p[kCos];
+      rows_args.sin = p[kSin];
+      rows_args.interleaved = flags & 4;
+      // Mostly nothing is said twice.
+      if (second < 200) args.k = args.v = nullptr;
+      if (second < 215) args.cu_seqlens_k = args.seqused_k = nullptr;
+      if (second < 230) args.page_table = args.page_indptr = args.cache_batch_idx = nullptr;
+      args.append = &rows_args;
+      outputs.insert(outputs.end(), {&o[kK], &o[kV]});
+    }
     if (how & kPlan) {
       plan_and_run(args, given, newer_run, how, outputs, all, lengths, in, fulgur_plan_forward,
                    fulgur_plan_run_forward);

@@ -84,7 +84,7 @@ def safetensors_seeds():
 
 def c_api_seeds():
     """What and how, dtype (5 more: with sinks, 10 more: and dsinks, 15 more: with a tree mask, 30 more: with shared
-    prefixes), seven sizes and flags, then the number of changes and the changes.
+    prefixes, 60 more: with new rows that are appended first), seven sizes and flags, then the number of changes and the changes.
 
     What follows is the byte that fills the memory, wild lengths with flag 32, for a merge the number
     of parts, and with MOVED the lengths of the run.
@@ -125,6 +125,15 @@ def c_api_seeds():
         yield f"{name}_plan_longer_lengths", call(
             what, flags=1, how=PLAN | MOVED | OWN_WORKSPACE
         ) + b"\x3c" + struct.pack("<4i", 0, 4, 0, 5)
+    # Caches of 4 pages of 6 keys, with 3 new rows, keys and queries turned, and of 5 rows without.
+    for name, dtype in [("f32", 0), ("bf16", 2)]:
+        for how_name, how in [("", 0), ("_plan", PLAN), ("_plan_workspace", PLAN | OWN_WORKSPACE)]:
+            yield f"appends_{name}{how_name}", call(
+                0, 60 + dtype, batch=1, flags=8, changes=[causal], how=8 | how
+            ) + b"\x3c"
+            yield f"appends_rows_{name}{how_name}", call(0, 60 + dtype, batch=1, how=how) + b"\x3c"
+    yield "appends_packed", call(0, 60, batch=1, flags=1 | 8, how=16) + b"\x3c"
+    yield "appends_twice", call(0, 180, batch=1, flags=8, how=8) + b"\x3c"
     # Caches of 4 pages of 6 keys, or of 4 rows of 5 keys, for sequences of up to 3 pages.
     TABLE, LISTS, ROWS, LEFT_PADDED = 8, 16, 24, 32
     for name, cache in [("table", TABLE), ("lists", LISTS), ("rows", ROWS)]:

@@ -155,6 +155,42 @@ def test_steps_are_the_whole(rng):
     assert np.allclose(np.concatenate(outs, 1), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_with_attention(rng, packed, rotated):
+    """In one call: the bits of both, in the caches and in the results, and q keeps its values."""
+    cos, sin = angles(rng, 5)
+    lead, ends = ((8,), dict(cu_seqlens_k_new=ENDS)) if packed else ((3, 2), {})
+    q, k, v = (random(rng, *lead, h, d) for h, d in ((HQ, D), (HK, D), (HK, DV)))
+    table = np.array([[3, 8, 0], [1, 4, 4], [7, 2, 5]], np.int32)
+    rows = ends | dict(page_table=table)
+    if rotated:
+        rows |= dict(cos=cos, sin=sin, rotary_seqlens=int32(11, 0, 7), interleaved=True)
+    queries = dict(cu_seqlens_q=ENDS) if packed else {}
+    options = dict(causal=True, leftpad_k=int32(2, 0, 1), sinks=random(rng, HQ), scale=0.5)
+    one, old, before = caches(rng), int32(*OLD), q.copy()
+    two = [x.copy() for x in one]
+    got = fulgur.append_attention(
+        q, *one, k, v, old, return_lse=True, **rows, **queries, **options
+    )  # fmt: skip
+    turned_q = fulgur.append(
+        *two, k, v, old, causal=True, **rows, **(dict(q=q) | queries if rotated else {})
+    )  # fmt: skip
+    used = old + (np.diff(ENDS) if packed else 2)
+    want = fulgur.attention(
+        q if turned_q is None else turned_q, *two, page_table=table, seqused_k=used,
+        return_lse=True, **queries, **options,
+    )  # fmt: skip
+    assert all(map(np.array_equal, got, want)) and all(map(np.array_equal, one, two))
+    assert np.array_equal(q, before)
+    out = np.empty_like(got[0])
+    result = fulgur.append_attention(q, *one, k, v, old, out=out, **rows, **queries, **options)
+    assert result is out and np.array_equal(out, want[0])
+    with pytest.raises(ValueError, match="^q: got head dim 4, want 10, that of k_cache"):
+        fulgur.append_attention(q[..., :4], *one, k, v, old, **{x: y for x, y in rows.items() if x in (
+            "page_table", "cu_seqlens_k_new")}, **queries)  # fmt: skip
+
+
 def test_errors(rng):
     k_cache, v_cache = caches(rng)
     before = k_cache.copy(), v_cache.copy()

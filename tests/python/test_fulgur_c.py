@@ -23,6 +23,7 @@ STRUCTS = {
     "Options": "fulgur_options",
     "ForwardArgs": "fulgur_forward_args",
     "BackwardArgs": "fulgur_backward_args",
+    "AppendArgs": "fulgur_append_args",
     "Run": "fulgur_run",
     "WorkspaceNeed": "fulgur_workspace_need",
 }
@@ -32,7 +33,7 @@ def fields(struct):
     """(name, ctypes' type) of each field of a struct of the header; pointers are alike but strings."""
     (body,) = re.findall(rf"typedef struct {struct} {{([^}}]*)}} {struct};", HEADER)
     for declaration in body.split(";")[:-1]:
-        kind, first, more = re.fullmatch(r"\s*((?:const )?\w+[ *]+)(\w+)((?:,[ *]+\w+)*)\s*", declaration).groups()
+        kind, first, more = re.fullmatch(r"\s*((?:const )?(?:struct )?\w+[ *]+)(\w+)((?:,[ *]+\w+)*)\s*", declaration).groups()
         kind = kind.replace(" *", "* ").strip()
         pointer = ctypes.c_void_p if "*" in kind else None
         for name in (first, *re.findall(r"\w+", more)):

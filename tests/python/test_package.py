@@ -25,6 +25,7 @@ SNIPPETS = [
 ]
 FUNCTIONS = [
     "append",
+    "append_attention",
     "attention",
     "attention_backward",
     "engines",

@@ -6,10 +6,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import fulgur  # noqa: E402
-from fulgur.torch import append, attention  # noqa: E402
+from fulgur.torch import append, append_attention, attention  # noqa: E402
 
 forward_cached = torch.ops.fulgur.forward_cached.default
 append_op = torch.ops.fulgur.append.default
+append_forward = torch.ops.fulgur.append_forward.default
 
 PAGES, PAGE, HQ, HK, D, DV = 12, 4, 4, 2, 8, 6
 
@@ -334,4 +335,75 @@ class TestAppend:
         before = [x.clone() for x in tensors]
         with pytest.raises(RuntimeError, match="^" + message):
             append(*tensors, *given, **options | changes)
+        assert all(map(torch.equal, tensors, before))
+
+    def call(self, packed, rotated):
+        """Arguments of append_attention but for the caches: q, rows and lengths, and options."""
+        given, options = self.arguments(packed, rotated)
+        q = options.pop("q", torch.randn(*given[0].shape[:-2], HQ, D))
+        options |= dict(causal=True, sinks=torch.randn(HQ))
+        if packed:
+            options["cu_seqlens_q"] = ENDS
+        return q, given, options
+
+    @pytest.mark.parametrize("packed, rotated", BOTH)
+    def test_with_attention(self, packed, rotated):
+        q, given, options = self.call(packed, rotated)
+        got, before = caches(), q.clone()
+        want = [x.clone() for x in got]
+        results = append_attention(q, *got, *given, return_lse=True, **options)
+        expected = fulgur.append_attention(q, *want, *given, return_lse=True, **options)
+        assert all(map(torch.equal, results, expected)) and all(map(torch.equal, got, want))
+        assert torch.equal(q, before)
+
+    @pytest.mark.parametrize("packed, rotated", BOTH)
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_with_attention_in_one_graph(self, packed, rotated, backend):
+        def step(k_cache, v_cache, q, *given):
+            return append_attention(q, k_cache, v_cache, *given, **options) + k_cache.sum()
+
+        q, given, options = self.call(packed, rotated)
+        got = caches()
+        want = [x.clone() for x in got]
+        out = torch.compile(step, fullgraph=True, backend=backend)(*got, q, *given)
+        torch.testing.assert_close(out, step(*want, q, *given))
+        assert all(map(torch.equal, got, want))
+
+    @pytest.mark.parametrize("packed, rotated", BOTH)
+    def test_opcheck_with_attention(self, packed, rotated):
+        q, given, options = self.call(packed, rotated)
+        options["window_right"] = 0 if options.pop("causal") else -1
+        torch.library.opcheck(append_forward, (q, *caches(), *given), options)
+
+    def test_flops_with_attention(self):
+        from torch.utils.flop_counter import FlopCounterMode
+
+        q, given, options = self.call(False, True)
+        with FlopCounterMode(display=False) as counter:
+            append_attention(q, *caches(), *given, **options)
+        visible = sum(2 * (int(old) + 2) - 1 for old in self.OLD)  # of two queries
+        assert counter.get_total_flops() == visible * HQ * 2 * (D + DV)
+
+    @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k_new", "v_new", "sinks"])
+    def test_gradients_are_refused_with_attention(self, name):
+        q, (k, v, old), options = self.call(False, True)
+        tensors = dict(zip(("k_cache", "v_cache"), caches()), q=q, k_new=k, v_new=v)
+        tensors["sinks"] = options.pop("sinks")
+        tensors[name].requires_grad_()
+        with pytest.raises(ValueError, match=f"^{name}: requires grad"):
+            append_attention(cache_seqlens=old, **tensors, **options)
+        with torch.no_grad():
+            append_attention(cache_seqlens=old, **tensors, **options)
+
+    def test_wrong_arguments_with_attention(self):
+        q, given, options = self.call(False, True)
+        tensors = caches()
+        before = [x.clone() for x in tensors]
+        for changes, message in (
+            (dict(page_table=int32([3, 12], [1, 1], [7, 2])), "page_table: got 12 as page 1"),
+            (dict(leftpad_k=int32(9, 0, 0)), "leftpad_k: got 9 at 0, want 0 to 8"),
+            (dict(cos=None), "cos: not given"),
+        ):
+            with pytest.raises(RuntimeError, match="^" + message):
+                append_attention(q, *tensors, *given, **options | changes)
         assert all(map(torch.equal, tensors, before))

@@ -147,6 +147,21 @@ int64_t Appended::first_position(size_t b) const {
 
 void Appended::run() { compute(args, w.options, w.run_options); }
 
+void Appended::run_with_attention() { compute(attention(), rows(), w.options, w.run_options); }
+
+ForwardTensors Appended::attention() const {
+  ForwardTensors t = cached.forward;
+  for (Tensor* said : {&t.k, &t.v, &t.page_table, &t.page_indptr, &t.cache_batch_idx, &t.seqused_k})
+    *said = {};
+  return t;
+}
+
+AppendTensors Appended::rows() const {
+  AppendTensors t = args;
+  t.q = t.q_out = t.cu_seqlens_q = {};
+  return t;
+}
+
 testing::AssertionResult Appended::right(const std::vector<double>& x,
                                          const std::vector<double>& got, int64_t position) const {
   const DType dtype = w.c.dtype;
@@ -245,11 +260,8 @@ testing::AssertionResult Appended::check_queries() {
 
 testing::AssertionResult Appended::check() {
   const bool turned = given.rotary_dim > 0;
-  std::vector<double> k = read(w.forward.k), v = read(w.forward.v);
-  if (auto result = check_new(args.k_cache, args.k_new, turned, k); !result)
-    return result << " (K)";
-  if (auto result = check_new(args.v_cache, args.v_new, false, v); !result) return result << " (V)";
-  if (auto result = cached.check_memory(); !result) return result;
+  std::vector<double> k, v;
+  if (auto result = check_keys(k, v); !result) return result;
   for (const Storage& s : storages_) {
     const bool output = turned && Storage::around(args.q_out.data) == &s;
     if (auto result = s.all_unchanged(); !output && !result) return result << " (inputs)";
@@ -257,12 +269,37 @@ testing::AssertionResult Appended::check() {
   if (turned) {
     if (auto result = check_queries(); !result) return result;
   }
+  keep(k, v);
+  return testing::AssertionSuccess();
+}
+
+testing::AssertionResult Appended::check_rows() {
+  std::vector<double> k, v;
+  if (auto result = check_keys(k, v); !result) return result;
+  for (const Storage& s : storages_) {
+    if (auto result = s.all_unchanged(); !result) return result << " (inputs)";
+  }
+  if (auto result = w.check_memory(); !result) return result;
+  keep(k, v);
+  return testing::AssertionSuccess();
+}
+
+testing::AssertionResult Appended::check_keys(std::vector<double>& k, std::vector<double>& v) {
+  k = read(w.forward.k);
+  v = read(w.forward.v);
+  const bool turned = given.rotary_dim > 0;
+  if (auto result = check_new(args.k_cache, args.k_new, turned, k); !result)
+    return result << " (K)";
+  if (auto result = check_new(args.v_cache, args.v_new, false, v); !result) return result << " (V)";
+  return cached.check_memory();
+}
+
+void Appended::keep(const std::vector<double>& k, const std::vector<double>& v) {
   write(w.forward.k, k);
   write(w.forward.v, v);
   w.seal();
   for_each_new(args.k_cache, [&](const NewRow& row, const Row& to) { to.write(&k[row.at]); });
   for_each_new(args.v_cache, [&](const NewRow& row, const Row& to) { to.write(&v[row.at]); });
-  return testing::AssertionSuccess();
 }
 
 testing::AssertionResult Appended::nothing_written() const {

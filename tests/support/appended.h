@@ -36,10 +36,18 @@ class Appended {
 
   /// In the memory of the engine that the options name.
   void run();
+  /// The same call with the attention that follows, which writes the outputs of the workload.
+  void run_with_attention();
+  /// What it says of attention, and of rows.
+  ForwardTensors attention() const;
+  AppendTensors rows() const;
+
   /// The new rows and the queries are as a model in double precision says, and nothing else of the
   /// caches and the outputs has changed. What is stored becomes the keys of the workload, and its
   /// queries those that were turned.
   testing::AssertionResult check();
+  /// The same after a call with attention, whose queries are not changed.
+  testing::AssertionResult check_rows();
   /// Nothing at all has changed.
   testing::AssertionResult nothing_written() const;
 
@@ -65,7 +73,10 @@ class Appended {
   /// workload, and those become what was stored.
   testing::AssertionResult check_new(const Tensor& cache, const Tensor& brought, bool turned,
                                      std::vector<double>& keys) const;
+  testing::AssertionResult check_keys(std::vector<double>& k, std::vector<double>& v);
   testing::AssertionResult check_queries();
+  /// What is stored becomes the keys of the workload.
+  void keep(const std::vector<double>& k, const std::vector<double>& v);
 
   std::mt19937_64 random_;
   std::deque<Storage> storages_;

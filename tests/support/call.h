@@ -99,7 +99,9 @@ inline fulgur_options c_options(const Options& options) {
   return o;
 }
 
-inline fulgur_status call_c(const Call& call, bool backward) {
+/// `append`: of a forward call.
+inline fulgur_status call_c(const Call& call, bool backward,
+                            const fulgur_append_args* append = nullptr) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
       cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
@@ -121,7 +123,7 @@ inline fulgur_status call_c(const Call& call, bool backward) {
   }
   const fulgur_forward_args args{sizeof(args), q,     k,      v,      out,    lse,    alibi,
                                  cu_q,         cu_k,  used_k, rng,    table,  indptr, index,
-                                 leftpad,      sinks, tree,   used_q, groups, lens};
+                                 leftpad,      sinks, tree,   used_q, groups, lens,   append};
   return fulgur_forward(&args, &o, &run);
 }
 

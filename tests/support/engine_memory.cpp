@@ -156,6 +156,16 @@ void compute(const BackwardTensors& t, const Options& options, const Run& run) {
   memory.bring_back();
 }
 
+void compute(const ForwardTensors& t, const AppendTensors& rows, const Options& options,
+             const Run& run) {
+  EngineMemory memory(options.engine);
+  const AppendArgs rows_there = memory.at(rows);
+  ForwardArgs there = memory.at(t);
+  there.append = &rows_there;
+  forward(there, memory.options(t, options), run);
+  memory.bring_back();
+}
+
 void compute(const AppendTensors& t, const Options& options, const Run& run) {
   EngineMemory memory(options.engine);
   append(memory.at(t), options, run);

@@ -53,6 +53,9 @@ class EngineMemory {
 /// Plans and runs in the memory of the engine that the options name.
 void compute(const ForwardTensors& t, const Options& options, const Run& run = {});
 void compute(const BackwardTensors& t, const Options& options, const Run& run = {});
+/// The same of a call that appends rows first.
+void compute(const ForwardTensors& t, const AppendTensors& rows, const Options& options,
+             const Run& run = {});
 /// The same of calls without a plan.
 void compute(const AppendTensors& t, const Options& options, const Run& run = {});
 void compute(const std::vector<Merged>& parts, const Merged& result, const std::string& engine);

@@ -9,6 +9,7 @@
 // docs/kernels/decode.md derives this.
 #include "shared/softmax.cuh"
 #include "shared/transform.cuh"
+#include "sm90/decode_append.cuh"
 #include "sm90/decode_output.cuh"
 #include "sm90/decode_products.cuh"
 
@@ -221,7 +222,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
 }
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
-    fulgur_decode(const __grid_constant__ DecodeParams p) {
+    fulgur_decode(const __grid_constant__ PlanParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (kWide && threadIdx.x == 0) {
 #pragma unroll
@@ -238,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
+  if (kAppends && kUnreadRows) RowWriter(append_of(p)).append_unread();
   Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
   DecodeItems items;
   bool more = true;
@@ -249,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     items = items_of(share);
     more = items.next(p, share);
   }
+  if (kAppends) append_items(p, share, items, more);
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int team) { return smem + (kTeams > 1 ? team * kLayout.team_bytes : 0); };
   if (kWide && warp >= kWarps) {

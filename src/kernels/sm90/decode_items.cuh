@@ -1,6 +1,7 @@
 // Which lines, and which keys of them, a thread block computes: from lengths on the device, by every warp for itself.
 #pragma once
 #include "plan.h"
+#include "shared/append.cuh"
 #include "shared/memory.cuh"
 #include "shared/schedule.cuh"
 #include "shared/shares.h"
@@ -23,6 +24,21 @@ enum : int {
   kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
   kTeamRegisters = (504 - kLoadRegisters) / 2,
 };
+
+// What the kernels of a plan are given.
+template <bool appends>
+struct ParamsOf {
+  using Type = DecodeParams;
+};
+template <>
+struct ParamsOf<true> {
+  using Type = DecodeAppendParams;
+};
+using PlanParams = ParamsOf<kAppends != 0>::Type;
+
+__device__ __forceinline__ const AppendParams& append_of(const DecodeParams& p) {
+  return static_cast<const DecodeAppendParams&>(p).append;
+}
 
 // Barriers by number: those of each team, then where the two warpgroups of a team take turns, where all teams meet that
 // are not the thread block, and where the warps that load wait until the teams have asked for their first Q.
@@ -73,7 +89,10 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
     rows = int(min((long long)(ids) * kPage, (long long)(p.sk)));
   }
   int end = min(rows, p.sk);
-  if (kSeqUsedK) end = used_rows(p.seqused_k, batch, end);
+  if (kAppends)
+    end = min(end, max(appended_length(append_of(p), batch), 0));
+  else if (kSeqUsedK)
+    end = used_rows(p.seqused_k, batch, end);
   int begin = 0;
   if (kLeftPad) begin = min(max(p.leftpad_k[batch], 0), end);
   if (kBatchIdx) {

@@ -3,7 +3,7 @@
 #include "sm90/decode_output.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
-    fulgur_decode_merge(const __grid_constant__ DecodeParams p) {
+    fulgur_decode_merge(const __grid_constant__ PlanParams p) {
   DecodeItem item = {};
   item.batch = blockIdx.x / p.hk;
   item.head = blockIdx.x % p.hk;

@@ -26,7 +26,11 @@
 //   kLeftPad        1: leftpad_k says which key is the first
 //   kTree           1: tree_mask says which of the last sq keys a query sees
 //   kFewQueries     queries of the longest sequence that it computes, where sm90/forward.cu has the longer ones; 0: all
+//   kAppends        1: it appends new rows of K and V, and attends them, too
+//   kTurnsQ         1: it turns q beside the new keys
+//   kUnreadRows     1: there may be new rows that no item reads
 #pragma once
+#include "shared/append_params.h"
 #include "shared/attention_params.h"
 #include "sm90/tensor_map.h"
 
@@ -56,4 +60,9 @@ struct DecodeParams : DecodeMaps, CallParams {
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int most_pieces, piece_floats;  // kPieces
   int blocks;                     // of threads, of the decode kernel: kFillingPieces
+};
+
+// kAppends: q is where queries go that were turned, and seqused_k is not looked at.
+struct DecodeAppendParams : DecodeParams {
+  AppendParams append;
 };

@@ -1,5 +1,5 @@
-// Arguments of append.cu, the same for the host and the device. Strides count elements. Nobody has checked what
-// lengths, tables and indices hold.
+// Arguments of append.cu, and of kernels that append what they attend, the same for the host and the device. Strides
+// count elements. Nobody has checked what lengths, tables and indices hold.
 #pragma once
 
 // Rows that go from one tensor to another.
@@ -40,6 +40,8 @@ struct AppendParams {
   const int* first_positions;  // [batch]
   int f32_angles;              // cos and sin are f32, and not as the caches
   int interleaved, advance;
+
+  int* lengths;    // [batch]: takes those that sequences have with their new rows; or null
 
   int wide;        // rows are made of 16 bytes that lie at multiples of 16 bytes, and so are halves that turn
   int lanes_log2;  // that share a row
