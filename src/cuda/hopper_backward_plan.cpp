@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 
 #include "cuda/hopper_plan.h"
@@ -34,6 +35,7 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
 constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
 constexpr double kLaunchCycles = 10000;
+constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
@@ -205,9 +207,12 @@ class Divider {
     const Division all{static_cast<int>(p_.batch * heads_), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
-    return predict(runs_of(1), all.pairs, all.pairs) +
-           (plan.ordered ? 6.0 : 10.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
-               kBytesPerCycle;
+    const bool few =
+        !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
+    const double products =
+        few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
+    return products + (plan.ordered ? 6.0 : 10.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
+                          kBytesPerCycle;
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -256,32 +261,62 @@ class Divider {
     double longest = 0, all = 0, scores = 0;
   };
 
-  std::vector<RowRun> runs_of(int row_waves) const {
-    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096, kCarry = 15000;
-    const double block_cycles = plan_.k_stages > 1 ? 2700 : 4000;
+  /// Cycles of a block of keys beside row tiles [begin, end).
+  double block_cycles(int begin, int end) const {
+    constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
     const double step =
         turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
-    const int rows = plan_.row_parts > 1 ? std::max(ceil_div(row_tiles_, plan_.row_parts), 1)
-                                         : rows_of_wave(row_waves);
+    return (plan_.k_stages > 1 ? 2700 : 4000) + std::max(end - begin, 0) * plan_.pair_heads * step;
+  }
+  kernels::RowTiles row_tiles_of(int block) const {
+    return kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
+  }
+
+  std::vector<RowRun> runs_of(int row_waves) const {
+    constexpr double kCarry = 15000;
+    const int rows = rows_of_wave(row_waves);
     std::vector<RowRun> runs;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
-      // Parts of rows are of one wave, as long as one of them is on average.
-      RowRun& run = plan_.row_parts > 1 && first > 0 ? runs.back() : runs.emplace_back();
+      RowRun& run = runs.emplace_back();
       for (int block = 0; block < key_blocks_; ++block) {
-        const kernels::RowTiles seen =
-            kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
+        const kernels::RowTiles seen = row_tiles_of(block);
         const int begin = std::max(seen.begin, first), end = std::min(seen.end, first + rows);
         if (begin >= end && first > 0) continue;
-        const bool carries =
-            plan_.row_parts == 1 && (seen.begin < first || seen.end > first + rows);
-        const double steps = static_cast<double>(std::max(end - begin, 0) * plan_.pair_heads);
-        const double cycles = block_cycles + (carries ? kCarry : 0) + steps * step;
+        const bool carries = seen.begin < first || seen.end > first + rows;
+        const double cycles = block_cycles(begin, end) + (carries ? kCarry : 0);
         run.longest = std::max(run.longest, cycles);
-        run.all += cycles / plan_.row_parts;
-        run.scores += steps * each_.rows * each_.keys / plan_.row_parts;
+        run.all += cycles;
+        run.scores += static_cast<double>(std::max(end - begin, 0) * plan_.pair_heads) *
+                      each_.rows * each_.keys;
       }
     }
     return runs;
+  }
+
+  /// Cycles until the last block of keys has ended, where multiprocessors take them in their order,
+  /// each one as soon as it is free.
+  double end_of_all(int pairs) const {
+    const int tiles = std::max(ceil_div(row_tiles_, plan_.row_parts), 1);
+    std::vector<double> cycles;  // of a block, by parts of rows
+    for (int part = 0; part < plan_.row_parts; ++part) {
+      for (int block = 0; block < key_blocks_; ++block) {
+        const kernels::RowTiles seen = row_tiles_of(block);
+        cycles.push_back(block_cycles(std::max(seen.begin, part * tiles),
+                                      std::min(seen.end, (part + 1) * tiles)));
+      }
+    }
+    const Blocks blocks = key_blocks_of(pairs);
+    std::vector<double> free(static_cast<size_t>(multiprocessors_), 0.0);  // the next one first
+    double end = 0;
+    for (int number = 0; number < blocks.blocks * pairs; ++number) {
+      const kernels::BlockOfPair at = block_of(blocks, number);
+      std::ranges::pop_heap(free, std::greater());
+      free.back() +=
+          cycles[static_cast<size_t>(at.pair % plan_.row_parts * key_blocks_ + at.block)];
+      end = std::max(end, free.back());
+      std::ranges::push_heap(free, std::greater());
+    }
+    return end;
   }
 
   /// What turns cost: what they are waited for. Under a right bound alone it is less where more
@@ -294,7 +329,7 @@ class Divider {
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
       const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
-      return narrow ? (shared ? 1.0 : 1.1) : 1.04;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.06;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
     return narrow ? 1.02 : in_line ? 1.18 : 1.08;
@@ -353,7 +388,9 @@ class Divider {
       const bool same = plan_.ordered && !left_alone;
       return same && all.bunch < kLeastPairs ? with_bunch(all, std::min(kLeastPairs, pairs)) : all;
     }
-    if (p_.packed || plan_.row_parts > 1 || (pairs <= 1 && in_l2(1))) {
+    // Parts of rows have blocks of about the same length, but for those that see few of them.
+    if (plan_.row_parts > 1) return with_bunch(all, pairs);
+    if (p_.packed || (pairs <= 1 && in_l2(1))) {
       if (plan_.ordered) all.order = kLastBlockFirst;
       return all;
     }
@@ -447,8 +484,8 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
   std::vector<std::pair<int, int>> all = {{1, 1}};
   // The order of a sum over parts, and with it its last bits, would depend on the batch.
   if (p.invariant || p.sq == 0 || p.sk == 0) return all;
-  constexpr int kMostRowParts = 64, kBlocksEach = 4;
-  const double enough = kBlocksEach * target.multiprocessors;
+  constexpr int kMostRowParts = 64;
+  const auto enough = static_cast<double>(kFewBlocks * target.multiprocessors);
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);
   const bool from_diagonals = plan.ordered && plan.has_right && !plan.has_left;
   for (int heads = 1; heads <= p.group(); ++heads) {
@@ -457,7 +494,7 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
     if (heads > 1 && (blocks < enough || from_diagonals)) all.emplace_back(heads, 1);
     for (int rows = 2; rows <= kMostRowParts; rows += rows < 4 ? 1 : rows) {
       const bool worth = rows * plan.block_rows <= p.sq && blocks * heads * rows <= enough;
-      if (!plan.sums || from_diagonals || !worth) break;
+      if (!plan.sums || p.packed || from_diagonals || !worth) break;
       all.emplace_back(heads, rows);
     }
   }

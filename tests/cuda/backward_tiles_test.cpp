@@ -33,7 +33,7 @@ INSTANTIATE_TEST_SUITE_P(Large, BackwardTiles, testing::ValuesIn(chosen(large_ca
 // planned for, and in parts of their q heads and rows, as where there are not.
 TEST_F(BackwardParts, HeadsWholeAndInParts) {
   const Case group{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 8, .hk = 2};
-  const Case rows{.dtype = DType::kF16, .batch = 2, .sq = 700, .sk = 150, .hq = 2, .hk = 2};
+  const Case rows{.dtype = DType::kF16, .batch = 1, .sq = 1500, .sk = 150, .hq = 2, .hk = 2};
   std::vector<Case> cases = {group, group, group, rows, rows};
   cases[0].mask = causal();
   cases[0].dropout = 0.1;
@@ -44,10 +44,8 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
   cases[2].dv = 100;
   cases[2].mask = causal();
   cases[2].seqused = true;
-  cases[3].layout = Layout::kPacked;
-  cases[4].sk = 700;
-  cases[4].d = 80;
-  cases[4].mask = causal();
+  cases[3].mask = window(-1, 1400);
+  cases[4].d = cases[4].dv = 80;
   cases[4].seqused_q = true;
   std::set<std::string> seen;
   for (const int multiprocessors : {2, 132}) {
@@ -59,16 +57,18 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
       for (const auto& [plan, cycles] :
            cuda::hopper_backward_tiles(make_problem(w.backward, w.options),
                                        {.multiprocessors = multiprocessors}, &rejected)) {
-        seen.insert(plan.tile().family + (plan.pair_heads * c.hk < c.hq ? " heads" : "") +
-                    (plan.row_parts > 1 ? " rows" : ""));
+        const std::string way = plan.tile().family;
+        seen.insert(way + (plan.joins() ? " in parts" : " whole"));
+        if (plan.row_parts > 1) seen.insert(way + " by rows");
       }
     }
   }
   for (const char* way : {"sm90_backward_sums", "sm90_backward_turns", "sm90_backward"}) {
-    for (const char* parts : {"", " heads"}) EXPECT_TRUE(seen.contains(std::string(way) + parts));
+    for (const char* heads : {" whole", " in parts"})
+      EXPECT_TRUE(seen.contains(std::string(way) + heads)) << way << heads;
   }
-  for (const char* way : {"sm90_backward_sums", "sm90_backward_turns"})
-    EXPECT_TRUE(seen.contains(std::string(way) + " rows")) << way;
+  EXPECT_TRUE(seen.contains("sm90_backward_sums by rows"));
+  EXPECT_TRUE(seen.contains("sm90_backward_turns by rows"));
 }
 
 }  // namespace
