@@ -224,7 +224,7 @@ def main():
     fulgur, generator = Fulgur(args.library), torch.Generator(DEVICE)
     grid = [Case(TOKENS // s, s, HIDDEN // d, d, d, causal) for d in args.d for s in args.s for causal in MASKS]
     report = {
-        "date": datetime.date.today().isoformat(),
+        "dates": {},  # of each part
         "gpu": torch.cuda.get_device_name(),
         "driver": smi("driver_version"),
         "torch": torch.__version__,
@@ -238,6 +238,7 @@ def main():
         there = json.loads(pathlib.Path(args.json).read_text())
         report = there | {"checks": report["checks"] or there["checks"]}
     report["kernels"] |= {part: kernel_hash(*KERNELS[part]) for part in args.parts}
+    report["dates"] |= dict.fromkeys(args.parts, datetime.date.today().isoformat())
     if args.checks:
         report["checks_of"] = kernel_hash()
     # One stream for all: PyTorch computes gradients on the stream of the forward pass, which is to be captured.

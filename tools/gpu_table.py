@@ -215,12 +215,13 @@ def markdown(report):
     """Sections of what was measured."""
     passes = [name for name, there in (("Forward", "results"), ("backward", "backward")) if there in report]
     title = " and ".join(passes) or "Errors"
+    kernels = [f"{hash[:12]} ({part}, {report['dates'][part]})" for part, hash in report["kernels"].items()]
     text = [
         f"# {title[0].upper() + title[1:]} on {report['gpu']}, bf16",
         "",
-        f"TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report` on {report['date']}, driver"
+        "TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report`, driver"
         f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3_of(report)}, kernels"
-        f" {', '.join(f'{hash[:12]} ({part})' for part, hash in report['kernels'].items())}. All columns of a line were"
+        f" {', '.join(kernels)}. All columns of a line were"
         " measured in turns, as CUDA graphs of many launches: the card's clock follows its load, so compare within a"
         " line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
     ]
