@@ -30,8 +30,7 @@ void append(const AppendCall& call, const Run& run) {
   if (params.batch == 0 || rows_of(params) == 0) return;
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  loaded(append_kernel(call.p.dtype), gpu,
-         stream);  // may throw, and so before anything is launched
+  loaded(append_kernel(call.p.dtype), gpu, stream);  // before anything is launched, as it may throw
   const HostNumbers numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
   void* there = nullptr;
