@@ -1,6 +1,7 @@
 #include "cuda/hopper_backward.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/hopper_plan.h"
 #include "cuda/launch.h"
@@ -98,7 +99,6 @@ KernelUse join_kernel(const HopperBackwardPlan& plan) {
   key.block_keys = plan.block_keys;
   key.has_right = plan.repairs();  // which bound it is does not matter
   key.packed = plan.packed;
-  key.dropout = plan.dropout;
   key.elements = plan.elements;
   return use("sm90/backward_join.cu", key, "fulgur_backward_join", 0);
 }
@@ -156,7 +156,11 @@ void HopperBackward::set_params(const Problem& p) {
   to.dv_grad = strided(p.dv_grad);
   to.lse = {nullptr, p.lse.batch, p.lse.head};
   to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
-  to.scale = static_cast<float>(p.scale);
+  const double p_scale = std::exp2(-plan_.p_log2());
+  to.p_log2 = static_cast<float>(plan_.p_log2());
+  to.scale = static_cast<float>(p.scale * p_scale);
+  to.dv_scale = static_cast<float>(p_scale / (1 - p.dropout_p));
+  to.p_scale = static_cast<float>(p_scale);
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
   to.parts = plan_.parts;

@@ -574,6 +574,14 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   return at;
 }
 
+bool HopperBackwardKey::half_p() const { return wide() && dtype == DType::kBF16; }
+
+double HopperBackwardKey::p_log2() const {
+  // As f16, P from 2^-26 on is a normal number, and up to 15 finite: a caller's LSE may be less
+  // than that of the scores.
+  return half_p() ? 12 : 0;
+}
+
 int HopperBackwardKey::tile_bytes() const {
   return block_rows / kernels::kPieceRows * (block_keys / kernels::kPieceKeys) *
          kernels::kPieceBytes;
@@ -676,6 +684,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kDsStages", key.ds_stages);
   text.add("kSums", key.sums);
   text.add("kOrdered", key.ordered);
+  text.add("kHalfP", key.half_p());
   text.add("kRowTiles", key.row_tiles);
   text.add("kRowStages", key.row_stages);
   const BackwardRegisters registers = registers_of_backward(key.sums);

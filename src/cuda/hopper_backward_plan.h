@@ -27,7 +27,10 @@ struct HopperBackwardKey : HopperKey {
 
   kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
   int rows_of_block() const;  ///< of sm90/backward_rows.cu
-  int tile_bytes() const;     ///< of dS
+  bool wide() const { return block_keys == 64; }
+  bool half_p() const;     ///< P of bf16 inputs is f16 where dS is computed from it
+  double p_log2() const;   ///< the kernels by keys have 2^p_log2 of P
+  int tile_bytes() const;  ///< of dS
 };
 
 /// One launch of both kernels.
@@ -72,7 +75,6 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   int64_t sums_floats(int64_t hq) const;
   /// Units of dQ at which blocks of keys take turns.
   int64_t turns(int64_t hq) const { return ordered ? sums_floats(hq) / kernels::kUnitFloats : 0; }
-  bool wide() const { return block_keys == 64; }
   bool joins() const { return parts > 1; }  ///< dK and dV of parts are added up behind all waves
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };

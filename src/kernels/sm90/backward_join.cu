@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kJoinThreads)
         join<kHeadDim>(p, pair / hk, pair % hk, number, kJoinColumns * chunk, p.carry_dk, p.dk, p.d, p.scale);
       } else {
         join<kValueDim>(p, pair / hk, pair % hk, number, kJoinColumns * (chunk - kHeadChunks), p.carry_dv, p.dv_grad,
-                        p.dv, kDropout ? p.keep_scale : 1);
+                        p.dv, p.dv_scale);
       }
     }
 }

@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           issue_gradient<kHeadDim>(dK, P, across(q.address()));
           ds.leave(p, step);
           block = load_block(k);  // not kept in registers
-          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
+          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -244,7 +244,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         q.release(leader);
       }
     } else {
-      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
+      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
     }
     k.release(leader);
 

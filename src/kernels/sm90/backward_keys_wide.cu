@@ -105,6 +105,13 @@ struct KeyOperand {
   }
 };
 
+// Values of P^T on their way between the warpgroups: f16 has more bits than bf16, and of 2^p_log2 P the range, too.
+__device__ __forceinline__ u32 pack_factors(float low, float high) {
+  return kHalfP ? pack_half(low, high) : pack(low, high);
+}
+__device__ __forceinline__ float low_factor(u32 pair) { return kHalfP ? low_of_half(pair) : low_of(pair); }
+__device__ __forceinline__ float high_factor(u32 pair) { return kHalfP ? high_of_half(pair) : high_of(pair); }
+
 // P^T on its way between the warpgroups, as the threads hold it. Two buffers take turns; each has two named barriers:
 // it has been written, and it has been read.
 struct Exchange {
@@ -188,8 +195,8 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
             const int j = 2 * part + half;
             float slopes[4];
             probabilities(p, X, j, exponents, slopes);
-            if (kSoftcap) factors[2 * half] = pack(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
-            if (kSoftcap) factors[2 * half + 1] = pack(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
+            if (kSoftcap) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
+            if (kSoftcap) factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
           }
           if (kSoftcap && kDropout) mark(factors, part);
           if (kSoftcap) exchange.store(part, factors);
@@ -203,7 +210,9 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
           if (!kSoftcap) {
-            u32 factors[4] = {P[4 * part], P[4 * part + 1], P[4 * part + 2], P[4 * part + 3]};
+            u32 factors[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) factors[i] = pack_factors(X[8 * part + 2 * i], X[8 * part + 2 * i + 1]);
             if (kDropout) mark(factors, part);
             exchange.store(part, factors);
           }
@@ -242,7 +251,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // not kept in registers
     }
     k.release(leader);
-    end_sums<kValueDim>(p, dV, block, 0, p.carry_dv, p.dv_grad, p.dv, kDropout ? p.keep_scale : 1);
+    end_sums<kValueDim>(p, dV, block, 0, p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
   }
 }
 
@@ -301,8 +310,8 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) {
-          X[2 * i] *= low_of(P[i]);
-          X[2 * i + 1] *= high_of(P[i]);
+          X[2 * i] *= low_factor(P[i]);
+          X[2 * i + 1] *= high_factor(P[i]);
         }
         if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
 #pragma unroll

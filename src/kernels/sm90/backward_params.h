@@ -12,6 +12,7 @@
 //   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of backward_keys.cu, and rounded by
 //                   backward_round.cu. 0: dS is stored, and backward_rows.cu computes dQ from it
 //   kOrdered        1: with kSums, blocks of keys add to a tile of rows one after another: the same bits in every run
+//   kHalfP          1: P of bf16 inputs crosses in backward_keys_wide.cu as f16, which has three bits more
 //   kRowTiles       tiles of 64 rows of dQ that a warpgroup of backward_rows.cu holds
 //   kRowStages      buffers of dS and K of it
 //   kProducerRegisters, kConsumerRegisters, kSumsRegisters    registers a thread after setmaxnreg
@@ -42,7 +43,10 @@ struct BackwardParams : BackwardMaps, CallParams {
   StridedTensor out, dout;   // for D
   StridedTensor dq, dk, dv_grad;
   StridedRows lse, dlse;
-  float scale;
+  float p_log2;    // the kernels by keys have 2^p_log2 of P, which what follows makes up for:
+  float scale;     // of dQ and dK, with 2^-p_log2
+  float dv_scale;  // of dV, likewise, and 1 / (1 - p) of dropout
+  float p_scale;   // 2^-p_log2
 
   fulgur::kernels::Wave wave;
   fulgur::kernels::ScoreTiles score_tiles;
@@ -57,7 +61,7 @@ struct BackwardParams : BackwardMaps, CallParams {
   // Memory of the launch.
   int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
   int* not_finite;    // behind them: some gradient is not; left 0 by backward_repair.cu
-  float* shift;       // [hq][statistics_rows]: -LSE log2(e); -inf where LSE is -inf and where there is no row
+  float* shift;       // [hq][statistics_rows]: p_log2 - LSE log2(e); -inf where LSE is -inf and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums

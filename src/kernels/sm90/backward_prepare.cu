@@ -1,7 +1,7 @@
-// What the backward pass wants of each row before it starts: -LSE log2(e), and -(D - dLSE) with D = rowsum(dO o O)
-// (FlashAttention-2, algorithm 2, line 4); whose turn it is to add to each unit of dQ; and zeros: a piece of dS, the
-// sums of dQ that no turn begins, and the gradients of rows that belong to no sequence, which no kernel after it
-// writes.
+// What the backward pass wants of each row before it starts: p_log2 - LSE log2(e), and -(D - dLSE) with
+// D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); whose turn it is to add to each unit of dQ; and zeros: a
+// piece of dS, the sums of dQ that no turn begins, and the gradients of rows that belong to no sequence, which no
+// kernel after it writes.
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
 #include "sm90/backward_layout.cuh"
@@ -50,13 +50,13 @@ __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, in
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
-// -LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row whose LSE is -inf is data.
+// p_log2 - LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row whose LSE is -inf is data.
 __device__ __forceinline__ void store_statistics(const BackwardParams& p, int batch, int row, int head, float product,
                                                  long long at) {
   const float lse = p.lse.data[batch * p.lse.batch + head * p.lse.head + row];
   const bool counts = lse != -infinity();
   const float dlse = kHasDlse && counts ? p.dlse.data[batch * p.dlse.batch + head * p.dlse.head + row] : 0;
-  p.shift[at] = counts ? -lse * 1.4426950408889634f : -infinity();
+  p.shift[at] = counts ? __fmaf_rn(-lse, 1.4426950408889634f, p.p_log2) : -infinity();
   p.delta[at] = counts ? dlse - product : 0;
 }
 

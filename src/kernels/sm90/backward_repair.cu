@@ -58,7 +58,7 @@ __device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
   return __all_sync(0xffffffff, all);
 }
 
-// P and dS of one score. `kept`: 1 / (1 - p) where dropout keeps it, 0 where not; 1 without dropout.
+// P and 2^p_log2 dS of one score. `kept`: 1 / (1 - p) where dropout keeps it, 0 where not; 1 without dropout.
 struct Weights {
   float p, ds;
 };
@@ -67,7 +67,7 @@ __device__ __forceinline__ Weights weights_of(const BackwardParams& p, float sco
   const float exponent = kSoftcap || kAlibi ? transform_score(p, score, alibi, float(distance)) : score * p.scale_log2;
   const float probability = exp2_fast(exponent + shift);
   const float slope = kSoftcap ? softcap_slope(p, score) : 1;
-  return {probability * kept, probability * (dp * kept + delta) * slope};
+  return {probability * p.p_scale * kept, probability * (dp * kept + delta) * slope};
 }
 
 __device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutMask& dropout, int batch, int head,
