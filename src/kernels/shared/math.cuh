@@ -35,9 +35,15 @@ __device__ __forceinline__ float to_float(unsigned short x) {
   return y;
 }
 
+__device__ constexpr bool kInputIsBF16 = FULGUR_INPUT[0] == 'b';
+
 // The two values of a packed pair.
 __device__ __forceinline__ float low_of(u32 packed) { return to_float(static_cast<unsigned short>(packed)); }
-__device__ __forceinline__ float high_of(u32 packed) { return to_float(static_cast<unsigned short>(packed >> 16)); }
+__device__ __forceinline__ float high_of(u32 packed) {
+  // The compiler would shift it down and up again.
+  if (kInputIsBF16) return __uint_as_float(packed & 0xffff0000);
+  return to_float(static_cast<unsigned short>(packed >> 16));
+}
 
 // The same of f16, whatever the input type is.
 __device__ __forceinline__ u32 pack_half(float low, float high) {

@@ -10,6 +10,18 @@
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_sums.cuh"
 
+// What is measured to be faster where dQ is summed up, but for wide heads in turns: arithmetic on scores beside the
+// second of two products, where the derivative of softcap leaves registers for it; and as much of K and V in registers
+// as gradients, scores and P leave, less what the compiler wants. 16 dims take four.
+enum : int {
+  kOverlaps = kSums && !(kOrdered && most(kHeadDim, kValueDim) > 96),
+  kBeside = kOverlaps && !kSoftcap,  // products that run beside arithmetic
+  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kSoftcap + kDropout),
+  kFrontSteps = kOverlaps ? most(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
+  kFrontOfK = least(kFrontSteps, kHeadDim / 16),
+  kFrontOfV = least(kFrontSteps - kFrontOfK, kValueDim / 16),
+};
+
 // The producer's side.
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
@@ -37,19 +49,6 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// X = A B^T, or X += A B^T where `keep`: both operands along k.
-template <int dim>
-__device__ __forceinline__ void issue_scores(float (&X)[kBlockRows / 2], u32 keys, u32 rows, int keep) {
-#pragma unroll
-  for (int step = 0; step < dim / 16; ++step) {
-    const int panel = step / 4;
-    const int inside = step % 4 * 32;
-    Wgmma<kBlockRows>::multiply<kAlongK, kAlongK>(X, keys + ((panel * kBlockKeys * 128 + inside) >> 4),
-                                                  rows + ((panel * kBlockRows * 128 + inside) >> 4), keep | step);
-  }
-  wgmma_commit();
-}
-
 // The derivative of softcap at each score of a step, in f16; nothing without softcap.
 struct SoftcapSlopes {
   u32 packed[kSoftcap ? kBlockRows / 4 : 1];
@@ -67,6 +66,12 @@ __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], cons
       X[2 * i + 1] *= high_of_half(slopes.packed[i]);
     }
   }
+}
+
+// P^T or dS^T as operand of a gradient.
+__device__ __forceinline__ void pack_scores(const float (&X)[kBlockRows / 2], u32 (&P)[kBlockRows / 4]) {
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
 }
 
 // The buffers of shared memory through which dS leaves a warpgroup that owns keys, for the one that sums up dQ or for
@@ -101,19 +106,24 @@ struct DsBuffers {
   }
 };
 
-// K and V of the warpgroup's 64 keys, and the rows of a tile along k, as operands.
-__device__ __forceinline__ u32 own_keys(u32 buffer) {
-  return uniform_descriptor(buffer + consumer() * kBackwardPanelBytes, 0);
-}
+// K and V of the warpgroup's 64 keys as operands.
+struct OwnKeys {
+  KeyOperand<kHeadDim, kFrontOfK> K;
+  KeyOperand<kValueDim, kFrontOfV> V;
+
+  __device__ __forceinline__ void load_k(u32 buffer) { K.load(buffer + consumer() * kBackwardPanelBytes); }
+  __device__ __forceinline__ void load_v(u32 buffer) { V.load(buffer + consumer() * kBackwardPanelBytes); }
+};
 __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
 
 // S^T = K Q^T of a block's first tile. `meanwhile` runs beside the product.
 template <class Meanwhile>
-__device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, float (&X)[kBlockRows / 2],
-                                             const Meanwhile& meanwhile) {
+__device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, OwnKeys& own,
+                                             float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
+  own.load_k(k.address());
   q.wait_full();
   wgmma_fence();
-  issue_scores<kHeadDim>(X, own_keys(k.address()), along(q.address()), 0);
+  own.K.issue_scores(X, along(q.address()), 0);
   meanwhile();
   wgmma_wait<0>();
   register_fence(X);
@@ -121,13 +131,13 @@ __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q
 
 // The next block, if there is one. With two buffers of K its first scores come beside what is done `meanwhile`.
 template <class Meanwhile>
-__device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, float (&X)[kBlockRows / 2],
-                                               const Meanwhile& meanwhile) {
+__device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, OwnKeys& own,
+                                               float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
   if (kKStages == 1) meanwhile();
   k.wait_full();
   const KeyBlock block = load_block(k);
   if (kKStages > 1) {
-    if (block.block >= 0 && block.state & kHasSteps) first_scores(k, q, X, meanwhile);
+    if (block.block >= 0 && block.state & kHasSteps) first_scores(k, q, own, X, meanwhile);
     else meanwhile();
   }
   return block;
@@ -142,8 +152,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   DsBuffers ds(smem);
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
 
+  OwnKeys own;
   float X[kBlockRows / 2];  // S^T and dP^T by turns
-  for (KeyBlock block = next_block(k, q, X, [] {}); block.block >= 0;) {
+  for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
@@ -156,19 +167,14 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      const u32 k_operand = own_keys(k.address());
-      const u32 v_operand = own_keys(v.address());
-      if (kKStages == 1) first_scores(k, q, X, [] {});
+      if (kKStages == 1) first_scores(k, q, own, X, [] {});
       v.wait_full();
+      own.load_v(v.address());
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
-      decide_dropout(step);
-      for (;;) {
-        const bool masked = step.state & kMasked;
-
-        // P^T = exp(S^T - LSE).
-        u32 P[kBlockRows / 4];
-        SoftcapSlopes slopes;
+      SoftcapSlopes slopes;
+      // P^T = exp(S^T - LSE) in X.
+      const auto exponentiate = [&] {
         const Exponents exponents = exponents_of(step, n, key, q);
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
@@ -177,11 +183,14 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           if (kSoftcap) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
           if (kSoftcap) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
         }
-        if (masked) hide(X, seen_by(p, n, key, step.row));
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
-
-        // dP^T - D = V dO^T - D and dV += P^T dO together. Dropped entries are not in dV, and D counts for them, too.
+        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+      };
+      u32 P[kBlockRows / 4];  // P^T and dS^T by turns
+      decide_dropout(step);
+      exponentiate();
+      pack_scores(X, P);
+      for (;;) {
+        // dP^T - D = V dO^T - D and, behind it, dV += P^T dO. Dropped entries are not in dV, but D counts for them.
         o.wait_full();
         const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
         if (!kDropout) start_from_delta(X, delta);
@@ -194,23 +203,20 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(X);
         register_fence(dV);
         wgmma_fence();
-        issue_scores<kValueDim>(X, v_operand, along(o.address()), !kDropout);
+        own.V.issue_scores(X, along(o.address()), !kDropout);
         issue_gradient<kValueDim>(dV, kDropout ? Z : P, across(o.address()));
-        wgmma_wait<0>();
+        wgmma_wait<kBeside>();
         register_fence(X);
-        register_fence(dV);
-        if (kDropout) {
-          drop_gradients(p, X, P, delta);
-          o.release_loaded(leader);
-        } else {
-          o.release(leader);
-        }
 
-        // dS^T = P^T o (dP^T - D).
+        // dS^T = P^T o (dP^T - D), while dV is computed.
+        if (kDropout) drop_gradients(p, X, P, delta);
         score_gradients(X, P, slopes);
-        if (masked) hide(X, seen_by(p, n, key, step.row));
-#pragma unroll
-        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        wgmma_wait<0>();
+        register_fence(dV);
+        if (kDropout) o.release_loaded(leader);
+        else o.release(leader);
+        pack_scores(X, P);
         ds.wait_empty();
         store_shared_ds(ds.address(), P);
 
@@ -233,22 +239,29 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         next.wait_full();
         register_fence(dK);
         wgmma_fence();
-        issue_scores<kHeadDim>(X, k_operand, along(next.address()), 0);
+        own.K.issue_scores(X, along(next.address()), 0);
         issue_gradient<kHeadDim>(dK, P, across(q.address()));
         ds.leave(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
         decide_dropout(step);
-        wgmma_wait<0>();
+        wgmma_wait<kBeside>();
         register_fence(X);
+
+        // P^T of the next tile, while dK is computed.
+        const u32 read = q.empty();
+        q = next;
+        exponentiate();
+        wgmma_wait<0>();
         register_fence(dK);
-        q.release(leader);
+        mbarrier_arrive_if(read, leader);
+        pack_scores(X, P);
       }
     } else {
       end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
     }
     k.release(leader);
 
-    block = next_block(k, q, X, [&, block] {
+    block = next_block(k, q, own, X, [&, block] {
       end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
     });
   }

@@ -110,6 +110,52 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     p.counters[0] = 0;
 }
 
+// K or V of a warpgroup's 64 keys as a left operand along k: `front_steps` of 16 dims in registers, the others in
+// shared memory, whose bandwidth binds.
+template <int dim, int front_steps>
+struct KeyOperand {
+  enum : int { kSteps = dim / 16, kFront = front_steps };
+  u32 front[most(4 * kFront, 1)];
+  u32 rest;
+
+  // From where the first steps lie, and those behind them.
+  __device__ __forceinline__ void load(u32 front_buffer, u32 rest_buffer) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 line = front_buffer + (warp_row() + lane % 16) * 128;
+#pragma unroll
+    for (int step = 0; step < kFront; ++step) {
+      const u32 chunk = step % 4 * 2 + lane / 16;
+      load_shared_matrices(line + step / 4 * kBlockKeys * 128 + ((chunk ^ lane % 8) << 4), front + 4 * step);
+    }
+    if (kFront > 0) register_fence(front);
+    rest = uniform_descriptor(rest_buffer, 0);
+  }
+  // From one buffer.
+  __device__ __forceinline__ void load(u32 buffer) {
+    load(buffer, buffer + kFront / 4 * kBlockKeys * 128 + kFront % 4 * 32);
+  }
+
+  // X = A B^T, or X += A B^T where `keep`. First the steps that read more of shared memory.
+  __device__ __forceinline__ void issue_scores(float (&X)[kBlockRows / 2], u32 rows, int keep) const {
+#pragma unroll
+    for (int step = kFront; step < kSteps; ++step)
+      Wgmma<kBlockRows>::template multiply<kAlongK, kAlongK>(
+          X, rest + offset<kBlockKeys>(step) - offset<kBlockKeys>(kFront), rows + offset<kBlockRows>(step),
+          keep | (step > kFront));
+#pragma unroll
+    for (int step = 0; step < kFront; ++step)
+      Wgmma<kBlockRows>::template multiply<kAlongK>(X, front + 4 * step, rows + offset<kBlockRows>(step),
+                                                    keep | (kSteps > kFront || step > 0));
+    wgmma_commit();
+  }
+
+  // Of 16 dims of panels of so many rows, as descriptors count.
+  template <int panel_rows>
+  static __device__ __forceinline__ constexpr u32 offset(int step) {
+    return (step / 4 * panel_rows * 128 + step % 4 * 32) >> 4;
+  }
+};
+
 // G += P^T dO, or dS^T Q.
 template <int dim>
 __device__ __forceinline__ void issue_gradient(float (&G)[dim / 2], const u32 (&P)[kBlockRows / 4], u32 rows) {

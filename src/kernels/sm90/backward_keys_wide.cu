@@ -66,44 +66,8 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// K or V of the block as a left operand along k: its first dims in registers, the others in shared memory.
-template <int dim>
-struct KeyOperand {
-  enum : int { kSteps = dim / 16, kFrontSteps = least(kSteps, 8) };
-  u32 front[4 * kFrontSteps];
-  u32 rest;
-
-  // From where the panels in front lie, and those behind them.
-  __device__ __forceinline__ void load(u32 front_buffer, u32 rest_buffer) {
-    const u32 lane = threadIdx.x % 32;
-    const u32 line = front_buffer + (warp_row() + lane % 16) * 128;
-#pragma unroll
-    for (int step = 0; step < kFrontSteps; ++step) {
-      const u32 chunk = step % 4 * 2 + lane / 16;
-      load_shared_matrices(line + step / 4 * kBackwardPanelBytes + ((chunk ^ lane % 8) << 4), front + 4 * step);
-    }
-    register_fence(front);
-    rest = uniform_descriptor(rest_buffer, 0);
-  }
-
-  // X = A B^T, or X += A B^T where `keep`. First the steps that read more of shared memory.
-  __device__ __forceinline__ void issue_scores(float (&X)[kBlockRows / 2], u32 rows, int keep) const {
-#pragma unroll
-    for (int step = kFrontSteps; step < kSteps; ++step)
-      Wgmma<kBlockRows>::multiply<kAlongK, kAlongK>(X, rest + offset(step - kFrontSteps), rows + offset(step),
-                                                    keep | (step > kFrontSteps));
-#pragma unroll
-    for (int step = 0; step < kFrontSteps; ++step)
-      Wgmma<kBlockRows>::multiply<kAlongK>(X, front + 4 * step, rows + offset(step),
-                                           keep | (kSteps > kFrontSteps || step > 0));
-    wgmma_commit();
-  }
-
-  // Of 16 dims, as descriptors count.
-  static __device__ __forceinline__ constexpr u32 offset(int step) {
-    return (step / 4 * kBackwardPanelBytes + step % 4 * 32) >> 4;
-  }
-};
+// Of 16 dims each, in the panels for registers.
+__device__ constexpr int most_front_steps(int dim) { return least(dim / 16, 4 * panels_in_registers(dim)); }
 
 // Values of P^T on their way between the warpgroups: f16 has more bits than bf16, and of 2^p_log2 P the range, too.
 __device__ __forceinline__ u32 pack_factors(float low, float high) {
@@ -165,7 +129,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      KeyOperand<kHeadDim> K;
+      KeyOperand<kHeadDim, most_front_steps(kHeadDim)> K;
       q.wait_full();
       K.load(q.address(), k.address());
       q.release_loaded(leader);
@@ -278,7 +242,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
     begin_sums<kHeadDim>(p, dK, block, 0, p.carry_dk);
 
     if (block.state & kHasSteps) {
-      KeyOperand<kValueDim> V;
+      KeyOperand<kValueDim, most_front_steps(kValueDim)> V;
       o.wait_full();
       V.load(o.address(), VRest(smem, 0).address());
       o.release_loaded(leader);
