@@ -169,6 +169,13 @@ int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
+/// Whether thread blocks may take lines one after the other, instead of shares that cut them:
+/// each sequence has one line a kv head, and there are enough for all thread blocks.
+bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
+  return plan.team_warps >= kernels::kWideTeam && plan.pieces == kernels::kNoPieces &&
+         !p.of_groups && rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+}
+
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
   const KeyCycles key = key_cycles(plan, p);
   const double keys =
@@ -270,6 +277,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   set_tile(plan, p, target);
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   plan.pieces = pieces_of(p, plan);
+  plan.whole_lines = has_whole_lines(p, plan);
   if (plan.pieces != kernels::kNoPieces) {
     const int64_t units = ceil_div(p.sk, unit_keys(plan));
     plan.most_pieces =
@@ -339,6 +347,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kLineRows", plan.line_rows);
   header.add("kPieces", plan.pieces);
   header.add("kMergeEights", plan.merge_eights);
+  header.add("kWholeLines", plan.whole_lines);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);
   header.add("kOWhole", plan.o_whole);
@@ -394,8 +403,11 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                                     plan.most_pieces)
                   : plan.pieces == kernels::kOwnPieces
                       ? "of which none is cut (`invariant`)"
-                      : fmt::format("in up to {} parts, which the last one at a line merges",
-                                    lines + plan.grid - 1)),
+                      : fmt::format("in up to {} parts, which the last one at a line merges{}",
+                                    lines + plan.grid - 1,
+                                    plan.whole_lines ? "; or whole lines, where these lengths make "
+                                                       "that as even"
+                                                     : "")),
       fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
                   kLaunchMicroseconds + cycles / kMegahertz, p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};

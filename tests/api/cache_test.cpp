@@ -336,6 +336,33 @@ TEST_P(Cache, LongSequencesInAnyBatch) {
   }
 }
 
+// As many lines as an H200 has multiprocessors, or more where there are fewer: of equal lengths
+// they may be taken whole, of others not.
+TEST_P(Cache, ManyLinesOfManyRows) {
+  for (const bool unequal : {false, true}) {
+    const Case c{.dtype = DType::kBF16,
+                 .batch = 66,
+                 .sq = 12,
+                 .sk = 150,
+                 .hq = 8,
+                 .hk = 2,
+                 .mask = causal(),
+                 .seqused = unequal};
+    Workload w(c, 21);
+    w.options.engine = engine();
+    const Expected e = expect_forward(w);
+    for (const CacheShape shape :
+         {CacheShape{Order::kNhd, Index::kTable, 16}, CacheShape{Order::kHnd, Index::kBatch, 0}}) {
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      w.seal();
+      Cached cached(w, shape, 22);
+      if (!computes([&] { cached.run_forward(); })) break;
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
 // Sequences that begin alike may have pages, and rows of the batch, in common.
 TEST_P(Cache, SequencesMayShareKeys) {
   const int64_t page = 16, used = 70;

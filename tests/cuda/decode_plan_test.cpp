@@ -181,6 +181,33 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
 }
 
+// Many lines of many rows may be taken whole: each sequence has one a kv head.
+TEST(DecodePlan, ManyLinesOfManyRowsMayBeTakenWhole) {
+  const auto whole = [](int64_t batch, int64_t sq, int64_t hk = 8, bool invariant = false) {
+    return plan_of(
+               {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
+        .whole_lines;
+  };
+  EXPECT_TRUE(whole(64, 16));
+  EXPECT_TRUE(whole(17, 16));
+  EXPECT_FALSE(whole(16, 16));  // fewer than thread blocks
+  EXPECT_FALSE(whole(64, 1));   // narrow teams
+  EXPECT_FALSE(whole(64, 40));  // two blocks of rows
+  EXPECT_FALSE(whole(64, 16, 8, true));
+}
+
+TEST(Shares, WholeLinesDoWhereTheyAreEven) {
+  using kernels::whole_lines_do;
+  EXPECT_TRUE(whole_lines_do(132, 129, 132 * 129, 132));
+  EXPECT_TRUE(whole_lines_do(512, 129, 512 * 129, 132));   // 3.88 rounds
+  EXPECT_FALSE(whole_lines_do(136, 129, 136 * 129, 132));  // 1.03 rounds
+  EXPECT_FALSE(whole_lines_do(200, 129, 200 * 129, 132));
+  EXPECT_FALSE(whole_lines_do(512, 2049, 504 * 17 + 8 * 2049, 132));  // one long sequence
+  EXPECT_TRUE(whole_lines_do(512, 131, 512 * 129, 132));
+  EXPECT_FALSE(whole_lines_do(132, 1 << 26, 1 << 30, 132));  // beyond 32 bits
+  EXPECT_TRUE(whole_lines_do(132, 0, 0, 132));
+}
+
 /// The family that the model chooses.
 std::string chosen(const test::ForwardShape& shape) {
   Reasons reasons;

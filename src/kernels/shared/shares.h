@@ -46,6 +46,13 @@ FULGUR_SHARED int share_of_unit(const Shares& shares, int unit) {
   return rest < 0 ? unit / (shares.each + 1) : shares.longer + rest / shares.each;
 }
 
+// Whether lines that are taken whole, one after the other by each thread block, take hardly longer than equal shares:
+// `units` are those of all lines, `longest` those of one.
+FULGUR_SHARED bool whole_lines_do(int lines, int longest, int units, int blocks) {
+  const long long rounds = (lines + blocks - 1) / blocks;
+  return 16 * rounds * longest * blocks <= 17 * (long long)(units);
+}
+
 // Units of the keys [begin, end) of a line, whose borders are those of the sequence.
 struct Units {
   int first, count;

@@ -143,7 +143,8 @@ struct Share {
   Shares all;
   int begin, end;
   int batch;
-  int at;  // where that sequence stands
+  int at;     // where that sequence stands
+  int whole;  // kWholeLines: whether thread blocks take whole lines in place of shares
 };
 
 // Prefix sums over the sequences, by all threads of the block. False where there is no share for it.
@@ -154,15 +155,22 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   const int first = threadIdx.x * each;
   const int last = min(first + each, p.batch);
   int mine = 0;
+  int longest = 0;
 #pragma unroll 1
-  for (int b = first; b < last; ++b) mine += sequence_units(p, b);
+  for (int b = first; b < last; ++b) {
+    const int units = sequence_units(p, b);
+    mine += units;
+    longest = max(longest, units);
+  }
   int before = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int x = __shfl_up_sync(0xffffffff, before, step);
     if (lane >= step) before += x;
+    if (kWholeLines) longest = max(longest, __shfl_xor_sync(0xffffffff, longest, step));
   }
   if (lane == 31) sums[threadIdx.x / 32] = before;
+  if (kWholeLines && lane == 31) sums[kBlockWarps + threadIdx.x / 32] = longest;
   __syncthreads();
   before -= mine;
   int units = 0;
@@ -170,8 +178,14 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   for (int warp = 0; warp < kBlockWarps; ++warp) {
     if (warp < threadIdx.x / 32) before += sums[warp];
     units += sums[warp];
+    if (kWholeLines) longest = max(longest, sums[kBlockWarps + warp]);
   }
   const Shares all = shares_of(units, gridDim.x);
+  if (kWholeLines && whole_lines_do(p.batch * p.hk, longest / p.hk, units, gridDim.x)) {
+    if (threadIdx.x == 0) share = {all, 0, units, 0, 0, 1};
+    __syncthreads();
+    return int(blockIdx.x) < p.batch * p.hk;
+  }
   if (int(blockIdx.x) >= all.count) return false;
   const int begin = share_begin(all, blockIdx.x);
   if (begin >= before && begin < before + mine) {
@@ -183,7 +197,7 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
       before = after;
       ++b;
     }
-    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before};
+    share = {all, begin, share_begin(all, blockIdx.x + 1), b, before, 0};
   }
   __syncthreads();
   return true;
@@ -289,6 +303,7 @@ struct DecodeItems {
   // Goes on to the next one; false when there are no more.
   __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share) {
     if (kPieces == kFillingPieces) return false;  // a thread block has one
+    if (kWholeLines && share.whole) return next_line(p);
     if (kPieces && item.part + 1 < item.parts && take_piece(p, share, item.part + 1)) return true;
     for (;;) {
       at += units;
@@ -318,6 +333,24 @@ struct DecodeItems {
   }
 
  private:
+  // Goes to the next line that has queries, a grid of thread blocks further on; all that run then read the same
+  // sequences. A sequence has one line a head.
+  __device__ __forceinline__ bool next_line(const DecodeParams& p) {
+    do {
+      at += gridDim.x;
+      if (at >= p.batch * p.hk) return false;
+      item.batch = at / p.hk;
+      item.sequence = sequence_of(p, item.batch);
+    } while (item.sequence.n.sq == 0);
+    item.head = at % p.hk;
+    const KeyRange keys = keys_of_block(p, item.sequence.n, 0);
+    const Units of_line = units_of(keys, kShareUnitKeys);
+    item.take_units(keys, of_line, {0, of_line.count});
+    item.part = 0;
+    item.parts = 1;
+    return true;
+  }
+
   // Goes to the head in which the share begins, or to the first.
   __device__ __forceinline__ void begin_sequence(const DecodeParams& p, const Share& share) {
     item.sequence = sequence_of(p, item.batch);
@@ -356,7 +389,7 @@ __device__ __forceinline__ DecodeItems items_of(const Share& share) {
   items.item.batch = share.batch - 1;
   items.item.head = items.item.block = items.item.first_share = 0;
   if (kPieces) items.item.part = items.item.parts = 0;
-  items.at = share.at;
+  items.at = kWholeLines && share.whole ? int(blockIdx.x) - int(gridDim.x) : share.at;
   items.units = items.blocks = 0;
   return items;
 }

@@ -46,7 +46,7 @@ struct DecodeLayout {
   int totals;            // [row]{shift, sum}
   int items;             // 16 ints a warp: the item at hand
   int share;             // 8 ints: the share of the thread block
-  int scan;              // an int a warp: sums over sequences; later a flag
+  int scan;              // two ints a warp: sums over sequences and the longest line; later a flag
   int bytes;
 };
 
@@ -73,7 +73,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.items = map.totals + merged_rows * 8;
   map.share = map.items + tile.teams * tile.team_warps * 64;
   map.scan = map.share + 32;
-  map.bytes = map.scan + decode_warps(tile) * 4;
+  map.bytes = map.scan + decode_warps(tile) * 8;
   return map;
 }
 

@@ -11,6 +11,7 @@
 //   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kWholeLines     1: thread blocks take whole lines where lengths make that as even as shares
 //   kPieces         how lines are cut, where shares alone do not say it (shared/shares.h)
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
