@@ -92,7 +92,13 @@ int most_sums_dim(const HopperBackwardPlan& plan) {
 
 /// Fills the shared memory with buffers. False when it does not hold two of each.
 bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
-  plan.ds_stages = 2;
+  // A second buffer of K, in which the next block's comes while the last steps of this one go on.
+  // Above d 64 it has the room of a second buffer of dS, which is worth more in turns alone: they
+  // hold up the warpgroup that takes dS.
+  const bool narrow = std::max(plan.head_dim, plan.value_dim) <= 64;
+  const bool instead_of_ds = !narrow && plan.sums && !plan.ordered;
+  plan.k_stages = narrow || instead_of_ds ? 2 : 1;
+  plan.ds_stages = instead_of_ds ? 1 : 2;
   // As many as registers hold of dQ, and the producer of the places of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
@@ -101,7 +107,6 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
     return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
                                                 : kernels::keys_layout(tile_of(plan)).bytes;
   };
-  plan.k_stages = std::max(plan.head_dim, plan.value_dim) <= 64 ? 2 : 1;
   // A buffer of Q is held for two steps, one of dO for one.
   int q_stages = 2, o_stages = 2;
   if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
@@ -211,7 +216,7 @@ class Divider {
         !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
     const double products =
         few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
-    return products + (plan.ordered ? 6.0 : 10.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
+    return products + (plan.ordered ? 6.0 : 11.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
                           kBytesPerCycle;
   }
 
@@ -329,10 +334,10 @@ class Divider {
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
       const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
-      return narrow ? (shared ? 1.0 : 1.1) : 1.06;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.12;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
-    return narrow ? 1.02 : in_line ? 1.18 : 1.08;
+    return narrow ? 1.03 : in_line ? 1.25 : 1.14;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
