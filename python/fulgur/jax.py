@@ -397,7 +397,7 @@ def attention(
         numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
         extras = extras._replace(rng_state=numbers.reshape(2, 2))
     if scale is None:
-        options["scale"] = q.shape[-1] ** -0.5
+        options["scale"] = 1 / math.sqrt(q.shape[-1])
     results = _compiled(_fixed(options), return_lse, *_vary_alike((tensors, extras)))
     return results if return_lse else results[0]
 
@@ -550,9 +550,11 @@ def dot_product_attention(
             raise ValueError(
                 f"{name}: got {x.dtype.name} {x.shape}, want {q.dtype.name} {want}"
             )
+    if H == 0:
+        raise ValueError("query: got head dim 0, want 1 to 512")
     if K == 0 or N % K != 0:
         raise ValueError(f"query: got {N} heads, want a multiple of the {K} heads of key")
-    scale = H**-0.5 if scale is None else _a.real("scale", _number(scale))
+    scale = 1 / math.sqrt(H) if scale is None else _a.real("scale", _number(scale))
     left, right = _band(local_window_size, _a.flag("is_causal", is_causal))
     rows = _before("query_seq_lengths", query_seq_lengths, B, T)
     keys = _before("key_value_seq_lengths", key_value_seq_lengths, B, S)

@@ -498,6 +498,16 @@ def test_vmap_folds_into_the_batch_and_nests():
     assert jax.vmap(attention)(*(x[:0] for x in arrays(*[(4, 1, 6, 2, 8)] * 3))).shape == (0, 1, 6, 2, 8)
 
 
+@pytest.mark.parametrize("H", [2, 8, 96, 128])
+def test_default_scale_is_that_of_the_library(H):
+    """To the last bit: float64 would show another rounding of 1 / sqrt(d)."""
+    with jax.enable_x64(True):
+        q, k, v = qkv(H=H, dtype="float64")
+        want = fulgur.attention(*map(np.asarray, (q, k, v)), causal=True)
+        np.testing.assert_array_equal(attention(q, k, v, causal=True), want)
+        np.testing.assert_array_equal(dot_product_attention(q, k, v, is_causal=True), want)
+
+
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
@@ -724,6 +734,7 @@ def test_max_workspace():
         (dict(key=jnp.zeros((2, 19, 2, 8))), ValueError, r"key: got float32 \(2, 19, 2, 8\), want"),
         (dict(value=jnp.zeros((2, 19, 2, 16), jnp.bfloat16)), ValueError, "value: got bfloat16"),
         (dict(query=jnp.zeros(3)), ValueError, "query: got shape"),
+        (dict(zip(("query", "key", "value"), qkv(H=0))), ValueError, "query: got head dim 0, want 1 to 512"),
         (dict(query=jnp.zeros((2, 19, 3, 16))), ValueError, "query: got 3 heads, want a multiple"),
     ],
 )  # fmt: skip
