@@ -259,11 +259,13 @@ def _backward_flops(*args, out_val, **options):
 
 def _forward_with(q, k, v, options, tensors):
     numbers, names, _ = options
-    return _forward(q, k, v, **dict(zip(names, tensors)), **numbers)
+    if names:
+        numbers = numbers | dict(zip(names, tensors))
+    return _forward(q, k, v, **numbers)
 
 
-def _save(ctx, rows, results, options, tensors):
-    ctx.save_for_backward(*rows, *results, *tensors)
+def _save(ctx, tensors, options):
+    ctx.save_for_backward(*tensors)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
@@ -284,7 +286,7 @@ def _gradients(ctx, dout, dlse):
         dq, dk, dv, dsinks = _Gradients.apply(numbers, tuple(rows), *rows.values())
     else:
         dq, dk, dv, dsinks = _backward(dout, q, k, v, out, lse, **given, **numbers)
-    return dq, dk, dv, None, *(dsinks if name == "sinks" else None for name in names)
+    return dq, dk, dv, None, *[dsinks if name == "sinks" else None for name in names]
 
 
 class _Gradients(torch.autograd.Function):
@@ -313,8 +315,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options, *tensors):
-        results = _forward_with(q, k, v, options, tensors)
-        _save(ctx, (q, k, v), results, options, tensors)
+        out, lse = results = _forward_with(q, k, v, options, tensors)
+        _save(ctx, (q, k, v, out, lse, *tensors), options)
         return results
 
     @staticmethod
@@ -334,7 +336,7 @@ class _FunctionalAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, options, *tensors = inputs
-        _save(ctx, (q, k, v), output, options, tensors)
+        _save(ctx, (q, k, v, *output, *tensors), options)
 
     @staticmethod
     def backward(ctx, dout, dlse):
