@@ -275,10 +275,10 @@ def _gradients(ctx, dout, dlse):
     numbers, names, deterministic = ctx.options
     if dout is None and dlse is None:
         return (None,) * (4 + len(names))
-    dout = torch.zeros_like(out) if dout is None else _rows("dout", dout)
+    dout = torch.zeros_like(out) if dout is None else whole_rows("dout", dout)
     given = dict(zip(names, tensors))
     if dlse is not None:
-        given["dlse"] = _rows("dlse", dlse)
+        given["dlse"] = whole_rows("dlse", dlse)
     if deterministic:
         numbers = numbers | {"deterministic": True}
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -348,7 +348,7 @@ def random_numbers(q):
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
-def _rows(name, x):
+def whole_rows(name, x):
     """A tensor with rows in one piece."""
     try:
         return x if x.stride()[-1] == 1 else x.contiguous()
@@ -498,9 +498,9 @@ def attention(
     if dropout_p:
         numbers["dropout_p"] = dropout_p
         tensors["rng_state"] = random_numbers(q)
-    q = _rows("q", q)
+    q = whole_rows("q", q)
     if not cached:
-        k, v = _rows("k", k), _rows("v", v)
+        k, v = whole_rows("k", k), whole_rows("v", v)
     if cache:
         out, lse = _forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
@@ -543,9 +543,9 @@ def append(
     if causal:
         window_right = 0
     _want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
-    k_new, v_new = _rows("k_new", k_new), _rows("v_new", v_new)
+    k_new, v_new = whole_rows("k_new", k_new), whole_rows("v_new", v_new)
     if q is not None:
-        q = _rows("q", q)
+        q = whole_rows("q", q)
         if q_out is None:
             q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _append(
@@ -582,11 +582,12 @@ def append_attention(
         q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=sinks,
     )  # fmt: skip
     out, lse = _append_forward(
-        _rows("q", q), k_cache, v_cache, _rows("k_new", k_new), _rows("v_new", v_new),
-        cache_seqlens, sinks, cu_seqlens_q, None, seqused_q, None, alibi_slopes, None,
-        max_seqlen_q, max_seqlen_k, window_left, window_right, chunk, scale, softcap, 0.0,
-        invariant, max_workspace, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
-        prefix_groups, prefix_lens, cu_seqlens_k_new, cos, sin, interleaved, rotary_seqlens,
+        whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new),
+        whole_rows("v_new", v_new), cache_seqlens, sinks, cu_seqlens_q, None, seqused_q, None,
+        alibi_slopes, None, max_seqlen_q, max_seqlen_k, window_left, window_right, chunk, scale,
+        softcap, 0.0, invariant, max_workspace, page_table, page_indptr, cache_batch_idx,
+        leftpad_k, tree_mask, prefix_groups, prefix_lens, cu_seqlens_k_new, cos, sin, interleaved,
+        rotary_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

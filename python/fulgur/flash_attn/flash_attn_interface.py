@@ -4,7 +4,7 @@ dim)``."""
 import torch
 
 from fulgur._drop_in import keys_of_packed_queries, longest, refuse, sides, with_kvcache
-from fulgur.torch import attention, random_numbers
+from fulgur.torch import attention, random_numbers, whole_rows
 
 USE_TRITON_ROCM = False
 
@@ -142,6 +142,10 @@ def _shared(
     )  # fmt: skip
 
 
+def _whole(**tensors):
+    return tuple(whole_rows(name, x) for name, x in tensors.items())
+
+
 def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
     alibi_slopes, return_softmax,
@@ -153,7 +157,7 @@ def _flash_attn_forward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    return *_forward(q, k, v, **shared), q.new_empty(0), rng_state
+    return *_forward(*_whole(q=q, k=k, v=v), **shared), q.new_empty(0), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -175,8 +179,11 @@ def _flash_attn_varlen_forward(
         dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q),
         **where,
     )  # fmt: skip
-    forward = _forward if block_table is None else _forward_cached
-    return *forward(q, k, v, **shared), q.new_empty(0), rng_state
+    if block_table is None:
+        results = _forward(*_whole(q=q, k=k, v=v), **shared)
+    else:
+        results = _forward_cached(whole_rows("q", q), k, v, **shared)
+    return *results, q.new_empty(0), rng_state
 
 
 def _flash_attn_backward(
@@ -189,8 +196,9 @@ def _flash_attn_backward(
         dropout_p, rng_state,
     )  # fmt: skip
     _backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
-    )
+        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _flash_attn_varlen_backward(
@@ -205,5 +213,6 @@ def _flash_attn_varlen_backward(
         max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
     )  # fmt: skip
     _backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
-    )
+        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
+        deterministic=deterministic,
+    )  # fmt: skip
