@@ -74,7 +74,10 @@ def refuse_wide(v):
 
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size: got {window_size!r}, want (left, right)") from None
     return -1 if left is None else int(left), -1 if right is None else int(right)
 
 

@@ -814,6 +814,13 @@ def test_what_is_missing_raises(function, tensors, name):
         function(*arguments, **{name: ANYTHING})
 
 
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+@pytest.mark.parametrize("window", [None, 3, (1, 2, 3)])
+def test_windows_that_are_no_pair(module, window):
+    with pytest.raises(TypeError, match="^window_size: got .*, want .left, right."):
+        module.flash_attn_func(*make_qkv(), window_size=window)
+
+
 def test_wide_values_on_a_gpu_raise():
     wide = SimpleNamespace(is_cuda=True, shape=(1, 5, 2, 512))
     for function in (fa3.flash_attn_func, fa3.flash_attn_with_kvcache):
@@ -904,6 +911,23 @@ class TestRotary:
             rows, cos, sin, seqlen_offsets=offsets, cu_seqlens=int32(0, 2, 6), max_seqlen=4
         )
         torch.testing.assert_close(got[:6], torch.cat([want[0, :2], want[1]]))
+
+    def test_wrong_arguments(self):
+        (x,) = make((2, 4, 3, 8))
+        angles, call = torch.rand(5, 4), rotary.apply_rotary_emb
+        with pytest.raises(ValueError, match="^cos: got 3 positions, want 4"):
+            call(x, angles[:3], angles[:3])
+        with pytest.raises(ValueError, match="^cos: got 5 positions, want 6"):
+            call(x, angles, angles, seqlen_offsets=2)
+        with pytest.raises(ValueError, match="^cos: got 5 positions, want 7"):
+            call(x[0], angles, angles, seqlen_offsets=3, cu_seqlens=int32(0, 4), max_seqlen=4)
+        with pytest.raises(ValueError, match="^cos: got 5 columns, want at most half of the 8 of x"):
+            call(x, torch.rand(5, 5), torch.rand(5, 5))
+        with pytest.raises(ValueError, match="^sin: got shape .5, 3., want .5, 4. as cos"):
+            call(x, angles, angles[:, :3])
+        # A device would not tell, but end the process: places in a tensor are those that there are.
+        got = call(x, angles, angles, seqlen_offsets=torch.tensor([0, 9]))
+        torch.testing.assert_close(got[1], call(x[1:], angles[4:].expand(4, 4), angles[4:].expand(4, 4))[0])
 
     def test_in_place(self):
         (x,) = make((1, 4, 2, 8))
