@@ -519,13 +519,20 @@ def test_append_attention_in_donated_caches():
 
 
 @pytest.mark.parametrize("turns", ["as they are", "turned, queries"])
+@pytest.mark.parametrize("mapped", ["rows", "all"])
 @each_append
-def test_vmap_of_append_attention(kind, turns):
+def test_vmap_of_append_attention(kind, mapped, turns):
     calls = [make_both(kind, turns, "a tree", seed) for seed in (0, 1)]
-    numbers = calls[0][2]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *(call[:2] for call in calls))
-    stacked[1]["tree_mask"] = stacked[1]["tree_mask"][..., None].view(np.uint32)
-    got = jax.vmap(lambda tensors, options: append_attention(*tensors, **options, **numbers))(*stacked)
+    tensors, options, numbers = calls[0]
+    if mapped == "rows":  # new ones, into copies of one cache
+        (q2, _, _, *rows2, _), (_, *caches, _, _, old) = calls[1][0], tensors
+        calls[1] = [q2, *caches, *rows2, old], options, numbers
+        rows = [np.stack(x) for x in zip((tensors[0], *tensors[3:5]), (q2, *rows2))]
+        got = jax.vmap(lambda q, k, v: append_attention(q, *caches, k, v, old, **options, **numbers))(*rows)
+    else:
+        stacked = jax.tree.map(lambda *x: np.stack(x), *(call[:2] for call in calls))
+        stacked[1]["tree_mask"] = stacked[1]["tree_mask"][..., None].view(np.uint32)
+        got = jax.vmap(lambda tensors, options: append_attention(*tensors, **options, **numbers))(*stacked)
     for n, call in enumerate(calls):
         assert_equal([x[n] for x in got], both(*call))
 
