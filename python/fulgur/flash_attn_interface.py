@@ -9,7 +9,7 @@ flash_attn_interface`` find this module.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_wide, sides
+from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32
 from fulgur.torch import attention, whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
@@ -101,6 +101,11 @@ def flash_attn_with_kvcache(
     cache_seqlens there. With page_table, cache_batch_idx names its rows.
     """
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    want_int32(
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = _drop_in.with_kvcache(

@@ -572,6 +572,11 @@ class TestCaches:
         with pytest.raises(RuntimeError, match="^cache_seqlens: got 10 at 0, with 3 new rows 13"):
             call(q, k_cache, v_cache, k, v, cache_seqlens=10, **paged)
         assert torch.equal(k_cache, before)
+        lengths, names = int32(3, 3, 3), ("cache_seqlens", "cache_batch_idx", "cache_leftpad", *paged)
+        for name in names:
+            wrong = dict(cache_seqlens=lengths) | paged | {name: torch.zeros(3, 3, dtype=torch.int64)}
+            with pytest.raises(ValueError, match=f"^{name}: got int64, want int32"):
+                call(q, k_cache, v_cache, **wrong)
 
 
 class TestFlashAttention3:

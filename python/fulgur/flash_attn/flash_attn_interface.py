@@ -3,7 +3,9 @@ dim)``."""
 
 import torch
 
-from fulgur._drop_in import keys_of_packed_queries, longest, refuse, sides, with_kvcache
+from fulgur._drop_in import (
+    keys_of_packed_queries, longest, refuse, sides, want_int32, with_kvcache,
+)  # fmt: skip
 from fulgur.torch import attention, random_numbers, whole_rows
 
 USE_TRITON_ROCM = False
@@ -120,6 +122,10 @@ def flash_attn_with_kvcache(
     rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
     window bounds it, else all of q to cache_seqlens.
     """
+    want_int32(
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table,
+    )  # fmt: skip
     results = with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,
