@@ -237,6 +237,15 @@ void read_tables(Args& args, const Shared& shared, View& next) {
   if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = next("cache_batch_idx");
 }
 
+/// What the forward pass alone takes behind them.
+template <class View>
+void read_others(ForwardArgs& args, const Shared& shared, View& next) {
+  if (shared.has(kLeftpadK)) args.leftpad_k = next("leftpad_k");
+  if (shared.has(kTreeMask)) args.tree_mask = next("tree_mask");
+  if (shared.has(kPrefixGroups)) args.prefix_groups = next("prefix_groups");
+  if (shared.has(kPrefixLens)) args.prefix_lens = next("prefix_lens");
+}
+
 struct Forward : Pass {
   using Args = ForwardArgs;
   static constexpr const char* kTarget = "fulgur_forward";
@@ -246,10 +255,7 @@ struct Forward : Pass {
     Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
     read_optional(args, shared, operand);
     read_tables(args, shared, operand);
-    if (shared.has(kLeftpadK)) args.leftpad_k = operand("leftpad_k");
-    if (shared.has(kTreeMask)) args.tree_mask = operand("tree_mask");
-    if (shared.has(kPrefixGroups)) args.prefix_groups = operand("prefix_groups");
-    if (shared.has(kPrefixLens)) args.prefix_lens = operand("prefix_lens");
+    read_others(args, shared, operand);
     args.out = result("out");
     if (results > 1) args.lse = result("lse");
     return args;
@@ -284,38 +290,89 @@ struct Backward : Pass {
   }
 };
 
-struct Append {
+/// What both calls have that write new rows: their results lie in the memory of the first operands,
+/// as the call has asked XLA for.
+struct Rows {
+  static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
+
+  template <class View>
+  static AppendArgs read_caches(View& operand, View& result) {
+    result("k_cache");
+    result("v_cache");
+    return {.k_cache = operand("k_cache"), .v_cache = operand("v_cache")};
+  }
+  template <class View>
+  static void read_new(AppendArgs& rows, View& operand) {
+    rows.k_new = operand("k_new");
+    rows.v_new = operand("v_new");
+    rows.cache_seqlens = operand("cache_seqlens");
+  }
+  template <class View>
+  static void read_positions(AppendArgs& rows, const Shared& shared, View& operand) {
+    if (shared.has(kCuSeqlensKNew)) rows.cu_seqlens_k_new = operand("cu_seqlens_k_new");
+    if (shared.has(kCos)) rows.cos = operand("cos");
+    if (shared.has(kSin)) rows.sin = operand("sin");
+    if (shared.has(kRotarySeqlens)) rows.rotary_seqlens = operand("rotary_seqlens");
+    rows.interleaved = shared.interleaved;
+  }
+};
+
+struct Append : Rows {
   using Args = AppendArgs;
   static constexpr const char* kTarget = "fulgur_append";
 
-  static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
-
-  /// The results lie in the memory of the first operands, as the call has asked XLA for.
   template <class View>
   static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.k_cache = operand("k_cache"), .v_cache = operand("v_cache")};
-    result("k_cache");
-    result("v_cache");
+    Args args = read_caches(operand, result);
     if (results > 2) {
       args.q = operand("q");
       args.q_out = result("q");
     }
-    args.k_new = operand("k_new");
-    args.v_new = operand("v_new");
-    args.cache_seqlens = operand("cache_seqlens");
+    read_new(args, operand);
     if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = operand("cu_seqlens_q");
     read_tables(args, shared, operand);
-    if (shared.has(kCuSeqlensKNew)) args.cu_seqlens_k_new = operand("cu_seqlens_k_new");
-    if (shared.has(kCos)) args.cos = operand("cos");
-    if (shared.has(kSin)) args.sin = operand("sin");
-    if (shared.has(kRotarySeqlens)) args.rotary_seqlens = operand("rotary_seqlens");
-    args.interleaved = shared.interleaved;
+    read_positions(args, shared, operand);
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
     append(args, options, run);
   }
 };
+
+/// Appends and attends.
+struct AppendForward : Rows {
+  struct Args {
+    AppendArgs rows;
+    ForwardArgs attention;
+
+    ForwardArgs both() const {
+      ForwardArgs args = attention;
+      args.append = &rows;
+      return args;
+    }
+  };
+  static constexpr const char* kTarget = "fulgur_append_forward";
+
+  template <class View>
+  static Args read(const Shared& shared, View operand, View result, int64_t results) {
+    Args args{.rows = read_caches(operand, result), .attention = {.q = operand("q")}};
+    read_new(args.rows, operand);
+    Pass::read_optional(args.attention, shared, operand);
+    read_tables(args.rows, shared, operand);
+    read_others(args.attention, shared, operand);
+    read_positions(args.rows, shared, operand);
+    args.attention.out = result("out");
+    if (results > 3) args.attention.lse = result("lse");
+    return args;
+  }
+  static void run(const Args& args, const Options& options, const Run& run) {
+    forward(args.both(), options, run);
+  }
+};
+
+void prepare(const AppendForward::Args& args, const Options& options) {
+  fulgur::prepare(args.both(), options);
+}
 
 template <class Call>
 void call(const xla::CallFrame& frame, DeviceType type) {
@@ -399,12 +456,15 @@ const JaxHandler (&jax_handlers())[kJaxHandlers] {
       {Forward::kTarget, "cpu", "execute", handle<Forward, kCpu>},
       {Backward::kTarget, "cpu", "execute", handle<Backward, kCpu>},
       {Append::kTarget, "cpu", "execute", handle<Append, kCpu>},
+      {AppendForward::kTarget, "cpu", "execute", handle<AppendForward, kCpu>},
       {Forward::kTarget, "CUDA", "initialize", handle<Forward, kCuda>},
       {Forward::kTarget, "CUDA", "execute", handle<Forward, kCuda>},
       {Backward::kTarget, "CUDA", "initialize", handle<Backward, kCuda>},
       {Backward::kTarget, "CUDA", "execute", handle<Backward, kCuda>},
       {Append::kTarget, "CUDA", "initialize", handle<Append, kCuda>},
       {Append::kTarget, "CUDA", "execute", handle<Append, kCuda>},
+      {AppendForward::kTarget, "CUDA", "initialize", handle<AppendForward, kCuda>},
+      {AppendForward::kTarget, "CUDA", "execute", handle<AppendForward, kCuda>},
   };
   return kHandlers;
 }

@@ -1,5 +1,5 @@
-/// The handlers of fulgur.jax's calls: what XLA runs for fulgur_forward, fulgur_backward and
-/// fulgur_append.
+/// The handlers of fulgur.jax's calls: what XLA runs for fulgur_forward, fulgur_backward,
+/// fulgur_append and fulgur_append_forward.
 #pragma once
 
 #include "xla_ffi.h"
@@ -15,7 +15,7 @@ struct JaxHandler {
 
 /// All that fulgur/jax.py registers. Nothing of JAX is needed to build: xla_ffi.h says what XLA
 /// hands over.
-inline constexpr int kJaxHandlers = 9;
+inline constexpr int kJaxHandlers = 12;
 const JaxHandler (&jax_handlers())[kJaxHandlers];
 
 }  // namespace fulgur::python

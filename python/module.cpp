@@ -192,26 +192,44 @@ void append(const nb::dict& views, const nb::dict& options, bool interleaved, ui
   fulgur::append(args, read, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-/// Appends and attends.
+/// A call that appends and attends.
+struct AppendForward {
+  AppendArgs rows;
+  ForwardArgs args;
+  fulgur::Options options;
+
+  AppendForward(const nb::dict& views, const nb::dict& options, bool interleaved)
+      : rows(read_append(views, interleaved)),
+        args{.q = rows.q,
+             .out = tensor(views, "out"),
+             .lse = tensor(views, "lse"),
+             .alibi_slopes = tensor(views, "alibi_slopes"),
+             .cu_seqlens_q = rows.cu_seqlens_q,
+             .seqused_q = tensor(views, "seqused_q"),
+             .leftpad_k = tensor(views, "leftpad_k"),
+             .sinks = tensor(views, "sinks"),
+             .tree_mask = tensor(views, "tree_mask"),
+             .prefix_groups = tensor(views, "prefix_groups"),
+             .prefix_lens = tensor(views, "prefix_lens"),
+             .append = &rows},
+        options(read_options(options)) {
+    rows.q = rows.cu_seqlens_q = {};
+  }
+  AppendForward(const AppendForward&) = delete;
+  AppendForward& operator=(const AppendForward&) = delete;
+};
+
+/// Checks the shapes and options of a call whose arrays are not there yet.
+void check_append_forward(const nb::dict& views, const nb::dict& options, bool interleaved) {
+  const AppendForward call(views, options, interleaved);
+  fulgur::plan(call.args, call.options);
+}
+
 void append_forward(const nb::dict& views, const nb::dict& options, bool interleaved,
                     uintptr_t stream) {
-  AppendArgs rows = read_append(views, interleaved);
-  ForwardArgs args{.q = rows.q,
-                   .out = tensor(views, "out"),
-                   .lse = tensor(views, "lse"),
-                   .alibi_slopes = tensor(views, "alibi_slopes"),
-                   .cu_seqlens_q = rows.cu_seqlens_q,
-                   .seqused_q = tensor(views, "seqused_q"),
-                   .leftpad_k = tensor(views, "leftpad_k"),
-                   .sinks = tensor(views, "sinks"),
-                   .tree_mask = tensor(views, "tree_mask"),
-                   .prefix_groups = tensor(views, "prefix_groups"),
-                   .prefix_lens = tensor(views, "prefix_lens"),
-                   .append = &rows};
-  rows.q = rows.cu_seqlens_q = {};
-  const fulgur::Options read = read_options(options);
+  const AppendForward call(views, options, interleaved);
   nb::gil_scoped_release unlocked;
-  fulgur::forward(args, read, {.stream = reinterpret_cast<void*>(stream)});
+  fulgur::forward(call.args, call.options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
 std::vector<std::tuple<std::string, std::string, std::string>> engines() {
@@ -311,6 +329,7 @@ NB_MODULE(_fulgur, m) {
         "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
   m.def("check_append", &check_append, "views"_a, "options"_a, "interleaved"_a);
+  m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);

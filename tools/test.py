@@ -60,8 +60,8 @@ def ctest(preset, env=None):
     run("ctest", "--preset", preset, "--output-junit", RESULTS / f"{preset}.xml", env=env)
 
 
-def pip_install(*what):
-    run(VENV_PYTHON, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *what)
+def pip_install(*what, python=VENV_PYTHON):
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *what)
 
 
 def pytest(name, *arguments, env=None):
@@ -102,13 +102,19 @@ def program():
 
 
 def python():
-    """The Python package, installed into build/venv, and the Python in the documents."""
+    """The Python package: its wheel in build/venv, and alone in build/fresh; the Python in the documents."""
     venv()
     # PyTorch finds the graphs that it keeps by names of operators, whatever arguments they had then.
-    graphs = BUILD / "inductor"
-    for folder in (BUILD / "python", graphs):
+    graphs, wheels, fresh = BUILD / "inductor", BUILD / "wheels", BUILD / "fresh"
+    for folder in (BUILD / "python", graphs, wheels, fresh):
         shutil.rmtree(folder, ignore_errors=True)
-    pip_install(ROOT, f"--config-settings=build-dir={BUILD / 'python'}")
+    run(VENV_PYTHON, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", wheels,
+        ROOT, f"--config-settings=build-dir={BUILD / 'python'}")
+    (wheel,) = wheels.glob("*.whl")
+    run("python3", "-m", "venv", fresh)
+    pip_install(wheel, python=fresh / "bin/python")
+    run(fresh / "bin/python", "-B", "tools/try_wheel.py")
+    pip_install("--force-reinstall", "--no-deps", wheel)
     pytest("python", "tests/python", env={"TORCHINDUCTOR_CACHE_DIR": str(graphs)})
 
 

@@ -64,6 +64,13 @@ def refuse(**arguments):
             raise NotImplementedError(f"{name}: fulgur does not have this yet; want it left out")
 
 
+def want_int32(**tensors):
+    """Raises for lengths and tables of another dtype, by the names that callers know."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.dtype != torch.int32:
+            raise ValueError(f"{name}: got {str(x.dtype).removeprefix('torch.')}, want int32")
+
+
 def refuse_wide(v):
     """Raises where v is wider than fulgur's kernels for GPUs; upstream takes 512 columns, too."""
     if v.is_cuda and v.shape[-1] > 256:
@@ -74,7 +81,10 @@ def refuse_wide(v):
 
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size: got {window_size!r}, want (left, right)") from None
     return -1 if left is None else int(left), -1 if right is None else int(right)
 
 

@@ -3,7 +3,7 @@ attention implementations: ``torch.nn.attention.activate_flash_attention_impl("f
 
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
 heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
-there, calls with a mask and in float64 stay with PyTorch's kernel.
+there, calls with a mask, in float64 and of more than 512 columns stay with PyTorch's kernel.
 """
 
 from functools import partial
@@ -68,10 +68,15 @@ def _top_left(query, key, value, is_causal):
     return key[:, :, :sq], value[:, :, :sq], max(sq - sk, 0)
 
 
+def _stays(query, attn_mask):
+    """Whether PyTorch's own kernel computes a call."""
+    return attn_mask is not None or query.dtype == torch.float64 or query.shape[-1] > 512
+
+
 def _cpu_forward(
     torchs, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
 ):
-    if attn_mask is not None or query.dtype == torch.float64:
+    if _stays(query, attn_mask):
         return torchs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     _refuse("dropout_p", dropout_p > 0)
     keys, values, right = _top_left(query, key, value, is_causal)
@@ -83,7 +88,7 @@ def _cpu_backward(
     torchs, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None,
     scale=None,
 ):  # fmt: skip
-    if attn_mask is not None or query.dtype == torch.float64:
+    if _stays(query, attn_mask):
         return torchs(
             grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask,
             scale=scale,

@@ -9,8 +9,10 @@ flash_attn_interface`` find this module.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_wide, sides
-from fulgur.torch import attention
+from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32
+from fulgur.torch import attention, whole_rows
+
+_backward_into = torch.ops.fulgur.backward_into.default
 
 
 def _attention(
@@ -99,6 +101,11 @@ def flash_attn_with_kvcache(
     cache_seqlens there. With page_table, cache_batch_idx names its rows.
     """
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    want_int32(
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
     out, lse = _drop_in.with_kvcache(
@@ -110,6 +117,70 @@ def flash_attn_with_kvcache(
         softcap=softcap,
     )  # fmt: skip
     return (out, lse, None, None) if return_softmax_lse else out
+
+
+# The private names that ring attention and Megatron call.
+
+
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+    seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0,
+    rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """out, softmax_lse and two empty tensors, of rows or of a cache, to which k_new and v_new are
+    added in place; out_ takes out."""
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_wide(v)
+    options = dict(
+        scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right),
+        chunk=attention_chunk, softcap=softcap, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q,
+    )  # fmt: skip
+    if any(x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)):
+        if page_table is not None and kv_batch_idx is not None:
+            page_table, kv_batch_idx = page_table[kv_batch_idx], None
+        out, lse = _drop_in.with_kvcache(
+            q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved, rotary_seqlens=seqlens_rotary,
+            cache_batch_idx=kv_batch_idx, page_table=page_table, cache_leftpad=leftpad_k,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, **options,
+        )  # fmt: skip
+    else:
+        out, lse = attention(
+            q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, return_lse=True,
+            **_lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k), **options,
+        )  # fmt: skip
+    out = out if out_ is None else out_.copy_(out)
+    return out, lse, out.new_empty(0), lse.new_empty(0)
+
+
+def _lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k):
+    if cu_seqlens_q is None:
+        return {}
+    return dict(max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k))
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None,
+    sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+    softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """Writes dq, dk and dv, which must be given."""
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if x is None:
+            raise ValueError(f"{name}: got None, want a tensor to write the gradient to")
+    rows = dict(dout=dout, q=q, k=k, v=v, out=out)
+    _backward_into(
+        *(whole_rows(name, x) for name, x in rows.items()), softmax_lse, dq, dk, dv,
+        scale=softmax_scale, window_left=window_size_left,
+        window_right=0 if is_causal else window_size_right, softcap=softcap,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=sequed_q,
+        seqused_k=sequed_k, **_lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k),
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def get_scheduler_metadata(

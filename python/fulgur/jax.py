@@ -1,15 +1,15 @@
 """Exact attention as an operation of JAX: under jit, grad, vmap and shard_map.
 
-    from fulgur.jax import append, attention, dot_product_attention
+    from fulgur.jax import append, append_attention, attention, dot_product_attention
 
     out = attention(q, k, v, causal=True)
     grads = jax.grad(lambda q: dot_product_attention(q, k, v, is_causal=True).sum())(q)
 
 :func:`dot_product_attention` stands in for ``jax.nn.dot_product_attention``; :func:`attention` means
-what :func:`fulgur.attention` means, and :func:`append` what :func:`fulgur.append` means. Arrays are
+what :func:`fulgur.attention` means, and so do :func:`append` and :func:`append_attention`. Arrays are
 on the CPU, or on a CUDA device, where the work is put on XLA's stream. Needs JAX 0.7 or newer; nothing
 of fulgur is built against it: the calls are handlers of XLA's foreign function interface,
-``fulgur_forward``, ``fulgur_backward`` and ``fulgur_append``.
+``fulgur_forward``, ``fulgur_backward``, ``fulgur_append`` and ``fulgur_append_forward``.
 """
 
 import math
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fulgur import _arguments as _a
 from fulgur import _fulgur
 
-__all__ = ["append", "attention", "dot_product_attention"]
+__all__ = ["append", "append_attention", "attention", "dot_product_attention"]
 
 if jax.__version_info__ < (0, 7):
     raise ImportError(f"fulgur.jax: got JAX {jax.__version__}, want 0.7 or newer")
@@ -88,21 +88,24 @@ _CACHE = (
     "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
     "prefix_lens",
 )  # fmt: skip
-_APPEND = "fulgur_append"
+# The functions of the calls that write new rows into caches.
+_APPEND, _APPEND_FORWARD = "fulgur_append", "fulgur_append_forward"
+_WRITERS = {_APPEND: "append", _APPEND_FORWARD: "append_attention"}
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _call(target, results, options, operands, extras, dlse=None):
     """Runs a handler; dimensions of vmap lie in front of those of all its arrays.
 
-    Append writes its results where its first operands are.
+    What append writes, the caches and its turned queries, lies where its first operands are.
     """
     more = [*extras, dlse]
     given = sum(1 << n for n, x in enumerate(more) if x is not None)
-    in_place = {n: n for n in range(len(results))} if target == _APPEND else None
+    in_place = {_APPEND: len(results), _APPEND_FORWARD: 2}.get(target, 0)
     call = jax.ffi.ffi_call(
-        target, results, vmap_method="broadcast_all", input_output_aliases=in_place
-    )
+        target, results, vmap_method="broadcast_all",
+        input_output_aliases={n: n for n in range(in_place)},
+    )  # fmt: skip
     return call(
         *operands,
         *(x for x in more if x is not None),
@@ -113,9 +116,9 @@ def _call(target, results, options, operands, extras, dlse=None):
 
 @_call.defjvp
 def _no_derivative(target, *_):
-    if target == _APPEND:
+    if target in _WRITERS:
         raise ValueError(
-            "append: called where a gradient is wanted, and caches have none; want "
+            f"{_WRITERS[target]}: called where a gradient is wanted, and caches have none; want "
             "jax.lax.stop_gradient of its arrays"
         )
     raise NotImplementedError("fulgur.jax: attention has a first derivative only")
@@ -153,14 +156,19 @@ def _result(shape, dtype, like):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=axes)
 
 
-def _forward(options, tensors, extras, with_lse):
-    q, _, v = tensors
+def _results(q, v, with_lse):
+    """The types of out and lse."""
     lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     results = (
         _result((*q.shape[:-1], v.shape[-1]), q.dtype, q),
         _result((*q.shape[:-3], q.shape[-2], q.shape[-3]), lse, q),
     )
-    return _call("fulgur_forward", results[: 1 + with_lse], options, tensors, extras)
+    return results[: 1 + with_lse]
+
+
+def _forward(options, tensors, extras, with_lse):
+    q, _, v = tensors
+    return _call("fulgur_forward", _results(q, v, with_lse), options, tensors, extras)
 
 
 @partial(jax.jit, static_argnums=(0, 1))  # a call that is not under jit finds it compiled
@@ -174,6 +182,15 @@ def _append(options, operands, extras):
     operands = jax.tree.leaves(operands)
     results = tuple(_result(x.shape, x.dtype, x) for x in operands[:-3])
     return _call(_APPEND, results, options, operands, extras)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _append_forward(options, with_lse, operands, extras):
+    """The caches as they are behind the call, and the results of attention."""
+    k_cache, v_cache, q = operands[:3]
+    caches = tuple(_result(x.shape, x.dtype, x) for x in (k_cache, v_cache))
+    results = (*caches, *_results(q, v_cache, with_lse))
+    return _call(_APPEND_FORWARD, results, options, operands, extras)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -256,18 +273,20 @@ def _views(arrays):
     return {name: None if x is None else _planned(name, x) for name, x in arrays.items()}
 
 
-def _check(arrays, options):
-    """Raises what the library has to say about the shapes and options of attention."""
+def _to_check(arrays, v, options):
+    """The views and options of a call of attention, as far as they are known when it is traced.
+
+    `v`: the name of the values.
+    """
     views = _views(arrays)
-    results = _a.forward_results(views["q"], views["v"])
+    results = _a.forward_results(views["q"], views[v])
     views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
     for name in ("q", "k"):
         if views[f"cu_seqlens_{name}"] is not None:  # whose values are not there yet
             longest = options[f"max_seqlen_{name}"] or arrays[name].shape[0]
             options = options | {f"max_seqlen_{name}": longest}
     # How much memory a plan wants depends on the device and its threads, which are not known yet.
-    options = options | {"max_workspace": min(options["max_workspace"], 0)}
-    _fulgur.plan_forward(views, options)
+    return views, options | {"max_workspace": min(options["max_workspace"], 0)}
 
 
 def _fixed(options, interleaved=False):
@@ -370,7 +389,7 @@ def attention(
         max_seqlen_q, max_seqlen_k, deterministic, invariant, 0, "", max_workspace,
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
-    _check({"q": q, "k": k, "v": v} | extras._asdict(), options)
+    _fulgur.plan_forward(*_to_check({"q": q, "k": k, "v": v} | extras._asdict(), "v", options))
     if extras.alibi_slopes is not None and q.ndim == 4:
         slopes = jnp.broadcast_to(extras.alibi_slopes, (q.shape[0], q.shape[2]))
         extras = extras._replace(alibi_slopes=slopes)
@@ -378,7 +397,7 @@ def attention(
         numbers = jnp.stack([*_halves("seed", seed), *_halves("offset", offset)])
         extras = extras._replace(rng_state=numbers.reshape(2, 2))
     if scale is None:
-        options["scale"] = q.shape[-1] ** -0.5
+        options["scale"] = 1 / math.sqrt(q.shape[-1])
     results = _compiled(_fixed(options), return_lse, *_vary_alike((tensors, extras)))
     return results if return_lse else results[0]
 
@@ -423,6 +442,60 @@ def append(
     views = _views(dict(zip(names, operands)) | extras._asdict())
     _fulgur.check_append(views | {"q_out": views["q"]}, options, interleaved)
     return _append(_fixed(options, interleaved), *_vary_alike((operands, extras)))
+
+
+def append_attention(
+    q, k_cache, v_cache, k_new, v_new, cache_seqlens, *, cu_seqlens_k_new=None, cos=None, sin=None,
+    interleaved=False, rotary_seqlens=None, causal=False, window=None, chunk=0, scale=None,
+    softcap=0.0, alibi_slopes=None, sinks=None, cu_seqlens_q=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_q=None, page_table=None, page_indptr=None, cache_batch_idx=None, leftpad_k=None,
+    tree_mask=None, prefix_groups=None, prefix_lens=None, invariant=False, max_workspace=0,
+    return_lse=False,
+):  # fmt: skip
+    """:func:`append` and the :func:`attention` that follows, in one call: its bits are those of both.
+
+    Means the same as :func:`fulgur.append_attention`, on arrays of JAX. The caches are written as
+    :func:`append` writes them: in their own memory where they are donated. There is no gradient.
+    Under vmap calls are computed one after the other.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with cu_seqlens_q.
+        k_cache, v_cache, k_new, v_new, cache_seqlens, ..., rotary_seqlens: as for :func:`append`.
+        causal, ..., return_lse: as for :func:`attention`.
+
+    Returns:
+        (k_cache, v_cache, out), with ``return_lse`` (k_cache, v_cache, out, lse); out and lse are as
+        :func:`attention` has them.
+
+    Raises:
+        As :func:`append`, also where no engine computes this.
+    """
+    names = "k_cache", "v_cache", "q", "k_new", "v_new", "cache_seqlens"
+    operands = k_cache, v_cache, q, k_new, v_new, cache_seqlens
+    for name, x in zip(names, operands):
+        if x is None:
+            raise TypeError(f"{name}: got None, want an array")
+    extras = _Extras(
+        cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, alibi_slopes=alibi_slopes, sinks=sinks,
+        page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
+        leftpad_k=leftpad_k, tree_mask=None if tree_mask is None else _halves_of_words(tree_mask),
+        prefix_groups=prefix_groups, prefix_lens=prefix_lens, cu_seqlens_k_new=cu_seqlens_k_new,
+        cos=cos, sin=sin, rotary_seqlens=rotary_seqlens,
+    )  # fmt: skip
+    operands, extras = _arrays((operands, extras))
+    options = _a.options(
+        causal, window, chunk, _number(scale), _number(softcap), 0.0, max_seqlen_q, max_seqlen_k,
+        False, invariant, 0, "", max_workspace,
+    )  # fmt: skip
+    interleaved = _a.flag("interleaved", interleaved)
+    return_lse = _a.flag("return_lse", return_lse)
+    given = dict(zip(names, operands)) | extras._asdict()
+    views, to_check = _to_check(given, "v_cache", options)
+    _fulgur.check_append_forward(views | {"q_out": None}, to_check, interleaved)
+    if scale is None:
+        options["scale"] = 1 / math.sqrt(given["q"].shape[-1])
+    arrays = _vary_alike((operands, extras))
+    return _append_forward(_fixed(options, interleaved), return_lse, *arrays)
 
 
 def dot_product_attention(
@@ -477,9 +550,11 @@ def dot_product_attention(
             raise ValueError(
                 f"{name}: got {x.dtype.name} {x.shape}, want {q.dtype.name} {want}"
             )
+    if H == 0:
+        raise ValueError("query: got head dim 0, want 1 to 512")
     if K == 0 or N % K != 0:
         raise ValueError(f"query: got {N} heads, want a multiple of the {K} heads of key")
-    scale = H**-0.5 if scale is None else _a.real("scale", _number(scale))
+    scale = 1 / math.sqrt(H) if scale is None else _a.real("scale", _number(scale))
     left, right = _band(local_window_size, _a.flag("is_causal", is_causal))
     rows = _before("query_seq_lengths", query_seq_lengths, B, T)
     keys = _before("key_value_seq_lengths", key_value_seq_lengths, B, S)

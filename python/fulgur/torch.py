@@ -16,6 +16,7 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 """
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fulgur import _fulgur
@@ -251,17 +252,20 @@ def _backward_flops(*args, out_val, **options):
     return _visible_scores(**given) * (6 * given["q"].shape[-1] + 4 * given["v"].shape[-1])
 
 
+# What has no jvp raises where a derivative in forward mode is wanted, which an operator would drop.
 # A call is recorded with q, k, v, its options (numbers by name, names of further tensors, whether
 # gradients are deterministic) and these tensors: each argument costs 0.15 us.
 
 
 def _forward_with(q, k, v, options, tensors):
     numbers, names, _ = options
-    return _forward(q, k, v, **dict(zip(names, tensors)), **numbers)
+    if names:
+        numbers = numbers | dict(zip(names, tensors))
+    return _forward(q, k, v, **numbers)
 
 
-def _save(ctx, rows, results, options, tensors):
-    ctx.save_for_backward(*rows, *results, *tensors)
+def _save(ctx, tensors, options):
+    ctx.save_for_backward(*tensors)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
@@ -271,18 +275,18 @@ def _gradients(ctx, dout, dlse):
     numbers, names, deterministic = ctx.options
     if dout is None and dlse is None:
         return (None,) * (4 + len(names))
-    dout = torch.zeros_like(out) if dout is None else _rows(dout)
+    dout = torch.zeros_like(out) if dout is None else whole_rows("dout", dout)
     given = dict(zip(names, tensors))
     if dlse is not None:
-        given["dlse"] = _rows(dlse)
+        given["dlse"] = whole_rows("dlse", dlse)
     if deterministic:
         numbers = numbers | {"deterministic": True}
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         rows = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse} | given
         dq, dk, dv, dsinks = _Gradients.apply(numbers, tuple(rows), *rows.values())
     else:
         dq, dk, dv, dsinks = _backward(dout, q, k, v, out, lse, **given, **numbers)
-    return dq, dk, dv, None, *(dsinks if name == "sinks" else None for name in names)
+    return dq, dk, dv, None, *[dsinks if name == "sinks" else None for name in names]
 
 
 class _Gradients(torch.autograd.Function):
@@ -311,8 +315,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options, *tensors):
-        results = _forward_with(q, k, v, options, tensors)
-        _save(ctx, (q, k, v), results, options, tensors)
+        out, lse = results = _forward_with(q, k, v, options, tensors)
+        _save(ctx, (q, k, v, out, lse, *tensors), options)
         return results
 
     @staticmethod
@@ -332,7 +336,7 @@ class _FunctionalAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, options, *tensors = inputs
-        _save(ctx, (q, k, v), output, options, tensors)
+        _save(ctx, (q, k, v, *output, *tensors), options)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -344,16 +348,32 @@ def random_numbers(q):
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
-def _rows(x):
+def whole_rows(name, x):
     """A tensor with rows in one piece."""
-    return x if x.stride()[-1] == 1 else x.contiguous()
+    try:
+        return x if x.stride()[-1] == 1 else x.contiguous()
+    except AttributeError:
+        raise TypeError(f"{name}: got {type(x).__name__}, want a tensor") from None
+    except IndexError:
+        raise ValueError(f"{name}: got a tensor of no dimensions, want rows") from None
+
+
+def _sides(window):
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window: got {window!r}, want None or (left, right)")
+    return window
 
 
 def _want_no_gradient(of="caches", **tensors):
+    """Nothing records one, in either mode, and what is not recorded would be 0."""
+    if forward_ad._current_level >= 0:
+        for name, x in tensors.items():
+            if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(f"{name}: has a tangent, and {of} have no gradient")
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if getattr(x, "requires_grad", False):
             raise ValueError(
                 f"{name}: requires grad, and {of} have no gradient; want torch.no_grad() or "
                 f"{name}.detach()"
@@ -411,11 +431,12 @@ def attention(
         sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
 
     Raises:
-        RuntimeError: an argument is wrong, or no engine computes this here.
+        RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
+        NotImplementedError: another derivative than the first, or one in forward mode, is wanted.
     """
     numbers = {}
     if window is not None:
-        numbers["window_left"], numbers["window_right"] = window
+        numbers["window_left"], numbers["window_right"] = _sides(window)
     if causal:
         numbers["window_right"] = 0
     if chunk:
@@ -476,14 +497,13 @@ def attention(
                 k, v = k.to(dtype), v.to(dtype)
     if dropout_p:
         numbers["dropout_p"] = dropout_p
-        if dropout_p > 0:
-            tensors["rng_state"] = random_numbers(q)
-    q = _rows(q)
+        tensors["rng_state"] = random_numbers(q)
+    q = whole_rows("q", q)
     if not cached:
-        k, v = _rows(k), _rows(v)
+        k, v = whole_rows("k", k), whole_rows("v", v)
     if cache:
         out, lse = _forward_cached(q, k, v, **tensors, **numbers, **cache)
-    elif torch.is_grad_enabled() and (
+    elif forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
     ):  # fmt: skip
@@ -519,13 +539,13 @@ def append(
         RuntimeError: an argument is wrong, and nothing was written; or the tensors are where no
             engine appends.
     """
-    window_left, window_right = (-1, -1) if window is None else window
+    window_left, window_right = (-1, -1) if window is None else _sides(window)
     if causal:
         window_right = 0
     _want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
-    k_new, v_new = _rows(k_new), _rows(v_new)
+    k_new, v_new = whole_rows("k_new", k_new), whole_rows("v_new", v_new)
     if q is not None:
-        q = _rows(q)
+        q = whole_rows("q", q)
         if q_out is None:
             q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _append(
@@ -555,18 +575,19 @@ def append_attention(
     Raises:
         RuntimeError: an argument is wrong, and nothing was written; or no engine computes this.
     """
-    window_left, window_right = (-1, -1) if window is None else window
+    window_left, window_right = (-1, -1) if window is None else _sides(window)
     if causal:
         window_right = 0
     _want_no_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=sinks,
     )  # fmt: skip
     out, lse = _append_forward(
-        _rows(q), k_cache, v_cache, _rows(k_new), _rows(v_new), cache_seqlens, sinks, cu_seqlens_q,
-        None, seqused_q, None, alibi_slopes, None, max_seqlen_q, max_seqlen_k, window_left,
-        window_right, chunk, scale, softcap, 0.0, invariant, max_workspace, page_table, page_indptr,
-        cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, cu_seqlens_k_new, cos,
-        sin, interleaved, rotary_seqlens,
+        whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new),
+        whole_rows("v_new", v_new), cache_seqlens, sinks, cu_seqlens_q, None, seqused_q, None,
+        alibi_slopes, None, max_seqlen_q, max_seqlen_k, window_left, window_right, chunk, scale,
+        softcap, 0.0, invariant, max_workspace, page_table, page_indptr, cache_batch_idx,
+        leftpad_k, tree_mask, prefix_groups, prefix_lens, cu_seqlens_k_new, cos, sin, interleaved,
+        rotary_seqlens,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

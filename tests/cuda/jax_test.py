@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fulgur
-from fulgur.jax import append, attention, dot_product_attention
+from fulgur.jax import append, append_attention, attention, dot_product_attention
 
 
 def make(*shapes, dtype=jnp.bfloat16):
@@ -113,6 +113,24 @@ class TestJax(unittest.TestCase):
                 self.assert_close(got, np.asarray(x, np.float64), 1e-2)
         got = call(k_cache, v_cache, k, v, np.array([48, 48, 48], np.int32))
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(k_cache, np.float32))
+
+    def test_append_attention(self):
+        """Beside append and attention, the same bits; lengths change from call to call."""
+        k_cache, v_cache, k, v, q = make(*[(12, 16, 2, 64)] * 2, *[(3, 2, 2, 64)] * 2, (3, 2, 8, 64))
+        angles = np.random.default_rng(1).uniform(0, 6, (48, 32))
+        where = dict(page_table=np.array([[3, 9, 0], [5, 4, 1], [7, 2, 6]], np.int32), causal=True)
+        turning = dict(cos=np.cos(angles).astype(np.float32), sin=np.sin(angles).astype(np.float32))
+        call = jax.jit(partial(append_attention, return_lse=True, **where, **turning), donate_argnums=(1, 2))
+        caches = k_cache + 0, v_cache + 0
+        places = [x.unsafe_buffer_pointer() for x in caches]
+        for old in ([15, 0, 30], [17, 2, 32], [46, 31, 5]):
+            old = np.array(old, np.int32)
+            k_cache, v_cache, turned = append(k_cache, v_cache, k, v, old, q=q, **where, **turning)
+            want = attention(turned, k_cache, v_cache, seqused_k=old + 2, return_lse=True, **where)
+            *caches, out, lse = call(q, *caches, k, v, old)
+            for got, x in zip((*caches, out, lse), (k_cache, v_cache, *want), strict=True):
+                np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(x, np.float32))
+        self.assertEqual([x.unsafe_buffer_pointer() for x in caches], places)
 
     def test_decoding_in_place(self):
         """Tokens one by one, in the memory of the donated caches, as one causal call on all gives."""

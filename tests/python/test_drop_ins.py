@@ -77,6 +77,20 @@ SIGNATURES = {
         "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, "
         "return_attn_probs=False"
     ),
+    (fa3, "_flash_attn_forward"): (
+        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+        "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+        "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
+        f"seqlens_rotary=None, {DESCALE}, softmax_scale=None, causal=False, window_size_left=-1, "
+        "window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+        "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0"
+    ),
+    (fa3, "_flash_attn_backward"): (
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, "
+        "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, "
+        "softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+        "deterministic=False, sm_margin=0"
+    ),
     (fa3, "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None",
     (fa3, "flash_attn_with_kvcache"): (
         "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
@@ -226,6 +240,27 @@ class TestFlashAttention2:
         expected = torch.autograd.grad(attention(*whole, **ends), whole, out)
         for a, b in zip(gradients, expected):
             torch.testing.assert_close(a, b)
+
+    def test_private_names_take_any_strides(self):
+        """Gradients of sums have strides of 0, and rows may have gaps."""
+        q, k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in make_qkv())
+        assert q.stride(-1) != 1
+        options = (0.0, 0.5, True, -1, -1, 0.0, None)
+        out, lse, _, rng = flash_attn_interface._flash_attn_forward(q, k, v, *options, False)
+        leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
+        want = attention(*leaves, causal=True, scale=0.5)
+        assert torch.equal(out, want)
+        dout = torch.ones(()).expand(out.shape)
+        expected = torch.autograd.grad(want, leaves, dout)
+        for backward in (
+            lambda *x: flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *x, *options, True, rng),
+            lambda dq, dk, dv: fa3._flash_attn_backward(
+                dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=0.5, is_causal=True,
+            ),
+        ):  # fmt: skip
+            gradients = [torch.empty(x.shape) for x in (q, k, v)]
+            backward(*gradients)
+            torch.testing.assert_close(tuple(gradients), expected)
 
     @pytest.mark.parametrize("module", [fa2, fa3])
     def test_cache(self, module):
@@ -537,6 +572,11 @@ class TestCaches:
         with pytest.raises(RuntimeError, match="^cache_seqlens: got 10 at 0, with 3 new rows 13"):
             call(q, k_cache, v_cache, k, v, cache_seqlens=10, **paged)
         assert torch.equal(k_cache, before)
+        lengths, names = int32(3, 3, 3), ("cache_seqlens", "cache_batch_idx", "cache_leftpad", *paged)
+        for name in names:
+            wrong = dict(cache_seqlens=lengths) | paged | {name: torch.zeros(3, 3, dtype=torch.int64)}
+            with pytest.raises(ValueError, match=f"^{name}: got int64, want int32"):
+                call(q, k_cache, v_cache, **wrong)
 
 
 class TestFlashAttention3:
@@ -610,6 +650,74 @@ class TestFlashAttention3:
             want = attention(*part, causal=True)[0]
             torch.testing.assert_close(got[row : row + count], want, atol=1e-6, rtol=1e-6)
         assert not got[1].any() and not got[4].any()
+
+    OPTIONS = dict(softmax_scale=0.7, window_size_left=2, window_size_right=1, softcap=3.0)
+
+    def test_private_names(self):
+        q, k, v = make_qkv(grad=True)
+        ours = dict(scale=0.7, window=(2, 1), softcap=3.0)
+        want = attention(q, k, v, return_lse=True, **ours)
+        hints = dict(num_splits=3, pack_gqa=True, sm_margin=8)
+        out, lse, *empty = fa3._flash_attn_forward(q, k, v, **self.OPTIONS, **hints)
+        assert_same((out, lse), want)
+        assert [x.numel() for x in empty] == [0, 0]
+        given = torch.empty_like(out)
+        with torch.no_grad():
+            assert fa3._flash_attn_forward(q, k, v, out_=given, **self.OPTIONS)[0] is given
+        assert torch.equal(given, out)
+        dout = torch.randn_like(out)
+        expected = torch.autograd.grad(want[0], (q, k, v), dout)
+        torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), expected)
+        q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
+        gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        dq, dk, dv = gradients
+        fa3._flash_attn_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **self.OPTIONS)
+        torch.testing.assert_close(tuple(gradients), expected)
+        with pytest.raises(ValueError, match="^dk: got None, want a tensor to write"):
+            fa3._flash_attn_backward(dout, q, k, v, out, lse, dq=dq, **self.OPTIONS)
+        for chunk in (0, 3):
+            got = fa3._flash_attn_forward(q, k, v, causal=True, attention_chunk=chunk)[0]
+            assert torch.equal(got, attention(q, k, v, causal=True, chunk=chunk))
+
+    def test_private_names_packed(self):
+        q, k, v = (x[0] for x in make_qkv())
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        used = int32(1, 3), int32(3, 3)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = attention(*leaves, causal=True, seqused_q=used[0], seqused_k=used[1], return_lse=True, **ends)
+        for longest in ({}, dict(max_seqlen_q=3, max_seqlen_k=4)):
+            out, lse, *_ = fa3._flash_attn_forward(
+                q, k, v, causal=True, seqused_q=used[0], seqused_k=used[1], **ends, **longest
+            )
+            assert_same((out, lse), want)
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            fa3._flash_attn_backward(
+                out, q, k, v, out, lse, **ends, sequed_q=used[0], sequed_k=used[1], is_causal=True,
+                **dict(zip(("dq", "dk", "dv"), gradients)), **longest,
+            )  # fmt: skip
+            expected = torch.autograd.grad(want[0], leaves, out, retain_graph=True)
+            torch.testing.assert_close(tuple(gradients), expected)
+
+    def test_private_names_of_caches(self):
+        """All that flash_attn_with_kvcache does, by other names."""
+        q, k, v = make((2, 3, 4, 16), (2, 3, 2, 16), (2, 3, 2, 16))
+        caches = make((6, 4, 2, 16), (6, 4, 2, 16))
+        theirs = [x.clone() for x in caches]
+        table = torch.tensor([[0, 0, 0], [5, 0, 2], [1, 4, 3]], dtype=torch.int32)
+        angles, used, rows = torch.rand(20, 4), int32(7, 5), int32(1, 2)
+        names = dict(rotary_cos=angles.cos(), rotary_sin=angles.sin(), page_table=table, causal=True)
+        out, lse, *_ = fa3._flash_attn_forward(
+            q, *caches, k, v, seqused_k=used, kv_batch_idx=rows, leftpad_k=int32(2, 0), seqlens_rotary=int32(1, 0),
+            **names,
+        )  # fmt: skip
+        want = fa3.flash_attn_with_kvcache(
+            q, *theirs, k, v, cache_seqlens=used, cache_batch_idx=rows, cache_leftpad=int32(2, 0),
+            rotary_seqlens=int32(1, 0), return_softmax_lse=True, **names,
+        )  # fmt: skip
+        assert_same((out, lse, *caches), (*want[:2], *theirs))
+        out, *_ = fa3._flash_attn_forward(q, *caches, seqused_k=used + 3, page_table=table[1:], seqused_q=int32(3, 1))
+        want = attention(q, *caches, seqused_k=used + 3, page_table=table[1:], seqused_q=int32(3, 1))
+        assert torch.equal(out, want) and not out[1, 1:].any()
 
     def test_qkv_in_one(self):
         (qkv,) = make((2, 5, 8, 16))
@@ -693,6 +801,7 @@ REFUSED = [
     *((fa3.flash_attn_func, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
     (fa3.flash_attn_varlen_func, 7, "qv"),
+    *((fa3._flash_attn_forward, 3, name) for name in ("qv", "q_descale", "k_descale", "v_descale")),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
     *((fa4.flash_attn_func, 3, name) for name in (
@@ -708,6 +817,13 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: ANYTHING})
+
+
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+@pytest.mark.parametrize("window", [None, 3, (1, 2, 3)])
+def test_windows_that_are_no_pair(module, window):
+    with pytest.raises(TypeError, match="^window_size: got .*, want .left, right."):
+        module.flash_attn_func(*make_qkv(), window_size=window)
 
 
 def test_wide_values_on_a_gpu_raise():
@@ -800,6 +916,23 @@ class TestRotary:
             rows, cos, sin, seqlen_offsets=offsets, cu_seqlens=int32(0, 2, 6), max_seqlen=4
         )
         torch.testing.assert_close(got[:6], torch.cat([want[0, :2], want[1]]))
+
+    def test_wrong_arguments(self):
+        (x,) = make((2, 4, 3, 8))
+        angles, call = torch.rand(5, 4), rotary.apply_rotary_emb
+        with pytest.raises(ValueError, match="^cos: got 3 positions, want 4"):
+            call(x, angles[:3], angles[:3])
+        with pytest.raises(ValueError, match="^cos: got 5 positions, want 6"):
+            call(x, angles, angles, seqlen_offsets=2)
+        with pytest.raises(ValueError, match="^cos: got 5 positions, want 7"):
+            call(x[0], angles, angles, seqlen_offsets=3, cu_seqlens=int32(0, 4), max_seqlen=4)
+        with pytest.raises(ValueError, match="^cos: got 5 columns, want at most half of the 8 of x"):
+            call(x, torch.rand(5, 5), torch.rand(5, 5))
+        with pytest.raises(ValueError, match="^sin: got shape .5, 3., want .5, 4. as cos"):
+            call(x, angles, angles[:, :3])
+        # A device would not tell, but end the process: places in a tensor are those that there are.
+        got = call(x, angles, angles, seqlen_offsets=torch.tensor([0, 9]))
+        torch.testing.assert_close(got[1], call(x[1:], angles[4:].expand(4, 4), angles[4:].expand(4, 4))[0])
 
     def test_in_place(self):
         (x,) = make((1, 4, 2, 8))

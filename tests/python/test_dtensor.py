@@ -1,4 +1,4 @@
-"""fulgur.torch.attention of DTensors, on two processes."""
+"""fulgur.torch.attention of DTensors, and in models under DDP and FSDP, on two processes."""
 
 import subprocess
 import sys
@@ -59,14 +59,66 @@ dist.destroy_process_group()
 """
 
 
-def test_batch_and_heads_are_sharded(tmp_path):
+MODEL = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from fulgur.torch import attention
+
+rank, path, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(-3)
+        return x + self.out(attention(q, k, v, causal=True).flatten(-2))
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Block(), Block())
+
+whole, model = make(), make()
+batch = torch.randn(4, 9, 32)
+whole(batch).square().mean().backward()
+if kind == "DDP":
+    model = DistributedDataParallel(model)
+else:
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+model(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
+for got, want in zip(model.parameters(), whole.parameters(), strict=True):
+    got = got.grad if kind == "DDP" else got.grad.full_tensor()
+    torch.testing.assert_close(got, want.grad, atol=1e-6, rtol=1e-5)
+dist.destroy_process_group()
+"""
+
+
+def run_two(code, folder, *arguments):
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CODE, str(rank), str(tmp_path / "meeting")], stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", code, str(rank), str(folder / "meeting"), *arguments],
+            stderr=subprocess.PIPE, text=True,
+        )
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
+
+
+def test_batch_and_heads_are_sharded(tmp_path):
+    run_two(CODE, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP"])
+def test_models_train(kind, tmp_path):
+    """With the gradients of one process that has the whole batch."""
+    run_two(MODEL, tmp_path, kind)

@@ -17,7 +17,7 @@ extern "C" const void* last_stream() { return fulgur_fake_state()->launches.back
 """
 
 PRELUDE = """
-import ctypes, sys
+import ctypes, re, sys
 import numpy as np, pytest, fulgur
 
 sys.path.insert(0, {tests!r})
@@ -87,16 +87,16 @@ def on_fake_gpu(tmp_path_factory):
     (folder / "cache").mkdir(mode=0o700)
     probe = "import fulgur; print(dict((e.name, e.unavailable) for e in fulgur.engines())['cuda'])"
 
-    def run(code):
+    def run(code, **variables):
         process = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+            [sys.executable, "-c", code], env=environment | variables, capture_output=True, text=True
         )
         assert process.returncode == 0, process.stderr
         return process.stdout.strip()
 
     if unavailable := run(probe):
         pytest.skip(unavailable)
-    return lambda code: run(PRELUDE.format(tests=str(TESTS / "python")) + code)
+    return lambda code, **variables: run(PRELUDE.format(tests=str(TESTS / "python")) + code, **variables)
 
 
 def test_a_call_is_put_on_the_stream_of_the_library(on_fake_gpu):
@@ -265,3 +265,35 @@ with pytest.raises(TypeError, match="^q: got OnGpu on a GPU, whose library has n
     fulgur.attention(q, k, k)
 assert driver.launch_count() == 0
 """)
+
+
+@pytest.mark.parametrize(
+    "variable, value, reason",
+    [
+        ("FAKE_CUDA_DEVICES", "0", "the driver sees no CUDA device|this machine has 0 CUDA devices"),
+        ("FAKE_CUDA_INIT", "999", "does not start"),
+        ("FAKE_CUDA_VERSION", "11080", "supports CUDA 11.8; want 12.0 or newer"),
+        ("FAKE_CUDA_CAPABILITY", "80", "has compute capability 8.0; want 9.0"),
+    ],
+)
+def test_a_machine_that_does_not_do(on_fake_gpu, variable, value, reason):
+    """Every call says why, as a fulgur.Error, and the CPU is none the worse for it."""
+    on_fake_gpu(
+        f"""
+lse, lengths = OnGpu((2, 4, 128), dtype=(2, 32)), OnGpu((2,), dtype=(0, 32))
+for call in (
+    lambda: fulgur.attention(q, k, k),
+    lambda: fulgur.plan(q, k, k),
+    lambda: fulgur.explain(q, k, k),
+    lambda: fulgur.attention_backward(q, q, k, k, q, lse),
+    lambda: fulgur.append(k, OnGpu((2, 256, 2, 64)), OnGpu((2, 1, 2, 64)), OnGpu((2, 1, 2, 64)), lengths),
+    lambda: fulgur.merge([q], [lse]),
+):
+    with pytest.raises(fulgur.Error, match={reason!r}):
+        call()
+(unavailable,) = (e.unavailable for e in fulgur.engines() if e.name == "cuda")
+assert re.search({reason!r}, unavailable)
+fulgur.attention(*[np.zeros((1, 4, 1, 8), np.float32)] * 3)
+""",
+        **{variable: value},
+    )

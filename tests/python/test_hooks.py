@@ -76,6 +76,8 @@ class TestSdpa:
         mask[:, 0] = True
         assert self.compare(q, k, v, attn_mask=mask) == 0
         assert self.compare(*(x.detach().double().requires_grad_() for x in (q, k, v))) == 0
+        assert self.compare(*make(*[(2, 1, 9, 512)] * 3), is_causal=True) == 1
+        assert self.compare(*make(*[(2, 1, 9, 513)] * 3), is_causal=True) == 0
 
     def test_under_compile(self):
         q, k, v = make(*[(2, 4, 9, 16)] * 3)

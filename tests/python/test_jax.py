@@ -19,7 +19,7 @@ from jax.test_util import check_grads
 
 import fulgur
 from fulgur import _fulgur
-from fulgur.jax import append, attention, dot_product_attention
+from fulgur.jax import append, append_attention, attention, dot_product_attention
 
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go there
 jax.config.update("jax_numpy_rank_promotion", "raise")  # as some callers set it
@@ -498,11 +498,21 @@ def test_vmap_folds_into_the_batch_and_nests():
     assert jax.vmap(attention)(*(x[:0] for x in arrays(*[(4, 1, 6, 2, 8)] * 3))).shape == (0, 1, 6, 2, 8)
 
 
+@pytest.mark.parametrize("H", [2, 8, 96, 128])
+def test_default_scale_is_that_of_the_library(H):
+    """To the last bit: float64 would show another rounding of 1 / sqrt(d)."""
+    with jax.enable_x64(True):
+        q, k, v = qkv(H=H, dtype="float64")
+        want = fulgur.attention(*map(np.asarray, (q, k, v)), causal=True)
+        np.testing.assert_array_equal(attention(q, k, v, causal=True), want)
+        np.testing.assert_array_equal(dot_product_attention(q, k, v, is_causal=True), want)
+
+
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_disable_most_optimizations", True)
 from jax.sharding import PartitionSpec as P
-from fulgur.jax import append, attention, dot_product_attention
+from fulgur.jax import append, append_attention, attention, dot_product_attention
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -575,6 +585,13 @@ want = step(q, k, v, lengths, k_cache, v_cache)
 for rows, numbers in ((batch, batch), (heads, whole)):
     specs = (rows, rows, rows, numbers, rows, rows)
     sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(rows,) * 3))
+    for a, b in zip(sharded(q, k, v, lengths, k_cache, v_cache), want):
+        np.testing.assert_array_equal(a, b)
+    def at_once(q, k, v, lengths, k_cache, v_cache):
+        words = jnp.full((*q.shape[:2], 2), 5, jnp.uint32)
+        *caches, out = append_attention(q, k_cache, v_cache, k, v, lengths, tree_mask=words, invariant=True)
+        return out, *caches
+    sharded = jax.jit(jax.shard_map(at_once, mesh=mesh, in_specs=specs, out_specs=(rows,) * 3))
     for a, b in zip(sharded(q, k, v, lengths, k_cache, v_cache), want):
         np.testing.assert_array_equal(a, b)
 table = jnp.array([[1], [0]], jnp.int32)
@@ -717,6 +734,7 @@ def test_max_workspace():
         (dict(key=jnp.zeros((2, 19, 2, 8))), ValueError, r"key: got float32 \(2, 19, 2, 8\), want"),
         (dict(value=jnp.zeros((2, 19, 2, 16), jnp.bfloat16)), ValueError, "value: got bfloat16"),
         (dict(query=jnp.zeros(3)), ValueError, "query: got shape"),
+        (dict(zip(("query", "key", "value"), qkv(H=0))), ValueError, "query: got head dim 0, want 1 to 512"),
         (dict(query=jnp.zeros((2, 19, 3, 16))), ValueError, "query: got 3 heads, want a multiple"),
     ],
 )  # fmt: skip
@@ -836,7 +854,7 @@ def address(value):
     return POINTER(ctypes.addressof(value))
 
 
-@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward", "fulgur_append"])
+@pytest.mark.parametrize("call", ["fulgur_forward", "fulgur_backward", "fulgur_append", "fulgur_append_forward"])
 @pytest.mark.parametrize("platform, stage", [("cpu", "execute"), ("CUDA", "execute"), ("CUDA", "initialize")])
 def test_handlers_say_what_they_are(call, platform, stage):
     metadata = struct(SIZE(56), struct(SIZE(24), POINTER(), INT(-1), INT(-1)), ctypes.c_uint32(77), ctypes.c_int64())
@@ -921,6 +939,7 @@ CALLS = {
     "fulgur_forward": ([ROWS] * 3, [ROWS, LSE]),
     "fulgur_backward": ([ROWS] * 5 + [LSE], [ROWS] * 3),
     "fulgur_append": ([ROWS] * 4 + [(1,)], [ROWS] * 2),
+    "fulgur_append_forward": ([ROWS] * 5 + [(1,)], [ROWS] * 3 + [LSE]),
 }
 
 
@@ -962,6 +981,8 @@ def test_calls_are_lowered_for_cuda():
     text = loss.trace(q).lower(lowering_platforms=("cuda",)).as_text()
     step = jax.jit(lambda k, v: append(k, v, k[:, :1], v[:, :1], LENGTH))
     text += step.trace(k, v).lower(lowering_platforms=("cuda",)).as_text()
+    step = jax.jit(lambda q, k, v: append_attention(q[:, :1], k, v, k[:, :1], v[:, :1], LENGTH))
+    text += step.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
     for call in CALLS:
         assert f"@{call}(" in text
-    assert text.count("output_operand_alias<") == 2
+    assert text.count("output_operand_alias<") == 4

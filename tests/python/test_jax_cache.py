@@ -9,7 +9,7 @@ import pytest
 from test_append import turned
 
 import fulgur
-from fulgur.jax import append, attention
+from fulgur.jax import append, append_attention, attention
 
 PAGES, PAGE, HQ, HK, D, DV = 12, 4, 4, 2, 8, 6
 
@@ -387,3 +387,218 @@ def test_wrong_values_of_append(change, message):
     options |= dict(cache_seqlens=tensors.pop()) | change
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=f"^INVALID_ARGUMENT: {message}"):
         jax.block_until_ready(append(*tensors, **options))
+
+
+# Append and attention in one call.
+
+BESIDES = {
+    "alone": dict(),
+    "sinks and slopes": dict(
+        sinks=np.linspace(-1, 2, HQ, dtype=np.float32), alibi_slopes=np.linspace(0.1, 1, HQ, dtype=np.float32)
+    ),
+    "a tree": dict(tree_mask=np.array([[1, 3], [1, 2], [1, 3]])),
+    "fewer queries": dict(seqused_q=int32(2, 0, 1), softcap=3.0, scale=0.4),
+}
+NUMBERS = ("causal", "interleaved", "window", "scale", "softcap", "invariant", "return_lse")
+
+
+def make_both(kind, turns="as they are", besides="alone", seed=0, dtype=np.float32):
+    """The arrays of a call that stand first, further ones by name, and its numbers."""
+    tensors, options = make_append(kind, turns, seed, dtype)
+    q = np.random.default_rng(seed + 9).standard_normal((*tensors[2].shape[:-2], HQ, D), np.float32)
+    options |= BESIDES[besides] | dict(invariant=True, return_lse=True)
+    options.pop("q", None)
+    if "cu_seqlens_k_new" in options:
+        options["cu_seqlens_q"] = ENDS
+        if "tree_mask" in options:
+            options["tree_mask"] = np.array([1, 3, 5, 1, 3])
+    numbers = {name: options.pop(name) for name in NUMBERS if name in options}
+    return [q.astype(dtype), *tensors], options, numbers
+
+
+def both(tensors, options, numbers):
+    """What fulgur.append_attention gives, as fulgur.jax.append_attention does."""
+    q, k_cache, v_cache, *rows = (x.copy() for x in tensors)
+    return k_cache, v_cache, *fulgur.append_attention(q, k_cache, v_cache, *rows, **options, **numbers)
+
+
+@pytest.mark.parametrize("besides", BESIDES)
+@pytest.mark.parametrize("turns", TURNS)
+@each_append
+def test_append_attention(kind, turns, besides):
+    tensors, options, numbers = make_both(kind, turns, besides)
+    want, before = both(tensors, options, numbers), [x.copy() for x in tensors]
+    assert_equal(append_attention(*tensors, **options, **numbers), want)
+    compiled = jax.jit(lambda tensors, options: append_attention(*tensors, **options, **numbers))
+    if "tree_mask" in options:
+        options["tree_mask"] = options["tree_mask"][..., None].view(np.uint32)
+    assert_equal(compiled(tensors, options), want)
+    assert_equal(tensors, before)
+    without = append_attention(*tensors, **options, **numbers | dict(return_lse=False))
+    assert_equal(without, want[:3])
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@each_append
+def test_append_attention_is_append_and_attention(kind, turns):
+    tensors, options, numbers = make_both(kind, turns)
+    places = ("cos", "sin", "rotary_seqlens", "interleaved", "cu_seqlens_k_new")
+    given = options | numbers
+    writing = {name: given[name] for name in places if name in given}
+    reading = {name: x for name, x in given.items() if name not in places}
+    shared = {name: x for name, x in reading.items() if name not in ("invariant", "return_lse")}
+
+    @jax.jit
+    def two(q, k_cache, v_cache, k, v, old):
+        if "cos" in writing:
+            *caches, q = append(k_cache, v_cache, k, v, old, q=q, **writing, **shared)
+        else:
+            caches = append(k_cache, v_cache, k, v, old, **writing, **shared)
+        used = old + (np.diff(ENDS) if "cu_seqlens_k_new" in writing else 2)
+        return *caches, *attention(q, *caches, seqused_k=used, **reading)
+
+    if "cos" not in writing:
+        shared.pop("cu_seqlens_q", None)
+    assert_equal(append_attention(*tensors, **options, **numbers), map(np.asarray, two(*tensors)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_append_attention_of_other_dtypes(dtype):
+    tensors, options, numbers = make_both("pages", "turned, queries", dtype=dtype)
+    assert_equal(append_attention(*tensors, **options, **numbers), both(tensors, options, numbers))
+
+
+def test_append_attention_of_float64():
+    with jax.enable_x64(True):
+        tensors, options, numbers = make_both("rows", "turned, queries", dtype=np.float64)
+        got = append_attention(*tensors, **options, **numbers)
+        assert all(x.dtype == np.float64 for x in got)
+        assert_equal(got, both(tensors, options, numbers))
+
+
+def test_append_attention_to_padded_and_shared_pages():
+    """Padded on the left, and beside a prefix that two sequences have."""
+    tensors, options, numbers = make_both("pages", "turned, queries")
+    padded = options | dict(leftpad_k=int32(2, 0, 1))
+    assert_equal(append_attention(*tensors, **padded, **numbers), both(tensors, padded, numbers))
+    tensors[-1] = int32(6, 5, 3)
+    prefixes = options | dict(page_table=int32([3, 9, 0], [3, 5, 0], [7, 2, 99]))
+    prefixes |= dict(prefix_groups=int32(0, 2, 3), prefix_lens=int32(4, 0))
+    assert_equal(append_attention(*tensors, **prefixes, **numbers), both(tensors, prefixes, numbers))
+
+
+def test_append_attention_in_donated_caches():
+    """Under scan, too, and as long as nothing else has a use of them."""
+    (q, *caches, k, v, old), options, numbers = make_both("pages", "turned, queries")
+
+    @partial(jax.jit, donate_argnums=0)
+    def steps(caches, q, k, v):
+        def step(carry, rows):
+            caches, lengths = carry
+            q, k, v = (x[:, None] for x in rows)
+            *caches, out, lse = append_attention(q, *caches, k, v, lengths, **options, **numbers)
+            return (caches, lengths + 1), (out[:, 0], lse[..., 0])
+
+        rows = [jnp.swapaxes(x, 0, 1) for x in (q, k, v)]
+        (caches, _), results = jax.lax.scan(step, (caches, jnp.asarray(old)), rows)
+        return caches, results
+
+    k_cache, v_cache = (x.copy() for x in caches)
+    wanted = []
+    for n in range(2):
+        rows = [x[:, n : n + 1] for x in (q, k, v)]
+        lengths = old + np.int32(n)
+        wanted.append(fulgur.append_attention(rows[0], k_cache, v_cache, *rows[1:], lengths, **options, **numbers))
+    written = [jnp.array(x, copy=True) for x in caches]
+    where = addresses(written)
+    got, (outs, lses) = steps(written, q, k, v)
+    assert addresses(got) == where and all(x.is_deleted() for x in written)
+    assert_equal(got, [k_cache, v_cache])
+    assert_equal(outs, [out[:, 0] for out, _ in wanted])
+    assert_equal(lses, [lse[..., 0] for _, lse in wanted])
+
+
+@pytest.mark.parametrize("turns", ["as they are", "turned, queries"])
+@pytest.mark.parametrize("mapped", ["rows", "all"])
+@each_append
+def test_vmap_of_append_attention(kind, mapped, turns):
+    calls = [make_both(kind, turns, "a tree", seed) for seed in (0, 1)]
+    tensors, options, numbers = calls[0]
+    if mapped == "rows":  # new ones, into copies of one cache
+        (q2, _, _, *rows2, _), (_, *caches, _, _, old) = calls[1][0], tensors
+        calls[1] = [q2, *caches, *rows2, old], options, numbers
+        rows = [np.stack(x) for x in zip((tensors[0], *tensors[3:5]), (q2, *rows2))]
+        got = jax.vmap(lambda q, k, v: append_attention(q, *caches, k, v, old, **options, **numbers))(*rows)
+    else:
+        stacked = jax.tree.map(lambda *x: np.stack(x), *(call[:2] for call in calls))
+        stacked[1]["tree_mask"] = stacked[1]["tree_mask"][..., None].view(np.uint32)
+        got = jax.vmap(lambda tensors, options: append_attention(*tensors, **options, **numbers))(*stacked)
+    for n, call in enumerate(calls):
+        assert_equal([x[n] for x in got], both(*call))
+
+
+def test_there_is_no_gradient_of_append_attention():
+    (q, *rest), options, numbers = make_both("pages")
+    function = lambda q: append_attention(q, *rest, **options, **numbers)[2]  # noqa: E731
+    for call in (function, jax.jit(function)):
+        with pytest.raises(ValueError, match="^append_attention: called where a gradient is wanted"):
+            jax.grad(lambda q: call(q).sum())(q)
+    stopped = jax.grad(lambda q: (q * function(jax.lax.stop_gradient(q)).sum()).sum())(q)
+    np.testing.assert_allclose(stopped, function(q).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        *((dict([(name, None)]), TypeError, f"{name}: got None, want an array")
+          for name in ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens")),
+        (dict(q=np.zeros((3, 2, HQ, D + 1), np.float32)), ValueError, "q: got shape"),
+        (dict(q=np.zeros((3, 2, HK + 1, D), np.float32)), ValueError, "q: got 3 heads"),
+        (dict(q=np.zeros((2, 2, HQ, D), np.float32)), ValueError, "q: got"),
+        (dict(q=np.zeros((3, 2, HQ, D), np.float16)), ValueError, "q: got f16, want f32"),
+        (dict(k_new=np.zeros((3, 2, HK, D + 1), np.float32)), ValueError, "k_new: got shape"),
+        (dict(v_cache=np.zeros((PAGES, PAGE, HK, DV), np.float16)), ValueError, "v_cache: got f16, want f32"),
+        (dict(cache_seqlens=np.zeros(3, np.float32)), ValueError, "cache_seqlens: got f32, want i32"),
+        (dict(page_table=GROWING[:2]), ValueError, r"page_table: got shape \(2, 3\), want \(3, 3\)"),
+        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given beside page_table"),
+        (dict(cu_seqlens_k_new=ENDS), ValueError, "k_new: got 4 dimensions"),
+        (dict(cu_seqlens_q=ENDS), ValueError, "q: got 4 dimensions"),
+        (dict(sin=None), ValueError, "sin: not given"),
+        (dict(sinks=np.zeros(HQ + 1, np.float32)), ValueError, "sinks: got shape"),
+        (dict(leftpad_k=OLD[:2]), ValueError, "leftpad_k: got shape"),
+        (dict(tree_mask=np.zeros((3, 2), np.int32)), ValueError, "tree_mask: got int32"),
+        (dict(prefix_lens=OLD), ValueError, "prefix_groups: not given"),
+        (dict(seqused_q=OLD[:2]), ValueError, "seqused_q: got shape"),
+        (dict(interleaved=1), TypeError, "interleaved: got 1, want True or False"),
+        (dict(return_lse=1), TypeError, "return_lse: got 1, want True or False"),
+        (dict(window=3), TypeError, "window: got 3"),
+        (dict(softcap=-1.0), ValueError, "softcap: got -1"),
+        (dict(max_workspace=-1), ValueError, "max_workspace: got -1"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_append_attention(change, error, message):
+    tensors, options, numbers = make_both("pages", "turned, queries")
+    names = "q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens"
+    call = dict(zip(names, tensors)) | options | numbers | change
+    known = {name: x for name, x in call.items() if not isinstance(x, np.ndarray)}
+    arrays = {name: x for name, x in call.items() if name not in known}
+    for function in (append_attention, jax.jit(lambda **arrays: append_attention(**arrays, **known))):
+        with pytest.raises(error, match=f"^{message}"):
+            function(**arrays, **(known if function is append_attention else {}))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(page_table=TABLE), "page_table: got -1 as page 0 of sequence 1, want one of the 12 pages"),
+        (dict(cache_seqlens=int32(6, 0, 11)), "cache_seqlens: got 11 at 2, with 2 new rows 13, want at most the 12"),
+        (dict(leftpad_k=int32(9, 0, 0)), "leftpad_k: got 9 at 0, want 0 to 8"),
+        (dict(rotary_seqlens=int32(19, 0, 0)), "cos: got 20 positions, want 21"),
+        (dict(max_workspace=1), "max_workspace: got 1 bytes, want at least"),
+    ],
+)
+def test_wrong_values_of_append_attention(change, message):
+    tensors, options, numbers = make_both("pages", "turned, queries")
+    call = options | dict(cache_seqlens=tensors.pop()) | numbers | change
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=f"^INVALID_ARGUMENT: {message}"):
+        jax.block_until_ready(append_attention(*tensors, **call))

@@ -54,6 +54,44 @@ def test_version():
     assert fulgur.__version__ == importlib.metadata.version("fulgur")
 
 
+def test_extras():
+    """What each names is asked for, and nothing else but NumPy without one."""
+    wanted = importlib.metadata.requires("fulgur")
+    of_extra = {}
+    for line in wanted:
+        package, _, extra = line.partition("; extra == ")
+        of_extra.setdefault(extra.strip("'\""), []).append(package)
+    assert set(of_extra) == {"", "torch", "jax", "cuda12", "cuda13", "test"}
+    for extra, package in (
+        ("", "numpy"), ("torch", "torch"), ("jax", "jax"), ("cuda12", "nvidia-cuda-nvrtc-cu12"),
+        ("cuda13", "nvidia-cuda-nvrtc"),
+    ):  # fmt: skip
+        (requirement,) = of_extra[extra]
+        assert re.fullmatch(rf"{package}[<>=.,0-9]+", requirement), requirement
+
+
+# What calls of another library do not take: it says that itself, or has it in another way.
+ELSEWHERE = {
+    "torch": {"seed", "offset", "rng_state", "threads", "engine", "out", "stream"},
+    "jax": {"rng_state", "threads", "engine", "out", "stream"},
+}
+
+
+@pytest.mark.parametrize("name", ["attention", "append", "append_attention"])
+@pytest.mark.parametrize("library", ELSEWHERE)
+def test_other_libraries_have_every_option(name, library):
+    module = pytest.importorskip(f"fulgur.{library}")
+    elsewhere = ELSEWHERE[library] | ({"q_out"} if library == "jax" else set())
+
+    def options(function):
+        return {
+            x.name: (x.default, x.kind) for x in inspect.signature(function).parameters.values()
+            if x.name not in elsewhere
+        }  # fmt: skip
+
+    assert options(getattr(module, name)) == options(getattr(fulgur, name))
+
+
 def program(*arguments, **options):
     command = [sys.executable, "-B", "-m", "fulgur", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)

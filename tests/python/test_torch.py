@@ -199,6 +199,34 @@ def test_a_second_derivative_raises():
         torch.func.grad(lambda q: loss(q).sum())(q)
 
 
+def test_forward_mode_raises():
+    """And is never 0, whichever way tangents come, while what has none is computed."""
+    from torch.autograd import forward_ad
+
+    q, k, v = make_qkv()
+    one = torch.ones_like(q)
+    message = "^You must implement the jvp function for custom autograd.Function"  # PyTorch's words
+    inner = lambda q: torch.func.jvp(lambda x: attention(q, k, v).sum() + x, (v,), (v,))[1]  # noqa: E731
+    for call in (
+        lambda: torch.func.jvp(lambda q: attention(q, k, v), (q,), (one,)),
+        lambda: torch.func.jacfwd(lambda q: attention(q, k, v).sum())(q),
+        lambda: torch.func.hessian(lambda q: attention(q, k, v).sum())(q),
+        lambda: torch.func.jvp(inner, (q,), (one,)),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+    recorded = q.clone().requires_grad_()
+    out = attention(recorded, k, v)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=message):
+            attention(q, forward_ad.make_dual(k, torch.ones_like(k)), v)
+        with pytest.raises(NotImplementedError, match=message):
+            out.backward(forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+        with pytest.raises(NotImplementedError, match="^q: has a tangent, and tree masks have no gradient"):
+            attention(forward_ad.make_dual(q, one), k, v, tree_mask=torch.ones(2, 7, dtype=torch.int64))
+        assert torch.equal(attention(q, k, v), out)
+
+
 def test_only_the_lse_is_used():
     q, k, v = make_qkv(grad=True)
     _, lse = attention(q, k, v, return_lse=True)
@@ -637,6 +665,25 @@ class TestWrongArguments:
     def test_message(self, change, message):
         q, k, v = make_qkv()
         with pytest.raises(RuntimeError, match=message):
+            attention(**{**dict(q=q, k=k, v=v), **change})
+
+    @pytest.mark.parametrize(
+        "change, error, message",
+        [
+            (dict(q=np.zeros((2, 7, 4, 8))), TypeError, "^q: got ndarray, want a tensor"),
+            (dict(k=None), TypeError, "^k: got NoneType, want a tensor"),
+            (dict(v=torch.tensor(1.0)), ValueError, "^v: got a tensor of no dimensions"),
+            (dict(window=3), TypeError, "^window: got 3, want None or .left, right."),
+            (dict(window=(1, 2, 3)), TypeError, "^window: got .1, 2, 3., want None or .left, right."),
+            (dict(window=(1.5, 2)), RuntimeError, "for argument 'window_left'"),
+            (dict(scale="1"), RuntimeError, "for argument 'scale'"),
+            (dict(dropout_p="1"), RuntimeError, "for argument 'dropout_p'"),
+            (dict(seqused_k=[3, 4]), RuntimeError, "for argument 'seqused_k'"),
+        ],
+    )
+    def test_wrong_kinds(self, change, error, message):
+        q, k, v = make_qkv()
+        with pytest.raises(error, match=message):
             attention(**{**dict(q=q, k=k, v=v), **change})
 
     def test_slopes_get_no_gradient(self):

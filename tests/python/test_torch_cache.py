@@ -407,3 +407,19 @@ class TestAppend:
             with pytest.raises(RuntimeError, match="^" + message):
                 append_attention(q, *tensors, *given, **options | changes)
         assert all(map(torch.equal, tensors, before))
+
+    @pytest.mark.parametrize("name", ["k_new", "v_new", "q"])
+    def test_what_is_no_tensor(self, name):
+        q, (k, v, old), options = self.call(False, True)
+        call = dict(q=q, k_new=k, v_new=v) | {name: old.numpy()}
+        for function in (append, append_attention):
+            options.pop("sinks", None)
+            with pytest.raises(TypeError, match=f"^{name}: got ndarray, want a tensor"):
+                function(k_cache=caches()[0], v_cache=caches()[1], cache_seqlens=old, **options, **call)
+
+    def test_tangents_are_refused(self):
+        from torch.autograd import forward_ad
+
+        q, given, options = self.call(False, True)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="^q: has a tangent, and caches have"):
+            append_attention(forward_ad.make_dual(q, q), *caches(), *given, **options)

@@ -3,8 +3,10 @@ dim)``."""
 
 import torch
 
-from fulgur._drop_in import keys_of_packed_queries, longest, refuse, sides, with_kvcache
-from fulgur.torch import attention, random_numbers
+from fulgur._drop_in import (
+    keys_of_packed_queries, longest, refuse, sides, want_int32, with_kvcache,
+)  # fmt: skip
+from fulgur.torch import attention, random_numbers, whole_rows
 
 USE_TRITON_ROCM = False
 
@@ -120,6 +122,10 @@ def flash_attn_with_kvcache(
     rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
     window bounds it, else all of q to cache_seqlens.
     """
+    want_int32(
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table,
+    )  # fmt: skip
     results = with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,
@@ -142,6 +148,10 @@ def _shared(
     )  # fmt: skip
 
 
+def _whole(**tensors):
+    return tuple(whole_rows(name, x) for name, x in tensors.items())
+
+
 def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
     alibi_slopes, return_softmax,
@@ -153,7 +163,7 @@ def _flash_attn_forward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    return *_forward(q, k, v, **shared), q.new_empty(0), rng_state
+    return *_forward(*_whole(q=q, k=k, v=v), **shared), q.new_empty(0), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -175,8 +185,11 @@ def _flash_attn_varlen_forward(
         dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q),
         **where,
     )  # fmt: skip
-    forward = _forward if block_table is None else _forward_cached
-    return *forward(q, k, v, **shared), q.new_empty(0), rng_state
+    if block_table is None:
+        results = _forward(*_whole(q=q, k=k, v=v), **shared)
+    else:
+        results = _forward_cached(whole_rows("q", q), k, v, **shared)
+    return *results, q.new_empty(0), rng_state
 
 
 def _flash_attn_backward(
@@ -189,8 +202,9 @@ def _flash_attn_backward(
         dropout_p, rng_state,
     )  # fmt: skip
     _backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
-    )
+        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def _flash_attn_varlen_backward(
@@ -205,5 +219,6 @@ def _flash_attn_varlen_backward(
         max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
     )  # fmt: skip
     _backward_into(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, **shared, deterministic=deterministic
-    )
+        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
+        deterministic=deterministic,
+    )  # fmt: skip

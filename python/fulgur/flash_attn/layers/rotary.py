@@ -36,8 +36,19 @@ def apply_rotary_emb(
     """x ``(batch, seqlen, heads, dim)`` or packed ``(total, heads, dim)``, each row turned by the
     angles of its place in its sequence plus ``seqlen_offsets``, a number or int ``(batch,)``.
 
-    cos and sin are ``(longest, rotary_dim / 2)``. ``inplace`` writes to x and returns it.
+    cos and sin are ``(longest, rotary_dim / 2)``; places behind them, which offsets in a tensor may
+    have, turn as the last. ``inplace`` writes to x and returns it.
     """
+    positions, columns = cos.shape
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: got shape {tuple(sin.shape)}, want {tuple(cos.shape)} as cos")
+    if 2 * columns > x.shape[-1]:
+        raise ValueError(f"cos: got {columns} columns, want at most half of the {x.shape[-1]} of x")
+    longest = 0 if max_seqlen is None else max_seqlen
+    longest = x.shape[1] if cu_seqlens is None else longest
+    on_host = not any(isinstance(n, torch.Tensor) for n in (longest, seqlen_offsets))
+    if on_host and longest + seqlen_offsets > positions:
+        raise ValueError(f"cos: got {positions} positions, want {longest + seqlen_offsets}")
     offsets = torch.as_tensor(seqlen_offsets, device=x.device)
     if cu_seqlens is None:
         places = torch.arange(x.shape[1], device=x.device) + offsets[..., None]
@@ -46,7 +57,7 @@ def apply_rotary_emb(
         sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
         sequence = sequence.clamp(max=len(cu_seqlens) - 2)  # rows behind the last are padding
         places = rows - cu_seqlens[sequence] + (offsets[sequence] if offsets.dim() else offsets)
-        places = places.clamp(max=cos.shape[0] - 1)
+    places = places.clamp(max=positions - 1)
     turned = apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
     return x.copy_(turned) if inplace else turned
 
