@@ -109,9 +109,10 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
   if (wide) {
-    // Loads keep up with the products of larger tiles, but for lanes that look up pages. A word of
-    // a tree mask has bits for 64 keys.
-    const int large = dim <= 128 ? 128 : 64;
+    // Loads keep up with the products of larger tiles, but for lanes that look up pages; of these
+    // tiles there are six buffers or more, lest V wait for a place. A word of a tree mask has bits
+    // for 64 keys.
+    const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
     // Beside the widest heads what scores need besides has no registers.
@@ -156,16 +157,12 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
 }
 
-/// The keys of a unit, in which shares are counted.
-int unit_keys(const HopperDecodePlan& plan) {
-  return std::max<int>(kernels::kUnitKeys, plan.block_keys);
-}
-
 /// How lines are cut.
 int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.invariant) return kernels::kOwnPieces;
   const bool fills = plan.team_warps >= kernels::kWideTeam && has_few_lines(p, plan.grid) &&
-                     rows_of_kv_head(p) <= plan.block_rows() && p.sk > unit_keys(plan);
+                     rows_of_kv_head(p) <= plan.block_rows() &&
+                     p.sk > kernels::unit_keys(plan.block_keys);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
@@ -279,7 +276,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
   if (plan.pieces != kernels::kNoPieces) {
-    const int64_t units = ceil_div(p.sk, unit_keys(plan));
+    const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
     plan.most_pieces =
         kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
     if (plan.pieces == kernels::kFillingPieces && kManyParts * p.batch * p.hk > plan.grid) {

@@ -133,13 +133,25 @@ TEST(DecodePlan, FitsTheMachine) {
           EXPECT_LE(plan.threads(), plan.team_warps >= 4 ? 384 : 256);
           EXPECT_GE(plan.line_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
           EXPECT_LE(plan.line_rows, plan.block_rows());
-          EXPECT_EQ(std::max<int>(kernels::kUnitKeys, plan.block_keys) % plan.block_keys, 0);
+          EXPECT_EQ(kernels::unit_keys(plan.block_keys) % plan.block_keys, 0);
           EXPECT_GE(std::min(plan.k_stages, plan.v_stages), 2);
           EXPECT_LE(plan.counters(), 1024);  // of the workspace's zeroed bytes
         }
       }
     }
   }
+}
+
+// Of the tiles of many rows there is room for as many buffers as keep K and V on their way.
+TEST(DecodePlan, ManyRowsHaveSixBuffers) {
+  const auto buffers = [](int64_t d) {
+    const HopperDecodePlan plan = plan_of({.sq = 16, .hq = 8, .hk = 1, .d = d, .dv = d});
+    EXPECT_EQ(plan.block_rows(), 128);
+    return std::pair{plan.block_keys, plan.k_stages + plan.v_stages};
+  };
+  EXPECT_EQ(buffers(128), (std::pair{128, 6}));
+  EXPECT_EQ(buffers(192), (std::pair{64, 7}));
+  EXPECT_EQ(buffers(256), (std::pair{48, 6}));
 }
 
 TEST(DecodePlan, RowsOfAKvHeadDecide) {

@@ -66,7 +66,7 @@ __device__ __forceinline__ void sync_teams() {
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 
 // Of a share.
-constexpr int kShareUnitKeys = most(kUnitKeys, kBlockKeys);
+constexpr int kShareUnitKeys = unit_keys(kBlockKeys);
 
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {
