@@ -115,12 +115,11 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
     const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
-    // Beside the widest heads what scores need besides has no registers.
-    const bool more_scores = dim > 128 && (plan.transforms_scores || plan.has_left);
-    if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && keeps_up) {
-      plan.block_keys = large;
-    }
-    const bool no_registers = more_scores && (p.invariant || !by_boxes);  // wherever keys lie
+    if (plan.team_warps == kMostWarps && !plan.tree && keeps_up) plan.block_keys = large;
+    // Beside the widest heads what scores need besides has no registers where lanes copy; invariant
+    // calls have one tile wherever keys lie.
+    const bool more_scores = plan.transforms_scores || plan.has_left;
+    const bool no_registers = more_scores && (p.invariant || !by_boxes);
     if (dim > 128 && (plan.tree || no_registers)) plan.block_keys = 16;
   }
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
