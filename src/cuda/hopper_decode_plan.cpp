@@ -168,8 +168,10 @@ int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
 /// Whether thread blocks may take lines one after the other, instead of shares that cut them:
 /// each sequence has one line a kv head, and there are enough for all thread blocks.
 bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
-  return plan.team_warps >= kernels::kWideTeam && plan.pieces == kernels::kNoPieces &&
-         !p.of_groups && rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+  // Narrow teams have no registers for it beside all that a tree mask takes.
+  if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
+  return plan.pieces == kernels::kNoPieces && !p.of_groups &&
+         rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {

@@ -338,11 +338,12 @@ TEST_P(Cache, LongSequencesInAnyBatch) {
 
 // As many lines as an H200 has multiprocessors, or more where there are fewer: of equal lengths
 // they may be taken whole, of others not.
-TEST_P(Cache, ManyLinesOfManyRows) {
-  for (const bool unequal : {false, true}) {
+TEST_P(Cache, ManyLines) {
+  for (const auto& [sq, unequal] :
+       {std::pair{1, false}, std::pair{1, true}, std::pair{12, false}, std::pair{12, true}}) {
     const Case c{.dtype = DType::kBF16,
                  .batch = 66,
-                 .sq = 12,
+                 .sq = sq,
                  .sk = 150,
                  .hq = 8,
                  .hk = 2,

@@ -193,8 +193,8 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
 }
 
-// Many lines of many rows may be taken whole: each sequence has one a kv head.
-TEST(DecodePlan, ManyLinesOfManyRowsMayBeTakenWhole) {
+// Many lines may be taken whole: each sequence has one a kv head.
+TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   const auto whole = [](int64_t batch, int64_t sq, int64_t hk = 8, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
@@ -202,8 +202,8 @@ TEST(DecodePlan, ManyLinesOfManyRowsMayBeTakenWhole) {
   };
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
+  EXPECT_TRUE(whole(64, 1));
   EXPECT_FALSE(whole(16, 16));  // fewer than thread blocks
-  EXPECT_FALSE(whole(64, 1));   // narrow teams
   EXPECT_FALSE(whole(64, 40));  // two blocks of rows
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
@@ -419,7 +419,8 @@ TEST(DecodePlan, SaysWhatItExpects) {
   test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .hq = 32, .hk = 8, .d = 128};
   EXPECT_TRUE(has(shape,
                   "512 lines, of a kv head and its rows, in up to 643 parts, which the last "
-                  "one at a line merges\n"));
+                  "one at a line merges; or whole lines, where these lengths make that as "
+                  "even\n"));
   EXPECT_TRUE(has(shape,
                   "about 495 us on an H200 where all sequences have 8192 keys; reading K and "
                   "V binds\n"));
