@@ -28,6 +28,8 @@ constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
 constexpr int64_t kSomeParts = 2;
+/// Those of narrow teams, where each has so many parts, which hardly differ in length.
+constexpr int64_t kEvenParts = 8;
 /// Of fewer parts a warp of that kernel takes more columns: a warp costs more than their loads.
 constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
@@ -82,9 +84,9 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Whether each line is computed by many thread blocks.
-bool has_few_lines(const Problem& p, int blocks) {
-  return p.batch <= kernels::kFillingSequences && kSomeParts * p.batch * p.hk <= blocks;
+/// Whether each line is computed by many thread blocks, `parts` or more.
+bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
+  return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
 }
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
@@ -159,9 +161,12 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
 /// How lines are cut.
 int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.invariant) return kernels::kOwnPieces;
-  const bool fills = plan.team_warps >= kernels::kWideTeam && has_few_lines(p, plan.grid) &&
-                     rows_of_kv_head(p) <= plan.block_rows() &&
-                     p.sk > kernels::unit_keys(plan.block_keys);
+  const bool few = plan.team_warps >= kernels::kWideTeam
+                       ? has_few_lines(p, plan.grid)
+                       : has_few_lines(p, plan.grid, kEvenParts) &&
+                             kernels::kMostPieces * p.batch * p.hk >= plan.grid;
+  const bool fills =
+      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
@@ -172,6 +177,24 @@ bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
   if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
   return plan.pieces == kernels::kNoPieces && !p.of_groups &&
          rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+}
+
+/// Of `lines`, in words.
+std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
+  if (plan.pieces == kernels::kFillingPieces) {
+    return fmt::format("cut so that each thread block has about one piece, which {} merges",
+                       plan.merges_later() ? "another kernel" : "the last one at a line");
+  }
+  if (plan.most_pieces > 1) {
+    return fmt::format(
+        "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
+        "merges",
+        plan.most_pieces);
+  }
+  if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
+  return fmt::format(
+      "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
+      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -187,6 +210,11 @@ int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_o
 
 int HopperDecodePlan::piece_floats() const {
   return piece_rows * kernels::partial_row_floats(value_dim);
+}
+
+bool HopperDecodePlan::merges_later() const {
+  return pieces == kernels::kOwnPieces ||
+         (pieces == kernels::kFillingPieces && team_warps >= kernels::kWideTeam);
 }
 
 int HopperDecodePlan::merge_units() const {
@@ -284,7 +312,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
       plan.merge_eights = 4;
     }
     // Pieces that fill the card have all rows of a block.
-    plan.piece_rows = plan.block_rows();
+    plan.piece_rows = plan.line_rows;
     if (plan.pieces == kernels::kOwnPieces) {
       plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
     }
@@ -391,21 +419,7 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                   plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs: {} lines, of a kv head and its rows, {}",
-                  plan.grid, lines,
-                  plan.pieces == kernels::kFillingPieces
-                      ? "cut so that each thread block has about one piece, which another kernel "
-                        "merges"
-                  : plan.most_pieces > 1
-                      ? fmt::format("cut where their own keys say (`invariant`), into up to {} "
-                                    "pieces, which another kernel merges",
-                                    plan.most_pieces)
-                  : plan.pieces == kernels::kOwnPieces
-                      ? "of which none is cut (`invariant`)"
-                      : fmt::format("in up to {} parts, which the last one at a line merges{}",
-                                    lines + plan.grid - 1,
-                                    plan.whole_lines ? "; or whole lines, where these lengths make "
-                                                       "that as even"
-                                                     : "")),
+                  plan.grid, lines, how_lines_are_cut(plan, lines)),
       fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
                   kLaunchMicroseconds + cycles / kMegahertz, p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};

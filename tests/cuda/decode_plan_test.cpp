@@ -169,8 +169,8 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   EXPECT_EQ(in_batch(8192), 64);
 }
 
-// Few lines of many rows are cut into as many pieces as there are thread blocks.
-TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
+// Few lines are cut into as many pieces as there are thread blocks.
+TEST(DecodePlan, FewLinesFillTheCard) {
   const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .invariant = invariant})
@@ -181,7 +181,9 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
   EXPECT_EQ(pieces(8, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
-  EXPECT_EQ(pieces(1, 4), kernels::kNoPieces);
+  EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);   // fewer than eight pieces a line
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
   const auto of_keys = [](int64_t batch, int64_t sk) {

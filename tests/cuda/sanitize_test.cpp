@@ -104,10 +104,10 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// Few lines of many rows in as many pieces as there are thread blocks, of as many keys as each has.
+// Few lines in as many pieces as there are thread blocks, of as many keys as each has.
 TEST_F(Sanitize, PiecesThatFillTheCard) {
   for (const auto& [batch, group, d] :
-       {std::array<int64_t, 3>{1, 4, 64}, {1, 4, 128}, {4, 4, 64}, {1, 8, 256}}) {
+       {std::array<int64_t, 3>{1, 4, 64}, {1, 4, 128}, {4, 4, 64}, {1, 8, 256}, {4, 1, 128}}) {
     EXPECT_TRUE(right({.dtype = kBf16,
                        .batch = batch,
                        .sq = 9,

@@ -19,6 +19,8 @@ enum : int {
   kBlockRows = kWarpRows * kTeamWarps,
   kTeamThreads = 32 * kTeamWarps,
   kWide = is_wide(kTile),
+  // decode_merge.cu puts the parts of lines together, in place of the last thread block at each.
+  kMergesLater = kPieces == kOwnPieces || (kPieces == kFillingPieces && kWide),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kWide && kBlockWarps == 12,
   kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
