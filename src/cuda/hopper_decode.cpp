@@ -30,7 +30,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
-  if (plan.pieces != kernels::kNoPieces) kernels.push_back(merge_kernel(plan));
+  if (plan.merges_later()) kernels.push_back(merge_kernel(plan));
   if (plan.has_padding()) kernels.push_back(kPaddingKernel);
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
@@ -61,9 +61,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.piece_floats = plan.piece_floats();
   params_.blocks = plan.grid;
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
-  if (plan_.pieces != kernels::kNoPieces) {
-    merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
-  }
+  if (plan_.merges_later()) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
 }
@@ -155,7 +153,7 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
   launch_copies(args, params, stream);
   launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
          "launching the decode kernel");
-  if (plan_.most_pieces > 1) {
+  if (plan_.merges_later() && plan_.most_pieces > 1) {
     launch(stream, merge_kernel_, &params,
            {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
            32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");

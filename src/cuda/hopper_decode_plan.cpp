@@ -28,6 +28,8 @@ constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
 constexpr int64_t kSomeParts = 2;
+/// Those of narrow teams, where each has so many parts, which hardly differ in length.
+constexpr int64_t kEvenParts = 8;
 /// Of fewer parts a warp of that kernel takes more columns: a warp costs more than their loads.
 constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
@@ -82,9 +84,9 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Whether each line is computed by many thread blocks.
-bool has_few_lines(const Problem& p, int blocks) {
-  return p.batch <= kernels::kFillingSequences && kSomeParts * p.batch * p.hk <= blocks;
+/// Whether each line is computed by many thread blocks, `parts` or more.
+bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
+  return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
 }
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
@@ -109,17 +111,17 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
   if (wide) {
-    // Loads keep up with the products of larger tiles, but for lanes that look up pages. A word of
-    // a tree mask has bits for 64 keys.
-    const int large = dim <= 128 ? 128 : 64;
+    // Loads keep up with the products of larger tiles, but for lanes that look up pages; of these
+    // tiles there are six buffers or more, lest V wait for a place. A word of a tree mask has bits
+    // for 64 keys.
+    const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
-    // Beside the widest heads what scores need besides has no registers.
-    const bool more_scores = dim > 128 && (plan.transforms_scores || plan.has_left);
-    if (plan.team_warps == kMostWarps && !plan.tree && !more_scores && keeps_up) {
-      plan.block_keys = large;
-    }
-    const bool no_registers = more_scores && (p.invariant || !by_boxes);  // wherever keys lie
+    if (plan.team_warps == kMostWarps && !plan.tree && keeps_up) plan.block_keys = large;
+    // Beside the widest heads what scores need besides has no registers where lanes copy; invariant
+    // calls have one tile wherever keys lie.
+    const bool more_scores = plan.transforms_scores || plan.has_left;
+    const bool no_registers = more_scores && (p.invariant || !by_boxes);
     if (dim > 128 && (plan.tree || no_registers)) plan.block_keys = 16;
   }
   const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
@@ -156,24 +158,43 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
 }
 
-/// The keys of a unit, in which shares are counted.
-int unit_keys(const HopperDecodePlan& plan) {
-  return std::max<int>(kernels::kUnitKeys, plan.block_keys);
-}
-
 /// How lines are cut.
 int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.invariant) return kernels::kOwnPieces;
-  const bool fills = plan.team_warps >= kernels::kWideTeam && has_few_lines(p, plan.grid) &&
-                     rows_of_kv_head(p) <= plan.block_rows() && p.sk > unit_keys(plan);
+  const bool few = plan.team_warps >= kernels::kWideTeam
+                       ? has_few_lines(p, plan.grid)
+                       : has_few_lines(p, plan.grid, kEvenParts) &&
+                             kernels::kMostPieces * p.batch * p.hk >= plan.grid;
+  const bool fills =
+      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
 /// Whether thread blocks may take lines one after the other, instead of shares that cut them:
 /// each sequence has one line a kv head, and there are enough for all thread blocks.
 bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
-  return plan.team_warps >= kernels::kWideTeam && plan.pieces == kernels::kNoPieces &&
-         !p.of_groups && rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+  // Narrow teams have no registers for it beside all that a tree mask takes.
+  if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
+  return plan.pieces == kernels::kNoPieces && !p.of_groups &&
+         rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+}
+
+/// Of `lines`, in words.
+std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
+  if (plan.pieces == kernels::kFillingPieces) {
+    return fmt::format("cut so that each thread block has about one piece, which {} merges",
+                       plan.merges_later() ? "another kernel" : "the last one at a line");
+  }
+  if (plan.most_pieces > 1) {
+    return fmt::format(
+        "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
+        "merges",
+        plan.most_pieces);
+  }
+  if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
+  return fmt::format(
+      "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
+      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -189,6 +210,11 @@ int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_o
 
 int HopperDecodePlan::piece_floats() const {
   return piece_rows * kernels::partial_row_floats(value_dim);
+}
+
+bool HopperDecodePlan::merges_later() const {
+  return pieces == kernels::kOwnPieces ||
+         (pieces == kernels::kFillingPieces && team_warps >= kernels::kWideTeam);
 }
 
 int HopperDecodePlan::merge_units() const {
@@ -279,14 +305,14 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
   if (plan.pieces != kernels::kNoPieces) {
-    const int64_t units = ceil_div(p.sk, unit_keys(plan));
+    const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
     plan.most_pieces =
         kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
     if (plan.pieces == kernels::kFillingPieces && kManyParts * p.batch * p.hk > plan.grid) {
       plan.merge_eights = 4;
     }
     // Pieces that fill the card have all rows of a block.
-    plan.piece_rows = plan.block_rows();
+    plan.piece_rows = plan.line_rows;
     if (plan.pieces == kernels::kOwnPieces) {
       plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
     }
@@ -393,21 +419,7 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                   plan.shared_bytes),
       fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
                   "has when it runs: {} lines, of a kv head and its rows, {}",
-                  plan.grid, lines,
-                  plan.pieces == kernels::kFillingPieces
-                      ? "cut so that each thread block has about one piece, which another kernel "
-                        "merges"
-                  : plan.most_pieces > 1
-                      ? fmt::format("cut where their own keys say (`invariant`), into up to {} "
-                                    "pieces, which another kernel merges",
-                                    plan.most_pieces)
-                  : plan.pieces == kernels::kOwnPieces
-                      ? "of which none is cut (`invariant`)"
-                      : fmt::format("in up to {} parts, which the last one at a line merges{}",
-                                    lines + plan.grid - 1,
-                                    plan.whole_lines ? "; or whole lines, where these lengths make "
-                                                       "that as even"
-                                                     : "")),
+                  plan.grid, lines, how_lines_are_cut(plan, lines)),
       fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
                   kLaunchMicroseconds + cycles / kMegahertz, p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};

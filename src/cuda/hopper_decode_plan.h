@@ -50,6 +50,8 @@ struct HopperDecodePlan : HopperDecodeKey {
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int piece_floats() const;
+  /// Whether decode_merge.cu puts the pieces of lines together, not the last thread block at each.
+  bool merges_later() const;
   /// Of a line: what each warp of decode_merge.cu takes one of, columns or rows.
   int merge_units() const;
   /// Counters that are zero between launches.

@@ -151,7 +151,7 @@ TEST_P(Cache, AnyRowsOfAKvHeadFollowTheDefinition) {
   };
   for (const Shape& shape :
        {Shape{9, 3, 80, causal()}, Shape{13, 4, 128, causal()}, Shape{23, 5, 128, window(400, 7)},
-        Shape{27, 3, 256, Mask{}}, Shape{40, 7, 64, causal()},
+        Shape{27, 3, 256, Mask{}}, Shape{20, 5, 256, causal()}, Shape{40, 7, 64, causal()},
         Shape{6, 4, 128, chunked(250, causal())}, Shape{17, 2, 64, chunked(300)}}) {
     const Case c = {.dtype = DType::kBF16,
                     .batch = 3,
@@ -338,11 +338,12 @@ TEST_P(Cache, LongSequencesInAnyBatch) {
 
 // As many lines as an H200 has multiprocessors, or more where there are fewer: of equal lengths
 // they may be taken whole, of others not.
-TEST_P(Cache, ManyLinesOfManyRows) {
-  for (const bool unequal : {false, true}) {
+TEST_P(Cache, ManyLines) {
+  for (const auto& [sq, unequal] :
+       {std::pair{1, false}, std::pair{1, true}, std::pair{12, false}, std::pair{12, true}}) {
     const Case c{.dtype = DType::kBF16,
                  .batch = 66,
-                 .sq = 12,
+                 .sq = sq,
                  .sk = 150,
                  .hq = 8,
                  .hk = 2,

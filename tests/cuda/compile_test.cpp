@@ -171,14 +171,22 @@ std::vector<Problem> problems() {
 std::vector<Problem> decode_problems() {
   std::vector<Problem> all;
   const auto add = [&](ForwardShape shape, auto change) {
-    for (const int64_t sq : {1, 2, 4, 8, 16, 64}) {
-      shape.sq = sq;
+    const auto add_one = [&] {
       shape.hq = 8;  // 4 rows of a kv head for each query
       Problem p = forward_problem(shape);
       p.cache.pages = Problem::Cache::Pages::kTable;
       p.cache.page = 16;
       change(p);
       all.push_back(p);
+    };
+    for (const int64_t sq : {1, 2, 4, 8, 16, 64}) {
+      shape.sq = sq;
+      add_one();
+    }
+    shape.batch = 80;  // more lines of narrow teams than are cut into pieces
+    for (const int64_t sq : {1, 4}) {
+      shape.sq = sq;
+      add_one();
     }
   };
   const auto paged = [](Problem&) {};

@@ -133,13 +133,25 @@ TEST(DecodePlan, FitsTheMachine) {
           EXPECT_LE(plan.threads(), plan.team_warps >= 4 ? 384 : 256);
           EXPECT_GE(plan.line_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
           EXPECT_LE(plan.line_rows, plan.block_rows());
-          EXPECT_EQ(std::max<int>(kernels::kUnitKeys, plan.block_keys) % plan.block_keys, 0);
+          EXPECT_EQ(kernels::unit_keys(plan.block_keys) % plan.block_keys, 0);
           EXPECT_GE(std::min(plan.k_stages, plan.v_stages), 2);
           EXPECT_LE(plan.counters(), 1024);  // of the workspace's zeroed bytes
         }
       }
     }
   }
+}
+
+// Of the tiles of many rows there is room for as many buffers as keep K and V on their way.
+TEST(DecodePlan, ManyRowsHaveSixBuffers) {
+  const auto buffers = [](int64_t d) {
+    const HopperDecodePlan plan = plan_of({.sq = 16, .hq = 8, .hk = 1, .d = d, .dv = d});
+    EXPECT_EQ(plan.block_rows(), 128);
+    return std::pair{plan.block_keys, plan.k_stages + plan.v_stages};
+  };
+  EXPECT_EQ(buffers(128), (std::pair{128, 6}));
+  EXPECT_EQ(buffers(192), (std::pair{64, 7}));
+  EXPECT_EQ(buffers(256), (std::pair{48, 6}));
 }
 
 TEST(DecodePlan, RowsOfAKvHeadDecide) {
@@ -157,8 +169,8 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   EXPECT_EQ(in_batch(8192), 64);
 }
 
-// Few lines of many rows are cut into as many pieces as there are thread blocks.
-TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
+// Few lines are cut into as many pieces as there are thread blocks.
+TEST(DecodePlan, FewLinesFillTheCard) {
   const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .invariant = invariant})
@@ -169,7 +181,9 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
   EXPECT_EQ(pieces(8, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
-  EXPECT_EQ(pieces(1, 4), kernels::kNoPieces);
+  EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);   // fewer than eight pieces a line
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
   const auto of_keys = [](int64_t batch, int64_t sk) {
@@ -181,8 +195,8 @@ TEST(DecodePlan, FewLinesOfManyRowsFillTheCard) {
   EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
 }
 
-// Many lines of many rows may be taken whole: each sequence has one a kv head.
-TEST(DecodePlan, ManyLinesOfManyRowsMayBeTakenWhole) {
+// Many lines may be taken whole: each sequence has one a kv head.
+TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   const auto whole = [](int64_t batch, int64_t sq, int64_t hk = 8, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
@@ -190,8 +204,8 @@ TEST(DecodePlan, ManyLinesOfManyRowsMayBeTakenWhole) {
   };
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
+  EXPECT_TRUE(whole(64, 1));
   EXPECT_FALSE(whole(16, 16));  // fewer than thread blocks
-  EXPECT_FALSE(whole(64, 1));   // narrow teams
   EXPECT_FALSE(whole(64, 40));  // two blocks of rows
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
@@ -407,7 +421,8 @@ TEST(DecodePlan, SaysWhatItExpects) {
   test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .hq = 32, .hk = 8, .d = 128};
   EXPECT_TRUE(has(shape,
                   "512 lines, of a kv head and its rows, in up to 643 parts, which the last "
-                  "one at a line merges\n"));
+                  "one at a line merges; or whole lines, where these lengths make that as "
+                  "even\n"));
   EXPECT_TRUE(has(shape,
                   "about 495 us on an H200 where all sequences have 8192 keys; reading K and "
                   "V binds\n"));

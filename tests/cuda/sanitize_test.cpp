@@ -104,14 +104,15 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// Few lines of many rows in as many pieces as there are thread blocks, of as many keys as each has.
+// Few lines in as many pieces as there are thread blocks, of as many keys as each has.
 TEST_F(Sanitize, PiecesThatFillTheCard) {
-  for (const auto& [batch, d] : {std::pair<int64_t, int64_t>{1, 64}, {1, 128}, {4, 64}}) {
+  for (const auto& [batch, group, d] :
+       {std::array<int64_t, 3>{1, 4, 64}, {1, 4, 128}, {4, 4, 64}, {1, 8, 256}, {4, 1, 128}}) {
     EXPECT_TRUE(right({.dtype = kBf16,
                        .batch = batch,
                        .sq = 9,
                        .sk = 500,
-                       .hq = 4,
+                       .hq = group,
                        .hk = 1,
                        .d = d,
                        .dv = d,

@@ -11,7 +11,7 @@
 namespace fulgur::kernels {
 
 enum : int {
-  kUnitKeys = 64,     // of a unit, where a tile has no more
+  kUnitKeys = 64,     // the least of a unit
   kEntryUnits = 1,    // what a line takes beside its keys
   kMostShares = 320,  // so many parts a line may have
   kPieceUnits = 16,   // the least of a piece
@@ -25,6 +25,9 @@ enum : int {
 // How lines are cut besides: not at all; where each line's own keys say, so that its bits depend on nothing else; where
 // the keys of all lines say, into about as many pieces as there are thread blocks, each of which has one at most.
 enum : int { kNoPieces = 0, kOwnPieces = 1, kFillingPieces = 2 };
+
+// The keys of a unit: it is as many tiles as have kUnitKeys or more, so that items begin and end where tiles do.
+FULGUR_SHARED int unit_keys(int block_keys) { return (kUnitKeys + block_keys - 1) / block_keys * block_keys; }
 
 // `count` shares, of which the first `longer` have a unit more than `each`.
 struct Shares {
@@ -58,10 +61,10 @@ struct Units {
   int first, count;
 };
 
-FULGUR_SHARED Units units_of(const KeyRange& keys, int unit_keys) {
+FULGUR_SHARED Units units_of(const KeyRange& keys, int of_unit) {
   if (keys.begin >= keys.end) return {0, 0};
-  const int first = keys.begin / unit_keys;
-  return {first, (keys.end + unit_keys - 1) / unit_keys - first};
+  const int first = keys.begin / of_unit;
+  return {first, (keys.end + of_unit - 1) / of_unit - first};
 }
 
 // The units of a line, of `count`, that a share computes. A line without keys has one that computes none of it: {0, 0}

@@ -209,13 +209,13 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
     items = load_shared_struct_uniform<DecodeItems>(left_items);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if constexpr (kPieces == kFillingPieces)
+    if constexpr (kPieces == kFillingPieces && wide)
       store_piece(p, item, rows, O, raw);
     else if constexpr (kTeams > 1)
       merge_teams(p, item, rows, O, raw);
     else
       store_team(p, item, rows, O);
-    if (!kPieces && item.parts > 1) end_part(p, item, raw);
+    if (!kMergesLater && item.parts > 1) end_part(p, item, raw);
     more = items.next(p, share);
     queries.end_item(p, item, more);
   }
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
   bool more = true;
   if (kPieces == kFillingPieces) {
     if (!find_piece(p, items.item)) return;
-    __syncthreads();  // the barriers are there
+    if (kWide) __syncthreads();  // the barriers are there
   } else {
     if (!find_share(p, raw, share)) return;
     items = items_of(share);

@@ -19,6 +19,8 @@ enum : int {
   kBlockRows = kWarpRows * kTeamWarps,
   kTeamThreads = 32 * kTeamWarps,
   kWide = is_wide(kTile),
+  // decode_merge.cu puts the parts of lines together, in place of the last thread block at each.
+  kMergesLater = kPieces == kOwnPieces || (kPieces == kFillingPieces && kWide),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kWide && kBlockWarps == 12,
   kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
@@ -66,7 +68,7 @@ __device__ __forceinline__ void sync_teams() {
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 
 // Of a share.
-constexpr int kShareUnitKeys = most(kUnitKeys, kBlockKeys);
+constexpr int kShareUnitKeys = unit_keys(kBlockKeys);
 
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   }
 }
 
-// Of a piece that fills the card (kFillingPieces), with all rows of a block: what each thread of a team has of O, four
+// Of a wide team's piece that fills the card (kFillingPieces), with all rows of a block: what each thread has of O, four
 // floats at a time, as its threads stand, and then {shift, sum} of each row.
 __device__ __forceinline__ float* piece_columns(float* piece, int team_warp, int eight) {
   return piece + 4 * ((team_warp * (kValueDim / 8) + eight) * 32 + int(threadIdx.x % 32));
@@ -174,7 +174,7 @@ __device__ __forceinline__ float* piece_stats(float* piece, int row) {
 
 // Leaves what the teams have of such a piece, which is all that the thread block computes. The second team hands over
 // what it has, if it had a tile, where its keys were.
-static_assert(kPieces != kFillingPieces || kTeams == 1 ||
+static_assert(kPieces != kFillingPieces || !kWide || kTeams == 1 ||
               (kTeams == 2 && kLayout.k_full >= int(kBlockRows) * (kValueDim + 2) * 4));
 __device__ __forceinline__ void store_piece(const DecodeParams& p, const DecodeItem& item, Rows& rows,
                                             float (&O)[kValueDim / 2], unsigned char* shared) {

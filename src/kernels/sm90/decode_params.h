@@ -53,7 +53,7 @@ struct DecodeParams : DecodeMaps, CallParams {
 
   // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kOwnPieces: [b][hk][most_pieces][piece_floats],
   // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [thread blocks][piece_floats], of which
-  // piece_columns() of decode_output.cuh says what is where.
+  // in wide teams piece_columns() of decode_output.cuh says what is where.
   float* partial;
   int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
 
