@@ -1,6 +1,6 @@
 #!/bin/sh
 # On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
-# sanitizers, measures, and writes docs/performance/h200.{json,md,svg}.
+# sanitizers, measures, and writes docs/performance/h100.{json,md,svg} or h200.*, by the card.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
 # GPU_REPORT_DECODE: the PYTHONPATH of the FlashAttention-3 that decode calls are measured beside, if it is another one.
 # GPU_REPORT_TO names another folder for the report. What the tests and the sanitizers said goes to its checks.txt;
@@ -15,6 +15,8 @@ if [ $# = 0 ]; then
   "$root/tools/gpu_pack.sh" "$root/build/release" "$packed"
 fi
 mkdir -p "$to"
+card=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n '1s/^NVIDIA \(H[0-9]*\).*/\1/p' | tr H h)
+report=$to/${card:?nvidia-smi names no H100 or H200}.json
 checks=$to/checks.txt
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
@@ -89,9 +91,9 @@ else
   echo "sanitizer_racecheck: $hazards" >>"$checks"
 fi
 measure() {
-  with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$to/h200.json" "$@"
+  with_libraries python3 "$root/bench/gpu_report.py" --library "$packed/libfulgur.so.0" --json "$report" "$@"
 }
 measure --checks "$checks" --parts forward backward errors
 # A FlashAttention-3 that has caches may lack the backward pass, and the other way round.
 PYTHONPATH="${GPU_REPORT_DECODE:-${PYTHONPATH:-}}" measure --add --parts decode
-python3 "$root/tools/gpu_table.py" --write "$to/h200.json"
+python3 "$root/tools/gpu_table.py" --write "$report"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The table and the plot of a GPU report, made from docs/performance/h200.json.
+"""The tables and the plots of GPU reports, made from docs/performance/h100.json and h200.json.
 
-Checks that h200.md and h200.svg beside it are those of the json: exit status 1 if they are not. 77,
+Checks that the .md and the .svg beside each are those of the json: exit status 1 if they are not. 77,
 which CTest shows as skipped, says that the kernels have changed since, or that there is no report.
 With --write, makes the files.
 """
@@ -287,30 +287,39 @@ def svg(report):
             f"{lines}\n</g>\n</svg>\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", nargs="?", type=pathlib.Path, default=ROOT / "docs/performance/h200.json")
-    parser.add_argument("--write", action="store_true", help="make the table and the plot")
-    args = parser.parse_args()
-    if not args.json.exists():
-        print(f"{args.json}: not measured yet; run `make gpu-report` on a machine with a GPU")
-        return 77
-    report = json.loads(args.json.read_text())
+def check(path, write):
+    """Whether the table and the plot of a report are not its own, and whether it is of other kernels than ours."""
+    report = json.loads(path.read_text())
     wrong = False
     for suffix, text in ((".md", markdown(report)), (".svg", svg(report))):
-        path = args.json.with_suffix(suffix)
-        if args.write:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            print(f"{path.name} is not that of {args.json.name}; run tools/gpu_table.py --write")
+        made = path.with_suffix(suffix)
+        if write:
+            made.write_text(text)
+        elif not made.exists() or made.read_text() != text:
+            print(f"{made.name} is not that of {path.name}; run tools/gpu_table.py --write")
             wrong = True
     stale = [part for part, hash in report["kernels"].items() if hash != kernel_hash(*KERNELS[part])]
     if report["checks"] and report["checks_of"] != kernel_hash():
         stale.append("checks")
     if stale:
-        print(f"{args.json.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a"
-              " machine with a GPU")
-    return 1 if wrong else 77 if stale and not args.write else 0
+        print(f"{path.name} was measured with other kernels ({', '.join(stale)}); run `make gpu-report` on a"
+              " machine with such a GPU")
+    return wrong, bool(stale)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", nargs="*", type=pathlib.Path, help="default: those of docs/performance")
+    parser.add_argument("--write", action="store_true", help="make the tables and the plots")
+    args = parser.parse_args()
+    reports = args.json or sorted((ROOT / "docs/performance").glob("h[0-9]*.json"))
+    if not reports:
+        print("not measured yet; run `make gpu-report` on a machine with a GPU")
+        return 77
+    found = [check(path, args.write) for path in reports]
+    if any(wrong for wrong, _ in found):
+        return 1
+    return 77 if any(stale for _, stale in found) and not args.write else 0
 
 
 if __name__ == "__main__":
