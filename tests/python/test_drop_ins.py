@@ -68,6 +68,11 @@ SIGNATURES = {
         "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
         "max_seqlen=None"
     ),
+    (rotary, "apply_rotary_emb_qkv_"): (
+        "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None"
+    ),
+    (rotary, "apply_rotary_emb_kv_"): "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+    (rotary, "RotaryEmbedding"): "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
     (fa3, "flash_attn_func"): f"q, k, v, {TAIL3}",
     (fa3, "flash_attn_varlen_func"): (
         f"q, k, v, {VARLEN}, seqused_q=None, seqused_k=None, {TAIL3}"
@@ -940,6 +945,88 @@ class TestRotary:
         want = rotary.apply_rotary_emb(x, cos, sin)
         assert rotary.apply_rotary_emb(x, cos, sin, inplace=True) is x
         assert torch.equal(x, want)
+
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_packed_with_v(self, scaled):
+        (qkv,) = make((2, 4, 3, 2, 8))
+        cos, sin, cos_k, sin_k = torch.rand(4, 6, 4)
+        of_k = (cos_k, sin_k) if scaled else (cos, sin)
+        options = dict(interleaved=True, seqlen_offsets=torch.tensor([2, 0]))
+        q = rotary.apply_rotary_emb(qkv[:, :, 0], cos, sin, **options)
+        k = rotary.apply_rotary_emb(qkv[:, :, 1], *of_k, **options)
+        want = torch.stack([q, k, qkv[:, :, 2]], 2)
+        given = dict(cos_k=cos_k, sin_k=sin_k) if scaled else {}
+        flat = qkv.flatten(2, 3).clone()  # two heads each
+        assert rotary.apply_rotary_emb_qkv_(flat, cos, sin, num_heads_q=2, **given, **options) is flat
+        assert torch.equal(flat, want.flatten(2, 3))
+        kv = qkv[:, :, 1:].clone()
+        assert rotary.apply_rotary_emb_qkv_(qkv, cos, sin, **given, **options) is qkv
+        assert torch.equal(qkv, want)
+        assert rotary.apply_rotary_emb_kv_(kv, *of_k, **options) is kv
+        assert torch.equal(kv, want[:, :, 1:])
+
+    def test_packed_with_v_has_gradients(self):
+        (qkv,), (cos, sin) = make((1, 3, 3, 2, 4)), torch.rand(2, 3, 2, dtype=torch.float64)
+        qkv = qkv.double().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: rotary.apply_rotary_emb_qkv_(x.clone(), cos, sin), qkv)
+
+    def test_packed_with_v_wrong_arguments(self):
+        (qkv,), angles = make((1, 4, 7, 8)), torch.rand(4, 4)
+        call = rotary.apply_rotary_emb_qkv_
+        for heads, error in ((None, "got None, want the heads of q"), (4, "got 4, want to leave"), (7, "got 7"), (0, "got 0")):
+            with pytest.raises(ValueError, match=f"^num_heads_q: {error}"):
+                call(qkv, angles, angles, num_heads_q=heads)
+        with pytest.raises(ValueError, match="^sin_k: got None, want it beside cos_k"):
+            call(qkv, angles, angles, cos_k=angles, num_heads_q=3)
+        for name, call in (("qkv", call), ("kv", rotary.apply_rotary_emb_kv_)):
+            with pytest.raises(ValueError, match=f"^{name}: got shape .1, 4, 7, 1, 8., want .batch, seqlen, [23], heads"):
+                call(qkv.unsqueeze(3), angles, angles)
+        with pytest.raises(ValueError, match="^qkv: got shape .4, 8., want 4 or 5 dimensions"):
+            rotary.apply_rotary_emb_qkv_(qkv[0, :, 0], angles, angles)
+
+
+class TestRotaryEmbedding:
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_angles(self, interleaved):
+        (qkv,) = make((2, 5, 3, 2, 10))
+        angles = torch.arange(7)[:, None] * 100.0 ** -(torch.arange(4) / 4)
+        want = rotary.apply_rotary_emb_qkv_(
+            qkv.clone(), angles.cos(), angles.sin(), interleaved=interleaved, seqlen_offsets=2
+        )
+        call = rotary.RotaryEmbedding(8, base=100, interleaved=interleaved)
+        torch.testing.assert_close(call(qkv.clone(), seqlen_offset=2), want)
+        flat = call(qkv.clone().flatten(2, 3), seqlen_offset=2, num_heads_q=2)
+        torch.testing.assert_close(flat, want.flatten(2, 3))
+        q, kv = call(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=torch.tensor([2, 2]))
+        torch.testing.assert_close(torch.cat([q.unsqueeze(2), kv], 2), want)
+        assert not call.state_dict()
+
+    @pytest.mark.parametrize("scale_base", [None, 16])
+    def test_scores_depend_on_distances_alone(self, scale_base):
+        call = rotary.RotaryEmbedding(8, scale_base=scale_base)
+        qkv = make((1, 1, 3, 1, 8))[0].expand(1, 6, 3, 1, 8)  # the same at each place
+        near = call(qkv.clone(), max_seqlen=20)[0, :, :, 0]
+        far = call(qkv.clone(), seqlen_offset=9, max_seqlen=20)[0, :, :, 0]
+        scores = near[:, 0] @ near[:, 1].T
+        torch.testing.assert_close(scores, far[:, 0] @ far[:, 1].T)
+        torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
+        assert not torch.allclose(scores[1, 0], scores[0, 0])
+
+    def test_far_places_of_a_module_in_bfloat16(self):
+        q = make((1, 1, 2, 8))[0].bfloat16()
+        kv = torch.zeros(1, 1, 2, 2, 8).bfloat16()
+        exact = rotary.RotaryEmbedding(8)
+        call = rotary.RotaryEmbedding(8).bfloat16()
+        want, _ = exact(q.clone(), kv.clone(), seqlen_offset=5000)
+        got, _ = call(q.clone(), kv.clone(), seqlen_offset=5000)
+        assert torch.equal(got, want)
+
+    def test_wrong_arguments(self):
+        with pytest.raises(ValueError, match="^dim: got 7, want an even number from 2 on"):
+            rotary.RotaryEmbedding(7)
+        (qkv,) = make((2, 5, 3, 2, 8))
+        with pytest.raises(ValueError, match="^max_seqlen: got None, want the longest sequence"):
+            rotary.RotaryEmbedding(8)(qkv, seqlen_offset=torch.tensor([0, 1]))
 
 
 class TestInstallAs:

@@ -1,5 +1,7 @@
 """The rotary embedding, in PyTorch's own operations (Su et al., RoFormer, eq. 34)."""
 
+import functools
+
 import torch
 
 
@@ -63,3 +65,110 @@ def apply_rotary_emb(
 
 
 apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None
+):
+    """Turns q and k of qkv in place, as `apply_rotary_emb` does, and returns qkv.
+
+    qkv is ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 * heads of k, dim)``.
+    cos_k and sin_k, where given, are those of k (XPos).
+    """
+    if qkv.dim() == 5:
+        if qkv.shape[2] != 3:
+            raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, want (batch, seqlen, 3, heads, dim)")
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    else:
+        if qkv.dim() != 4:
+            raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, want 4 or 5 dimensions")
+        if num_heads_q is None:
+            raise ValueError(f"num_heads_q: got None, want the heads of q among the {qkv.shape[2]} of qkv")
+        heads = qkv.shape[2] - num_heads_q
+        if num_heads_q < 1 or heads < 2 or heads % 2:
+            raise ValueError(
+                f"num_heads_q: got {num_heads_q}, want to leave as many heads of k as of v of the"
+                f" {qkv.shape[2]} of qkv"
+            )
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads // 2]
+    if (cos_k is None) != (sin_k is None):
+        given, lacking = ("cos_k", "sin_k") if sin_k is None else ("sin_k", "cos_k")
+        raise ValueError(f"{lacking}: got None, want it beside {given}")
+    turn = functools.partial(
+        apply_rotary_emb, interleaved=interleaved, inplace=True, seqlen_offsets=seqlen_offsets
+    )
+    turn(q, cos, sin)
+    turn(k, *((cos, sin) if cos_k is None else (cos_k, sin_k)))
+    return qkv
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Turns k of kv ``(batch, seqlen, 2, heads, dim)`` in place, as `apply_rotary_emb` does, and returns kv."""
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv: got shape {tuple(kv.shape)}, want (batch, seqlen, 2, heads, dim)")
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """The embedding with its angles: place p turns pair i of the first ``dim`` dims by p base^(-2i / dim)
+    (Su et al., eq. 15). The tables grow with the longest sequence that was seen.
+
+    With ``scale_base`` q grows and k shrinks with its place (Sun et al., XPos, eq. 12): recommended is 512.
+    """
+
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f"dim: got {dim}, want an even number from 2 on")
+        self.dim, self.base = dim, float(base)
+        self.interleaved, self.scale_base = interleaved, scale_base
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        scale = None if scale_base is None else (self._evens(device) + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._tables = None  # of cos and sin for q, and for k
+
+    def _evens(self, device):
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
+    def _frequencies(self, device):
+        return self.base ** (-self._evens(device) / self.dim)
+
+    def _tables_of(self, seqlen, like):
+        """(cos, sin) of q and of k for so many places; a tensor of offsets takes what is there."""
+        there = self._tables[0][0] if self._tables else None
+        fits = there is not None and (there.device, there.dtype) == (like.device, like.dtype)
+        fits = fits and (seqlen is None or seqlen <= len(there))
+        if fits and not (self.training and there.is_inference()):
+            return self._tables
+        if seqlen is None:
+            raise ValueError("max_seqlen: got None, want the longest sequence where seqlen_offset is a tensor")
+        # In float32 whatever the module was cast to: the angles of far places need their bits.
+        is_exact = self.inv_freq.dtype == torch.float32
+        frequencies = self.inv_freq.to(like.device) if is_exact else self._frequencies(like.device)
+        places = torch.arange(seqlen, device=like.device, dtype=torch.float32)
+        angles = torch.outer(places, frequencies)
+        pairs = [(angles.cos(), angles.sin())] * 2
+        if self.scale is not None:
+            powers = (places - seqlen // 2) / self.scale_base
+            growth = self.scale.to(like.device, torch.float32) ** powers[:, None]
+            pairs = [tuple(t * factor for t in pairs[0]) for factor in (growth, 1 / growth)]
+        self._tables = [tuple(t.to(like.dtype) for t in pair) for pair in pairs]
+        return self._tables
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        """qkv as `apply_rotary_emb_qkv_` takes it, turned in place and returned; or q ``(batch, seqlen, heads,
+        dim)`` beside kv ``(batch, seqlen, 2, heads, dim)``: both, turned in place.
+
+        ``seqlen_offset`` is a number or int ``(batch,)``; beside a tensor ``max_seqlen`` says how long the
+        tables must be.
+        """
+        longest = max_seqlen
+        if longest is None and not isinstance(seqlen_offset, torch.Tensor):
+            longest = qkv.shape[1] + seqlen_offset
+        of_q, of_k = self._tables_of(longest, qkv)
+        options = dict(interleaved=self.interleaved, seqlen_offsets=seqlen_offset)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, *of_q, *of_k, num_heads_q=num_heads_q, **options)
+        q = apply_rotary_emb(qkv, *of_q, inplace=True, **options)
+        return q, apply_rotary_emb_kv_(kv, *of_k, **options)
