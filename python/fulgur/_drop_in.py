@@ -108,14 +108,32 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
 
 
+# What flash_attn_with_kvcache calls the arguments that errors name.
+_OF_CACHES = {
+    "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
+    "k_new": "k", "v_new": "v",
+}  # fmt: skip
+
+
 @torch.no_grad()
-def with_kvcache(
+def with_kvcache(*args, table="page_table", **kwargs):
+    """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
+    recorded. Errors have the caller's names of arguments; `table`: that of its page table."""
+    try:
+        return _with_kvcache(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name, colon, rest = str(error).partition(":")
+        theirs = table if name == "page_table" else _OF_CACHES.get(name, name)
+        if theirs == name:
+            raise
+        raise type(error)(theirs + colon + rest) from None
+
+
+def _with_kvcache(
     q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
     cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,
     cu_seqlens_k_new=None, max_seqlen_q=None, chunk=0, **options,
 ):  # fmt: skip
-    """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
-    recorded."""
     refuse_wide(v_cache)
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")

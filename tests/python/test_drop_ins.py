@@ -569,7 +569,7 @@ class TestCaches:
         with pytest.raises(ValueError, match="^rotary_cos: given without k and v"):
             call(q, k_cache, v_cache, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3, **paged)
         before = k_cache.clone()
-        with pytest.raises(RuntimeError, match="^cos: got 4 positions, want 6 for sequence 0"):
+        with pytest.raises(RuntimeError, match="^rotary_cos: got 4 positions, want 6 for sequence 0"):
             call(
                 q, k_cache, v_cache, k, v, rotary_cos=angles, rotary_sin=angles, cache_seqlens=3,
                 **paged,
@@ -582,6 +582,15 @@ class TestCaches:
             wrong = dict(cache_seqlens=lengths) | paged | {name: torch.zeros(3, 3, dtype=torch.int64)}
             with pytest.raises(ValueError, match=f"^{name}: got int64, want int32"):
                 call(q, k_cache, v_cache, **wrong)
+        (table_name,) = paged
+        with pytest.raises(RuntimeError, match="^cache_seqlens: got 99 at 0, want 0 to"):
+            call(q, k_cache, v_cache, cache_seqlens=99, **paged)
+        with pytest.raises(RuntimeError, match=f"^{table_name}: got .* as page 0 of sequence 0"):
+            call(q, k_cache, v_cache, cache_seqlens=lengths, **{table_name: table + 1000})
+        with pytest.raises(RuntimeError, match="^cache_leftpad: got shape .2., want"):
+            call(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=int32(0, 1))
+        with pytest.raises(RuntimeError, match="^k: got shape .3, 3, 1, 16., want"):
+            call(q, k_cache, v_cache, k[:, :, :1], v, cache_seqlens=lengths, **paged)
 
 
 class TestFlashAttention3:

@@ -129,8 +129,8 @@ def flash_attn_with_kvcache(
     results = with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,
-        page_table=block_table, cache_leftpad=cache_leftpad, scale=softmax_scale, causal=causal,
-        window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        page_table=block_table, table="block_table", cache_leftpad=cache_leftpad, scale=softmax_scale,
+        causal=causal, window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return results if return_softmax_lse else results[0]
 
