@@ -14,6 +14,11 @@ for file in $(sed 's|\([^ ]*\) .*|tests/\1|' "$to/gpu_tests.txt") apps/fulgur/fu
 done
 ldd "$to/attention_test" "$to/fulgur" | awk '/lib(fmt|hwy|gomp|stdc\+\+)\.so/ { print $3 }' | sort -u |
   while read -r library; do cp -L "$library" "$to/"; done
+# Kernels that cuda_compile_test has compiled: where NVRTC is the same, that machine need not.
+if [ -d "$build/tests/cubins" ]; then
+  mkdir -m 700 "$to/cubins"
+  cp "$build"/tests/cubins/*.cubin "$to/cubins/"
+fi
 if [ -n "$module" ]; then
   mkdir -p "$to/python"
   cp -R "$(dirname "$0")/../python/fulgur" "$to/python/"

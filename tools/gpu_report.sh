@@ -18,6 +18,10 @@ mkdir -p "$to"
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n '1s/^NVIDIA \(H[0-9]*\).*/\1/p' | tr H h)
 report=$to/${card:?nvidia-smi names no H100 or H200}.json
 checks=$to/checks.txt
+if [ -d "$packed/cubins" ]; then
+  FULGUR_CACHE_DIR=$(cd "$packed/cubins" && pwd)
+  export FULGUR_CACHE_DIR
+fi
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
 # What a test's last words say beside that it passed.
