@@ -237,7 +237,7 @@ def main():
     if args.add:
         there = json.loads(pathlib.Path(args.json).read_text())
         if there["gpu"] != report["gpu"]:
-            sys.exit(f"gpu_report.py: {args.json} is of a {there['gpu']}, this machine has a {report['gpu']}")
+            sys.exit(f"gpu_report.py: --json: got a report of {there['gpu']} to add to, want one of {report['gpu']}")
         report = there | {"checks": report["checks"] or there["checks"]}
     report["kernels"] |= {part: kernel_hash(*KERNELS[part]) for part in args.parts}
     report["dates"] |= dict.fromkeys(args.parts, datetime.date.today().isoformat())

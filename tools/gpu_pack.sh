@@ -16,8 +16,9 @@ ldd "$to/attention_test" "$to/fulgur" | awk '/lib(fmt|hwy|gomp|stdc\+\+)\.so/ { 
   while read -r library; do cp -L "$library" "$to/"; done
 # Kernels that cuda_compile_test has compiled: where NVRTC is the same, that machine need not.
 if [ -d "$build/tests/cubins" ]; then
-  mkdir -m 700 "$to/cubins"
-  cp "$build"/tests/cubins/*.cubin "$to/cubins/"
+  rm -rf "$to/cubins"
+  cp -R "$build/tests/cubins" "$to/"
+  chmod 700 "$to/cubins"
 fi
 if [ -n "$module" ]; then
   mkdir -p "$to/python"

@@ -109,24 +109,23 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
 
 
 # What flash_attn_with_kvcache calls the arguments that errors name.
-_OF_CACHES = {
+NAMES_OF_CACHES = {
     "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
     "k_new": "k", "v_new": "v",
 }  # fmt: skip
 
 
 @torch.no_grad()
-def with_kvcache(*args, table="page_table", **kwargs):
+def with_kvcache(*args, names, **kwargs):
     """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
-    recorded. Errors have the caller's names of arguments; `table`: that of its page table."""
+    recorded. `names`: what the caller calls arguments that errors name otherwise."""
     try:
         return _with_kvcache(*args, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         name, colon, rest = str(error).partition(":")
-        theirs = table if name == "page_table" else _OF_CACHES.get(name, name)
-        if theirs == name:
+        if name not in names:
             raise
-        raise type(error)(theirs + colon + rest) from None
+        raise type(error)(names[name] + colon + rest) from None
 
 
 def _with_kvcache(

@@ -106,20 +106,31 @@ def flash_attn_with_kvcache(
         page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
-    if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    out, lse = _drop_in.with_kvcache(
+    out, lse = _with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, rotary_seqlens=rotary_seqlens,
         cache_batch_idx=cache_batch_idx, page_table=page_table, cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
-        softcap=softcap,
+        softcap=softcap, names=_drop_in.NAMES_OF_CACHES,
     )  # fmt: skip
     return (out, lse, None, None) if return_softmax_lse else out
 
 
+def _with_kvcache(*args, page_table, cache_batch_idx, **options):
+    if page_table is not None and cache_batch_idx is not None:  # rows of the table
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
+    return _drop_in.with_kvcache(
+        *args, page_table=page_table, cache_batch_idx=cache_batch_idx, **options
+    )
+
+
 # The private names that ring attention and Megatron call.
+
+_PRIVATE_NAMES = {
+    "cache_seqlens": "seqused_k", "cache_batch_idx": "kv_batch_idx", "cos": "rotary_cos",
+    "sin": "rotary_sin", "rotary_seqlens": "seqlens_rotary",
+}  # fmt: skip
 
 
 def _flash_attn_forward(
@@ -133,21 +144,20 @@ def _flash_attn_forward(
     """out, softmax_lse and two empty tensors, of rows or of a cache, to which k_new and v_new are
     added in place; out_ takes out."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_wide(v)
     options = dict(
         scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right),
         chunk=attention_chunk, softcap=softcap, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q,
     )  # fmt: skip
     if any(x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)):
-        if page_table is not None and kv_batch_idx is not None:
-            page_table, kv_batch_idx = page_table[kv_batch_idx], None
-        out, lse = _drop_in.with_kvcache(
+        out, lse = _with_kvcache(
             q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             rotary_interleaved=rotary_interleaved, rotary_seqlens=seqlens_rotary,
             cache_batch_idx=kv_batch_idx, page_table=page_table, cache_leftpad=leftpad_k,
-            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, **options,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, names=_PRIVATE_NAMES,
+            **options,
         )  # fmt: skip
     else:
+        refuse_wide(v)
         out, lse = attention(
             q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, return_lse=True,
             **_lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k), **options,

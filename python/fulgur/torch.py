@@ -252,7 +252,7 @@ def _backward_flops(*args, out_val, **options):
     return _visible_scores(**given) * (6 * given["q"].shape[-1] + 4 * given["v"].shape[-1])
 
 
-# What has no jvp raises where a derivative in forward mode is wanted, which an operator would drop.
+# Functions without a jvp raise where forward mode wants a derivative; operators alone would give 0.
 # A call is recorded with q, k, v, its options (numbers by name, names of further tensors, whether
 # gradients are deterministic) and these tensors: each argument costs 0.15 us.
 

@@ -77,6 +77,11 @@ HopperBackwardPlan common_plan(const Problem& p) {
   return plan;
 }
 
+/// Whether rows of Q, K, V and dO are a panel each.
+bool is_narrow(const HopperBackwardPlan& plan) {
+  return std::max(plan.head_dim, plan.value_dim) <= 64;
+}
+
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
 /// derivative of softcap, and what dropout leaves of P.
 bool needs_wide(const HopperBackwardPlan& plan) {
@@ -95,9 +100,8 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   // A second buffer of K, in which the next block's comes while the last steps of this one go on.
   // Above d 64 it has the room of a second buffer of dS, which is worth more in turns alone: they
   // hold up the warpgroup that takes dS.
-  const bool narrow = std::max(plan.head_dim, plan.value_dim) <= 64;
-  const bool instead_of_ds = !narrow && plan.sums && !plan.ordered;
-  plan.k_stages = narrow || instead_of_ds ? 2 : 1;
+  const bool instead_of_ds = !is_narrow(plan) && plan.sums && !plan.ordered;
+  plan.k_stages = is_narrow(plan) || instead_of_ds ? 2 : 1;
   plan.ds_stages = instead_of_ds ? 1 : 2;
   // As many as registers hold of dQ, and the producer of the places of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
@@ -329,7 +333,7 @@ class Divider {
   /// of a bunch, so that blocks have to stay side by side.
   double turns() const {
     if (!plan_.ordered) return 1;
-    const bool narrow = std::max(p_.d, p_.dv) <= 64;
+    const bool narrow = is_narrow(plan_);
     const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
@@ -632,8 +636,7 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     plan.sums = sums;
     plan.ordered = way == Way::kTurns;
     plan.block_keys = needs_wide(plan) ? 64 : 128;
-    const bool narrow = std::max(plan.head_dim, plan.value_dim) <= 64;
-    plan.block_rows = narrow && !plan.softcap && !plan.dropout ? 128 : 64;
+    plan.block_rows = is_narrow(plan) && !plan.softcap && !plan.dropout ? 128 : 64;
     if (const int most = most_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
       if (plan.ordered) continue;  // said of both
       rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}{}, got {} and {}",

@@ -732,6 +732,10 @@ class TestFlashAttention3:
         out, *_ = fa3._flash_attn_forward(q, *caches, seqused_k=used + 3, page_table=table[1:], seqused_q=int32(3, 1))
         want = attention(q, *caches, seqused_k=used + 3, page_table=table[1:], seqused_q=int32(3, 1))
         assert torch.equal(out, want) and not out[1, 1:].any()
+        with pytest.raises(RuntimeError, match="^seqused_k: got 99 at 0"):
+            fa3._flash_attn_forward(q, *caches, seqused_k=used + 92, page_table=table[1:])
+        with pytest.raises(ValueError, match="^seqused_k: got None, want where k and v go"):
+            fa3._flash_attn_forward(q, *caches, k, v, page_table=table[1:])
 
     def test_qkv_in_one(self):
         (qkv,) = make((2, 5, 8, 16))

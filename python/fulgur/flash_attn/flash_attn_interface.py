@@ -4,11 +4,12 @@ dim)``."""
 import torch
 
 from fulgur._drop_in import (
-    keys_of_packed_queries, longest, refuse, sides, want_int32, with_kvcache,
+    NAMES_OF_CACHES, keys_of_packed_queries, longest, refuse, sides, want_int32, with_kvcache,
 )  # fmt: skip
 from fulgur.torch import attention, random_numbers, whole_rows
 
 USE_TRITON_ROCM = False
+_NAMES_OF_CACHES = NAMES_OF_CACHES | {"page_table": "block_table"}
 
 _backward_into = torch.ops.fulgur.backward_into.default
 _forward = torch.ops.fulgur.forward.default
@@ -129,8 +130,8 @@ def flash_attn_with_kvcache(
     results = with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,
-        page_table=block_table, table="block_table", cache_leftpad=cache_leftpad, scale=softmax_scale,
-        causal=causal, window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        page_table=block_table, cache_leftpad=cache_leftpad, scale=softmax_scale, causal=causal,
+        window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes, names=_NAMES_OF_CACHES,
     )  # fmt: skip
     return results if return_softmax_lse else results[0]
 

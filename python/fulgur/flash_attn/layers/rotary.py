@@ -73,7 +73,7 @@ def apply_rotary_emb_qkv_(
     """Turns q and k of qkv in place, as `apply_rotary_emb` does, and returns qkv.
 
     qkv is ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 * heads of k, dim)``.
-    cos_k and sin_k, where given, are those of k (XPos).
+    cos_k and sin_k, where given, are those of k (XPos). ValueError names the argument that is wrong.
     """
     if qkv.dim() == 5:
         if qkv.shape[2] != 3:
@@ -103,7 +103,10 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
-    """Turns k of kv ``(batch, seqlen, 2, heads, dim)`` in place, as `apply_rotary_emb` does, and returns kv."""
+    """Turns k of kv ``(batch, seqlen, 2, heads, dim)`` in place, as `apply_rotary_emb` does, and returns kv.
+
+    ValueError names the argument that is wrong.
+    """
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: got shape {tuple(kv.shape)}, want (batch, seqlen, 2, heads, dim)")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
@@ -114,7 +117,8 @@ class RotaryEmbedding(torch.nn.Module):
     """The embedding with its angles: place p turns pair i of the first ``dim`` dims by p base^(-2i / dim)
     (Su et al., eq. 15). The tables grow with the longest sequence that was seen.
 
-    With ``scale_base`` q grows and k shrinks with its place (Sun et al., XPos, eq. 12): recommended is 512.
+    With ``scale_base`` q grows and k shrinks with its place (XPos, Sun et al., arXiv 2212.10554): recommended
+    is 512. ValueError where dim is odd or less than 2.
     """
 
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
