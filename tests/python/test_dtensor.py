@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 CODE = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -56,11 +56,12 @@ check(Shard(0), Shard(0), Replicate(), Shard(0), True, causal=True)
 check(Shard(2), Shard(1), Shard(0), Replicate(), True, causal=True)
 check(Shard(1), Replicate(), Replicate(), Replicate(), False)  # rows are gathered
 dist.destroy_process_group()
+os._exit(0)
 """
 
 
 MODEL = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -98,10 +99,12 @@ for got, want in zip(model.parameters(), whole.parameters(), strict=True):
     got = got.grad if kind == "DDP" else got.grad.full_tensor()
     torch.testing.assert_close(got, want.grad, atol=1e-6, rtol=1e-5)
 dist.destroy_process_group()
+os._exit(0)
 """
 
 
 def run_two(code, folder, *arguments):
+    """Each process leaves by _exit: a thread of gloo that drops a tensor while Python ends aborts the process."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(folder / "meeting"), *arguments],
