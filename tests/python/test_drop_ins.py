@@ -14,6 +14,7 @@ import fulgur  # noqa: E402
 from fulgur import flash_attn as fa2  # noqa: E402
 from fulgur import flash_attn_cute as fa4  # noqa: E402
 from fulgur import flash_attn_interface as fa3  # noqa: E402
+from fulgur._names import named  # noqa: E402
 from fulgur.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from fulgur.flash_attn.layers import rotary  # noqa: E402
 from fulgur.torch import attention  # noqa: E402
@@ -554,10 +555,22 @@ class TestCaches:
         call, ends = fa2.flash_attn_varlen_func, (int32(0, 3, 3, 6), int32(0, 7, 7, 19))
         with pytest.raises(ValueError, match="^q: requires grad, and caches have no gradient"):
             call(q.clone().requires_grad_(), k_cache, v_cache, *ends, 3, 12, block_table=table)
-        with pytest.raises(RuntimeError, match="^seqused_k: got 12 at 2, want 0 to 11"):
+        with pytest.raises(RuntimeError, match=r"^cu_seqlens_k.diff\(\): got 12 at 2, want 0 to 11"):
             call(q, k_cache, v_cache, *ends, 3, 11, block_table=table)
-        with pytest.raises(RuntimeError, match="^page_table: got 12 as page 0 of sequence 0"):
+        with pytest.raises(RuntimeError, match="^block_table: got 12 as page 0 of sequence 0"):
             call(q, k_cache, v_cache, *ends, 3, 12, block_table=table + 5)
+
+        def private(**changed):
+            lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends), max_seqlen_q=3, max_seqlen_k=12)
+            options = lengths | dict(dropout_p=0.0, softmax_scale=1.0, causal=False, block_table=table) | changed
+            flash_attn_interface._flash_attn_varlen_forward(q, k_cache, v_cache, **options)
+
+        with pytest.raises(RuntimeError, match="^block_table: got 12 as page 0 of sequence 0"):
+            private(block_table=table + 5)
+        with pytest.raises(RuntimeError, match="^seqused_k: got 13 at 1, want 0 to 12"):
+            private(seqused_k=int32(7, 13, 12))
+        with pytest.raises(RuntimeError, match=r"^cu_seqlens_k.diff\(\): got -7 at 1, want 0 to 12"):
+            private(cu_seqlens_k=int32(0, 7, 0, 12))
 
     @pytest.mark.parametrize("module", [fa2, fa3])
     def test_errors(self, module):
@@ -591,6 +604,13 @@ class TestCaches:
             call(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=int32(0, 1))
         with pytest.raises(RuntimeError, match="^k: got shape .3, 3, 1, 16., want"):
             call(q, k_cache, v_cache, k[:, :, :1], v, cache_seqlens=lengths, **paged)
+        with pytest.raises(RuntimeError, match="^v_cache: got shape .11, 4, 2, 16., want .12, 4, 2, 16."):
+            call(q, k_cache, v_cache[1:], cache_seqlens=lengths, **paged)
+        with pytest.raises(RuntimeError, match="^cache_batch_idx: got 12 at 2, want one of the 12 rows of k_cache"):
+            call(q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=int32(0, 1, 12))
+        for new in ({}, dict(k=k, v=v)):
+            with pytest.raises(RuntimeError, match="^softmax_scale: got nan, want"):
+                call(q, k_cache, v_cache, cache_seqlens=lengths, softmax_scale=torch.nan, **new, **paged)
 
 
 class TestFlashAttention3:
@@ -734,8 +754,12 @@ class TestFlashAttention3:
         assert torch.equal(out, want) and not out[1, 1:].any()
         with pytest.raises(RuntimeError, match="^seqused_k: got 99 at 0"):
             fa3._flash_attn_forward(q, *caches, seqused_k=used + 92, page_table=table[1:])
-        with pytest.raises(ValueError, match="^seqused_k: got None, want where k and v go"):
+        with pytest.raises(ValueError, match="^seqused_k: got None, want where k_new and v_new go"):
             fa3._flash_attn_forward(q, *caches, k, v, page_table=table[1:])
+        with pytest.raises(RuntimeError, match="^k_new: got f64, want f32 .the dtype of k."):
+            fa3._flash_attn_forward(q, *caches, k.double(), v, seqused_k=used, page_table=table[1:])
+        with pytest.raises(RuntimeError, match="^leftpad_k: got 8 at 0, want 0 to 7"):
+            fa3._flash_attn_forward(q, *caches, seqused_k=used, leftpad_k=int32(8, 0), page_table=table[1:])
 
     def test_qkv_in_one(self):
         (qkv,) = make((2, 5, 8, 16))
@@ -835,6 +859,59 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: ANYTHING})
+
+
+Q, KV, QKV, ENDS = (2, 5, 4, 8), (2, 7, 2, 2, 8), (2, 5, 3, 4, 8), int32(0, 2, 9)
+PRIVATE = (torch.nan, False, -1, -1, 0.0, None, False), (1.0, False, -2, -1, 0.0, None, False)
+RENAMED = [
+    (fa2.flash_attn_func, (Q, Q, Q), dict(softmax_scale=torch.nan), "softmax_scale: got nan, want"),
+    (fa2.flash_attn_func, (Q, Q, Q), dict(window_size=(-2, 0)), "window_size: got -2, want"),
+    (fa2.flash_attn_kvpacked_func, (Q, (*KV[:4], 9)), {}, r"k of kv: got shape \(2, 7, 2, 9\), want \(2, 7, 2, 8\)"),
+    (fa2.flash_attn_kvpacked_func, (Q, QKV), {}, r"kv: got shape .*, want \(batch, seqlen, 2, heads, dim\)"),
+    (fa2.flash_attn_qkvpacked_func, ((2, 5, 3, 4, 600),), {}, "q of qkv: got head dim 600, want"),
+    (fa2.flash_attn_qkvpacked_func, (KV,), {}, r"qkv: got shape .*, want \(batch, seqlen, 3, heads, dim\)"),
+    (fa2.flash_attn_varlen_kvpacked_func, (Q[1:], KV[1:], ENDS, int32(0, 3, 7), 7, 7), {}, "cu_seqlens_q: ends with 9"),
+    (fa2.flash_attn_varlen_kvpacked_func, (Q[1:], KV, ENDS, ENDS, 7, 7), {},
+     r"kv: got .*, want \(total, 2, heads, dim\)"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV[1:], ENDS, 7), {}, "cu_seqlens: ends with 9, want at most 5"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV[1:], int32(0, 5), 4), {}, "max_seqlen: got 4, want at least"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV, ENDS, 7), {}, r"qkv: got .*, want \(total, 3, heads, dim\)"),
+    (flash_attn_interface._flash_attn_forward, (Q, Q, Q, 0.0, *PRIVATE[0]), {}, "softmax_scale: got nan"),
+    (flash_attn_interface._flash_attn_backward, (*[Q] * 5, (2, 4, 5), *[Q] * 3, 0.0, *PRIVATE[1]), {},
+     "window_size_left: got -2"),
+    (flash_attn_interface._flash_attn_backward, (*[Q] * 5, (2, 4, 6), *[Q] * 3, 0.0, 1.0, *PRIVATE[0][1:]), {},
+     "softmax_lse: got shape"),
+    (fa3.flash_attn_func, (Q, Q, Q), dict(attention_chunk=-1), "attention_chunk: got -1, want"),
+    (fa3.flash_attn_qkvpacked_func, ((2, 5, 9, 600),), dict(num_heads_q=3), "q of qkv: got head dim 600, want"),
+    (fa3.flash_attn_qkvpacked_func, (KV,), {}, r"qkv: got shape .*, want \(batch, seqlen, 3, heads, dim\)"),
+    (fa3.flash_attn_qkvpacked_func, ((2, 5, 4, 8),), dict(num_heads_q=1), "num_heads_q: got 1, want to leave"),
+    (fa3._flash_attn_forward, (Q, Q, Q), dict(window_size_right=-2), "window_size_right: got -2, want"),
+    (fa3._flash_attn_backward, (Q, Q, Q, Q, Q, (2, 4, 5)), dict(dq=Q, dk=Q, dv=Q, sequed_k=int32(1, 6)),
+     "sequed_k: got 6 at 1, want 0 to 5"),
+    (fa4.flash_attn_func, (Q, Q, Q), dict(learnable_sink=(3,)), r"learnable_sink: got shape \(3\), want"),
+    (fa4.flash_attn_varlen_func, (Q, Q, Q), dict(softmax_scale=torch.nan), "softmax_scale: got nan, want"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, arguments, options, message", RENAMED)
+def test_errors_have_the_names_of_callers(function, arguments, options, message):
+    """What is written as a shape is a tensor."""
+    arguments = [torch.zeros(x) if isinstance(x, tuple) else x for x in arguments]
+    shapes = ("dq", "dk", "dv", "learnable_sink")
+    options = {name: torch.zeros(x) if name in shapes else x for name, x in options.items()}
+    with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
+        function(*arguments, **options)
+
+
+def test_errors_of_others_keep_their_words():
+    def fail(message):
+        raise RuntimeError(message)
+
+    for message in ("Expected size of k to be 3", "k and v differ: by far"):
+        with pytest.raises(RuntimeError, match=f"^{message}$"):
+            named({"k": "key"}, fail, message)
+    with pytest.raises(RuntimeError, match="^q: on cpu, want cuda as key, not k_new or mask.k$"):
+        named({"k": "key"}, fail, "q: on cpu, want cuda as k, not k_new or mask.k")
 
 
 @pytest.mark.parametrize("module", [fa2, fa3, fa4])

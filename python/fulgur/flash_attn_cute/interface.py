@@ -2,6 +2,7 @@
 
 from fulgur import _drop_in
 from fulgur._drop_in import longest, refuse, sides
+from fulgur._names import OPTIONS, named
 from fulgur.torch import attention
 
 
@@ -19,8 +20,8 @@ def flash_attn_func(
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
-    out, lse = attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
+    out, lse = named(
+        OPTIONS, attention, q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         softcap=softcap or 0.0, sinks=None if learnable_sink is None else learnable_sink.float(),
         deterministic=deterministic, return_lse=True,
     )  # fmt: skip
@@ -45,8 +46,8 @@ def flash_attn_varlen_func(
     packed = cu_seqlens_q is not None
     if page_table is None and packed != (cu_seqlens_k is not None):
         refuse(**{"cu_seqlens_q or cu_seqlens_k without the other": True})
-    out, lse = attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
+    out, lse = named(
+        OPTIONS, attention, q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         softcap=softcap or 0.0, sinks=None if learnable_sink is None else learnable_sink.float(),
         deterministic=deterministic, return_lse=True,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,

@@ -1,0 +1,27 @@
+"""Errors in the words of callers whose arguments have other names than fulgur's."""
+
+import re
+
+# What FlashAttention's interfaces call options, by what errors call them.
+OPTIONS = {
+    "scale": "softmax_scale", "mask.left": "window_size", "mask.right": "window_size",
+    "mask.chunk": "attention_chunk", "sinks": "learnable_sink",
+}  # fmt: skip
+# The same of the private functions.
+PRIVATE = OPTIONS | {
+    "mask.left": "window_size_left", "mask.right": "window_size_right", "lse": "softmax_lse",
+}  # fmt: skip
+
+
+def named(names, call, *args, **kwargs):
+    """What `call` returns; where it finds an argument wrong, the error says `names` of arguments, the
+    caller's by fulgur's."""
+    try:
+        return call(*args, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = str(error)
+        if re.match(r"[\w.]+(, \w+)*: ", message):
+            words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+            said = re.sub(rf"(?<![\w.])({words})(?!\w)", lambda word: names[word[0]], message)
+            error.args = (said,)
+        raise
