@@ -8,9 +8,7 @@ OPTIONS = {
     "mask.chunk": "attention_chunk", "sinks": "learnable_sink",
 }  # fmt: skip
 # The same of the private functions.
-PRIVATE = OPTIONS | {
-    "mask.left": "window_size_left", "mask.right": "window_size_right", "lse": "softmax_lse",
-}  # fmt: skip
+PRIVATE = OPTIONS | {"mask.left": "window_size_left", "mask.right": "window_size_right"}
 
 
 def named(names, call, *args, **kwargs):

@@ -185,7 +185,7 @@ def _flash_attn_backward(
             raise ValueError(f"{name}: got None, want a tensor to write the gradient to")
     rows = dict(dout=dout, q=q, k=k, v=v, out=out)
     named(
-        PRIVATE | {"seqused_q": "sequed_q", "seqused_k": "sequed_k"}, _backward_into,
+        PRIVATE | {"lse": "softmax_lse", "seqused_q": "sequed_q", "seqused_k": "sequed_k"}, _backward_into,
         *(whole_rows(name, x) for name, x in rows.items()), softmax_lse, dq, dk, dv,
         scale=softmax_scale, window_left=window_size_left,
         window_right=0 if is_causal else window_size_right, softcap=softcap,

@@ -17,7 +17,7 @@ _LENGTHS_OF_QKV = {
     "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
     "max_seqlen_k": "max_seqlen",
 }  # fmt: skip
-_PRIVATE_NAMES = PRIVATE | {"page_table": "block_table"}
+_PRIVATE_NAMES = PRIVATE | {"page_table": "block_table", "lse": "softmax_lse"}
 
 _backward_into = torch.ops.fulgur.backward_into.default
 _forward = torch.ops.fulgur.forward.default
