@@ -358,6 +358,11 @@ def whole_rows(name, x):
         raise ValueError(f"{name}: got a tensor of no dimensions, want rows") from None
 
 
+def _apart(tensors):
+    """Views of those that come again: Dynamo lets a Function take no tensor twice."""
+    return [x.view_as(x) if any(x is y for y in tensors[:i]) else x for i, x in enumerate(tensors)]
+
+
 def _sides(window):
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: got {window!r}, want None or (left, right)")
@@ -515,7 +520,10 @@ def attention(
         functional = torch._C._are_functorch_transforms_active()
         function = _FunctionalAttention if functional else _Attention
         options = numbers, tuple(tensors), deterministic
-        out, lse = function.apply(q, k, v, options, *tensors.values())
+        inputs = (q, k, v, *tensors.values())
+        if torch.compiler.is_compiling():
+            inputs = _apart(inputs)
+        out, lse = function.apply(*inputs[:3], options, *inputs[3:])
     else:
         out, lse = _forward(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out

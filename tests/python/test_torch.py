@@ -340,6 +340,22 @@ class TestCompile:
         for a, b in zip(*(torch.autograd.grad(x, (q, k, v), results) for x in (out, want))):
             assert torch.equal(a, b)
 
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_tensor_that_is_taken_twice(self, packed):
+        starts = {"cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32)} if packed else {}
+
+        def call(x, starts):
+            packed = starts | {"cu_seqlens_k": x for x in starts.values()}
+            return attention(x, x, x, causal=True, **packed)
+
+        x = torch.randn(*(() if packed else (2,)), 7, 2, 8, requires_grad=True)
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(x, starts)
+        want = call(x, starts)
+        assert torch.equal(out, want)
+        dout = torch.randn_like(out)
+        got, expected = (torch.autograd.grad(y, x, dout)[0] for y in (out, want))
+        assert_allclose(got, expected, atol=1e-6)
+
     def test_inductor(self):
         """With work of the compiler's own around the operator."""
         def call(q, k, v):
