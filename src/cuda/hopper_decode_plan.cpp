@@ -262,9 +262,12 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
+  // Other rows are copied, which the forward kernel does, too, where it takes the call.
+  const bool forward_takes = !rows_decide(p) && !has_cache(p) && !p.has_tree;
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
-    if (const std::string why = not_whole(*strides); !why.empty() && !rows_decide(p)) {
-      return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
+    if (const std::string why = not_whole(*strides); !why.empty() && forward_takes) {
+      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
+                         why);
     }
   }
   const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
