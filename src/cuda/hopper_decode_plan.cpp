@@ -275,9 +275,9 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
                        total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
   }
-  if (std::max(p.cache.entries, p.cache.ids) > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 pages, got {} and {} ids", p.cache.entries,
-                       p.cache.ids);
+  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
+                       p.cache.entries, p.cache.page, p.cache.ids);
   }
   // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
   const int64_t least_rows = p.invariant ? kFewRows : 16;

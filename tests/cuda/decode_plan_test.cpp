@@ -553,8 +553,12 @@ TEST(DecodePlan, Rejects) {
   EXPECT_NE(why({.packed = true}, [](Problem& p) { p.total_q = int64_t{1} << 29; })
                 .find("less than 2^29 rows"),
             std::string::npos);
-  EXPECT_NE(why({}, [](Problem& p) { p.cache.entries = int64_t{1} << 31; }).find("2^31 pages"),
-            std::string::npos);
+  for (int64_t Problem::Cache::*const size :
+       {&Problem::Cache::entries, &Problem::Cache::ids, &Problem::Cache::page}) {
+    EXPECT_EQ(why({}, [&](Problem& p) { p.cache.*size = (int64_t{1} << 31) - 1; }), "");
+    EXPECT_NE(why({}, [&](Problem& p) { p.cache.*size = int64_t{1} << 31; }).find("2^31 pages"),
+              std::string::npos);
+  }
   EXPECT_NE(why({.batch = 1 << 20, .sk = 1 << 20}, as_is).find("up to 2^31 tiles"),
             std::string::npos);
 }
