@@ -304,7 +304,7 @@ TEST_F(Sanitize, OneCall) {  // by the kernel that attends, of every kind of til
                           .dv = 128,
                           .mask = sq == 5 ? window(30, 0) : causal(),
                           .layout = layout},
-                    .shape = {CacheShape::Order::kNhd, index, 16, sq == 16},
+                    .shape = {CacheShape::Order::kNhd, index, sq == 5 ? 3 : 16, sq == 16},
                     .rotary_dim = 32,
                     .interleaved = layout == Layout::kPacked,
                     .aligned = sq != 16},
