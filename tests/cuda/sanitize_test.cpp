@@ -146,7 +146,7 @@ TEST_F(Sanitize, Window) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
 }
 TEST_F(Sanitize, Chunks) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = chunked(90)}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = chunked(90)}));
 }
 TEST_F(Sanitize, RowsWithoutKeys) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 100, .mask = causal()}));
