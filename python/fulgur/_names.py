@@ -4,11 +4,11 @@ import re
 
 # What FlashAttention's interfaces call options, by what errors call them.
 OPTIONS = {
-    "scale": "softmax_scale", "mask.left": "window_size", "mask.right": "window_size",
-    "mask.chunk": "attention_chunk", "sinks": "learnable_sink",
+    "scale": "softmax_scale", "window_left": "window_size", "window_right": "window_size",
+    "chunk": "attention_chunk", "sinks": "learnable_sink",
 }  # fmt: skip
 # The same of the private functions.
-PRIVATE = OPTIONS | {"mask.left": "window_size_left", "mask.right": "window_size_right"}
+PRIVATE = OPTIONS | {"window_left": "window_size_left", "window_right": "window_size_right"}
 
 
 def named(names, call, *args, **kwargs):

@@ -27,8 +27,8 @@ __all__ = ["attention_forward", "attention_mask"]
 
 # What transformers calls what errors name.
 _NAMES = {
-    "q": "query", "k": "key", "v": "value", "scale": "scaling", "mask.left": "sliding_window",
-    "mask.chunk": "attention_chunk_size", "sinks": "s_aux", "dropout_p": "dropout",
+    "q": "query", "k": "key", "v": "value", "scale": "scaling", "window_left": "sliding_window",
+    "chunk": "attention_chunk_size", "sinks": "s_aux", "dropout_p": "dropout",
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k",
 }  # fmt: skip
