@@ -1139,15 +1139,19 @@ def test_malformed_safetensors(tmp_path, raw, says):
 def test_unwritable_outputs(folder):
     before = listing(folder)
     (folder / "folder").mkdir()
+    (folder / "loop.npy").symlink_to("loop.npy")
     for bad, says in [
         ("no/such/dir.npy", "No such file"),
         ("folder", "not a regular file"),
         ("/dev/null", "not a regular file"),
+        ("/dev/stdout", "/dev/stdout: exists and is not a regular file"),  # a pipe, which has no path
+        ("loop.npy", "loop.npy: cannot be written: Too many levels of symbolic links"),
         ("q.npy/x.npy", "Not a directory"),
         ("x" * 300 + ".npy", "too long"),
     ]:
         fails(*FORWARD, *LSE[:1], bad, says=[bad, says], cwd=folder)
     (folder / "folder").rmdir()
+    (folder / "loop.npy").unlink()
     assert listing(folder) == before
 
 
