@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fulgur  # noqa: E402
+from fulgur.flash_attn import flash_attn_varlen_func  # noqa: E402
 from fulgur.torch import attention  # noqa: E402
 
 forward = torch.ops.fulgur.forward.default
@@ -356,6 +357,21 @@ class TestCompile:
         got, expected = (torch.autograd.grad(y, x, dout)[0] for y in (out, want))
         assert_allclose(got, expected, atol=1e-6)
 
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_longest_lengths_that_are_computed(self, as_tensor):
+        def call(q, k, v, starts):
+            longest = starts.diff().max()
+            return flash_attn_varlen_func(q, k, v, starts, starts, *[longest if as_tensor else longest.item()] * 2)
+
+        starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        tensors = make(*[(7, 2, 8)] * 3, grad=True)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            out = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors, starts)
+        want = call(*tensors, starts)
+        assert torch.equal(out, want)
+        for a, b in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, want))):
+            assert torch.equal(a, b)
+
     def test_inductor(self):
         """With work of the compiler's own around the operator."""
         def call(q, k, v):
@@ -575,6 +591,39 @@ class TestFunc:
             for a, b in zip(got, gradients(*part)):
                 assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("dims", DIMS)
+    @pytest.mark.parametrize("name", ["causal", "sinks"])
+    @pytest.mark.parametrize("by", ["backward", "torch.func.grad"])
+    def test_gradients_outside_of_vmap(self, dims, name, by):
+        tensors = self.batched(dims)
+
+        def loss(*x, vmap):
+            call = lambda *x: attention(*x, **OPTIONS[name])  # noqa: E731
+            return vmap(call, in_dims=dims)(*x).sin().sum()
+
+        def one_by_one(call, in_dims):
+            def calls(*x):
+                each = [[y] * 3 if dim is None else y.unbind(dim) for y, dim in zip(x, in_dims)]
+                return torch.stack([call(*one) for one in zip(*each)])
+
+            return calls
+
+        if by == "backward":
+            leaves = [x.requires_grad_() for x in tensors]
+            got = torch.autograd.grad(loss(*leaves, vmap=torch.vmap), leaves)
+        else:
+            got = torch.func.grad(lambda *x: loss(*x, vmap=torch.vmap), (0, 1, 2))(*tensors)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        for a, b in zip(got, torch.autograd.grad(loss(*leaves, vmap=one_by_one), leaves)):
+            assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_gradients_outside_of_vmap_are_not_lost_in_a_graph(self):
+        q, k, v = make_qkv()
+        compiled = torch.compile(torch.vmap(lambda q: attention(q, k, v)), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(torch.stack([q, q]))[1], attention(q, k, v))
+        with pytest.raises(Exception, match="q: requires grad outside of vmap"):
+            compiled(torch.stack([q, q]).requires_grad_())
+
     def test_dropout(self):
         q, k, v = make_qkv()
         call = lambda q: attention(q, k, v, dropout_p=0.5)  # noqa: E731
@@ -695,6 +744,9 @@ class TestWrongArguments:
             (dict(scale="1"), RuntimeError, "for argument 'scale'"),
             (dict(dropout_p="1"), RuntimeError, "for argument 'dropout_p'"),
             (dict(seqused_k=[3, 4]), RuntimeError, "for argument 'seqused_k'"),
+            (dict(alibi_slopes=[1.0] * 4), RuntimeError, "for argument 'alibi_slopes'"),
+            (dict(sinks=[1.0] * 4), RuntimeError, "for argument 'sinks'"),
+            (dict(k=torch.zeros(2, 9, 2, 8, device="meta")), ValueError, "^k: got a tensor on meta, want cpu as q"),
         ],
     )
     def test_wrong_kinds(self, change, error, message):
@@ -702,9 +754,16 @@ class TestWrongArguments:
         with pytest.raises(error, match=message):
             attention(**{**dict(q=q, k=k, v=v), **change})
 
-    def test_slopes_get_no_gradient(self):
-        with pytest.raises(ValueError, match="^alibi_slopes: requires grad"):
-            attention(*make_qkv(), alibi_slopes=torch.zeros(4, requires_grad=True))
+    @pytest.mark.parametrize(
+        "name, x", [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))]
+    )
+    def test_what_gets_no_gradient(self, name, x):
+        given = {name: x.clone().requires_grad_()}
+        tensors = make_qkv()
+        with pytest.raises(ValueError, match=f"^{name}: requires grad, and gets none; want {name}.detach"):
+            attention(*tensors, **given)
+        with torch.no_grad():
+            assert torch.equal(attention(*tensors, **given), attention(*tensors, **{name: x}))
 
     def test_sinks_that_require_grad_on_another_device(self):
         q, k, v = (x.to("meta") for x in make_qkv())
