@@ -366,6 +366,10 @@ def whole_rows(name, x):
         raise TypeError(f"{name}: got {type(x).__name__}, want a tensor") from None
     except IndexError:
         raise ValueError(f"{name}: got a tensor of no dimensions, want rows") from None
+    except RuntimeError:
+        if x.layout == torch.strided and not x.is_nested:
+            raise
+        raise TypeError(f"{name}: got a sparse or nested tensor, want a dense one") from None
 
 
 def _apart(tensors):

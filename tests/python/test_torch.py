@@ -738,6 +738,8 @@ class TestWrongArguments:
             (dict(q=np.zeros((2, 7, 4, 8))), TypeError, "^q: got ndarray, want a tensor"),
             (dict(k=None), TypeError, "^k: got NoneType, want a tensor"),
             (dict(v=torch.tensor(1.0)), ValueError, "^v: got a tensor of no dimensions"),
+            (dict(q=torch.zeros(2, 7, 4, 8).to_sparse()), TypeError, "^q: got a sparse or nested tensor, want a dense"),
+            (dict(k=torch.nested.nested_tensor([torch.zeros(9, 2, 8)] * 2)), TypeError, "^k: got a sparse or nested"),
             (dict(window=3), TypeError, "^window: got 3, want None or .left, right."),
             (dict(window=(1, 2, 3)), TypeError, "^window: got .1, 2, 3., want None or .left, right."),
             (dict(window=(1.5, 2)), RuntimeError, "for argument 'window_left'"),
