@@ -128,7 +128,7 @@ def _with_kvcache(*args, page_table, cache_batch_idx, **options):
 # The private names that ring attention and Megatron call.
 
 # By what flash_attn_with_kvcache calls arguments.
-_NAMES_OF_CACHES = {
+_PRIVATE_CACHES = {
     "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
     "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k", "rotary_seqlens": "seqlens_rotary",
     "window_size": "window_size_left and window_size_right",
@@ -152,7 +152,7 @@ def _flash_attn_forward(
     )  # fmt: skip
     if any(x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)):
         out, lse = named(
-            _NAMES_OF_CACHES, _with_kvcache, q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos,
+            _PRIVATE_CACHES, _with_kvcache, q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=seqlens_rotary,
             cache_batch_idx=kv_batch_idx, page_table=page_table, cache_leftpad=leftpad_k,
             cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, **options,

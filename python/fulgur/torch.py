@@ -16,7 +16,7 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 """
 
 import torch
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -388,6 +388,13 @@ def _want_constant(name, x):
         raise ValueError(f"{name}: requires grad, and gets none; want {name}.detach()")
 
 
+def _requires_grad(x):
+    """Whether x, or what vmap maps to it, requires grad: inside of vmap x alone does not say so."""
+    while isinstance(x, torch.Tensor) and is_batchedtensor(x):
+        x = get_unwrapped(x)
+    return getattr(x, "requires_grad", False)
+
+
 def _want_no_gradient(of="caches", **tensors):
     """Nothing records one, in either mode, and what is not recorded would be 0."""
     if forward_ad._current_level >= 0:
@@ -397,7 +404,7 @@ def _want_no_gradient(of="caches", **tensors):
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if getattr(x, "requires_grad", False):
+        if _requires_grad(x):
             raise ValueError(
                 f"{name}: requires grad, and {of} have no gradient; want torch.no_grad() or "
                 f"{name}.detach()"

@@ -617,6 +617,14 @@ class TestFunc:
         for a, b in zip(got, torch.autograd.grad(loss(*leaves, vmap=one_by_one), leaves)):
             assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
+    def test_gradients_outside_of_vmap_are_not_lost_beside_tree_masks(self):
+        q, k, v = make(*[(2, 4, 2, 8)] * 3)
+        tree_mask = torch.full((2, 4), 15)
+        call = torch.vmap(lambda q: attention(q, k, v, tree_mask=tree_mask))
+        assert torch.equal(call(torch.stack([q, q]))[1], attention(q, k, v, tree_mask=tree_mask))
+        with pytest.raises(ValueError, match="^q: requires grad, and tree masks have no gradient"):
+            call(torch.stack([q, q]).requires_grad_())
+
     def test_gradients_outside_of_vmap_are_not_lost_in_a_graph(self):
         q, k, v = make_qkv()
         compiled = torch.compile(torch.vmap(lambda q: attention(q, k, v)), fullgraph=True, backend="aot_eager")
