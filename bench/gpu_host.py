@@ -3,7 +3,7 @@
 bf16 and causal, of shapes so small that the device waits for the host; no time has a wait for the device in it. `calls`
 are those whose shape was seen before, medians of some thousand, for which the candidates take turns. `lengths` are
 first calls, each of a length that its process has not seen, after one of another length: what is compiled, or planned,
-anew for a shape shows there. `nothing` is what PyTorch costs without attention. With a wheel, `seconds` are those from
+anew for a shape shows there. `zeros` is what PyTorch costs without attention. With a wheel, `seconds` are those from
 this file to results (tools/try_wheel.py).
 """
 
@@ -39,17 +39,17 @@ class Caller:
         return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
 
 
-class Nothing(torch.autograd.Function):
-    """What PyTorch costs alone: memory for the results of each pass, and nothing in it."""
+class Zeros(torch.autograd.Function):
+    """What PyTorch costs alone: results of each pass that are filled with zeros, a kernel for each."""
 
     @staticmethod
     def forward(ctx, q, k, v):
         ctx.save_for_backward(q, k, v)
-        return torch.empty_like(q)
+        return torch.zeros_like(q)
 
     @staticmethod
     def backward(ctx, dout):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
 def callers():
@@ -63,7 +63,7 @@ def callers():
         "fulgur": Caller(lambda q, k, v: attention(q, k, v, causal=True)),
         "cudnn": Caller(sdpa, SDPBackend.CUDNN_ATTENTION),
         "flash2": Caller(sdpa, SDPBackend.FLASH_ATTENTION),
-        "nothing": Caller(lambda q, k, v: Nothing.apply(q, k, v) if q.requires_grad else torch.empty_like(q)),
+        "zeros": Caller(lambda q, k, v: Zeros.apply(q, k, v) if q.requires_grad else torch.zeros_like(q)),
     }
     flash3 = getattr(flash3_module("backward"), "flash_attn_func", None)
     if flash3:

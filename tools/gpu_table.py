@@ -214,7 +214,7 @@ def host(report):
     part = report["host"]
     if part["device"] != "cuda":
         raise ValueError(f"host: measured on {part['device']}, want cuda")
-    names = NAMES | {"nothing": "no attention"}
+    names = NAMES | {"zeros": "zeros"}
     who = [name for name in names if name in part["lengths"]]
 
     def line(what, us):
@@ -229,8 +229,8 @@ def host(report):
         "",
         f"Microseconds of PyTorch's calls on the host, {part['cpu']}, without waits for the device: bf16, causal, batch"
         f" {part['batch']}, S {part['s']}, {part['heads']} heads, d {part['d']}. cuDNN and FlashAttention-2 are"
-        " scaled_dot_product_attention's; no attention is what PyTorch takes for as many results, recorded where the"
-        " others are. A new length is one that the process has not seen, where others were.",
+        " scaled_dot_product_attention's; zeros is what PyTorch takes to fill as many results, a kernel for each, recorded"
+        " where the others are. A new length is one that the process has not seen, where others were.",
         "",
         *lines_of(["what", *(names[name] for name in who)], lines),
     ]

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ["fulgur", "flash2", "nothing"]  # on a CPU
+MEASURED = ["fulgur", "flash2", "zeros"]  # on a CPU
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +59,12 @@ def test_table(part):
     import gpu_table
 
     part["lengths"]["fulgur"] = {"forward": [20.04, 30, 2000.4], "backward": [5, 6, 7]}
-    part["calls"]["a call"] = {"fulgur": 6.54, "flash2": 1234.5, "nothing": 0.5}
+    part["calls"]["a call"] = {"fulgur": 6.54, "flash2": 1234.5, "zeros": 0.5}
     with pytest.raises(ValueError, match="^host: measured on cpu, want cuda"):
         gpu_table.host({"host": part})
     on_gpu = part | {"device": "cuda", "seconds": {"install": 1.25, "second call": 0.0123}}
     text = gpu_table.host({"host": on_gpu})
-    assert "| what | fulgur | FlashAttention-2 | no attention |" in text and "| --- | ---: | ---: | ---: |" in text
+    assert "| what | fulgur | FlashAttention-2 | zeros |" in text and "| --- | ---: | ---: | ---: |" in text
     assert "| a call | **6.5** | 1234 | 0.5 |" in text
     lines = [line.split(" | ")[:2] for line in text if line.startswith("| a new length")]
     assert lines == [
