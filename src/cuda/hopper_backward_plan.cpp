@@ -39,7 +39,7 @@ constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
-          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums};
+          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums_stages};
 }
 
 /// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
@@ -103,6 +103,8 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   const bool instead_of_ds = !is_narrow(plan) && plan.sums && !plan.ordered;
   plan.k_stages = is_narrow(plan) || instead_of_ds ? 2 : 1;
   plan.ds_stages = instead_of_ds ? 1 : 2;
+  // In turns a warp holds a buffer until its addition has arrived, longer than a step may take.
+  plan.sums_stages = !plan.sums ? 0 : plan.ordered ? 3 : 2;
   // As many as registers hold of dQ, and the producer of the places of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
@@ -690,6 +692,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kQStages", key.q_stages);
   text.add("kOStages", key.o_stages);
   text.add("kDsStages", key.ds_stages);
+  text.add("kSumsStages", key.sums_stages);
   text.add("kSums", key.sums);
   text.add("kOrdered", key.ordered);
   text.add("kHalfP", key.half_p());
