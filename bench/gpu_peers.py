@@ -13,6 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def in_words(error):
+    """Why a peer refused."""
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
 def leaves(tensors):
     return [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
 

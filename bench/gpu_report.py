@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Times fulgur on a GPU beside PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
-cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3.
+cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3, and what calls
+of PyTorch cost the host.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
@@ -10,7 +11,7 @@ a burst, 15 rounds; backward 15 ms, 9 rounds), as the card's clock moves with it
 graph, so that the host has no part in it, or a loop where a peer cannot be captured, which the report says.
 The order of every round is drawn anew, as the load before a burst moves it too (by up to 5%); the median
 burst counts. A peer whose results differ from fulgur's is not timed; where none agrees, the report ends.
-Needs torch; fulgur is called through its C API.
+Needs torch; fulgur is called through its C API, but for the part `host`, which imports fulgur.torch.
 """
 
 import argparse
@@ -27,9 +28,10 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 import gpu_decode  # noqa: E402
 import gpu_errors  # noqa: E402
+import gpu_host  # noqa: E402
 from fulgur_c import Fulgur  # noqa: E402
 from gpu_case import DEVICE, Case, inputs  # noqa: E402
-from gpu_peers import flash3_module, peers_of  # noqa: E402
+from gpu_peers import flash3_module, in_words, peers_of  # noqa: E402
 from gpu_table import KERNELS  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
 
@@ -116,10 +118,6 @@ def difference(ours, theirs):
     """The largest |ours - theirs| / |theirs| (2-norms) of some pairs of tensors."""
     pairs = [(x.float(), y.float()) for x, y in zip(ours, theirs)]
     return max(((x - y).norm() / y.norm()).item() for x, y in pairs)
-
-
-def in_words(error):
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def as_tuple(results):
@@ -219,6 +217,7 @@ def main():
     parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--add", action="store_true", help="to the report that is there")
+    parser.add_argument("--wheel", help="for the part host: fulgur's, of which the seconds to a result are measured")
     parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
     args = parser.parse_args()
     fulgur, generator = Fulgur(args.library), torch.Generator(DEVICE)
@@ -245,6 +244,8 @@ def main():
         report["checks_of"] = kernel_hash()
     # One stream for all: PyTorch computes gradients on the stream of the forward pass, which is to be captured.
     with torch.cuda.stream(torch.cuda.Stream()):
+        if "host" in args.parts:  # the first, as the package may be missing
+            report["host"] = gpu_host.report(DEVICE, args.wheel)
         if "forward" in args.parts:
             report |= forward_report(fulgur, grid, generator)
         if "backward" in args.parts:

@@ -63,6 +63,8 @@ MergeCall checked_merge(std::span<const Partial> parts, const Merged& result) {
                  .rows = like.shape[like.rank - 3],
                  .heads = like.shape[like.rank - 2],
                  .dim = like.shape[like.rank - 1]};
+  if (call.heads < 1) fail("out", "got {} heads, want at least 1", call.heads);
+  if (call.dim < 1) fail("out", "got head dim {}, want at least 1", call.dim);
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string name = fmt::format("parts[{}].", i);
     call.from.push_back(check_part(name, parts[i], like, false));

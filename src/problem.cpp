@@ -419,9 +419,9 @@ size_t HashOfProblem::operator()(const Problem& p) const {
 
 Mask checked_mask(const Options& options) {
   const Mask& mask = options.mask;
-  if (mask.left < -1) fail("mask.left", "got {}, want -1 (unbounded) or >= 0", mask.left);
-  if (mask.right < -1) fail("mask.right", "got {}, want -1 (unbounded) or >= 0", mask.right);
-  if (mask.chunk < 0) fail("mask.chunk", "got {}, want 0 (off) or >= 1", mask.chunk);
+  if (mask.left < -1) fail("window_left", "got {}, want -1 (unbounded) or >= 0", mask.left);
+  if (mask.right < -1) fail("window_right", "got {}, want -1 (unbounded) or >= 0", mask.right);
+  if (mask.chunk < 0) fail("chunk", "got {}, want 0 (off) or >= 1", mask.chunk);
   return mask;
 }
 

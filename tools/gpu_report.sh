@@ -3,6 +3,7 @@
 # sanitizers, measures, and writes docs/performance/h100.{json,md,svg} or h200.*, by the card.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
 # GPU_REPORT_DECODE: the PYTHONPATH of the FlashAttention-3 that decode calls are measured beside, if it is another one.
+# GPU_REPORT_WHEEL: a wheel of fulgur for this python3, of which the seconds to a result are measured.
 # GPU_REPORT_TO names another folder for the report. What the tests and the sanitizers said goes to its checks.txt;
 # GPU_REPORT_CHECKS names that file of an earlier run of the same kernels, and they are not run again.
 set -eu
@@ -100,4 +101,9 @@ measure() {
 measure --checks "$checks" --parts forward backward errors
 # A FlashAttention-3 that has caches may lack the backward pass, and the other way round.
 PYTHONPATH="${GPU_REPORT_DECODE:-${PYTHONPATH:-}}" measure --add --parts decode
+# Of the Python package, which gpu_pack.sh takes along with a MODULE.
+if [ -d "$packed/python" ]; then
+  PYTHONPATH="$packed/python:${PYTHONPATH:-}" measure --add --parts host \
+    ${GPU_REPORT_WHEEL:+--wheel "$GPU_REPORT_WHEEL"}
+fi
 python3 "$root/tools/gpu_table.py" --write "$report"

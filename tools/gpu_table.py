@@ -9,6 +9,7 @@ With --write, makes the files.
 import argparse
 import json
 import pathlib
+import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ FORWARD = ("sm90/forward.cu", "forward_copy.cu", "forward_padding.cu")
 BACKWARD = (*FORWARD, *(f"sm90/backward_{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "round", "repair", "sinks")))
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
-           "decode": ("sm90/decode.cu", "forward_padding.cu")}
+           "decode": ("sm90/decode.cu", "forward_padding.cu"), "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
@@ -205,6 +206,41 @@ def decode(report):
     ]
 
 
+def micros(us):
+    return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
+
+
+def host(report):
+    part = report["host"]
+    if part["device"] != "cuda":
+        raise ValueError(f"host: measured on {part['device']}, want cuda")
+    names = NAMES | {"nothing": "no attention"}
+    who = [name for name in names if name in part["lengths"]]
+
+    def line(what, us):
+        return [what, *(f"**{micros(us[name])}**" if name == "fulgur" else micros(us[name]) for name in who)]
+
+    lines = [line(what, us) for what, us in part["calls"].items()]
+    for which in ("forward", "backward"):
+        for word, of in (("", statistics.median), (", the slowest", max)):
+            lines.append(line(f"a new length, {which}{word}", {name: of(part["lengths"][name][which]) for name in who}))
+    text = [
+        "## Host time",
+        "",
+        f"Microseconds of PyTorch's calls on the host, {part['cpu']}, without waits for the device: bf16, causal, batch"
+        f" {part['batch']}, S {part['s']}, {part['heads']} heads, d {part['d']}. cuDNN and FlashAttention-2 are"
+        " scaled_dot_product_attention's; no attention is what PyTorch takes for as many results, recorded where the"
+        " others are. A new length is one that the process has not seen, where others were.",
+        "",
+        *lines_of(["what", *(names[name] for name in who)], lines),
+    ]
+    if "seconds" in part:
+        said = ", ".join(f"{what} {s:.1f} s" if s >= 0.1 else f"{what} {1000 * s:.1f} ms"
+                         for what, s in part["seconds"].items())
+        text += ["", f"From a wheel to results, kernels compiled anew: {said}."]
+    return text
+
+
 def flash3_of(report):
     """Of which modules FlashAttention-3 is, in words."""
     modules = list(dict.fromkeys(m for m in (report.get("flash3"), report.get("backward", {}).get("flash3")) if m))
@@ -235,6 +271,8 @@ def markdown(report):
         text += ["", *errors(report)]
     if "decode" in report:
         text += ["", *decode(report)]
+    if "host" in report:
+        text += ["", *host(report)]
     if report["checks"]:
         text += ["", f"Tests and sanitizers, of kernels {report['checks_of'][:12]}:", ""]
         text += [f"- {line}" for line in report["checks"]]

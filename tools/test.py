@@ -114,6 +114,7 @@ def python():
     run("python3", "-m", "venv", fresh)
     pip_install(wheel, python=fresh / "bin/python")
     run(fresh / "bin/python", "-B", "tools/try_wheel.py")
+    run(VENV_PYTHON, "-B", "tools/try_wheel.py", wheel, "--device", "cpu")
     pip_install("--force-reinstall", "--no-deps", wheel)
     pytest("python", "tests/python", env={"TORCHINDUCTOR_CACHE_DIR": str(graphs)})
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <system_error>
 
 #include "commands.h"
 #include "flags.h"
@@ -77,8 +78,11 @@ void check_usage(const AttendRequest& r) {
   std::map<std::filesystem::path, std::string> names;
   for (const auto& name : kOutputs) {
     if (!r.has(name)) continue;
-    const auto path = std::filesystem::weakly_canonical(std::filesystem::absolute(r.npy.at(name)));
-    const auto [other, is_new] = names.emplace(path, name);
+    const auto path = std::filesystem::absolute(r.npy.at(name));
+    std::error_code error;
+    const auto real = std::filesystem::weakly_canonical(path, error);
+    // What leads to no file is for the writer to refuse.
+    const auto [other, is_new] = names.emplace(error ? path : real, name);
     if (!is_new) usage(name, "names the same file as --" + other->second);
   }
 }

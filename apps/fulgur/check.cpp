@@ -362,8 +362,7 @@ void add_check(CLI::App& app) {
   auto* command = app.add_subcommand("check", "The engine against the reference on this machine");
   add_dtype(*command, r->dtype, "Only this dtype; default all");
   add_device(*command, r->device, "The engine of which device; default cpu");
-  command->add_option("--threads", r->threads, "Threads; default OMP_NUM_THREADS or all cores")
-      ->type_name("N");
+  add_whole(*command, "--threads", r->threads, "Threads; default OMP_NUM_THREADS or all cores");
   command->add_option("--seed", r->seed, "Seed of the inputs; default: a new one each time")
       ->type_name("N");
   command->footer(

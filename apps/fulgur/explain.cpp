@@ -76,9 +76,8 @@ void add_explain(CLI::App& app) {
   add_dtype(*command, r->dtype, "Default f32");
   add_device(*command, r->device, "Where the tensors are; default cpu");
   auto* backward = command->add_flag("--backward", r->backward, "The plan of the gradient");
-  command->add_option("--page", r->page, "Keys in pages of so many; default: side by side")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber)
+  add_whole<int64_t>(*command, "--page", r->page, "Keys in pages of so many; default: side by side",
+                     1)
       ->excludes(backward);
   r->flags.add_to(*command);
   command->add_option("--svg", r->svg, "Draw the tiles (empty, partial, full) into this file")

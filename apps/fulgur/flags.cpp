@@ -31,28 +31,21 @@ void OptionFlags::add_to(CLI::App& command) {
                   "Query i sees the L keys before and the R keys after its place; -1: all")
       ->type_name("L,R")
       ->excludes(causal);
-  command
-      .add_option("--chunk", chunk_,
-                  "Of these keys a query sees those of its chunk of N alone; default 0: off")
-      ->type_name("N");
+  add_whole(command, "--chunk", chunk_,
+            "Of these keys a query sees those of its chunk of N alone; default 0: off");
   command.add_option("--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
   command.add_option("--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
   auto* dropout = command.add_option("--dropout", dropout_,
                                      "Probability that an entry of the "
                                      "softmax is dropped");
   dropout->type_name("P");
-  command.add_option("--seed", seed_, "Seed of the dropout; default 0")
-      ->type_name("N")
-      ->needs(dropout);
+  add_whole(command, "--seed", seed_, "Seed of the dropout; default 0")->needs(dropout);
   command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");
   command.add_flag("--invariant", invariant_,
                    "The bits of a sequence depend neither on the batch nor on the threads");
-  command
-      .add_option("--max-workspace", max_workspace_,
-                  "Bytes that the call may want besides its tensors; default any number")
-      ->type_name("N");
-  command.add_option("--threads", threads_, "Threads; default OMP_NUM_THREADS or all cores")
-      ->type_name("N");
+  add_whole(command, "--max-workspace", max_workspace_,
+            "Bytes that the call may want besides its tensors; default any number");
+  add_whole(command, "--threads", threads_, "Threads; default OMP_NUM_THREADS or all cores");
 }
 
 Options OptionFlags::options() const {
@@ -72,7 +65,7 @@ Options OptionFlags::options() const {
 
 void ShapeFlags::add_to(CLI::App& command) {
   const auto size = [&](const char* name, int64_t& value, const char* help) {
-    command.add_option(name, value, help)->type_name("N")->check(CLI::NonNegativeNumber);
+    add_whole<int64_t>(command, name, value, help, 0);
   };
   size("--batch", batch, "Sequences; default 1");
   size("--sq", sq, "Queries of a sequence; default 1024");

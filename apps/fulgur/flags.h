@@ -1,12 +1,40 @@
 #pragma once
 
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <limits>
 #include <optional>
 #include <string>
+#include <system_error>
 
 #include "fulgur/attention.h"
 
 namespace fulgur::app {
+
+/// The whole number that option `name` is given, none below `least`. CLI11's own conversion takes
+/// one beyond 64 bits for the last that fits, and -1 as an unsigned number for 2^64 - 1. Throws
+/// CLI::ValidationError.
+template <class T>
+T whole_number(const std::string& name, const std::string& text, T least) {
+  const char* const end = text.data() + text.size();
+  T number{};
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error == std::errc{} && rest == end && number >= least) return number;
+  throw CLI::ValidationError(name, fmt::format("got '{}', want a whole number from {} to {}", text,
+                                               least, std::numeric_limits<T>::max()));
+}
+
+/// Adds an option that takes one.
+template <class T>
+CLI::Option* add_whole(CLI::App& command, const std::string& name, T& value,
+                       const std::string& help, T least = std::numeric_limits<T>::min()) {
+  const auto take = [name, &value, least](const std::string& text) {
+    value = whole_number(name, text, least);
+  };
+  return command.add_option_function<std::string>(name, take, help)->type_name("N");
+}
 
 /// The options of fulgur::Options that are plain numbers, as attend and explain take them.
 class OptionFlags {

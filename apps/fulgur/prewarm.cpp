@@ -98,20 +98,22 @@ void add_prewarm(CLI::App& app) {
   command
       ->add_option("--folder", r->folder, "The cache; default FULGUR_CACHE_DIR or ~/.cache/fulgur")
       ->type_name("DIR");
-  command->add_option("--d", r->dims, "Head dims; default 64 128")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--dv", r->dv, "Head dim of v; default d")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber);
+  const auto take_dims = [r](const std::vector<std::string>& texts) {
+    r->dims.clear();
+    for (const auto& text : texts) r->dims.push_back(whole_number<int64_t>("--d", text, 1));
+  };
+  command
+      ->add_option_function<std::vector<std::string>>("--d", take_dims, "Head dims; default 64 128")
+      ->type_name("N");
+  const auto add_size = [&](const char* name, int64_t& size, const char* help) {
+    return add_whole<int64_t>(*command, name, size, help, 1);
+  };
+  add_size("--dv", r->dv, "Head dim of v; default d");
   command->add_option("--dtype", r->dtypes, "Default bf16 f16")
       ->check(CLI::IsMember({"bf16", "f16"}))
       ->type_name("T");
-  const auto add_heads = [&](const char* name, int64_t& heads, const char* help) {
-    command->add_option(name, heads, help)->type_name("N")->check(CLI::PositiveNumber);
-  };
-  add_heads("--hq", r->hq, "Heads of q; default 1. Decoding has kernels for each hq / hk");
-  add_heads("--hk", r->hk, "Heads of k and v; default 1");
+  add_size("--hq", r->hq, "Heads of q; default 1. Decoding has kernels for each hq / hk");
+  add_size("--hk", r->hk, "Heads of k and v; default 1");
   auto* backward = command->add_flag("--backward", r->backward, "The kernels of the gradient");
   command->add_flag("--dlse", r->dlse, "The gradient of LSE is given")->needs(backward);
   command->add_flag("--packed", r->packed,
@@ -120,10 +122,8 @@ void add_prewarm(CLI::App& app) {
   command->add_flag("--sinks", r->sinks, "Attention sinks");
   command->add_flag("--seqused-q", r->seqused_q, "Lengths of the queries in use");
   command->add_flag("--seqused-k", r->seqused_k, "Lengths of the keys in use; those of pages are");
-  auto* page = command->add_option("--page", r->page, "Keys in pages of so many; default: none")
-                   ->type_name("N")
-                   ->check(CLI::PositiveNumber)
-                   ->excludes(backward);
+  auto* page =
+      add_size("--page", r->page, "Keys in pages of so many; default: none")->excludes(backward);
   const auto add_cache = [&](const char* name, bool& is_there, const char* help) {
     return command->add_flag(name, is_there, help)->excludes(backward);
   };

@@ -94,6 +94,11 @@ def _is_torch(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def _is_jax(array):
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.Array)
+
+
 def run_stream(q, stream):
     """The handle of a call's stream; 0 is the default one."""
     if stream is None:
@@ -122,6 +127,8 @@ def view(name, array, writable=False, stream=0):
             )
         if array.is_neg():
             raise ValueError(f"{name}: is a negated view, want {name}.resolve_neg()")
+    elif writable and _is_jax(array):
+        raise ValueError(f"{name}: got an array of JAX, which never changes; want another one, or fulgur.jax")
     return _fulgur.view(name, array, writable, bf16, stream)
 
 
@@ -173,8 +180,9 @@ def forward_extras(
 
 def planned_views(dtype, device, **given):
     """Views of arrays or, without memory, of shapes by name."""
-    if not isinstance(device, str):
-        raise TypeError(f"device: got {device!r}, want a string")
+    for name, x in (("dtype", dtype), ("device", device)):
+        if not isinstance(x, str):
+            raise TypeError(f"{name}: got {x!r}, want a string")
     return {
         name: (
             _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype, device)

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch.nn.functional import pad
 
+from fulgur._names import OPTIONS, named
 from fulgur.torch import append, append_attention, attention
 
 # The modules of this package by the names that they stand in for, parents first.
@@ -108,31 +109,48 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
 
 
-# What flash_attn_with_kvcache calls the arguments that errors name.
-NAMES_OF_CACHES = {
-    "seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
-    "k_new": "k", "v_new": "v",
+def want_parts(name, x, parts, rows="batch, seqlen"):
+    """Raises where x is not kv or qkv of so many parts, one beside the other in their dimension."""
+    if x.dim() != rows.count(",") + 4 or x.shape[-3] != parts:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {parts}, heads, dim)")
+
+
+def heads_of_k(qkv, num_heads_q):
+    """Of qkv ``(batch, seqlen, num_heads_q + 2 hk, dim)``: hk."""
+    if qkv.dim() != 4:
+        raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, want 4 or 5 dimensions")
+    if num_heads_q is None:
+        raise ValueError(f"num_heads_q: got None, want the heads of q among the {qkv.shape[2]} of qkv")
+    heads = qkv.shape[2] - num_heads_q
+    if num_heads_q < 1 or heads < 2 or heads % 2:
+        raise ValueError(
+            f"num_heads_q: got {num_heads_q}, want to leave as many heads of k as of v of the"
+            f" {qkv.shape[2]} of qkv"
+        )
+    return heads // 2
+
+
+# What errors about parts call them.
+PARTS_OF_KV = {"k": "k of kv", "v": "v of kv"}
+PARTS_OF_QKV = {"q": "q of qkv", "k": "k of qkv", "v": "v of qkv"}
+
+# What flash_attn_with_kvcache calls the arguments of fulgur.torch, which has other names for keys and
+# values where rows are added.
+_NAMES_OF_CACHES = OPTIONS | {"seqused_k": "cache_seqlens", "leftpad_k": "cache_leftpad"}
+_NAMES_OF_KEYS = _NAMES_OF_CACHES | {"k": "k_cache", "v": "v_cache"}
+_NAMES_OF_NEW_ROWS = _NAMES_OF_CACHES | {
+    "k_new": "k", "v_new": "v", "cos": "rotary_cos", "sin": "rotary_sin",
 }  # fmt: skip
 
 
 @torch.no_grad()
-def with_kvcache(*args, names, **kwargs):
-    """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
-    recorded. `names`: what the caller calls arguments that errors name otherwise."""
-    try:
-        return _with_kvcache(*args, **kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        name, colon, rest = str(error).partition(":")
-        if name not in names:
-            raise
-        raise type(error)(names[name] + colon + rest) from None
-
-
-def _with_kvcache(
+def with_kvcache(
     q, k_cache, v_cache, k, v, cache_seqlens, *, rotary_cos, rotary_sin, rotary_interleaved,
     cache_batch_idx, page_table, cache_leftpad, rotary_seqlens=None, cu_seqlens_q=None,
     cu_seqlens_k_new=None, max_seqlen_q=None, chunk=0, **options,
 ):  # fmt: skip
+    """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
+    recorded. Errors have the names of flash_attn_with_kvcache."""
     refuse_wide(v_cache)
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
@@ -163,13 +181,14 @@ def _with_kvcache(
             rotary_seqlens=None if rotary_cos is None else rotary_seqlens, **places,
         )  # fmt: skip
         if not padded:
-            return append_attention(
-                q, k_cache, v_cache, k, v, cache_seqlens, leftpad_k=cache_leftpad, chunk=chunk,
-                return_lse=True, **rows, **queries, **options,
+            return named(
+                _NAMES_OF_NEW_ROWS, append_attention, q, k_cache, v_cache, k, v, cache_seqlens,
+                leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **rows, **queries, **options,
             )  # fmt: skip
-        turned = append(
-            k_cache, v_cache, k, v, cache_seqlens, q=None if rotary_cos is None else q,
-            cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q, causal=options["causal"],
+        turned = named(
+            _NAMES_OF_NEW_ROWS, append, k_cache, v_cache, k, v, cache_seqlens,
+            q=None if rotary_cos is None else q, causal=options["causal"],
+            cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
             window=options["window"], chunk=chunk, **rows,
         )  # fmt: skip
         q = q if turned is None else turned
@@ -178,9 +197,9 @@ def _with_kvcache(
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         q, k_cache, v_cache = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k_cache, v_cache))
-    out, lse = attention(
-        q, k_cache, v_cache, seqused_k=cache_seqlens, leftpad_k=cache_leftpad, chunk=chunk,
-        return_lse=True, **places, **queries, **options,
+    out, lse = named(
+        _NAMES_OF_KEYS, attention, q, k_cache, v_cache, seqused_k=cache_seqlens,
+        leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **places, **queries, **options,
     )  # fmt: skip
     return out[..., :dv], lse
 

@@ -11,9 +11,17 @@ from functools import partial
 import torch
 from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
+from fulgur._names import named
+
 _forward = torch.ops.fulgur.forward.default
 _forward_into = torch.ops.fulgur.forward_into.default
 _backward = torch.ops.fulgur.backward.default
+# What PyTorch calls what errors name.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "lse": "logsumexp", "dout": "grad_out",
+    "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "max_seqlen_q": "max_q",
+    "max_seqlen_k": "max_k", "window_left": "window_size_left", "window_right": "window_size_right",
+}  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -43,7 +51,7 @@ def _dense(query, key, value, shared):
     out = _out_like(query, value)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    _forward_into(q, k, v, out.transpose(1, 2), lse, **shared)
+    named(_NAMES, _forward_into, q, k, v, out.transpose(1, 2), lse, **shared)
     return out, lse
 
 
@@ -51,8 +59,8 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    *gradients, _ = _backward(
-        grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
+    *gradients, _ = named(
+        _NAMES, _backward, grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
     )
     return tuple(x.transpose(1, 2) for x in gradients)
 
@@ -179,7 +187,7 @@ def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p
     rng_state = _rng_state(query, dropout_p)
     lengths = cum_q, cum_k, max_q, max_k
     shared = _cuda_shared_of_forward(rng_state, *lengths, dropout_p, *rest, **options)
-    out, lse = _forward(_rows(query), _rows(key), _rows(value), **shared)
+    out, lse = named(_NAMES, _forward, _rows(query), _rows(key), _rows(value), **shared)
     return out, lse, *_behind(query, rng_state)
 
 
@@ -189,7 +197,7 @@ def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):
     rows, heads = query.shape[-3:-1]
     shape = (heads, rows) if packed else (query.shape[0], heads, rows)
     lse = query.new_empty(shape, dtype=torch.float32)
-    _forward_into(_rows(query), _rows(key), _rows(value), out, lse, **shared)
+    named(_NAMES, _forward_into, _rows(query), _rows(key), _rows(value), out, lse, **shared)
     return lse
 
 
@@ -203,7 +211,8 @@ def _cuda_flash_backward(
     )  # fmt: skip
     tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _backward(_rows(grad_out), *tensors, **shared, deterministic=deterministic)[:3]
+    rows = _rows(grad_out), *tensors
+    return named(_NAMES, _backward, *rows, **shared, deterministic=deterministic)[:3]
 
 
 class _Active:

@@ -9,7 +9,8 @@ flash_attn_interface`` find this module.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32
+from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts
+from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention, whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
@@ -21,8 +22,8 @@ def _attention(
 ):  # fmt: skip
     refuse(**refused)
     refuse_wide(v)
-    results = attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
+    results = named(
+        OPTIONS, attention, q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         chunk=attention_chunk, softcap=softcap, deterministic=deterministic, return_lse=True,
         **packed,
     )  # fmt: skip
@@ -50,16 +51,15 @@ def flash_attn_qkvpacked_func(
     """The same of qkv ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 hk,
     dim)``."""
     if qkv.dim() == 5:
+        want_parts("qkv", qkv, 3)
         q, k, v = qkv.unbind(-3)
-    elif num_heads_q is None:
-        raise ValueError("num_heads_q: got None, want the heads of q in qkv of 4 dimensions")
     else:
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        heads_k = _drop_in.heads_of_k(qkv, num_heads_q)
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], -2)
     refused = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    return _attention(
-        q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
-        return_attn_probs, refused,
+    return named(
+        _drop_in.PARTS_OF_QKV, _attention, q, k, v, softmax_scale, causal, window_size,
+        attention_chunk, softcap, deterministic, return_attn_probs, refused,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx, page_table=page_table, cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
-        softcap=softcap, names=_drop_in.NAMES_OF_CACHES,
+        softcap=softcap,
     )  # fmt: skip
     return (out, lse, None, None) if return_softmax_lse else out
 
@@ -127,9 +127,11 @@ def _with_kvcache(*args, page_table, cache_batch_idx, **options):
 
 # The private names that ring attention and Megatron call.
 
-_PRIVATE_NAMES = {
-    "cache_seqlens": "seqused_k", "cache_batch_idx": "kv_batch_idx", "cos": "rotary_cos",
-    "sin": "rotary_sin", "rotary_seqlens": "seqlens_rotary",
+# By what flash_attn_with_kvcache calls arguments.
+_PRIVATE_CACHES = {
+    "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
+    "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k", "rotary_seqlens": "seqlens_rotary",
+    "window_size": "window_size_left and window_size_right",
 }  # fmt: skip
 
 
@@ -149,17 +151,16 @@ def _flash_attn_forward(
         chunk=attention_chunk, softcap=softcap, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q,
     )  # fmt: skip
     if any(x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)):
-        out, lse = _with_kvcache(
-            q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved, rotary_seqlens=seqlens_rotary,
+        out, lse = named(
+            _PRIVATE_CACHES, _with_kvcache, q, k, v, k_new, v_new, seqused_k, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved, rotary_seqlens=seqlens_rotary,
             cache_batch_idx=kv_batch_idx, page_table=page_table, cache_leftpad=leftpad_k,
-            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, names=_PRIVATE_NAMES,
-            **options,
+            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, **options,
         )  # fmt: skip
     else:
         refuse_wide(v)
-        out, lse = attention(
-            q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, return_lse=True,
+        out, lse = named(
+            PRIVATE, attention, q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, return_lse=True,
             **_lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k), **options,
         )  # fmt: skip
     out = out if out_ is None else out_.copy_(out)
@@ -183,7 +184,8 @@ def _flash_attn_backward(
         if x is None:
             raise ValueError(f"{name}: got None, want a tensor to write the gradient to")
     rows = dict(dout=dout, q=q, k=k, v=v, out=out)
-    _backward_into(
+    named(
+        PRIVATE | {"lse": "softmax_lse", "seqused_q": "sequed_q", "seqused_k": "sequed_k"}, _backward_into,
         *(whole_rows(name, x) for name, x in rows.items()), softmax_lse, dq, dk, dv,
         scale=softmax_scale, window_left=window_size_left,
         window_right=0 if is_causal else window_size_right, softcap=softcap,

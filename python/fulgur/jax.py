@@ -156,6 +156,12 @@ def _result(shape, dtype, like):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=axes)
 
 
+def _placed_as(x, like):
+    """An array shared out among devices as `like` is, on a mesh whose axes are a part of types."""
+    sharding = jax.typeof(like).sharding
+    return x if all(axes is None for axes in sharding.spec) else jax.sharding.reshard(x, sharding)
+
+
 def _results(q, v, with_lse):
     """The types of out and lse."""
     lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -230,7 +236,8 @@ def _attention_bwd(options, with_lse, saved, gradients):
     results = tuple(_result(x.shape, x.dtype, x) for x in tensors)
     if extras.sinks is not None:
         results += (_result(extras.sinks.shape, jnp.float32, tensors[0]),)
-    dq, dk, dv, *dsinks = _call("fulgur_backward", results, options, operands, extras, dlse)
+    gradients = _call("fulgur_backward", results, options, operands, extras, dlse)
+    dq, dk, dv, *dsinks = map(_placed_as, gradients, (*tensors, extras.sinks))
     return (dq, dk, dv), _Extras(sinks=dsinks[0]) if dsinks else None
 
 
@@ -261,6 +268,10 @@ def _arrays(given):
 def _planned(name, x):
     if name == "tree_mask":
         return _fulgur.planned(name, x.shape[:-1], "i64")
+    if not all(isinstance(n, int) for n in x.shape):
+        raise NotImplementedError(
+            f"{name}: got shape {x.shape}, want sizes that are known when the call is traced"
+        )
     if x.dtype.name not in _DTYPES:
         raise ValueError(
             f"{name}: got {x.dtype.name}, want float32, bfloat16, float16 or float64, or int32 for "
@@ -305,9 +316,11 @@ def _halves(name, number):
     if not isinstance(number, jax.Array):
         number = _a.integer(name, number, *_a.UINT64)
         return [jnp.uint32(number & 0xFFFFFFFF), jnp.uint32(number >> 32)]
-    if number.ndim != 0:
-        raise ValueError(f"{name}: got shape {number.shape}, want a scalar")
-    if jnp.issubdtype(number.dtype, jax.dtypes.prng_key):
+    # Keys of jax.random.PRNGKey are the words of their implementation.
+    of_words = number.dtype == jnp.uint32 and number.shape in ((2,), (4,))
+    if number.ndim != 0 and not of_words:
+        raise ValueError(f"{name}: got shape {number.shape}, want a scalar or one key of jax.random")
+    if of_words or jnp.issubdtype(number.dtype, jax.dtypes.prng_key):
         return list(jax.random.bits(number, (2,), jnp.uint32))
     if not jnp.issubdtype(number.dtype, jnp.integer):
         raise TypeError(f"{name}: got {number.dtype.name}, want an integer or a key of jax.random")
@@ -346,7 +359,7 @@ def attention(
             a value (attention sinks, as gpt-oss learns them).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or
-            a key of ``jax.random``.
+            a key of ``jax.random``, of ``key`` or of ``PRNGKey``.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on

@@ -16,6 +16,7 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 """
 
 import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -87,6 +88,9 @@ def by_name(op, arguments):
 @torch.library.register_fake("fulgur::forward_cached", lib=_library)
 @torch.library.register_fake("fulgur::append_forward", lib=_library)
 def _fake_forward(q, k, v, *_):
+    for name, x in (("k", k), ("v", v)):
+        if x.device != q.device:
+            raise ValueError(f"{name}: got a tensor on {x.device}, want {q.device} as q")
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=lse_dtype)
@@ -180,6 +184,12 @@ _HEADS_OF_RESULTS, _HEADS_OF_GRADIENTS = (-2, -2), (-2, -2, -2, -1)
 @torch.library.register_vmap("fulgur::forward", lib=_library)
 def _vmap_forward(info, in_dims, *args):
     given, mapped = (by_name(_forward, x) for x in (args, in_dims))
+    for name in ("q", "k", "v", "sinks"):
+        if torch.is_grad_enabled() and getattr(given.get(name), "requires_grad", False):
+            raise NotImplementedError(
+                f"{name}: requires grad outside of vmap, where a compiled graph or a call of the "
+                "operator records none; want fulgur.torch.attention outside of torch.compile"
+            )
     return _batched(_forward, _HEADS_OF_RESULTS, info.batch_size, given, mapped)
 
 
@@ -356,12 +366,33 @@ def whole_rows(name, x):
         raise TypeError(f"{name}: got {type(x).__name__}, want a tensor") from None
     except IndexError:
         raise ValueError(f"{name}: got a tensor of no dimensions, want rows") from None
+    except RuntimeError:
+        if x.layout == torch.strided and not x.is_nested:
+            raise
+        raise TypeError(f"{name}: got a sparse or nested tensor, want a dense one") from None
+
+
+def _apart(tensors):
+    """Views of those that come again: Dynamo lets a Function take no tensor twice."""
+    return [x.view_as(x) if any(x is y for y in tensors[:i]) else x for i, x in enumerate(tensors)]
 
 
 def _sides(window):
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window: got {window!r}, want None or (left, right)")
     return window
+
+
+def _want_constant(name, x):
+    if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
+        raise ValueError(f"{name}: requires grad, and gets none; want {name}.detach()")
+
+
+def _requires_grad(x):
+    """Whether x, or what vmap maps to it, requires grad: inside of vmap x alone does not say so."""
+    while isinstance(x, torch.Tensor) and is_batchedtensor(x):
+        x = get_unwrapped(x)
+    return getattr(x, "requires_grad", False)
 
 
 def _want_no_gradient(of="caches", **tensors):
@@ -373,7 +404,7 @@ def _want_no_gradient(of="caches", **tensors):
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if getattr(x, "requires_grad", False):
+        if _requires_grad(x):
             raise ValueError(
                 f"{name}: requires grad, and {of} have no gradient; want torch.no_grad() or "
                 f"{name}.detach()"
@@ -442,12 +473,15 @@ def attention(
     if chunk:
         numbers["chunk"] = chunk
     if scale is not None:
+        _want_constant("scale", scale)
         numbers["scale"] = scale
     if softcap:
+        _want_constant("softcap", softcap)
         numbers["softcap"] = softcap
-    if max_seqlen_q:
+    # Beside lengths they may be numbers that torch.compile does not know, and does not compare.
+    if cu_seqlens_q is not None or max_seqlen_q:
         numbers["max_seqlen_q"] = max_seqlen_q
-    if max_seqlen_k:
+    if cu_seqlens_k is not None or page_table is not None or max_seqlen_k:
         numbers["max_seqlen_k"] = max_seqlen_k
     if invariant:
         numbers["invariant"] = invariant
@@ -465,10 +499,7 @@ def attention(
     if seqused_k is not None:
         tensors["seqused_k"] = seqused_k
     if alibi_slopes is not None:
-        if alibi_slopes.requires_grad:
-            raise ValueError(
-                "alibi_slopes: requires grad, and gets none; want alibi_slopes.detach()"
-            )
+        _want_constant("alibi_slopes", alibi_slopes)
         tensors["alibi_slopes"] = alibi_slopes
     cache = {}
     if page_table is not None:
@@ -501,21 +532,26 @@ def attention(
     q = whole_rows("q", q)
     if not cached:
         k, v = whole_rows("k", k), whole_rows("v", v)
+    functional = torch._C._are_functorch_transforms_active()
+    # What vmap maps may require grad outside of it, and does not say so inside.
+    mapped = functional and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
     if cache:
         out, lse = _forward_cached(q, k, v, **tensors, **numbers, **cache)
-    elif forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
+    elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
+        or getattr(sinks, "requires_grad", False)
     ):  # fmt: skip
-        if sinks is not None and sinks.requires_grad and sinks.device != q.device:
+        if getattr(sinks, "requires_grad", False) and sinks.device != q.device:
             raise ValueError(
                 f"sinks: requires grad on {sinks.device}, want {q.device} as q, where dsinks lies"
             )
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        functional = torch._C._are_functorch_transforms_active()
         function = _FunctionalAttention if functional else _Attention
         options = numbers, tuple(tensors), deterministic
-        out, lse = function.apply(q, k, v, options, *tensors.values())
+        inputs = (q, k, v, *tensors.values())
+        if torch.compiler.is_compiling():
+            inputs = _apart(inputs)
+        out, lse = function.apply(*inputs[:3], options, *inputs[3:])
     else:
         out, lse = _forward(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out

@@ -19,10 +19,19 @@ from transformers.integrations.flash_attention import get_target_dtype
 from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
 from fulgur._drop_in import longest, refuse
+from fulgur._names import named
 from fulgur.flash_attn.bert_padding import pad_input, unpad_input
 from fulgur.torch import attention
 
 __all__ = ["attention_forward", "attention_mask"]
+
+# What transformers calls what errors name.
+_NAMES = {
+    "q": "query", "k": "key", "v": "value", "scale": "scaling", "window_left": "sliding_window",
+    "chunk": "attention_chunk_size", "sinks": "s_aux", "dropout_p": "dropout",
+    "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
+    "max_seqlen_k": "max_length_k",
+}  # fmt: skip
 
 # What transformers makes its masks of that attention_forward computes, from other arguments.
 _OVERLAYS = {
@@ -68,7 +77,7 @@ def attention_forward(
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if any(x is None for x in lengths):
         if not _begin_anew(position_ids, q.shape[0]):
-            return attention(q, k, v, **options), None
+            return named(_NAMES, attention, q, k, v, **options), None
         ends = _ends(position_ids)
         lengths = ends, ends, None, None
     return _packed(q, k, v, *lengths, options), None
@@ -136,8 +145,8 @@ def _chunk(module):
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options):
     """A batch of rows that are several sequences each, one behind the other."""
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out = attention(
-        *rows, cu_seqlens_q=cu_seqlens_q.int(), cu_seqlens_k=cu_seqlens_k.int(),
+    out = named(
+        _NAMES, attention, *rows, cu_seqlens_q=cu_seqlens_q.int(), cu_seqlens_k=cu_seqlens_k.int(),
         max_seqlen_q=longest(max_seqlen_q, rows[0]), max_seqlen_k=longest(max_seqlen_k, rows[1]),
         **options,
     )  # fmt: skip
@@ -155,9 +164,9 @@ def _padded(q, k, v, mask, options):
     in_place = options["causal"] or options["window"] != (-1, -1)
     mask_q = mask[:, -q.shape[1] :] if in_place else mask.new_ones(q.shape[:2])
     queries, places, cu_seqlens_q, longest_q, _ = unpad_input(q, mask_q)
-    out = attention(
-        queries, keys, values, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options,
+    out = named(
+        _NAMES, attention, queries, keys, values, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options,
     )  # fmt: skip
     return pad_input(out, places, *q.shape[:2])
 

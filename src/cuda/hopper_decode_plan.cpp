@@ -262,9 +262,12 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
+  // Other rows are copied, which the forward kernel does, too, where it takes the call.
+  const bool forward_takes = !rows_decide(p) && !has_cache(p) && !p.has_tree;
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
-    if (const std::string why = not_whole(*strides); !why.empty() && !rows_decide(p)) {
-      return fmt::format("computes caches in rows of multiples of 16 bytes: {} {}", name, why);
+    if (const std::string why = not_whole(*strides); !why.empty() && forward_takes) {
+      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
+                         why);
     }
   }
   const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
@@ -272,9 +275,9 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
                        total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
   }
-  if (std::max(p.cache.entries, p.cache.ids) > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 pages, got {} and {} ids", p.cache.entries,
-                       p.cache.ids);
+  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
+                       p.cache.entries, p.cache.page, p.cache.ids);
   }
   // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
   const int64_t least_rows = p.invariant ? kFewRows : 16;

@@ -450,6 +450,27 @@ TEST_P(Adversarial, NanInAQueryStaysInItsRow) {
   }
 }
 
+// NaN in one row of Q or dO reaches dQ of that row, and dK and dV of the keys that it sees, as the
+// reference has it: not those of other rows of a tile.
+TEST_P(Adversarial, NanInARowReachesTheKeysThatItSees) {
+  for (const Case& c :
+       {Case{.sq = 150, .sk = 150, .hq = 2, .mask = causal()},
+        Case{.sq = 130, .sk = 200, .hq = 2, .mask = window(20, 5), .dropout = 0.25},
+        Case{.sq = 140, .sk = 150, .hq = 2, .d = 128, .dv = 128, .mask = chunked(40)},
+        Case{.sq = 70, .sk = 90, .d = 256, .dv = 256, .mask = causal()},
+        Case{.sq = 70, .sk = 90, .hq = 4, .hk = 2}}) {
+    for (const int64_t row : {int64_t{0}, c.sq / 2, c.sq - 1}) {
+      for (const bool in_q : {true, false}) {
+        SCOPED_TRACE(testing::Message() << (in_q ? "q" : "dout") << ", row " << row);
+        follows_reference(c, [&](Workload& w) {
+          edit(in_q ? w.forward.q : w.backward.dout,
+               [&](std::vector<double>& x) { x[row * c.hq * (in_q ? c.d : c.dv) + 3] = kNan; });
+        });
+      }
+    }
+  }
+}
+
 // Scores of -inf that no mask made: such keys weigh nothing; a row of them is a row without keys.
 TEST_P(Adversarial, ScoresOfMinusInfinity) {
   for (const DType dtype : kDtypes) {

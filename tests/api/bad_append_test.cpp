@@ -285,8 +285,8 @@ const std::vector<WrongAppend>& wrongs() {
        "engine: got \"cuda\", want cpu or reference: k_cache is on cpu"},
       {"unknown_engine", table, [](A&, Options& o) { o.engine = "gpu"; },
        "engine: got \"gpu\", want cpu or reference: k_cache is on cpu"},
-      {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "mask.left: got -2, want -1"},
-      {"chunk", table, [](A&, Options& o) { o.mask.chunk = -2; }, "mask.chunk: got -2, want 0"},
+      {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "window_left: got -2, want -1"},
+      {"chunk", table, [](A&, Options& o) { o.mask.chunk = -2; }, "chunk: got -2, want 0"},
       {"threads", table, [](A&, Options& o) { o.threads = 1025; },
        "threads: got 1025, want >= 0 .* and <= 1024"},
   };

@@ -513,7 +513,7 @@ int main(void) {
   options.struct_size = sizeof options;
   options.chunk = -1;
   CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
-  CHECK(strcmp(fulgur_last_error(), "mask.chunk: got -1, want 0 (off) or >= 1") == 0);
+  CHECK(strcmp(fulgur_last_error(), "chunk: got -1, want 0 (off) or >= 1") == 0);
   options.chunk = 0;
   options.window_right = 0;
 

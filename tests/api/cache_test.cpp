@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <climits>
 #include <limits>
 #include <optional>
 
@@ -78,13 +79,24 @@ std::vector<Case> serving_cases() {
                    .softcap = softcap,
                    .seqused = true});
   }
+  // Rows that nobody reads 16 bytes at once.
+  all.push_back({.dtype = DType::kBF16,
+                 .batch = 3,
+                 .sq = 3,
+                 .sk = 150,
+                 .hq = 4,
+                 .hk = 2,
+                 .d = 20,
+                 .dv = 37,
+                 .mask = causal(),
+                 .seqused = true});
   return all;
 }
 
-// Of them what decides paths: rows to decode or not, packed or not.
+// Of them what decides paths: rows to decode or not, packed or not, odd ones.
 std::vector<Case> some_serving_cases() {
   const std::vector<Case> all = serving_cases();
-  return {all[0], all[3], all[5]};
+  return {all[0], all[3], all[5], all.back()};
 }
 
 // The cases take turns: each has a part of the layouts, and all together have them all.
@@ -221,6 +233,120 @@ TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
       w.seal();
       compute(cached.forward, w.options, w.run_options);
       EXPECT_EQ(bits_of(w.forward), shorter);
+    }
+  }
+}
+
+// Numbers on a device that nobody has checked: each counts as one that a host would take. `right`
+// is what a call has them instead of `wild`.
+struct Number {
+  Tensor ForwardTensors::*tensor;
+  int64_t at;
+  double value;
+};
+struct WildNumber {
+  Number wild, right;
+};
+
+// Of a cache whose sequences may have `room` rows, and whose entry `zeros` is of zeros alone.
+std::vector<WildNumber> wild_numbers(const Cached& cached, double room, double zeros) {
+  const ForwardTensors& t = cached.forward;
+  std::vector<WildNumber> all;
+  const auto add = [&](Tensor ForwardTensors::*tensor, int64_t at, double right,
+                       std::initializer_list<double> wild) {
+    for (const double value : wild) all.push_back({{tensor, at, value}, {tensor, at, right}});
+  };
+  add(&ForwardTensors::seqused_k, 0, room, {room + 1, INT_MAX});
+  add(&ForwardTensors::seqused_k, 1, 0, {-1, INT_MIN});
+  if (t.leftpad_k.given()) {
+    add(&ForwardTensors::leftpad_k, 0, 0, {-1, INT_MIN});
+    add(&ForwardTensors::leftpad_k, 0, read(t.seqused_k)[0], {100000, INT_MAX});
+  }
+  const auto entries = static_cast<double>(t.k.shape[0]);
+  if (t.cache_batch_idx.given()) {
+    for (const double row : {-1.0, entries, double{INT_MAX}, double{INT_MIN}}) {
+      all.push_back(
+          {{&ForwardTensors::cache_batch_idx, 1, row}, {&ForwardTensors::seqused_k, 1, 0}});
+    }
+    return all;
+  }
+  const bool lists = t.page_indptr.given();
+  const auto first = lists ? static_cast<int64_t>(read(t.page_indptr)[1]) : t.page_table.shape[1];
+  for (const int64_t page : {1, 3}) {
+    add(&ForwardTensors::page_table, first + page, zeros, {-1, entries, INT_MAX, INT_MIN});
+  }
+  if (!lists) return all;
+  const auto ids = static_cast<double>(t.page_table.shape[0]);
+  add(&ForwardTensors::page_indptr, 0, 0, {-3, INT_MIN});
+  add(&ForwardTensors::page_indptr, 1, 0, {-1, INT_MIN});
+  add(&ForwardTensors::page_indptr, 1, ids, {ids + 1, INT_MAX});
+  add(&ForwardTensors::page_indptr, 3, ids, {ids + 1, INT_MAX});
+  return all;
+}
+
+// An entry of a cache that no sequence has, neither the first nor the last; it becomes zeros.
+int64_t entry_of_zeros(const Cached& cached) {
+  int64_t free = 1;
+  const auto taken = [&](const std::vector<int64_t>& entries) {
+    return std::count(entries.begin(), entries.end(), free) > 0;
+  };
+  while (std::any_of(cached.entries.begin(), cached.entries.end(), taken)) ++free;
+  EXPECT_LT(free, cached.forward.k.shape[0] - 1);
+  for (Tensor t : {cached.forward.k, cached.forward.v}) {
+    t.data = static_cast<std::byte*>(t.data) + free * t.strides[0] * size_of(t.dtype);
+    t.shape[0] = 1;
+    write(t, std::vector<double>(static_cast<size_t>(t.numel())));
+  }
+  return free;
+}
+
+// By few rows, by many that the decode kernel takes, and by more than that.
+TEST_P(Cache, NumbersOnADeviceThatAreWrong) {
+  if (device_of(engine()).type == DeviceType::kCpu) GTEST_SKIP() << "the host checks its numbers";
+  for (const int64_t sq : {1, 20, 150}) {
+    for (const CacheShape shape : {CacheShape{Order::kNhd, Index::kTable, 16},
+                                   CacheShape{Order::kHnd, Index::kTable, 3, true},
+                                   CacheShape{Order::kNhd, Index::kLists, 16},
+                                   CacheShape{Order::kNhd, Index::kBatch, 0, true}}) {
+      const Case c{.dtype = DType::kBF16,
+                   .batch = 3,
+                   .sq = sq,
+                   .sk = 200,
+                   .hq = 2,
+                   .hk = 1,
+                   .mask = sq == 20 ? window(150, 3) : causal(),
+                   .seqused = true};
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      Workload w(c, 23);
+      w.options.engine = engine();
+      // Tables have room for more keys than the longest sequence that is planned for.
+      if (shape.index == Index::kTable) w.options.max_seqlen_k = 190;
+      const Cached cached(w, shape, 24);
+      const auto zeros = static_cast<double>(entry_of_zeros(cached));
+      const double room = shape.index == Index::kTable   ? 190
+                          : shape.index == Index::kLists ? read(cached.forward.page_indptr)[1] * 16
+                                                         : cached.forward.k.shape[1];
+      EngineMemory memory(engine());
+      const ForwardTensors there = memory.at(cached.forward);
+      std::optional<Plan> plan;
+      if (!computes([&] { plan.emplace(fulgur::plan(there, w.options)); })) continue;
+      const auto with = [&](const Number& number) {
+        const Tensor& t = cached.forward.*number.tensor;
+        const std::vector<double> before = read(t);
+        std::vector<double> now = before;
+        now[static_cast<size_t>(number.at)] = number.value;
+        write(t, now);
+        w.seal();
+        memory.send();
+        plan->run(there);
+        memory.bring_back();
+        write(t, before);
+        EXPECT_TRUE(w.check_memory());
+        return bits_of(w.forward);
+      };
+      for (const auto& [wild, right] : wild_numbers(cached, room, zeros)) {
+        EXPECT_EQ(with(wild), with(right)) << "got " << wild.value << " at " << wild.at;
+      }
     }
   }
 }

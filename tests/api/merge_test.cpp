@@ -8,6 +8,7 @@
 #include <cmath>
 #include <deque>
 #include <limits>
+#include <string>
 
 #include "engine_memory.h"
 #include "engines.h"
@@ -207,6 +208,25 @@ TEST_P(Merge, MayBeEmpty) {
   const Tensor nobody = Tensor::contiguous(nullptr, DType::kF32, {0, int64_t{1} << 60, 3, 7});
   compute({{nobody, Tensor::contiguous(nullptr, DType::kF32, {0, 3, int64_t{1} << 60})}},
           {nobody, {}}, engine());
+}
+
+// As in the call that made the parts: without values there would be rows of lse, and nothing
+// written.
+TEST(MergeSizes, HaveHeadsAndDims) {
+  const auto message = [](int64_t heads, int64_t dim) -> std::string {
+    const Tensor out = Tensor::contiguous(nullptr, DType::kF32, {1, 2, heads, dim});
+    std::array<float, 6> numbers{};
+    const Tensor lse = Tensor::contiguous(numbers.data(), DType::kF32, {1, heads, 2});
+    const std::array parts{Partial{out, lse}};
+    try {
+      merge(parts, {out, lse});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(message(3, 0), "out: got head dim 0, want at least 1");
+  EXPECT_EQ(message(0, 4), "out: got 0 heads, want at least 1");
 }
 
 FULGUR_EVERY_ENGINE(Merge);

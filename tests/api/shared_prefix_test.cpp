@@ -152,7 +152,7 @@ TEST_P(SharedPrefix, GroupsAndLengthsChangeBetweenRunsOfAPlan) {
 
 // Beside tensors on a GPU: each number may lie on the host, where those that are wrong are named.
 TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
-  if (device_of(engine()).type == DeviceType::kCpu) return;
+  if (device_of(engine()).type == DeviceType::kCpu) GTEST_SKIP() << "of tensors on a GPU";
   const Setting setting = settings()[2];  // packed
   Workload w(setting.c, 36, setting.lengths);
   w.options.engine = engine();
@@ -187,7 +187,7 @@ TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
 // On a device nobody has checked them: nothing but the outputs is written, and the next run is
 // right.
 TEST_P(SharedPrefix, NumbersOnTheDeviceMayBeAnything) {
-  if (device_of(engine()).type == DeviceType::kCpu) return;
+  if (device_of(engine()).type == DeviceType::kCpu) GTEST_SKIP() << "of tensors on a GPU";
   for (const Setting& setting : {settings()[0], settings()[2]}) {
     for (const Index index : {Index::kTable, Index::kLists}) {
       SCOPED_TRACE(setting.c.name());

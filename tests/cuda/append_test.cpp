@@ -140,13 +140,14 @@ class Call {
     return arena_.outputs();
   }
 
-  /// What they hold where each token that has a place is appended on the CPU, alone. False where
-  /// two of them have one place.
-  bool on_cpu(const Places& p, std::vector<std::byte>* outputs) {
+  /// What they hold where each token that has a place is appended on the CPU, alone, those of the
+  /// first or of the last sequence first. False where two of them have one place.
+  bool on_cpu(const Places& p, std::vector<std::byte>* outputs, bool last_first = false) {
     std::set<std::pair<int64_t, int64_t>> taken;
     bool apart = true;
     const auto each = [&](const Values& cu, auto body) {
-      for (int64_t b = 0; b < 4; ++b) {
+      for (int64_t turn = 0; turn < 4; ++turn) {
+        const int64_t b = last_first ? 3 - turn : turn;
         for (auto n = static_cast<int64_t>(cu[b]); n < static_cast<int64_t>(cu[b + 1]); ++n) {
           const int64_t i = n - static_cast<int64_t>(cu[b]);
           const auto position = static_cast<int64_t>(p.first[b]) + i;
@@ -231,6 +232,32 @@ TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWritten) {
           ASSERT_EQ(now, want);
         }
         ASSERT_EQ(call.on_gpu(right), got);
+      }
+    }
+  }
+}
+
+// Rows that tokens of two sequences would take have elements of either. All others are as ever.
+TEST_F(AppendOnGpu, PlacesOfTwoTokens) {
+  for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
+    for (const int64_t d : {64, 30}) {
+      SCOPED_TRACE("index " + std::to_string(static_cast<int>(index)) + ", d " + std::to_string(d));
+      Call call(index, d, d);
+      Places p;
+      p.old[2] = p.old[0] + 1;
+      p.rows[2] = p.rows[0];
+      std::copy_n(p.ids.begin(), kIds, p.ids.begin() + 2 * kIds);
+      std::vector<std::byte> first, last;
+      const auto got = call.on_gpu(p);
+      ASSERT_FALSE(call.on_cpu(p, &first));
+      ASSERT_EQ(call.on_gpu(p).size(), got.size());  // the picture is as it was before
+      ASSERT_FALSE(call.on_cpu(p, &last, true));
+      ASSERT_NE(first, last);
+      for (size_t i = 0; i < got.size(); i += 2) {
+        const auto is = [&](const std::vector<std::byte>& want) {
+          return std::equal(&got[i], &got[i] + 2, &want[i]);
+        };
+        ASSERT_TRUE(is(first) || is(last)) << "element " << i / 2;
       }
     }
   }

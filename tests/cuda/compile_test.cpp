@@ -214,6 +214,9 @@ std::vector<Problem> decode_problems() {
     add({.d = 256, .dv = 256, .mask = mask, .softcap = 9, .alibi = true, .seqused = true},
         [](Problem& p) { p.has_tree = true; });
   }
+  for (const int64_t d : {60, 124}) {  // rows by elements, K and V copied
+    add({.d = d, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true}, paged);
+  }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
   add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {

@@ -542,16 +542,23 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(hopper_forward_rejects(forward_problem({.sq = 16, .invariant = true})),
             "computes `invariant` calls from 65 rows of a kv head on, got 16 queries of 4 heads");
   EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
-            "computes caches in rows of multiples of 16 bytes: k has a stride of 12 elements "
-            "between heads, want a multiple of 8");
+            "computes contiguous keys in rows of multiples of 16 bytes: k has a stride of 12 "
+            "elements between heads, want a multiple of 8");
   EXPECT_EQ(why({}, [](Problem& p) { p.v.aligned = false; }),
-            "computes caches in rows of multiples of 16 bytes: v has data at no multiple of 16 "
-            "bytes");
+            "computes contiguous keys in rows of multiples of 16 bytes: v has data at no multiple "
+            "of 16 bytes");
+  // Where no other kernel takes them, they are copied.
+  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.cache.batch_idx = true; }), "");
+  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.has_tree = true; }), "");
   EXPECT_NE(why({.packed = true}, [](Problem& p) { p.total_q = int64_t{1} << 29; })
                 .find("less than 2^29 rows"),
             std::string::npos);
-  EXPECT_NE(why({}, [](Problem& p) { p.cache.entries = int64_t{1} << 31; }).find("2^31 pages"),
-            std::string::npos);
+  for (int64_t Problem::Cache::*const size :
+       {&Problem::Cache::entries, &Problem::Cache::ids, &Problem::Cache::page}) {
+    EXPECT_EQ(why({}, [&](Problem& p) { p.cache.*size = (int64_t{1} << 31) - 1; }), "");
+    EXPECT_NE(why({}, [&](Problem& p) { p.cache.*size = int64_t{1} << 31; }).find("2^31 pages"),
+              std::string::npos);
+  }
   EXPECT_NE(why({.batch = 1 << 20, .sk = 1 << 20}, as_is).find("up to 2^31 tiles"),
             std::string::npos);
 }

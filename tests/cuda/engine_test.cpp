@@ -490,12 +490,41 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   // K and V are copied 16 bytes at a time: a call must keep what the plan was told.
   args.k.data = at(258);
   EXPECT_NE(message_of([&] { plan.run(args); }).find("k: data"), std::string::npos);
-  args.k.data = at(256);
-  args.k.strides[1] = args.v.strides[1] = 260;
-  EXPECT_NE(message_of([&] {
-              fulgur::plan(args, call.options);
-            }).find("rows of multiples of 16 bytes: k has a stride of 260 elements between seqlen"),
-            std::string::npos);
+}
+
+// A cache of rows that lanes cannot copy 16 bytes at a time: all of its pages come to where they
+// can.
+TEST_F(OnFakeGpu, DecodeCopiesACacheOfOddRows) {
+  ForwardCall call =
+      forward_call({.batch = 3, .sq = 1, .hq = 4, .hk = 2, .d = 20, .seqused = true});
+  ForwardArgs& args = call.args;
+  const Device device{DeviceType::kCuda, 0};
+  for (ConstTensor* t : {&args.k, &args.v})
+    *t = Tensor::contiguous(nullptr, DType::kBF16, {40, 16, 2, 20}, device);
+  args.page_table =
+      Tensor::contiguous(reinterpret_cast<void*>(kBase + 64), DType::kI32, {3, 7}, device);
+  const Plan plan = fulgur::plan(args, call.options);
+  EXPECT_NE(plan.explain().find("k is copied to rows of multiples of 16 bytes: it has a stride of "
+                                "20 elements between heads"),
+            std::string::npos)
+      << plan.explain();
+  const ForwardArgs there = placed(args, kBase);
+  plan.run(there);
+  ASSERT_EQ(state_->launches.size(), 3u);
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_decode");
+  const auto p = params<DecodeParams>(2);
+  for (const auto& [launch, from, to] :
+       {std::tuple{0, &there.k, &p.k}, std::tuple{1, &there.v, &p.v}}) {
+    EXPECT_STREQ(state_->launches[static_cast<size_t>(launch)].kernel, "fulgur_forward_copy");
+    const auto copy = params<ForwardCopyParams>(static_cast<size_t>(launch));
+    EXPECT_EQ(static_cast<const void*>(copy.from), from->data);
+    EXPECT_EQ(copy.to, static_cast<void*>(to->data));
+    EXPECT_EQ(copy.batch, 40);
+    EXPECT_EQ(copy.rows, 16);
+    EXPECT_EQ(to->batch, 16 * 2 * 24);
+    EXPECT_EQ(to->row, 2 * 24);
+    EXPECT_EQ(to->head, 24);
+  }
 }
 
 /// A call over pages of 16 keys that appends new rows, as many as there are queries.

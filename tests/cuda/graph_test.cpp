@@ -338,6 +338,52 @@ TEST_F(Graphs, LengthsOfNewRowsChangeBetweenReplays) {
   }
 }
 
+// Pages, rows of the batch and lengths of a cache are those on the device by then: by few rows, by
+// many that the decode kernel takes, and by more than that.
+TEST_F(Graphs, CachesChangeBetweenReplays) {
+  using Index = CacheShape::Index;
+  const Stream stream;
+  for (const int64_t sq : {1, 20, 150}) {
+    for (const CacheShape& shape : {CacheShape{.index = Index::kTable, .page = 16},
+                                    CacheShape{.index = Index::kLists, .page = 3, .leftpad = true},
+                                    CacheShape{.index = Index::kBatch, .page = 0}}) {
+      const Case c{.dtype = DType::kBF16,
+                   .batch = 3,
+                   .sq = sq,
+                   .sk = 400,
+                   .hq = 4,
+                   .hk = 2,
+                   .mask = causal(),
+                   .seqused = true};
+      SCOPED_TRACE(c.name() + " " + shape.name());
+      Workload w(c, 1);
+      Cached cached(w, shape, 2);
+      EngineMemory memory("cuda");
+      const ForwardTensors there = memory.at(cached.forward);
+      const Plan plan = fulgur::plan(there, w.options);
+      const Graph graph(stream, [&] { plan.run(there, stream.run()); });
+      for (const int64_t fewer : {0, 1, 150, 300}) {
+        SCOPED_TRACE(fewer);
+        std::vector<double> used = read(cached.forward.seqused_k);
+        for (size_t b = 0; b < used.size(); ++b) {
+          const int64_t gone = std::min(fewer, w.sequences[b].sk);
+          w.sequences[b].sk -= gone;
+          used[b] -= static_cast<double>(gone);
+        }
+        write(cached.forward.seqused_k, used);
+        cached.move();
+        w.seal();
+        memory.send();
+        cuda::synchronize();
+        graph.launch(stream);
+        stream.synchronize();
+        memory.bring_back();
+        EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+      }
+    }
+  }
+}
+
 // And so with the words of a tree mask.
 TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
   const Stream stream;

@@ -146,7 +146,7 @@ TEST_F(Sanitize, Window) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = window(30, 10)}));
 }
 TEST_F(Sanitize, Chunks) {
-  EXPECT_TRUE(right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = chunked(90)}));
+  EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 350, .hq = 2, .mask = chunked(90)}));
 }
 TEST_F(Sanitize, RowsWithoutKeys) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 100, .mask = causal()}));
@@ -304,7 +304,7 @@ TEST_F(Sanitize, OneCall) {  // by the kernel that attends, of every kind of til
                           .dv = 128,
                           .mask = sq == 5 ? window(30, 0) : causal(),
                           .layout = layout},
-                    .shape = {CacheShape::Order::kNhd, index, 16, sq == 16},
+                    .shape = {CacheShape::Order::kNhd, index, sq == 5 ? 3 : 16, sq == 16},
                     .rotary_dim = 32,
                     .interleaved = layout == Layout::kPacked,
                     .aligned = sq != 16},

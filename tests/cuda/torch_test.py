@@ -341,7 +341,8 @@ class TestSdpa(OnGpu):
 
 
 class HostTime(OnGpu):
-    """Of calls that find their plan, without waiting for the device; in microseconds, medians."""
+    """Of calls that find their plan, without waiting for the device; in microseconds, medians. Those of
+    fulgur.torch are a part of GPU reports (bench/gpu_host.py)."""
 
     def measure(self, call, count=2000):
         for _ in range(50):
@@ -356,28 +357,10 @@ class HostTime(OnGpu):
                 torch.cuda.synchronize()
         return 1e6 * statistics.median(times)
 
-    def new_lengths(self):
-        """Of calls that are each the first of its shape: a plan, and never a compiler."""
-        times = []
-        for n in range(200):
-            tensors = make_qkv(sq=300 + n, sk=300 + n, hq=2)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            attention(*tensors)
-            times.append(time.perf_counter() - start)
-        return 1e6 * statistics.median(times)
-
     def test_host_time(self):
         q, k, v = make_qkv(sq=64, sk=64, hq=2)
-        x, y, z = (t.detach().requires_grad_() for t in (q, k, v))
-        out = attention(x, y, z)
-        dout = torch.ones_like(out)
         times = {
             "operator": self.measure(lambda: torch.ops.fulgur.forward.default(q, k, v)),
-            "without gradients": self.measure(lambda: attention(q, k, v)),
-            "recorded": self.measure(lambda: attention(x, y, z)),
-            "backward": self.measure(lambda: torch.autograd.grad(out, (x, y, z), dout, retain_graph=True)),
-            "a new length": self.new_lengths(),
             "fulgur.attention": self.measure(lambda: fulgur.attention(q, k, v)),
         }
         print("host time: " + ", ".join(f"{name} {us:.1f} us" for name, us in times.items()))

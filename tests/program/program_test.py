@@ -612,12 +612,18 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (FORWARD + ["--dtype", "f8"], ["--dtype", "f8"]),
         (FORWARD + ["--device", "tpu"], ["--device", "tpu"]),
         (FORWARD + ["--scale", "big"], ["--scale", "big"]),
+        (FORWARD + ["--chunk", "9223372036854775808"], ["--chunk", "'9223372036854775808'", "9223372036854775807"]),
+        (FORWARD + ["--max-workspace", "99999999999999999999"], ["--max-workspace", "'99999999999999999999'"]),
+        (FORWARD + ["--threads", "0x10"], ["--threads", "'0x10'"]),
         (FORWARD + ["--seed", "1"], ["--seed", "--dropout"]),
+        (FORWARD + ["--dropout", "0.5", "--seed", "-1"], ["--seed", "'-1'", "from 0 to 18446744073709551615"]),
+        (FORWARD + ["--dropout", "0.5", "--seed", "18446744073709551616"], ["--seed", "'18446744073709551616'"]),
         (FORWARD + ["--cu-seqlens-k", "cu.npy"], ["--cu-seqlens-k", "--cu-seqlens-q"]),
         (FORWARD + ["--page-indptr", "p.npy"], ["--page-indptr", "--page-table"]),
         (FORWARD + ["--nonsense"], ["--nonsense"]),
         (FORWARD + ["extra"], ["extra"]),
-        (["explain", "--sq", "-3"], ["--sq", "-3"]),
+        (["explain", "--sq", "-3"], ["--sq", "'-3'", "from 0 to 9223372036854775807"]),
+        (["explain", "--sq", "9223372036854775808"], ["--sq", "'9223372036854775808'"]),
         (["explain", "--dtype", "f64"], ["--dtype", "f64"]),
         (["explain", "--device", "tpu"], ["--device", "tpu"]),
         (["explain", "--page", "0"], ["--page", "0"]),
@@ -632,7 +638,8 @@ def test_safetensors_bf16_stays_bf16(tmp_path):
         (["prewarm", "--page-indptr"], ["--page-indptr", "--page"]),
         (["prewarm", "--page", "16", "--cache-batch-idx"], ["--page", "--cache-batch-idx"]),
         (["prewarm", "--backward", "--tree-mask"], ["--backward", "--tree-mask"]),
-        (["prewarm", "--hq", "0"], ["--hq", "0"]),
+        (["prewarm", "--hq", "0"], ["--hq", "'0'", "from 1 to"]),
+        (["prewarm", "--d", "64", "0"], ["--d", "'0'", "from 1 to"]),
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
@@ -1139,15 +1146,19 @@ def test_malformed_safetensors(tmp_path, raw, says):
 def test_unwritable_outputs(folder):
     before = listing(folder)
     (folder / "folder").mkdir()
+    (folder / "loop.npy").symlink_to("loop.npy")
     for bad, says in [
         ("no/such/dir.npy", "No such file"),
         ("folder", "not a regular file"),
         ("/dev/null", "not a regular file"),
+        ("/dev/stdout", "/dev/stdout: exists and is not a regular file"),  # a pipe, which has no path
+        ("loop.npy", "loop.npy: cannot be written: Too many levels of symbolic links"),
         ("q.npy/x.npy", "Not a directory"),
         ("x" * 300 + ".npy", "too long"),
     ]:
         fails(*FORWARD, *LSE[:1], bad, says=[bad, says], cwd=folder)
     (folder / "folder").rmdir()
+    (folder / "loop.npy").unlink()
     assert listing(folder) == before
 
 

@@ -14,8 +14,10 @@ import fulgur  # noqa: E402
 from fulgur import flash_attn as fa2  # noqa: E402
 from fulgur import flash_attn_cute as fa4  # noqa: E402
 from fulgur import flash_attn_interface as fa3  # noqa: E402
+from fulgur._names import named  # noqa: E402
 from fulgur.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from fulgur.flash_attn.layers import rotary  # noqa: E402
+from fulgur.flash_attn_cute import interface as fa4_interface  # noqa: E402
 from fulgur.torch import attention  # noqa: E402
 
 TAIL2 = (
@@ -118,7 +120,43 @@ SIGNATURES = {
         "gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, "
         "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
         f"{MODS}, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
-        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False"
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+    ),
+    (fa4_interface, "_flash_attn_fwd"): (
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, "
+        "softmax_scale=None, causal=False, softcap=None, window_size_left=None, "
+        "window_size_right=None, learnable_sink=None, tile_mn=None, mma_pv_is_rs=None, "
+        "intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, _arch=None, "
+        "score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, "
+        f"lse=None, aux_tensors=None, aux_scalars=None, {DESCALE}, gather_kv_indices=None, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        "gather_bwd_recompute_p=False"
+    ),
+    (fa4_interface, "_flash_attn_bwd"): (
+        "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+        "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
+        "num_threads=256, pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, "
+        "dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, "
+        "V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+        "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, "
+        "score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+        "block_sparse_tensors=None, dlse=None, learnable_sink=None"
+    ),
+    (fa4_interface, "_flash_attn_fwd_combine"): (
+        "out_partial, lse_partial, out, lse=None, cu_seqlens=None, seqused=None, "
+        "num_splits_dynamic_ptr=None, virtual_batch_idx=None, semaphore_to_reset=None, *, _arch=None"
+    ),
+    (fa4_interface, "flash_attn_combine"): (
+        "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
+        "virtual_batch_idx=None, return_lse=True"
+    ),
+    (fa4_interface, "get_scheduler_metadata"): (
+        "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, "
+        "pack_gqa=None, causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, "
+        "cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, "
+        "leftpad_k=None, seqlen_k_per_split=None, _arch=None"
     ),
 }
 
@@ -554,10 +592,22 @@ class TestCaches:
         call, ends = fa2.flash_attn_varlen_func, (int32(0, 3, 3, 6), int32(0, 7, 7, 19))
         with pytest.raises(ValueError, match="^q: requires grad, and caches have no gradient"):
             call(q.clone().requires_grad_(), k_cache, v_cache, *ends, 3, 12, block_table=table)
-        with pytest.raises(RuntimeError, match="^seqused_k: got 12 at 2, want 0 to 11"):
+        with pytest.raises(RuntimeError, match=r"^cu_seqlens_k.diff\(\): got 12 at 2, want 0 to 11"):
             call(q, k_cache, v_cache, *ends, 3, 11, block_table=table)
-        with pytest.raises(RuntimeError, match="^page_table: got 12 as page 0 of sequence 0"):
+        with pytest.raises(RuntimeError, match="^block_table: got 12 as page 0 of sequence 0"):
             call(q, k_cache, v_cache, *ends, 3, 12, block_table=table + 5)
+
+        def private(**changed):
+            lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends), max_seqlen_q=3, max_seqlen_k=12)
+            options = lengths | dict(dropout_p=0.0, softmax_scale=1.0, causal=False, block_table=table) | changed
+            flash_attn_interface._flash_attn_varlen_forward(q, k_cache, v_cache, **options)
+
+        with pytest.raises(RuntimeError, match="^block_table: got 12 as page 0 of sequence 0"):
+            private(block_table=table + 5)
+        with pytest.raises(RuntimeError, match="^seqused_k: got 13 at 1, want 0 to 12"):
+            private(seqused_k=int32(7, 13, 12))
+        with pytest.raises(RuntimeError, match=r"^cu_seqlens_k.diff\(\): got -7 at 1, want 0 to 12"):
+            private(cu_seqlens_k=int32(0, 7, 0, 12))
 
     @pytest.mark.parametrize("module", [fa2, fa3])
     def test_errors(self, module):
@@ -591,6 +641,13 @@ class TestCaches:
             call(q, k_cache, v_cache, cache_seqlens=lengths, cache_leftpad=int32(0, 1))
         with pytest.raises(RuntimeError, match="^k: got shape .3, 3, 1, 16., want"):
             call(q, k_cache, v_cache, k[:, :, :1], v, cache_seqlens=lengths, **paged)
+        with pytest.raises(RuntimeError, match="^v_cache: got shape .11, 4, 2, 16., want .12, 4, 2, 16."):
+            call(q, k_cache, v_cache[1:], cache_seqlens=lengths, **paged)
+        with pytest.raises(RuntimeError, match="^cache_batch_idx: got 12 at 2, want one of the 12 rows of k_cache"):
+            call(q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=int32(0, 1, 12))
+        for new in ({}, dict(k=k, v=v)):
+            with pytest.raises(RuntimeError, match="^softmax_scale: got nan, want"):
+                call(q, k_cache, v_cache, cache_seqlens=lengths, softmax_scale=torch.nan, **new, **paged)
 
 
 class TestFlashAttention3:
@@ -734,8 +791,12 @@ class TestFlashAttention3:
         assert torch.equal(out, want) and not out[1, 1:].any()
         with pytest.raises(RuntimeError, match="^seqused_k: got 99 at 0"):
             fa3._flash_attn_forward(q, *caches, seqused_k=used + 92, page_table=table[1:])
-        with pytest.raises(ValueError, match="^seqused_k: got None, want where k and v go"):
+        with pytest.raises(ValueError, match="^seqused_k: got None, want where k_new and v_new go"):
             fa3._flash_attn_forward(q, *caches, k, v, page_table=table[1:])
+        with pytest.raises(RuntimeError, match="^k_new: got f64, want f32 .the dtype of k."):
+            fa3._flash_attn_forward(q, *caches, k.double(), v, seqused_k=used, page_table=table[1:])
+        with pytest.raises(RuntimeError, match="^leftpad_k: got 8 at 0, want 0 to 7"):
+            fa3._flash_attn_forward(q, *caches, seqused_k=used, leftpad_k=int32(8, 0), page_table=table[1:])
 
     def test_qkv_in_one(self):
         (qkv,) = make((2, 5, 8, 16))
@@ -813,8 +874,79 @@ class TestFlashAttention4:
         out, _ = fa4.flash_attn_varlen_func(q, k, v, **ends, max_seqlen_q=3, learnable_sink=sinks)
         assert torch.equal(out, attention(q, k, v, sinks=sinks.float(), **ends))
 
+    OPTIONS = dict(softmax_scale=0.7, softcap=3.0, window_size_left=2)
+    HINTS = dict(num_threads=128, pack_gqa=True)
+
+    @pytest.mark.parametrize("sink", [False, True])
+    def test_private_names(self, sink):
+        q, k, v = make_qkv(grad=True)
+        sinks = torch.randn(4, dtype=torch.bfloat16, requires_grad=True) if sink else None
+        more = dict(self.OPTIONS, learnable_sink=sinks, **self.HINTS)
+        ours = dict(scale=0.7, softcap=3.0, window=(2, -1), return_lse=True)
+        want = attention(q, k, v, sinks=sinks.float() if sink else None, **ours)
+        out, lse, *nothing = fa4_interface._flash_attn_fwd(q, k, v, tile_mn=(64, 64), **more)
+        assert_same((out, lse), want)
+        assert nothing == [None] * 3 and not out.requires_grad
+        leaves = [q, k, v, *([sinks] if sink else [])]
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        expected = torch.autograd.grad(want, leaves, (dout, dlse))
+        arguments = [x.detach() for x in (q, k, v)] + [out, dout, lse]
+        got = fa4_interface._flash_attn_bwd(*arguments, dlse=dlse, deterministic=True, **more)
+        torch.testing.assert_close(got, expected)
+        given = [torch.full_like(x, torch.nan) for x in arguments[:3]]
+        got = fa4_interface._flash_attn_bwd(
+            *arguments, dlse=dlse, **dict(zip(("dq", "dk", "dv"), given)), **more
+        )
+        assert all(x is y for x, y in zip(got, given))
+        torch.testing.assert_close(got, expected)
+
+    def test_private_names_write_where_they_are_told(self):
+        q, k, v = make_qkv()
+        want = attention(q, k, v, causal=True, return_lse=True)
+        assert fa4_interface._flash_attn_fwd(q, k, v, causal=True)[1] is None
+        assert_same(fa4_interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2], want)
+        given = [torch.full_like(x, torch.nan) for x in want]
+        got = fa4_interface._flash_attn_fwd(q, k, v, causal=True, out=given[0], lse=given[1])
+        assert got[0] is given[0] and got[1] is given[1]
+        assert_same(given, want)
+
+    def test_private_names_packed(self):
+        q, k, v = (x[0] for x in make_qkv())
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 4, 7))
+        used = dict(seqused_q=int32(1, 3), seqused_k=int32(3, 3))
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = attention(*leaves, causal=True, return_lse=True, **ends, **used)
+        out, lse, *_ = fa4_interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True, **ends, **used)
+        assert_same((out, lse), want)
+        got = fa4_interface._flash_attn_bwd(
+            q, k, v, out, out, lse, causal=True, max_seqlen_q=3, max_seqlen_k=4, **ends, **used
+        )
+        torch.testing.assert_close(got, torch.autograd.grad(want[0], leaves, out))
+
+    def test_private_names_of_pages(self):
+        q, k, v = make((2, 3, 4, 16), (6, 4, 2, 16), (6, 4, 2, 16))
+        where = dict(page_table=torch.tensor([[5, 0, 2], [1, 4, 3]], dtype=torch.int32), seqused_k=int32(7, 12))
+        out, lse, *_ = fa4_interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True, **where)
+        assert_same((out, lse), attention(q, k, v, causal=True, return_lse=True, **where))
+        q = q.requires_grad_()  # nothing is recorded
+        assert torch.equal(fa4_interface._flash_attn_fwd(q, k, v, causal=True, **where)[0], out)
+
+    def test_private_combine(self):
+        outs, lses = torch.randn(2, 1, 3, 4, 8), torch.randn(2, 1, 3, 4)
+        out, lse = torch.full((1, 3, 4, 8), torch.nan), torch.full((1, 4, 3), torch.nan)
+        assert fa4_interface._flash_attn_fwd_combine(outs, lses, out, lse.mT) is None
+        assert_same((out, lse.mT), fa4.flash_attn_combine(outs, lses))
+
+    def test_scheduler_metadata(self):
+        (q,) = make((5, 4, 8))
+        ends = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 2, 5))
+        metadata = fa4_interface.get_scheduler_metadata(3, 3, 4, 4, 8, 1, **ends)
+        out, _ = fa4.flash_attn_varlen_func(q, q, q, **ends, scheduler_metadata=metadata)
+        assert torch.equal(out, attention(q, q, q, **ends))
+
 
 ANYTHING = torch.ones(2)
+OF_MODS = ("score_mod", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors")
 REFUSED = [
     *((fa3.flash_attn_func, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
@@ -822,10 +954,14 @@ REFUSED = [
     *((fa3._flash_attn_forward, 3, name) for name in ("qv", "q_descale", "k_descale", "v_descale")),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
         "qv", "q_descale", "k_descale", "v_descale")),
-    *((fa4.flash_attn_func, 3, name) for name in (
-        "score_mod", "mask_mod", "aux_tensors", "block_sparse_tensors", "qv")),
-    *((fa4.flash_attn_varlen_func, 3, name) for name in (
-        "score_mod", "gather_kv_indices")),
+    *((function, 3, name) for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func) for name in (
+        *OF_MODS, "score_mod_bwd", "qv", "gather_kv_indices", "gather_bwd_recompute_p", "gather_bwd_token_chunk")),
+    (fa4.flash_attn_func, 3, "block_sparse_tensors_bwd"),
+    *((fa4_interface._flash_attn_fwd, 3, name) for name in (
+        *OF_MODS, "qv", "q_descale", "k_descale", "v_descale", "gather_kv_indices", "gather_bwd_recompute_p")),
+    *((fa4_interface._flash_attn_bwd, 6, name) for name in (*OF_MODS, "score_mod_bwd")),
+    *((fa4_interface._flash_attn_fwd_combine, 3, name) for name in (
+        "seqused", "num_splits_dynamic_ptr", "virtual_batch_idx", "semaphore_to_reset")),
 ]  # fmt: skip
 
 
@@ -835,6 +971,61 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: ANYTHING})
+
+
+Q, KV, QKV, ENDS = (2, 5, 4, 8), (2, 7, 2, 2, 8), (2, 5, 3, 4, 8), int32(0, 2, 9)
+PRIVATE = (torch.nan, False, -1, -1, 0.0, None, False), (1.0, False, -2, -1, 0.0, None, False)
+RENAMED = [
+    (fa2.flash_attn_func, (Q, Q, Q), dict(softmax_scale=torch.nan), "softmax_scale: got nan, want"),
+    (fa2.flash_attn_func, (Q, Q, Q), dict(window_size=(-2, 0)), "window_size: got -2, want"),
+    (fa2.flash_attn_kvpacked_func, (Q, (*KV[:4], 9)), {}, r"k of kv: got shape \(2, 7, 2, 9\), want \(2, 7, 2, 8\)"),
+    (fa2.flash_attn_kvpacked_func, (Q, QKV), {}, r"kv: got shape .*, want \(batch, seqlen, 2, heads, dim\)"),
+    (fa2.flash_attn_qkvpacked_func, ((2, 5, 3, 4, 600),), {}, "q of qkv: got head dim 600, want"),
+    (fa2.flash_attn_qkvpacked_func, (KV,), {}, r"qkv: got shape .*, want \(batch, seqlen, 3, heads, dim\)"),
+    (fa2.flash_attn_varlen_kvpacked_func, (Q[1:], KV[1:], ENDS, int32(0, 3, 7), 7, 7), {}, "cu_seqlens_q: ends with 9"),
+    (fa2.flash_attn_varlen_kvpacked_func, (Q[1:], KV, ENDS, ENDS, 7, 7), {},
+     r"kv: got .*, want \(total, 2, heads, dim\)"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV[1:], ENDS, 7), {}, "cu_seqlens: ends with 9, want at most 5"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV[1:], int32(0, 5), 4), {}, "max_seqlen: got 4, want at least"),
+    (fa2.flash_attn_varlen_qkvpacked_func, (QKV, ENDS, 7), {}, r"qkv: got .*, want \(total, 3, heads, dim\)"),
+    (flash_attn_interface._flash_attn_forward, (Q, Q, Q, 0.0, *PRIVATE[0]), {}, "softmax_scale: got nan"),
+    (flash_attn_interface._flash_attn_backward, (*[Q] * 5, (2, 4, 5), *[Q] * 3, 0.0, *PRIVATE[1]), {},
+     "window_size_left: got -2"),
+    (flash_attn_interface._flash_attn_backward, (*[Q] * 5, (2, 4, 6), *[Q] * 3, 0.0, 1.0, *PRIVATE[0][1:]), {},
+     "softmax_lse: got shape"),
+    (fa3.flash_attn_func, (Q, Q, Q), dict(attention_chunk=-1), "attention_chunk: got -1, want"),
+    (fa3.flash_attn_qkvpacked_func, ((2, 5, 9, 600),), dict(num_heads_q=3), "q of qkv: got head dim 600, want"),
+    (fa3.flash_attn_qkvpacked_func, (KV,), {}, r"qkv: got shape .*, want \(batch, seqlen, 3, heads, dim\)"),
+    (fa3.flash_attn_qkvpacked_func, ((2, 5, 4, 8),), dict(num_heads_q=1), "num_heads_q: got 1, want to leave"),
+    (fa3._flash_attn_forward, (Q, Q, Q), dict(window_size_right=-2), "window_size_right: got -2, want"),
+    (fa3._flash_attn_backward, (Q, Q, Q, Q, Q, (2, 4, 5)), dict(dq=Q, dk=Q, dv=Q, sequed_k=int32(1, 6)),
+     "sequed_k: got 6 at 1, want 0 to 5"),
+    (fa4.flash_attn_func, (Q, Q, Q), dict(learnable_sink=(3,)), r"learnable_sink: got shape \(3\), want"),
+    (fa4.flash_attn_varlen_func, (Q, Q, Q), dict(softmax_scale=torch.nan), "softmax_scale: got nan, want"),
+    (fa4_interface._flash_attn_fwd, (Q, Q, Q), dict(window_size_left=-2), "window_size_left: got -2, want"),
+    (fa4_interface._flash_attn_bwd, (*[Q] * 5, (2, 4, 6)), {}, r"lse: got shape \(2, 4, 6\), want \(2, 4, 5\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, arguments, options, message", RENAMED)
+def test_errors_have_the_names_of_callers(function, arguments, options, message):
+    """What is written as a shape is a tensor."""
+    arguments = [torch.zeros(x) if isinstance(x, tuple) else x for x in arguments]
+    shapes = ("dq", "dk", "dv", "learnable_sink")
+    options = {name: torch.zeros(x) if name in shapes else x for name, x in options.items()}
+    with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
+        function(*arguments, **options)
+
+
+def test_errors_of_others_keep_their_words():
+    def fail(message):
+        raise RuntimeError(message)
+
+    for message in ("Expected size of k to be 3", "k and v differ: by far"):
+        with pytest.raises(RuntimeError, match=f"^{message}$"):
+            named({"k": "key"}, fail, message)
+    with pytest.raises(RuntimeError, match="^q: on cpu, want cuda as key, not k_new or mask.k$"):
+        named({"k": "key"}, fail, "q: on cpu, want cuda as k, not k_new or mask.k")
 
 
 @pytest.mark.parametrize("module", [fa2, fa3, fa4])
@@ -1075,7 +1266,7 @@ from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import _flash_attn_forward, _get_block_size_n, USE_TRITON_ROCM
 from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_func
 from flash_attn.cute import flash_attn_func as fa4
-from flash_attn.cute.interface import flash_attn_varlen_func as fa4_varlen
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd, flash_attn_varlen_func as fa4_varlen
 from flash_attn_interface import get_scheduler_metadata
 assert tuple(map(int, flash_attn.__version__.split("."))) >= (2, 8)
 try:

@@ -104,7 +104,7 @@ os._exit(0)
 
 
 def run_two(code, folder, *arguments):
-    """Each process leaves by _exit: a thread of gloo that drops a tensor while Python ends aborts the process."""
+    """Each process leaves by _exit: one was aborted as Python ended, where threads of gloo may still hold tensors."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), str(folder / "meeting"), *arguments],

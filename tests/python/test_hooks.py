@@ -99,6 +99,17 @@ class TestSdpa:
             torch_attention.activate_flash_attention_impl("fulgur")
             assert self.compare(q, k, v) == 1
 
+    def test_errors_have_the_names_of_callers(self):
+        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+        with pytest.raises(RuntimeError, match="^value: got shape .2, 8, 4, 16., want .2, 9, 4, 16."):
+            scaled_dot_product_attention(q, k, v[:, :, :8])
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with pytest.raises(RuntimeError, match="^key: got bf16, want f32 .the dtype of query."):
+            forward(q, k.bfloat16(), v)
+        with pytest.raises(RuntimeError, match="^grad_out: got shape"):
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            backward(q[:, :, :8].detach(), q, k, v, *forward(q, k, v), 0.0, False)
+
     def test_is_listed(self):
         assert "fulgur" in torch_attention.list_flash_attention_impls()
 
@@ -240,6 +251,22 @@ class TestTransformers:
             fulgur.transformers.attention_forward(module, *tensors, None, **{name: tensors[0]})
         with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions: "):
             fulgur.transformers.attention_forward(module, *tensors, torch.ones(1, 1, 6, 6))
+
+    @pytest.mark.parametrize("options, message", [
+        (dict(scaling=torch.nan), "scaling: got nan"), (dict(s_aux=torch.zeros(3)), "s_aux: got shape .3., want .4."),
+        (dict(dropout=2.0), "dropout: got 2"), (dict(key=torch.zeros(1, 3, 6, 8)), "query: got 4 heads, .* of key"),
+        (dict(cu_seq_lens_q=torch.tensor([0, 7]), cu_seq_lens_k=torch.tensor([0, 6]), max_length_q=6, max_length_k=6),
+         "cu_seq_lens_q: ends with 7, want at most 6"),
+        (dict(scaling=torch.nan, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]])), "scaling: got nan"),
+    ])  # fmt: skip
+    def test_errors_have_the_names_of_callers(self, options, message):
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        names = dict(zip(("query", "key", "value"), make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)))
+        names["attention_mask"] = None
+        if "key" in options:
+            names["value"] = options["key"]
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            fulgur.transformers.attention_forward(module, **names | options)
 
     def test_masks_that_are_missing_raise(self):
         """Tokens that see each other both ways, and chunks of several queries beside a cache."""

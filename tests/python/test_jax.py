@@ -434,6 +434,9 @@ def test_seeds():
     keys = [draw(jax.random.key(n)) for n in (0, 0, 1)]
     np.testing.assert_array_equal(keys[0], keys[1])
     assert (keys[0] != keys[2]).any()
+    np.testing.assert_array_equal(draw(jax.random.PRNGKey(0)), keys[0])
+    mapped = jax.vmap(draw)(jax.random.split(jax.random.PRNGKey(0)))
+    np.testing.assert_array_equal(mapped, jax.vmap(draw)(jax.random.split(jax.random.key(0))))
     np.testing.assert_array_equal(draw(jnp.int32(-1)), draw(jnp.uint32(2**32 - 1)))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(
@@ -601,6 +604,15 @@ got = sharded(k, lengths, table, k_cache)
 for n in range(2):
     one = paged(k[n : n + 1], lengths[n : n + 1], table[n : n + 1], k_cache)
     np.testing.assert_array_equal(got[2 * n : 2 * n + 2], one)
+# Gradients on a mesh whose axes are a part of types are shared out as what they are of.
+explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+loss = lambda q, k, v, s: jnp.sin(attention(q, k, v, sinks=s)).sum()
+with jax.set_mesh(explicit):
+    sharded = [jax.device_put(x, jax.sharding.NamedSharding(explicit, batch)) for x in (q, k, v, sinks)]
+    got = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*sharded)
+for a, b, x in zip(got, jax.grad(loss, (0, 1, 2, 3))(q, k, v, sinks), sharded):
+    assert a.sharding.is_equivalent_to(x.sharding, x.ndim)
+    np.testing.assert_allclose(a, b, atol=1e-5)
 print("sharded")
 """
 
@@ -630,6 +642,23 @@ def test_gradients_that_there_are_not():
     np.testing.assert_array_equal(through, attention(q, k, v, **tree))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(loss, (q,), (q,))
+
+
+def test_sizes_that_are_not_known():
+    (batch,) = jax.export.symbolic_shape("batch")
+    tensors = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in qkv()]
+    with pytest.raises(NotImplementedError, match=r"^q: got shape \(batch, 19, 4, 16\), want sizes that are known"):
+        jax.export.export(jax.jit(attention))(*tensors)
+
+
+def test_arrays_of_jax_are_not_written():
+    q, k, v = qkv()
+    out = jnp.zeros(q.shape)
+    with pytest.raises(ValueError, match="^out: got an array of JAX, which never changes"):
+        fulgur.attention(q, k, v, out=out)
+    with pytest.raises(ValueError, match="^k_cache: got an array of JAX, which never changes"):
+        fulgur.append(k, v, k[:, :1], v[:, :1], np.zeros(2, np.int32))
+    np.testing.assert_array_equal(out, 0)
 
 
 LENGTH = jnp.array([3, 3], jnp.int32)

@@ -285,6 +285,12 @@ def test_max_workspace():
             call(threads=2, max_workspace=need - 1)
 
 
+def test_wrong_kinds_of_names():
+    for name in ("dtype", "device"):
+        with pytest.raises(TypeError, match=f"^{name}: got <class 'numpy.float32'>, want a string"):
+            fulgur.plan(*[(1, 4, 1, 8)] * 3, **{name: np.float32})
+
+
 def test_one_plan_in_many_threads():
     plan = fulgur.plan(*make()[:3], causal=True, threads=1, return_lse=True)
     inputs = [make(seed)[:3] for seed in range(6)]

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fulgur  # noqa: E402
+from fulgur.flash_attn import flash_attn_varlen_func  # noqa: E402
 from fulgur.torch import attention  # noqa: E402
 
 forward = torch.ops.fulgur.forward.default
@@ -340,6 +341,37 @@ class TestCompile:
         for a, b in zip(*(torch.autograd.grad(x, (q, k, v), results) for x in (out, want))):
             assert torch.equal(a, b)
 
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_tensor_that_is_taken_twice(self, packed):
+        starts = {"cu_seqlens_q": torch.tensor([0, 3, 7], dtype=torch.int32)} if packed else {}
+
+        def call(x, starts):
+            packed = starts | {"cu_seqlens_k": x for x in starts.values()}
+            return attention(x, x, x, causal=True, **packed)
+
+        x = torch.randn(*(() if packed else (2,)), 7, 2, 8, requires_grad=True)
+        out = torch.compile(call, fullgraph=True, backend="aot_eager")(x, starts)
+        want = call(x, starts)
+        assert torch.equal(out, want)
+        dout = torch.randn_like(out)
+        got, expected = (torch.autograd.grad(y, x, dout)[0] for y in (out, want))
+        assert_allclose(got, expected, atol=1e-6)
+
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_longest_lengths_that_are_computed(self, as_tensor):
+        def call(q, k, v, starts):
+            longest = starts.diff().max()
+            return flash_attn_varlen_func(q, k, v, starts, starts, *[longest if as_tensor else longest.item()] * 2)
+
+        starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+        tensors = make(*[(7, 2, 8)] * 3, grad=True)
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            out = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors, starts)
+        want = call(*tensors, starts)
+        assert torch.equal(out, want)
+        for a, b in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, want))):
+            assert torch.equal(a, b)
+
     def test_inductor(self):
         """With work of the compiler's own around the operator."""
         def call(q, k, v):
@@ -559,6 +591,47 @@ class TestFunc:
             for a, b in zip(got, gradients(*part)):
                 assert_allclose(a[i], b, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.parametrize("dims", DIMS)
+    @pytest.mark.parametrize("name", ["causal", "sinks"])
+    @pytest.mark.parametrize("by", ["backward", "torch.func.grad"])
+    def test_gradients_outside_of_vmap(self, dims, name, by):
+        tensors = self.batched(dims)
+
+        def loss(*x, vmap):
+            call = lambda *x: attention(*x, **OPTIONS[name])  # noqa: E731
+            return vmap(call, in_dims=dims)(*x).sin().sum()
+
+        def one_by_one(call, in_dims):
+            def calls(*x):
+                each = [[y] * 3 if dim is None else y.unbind(dim) for y, dim in zip(x, in_dims)]
+                return torch.stack([call(*one) for one in zip(*each)])
+
+            return calls
+
+        if by == "backward":
+            leaves = [x.requires_grad_() for x in tensors]
+            got = torch.autograd.grad(loss(*leaves, vmap=torch.vmap), leaves)
+        else:
+            got = torch.func.grad(lambda *x: loss(*x, vmap=torch.vmap), (0, 1, 2))(*tensors)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        for a, b in zip(got, torch.autograd.grad(loss(*leaves, vmap=one_by_one), leaves)):
+            assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_gradients_outside_of_vmap_are_not_lost_beside_tree_masks(self):
+        q, k, v = make(*[(2, 4, 2, 8)] * 3)
+        tree_mask = torch.full((2, 4), 15)
+        call = torch.vmap(lambda q: attention(q, k, v, tree_mask=tree_mask))
+        assert torch.equal(call(torch.stack([q, q]))[1], attention(q, k, v, tree_mask=tree_mask))
+        with pytest.raises(ValueError, match="^q: requires grad, and tree masks have no gradient"):
+            call(torch.stack([q, q]).requires_grad_())
+
+    def test_gradients_outside_of_vmap_are_not_lost_in_a_graph(self):
+        q, k, v = make_qkv()
+        compiled = torch.compile(torch.vmap(lambda q: attention(q, k, v)), fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(torch.stack([q, q]))[1], attention(q, k, v))
+        with pytest.raises(Exception, match="q: requires grad outside of vmap"):
+            compiled(torch.stack([q, q]).requires_grad_())
+
     def test_dropout(self):
         q, k, v = make_qkv()
         call = lambda q: attention(q, k, v, dropout_p=0.5)  # noqa: E731
@@ -647,8 +720,8 @@ class TestWrongArguments:
             (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.int32)), "^q: "),
             (dict(softcap=-1.0), "^softcap: "),
             (dict(dropout_p=1.0), "^dropout_p: "),
-            (dict(window=(-2, 0)), "^(left|window|mask)"),
-            (dict(chunk=-1), "^mask.chunk: got -1, want 0"),
+            (dict(window=(-2, 0)), "^window_left: got -2, want -1"),
+            (dict(chunk=-1), "^chunk: got -1, want 0"),
             (dict(alibi_slopes=torch.zeros(3)), "^alibi_slopes: "),
             (dict(sinks=torch.zeros(3)), "^sinks: got shape .3., want .4."),
             (dict(sinks=torch.zeros(4).bfloat16()), "^sinks: got bf16, want f32"),
@@ -673,12 +746,17 @@ class TestWrongArguments:
             (dict(q=np.zeros((2, 7, 4, 8))), TypeError, "^q: got ndarray, want a tensor"),
             (dict(k=None), TypeError, "^k: got NoneType, want a tensor"),
             (dict(v=torch.tensor(1.0)), ValueError, "^v: got a tensor of no dimensions"),
+            (dict(q=torch.zeros(2, 7, 4, 8).to_sparse()), TypeError, "^q: got a sparse or nested tensor, want a dense"),
+            (dict(k=torch.nested.nested_tensor([torch.zeros(9, 2, 8)] * 2)), TypeError, "^k: got a sparse or nested"),
             (dict(window=3), TypeError, "^window: got 3, want None or .left, right."),
             (dict(window=(1, 2, 3)), TypeError, "^window: got .1, 2, 3., want None or .left, right."),
             (dict(window=(1.5, 2)), RuntimeError, "for argument 'window_left'"),
             (dict(scale="1"), RuntimeError, "for argument 'scale'"),
             (dict(dropout_p="1"), RuntimeError, "for argument 'dropout_p'"),
             (dict(seqused_k=[3, 4]), RuntimeError, "for argument 'seqused_k'"),
+            (dict(alibi_slopes=[1.0] * 4), RuntimeError, "for argument 'alibi_slopes'"),
+            (dict(sinks=[1.0] * 4), RuntimeError, "for argument 'sinks'"),
+            (dict(k=torch.zeros(2, 9, 2, 8, device="meta")), ValueError, "^k: got a tensor on meta, want cpu as q"),
         ],
     )
     def test_wrong_kinds(self, change, error, message):
@@ -686,9 +764,16 @@ class TestWrongArguments:
         with pytest.raises(error, match=message):
             attention(**{**dict(q=q, k=k, v=v), **change})
 
-    def test_slopes_get_no_gradient(self):
-        with pytest.raises(ValueError, match="^alibi_slopes: requires grad"):
-            attention(*make_qkv(), alibi_slopes=torch.zeros(4, requires_grad=True))
+    @pytest.mark.parametrize(
+        "name, x", [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))]
+    )
+    def test_what_gets_no_gradient(self, name, x):
+        given = {name: x.clone().requires_grad_()}
+        tensors = make_qkv()
+        with pytest.raises(ValueError, match=f"^{name}: requires grad, and gets none; want {name}.detach"):
+            attention(*tensors, **given)
+        with torch.no_grad():
+            assert torch.equal(attention(*tensors, **given), attention(*tensors, **{name: x}))
 
     def test_sinks_that_require_grad_on_another_device(self):
         q, k, v = (x.to("meta") for x in make_qkv())

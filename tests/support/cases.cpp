@@ -252,6 +252,25 @@ std::vector<Case> tree_cases() {
     c.tree = i % 2 == 0 ? Tree::kAncestors : Tree::kRandom;
     cases.push_back(c);
   }
+  // All that a step of decoding may have at once.
+  for (const auto& [d, dv] : {Pair{64, 64}, {128, 64}, {256, 192}}) {
+    cases.push_back({.dtype = d == 128 ? DType::kF16 : DType::kBF16,
+                     .batch = d == 256 ? 1 : 2,
+                     .sq = 7,
+                     .sk = 70,
+                     .hq = 4,
+                     .hk = 1,
+                     .d = d,
+                     .dv = dv,
+                     .mask = window(40, 2),
+                     .layout = d == 64 ? Layout::kPacked : Layout::kBshd,
+                     .softcap = 2,
+                     .alibi = Alibi::kHeads,
+                     .seqused_q = true,
+                     .seqused = true,
+                     .sinks = true,
+                     .tree = Tree::kAncestors});
+  }
   return cases;
 }
 

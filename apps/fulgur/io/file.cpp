@@ -37,6 +37,9 @@ std::string target_of(const std::string& path) {
   if (path.empty()) fail("output", "the path is empty");
   std::error_code error;
   const auto status = std::filesystem::status(path, error);
+  if (!std::filesystem::status_known(status)) {
+    fail(path, "cannot be written: {}", error.message());
+  }
   if (!std::filesystem::exists(status)) return path;
   if (!std::filesystem::is_regular_file(status)) {
     fail(path, "exists and is not a regular file, so it cannot be replaced");

@@ -4,12 +4,20 @@ dim)``."""
 import torch
 
 from fulgur._drop_in import (
-    NAMES_OF_CACHES, keys_of_packed_queries, longest, refuse, sides, want_int32, with_kvcache,
+    PARTS_OF_KV, PARTS_OF_QKV, keys_of_packed_queries, longest, refuse, sides, want_int32, want_parts,
+    with_kvcache,
 )  # fmt: skip
+from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention, random_numbers, whole_rows
 
 USE_TRITON_ROCM = False
-_NAMES_OF_CACHES = NAMES_OF_CACHES | {"page_table": "block_table"}
+_NAMES = OPTIONS | {"page_table": "block_table"}
+_LENGTHS_OF_PAGES = {"seqused_k": "cu_seqlens_k.diff()"}
+_LENGTHS_OF_QKV = {
+    "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}  # fmt: skip
+_PRIVATE_NAMES = PRIVATE | {"page_table": "block_table", "lse": "softmax_lse"}
 
 _backward_into = torch.ops.fulgur.backward_into.default
 _forward = torch.ops.fulgur.forward.default
@@ -30,12 +38,12 @@ def _results(results, q, return_attn_probs, dropout_p):
 
 def _attention(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-    return_attn_probs, **packed,
+    return_attn_probs, names=_NAMES, **packed,
 ):  # fmt: skip
-    results = attention(
-        q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=sides(window_size),
-        softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
-        **packed,
+    results = named(
+        names, attention, q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal,
+        window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, return_lse=True, **packed,
     )  # fmt: skip
     return _results(results, q, return_attn_probs, dropout_p)
 
@@ -56,9 +64,10 @@ def flash_attn_kvpacked_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """The same of kv ``(batch, seqlen, 2, heads, dim)``."""
-    return _attention(
-        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+    want_parts("kv", kv, 2)
+    return named(
+        PARTS_OF_KV, _attention, q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -67,9 +76,10 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """The same of qkv ``(batch, seqlen, 3, heads, dim)``."""
-    return _attention(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+    want_parts("qkv", qkv, 3)
+    return named(
+        PARTS_OF_QKV, _attention, *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -84,6 +94,7 @@ def flash_attn_varlen_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=longest(max_seqlen_q, q),
+        names=_NAMES if block_table is None else _NAMES | _LENGTHS_OF_PAGES,
         **keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table),
     )  # fmt: skip
 
@@ -94,9 +105,11 @@ def flash_attn_varlen_kvpacked_func(
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """The same of kv ``(total, 2, heads, dim)``."""
-    return flash_attn_varlen_func(
-        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    want_parts("kv", kv, 2, "total")
+    return named(
+        PARTS_OF_KV, flash_attn_varlen_func, q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -106,9 +119,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ):  # fmt: skip
     """The same of qkv ``(total, 3, heads, dim)``."""
-    return flash_attn_varlen_func(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    want_parts("qkv", qkv, 3, "total")
+    return named(
+        PARTS_OF_QKV | _LENGTHS_OF_QKV, flash_attn_varlen_func, *qkv.unbind(1), cu_seqlens, cu_seqlens,
+        max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
     )  # fmt: skip
 
 
@@ -127,11 +142,12 @@ def flash_attn_with_kvcache(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         block_table=block_table,
     )  # fmt: skip
-    results = with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved, cache_batch_idx=cache_batch_idx,
-        page_table=block_table, cache_leftpad=cache_leftpad, scale=softmax_scale, causal=causal,
-        window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes, names=_NAMES_OF_CACHES,
+    results = named(
+        _NAMES, with_kvcache, q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_batch_idx=cache_batch_idx, page_table=block_table, cache_leftpad=cache_leftpad,
+        scale=softmax_scale, causal=causal, window=sides(window_size), softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )  # fmt: skip
     return results if return_softmax_lse else results[0]
 
@@ -164,7 +180,8 @@ def _flash_attn_forward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    return *_forward(*_whole(q=q, k=k, v=v), **shared), q.new_empty(0), rng_state
+    results = named(_PRIVATE_NAMES, _forward, *_whole(q=q, k=k, v=v), **shared)
+    return *results, q.new_empty(0), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -179,17 +196,20 @@ def _flash_attn_varlen_forward(
         raise RuntimeError("num_splits > 1 is not supported beside a block_table; want 0 or 1")
     rng_state = random_numbers(q)
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
+    names = _PRIVATE_NAMES
     if seqused_k is not None:
         where["seqused_k"] = seqused_k
+    elif block_table is not None:
+        names = names | _LENGTHS_OF_PAGES
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q),
         **where,
     )  # fmt: skip
     if block_table is None:
-        results = _forward(*_whole(q=q, k=k, v=v), **shared)
+        results = named(names, _forward, *_whole(q=q, k=k, v=v), **shared)
     else:
-        results = _forward_cached(whole_rows("q", q), k, v, **shared)
+        results = named(names, _forward_cached, whole_rows("q", q), k, v, **shared)
     return *results, q.new_empty(0), rng_state
 
 
@@ -202,9 +222,9 @@ def _flash_attn_backward(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    _backward_into(
-        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
-        deterministic=deterministic,
+    named(
+        _PRIVATE_NAMES, _backward_into, *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk,
+        dv, **shared, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -219,7 +239,7 @@ def _flash_attn_varlen_backward(
         dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
     )  # fmt: skip
-    _backward_into(
-        *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk, dv, **shared,
-        deterministic=deterministic,
+    named(
+        _PRIVATE_NAMES, _backward_into, *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk,
+        dv, **shared, deterministic=deterministic,
     )  # fmt: skip

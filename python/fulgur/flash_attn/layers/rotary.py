@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+from fulgur._drop_in import heads_of_k, want_parts
+
 
 def rotate_half(x, interleaved=False):
     """(-x2, x1) of the halves x1, x2 of the last dimension, or of its even and odd entries."""
@@ -76,21 +78,11 @@ def apply_rotary_emb_qkv_(
     cos_k and sin_k, where given, are those of k (XPos). ValueError names the argument that is wrong.
     """
     if qkv.dim() == 5:
-        if qkv.shape[2] != 3:
-            raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, want (batch, seqlen, 3, heads, dim)")
+        want_parts("qkv", qkv, 3)
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        if qkv.dim() != 4:
-            raise ValueError(f"qkv: got shape {tuple(qkv.shape)}, want 4 or 5 dimensions")
-        if num_heads_q is None:
-            raise ValueError(f"num_heads_q: got None, want the heads of q among the {qkv.shape[2]} of qkv")
-        heads = qkv.shape[2] - num_heads_q
-        if num_heads_q < 1 or heads < 2 or heads % 2:
-            raise ValueError(
-                f"num_heads_q: got {num_heads_q}, want to leave as many heads of k as of v of the"
-                f" {qkv.shape[2]} of qkv"
-            )
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads // 2]
+        heads_k = heads_of_k(qkv, num_heads_q)
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
     if (cos_k is None) != (sin_k is None):
         given, lacking = ("cos_k", "sin_k") if sin_k is None else ("sin_k", "cos_k")
         raise ValueError(f"{lacking}: got None, want it beside {given}")
@@ -107,8 +99,7 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
 
     ValueError names the argument that is wrong.
     """
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv: got shape {tuple(kv.shape)}, want (batch, seqlen, 2, heads, dim)")
+    want_parts("kv", kv, 2)
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
