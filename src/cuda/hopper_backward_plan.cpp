@@ -103,8 +103,8 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   const bool instead_of_ds = !is_narrow(plan) && plan.sums && !plan.ordered;
   plan.k_stages = is_narrow(plan) || instead_of_ds ? 2 : 1;
   plan.ds_stages = instead_of_ds ? 1 : 2;
-  // In turns a warp holds a buffer until its addition has arrived, longer than a step may take.
-  plan.sums_stages = !plan.sums ? 0 : plan.ordered ? 3 : 2;
+  // In turns a warp holds a buffer until its addition has arrived, longer than a step of 64 rows.
+  plan.sums_stages = !plan.sums ? 0 : plan.ordered && plan.block_rows == 64 ? 3 : 2;
   // As many as registers hold of dQ, and the producer of the places of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
@@ -340,10 +340,10 @@ class Divider {
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
       const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
-      return narrow ? (shared ? 1.0 : 1.1) : 1.12;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.04;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
-    return narrow ? 1.03 : in_line ? 1.25 : 1.14;
+    return narrow ? 1.03 : in_line ? 1.1 : 1.03;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
