@@ -65,7 +65,7 @@ else
   done
   [ $status = 0 ]
   check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
-  for package in torch jax; do
+  for package in torch jax cupy; do
     if [ -d "$packed/python" ] && python3 -c "import $package" 2>/dev/null; then
       check $package env PYTHONPATH="$packed/python:${PYTHONPATH:-}" python3 "$root/tests/cuda/${package}_test.py"
     fi

@@ -99,6 +99,11 @@ def _is_jax(array):
     return jax is not None and isinstance(array, jax.Array)
 
 
+def _is_cupy(array):
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
 def run_stream(q, stream):
     """The handle of a call's stream; 0 is the default one."""
     if stream is None:
@@ -228,18 +233,21 @@ def empty(shape, dtype, like):
     dtype = _NUMPY_NAMES[dtype]
     if _is_torch(like):
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    if not isinstance(like, np.ndarray) and _on_gpu(like):
-        namespace = getattr(like, "__array_namespace__", None)
-        if namespace is None:
-            raise TypeError(
-                f"q: got {type(like).__name__} on a GPU, whose library has no __array_namespace__ "
-                "to make results with; want PyTorch's or CuPy's arrays, or results to write to"
-            )
-        namespace = namespace()
+    on_gpu = not isinstance(like, np.ndarray) and _on_gpu(like)
+    if on_gpu and hasattr(like, "__array_namespace__"):
+        namespace = like.__array_namespace__()
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
     if dtype == "bfloat16":
         from ml_dtypes import bfloat16 as dtype
-    return np.empty(shape, dtype)
+    if not on_gpu:
+        return np.empty(shape, dtype)
+    if not _is_cupy(like):  # which has no __array_namespace__, as of version 14
+        raise TypeError(
+            f"q: got {type(like).__name__} on a GPU, whose library has no __array_namespace__ "
+            "to make results with; want PyTorch's or CuPy's arrays, or results to write to"
+        )
+    with like.device:
+        return sys.modules["cupy"].empty(shape, dtype)
 
 
 def _on_gpu(array):

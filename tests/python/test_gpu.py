@@ -60,6 +60,8 @@ class Library:
 
 
 class cupy:
+    ndarray = OnGpu
+
     class cuda:
         class get_current_stream:
             ptr = 0x77
@@ -106,6 +108,31 @@ assert type(out) is type(lse) is OnGpu
 assert out.memory.shape == (2, 128, 4, 64) and lse.memory.shape == (2, 4, 128)
 assert driver.launch_count() == 1 and driver.last_stream() == 0x77
 assert set(asked) == {0x77}, asked
+""")
+
+
+def test_results_of_cupy_which_has_no_array_namespace(on_fake_gpu):
+    """They are made on the device of q, and their names are NumPy's."""
+    on_fake_gpu("""
+class Device:
+    entered = 0
+
+    def __enter__(self):
+        Device.entered += 1
+
+    def __exit__(self, *error):
+        Device.entered -= 1
+
+def empty(shape, dtype):
+    assert Device.entered == 1
+    return OnGpu(shape, dtype=vars(Library)[dtype])
+
+del OnGpu.__array_namespace__
+q.device, cupy.empty = Device(), empty
+out, lse = fulgur.attention(q, k, k, causal=True, return_lse=True)
+assert type(out) is type(lse) is OnGpu and Device.entered == 0
+assert out.memory.dtype == np.float16 and lse.memory.shape == (2, 4, 128)
+assert driver.launch_count() == 1 and driver.last_stream() == 0x77
 """)
 
 
@@ -261,6 +288,7 @@ with pytest.raises(ValueError, match="^stream: got -1"):
 with pytest.raises(ValueError, match="^device: got 'gpu', want 'cpu', 'cuda' or 'cuda:0'"):
     fulgur.explain((1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8), device="gpu")
 del OnGpu.__array_namespace__
+cupy.ndarray = np.ndarray
 with pytest.raises(TypeError, match="^q: got OnGpu on a GPU, whose library has no __array_namespace__"):
     fulgur.attention(q, k, k)
 assert driver.launch_count() == 0
