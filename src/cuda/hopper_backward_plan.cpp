@@ -222,8 +222,18 @@ class Divider {
         !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
     const double products =
         few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
-    return products + (plan.ordered ? 6.0 : 11.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
-                          kBytesPerCycle;
+    const auto floats = static_cast<double>(p_.hq * plan.statistics_rows * plan.head_dim);
+    return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / kBytesPerCycle;
+  }
+
+  /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a pair
+  /// that have the same length begin at the same row, and follow each other a step apart.
+  double first_turns() const {
+    const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
+    const bool same = plan_.has_left || !plan_.has_right;
+    if (!plan_.ordered || !same || blocks.order != kFirstBlockFirst) return 0;
+    const int together = std::min(blocks.blocks, ceil_div(multiprocessors_, blocks.bunch));
+    return (together - 1) * step_cycles();
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -274,10 +284,13 @@ class Divider {
 
   /// Cycles of a block of keys beside row tiles [begin, end).
   double block_cycles(int begin, int end) const {
+    const bool stored = !plan_.sums && !plan_.wide();
+    const double ends = plan_.k_stages > 1 ? 2700 : stored ? 6000 : 4000;
+    return ends + std::max(end - begin, 0) * plan_.pair_heads * step_cycles();
+  }
+  double step_cycles() const {
     constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
-    const double step =
-        turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
-    return (plan_.k_stages > 1 ? 2700 : 4000) + std::max(end - begin, 0) * plan_.pair_heads * step;
+    return turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
   }
   kernels::RowTiles row_tiles_of(int block) const {
     return kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
@@ -340,10 +353,10 @@ class Divider {
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
       const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
-      return narrow ? (shared ? 1.0 : 1.1) : 1.04;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.08;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
-    return narrow ? 1.03 : in_line ? 1.1 : 1.03;
+    return narrow ? 1.0 : in_line ? 1.25 : 1.04;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
