@@ -39,7 +39,7 @@ constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
-          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums};
+          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums_stages};
 }
 
 /// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
@@ -103,6 +103,8 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   const bool instead_of_ds = !is_narrow(plan) && plan.sums && !plan.ordered;
   plan.k_stages = is_narrow(plan) || instead_of_ds ? 2 : 1;
   plan.ds_stages = instead_of_ds ? 1 : 2;
+  // In turns a warp holds a buffer until its addition has arrived, longer than a step of 64 rows.
+  plan.sums_stages = !plan.sums ? 0 : plan.ordered && plan.block_rows == 64 ? 3 : 2;
   // As many as registers hold of dQ, and the producer of the places of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
@@ -220,8 +222,18 @@ class Divider {
         !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
     const double products =
         few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
-    return products + (plan.ordered ? 6.0 : 11.0) * static_cast<double>(plan.sums_floats(p_.hq)) /
-                          kBytesPerCycle;
+    const auto floats = static_cast<double>(p_.hq * plan.statistics_rows * plan.head_dim);
+    return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / kBytesPerCycle;
+  }
+
+  /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a pair
+  /// that have the same length begin at the same row, and follow each other a step apart.
+  double first_turns() const {
+    const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
+    const bool same = plan_.has_left || !plan_.has_right;
+    if (!plan_.ordered || !same || blocks.order != kFirstBlockFirst) return 0;
+    const int together = std::min(blocks.blocks, ceil_div(multiprocessors_, blocks.bunch));
+    return (together - 1) * step_cycles();
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -272,10 +284,13 @@ class Divider {
 
   /// Cycles of a block of keys beside row tiles [begin, end).
   double block_cycles(int begin, int end) const {
+    const bool stored = !plan_.sums && !plan_.wide();
+    const double ends = plan_.k_stages > 1 ? 2700 : stored ? 6000 : 4000;
+    return ends + std::max(end - begin, 0) * plan_.pair_heads * step_cycles();
+  }
+  double step_cycles() const {
     constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
-    const double step =
-        turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
-    return (plan_.k_stages > 1 ? 2700 : 4000) + std::max(end - begin, 0) * plan_.pair_heads * step;
+    return turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
   }
   kernels::RowTiles row_tiles_of(int block) const {
     return kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
@@ -338,10 +353,10 @@ class Divider {
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
       const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
-      return narrow ? (shared ? 1.0 : 1.1) : 1.12;
+      return narrow ? (shared ? 1.0 : 1.1) : 1.08;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
-    return narrow ? 1.03 : in_line ? 1.25 : 1.14;
+    return narrow ? 1.0 : in_line ? 1.25 : 1.04;
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
@@ -690,6 +705,7 @@ std::string plan_header(const HopperBackwardKey& key) {
   text.add("kQStages", key.q_stages);
   text.add("kOStages", key.o_stages);
   text.add("kDsStages", key.ds_stages);
+  text.add("kSumsStages", key.sums_stages);
   text.add("kSums", key.sums);
   text.add("kOrdered", key.ordered);
   text.add("kHalfP", key.half_p());

@@ -17,7 +17,7 @@ namespace fulgur::cuda {
 struct HopperBackwardKey : HopperKey {
   int block_rows = 0;  ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
-  int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0;
+  int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, sums_stages = 0;
   bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
   bool ordered = false;  ///< blocks of keys add to the sums in turns: the same bits in every run
   int row_tiles = 0, row_stages = 0;

@@ -240,9 +240,9 @@ std::vector<Region> copies(int begin, int bytes, int count, int alignment) {
 TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
   for (const int d : {16, 64, 80, 128, 144, 256}) {
     for (const int dv : {16, 64, 128, 256}) {
-      for (const bool sums : {false, true}) {
+      for (const int sums : {0, 2, 3}) {
         for (const bool wide : {false, true}) {
-          if (wide && sums) continue;
+          if (wide && sums > 0) continue;
           const int rows = d <= 64 && !wide ? 128 : 64;
           const int keys = wide ? 64 : 128;
           const int k_stages = rows == 128 ? 2 : 1;
@@ -263,13 +263,13 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           add(map.o, rows * panels(dv, 0), 2, 1024);
           add(map.p, 2 * rows * keys, wide ? 2 : 0, 16);
           add(map.ds, rows * 64 * 2, 2 * (keys / 64), 1024);
-          add(map.sums, 64 * 64 * 4, sums ? 2 : 0, 128);
+          add(map.sums, 64 * 64 * 4, sums, 128);
           add(map.shift, 4 * rows, 3, 16);
           add(map.delta, 4 * rows, 2, 16);
           add(map.step, sizeof(Step), 3, 16);
           add(map.ds_step, sizeof(Step), 2, 16);
           add(map.block, sizeof(KeyBlock), k_stages, 16);
-          add(map.sum_unit, sizeof(SumUnit), sums ? 2 : 0, 16);
+          add(map.sum_unit, sizeof(SumUnit), sums, 16);
           for (const int barrier : {map.v_full, map.v_empty, map.tail, map.dropout_key})
             add(barrier, 8, 1, 8);
           for (const int barrier : {map.k_full, map.k_empty}) add(barrier, 8, k_stages, 8);
@@ -286,7 +286,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
 TEST(BackwardLayout, BuffersOfRowsAreAlignedAndApart) {
   for (const int d : {16, 64, 128, 256}) {
     for (const int tiles : {1, 2, 4}) {
-      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 1, 2, 2, 2, tiles, 3, false});
+      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 1, 2, 2, 2, tiles, 3, 0});
       std::vector<Region> regions;
       for (int stage = 0; stage < 3; ++stage) {
         const int at = map.stages + stage * map.stage_bytes;

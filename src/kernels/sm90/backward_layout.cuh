@@ -5,7 +5,7 @@
 #include "sm90/backward_params.h"
 
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
-                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, bool(kSums)};
+                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kSumsStages};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys == 64 ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
@@ -16,6 +16,7 @@ enum : int {
   kKeysThreads = 128 * (kConsumers + 1 + kSums),  // of backward_keys.cu
   kHeadPanels = panels_of_columns(kHeadDim),
   kValuePanels = panels_of_columns(kValueDim),
+  kLastColumns = kHeadDim - 64 * (kHeadPanels - 1),  // of the head dim's last panel
   kRowSteps = kBlockRows / kPieceRows,            // pieces of a tile of dS along its rows
   kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
   kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS

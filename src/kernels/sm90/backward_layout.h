@@ -14,13 +14,11 @@ FULGUR_SHARED int panels_in_registers(int dim) { return least(panels_of_columns(
 // What the maps depend on: constants of plan.h.
 struct BackwardTile {
   int head_dim, value_dim, consumers, block_rows, block_keys, k_stages, q_stages, o_stages, ds_stages, row_tiles;
-  int row_stages;
-  bool sums;
+  int row_stages, sums_stages;
 };
 
 enum : int {
-  kUnitFloats = 64 * 64,  // of dQ that leave at once
-  kSumsStages = 2,
+  kUnitFloats = 64 * 64,   // of dQ that leave at once, at most
   kFirstTurn = 1 << 30,  // beside the block that adds first, and so stores
 };
 
@@ -56,7 +54,7 @@ struct SumUnit {
   int unit;  // among those of all heads; < 0: no more work
   int turn;  // the block that it is of
   int next;  // the block that adds next, kOrdered
-  int padding;
+  int bytes;
 };
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
@@ -88,14 +86,13 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   map.p = map.o + tile.o_stages * map.o_bytes;
   map.ds = map.p + p_stages * map.p_bytes;
   map.sums = map.ds + tile.ds_stages * (tile.block_keys / kPieceKeys) * map.ds_bytes;
-  const int sums_stages = tile.sums ? kSumsStages : 0;
-  map.shift = map.sums + sums_stages * 4 * kUnitFloats;
+  map.shift = map.sums + tile.sums_stages * 4 * kUnitFloats;
   map.delta = map.shift + 4 * tile.block_rows * tile.q_stages;
   map.step = map.delta + 4 * tile.block_rows * tile.o_stages;
   map.ds_step = map.step + int(sizeof(Step)) * tile.q_stages;
   map.block = map.ds_step + int(sizeof(Step)) * tile.ds_stages;
   map.sum_unit = map.block + int(sizeof(KeyBlock)) * tile.k_stages;
-  map.k_full = map.sum_unit + int(sizeof(SumUnit)) * sums_stages;
+  map.k_full = map.sum_unit + int(sizeof(SumUnit)) * tile.sums_stages;
   map.k_empty = map.k_full + 8 * tile.k_stages;
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8;

@@ -63,7 +63,7 @@ struct BackwardParams : BackwardMaps, CallParams {
   int* not_finite;    // behind them: some gradient is not; left 0 by backward_repair.cu
   float* shift;       // [hq][statistics_rows]: p_log2 - LSE log2(e); -inf where LSE is -inf and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
-  float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x 64 as accumulators lie], kSums
+  float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x its columns as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
   float* carry_dk;    // [b, hk * parts, key blocks][head or value dims / 2][2 kBlockKeys]: sums that wait

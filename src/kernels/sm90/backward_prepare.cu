@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       if (clears) {
         float4* sums = reinterpret_cast<float4*>(p.dq_sums + (at + first) * (64 * kHeadPanels));
 #pragma unroll
-        for (int i = 0; i < 64 * 16 * kHeadPanels / kPrepareThreads; ++i)
+        for (int i = 0; i < 16 * kHeadDim / kPrepareThreads; ++i)  // a unit's columns are the first of its place
           sums[i * kPrepareThreads + threadIdx.x] = {0, 0, 0, 0};
       }
 #pragma unroll

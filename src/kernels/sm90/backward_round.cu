@@ -18,10 +18,13 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_backward_round(const __
       unsigned short* dq = row_of(p.dq, batch, n.q_start + row, head);
 #pragma unroll
       for (int panel = 0; panel < kHeadPanels; ++panel) {
-        float dQ[32];
+        float dQ[32] = {};
+        const int eights = least(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float4 x = sums[panel * (kUnitFloats / 4) + (threadIdx.x / 32 * 8 + j) * 32 + threadIdx.x % 32];
+          if (j >= eights) break;
+          const int place = int(threadIdx.x) / 32 * eights + j;
+          const float4 x = sums[panel * (kUnitFloats / 4) + place * 32 + threadIdx.x % 32];
           dQ[4 * j] = x.x;
           dQ[4 * j + 1] = x.y;
           dQ[4 * j + 2] = x.z;

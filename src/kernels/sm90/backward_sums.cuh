@@ -1,5 +1,5 @@
 // dQ = dS K as sums in global memory, by a warpgroup beside those that own keys: it takes each step's dS from shared
-// memory, and two warps beside the producer add its product to what the blocks of other keys have left: in no fixed
+// memory, and warps beside the producer add its product to what the blocks of other keys have left: in no fixed
 // order, or, with kOrdered, in that in which blocks are taken, of which the first stores.
 #pragma once
 #include "shared/turns.cuh"
@@ -20,7 +20,7 @@ enum : int {
 __device__ __forceinline__ u32 sums_buffer(u32 smem, u32 stage) {
   return smem + kKeysLayout.sums + stage * 4 * kUnitFloats;
 }
-__device__ __forceinline__ u32 sum_unit(u32 smem, u32 stage) {
+__device__ __forceinline__ u32 unit_of_buffer(u32 smem, u32 stage) {
   return smem + kKeysLayout.sum_unit + int(sizeof(SumUnit)) * stage;
 }
 
@@ -35,7 +35,7 @@ struct SumsBuffers {
     if (filled == kSumsStages) named_barrier_sync(sums_empty(stage), kSumsThreads);
   }
   __device__ __forceinline__ void leave(const SumUnit& unit) {
-    if (threadIdx.x % 128 == 0) store_shared_struct(sum_unit(smem, stage), unit);
+    if (threadIdx.x % 128 == 0) store_shared_struct(unit_of_buffer(smem, stage), unit);
     fence_async_proxy();
     named_barrier_arrive(sums_full(stage), kSumsThreads);
     filled = min(filled + 1, u32(kSumsStages));
@@ -43,10 +43,34 @@ struct SumsBuffers {
   }
 };
 
+// 64 rows of dQ = dS K, and a panel's columns. `computed` runs when dS and K have been read.
+template <int kColumns, class Computed>
+__device__ __forceinline__ void sum_unit(SumsBuffers& sums, u32 ds, u32 k, SumUnit unit, const Computed& computed) {
+  const u32 thread = threadIdx.x % 128;
+  float dQ[kColumns / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < kBlockKeys / 16; ++part) {
+    // The pieces of a warpgroup's 64 keys lie behind each other, then come those of the next.
+    const int piece = part / 4 * kKeysLayout.ds_bytes + part % 4 * 16 * 128;
+    Wgmma<kColumns>::template multiply<kAcrossK, kAcrossK>(dQ, ds + (piece >> 4), k + (part * 16 * 128 >> 4), part);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  register_fence(dQ);
+  computed();
+  sums.wait_empty();
+  const u32 to = sums_buffer(sums.smem, sums.stage) + (thread / 32 * (kColumns / 8) * 32 + thread % 32) * 16;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j)
+    store_shared_four(to + j * 512, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
+  unit.bytes = 4 * 64 * kColumns;
+  sums.leave(unit);
+}
+
 // What the warpgroup does.
 __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
-  const u32 thread = threadIdx.x % 128;
   KBuffer k(smem, 0);
   SumsBuffers sums(smem);
   u32 stage = 0;
@@ -64,33 +88,19 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
 #pragma unroll
       for (int unit = 0; unit < kStepUnits; ++unit) {
-        const int row_step = unit / kHeadPanels;
         const int panel = unit % kHeadPanels;
-        float dQ[32];
-        wgmma_fence();
-#pragma unroll
-        for (int part = 0; part < kBlockKeys / 16; ++part) {
-          // The pieces of a warpgroup's 64 keys lie behind each other, then come those of the next.
-          const int piece = part / 4 * kKeysLayout.ds_bytes + row_step * kPieceBytes + part % 4 * 16 * 128;
-          Wgmma<64>::multiply<kAcrossK, kAcrossK>(dQ, ds + (piece >> 4),
-                                                  k_operand + ((panel * kBlockKeys * 128 + part * 16 * 128) >> 4),
-                                                  part);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        register_fence(dQ);
-        if (unit == kStepUnits - 1) {
+        const u32 rows = ds + (unit / kHeadPanels * kPieceBytes >> 4);
+        const u32 columns = k_operand + (panel * kBlockKeys * 128 >> 4);
+        const SumUnit to = {step.tile * kStepUnits + unit, block.block, next, 0};
+        const auto computed = [&] {
+          if (unit < kStepUnits - 1) return;
 #pragma unroll
           for (int owner = 0; owner < kConsumers; ++owner)
             named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
           mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
-        }
-        sums.wait_empty();
-        const u32 to = sums_buffer(smem, sums.stage) + (thread / 32 * 256 + thread % 32) * 16;
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-          store_shared_four(to + j * 512, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
-        sums.leave({step.tile * kStepUnits + unit, block.block, next, 0});
+        };
+        if (panel < kHeadPanels - 1) sum_unit<64>(sums, rows, columns, to, computed);
+        else sum_unit<kLastColumns>(sums, rows, columns, to, computed);
       }
       stage = stage + 1 == kDsStages ? 0 : stage + 1;
     }
@@ -104,13 +114,13 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
   }
 }
 
-// What each of these two warps does, which has a buffer of its own: it adds the units of dQ that come there to their
+// What each of these warps does, which has a buffer of its own: it adds the units of dQ that come there to their
 // sums. With kOrdered it waits for the turn of a unit's block, and passes that on when what it has added is there.
 __device__ __forceinline__ void add_units(const BackwardParams& p, u32 smem, u32 stage) {
   const u32 buffer = sums_buffer(smem, stage);
   for (;;) {
     named_barrier_sync(sums_full(stage), kSumsThreads);
-    const SumUnit now = load_shared_struct_uniform<SumUnit>(sum_unit(smem, stage));
+    const SumUnit now = load_shared_struct_uniform<SumUnit>(unit_of_buffer(smem, stage));
     if (now.unit < 0) break;
     int turn = 0;
     if (kOrdered) {
@@ -121,8 +131,8 @@ __device__ __forceinline__ void add_units(const BackwardParams& p, u32 smem, u32
     }
     if (elect_one()) {
       float* const to = p.dq_sums + (long long)(now.unit) * kUnitFloats;
-      if (turn & kFirstTurn) bulk_store(to, buffer, 4 * kUnitFloats);
-      else bulk_add(to, buffer, 4 * kUnitFloats);
+      if (turn & kFirstTurn) bulk_store(to, buffer, now.bytes);
+      else bulk_add(to, buffer, now.bytes);
     }
     tma_store_commit();
     tma_store_wait_read();
