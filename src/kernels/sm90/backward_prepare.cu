@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   const int lane = threadIdx.x % kLanes;
   const int column = 8 * lane;
   // The last pair first: what L2 still holds at the end is of the first, which the kernel by keys begins with.
-  for (int pair = p.batch * p.hq - 1 - blockIdx.y; pair >= 0; pair -= gridDim.y) {
+  for (int pair = gridDim.y - 1 - blockIdx.y; pair < p.batch * p.hq; pair += gridDim.y) {
     const int batch = pair / p.hq;
     const int head = pair % p.hq;
     const Lengths n = lengths_of(p, batch);

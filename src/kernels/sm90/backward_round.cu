@@ -7,7 +7,7 @@
 // A thread block takes 64 rows. Grid: (row chunks of the longest sequence, batch * hq).
 extern "C" __global__ void __launch_bounds__(128) fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   // The last pair first, whose sums L2 still holds.
-  for (int pair = p.batch * p.hq - 1 - blockIdx.y; pair >= 0; pair -= gridDim.y) {
+  for (int pair = gridDim.y - 1 - blockIdx.y; pair < p.batch * p.hq; pair += gridDim.y) {
     const int batch = pair / p.hq;
     const int head = pair % p.hq;
     const Lengths n = lengths_of(p, batch);
