@@ -1,10 +1,10 @@
 """What calls of PyTorch cost the host: fulgur.torch beside PyTorch's SDPA and FlashAttention-3, in microseconds.
 
 bf16 and causal, of shapes so small that the device waits for the host; no time has a wait for the device in it. `calls`
-are those whose shape was seen before, medians of some thousand, for which the candidates take turns. `lengths` are
-first calls, each of a length that its process has not seen, after one of another length: what is compiled, or planned,
-anew for a shape shows there. `zeros` is what PyTorch costs without attention. With a wheel, `seconds` are those from
-this file to results (tools/try_wheel.py).
+are those whose shape was seen before, medians of some thousand in groups, for which the candidates take turns.
+`lengths` are first calls, each of a length that its process has not seen, after one of another length: what is
+compiled, or planned, anew for a shape shows there. `zeros` is what PyTorch costs without attention. With a wheel,
+`seconds` are those from this file to results (tools/try_wheel.py).
 """
 
 import contextlib
@@ -23,6 +23,7 @@ BATCH, S, HEADS, D = 2, 64, 2, 64
 LENGTHS = range(300, 321)
 CALLS, ROUNDS = 1000, 3
 BURST = 200  # calls that the queue of a device takes without a wait
+GROUP = 20  # calls that are timed as one: a look at the clock may take as long as a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +85,17 @@ def micros(run):
 
 
 def burst(run, device, calls):
+    """Microseconds a call of groups of calls, as many as have `calls`."""
+
+    def group():
+        for _ in range(GROUP):
+            run()
+
     times = []
-    for i in range(calls):
-        if i % BURST == 0:
+    for done in range(0, calls, GROUP):
+        if done % BURST == 0:
             wait(device)
-        times.append(micros(run)[0])
+        times.append(micros(group)[0] / GROUP)
     wait(device)
     return times
 

@@ -88,7 +88,7 @@ def first_calls(device):
 def seconds(wheel, device):
     """From a wheel to results: of the installation, and of `first_calls` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        target, cache = os.path.join(folder, "target"), os.path.join(folder, "cache")
+        target, cache, compiler = (os.path.join(folder, name) for name in ("target", "cache", "compiler"))
         os.mkdir(cache, 0o700)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         pip += ["--no-deps", "--no-index", "--target", target, wheel]
@@ -96,7 +96,8 @@ def seconds(wheel, device):
         path = os.pathsep.join(filter(None, (target, os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
             [sys.executable, "-B", __file__, "--first-calls", "--device", device], check=True, text=True,
-            stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path, "FULGUR_CACHE_DIR": cache},
+            stdout=subprocess.PIPE,  # NVRTC has a cache, too
+            env=os.environ | {"PYTHONPATH": path, "FULGUR_CACHE_DIR": cache, "CUDA_CACHE_PATH": compiler},
         )  # fmt: skip
     return {"install": install, **json.loads(done.stdout)}
 

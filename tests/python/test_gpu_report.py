@@ -49,8 +49,8 @@ def test_counts_calls_and_waits(monkeypatch):
     monkeypatch.setattr(gpu_host, "wait", waits.append)
     every = {"fulgur": gpu_host.Caller(None), "flash2": gpu_host.Caller(None)}
     runs = {name: {"a call": lambda name=name: calls.append(name)} for name in every}
-    got = gpu_host.of_calls(runs, every, "cuda", gpu_host.BURST + 1)
-    assert calls.count("fulgur") == calls.count("flash2") == (gpu_host.ROUNDS + 1) * (gpu_host.BURST + 1)
+    got = gpu_host.of_calls(runs, every, "cuda", gpu_host.BURST + gpu_host.GROUP)
+    assert calls.count("fulgur") == calls.count("flash2") == (gpu_host.ROUNDS + 1) * (gpu_host.BURST + gpu_host.GROUP)
     assert len(waits) == 2 * (gpu_host.ROUNDS + 1) * 3  # of two callers: at the start, after BURST, at the end
     assert set(got["a call"]) == set(every)
 
