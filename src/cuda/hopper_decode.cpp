@@ -59,7 +59,11 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.pages = key_pages(p);
   params_.most_pieces = plan.most_pieces;
   params_.piece_floats = plan.piece_floats();
-  params_.blocks = plan.grid;
+  if (plan.pieces == kernels::kFillingPieces) {
+    params_.to_fill = kernels::divisor(plan.grid);
+    params_.to_fit = kernels::divisor(plan.grid - params_.batch * params_.hk);
+    params_.heads = kernels::divisor(params_.hk);
+  }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.merges_later()) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;

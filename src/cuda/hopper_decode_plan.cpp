@@ -161,10 +161,8 @@ int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
 /// How lines are cut.
 int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.invariant) return kernels::kOwnPieces;
-  const bool few = plan.team_warps >= kernels::kWideTeam
-                       ? has_few_lines(p, plan.grid)
-                       : has_few_lines(p, plan.grid, kEvenParts) &&
-                             kernels::kMostPieces * p.batch * p.hk >= plan.grid;
+  const int64_t parts = plan.team_warps >= kernels::kWideTeam ? kSomeParts : kEvenParts;
+  const bool few = has_few_lines(p, plan.grid, parts);
   const bool fills =
       few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
@@ -309,14 +307,15 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.whole_lines = has_whole_lines(p, plan);
   if (plan.pieces != kernels::kNoPieces) {
     const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
-    plan.most_pieces =
-        kernels::most_pieces(units, plan.pieces == kernels::kOwnPieces ? kernels::kPieceUnits : 1);
+    const bool own = plan.pieces == kernels::kOwnPieces;
+    plan.most_pieces = own ? kernels::most_pieces(static_cast<int>(units))
+                           : static_cast<int>(std::min<int64_t>(units, plan.grid));
     if (plan.pieces == kernels::kFillingPieces && kManyParts * p.batch * p.hk > plan.grid) {
       plan.merge_eights = 4;
     }
     // Pieces that fill the card have all rows of a block.
     plan.piece_rows = plan.line_rows;
-    if (plan.pieces == kernels::kOwnPieces) {
+    if (own) {
       plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
     }
   }

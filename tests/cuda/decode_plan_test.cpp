@@ -183,7 +183,9 @@ TEST(DecodePlan, FewLinesFillTheCard) {
   EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
   EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
   EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);   // fewer than eight pieces a line
+  EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);  // fewer than eight pieces a line
+  EXPECT_EQ(plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8, .hk = 1}).pieces,
+            kernels::kFillingPieces);
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
   const auto of_keys = [](int64_t batch, int64_t sk) {
@@ -361,15 +363,42 @@ TEST(Shares, FillingPiecesAreNoMoreThanThreadBlocks) {
     std::vector<int> lines(1 + random() % static_cast<unsigned>(blocks / 4));
     int units = 0;
     for (int& line : lines) units += line = static_cast<int>(random() % (1u << random() % 13));
-    const int least = kernels::filling_units(units, blocks - static_cast<int>(lines.size()));
+    const int spare = blocks - static_cast<int>(lines.size());
+    const int most = kernels::filling_units(units, kernels::divisor(spare));
     int count = 0;
     for (const int line : lines) {
-      const kernels::Pieces pieces = kernels::pieces_of(line, least);
+      const kernels::Pieces pieces = kernels::filling_pieces(line, most);
+      ASSERT_LE(pieces.units, most);
       ASSERT_LT((pieces.count - 1) * pieces.units, std::max(line, 1));  // none is empty
       ASSERT_GE(pieces.count * pieces.units, line);
       count += pieces.count;
     }
     ASSERT_LE(count, blocks);
+  }
+}
+
+// Of few long pieces none is much shorter than the others.
+TEST(Shares, FillingPiecesAreEven) {
+  const auto pieces = [](int units, int most_units) {
+    const kernels::Pieces p = kernels::filling_pieces(units, most_units);
+    return std::pair{p.count, p.units};
+  };
+  EXPECT_EQ(pieces(128, 121), (std::pair{2, 64}));
+  EXPECT_EQ(pieces(128, 63), (std::pair{3, 43}));
+  EXPECT_EQ(pieces(128, 8), (std::pair{16, 8}));
+  EXPECT_EQ(pieces(128, 1), (std::pair{128, 1}));
+  EXPECT_EQ(pieces(0, 9), (std::pair{1, 9}));
+}
+
+TEST(Shares, QuotientsAreThoseOfDivisions) {
+  std::mt19937 random(6);
+  for (int round = 0; round < 10000; ++round) {
+    const int by = 1 + static_cast<int>(random() % 320);
+    const int x = static_cast<int>(random() % ((1u << 31) / static_cast<unsigned>(by)));
+    ASSERT_EQ(kernels::quotient(x, kernels::divisor(by)), x / by) << x << " / " << by;
+    const int large = static_cast<int>(random() >> 2);
+    const int over = kernels::quotient(large, kernels::divisor(by)) - large / by;
+    ASSERT_TRUE(over == 0 || over == 1) << large << " / " << by;
   }
 }
 

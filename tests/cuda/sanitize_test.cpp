@@ -121,6 +121,24 @@ TEST_F(Sanitize, PiecesThatFillTheCard) {
                        .seqused = true}));
   }
 }
+// The same of narrow teams: 36 pieces of 16 rows are put together in groups of them.
+TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
+  for (const auto& [batch, sk, hk, d] : {std::array<int64_t, 4>{1, 2300, 1, 64},
+                                         {1, 500, 4, 128},
+                                         {2, 700, 2, 64},
+                                         {1, 300, 1, 256}}) {
+    EXPECT_TRUE(right({.dtype = kBf16,
+                       .batch = batch,
+                       .sq = 2,
+                       .sk = sk,
+                       .hq = 8,
+                       .hk = hk,
+                       .d = d,
+                       .dv = d,
+                       .mask = causal(),
+                       .seqused = true}));
+  }
+}
 // Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, beside
 // one that is another kernel's.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {

@@ -15,7 +15,7 @@ enum : int {
   kEntryUnits = 1,    // what a line takes beside its keys
   kMostShares = 320,  // so many parts a line may have
   kPieceUnits = 16,   // the least of a piece
-  kMostPieces = 64,   // of a line
+  kMostPieces = 64,   // of a line that another kernel puts together
   kFillingSequences = 32,  // most, of pieces that fill the card: a warp has a lane for each
   // Of packed keys, for each of which there is room for a piece of each kv head: lines of more than one piece have more
   // than twice as many, and so begin in the room of their own keys and end there.
@@ -84,23 +84,47 @@ FULGUR_SHARED UnitRange units_in_share(int at, int count, int begin, int end) {
   return to > from ? UnitRange{from, to} : UnitRange{0, -1};
 }
 
-// What a line is cut into: pieces of so many units each, about `least_units` or more where there is more than one.
+// What a line is cut into: pieces of so many units each.
 struct Pieces {
   int count, units;
 };
 
-FULGUR_SHARED int most_pieces(int units, int least_units = kPieceUnits) {
-  return most(1, least((units + least_units - 1) / least_units, int(kMostPieces)));
+// kOwnPieces: about kPieceUnits or more where there is more than one.
+FULGUR_SHARED int most_pieces(int units) {
+  return most(1, least((units + kPieceUnits - 1) / kPieceUnits, int(kMostPieces)));
 }
-FULGUR_SHARED Pieces pieces_of(int units, int least_units = kPieceUnits) {
-  const int count = most_pieces(units, least_units);
+FULGUR_SHARED Pieces pieces_of(int units) {
+  const int count = most_pieces(units);
   const int each = (units + count - 1) / count;
   return {each == 0 ? 1 : (units + each - 1) / each, each};
 }
 
-// kFillingPieces: the least units of a piece, of lines that have `units` in all. With `pieces` the thread blocks less
+// Divides numbers that are not negative by what the host knows, as products: one too many at most, and none up to
+// 2^31 / by.
+struct Divisor {
+  int by;
+  u32 inverse;
+};
+
+FULGUR_SHARED Divisor divisor(int by) { return {by, u32(((u64(1) << 31) + u32(by) - 1) / u32(by))}; }
+FULGUR_SHARED int quotient(int x, const Divisor& divisor) {
+  return int(u64(u32(x)) * divisor.inverse >> 31);
+}
+
+// kFillingPieces: the most units of a piece, of lines that have `units` in all. With `pieces` the thread blocks less
 // the lines there are never more of them than thread blocks, as each line rounds up once.
-FULGUR_SHARED int filling_units(int units, int pieces) { return most((units + pieces - 1) / pieces, 1); }
+FULGUR_SHARED int filling_units(int units, const Divisor& pieces) {
+  return most(quotient(units + pieces.by - 1, pieces), 1);
+}
+
+// And what that makes of a line. Where there are few pieces the last one may be much shorter than the others.
+FULGUR_SHARED Pieces filling_pieces(int units, int most_units) {
+  const auto rounded_up = [](int x, int by) { return int(u32(x + by - 1) / u32(by)); };
+  const Pieces pieces = {most(rounded_up(units, most_units), 1), most_units};
+  if (pieces.count == 1 || most_units <= pieces.count) return pieces;
+  const int each = rounded_up(units, pieces.count);
+  return {rounded_up(units, each), each};
+}
 
 // kOwnPieces: a piece is with the share that it begins in: where it stands, of a line at `at`, and the first one that a
 // share from `begin` on computes, which is behind the last where there is none.

@@ -211,7 +211,7 @@ struct DecodeItem {
   DecodeSequence sequence;
   int begin, end;    // tiles of kBlockKeys keys
   int part, parts;   // of the line
-  int first_share;   // of the line; kFillingPieces: the number of its first piece
+  int first_share;   // of the line; kFillingPieces: the number of its first piece, others are hk further on
 
   __device__ __forceinline__ bool has_keys() const { return begin < end; }
 
@@ -232,7 +232,7 @@ struct DecodeItem {
 struct FillingLine {
   DecodeSequence sequence;
   Pieces pieces;  // of the line; none where the sequence has no queries
-  int first;      // the number of the first piece of its heads
+  int first;      // the number of its first piece: the first ones of all heads, then the second ones
 };
 
 // The sum of what the lanes of sequences have, by a warp.
@@ -251,9 +251,14 @@ __device__ __forceinline__ FillingLine filling_line_of_lane(const DecodeParams& 
   const bool exists = n.sq > 0;
   const int units = exists ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count : 0;
   const int all = p.hk * sum_of_sequences(p, units);
-  if (exists) line.pieces = pieces_of(units, filling_units(all, p.blocks));
-  if (p.hk * sum_of_sequences(p, line.pieces.count) > p.blocks && exists)
-    line.pieces = pieces_of(units, filling_units(all, p.blocks - p.batch * p.hk));
+  const int of_most_pieces = kMergesLater ? (units + kMostPieces - 1) / kMostPieces : 1;
+  int most_units = filling_units(all, p.to_fill);
+#pragma unroll 1
+  for (;;) {
+    if (exists) line.pieces = filling_pieces(units, most(most_units, of_most_pieces));
+    if (p.hk * sum_of_sequences(p, line.pieces.count) <= p.to_fill.by) break;
+    most_units = filling_units(all, p.to_fit);
+  }
   int before = line.pieces.count;
 #pragma unroll 1
   for (int step = 1; step < p.batch; step *= 2) {
@@ -281,13 +286,14 @@ __device__ __forceinline__ bool find_piece(const DecodeParams& p, DecodeItem& it
   if (here == 0) return false;
   item.batch = 31 - __clz(here);
   const FillingLine line = filling_line_of(of_lane, item.batch);
-  const u32 of_heads = blockIdx.x - line.first;
-  item.head = of_heads / u32(line.pieces.count);
+  const int of_heads = int(blockIdx.x) - line.first;
+  const int piece = quotient(of_heads, p.heads);
+  item.head = of_heads - piece * p.hk;
   item.block = 0;
   item.sequence = line.sequence;
-  item.first_share = line.first + item.head * line.pieces.count;
+  item.first_share = line.first + item.head;
   const KeyRange keys = keys_of_block(p, line.sequence.n, 0);
-  item.take_piece(keys, units_of(keys, kShareUnitKeys), line.pieces, of_heads - item.head * line.pieces.count);
+  item.take_piece(keys, units_of(keys, kShareUnitKeys), line.pieces, piece);
   return true;
 }
 

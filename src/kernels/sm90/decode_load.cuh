@@ -244,7 +244,8 @@ template <>
 class Tiles<false> {
  public:
   __device__ __forceinline__ Tiles(LaneLoader load, u32 buffers) : load_(load), buffers_(buffers) {
-#pragma unroll
+    // Where all wait for the first tile, the second one finds its instructions in the cache.
+#pragma unroll kPieces == kFillingPieces ? 1 : kAhead
     for (int tile = 0; tile < kAhead; ++tile) start();
   }
 

@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
   if (kPieces == kFillingPieces) {
     const FillingLine line = filling_line_of(filling_line_of_lane(p), item.batch);
     item.sequence = line.sequence;
-    item.first_share = line.first + item.head * line.pieces.count;
+    item.first_share = line.first + item.head;
     constexpr int kUnits = (kValueDim / 8 + kMergeEights - 1) / kMergeEights;
     const int team_warp = unit / kUnits;
     if (team_warp * kWarpRows < rows_of_item(p, item).count)

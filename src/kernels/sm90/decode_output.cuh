@@ -47,23 +47,28 @@ __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
 
+// The thread block that has a part of an item's line.
+__device__ __forceinline__ int block_of(const DecodeParams& p, const DecodeItem& item, int part) {
+  return item.first_share + (kPieces == kFillingPieces ? part * p.hk : part);
+}
+
 // The number of a part of an item's line among all parts. A thread block has at most two: of the line in which its
 // share begins, and of the one in which it ends.
-__device__ __forceinline__ int slot_of(const DecodeItem& item, int part) {
-  return 2 * (item.first_share + part) + (part == 0);
+__device__ __forceinline__ int slot_of(const DecodeParams& p, const DecodeItem& item, int part) {
+  return 2 * block_of(p, item, part) + (part == 0);
 }
 
 // Where that part is left.
 static_assert(kPieces != kOwnPieces || !kPackedK || int(kShareUnitKeys) == int(kUnitKeys));  // for kPackedPieceKeys
 __device__ __forceinline__ float* partial_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  if (kPieces == kFillingPieces) return p.partial + (item.first_share + part) * (long long)(p.piece_floats);
+  if (kPieces == kFillingPieces) return p.partial + block_of(p, item, part) * (long long)(p.piece_floats);
   if (kPieces == kOwnPieces) {
     const long long first = kPackedK ? item.head * (long long)(p.total_k / kPackedPieceKeys) +
                                            item.sequence.n.k_start / kPackedPieceKeys
                                      : ((long long)(item.batch) * p.hk + item.head) * p.most_pieces;
     return p.partial + (first + part) * p.piece_floats;
   }
-  return p.partial + (long long)(slot_of(item, part)) * (kLineRows * partial_row_floats(kValueDim));
+  return p.partial + (long long)(slot_of(p, item, part)) * (kLineRows * partial_row_floats(kValueDim));
 }
 
 // What the one team of a thread block has of an item leaves as it is: O, or this part of it.
@@ -420,7 +425,7 @@ __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem
   if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
     const int first = item.part / kGroupParts * kGroupParts;
     const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
-    if (!is_last(p.tickets + gridDim.x + slot_of(item, first), group.count, shared)) return;
+    if (!is_last(p.tickets + gridDim.x + slot_of(p, item, first), group.count, shared)) return;
     merge_parts(p, item, group, false);
     parts = {0, kGroupParts, (item.parts + kGroupParts - 1) / kGroupParts};
   }

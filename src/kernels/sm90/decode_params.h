@@ -33,6 +33,7 @@
 #pragma once
 #include "shared/append_params.h"
 #include "shared/attention_params.h"
+#include "shared/shares.h"
 #include "sm90/tensor_map.h"
 
 // As sm90/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
@@ -60,7 +61,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int most_pieces, piece_floats;  // kPieces
-  int blocks;                     // of threads, of the decode kernel: kFillingPieces
+  fulgur::kernels::Divisor to_fill, to_fit, heads;  // kFillingPieces: thread blocks, and these less the lines; hk
 };
 
 // kAppends: q is where queries go that were turned, and seqused_k is not looked at.
