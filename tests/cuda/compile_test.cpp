@@ -217,6 +217,10 @@ std::vector<Problem> decode_problems() {
   for (const int64_t d : {60, 124}) {  // rows by elements, K and V copied
     add({.d = d, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true}, paged);
   }
+  for (const int64_t d : {248, 256}) {  // the same of q and out alone
+    add({.d = d, .mask = causal(), .seqused = true},
+        [](Problem& p) { p.q.aligned = p.out.aligned = false; });
+  }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
   add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {

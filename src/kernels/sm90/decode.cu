@@ -167,7 +167,7 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
   while (more) {
     const DecodeItem& item = items.item;
     if (lane_of_warp() == 0) store_shared_struct(left_items, items);
-    if (item.has_keys()) queries.begin_item();
+    if (item.has_keys()) queries.begin_item(p, item);
     // Products of warpgroups allow no branch; their rows without a query are zeros.
     const bool has_rows = kWide || team_warp * kWarpRows < rows_of_item(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);

@@ -69,7 +69,7 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const D
 // Q of an item, zeros where there is none, copied by `threads` threads, of which this is number `thread`.
 template <int threads>
 __device__ __forceinline__ void copy_query(const DecodeParams& p, const DecodeItem& item, int thread) {
-#pragma unroll 4
+#pragma unroll kWide ? 4 : 1  // narrow teams have no registers for more
   for (int at = thread; at < kBlockRows * kQueryChunks; at += threads) {
     const QueryChunk chunk = query_chunk(p, item, at);
     if (kQWhole)
@@ -120,16 +120,18 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, TileWalk til
 template <bool wide>
 class Queries;
 
-// All threads bring it, through registers.
+// All threads bring it, through registers: 16 bytes at once ahead of its place, elements when that is free, as beside
+// the widest heads registers are full.
 template <>
 class Queries<false> {
  public:
   __device__ __forceinline__ Queries(const DecodeParams& p, const DecodeItem& item, bool more) {
-    if (more) fetch(p, item);
+    if (kQWhole && more) fetch(p, item);
   }
-  __device__ __forceinline__ void begin_item() {
+  __device__ __forceinline__ void begin_item(const DecodeParams& p, const DecodeItem& item) {
+    if (!kQWhole) copy_query<kThreads>(p, item, threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i)
+    for (int i = 0; kQWhole && i < kOfThread; ++i)
       if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
     sync_teams();
   }
@@ -137,7 +139,7 @@ class Queries<false> {
   __device__ __forceinline__ void release() {}
   // The item's results are on their way.
   __device__ __forceinline__ void end_item(const DecodeParams& p, const DecodeItem& next, bool more) {
-    if (more) fetch(p, next);
+    if (kQWhole && more) fetch(p, next);
   }
 
  private:
@@ -167,7 +169,7 @@ class Queries<true> {
     async_copy_wait<0>();
     sync_teams();
   }
-  __device__ __forceinline__ void begin_item() {
+  __device__ __forceinline__ void begin_item(const DecodeParams&, const DecodeItem&) {
     if (!is_there_) {
       buffer_.wait_full();
       buffer_.advance();
