@@ -29,6 +29,8 @@ class DecodeCase:
     page: int = 0  # keys of a page, in random order; 0: contiguous
     lengths: tuple = ()  # of the sequences, `keys` the longest; empty: all have `keys`
     prefix: int = 0  # so many first keys, whole pages, are those of the first sequence
+    sinks: bool = False
+    tree: bool = False  # the queries are a binary tree of drafts
 
     def used(self):
         return self.lengths or (self.keys,) * self.batch
@@ -46,6 +48,13 @@ class DecodeCase:
 
         used = torch.tensor(self.used(), device=DEVICE, dtype=torch.int32)
         tensors = {"q": normal(self.batch, self.queries, self.heads, self.d), "seqused_k": used}
+        if self.sinks:
+            tensors["sinks"] = normal(self.heads).float()
+        if self.tree:
+            seen = [0]
+            for token in range(self.queries):
+                seen.append(seen[(token + 1) // 2] | 1 << token)  # what its parent sees, and itself
+            tensors["tree_mask"] = torch.tensor([seen[1:]] * self.batch, device=DEVICE)
         rows = (self.batch, self.keys)
         if self.page:
             counts = [-(-n // self.page) for n in self.used()]
@@ -79,6 +88,9 @@ CASES = (
     DecodeCase(64, 8192, 64, 8, queries=16), DecodeCase(8, 8192, 64, 8, queries=16),
     DecodeCase(64, 8192, 64, 8, queries=16, page=16), DecodeCase(64, 8192, 64, 8, queries=16, page=64),
     DecodeCase(32, 8192, 64, 8, d=64, queries=16), DecodeCase(32, 4096, 64, 8, d=256, queries=16),
+    DecodeCase(64, 8192, 128, 1), DecodeCase(8, 8192, 96, 1),
+    *(DecodeCase(64, 8192, 64, 8, d=64, queries=queries, sinks=True) for queries in (1, 4)),
+    *(DecodeCase(batch, 8192, 64, 8, queries=16, tree=True) for batch in (8, 64)),
 )
 
 
@@ -108,7 +120,9 @@ class Ours:
 
 
 def flash3(tensors):
-    """A function that calls FlashAttention-3 on a copy; None where it is not installed or has no caches."""
+    """A function that calls FlashAttention-3 on a copy; None where it is not installed or has not what the case has."""
+    if {"sinks", "tree_mask"} & tensors[0].keys():
+        return None
     try:
         call = importlib.import_module(MODULE).flash_attn_with_kvcache
     except (ModuleNotFoundError, AttributeError):

@@ -189,6 +189,7 @@ def decode(report):
     def line(r):
         keys = f"{length(r['keys'])} and shorter" if r["lengths"] else length(r["keys"])
         keys += f", {length(r['prefix'])} shared" if r.get("prefix") else ""
+        keys += "".join(f", {word}" for word in ("sinks", "tree") if r.get(word))
         theirs = [f"{r['flash3_us']:.1f}", f"{r['flash3_us'] / r['fulgur_us']:.2f}"] if "flash3_us" in r else ["", ""]
         return [r["batch"], keys, pair(r["heads"], r["kv_heads"]), r["d"], r["queries"], r["page"] or "",
                 f"**{r['fulgur_us']:.1f}**", f"{r['bytes'] / r['fulgur_us'] / 1e6:.2f}", *theirs]
