@@ -214,6 +214,16 @@ std::vector<Problem> decode_problems() {
     add({.d = 256, .dv = 256, .mask = mask, .softcap = 9, .alibi = true, .seqused = true},
         [](Problem& p) { p.has_tree = true; });
   }
+  for (const int64_t d : {192, 256}) {
+    add({.d = d,
+         .dv = d,
+         .mask = window(100, 20),
+         .softcap = 9,
+         .alibi = true,
+         .seqused = true,
+         .sinks = true},
+        paged);
+  }
   for (const int64_t d : {60, 124}) {  // rows by elements, K and V copied
     add({.d = d, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true}, paged);
   }

@@ -139,6 +139,24 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
                        .seqused = true}));
   }
 }
+// All that scores may, beside heads that leave few registers, and parts that are put together.
+TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
+  for (const int64_t sq : {1, 12}) {
+    EXPECT_TRUE(right({.dtype = kF16,
+                       .batch = 3,
+                       .sq = sq,
+                       .sk = 330,
+                       .hq = 8,
+                       .hk = 2,
+                       .d = 256,
+                       .dv = 256,
+                       .mask = window(300, 3),
+                       .softcap = 2,
+                       .alibi = Alibi::kBatchHeads,
+                       .seqused = true,
+                       .sinks = true}));
+  }
+}
 // Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, beside
 // one that is another kernel's.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {

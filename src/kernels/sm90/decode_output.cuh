@@ -400,12 +400,13 @@ __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeIt
 
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeItem& item, const Parts& parts,
                                             bool whole) {
-  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;  // as many as registers hold
+  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;        // as many as registers hold
+  constexpr int kRowsOfTwo = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;  // likewise
   const int warp = threadIdx.x / 32;
   if constexpr (!kWide)
     merge_rows<kTeamWarps, kTeamWarps == 1 ? kOfOneRow : 8>(p, item, parts, whole, warp, kWarps);
   else if (parts.count <= 2)
-    merge_rows<8, 2>(p, item, parts, whole, warp, kWarps);
+    merge_rows<kRowsOfTwo, 2>(p, item, parts, whole, warp, kWarps);
   else
     merge_rows<4, 4>(p, item, parts, whole, warp, kWarps);
 }

@@ -72,7 +72,7 @@ __device__ __forceinline__ void copy_query(const DecodeParams& p, const DecodeIt
 #pragma unroll kWide ? 4 : 1  // narrow teams have no registers for more
   for (int at = thread; at < kBlockRows * kQueryChunks; at += threads) {
     const QueryChunk chunk = query_chunk(p, item, at);
-    if (kQWhole)
+    if (kQWhole && kWide)
       async_copy16(u32(__cvta_generic_to_shared(raw + query_place(at))), chunk.from, chunk.count > 0 ? 16 : 0);
     else
       *reinterpret_cast<uint4*>(raw + query_place(at)) = chunk.load();
@@ -120,18 +120,18 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, TileWalk til
 template <bool wide>
 class Queries;
 
-// All threads bring it, through registers: 16 bytes at once ahead of its place, elements when that is free, as beside
-// the widest heads registers are full.
+// All threads bring it, through registers: ahead of its place, or when that is free where registers are full, which
+// elements need, and all that scores may beside the widest heads.
 template <>
 class Queries<false> {
  public:
   __device__ __forceinline__ Queries(const DecodeParams& p, const DecodeItem& item, bool more) {
-    if (kQWhole && more) fetch(p, item);
+    if (kEarly && more) fetch(p, item);
   }
   __device__ __forceinline__ void begin_item(const DecodeParams& p, const DecodeItem& item) {
-    if (!kQWhole) copy_query<kThreads>(p, item, threadIdx.x);
+    if (!kEarly) copy_query<kThreads>(p, item, threadIdx.x);
 #pragma unroll
-    for (int i = 0; kQWhole && i < kOfThread; ++i)
+    for (int i = 0; kEarly && i < kOfThread; ++i)
       if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
     sync_teams();
   }
@@ -139,11 +139,14 @@ class Queries<false> {
   __device__ __forceinline__ void release() {}
   // The item's results are on their way.
   __device__ __forceinline__ void end_item(const DecodeParams& p, const DecodeItem& next, bool more) {
-    if (kQWhole && more) fetch(p, next);
+    if (kEarly && more) fetch(p, next);
   }
 
  private:
-  enum : int { kOfThread = (kBlockRows * kQueryChunks + kThreads - 1) / kThreads };
+  enum : int {
+    kOfThread = (kBlockRows * kQueryChunks + kThreads - 1) / kThreads,
+    kEarly = kQWhole && !(kHeadDim > 240 && kScoreMode && kHasLeft),
+  };
 
   static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kThreads; }
 
