@@ -184,8 +184,12 @@ TEST(DecodePlan, FewLinesFillTheCard) {
   EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
   EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
   EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);  // fewer than eight pieces a line
-  EXPECT_EQ(plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8, .hk = 1}).pieces,
-            kernels::kFillingPieces);
+  const auto of_lines = [](int64_t lines) {
+    return plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8 * lines, .hk = lines}).pieces;
+  };
+  EXPECT_EQ(of_lines(1), kernels::kFillingPieces);
+  EXPECT_EQ(of_lines(2), kernels::kNoPieces);
+  EXPECT_EQ(of_lines(4), kernels::kFillingPieces);
   EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
   EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
   const auto of_keys = [](int64_t batch, int64_t sk) {
