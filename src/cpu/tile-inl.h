@@ -157,10 +157,6 @@ class TileProducts {
     store<2>();
     store<3>();
   }
-  /// The same where the block that waits is at C.
-  HWY_INLINE void flush(const float* C) {
-    if (C_[0] == C) flush();
-  }
 
  private:
   /// The 2 x 2 tiles of C from tile (m, n) on, and the steps along the summed index that are left.
@@ -441,18 +437,19 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
 }
 
 /// Columns as rows of A, summed over the rows they come from: tiles
-/// [blocks_of(columns)][steps_of(rows)][kParts].
+/// [blocks_of(columns)][steps][kParts], of which this fills steps_of(rows) from step `step` on.
 template <int kParts, class RowAt>
-HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
-                                Census* census) {
+HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t step, int64_t steps,
+                                uint16_t* HWY_RESTRICT to, Census* census) {
   Census all = *census;
   for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
+    uint16_t* tile = to + (b * steps + step) * kParts * kTileSize;
     for (int64_t s = 0; s < steps_of(rows); ++s) {
       __m512i r[kParts][16];
       load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all, [] {});
-      for (int p = 0; p < kParts; ++p, to += kTileSize) {
+      for (int p = 0; p < kParts; ++p, tile += kTileSize) {
         transpose_16(r[p]);
-        store_tile(r[p], to);
+        store_tile(r[p], tile);
       }
     }
   }

@@ -235,7 +235,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
                     s.V, &unused);
   for (int64_t key = 0; key < keys; key += kBc) {
     const int64_t n = std::min(kBc, keys - key);
-    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n,
+    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, 0, steps_of(n),
                             s.Kt + kParts * key * s.ldk, &unused);
   }
   std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);

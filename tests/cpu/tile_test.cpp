@@ -203,7 +203,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
-  pack_transposed<kParts>(rows_of(A, m), k, a, &census);
+  pack_transposed<kParts>(rows_of(A, m), k, 0, row_steps, a, &census);
   for (int64_t s = 0; s < row_steps; ++s) {
     const int64_t row = s * kTileDepth, count = std::min(kTileDepth, k - row);
     const uint16_t* const first = B.data() + row * n;
