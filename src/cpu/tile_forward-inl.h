@@ -41,10 +41,10 @@ struct TileForwardScratch {
   uint16_t* K[kChunk];                     // rows of A, summed over d
   uint16_t* Vt;                            // rows of A, summed over the keys of the chunk
   float* S[2];                             // [kBc][width], of a key tile and the next
-  uint16_t* P[2];   // steps [kParts][kTileDepth / 2][width][2]: B, summed over keys; of a group and
-                    // the one before
-  float* P_wide;    // [kBc][width]: P that is not ready for tiles
-  float *V, *rows;  // [kBc][dv in tiles], [kTileRows][dv in tiles]
+  uint16_t* P[2];  // steps [kParts][kTileDepth / 2][width][2]: B, summed over keys; of a group and
+                   // the one before
+  float* P_wide;   // [kBc][width]: P that is not ready for tiles
+  float* V;        // [kBc][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = kParts * steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
@@ -62,7 +62,6 @@ struct TileForwardScratch {
     }
     P_wide = arena.take(kBc * kTilePanelRows);
     V = arena.take(kBc * dv);
-    rows = arena.take(kTileRows * dv);
   }
 };
 
@@ -96,8 +95,9 @@ struct PanelRows {
   const uint16_t* at[kTilePanelRows];
 
   PanelRows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t row, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      at[i] = static_cast<const uint16_t*>(address(t, row_offset(task, layout, row + i)));
+    RowWalk walk(task, row);
+    for (int64_t i = 0; i < n; ++i, walk.next()) {
+      at[i] = static_cast<const uint16_t*>(t.data) + walk.offset(layout);
     }
   }
 };
@@ -211,50 +211,60 @@ HWY_INLINE void rescale(const Panel& panel, int64_t dv, const float* HWY_RESTRIC
   }
 }
 
-/// Rows [16 v, 16 v + 16) of C = C^T [columns][width], scaled lane by lane, into rows
-/// [16][columns]. A whole number of blocks of columns.
-HWY_INLINE void transpose_sums(const float* HWY_RESTRICT Ct, int64_t columns, int64_t width,
-                               int64_t v, V32 scale, float* HWY_RESTRICT rows) {
+/// The first `count` rows of C = C^T [columns in tiles][width], scaled lane by lane and rounded, to
+/// their places.
+template <DType kDType>
+HWY_NOINLINE void store_sums(const float* HWY_RESTRICT Ct, int64_t columns, int64_t width,
+                             V32 scale, int64_t count, uint16_t* const (&to)[kLanes]) {
   const F32 f;
   for (int64_t c = 0; c < columns; c += 16) {
     __m512i r[16];
     FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
-      const V32 x = hn::Load(f, Ct + (c + i) * width + v * kLanes);
-      r[i] = _mm512_castps_si512(hn::Mul(x, scale).raw);
+      r[i] = _mm512_castps_si512(hn::Mul(hn::Load(f, Ct + (c + i) * width), scale).raw);
     }
     transpose_16(r);
-    FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(rows + i * columns + c, r[i]);
+    if (count == kLanes && c + 16 <= columns) {
+      FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
+        store_narrow<kDType>(V32{_mm512_castsi512_ps(r[i])}, to[i] + c);
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      uint16_t row[16];
+      store_narrow<kDType>(V32{_mm512_castsi512_ps(r[i])}, row);
+      std::memcpy(to[i] + c, row, 2 * std::min<int64_t>(16, columns - c));
+    }
   }
+}
+
+HWY_INLINE void store_sums(DType dtype, const float* HWY_RESTRICT Ct, int64_t columns,
+                           int64_t width, V32 scale, int64_t count, uint16_t* const (&to)[kLanes]) {
+  const auto store = dtype == DType::kF16 ? store_sums<DType::kF16> : store_sums<DType::kBF16>;
+  store(Ct, columns, width, scale, count, to);
 }
 
 /// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int64_t row,
                                  const Panel& panel, const float* HWY_RESTRICT Ot,
-                                 const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
-                                 float* HWY_RESTRICT rows) {
+                                 const float* HWY_RESTRICT m, const float* HWY_RESTRICT l) {
   const F32 f;
   const Problem& p = task.problem;
-  const int64_t ld = blocks_of(p.dv) * kTileRows;
+  RowWalk walk(task, row);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const int64_t count = std::min(kLanes, panel.count - v * kLanes);
-    HWY_ALIGN float weight[kLanes] = {}, lse[kLanes];
-    for (int64_t i = 0; i < count; ++i) {
+    HWY_ALIGN float weight[kLanes] = {};
+    uint16_t* out[kLanes];
+    for (int64_t i = 0; i < count; ++i, walk.next()) {
       const int64_t r = v * kLanes + i;
       const RowEnd end = end_row(task, row + r, m[r], l[r]);
       weight[i] = end.weight;
-      lse[i] = end.lse;
+      out[i] = static_cast<uint16_t*>(args.out.data) + walk.offset(p.out);
+      if (p.want_lse) static_cast<float*>(args.lse.data)[walk.offset(p.lse)] = end.lse;
     }
     const V32 sum = hn::Load(f, l + v * kLanes);
     const V32 scale =
         hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(f)), hn::Div(hn::Load(f, weight), sum));
-    transpose_sums(Ot, ld, panel.width(), v, scale, rows);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t r = v * kLanes + i;
-      store_row(args.out.dtype, rows + i * ld, p.dv,
-                address(args.out, row_offset(task, p.out, row + r)));
-      if (!p.want_lse) continue;
-      static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = lse[i];
-    }
+    store_sums(args.out.dtype, Ot + v * kLanes, p.dv, panel.width(), scale, count, out);
   }
 }
 
@@ -298,7 +308,7 @@ class TileForward {
   void finish(int64_t row_begin) const {
     for (int64_t i = 0; i < count_; ++i) {
       finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], s_.Ot[i], s_.m[i],
-                       s_.l[i], s_.rows);
+                       s_.l[i]);
     }
   }
 
