@@ -99,6 +99,23 @@ HWY_INLINE void split_pair(__m256i even, __m256i odd, __m512i (&parts)[kParts]) 
   }
 }
 
+/// 32 elements each of two rows in parts, the rows in turns: columns 0 to 3 of every 8 in `low`, 4
+/// to 7 in `high`.
+template <Side kSide, int kParts>
+HWY_INLINE void split_pairs(__m512i even, __m512i odd, __m512i (&low)[kParts],
+                            __m512i (&high)[kParts]) {
+  if constexpr (kParts == kPartsOfBF16) {
+    low[0] = _mm512_unpacklo_epi16(even, odd);
+    high[0] = _mm512_unpackhi_epi16(even, odd);
+  } else {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i x = _mm512_permutexvar_epi64(order, even);
+    const __m512i y = _mm512_permutexvar_epi64(order, odd);
+    split_pair<kSide>(_mm512_castsi512_si256(x), _mm512_castsi512_si256(y), low);
+    split_pair<kSide>(_mm512_extracti64x4_epi64(x, 1), _mm512_extracti64x4_epi64(y, 1), high);
+  }
+}
+
 }  // namespace fulgur::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

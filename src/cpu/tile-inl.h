@@ -286,6 +286,11 @@ class Census {
   __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
 };
 
+/// The first n of a vector of 16-bit elements, or all.
+HWY_INLINE __mmask32 first_halves(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+}
+
 /// Rows of 16-bit elements, of which `count` are there; rows and columns behind the last read as 0.
 template <class RowAt>
 struct Rows {
@@ -297,7 +302,7 @@ struct Rows {
   HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
     if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
     if (i >= count || c >= columns) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
+    return _mm512_maskz_loadu_epi16(first_halves(columns - c), at(i) + c);
   }
   /// Columns [c, c + 16) of row i.
   template <bool kWhole>
@@ -306,7 +311,7 @@ struct Rows {
       return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(i) + c));
     }
     if (i >= count || c >= columns) return _mm256_setzero_si256();
-    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(columns - c)), at(i) + c);
+    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first_halves(columns - c)), at(i) + c);
   }
 
   /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
@@ -315,11 +320,6 @@ struct Rows {
   HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
     if (i + n <= count && c + m <= columns) return body(std::true_type());
     return body(std::false_type());
-  }
-
- private:
-  static HWY_INLINE __mmask32 first(int64_t n) {
-    return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
   }
 };
 template <class RowAt>
@@ -354,6 +354,13 @@ HWY_INLINE void transpose_16(__m512i (&r)[16]) {
 
 HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+}
+
+/// Four rows from `row` on and four behind the next four.
+HWY_INLINE void store_half_tile(const __m512i* r, int64_t row, uint16_t* HWY_RESTRICT to) {
+  FULGUR_UNROLL for (int i = 0; i < 8; ++i) {
+    _mm512_store_si512(to + (row + i / 4 * 8 + i % 4) * kTileDepth, r[i]);
+  }
 }
 
 /// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts], of `rows`
@@ -442,14 +449,35 @@ template <int kParts, class RowAt>
 HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t step, int64_t steps,
                                 uint16_t* HWY_RESTRICT to, Census* census) {
   Census all = *census;
-  for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
-    uint16_t* tile = to + (b * steps + step) * kParts * kTileSize;
+  const int64_t blocks = blocks_of(from.columns);
+  for (int64_t b = 0; b < blocks; b += 2) {
     for (int64_t s = 0; s < steps_of(rows); ++s) {
-      __m512i r[kParts][16];
-      load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all, [] {});
-      for (int p = 0; p < kParts; ++p, tile += kTileSize) {
-        transpose_16(r[p]);
-        store_tile(r[p], tile);
+      const int64_t first = s * kTileDepth, c = b * kTileRows;
+      __m512i low[kParts][16], high[kParts][16];
+      from.with_whole(first, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+          const int64_t i = first + 2 * pair;
+          const __m512i even = from.template load_32<decltype(whole)::value>(i, c);
+          const __m512i odd = from.template load_32<decltype(whole)::value>(i + 1, c);
+          __m512i x[kParts], y[kParts];
+          split_pairs<Side::kA>(even, odd, x, y);
+          all.add(x[0]);
+          all.add(y[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+            low[p][pair] = x[p];
+            high[p][pair] = y[p];
+          }
+        }
+      });
+      for (int p = 0; p < kParts; ++p) {
+        uint16_t* const tile = to + ((b * steps + step + s) * kParts + p) * kTileSize;
+        uint16_t* const next = tile + steps * kParts * kTileSize;
+        transpose_16(low[p]);
+        store_half_tile(low[p], 0, tile);
+        if (b + 1 < blocks) store_half_tile(low[p] + 8, 0, next);
+        transpose_16(high[p]);
+        store_half_tile(high[p], 4, tile);
+        if (b + 1 < blocks) store_half_tile(high[p] + 8, 4, next);
       }
     }
   }

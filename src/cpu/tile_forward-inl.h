@@ -211,28 +211,46 @@ HWY_INLINE void rescale(const Panel& panel, int64_t dv, const float* HWY_RESTRIC
   }
 }
 
+/// Two vectors as bf16 or f16, rounded as store_narrow does it.
+template <DType kDType>
+HWY_INLINE __m512i narrow(V32 low, V32 high) {
+  if constexpr (kDType == DType::kF16) {
+    const __m512i x = _mm512_castsi256_si512(_mm512_cvtps_ph(low.raw, 0));
+    return _mm512_inserti64x4(x, _mm512_cvtps_ph(high.raw, 0), 1);
+  } else {
+    const auto round = [](V32 x) HWY_ATTR {
+      const __m512i bits = _mm512_castps_si512(x.raw);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const __m512i rounded =
+          _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+      // A NaN must not round to infinity.
+      const __mmask16 nan = _mm512_cmp_ps_mask(x.raw, x.raw, _CMP_UNORD_Q);
+      return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    };
+    return join_halves(round(low), round(high));
+  }
+}
+
 /// The first `count` rows of C = C^T [columns in tiles][width], scaled lane by lane and rounded, to
 /// their places.
 template <DType kDType>
 HWY_NOINLINE void store_sums(const float* HWY_RESTRICT Ct, int64_t columns, int64_t width,
                              V32 scale, int64_t count, uint16_t* const (&to)[kLanes]) {
   const F32 f;
-  for (int64_t c = 0; c < columns; c += 16) {
-    __m512i r[16];
-    FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
-      r[i] = _mm512_castps_si512(hn::Mul(hn::Load(f, Ct + (c + i) * width), scale).raw);
-    }
-    transpose_16(r);
-    if (count == kLanes && c + 16 <= columns) {
+  for (int64_t c = 0; c < columns; c += 32) {
+    HWY_ALIGN float block[2][16][16];  // a cache line of each row
+    for (int64_t half = 0; half < (columns - c > 16 ? 2 : 1); ++half) {
+      __m512i r[16];
       FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
-        store_narrow<kDType>(V32{_mm512_castsi512_ps(r[i])}, to[i] + c);
+        const V32 x = hn::Load(f, Ct + (c + half * 16 + i) * width);
+        r[i] = _mm512_castps_si512(hn::Mul(x, scale).raw);
       }
-      continue;
+      transpose_16(r);
+      FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(block[half][i], r[i]);
     }
     for (int64_t i = 0; i < count; ++i) {
-      uint16_t row[16];
-      store_narrow<kDType>(V32{_mm512_castsi512_ps(r[i])}, row);
-      std::memcpy(to[i] + c, row, 2 * std::min<int64_t>(16, columns - c));
+      const __m512i row = narrow<kDType>(hn::Load(f, block[0][i]), hn::Load(f, block[1][i]));
+      _mm512_mask_storeu_epi16(to[i] + c, first_halves(columns - c), row);
     }
   }
 }
