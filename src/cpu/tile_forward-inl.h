@@ -306,10 +306,10 @@ class TileForward {
       Census unused;
       pack_columns<kParts>(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
                            s_.Q[count_], &unused);
-      std::fill_n(s_.Ot[count_], blocks_of(p_.dv) * kTileRows * panel.width(), 0.0f);
       std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
       std::fill_n(s_.l[count_], panel.width(), 0.0f);
       fresh_[count_] = true;
+      begun_[count_] = false;
     }
     std::fill_n(alpha_, kTilePanelRows, 1.0f);
   }
@@ -323,8 +323,9 @@ class TileForward {
     }
   }
 
-  void finish(int64_t row_begin) const {
+  void finish(int64_t row_begin) {
     for (int64_t i = 0; i < count_; ++i) {
+      begin_sums(i);
       finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], s_.Ot[i], s_.m[i],
                        s_.l[i]);
     }
@@ -341,10 +342,12 @@ class TileForward {
     KeyTile tile;
   };
   /// P of panel i and steps [begin, end) of the chunk's keys, to be multiplied by V for the tiles
-  /// of rows of O^T from `row` on.
+  /// of rows of O^T from `row` on, and added to what there is of it.
   struct Packed {
     uint16_t* P = nullptr;
-    int64_t i = 0, begin = 0, end = 0, row = 0;
+    int64_t i = 0, begin = 0, end = 0;
+    bool add = false;
+    int64_t row = 0;
   };
 
   /// The first tile that a panel has yet to visit.
@@ -376,7 +379,10 @@ class TileForward {
     while (at.i < count_) {
       tiles_[at.i].next();
       const Visit later = visit(at.i, end);
-      if (grouped == 0) now = {P, at.i, at.place * kTileSteps, at.place * kTileSteps};
+      if (grouped == 0) {
+        const int64_t step = at.place * kTileSteps;
+        now = {P, at.i, step, step, begun_[at.i]};
+      }
       ++grouped;
       const bool last = grouped == most || later.i != at.i;
       const Product next = later.i < count_ ? scores(later, S_next) : Product();
@@ -391,6 +397,7 @@ class TileForward {
       if (add.rows == 0) products_.flush();  // nothing else has stored the scores
       if (last) {
         before = now;
+        begun_[at.i] |= now.begin < now.end;
         std::swap(P, P_before);
         grouped = 0;
       }
@@ -436,7 +443,7 @@ class TileForward {
     const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
     const int64_t row = std::exchange(p->row, end);
     const Operand Vt = Operand::packed(s_.Vt, kParts * kChunkSteps);
-    return {true,
+    return {p->add,
             end - row,
             vectors,
             kParts * (p->end - p->begin),
@@ -509,7 +516,16 @@ class TileForward {
     products_.multiply(values(blocks, before));
     products_.multiply(values(blocks, now));
     products_.flush();
-    *now = {now->P, now->i, now->end, now->end};
+    begun_[now->i] |= now->begin < now->end;
+    begin_sums(now->i);
+    *now = {now->P, now->i, now->end, now->end, true};
+  }
+
+  /// Sums that nothing has been added to.
+  void begin_sums(int64_t i) {
+    if (begun_[i]) return;
+    begun_[i] = true;
+    std::fill_n(s_.Ot[i], blocks_of(p_.dv) * kTileRows * panels_[i].width(), 0.0f);
   }
 
   /// Turns products into scores.
@@ -588,6 +604,7 @@ class TileForward {
   Panel panels_[kTilePanels];
   KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
   bool fresh_[kTilePanels];      // some row has seen no key yet
+  bool begun_[kTilePanels];      // O holds something
   int64_t count_ = 0;
   int64_t chunk_ = 0;                      // its first key
   bool packed_[kChunk];                    // its tiles
