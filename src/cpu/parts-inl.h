@@ -61,7 +61,8 @@ HWY_INLINE void split(V32 number, __m512i (&parts)[kParts]) {
 
 /// The upper halves of a and b in turns: a row of B from two rows of C.
 HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+  const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  return _mm512_mask_shuffle_epi8(b, 0x3333333333333333, a, upper);
 }
 
 /// The upper halves of a, then of b: a row of A from a row of C.

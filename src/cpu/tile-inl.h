@@ -510,13 +510,30 @@ HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY
 constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
                            0.013426683843135834f};
 
-/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126.
-/// NaN stays.
+/// Whether results below 2^-126 are 0, for a scope.
+class Flushing {
+ public:
+  explicit Flushing(bool on) : before_(_mm_getcsr()) {
+    _mm_setcsr(on ? before_ | kFlush : before_ & ~kFlush);
+  }
+  ~Flushing() { _mm_setcsr(before_); }
+  Flushing(const Flushing&) = delete;
+  Flushing& operator=(const Flushing&) = delete;
+
+ private:
+  static constexpr unsigned kFlush = 0x8000;
+  const unsigned before_;
+};
+
+/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126,
+/// which kFlushed leaves to Flushing. NaN stays.
+template <bool kFlushed = false>
 HWY_INLINE V32 exp2_short(V32 x) {
   // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
   const __m512 r = _mm512_reduce_ps(x.raw, 0x09);
   __m512 p = _mm512_set1_ps(kExp2[4]);
   FULGUR_UNROLL for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExp2[i]));
+  if constexpr (kFlushed) return V32{_mm512_scalef_ps(p, x.raw)};
   const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return V32{_mm512_maskz_scalef_ps(normal, p, x.raw)};
 }

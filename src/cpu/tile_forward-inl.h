@@ -159,8 +159,8 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
   }
 }
 
-/// P = 2^(factor S - m) of a key tile, packed for tiles or not, and its sums. A step of the
-/// products is made beside each kTurns pairs of keys.
+/// P = 2^(factor S - m) of a key tile, packed for tiles or not, and its sums; needs Flushing. A
+/// step of the products is made beside each kTurns pairs of keys.
 template <int kParts, int kVectors, int kTurns, class To, class Products>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
@@ -181,8 +181,8 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
       const int64_t jj = begin + 2 * turn;
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
         const float* const at = S + jj * kWidth + v * kLanes;
-        const V32 p0 = exp2_short(hn::MulSub(hn::Load(f, at), c, shift[v]));
-        const V32 p1 = exp2_short(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
+        const V32 p0 = exp2_short<true>(hn::MulSub(hn::Load(f, at), c, shift[v]));
+        const V32 p1 = exp2_short<true>(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
         total[v] = hn::Add(total[v], hn::Add(p0, p1));
         if constexpr (std::is_same_v<To, float>) {
           hn::Store(p0, f, P + jj * kWidth + v * kLanes);
@@ -373,6 +373,7 @@ class TileForward {
     uint16_t *P = s_.P[0], *P_before = s_.P[1];
     Packed before, now;
     int64_t grouped = 0;  // tiles of this group
+    const Flushing on(true);
     Visit at = visit(0, end);
     products_.multiply(scores(at, S));
     products_.flush();
@@ -530,6 +531,7 @@ class TileForward {
 
   /// Turns products into scores.
   void finish_scores(int64_t i, const KeyTile& tile, float* S) {
+    const Flushing off(false);  // large softcaps make small numbers of scores
     const int64_t width = panels_[i].width(), n = tile.n;
     if (!plain_) scale_scores(n, width, query_factor(p_), S);
     score_rule(p_, panels_[i], tile, S, width, nullptr);
@@ -568,6 +570,7 @@ class TileForward {
   template <int kVectors>
   HWY_NOINLINE void raise_maximum(int64_t i, const float* S, const V32 (&sum)[kVectors]) {
     const F32 f;
+    const Flushing off(false);  // what V has below 2^-126 stays
     V32 highest[kVectors];
     maxima<kVectors>(factor_, S, highest);
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -586,6 +589,7 @@ class TileForward {
   }
 
   void add_by_vectors(int64_t i, const KeyTile& tile) {
+    const Flushing off(false);
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
     load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
     accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, s_.P_wide, panels_[i].width(), alpha_,
