@@ -107,6 +107,7 @@ struct Product {
   float* C;
   int64_t ldc;
   Extent there;
+  bool B_past_l1 = false;  ///< for tiles: B is too large to stay in the L1 cache
 };
 
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
@@ -175,6 +176,7 @@ class TileProducts {
           C(p.C + m * kTileRows * p.ldc + n * kTileRows),
           ldc(p.ldc),
           add(p.add),
+          B_past_l1(p.B_past_l1),
           first(true),
           row(m + 1 < p.rows),
           column(n + 1 < p.columns) {}
@@ -190,7 +192,7 @@ class TileProducts {
     int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
     float* C;
     int64_t ldc;
-    bool add, first;
+    bool add, B_past_l1, first;
     bool row, column;  // there is a second one
   };
 
@@ -246,7 +248,7 @@ class TileProducts {
   template <int kColumn>
   HWY_INLINE void load_b(const Block& block) {
     const uint16_t* const B = block.B + kColumn * block.B_block;
-    if constexpr (kParts == kPartsOfBF16) {
+    if (kParts == kPartsOfBF16 && !block.B_past_l1) {
       Tiles::template load<6 + kColumn>(B, block.B_stride);
     } else {
       Tiles::template stream<6 + kColumn>(B, block.B_stride);

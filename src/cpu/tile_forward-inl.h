@@ -453,7 +453,8 @@ class TileForward {
             s_.Ot[p->i] + row * kTileRows * width,
             width,
             {std::min(p_.dv, end * kTileRows) - row * kTileRows, panels_[p->i].count,
-             keys - p->begin * kTileDepth}};
+             keys - p->begin * kTileDepth},
+            true};
   }
 
   /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and
