@@ -52,7 +52,6 @@ class DotProducts {
   void turn(int) {}
   void finish() {}
   void flush() {}
-  void flush(const float*) {}
 
  private:
   /// kRows rows of C from row m on, kVectors vectors from column n on. What C held comes first, so

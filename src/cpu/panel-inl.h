@@ -61,6 +61,27 @@ struct Panel {
   KeyTiles tiles(KeyRange keys) const { return {keys, any, all, kBc}; }
 };
 
+/// A walk over the rows of a task from `row` on, without the divisions of query() and head().
+class RowWalk {
+ public:
+  RowWalk(const Task& task, int64_t row)
+      : query(task.query(row)), head(task.head(row)), task_(task) {}
+  void next() {
+    if (++query < task_.s.sq) return;
+    query = 0;
+    ++head;
+  }
+  /// Where the row lies in a tensor of q heads (q, out, dout, dq, lse).
+  int64_t offset(const Layout& layout) const {
+    return layout.offset(task_.b, task_.s.q_begin + query, head);
+  }
+
+  int64_t query, head;
+
+ private:
+  const Task& task_;
+};
+
 inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Panel* panel) {
   const Problem& p = task.problem;
   panel->count = row_end - row_begin;
@@ -69,15 +90,12 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   panel->all = {0, INT64_MAX};
   const uint64_t* const words = tree_words(p, task.given.tree_mask, task.b, task.s);
   panel->tree = words == nullptr ? INT64_MAX : task.s.sk - task.s.sq;
-  int64_t i = task.query(row_begin), h = task.head(row_begin);
-  const auto next = [&] {  // without the divisions of query() and head()
-    if (++i < task.s.sq) return;
-    i = 0;
-    ++h;
-  };
+  RowWalk row(task, row_begin);
+  KeyRange keys;
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const bool used = lane < panel->count;
-    KeyRange keys = visible_keys(p.mask, task.s, i);
+    const int64_t i = row.query;
+    if (used) keys = visible_keys(p.mask, task.s, i);
     int64_t gap = keys.end;  // the first key of these that the row does not see
     if (words != nullptr) {
       panel->tree_word[0][lane] = static_cast<int32_t>(words[i]);
@@ -85,16 +103,16 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
       gap = std::clamp(panel->tree + std::countr_one(words[i]), keys.begin, keys.end);
       keys.end = std::clamp(panel->tree + 64 - std::countl_zero(words[i]), keys.begin, keys.end);
     }
-    const auto index = static_cast<uint64_t>(task.b * p.hq + h);
+    const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
     panel->begin[lane] = keys.begin;
     panel->end[lane] = used ? keys.end : keys.begin;
     panel->diagonal[lane] = i + task.s.sk - task.s.sq;
-    panel->slope[lane] = task.slope(h) * kLog2e;
+    panel->slope[lane] = task.slope(row.head) * kLog2e;
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
     if (!used) continue;
-    if (lane + 1 < panel->count) next();
+    if (lane + 1 < panel->count) row.next();
     panel->all.begin = std::max(panel->all.begin, keys.begin);
     panel->all.end = std::min(panel->all.end, gap);
     if (keys.empty()) continue;

@@ -61,7 +61,8 @@ HWY_INLINE void split(V32 number, __m512i (&parts)[kParts]) {
 
 /// The upper halves of a and b in turns: a row of B from two rows of C.
 HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+  const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  return _mm512_mask_shuffle_epi8(b, 0x3333333333333333, a, upper);
 }
 
 /// The upper halves of a, then of b: a row of A from a row of C.
@@ -96,6 +97,23 @@ HWY_INLINE void split_pair(__m256i even, __m256i odd, __m512i (&parts)[kParts]) 
     split<kSide>(V32{_mm512_cvtph_ps(even)}, low);
     split<kSide>(V32{_mm512_cvtph_ps(odd)}, high);
     FULGUR_UNROLL for (int p = 0; p < kParts; ++p) parts[p] = pair_halves(low[p], high[p]);
+  }
+}
+
+/// 32 elements each of two rows in parts, the rows in turns: columns 0 to 3 of every 8 in `low`, 4
+/// to 7 in `high`.
+template <Side kSide, int kParts>
+HWY_INLINE void split_pairs(__m512i even, __m512i odd, __m512i (&low)[kParts],
+                            __m512i (&high)[kParts]) {
+  if constexpr (kParts == kPartsOfBF16) {
+    low[0] = _mm512_unpacklo_epi16(even, odd);
+    high[0] = _mm512_unpackhi_epi16(even, odd);
+  } else {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i x = _mm512_permutexvar_epi64(order, even);
+    const __m512i y = _mm512_permutexvar_epi64(order, odd);
+    split_pair<kSide>(_mm512_castsi512_si256(x), _mm512_castsi512_si256(y), low);
+    split_pair<kSide>(_mm512_extracti64x4_epi64(x, 1), _mm512_extracti64x4_epi64(y, 1), high);
   }
 }
 

@@ -107,6 +107,7 @@ struct Product {
   float* C;
   int64_t ldc;
   Extent there;
+  bool B_past_l1 = false;  ///< for tiles: B is too large to stay in the L1 cache
 };
 
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
@@ -157,10 +158,6 @@ class TileProducts {
     store<2>();
     store<3>();
   }
-  /// The same where the block that waits is at C.
-  HWY_INLINE void flush(const float* C) {
-    if (C_[0] == C) flush();
-  }
 
  private:
   /// The 2 x 2 tiles of C from tile (m, n) on, and the steps along the summed index that are left.
@@ -179,6 +176,7 @@ class TileProducts {
           C(p.C + m * kTileRows * p.ldc + n * kTileRows),
           ldc(p.ldc),
           add(p.add),
+          B_past_l1(p.B_past_l1),
           first(true),
           row(m + 1 < p.rows),
           column(n + 1 < p.columns) {}
@@ -194,7 +192,7 @@ class TileProducts {
     int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
     float* C;
     int64_t ldc;
-    bool add, first;
+    bool add, B_past_l1, first;
     bool row, column;  // there is a second one
   };
 
@@ -250,7 +248,7 @@ class TileProducts {
   template <int kColumn>
   HWY_INLINE void load_b(const Block& block) {
     const uint16_t* const B = block.B + kColumn * block.B_block;
-    if constexpr (kParts == kPartsOfBF16) {
+    if (kParts == kPartsOfBF16 && !block.B_past_l1) {
       Tiles::template load<6 + kColumn>(B, block.B_stride);
     } else {
       Tiles::template stream<6 + kColumn>(B, block.B_stride);
@@ -290,6 +288,11 @@ class Census {
   __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
 };
 
+/// The first n of a vector of 16-bit elements, or all.
+HWY_INLINE __mmask32 first_halves(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+}
+
 /// Rows of 16-bit elements, of which `count` are there; rows and columns behind the last read as 0.
 template <class RowAt>
 struct Rows {
@@ -301,7 +304,7 @@ struct Rows {
   HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
     if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
     if (i >= count || c >= columns) return _mm512_setzero_si512();
-    return _mm512_maskz_loadu_epi16(first(columns - c), at(i) + c);
+    return _mm512_maskz_loadu_epi16(first_halves(columns - c), at(i) + c);
   }
   /// Columns [c, c + 16) of row i.
   template <bool kWhole>
@@ -310,7 +313,7 @@ struct Rows {
       return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(i) + c));
     }
     if (i >= count || c >= columns) return _mm256_setzero_si256();
-    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first(columns - c)), at(i) + c);
+    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first_halves(columns - c)), at(i) + c);
   }
 
   /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
@@ -319,11 +322,6 @@ struct Rows {
   HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
     if (i + n <= count && c + m <= columns) return body(std::true_type());
     return body(std::false_type());
-  }
-
- private:
-  static HWY_INLINE __mmask32 first(int64_t n) {
-    return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
   }
 };
 template <class RowAt>
@@ -358,6 +356,13 @@ HWY_INLINE void transpose_16(__m512i (&r)[16]) {
 
 HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+}
+
+/// Four rows from `row` on and four behind the next four.
+HWY_INLINE void store_half_tile(const __m512i* r, int64_t row, uint16_t* HWY_RESTRICT to) {
+  FULGUR_UNROLL for (int i = 0; i < 8; ++i) {
+    _mm512_store_si512(to + (row + i / 4 * 8 + i % 4) * kTileDepth, r[i]);
+  }
 }
 
 /// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts], of `rows`
@@ -441,18 +446,40 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
 }
 
 /// Columns as rows of A, summed over the rows they come from: tiles
-/// [blocks_of(columns)][steps_of(rows)][kParts].
+/// [blocks_of(columns)][steps][kParts], of which this fills steps_of(rows) from step `step` on.
 template <int kParts, class RowAt>
-HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
-                                Census* census) {
+HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t step, int64_t steps,
+                                uint16_t* HWY_RESTRICT to, Census* census) {
   Census all = *census;
-  for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
+  const int64_t blocks = blocks_of(from.columns);
+  for (int64_t b = 0; b < blocks; b += 2) {
     for (int64_t s = 0; s < steps_of(rows); ++s) {
-      __m512i r[kParts][16];
-      load_pairs<Side::kA>(from, s * kTileDepth, b * kTileRows, r, &all, [] {});
-      for (int p = 0; p < kParts; ++p, to += kTileSize) {
-        transpose_16(r[p]);
-        store_tile(r[p], to);
+      const int64_t first = s * kTileDepth, c = b * kTileRows;
+      __m512i low[kParts][16], high[kParts][16];
+      from.with_whole(first, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+          const int64_t i = first + 2 * pair;
+          const __m512i even = from.template load_32<decltype(whole)::value>(i, c);
+          const __m512i odd = from.template load_32<decltype(whole)::value>(i + 1, c);
+          __m512i x[kParts], y[kParts];
+          split_pairs<Side::kA>(even, odd, x, y);
+          all.add(x[0]);
+          all.add(y[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+            low[p][pair] = x[p];
+            high[p][pair] = y[p];
+          }
+        }
+      });
+      for (int p = 0; p < kParts; ++p) {
+        uint16_t* const tile = to + ((b * steps + step + s) * kParts + p) * kTileSize;
+        uint16_t* const next = tile + steps * kParts * kTileSize;
+        transpose_16(low[p]);
+        store_half_tile(low[p], 0, tile);
+        if (b + 1 < blocks) store_half_tile(low[p] + 8, 0, next);
+        transpose_16(high[p]);
+        store_half_tile(high[p], 4, tile);
+        if (b + 1 < blocks) store_half_tile(high[p] + 8, 4, next);
       }
     }
   }
@@ -485,13 +512,30 @@ HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY
 constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
                            0.013426683843135834f};
 
-/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126.
-/// NaN stays.
+/// Whether results below 2^-126 are 0, for a scope.
+class Flushing {
+ public:
+  explicit Flushing(bool on) : before_(_mm_getcsr()) {
+    _mm_setcsr(on ? before_ | kFlush : before_ & ~kFlush);
+  }
+  ~Flushing() { _mm_setcsr(before_); }
+  Flushing(const Flushing&) = delete;
+  Flushing& operator=(const Flushing&) = delete;
+
+ private:
+  static constexpr unsigned kFlush = 0x8000;
+  const unsigned before_;
+};
+
+/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126,
+/// which kFlushed leaves to Flushing. NaN stays.
+template <bool kFlushed = false>
 HWY_INLINE V32 exp2_short(V32 x) {
   // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
   const __m512 r = _mm512_reduce_ps(x.raw, 0x09);
   __m512 p = _mm512_set1_ps(kExp2[4]);
   FULGUR_UNROLL for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExp2[i]));
+  if constexpr (kFlushed) return V32{_mm512_scalef_ps(p, x.raw)};
   const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return V32{_mm512_maskz_scalef_ps(normal, p, x.raw)};
 }

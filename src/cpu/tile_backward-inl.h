@@ -235,7 +235,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
                     s.V, &unused);
   for (int64_t key = 0; key < keys; key += kBc) {
     const int64_t n = std::min(kBc, keys - key);
-    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n,
+    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, 0, steps_of(n),
                             s.Kt + kParts * key * s.ldk, &unused);
   }
   std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);
@@ -355,7 +355,7 @@ inline void tile_backward_dq(const Task& task, const BackwardArgs& args, int64_t
   const Problem& p = task.problem;
   const int64_t ld = blocks_of(p.d) * kTileRows, size = ld * kTilePanelRows;
   const V32 scale = hn::Set(f, static_cast<float>(p.scale));
-  HWY_ALIGN float sum[512 * kTilePanelRows], rows[kTileRows * 512];
+  HWY_ALIGN float sum[512 * kTilePanelRows];
   for (int64_t row = row_begin; row < row_end; row += kTilePanelRows) {
     const int64_t at = row / kTilePanelRows * size;
     for (int64_t c = 0; c < size; c += kLanes) {
@@ -363,11 +363,14 @@ inline void tile_backward_dq(const Task& task, const BackwardArgs& args, int64_t
       for (int64_t i = 0; i < parts; ++i) total = hn::Add(total, hn::Load(f, dq[i] + at + c));
       hn::Store(total, f, sum + c);
     }
-    for (int64_t r = row; r < std::min(row_end, row + kTilePanelRows); ++r) {
-      const int64_t lane = r - row;
-      if (lane % kLanes == 0) transpose_sums(sum, ld, kTilePanelRows, lane / kLanes, scale, rows);
-      store_row(args.dq.dtype, rows + lane % kLanes * ld, p.d,
-                address(args.dq, row_offset(task, p.dq, r)));
+    RowWalk walk(task, row);
+    for (int64_t lane = 0; lane < std::min(kTilePanelRows, row_end - row); lane += kLanes) {
+      const int64_t count = std::min(kLanes, row_end - row - lane);
+      uint16_t* to[kLanes];
+      for (int64_t i = 0; i < count; ++i, walk.next()) {
+        to[i] = static_cast<uint16_t*>(args.dq.data) + walk.offset(p.dq);
+      }
+      store_sums(args.dq.dtype, sum + lane, p.d, kTilePanelRows, scale, count, to);
     }
   }
 }

@@ -26,9 +26,11 @@ constexpr int64_t kTilePanels = 32;  // of a block
 /// in the L1 cache.
 constexpr int64_t kChunk = 8;
 
-/// Keys of a half of a key tile. The scores of one half are multiplied while P is made from those
-/// of another: two of them, P, O and operands fit the L1 cache.
-constexpr int64_t kHalf = kTileDepth;
+constexpr int64_t kTileSteps = kBc / kTileDepth, kChunkSteps = kChunk * kTileSteps;
+
+/// Key tiles of a group, whose P is kept. Beside each of the next group, a block of rows of O^T
+/// takes all of it, so that sums are loaded and stored once a group.
+constexpr int64_t group_of(int64_t dv) { return std::min(kChunk, (blocks_of(dv) + 1) / 2); }
 
 /// The row block and a chunk of the keys in fast memory.
 template <int kParts>
@@ -37,12 +39,12 @@ struct TileForwardScratch {
   float* Ot[kTilePanels];                  // [dv in tiles][width]
   float *m[kTilePanels], *l[kTilePanels];  // [width]
   uint16_t* K[kChunk];                     // rows of A, summed over d
-  uint16_t* Vt[kChunk];                    // rows of A, summed over keys
-  float* S[2];                             // [kHalf][width], of a half and the next
-  uint16_t* P[2];   // halves [kParts][kHalf / 2][width][2]: B, summed over keys; of a tile and the
-                    // one before
-  float* P_wide;    // [kHalf][width]: P that is not ready for tiles
-  float *V, *rows;  // [kHalf][dv in tiles], [kTileRows][dv in tiles]
+  uint16_t* Vt;                            // rows of A, summed over the keys of the chunk
+  float* S[2];                             // [kBc][width], of a key tile and the next
+  uint16_t* P[2];  // steps [kParts][kTileDepth / 2][width][2]: B, summed over keys; of a group and
+                   // the one before
+  float* P_wide;   // [kBc][width]: P that is not ready for tiles
+  float* V;        // [kBc][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
     const int64_t d = kParts * steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
@@ -52,15 +54,14 @@ struct TileForwardScratch {
       m[i] = arena.take(kTilePanelRows);
       l[i] = arena.take(kTilePanelRows);
     }
-    for (int64_t i = 0; i < kChunk; ++i) {
-      K[i] = arena.take_halves(kBc * d);
-      Vt[i] = arena.take_halves(kParts * kBc * dv);
+    for (uint16_t*& tile : K) tile = arena.take_halves(kBc * d);
+    Vt = arena.take_halves(kParts * kChunk * kBc * dv);
+    for (float*& tile : S) tile = arena.take(kBc * kTilePanelRows);
+    for (uint16_t*& packed : P) {
+      packed = arena.take_halves(kParts * group_of(p.dv) * kBc * kTilePanelRows);
     }
-    for (float*& half : S) half = arena.take(kHalf * kTilePanelRows);
-    for (uint16_t*& packed : P) packed = arena.take_halves(kParts * kBc * kTilePanelRows);
-    P_wide = arena.take(kHalf * kTilePanelRows);
-    V = arena.take(kHalf * dv);
-    rows = arena.take(kTileRows * dv);
+    P_wide = arena.take(kBc * kTilePanelRows);
+    V = arena.take(kBc * dv);
   }
 };
 
@@ -94,8 +95,9 @@ struct PanelRows {
   const uint16_t* at[kTilePanelRows];
 
   PanelRows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t row, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      at[i] = static_cast<const uint16_t*>(address(t, row_offset(task, layout, row + i)));
+    RowWalk walk(task, row);
+    for (int64_t i = 0; i < n; ++i, walk.next()) {
+      at[i] = static_cast<const uint16_t*>(t.data) + walk.offset(layout);
     }
   }
 };
@@ -120,28 +122,34 @@ inline bool plain_scores(const Problem& p) {
   return p.softcap == 0 && !p.has_alibi() && query_factor(p) > 0;
 }
 
-/// P [kHalf][width] of a half as B.
+/// Where P of keys jj and jj + 1 of a key tile stands in its steps.
+template <int kParts>
+HWY_INLINE int64_t place_of_pair(int64_t jj, int64_t width) {
+  return (jj + jj / kTileDepth * (kParts - 1) * kTileDepth) * width;
+}
+
+/// P [kBc][width] of a key tile as B.
 template <int kParts>
 HWY_INLINE void pack_probabilities(int64_t width, const float* HWY_RESTRICT P,
                                    uint16_t* HWY_RESTRICT to) {
   const F32 f;
-  for (int64_t jj = 0; jj < kHalf; jj += 2) {
+  for (int64_t jj = 0; jj < kBc; jj += 2) {
     for (int64_t c = 0; c < width; c += kLanes) {
       const float* const at = P + jj * width + c;
-      store_pair_of_b<kParts>(hn::Load(f, at), hn::Load(f, at + width), kHalf * width,
-                              to + jj * width + 2 * c);
+      store_pair_of_b<kParts>(hn::Load(f, at), hn::Load(f, at + width), kTileDepth * width,
+                              to + place_of_pair<kParts>(jj, width) + 2 * c);
     }
   }
 }
 
-/// The maxima of the scores factor S of a half.
+/// The maxima of the scores factor S of a key tile.
 template <int kVectors>
 HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)[kVectors]) {
   const F32 f;
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
     highest[v] = hn::Set(f, -std::numeric_limits<float>::infinity());
   }
-  for (int64_t jj = 0; jj < kHalf; ++jj) {
+  for (int64_t jj = 0; jj < kBc; ++jj) {
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
       highest[v] = hn::Max(highest[v], hn::Load(f, S + (jj * kVectors + v) * kLanes));
     }
@@ -151,8 +159,8 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
   }
 }
 
-/// P = 2^(factor S - m) of a half, packed for tiles or not, and its sums. A step of the products is
-/// made beside each kTurns pairs of keys.
+/// P = 2^(factor S - m) of a key tile, packed for tiles or not, and its sums; needs Flushing. A
+/// step of the products is made beside each kTurns pairs of keys.
 template <int kParts, int kVectors, int kTurns, class To, class Products>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
@@ -167,20 +175,21 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
     shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
     total[v] = hn::Zero(f);
   }
-  for (int64_t begin = 0; begin < kHalf; begin += 2 * kTurns) {
+  for (int64_t begin = 0; begin < kBc; begin += 2 * kTurns) {
     FULGUR_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
       products.template turn<kTurns>(turn);
       const int64_t jj = begin + 2 * turn;
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
         const float* const at = S + jj * kWidth + v * kLanes;
-        const V32 p0 = exp2_short(hn::MulSub(hn::Load(f, at), c, shift[v]));
-        const V32 p1 = exp2_short(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
+        const V32 p0 = exp2_short<true>(hn::MulSub(hn::Load(f, at), c, shift[v]));
+        const V32 p1 = exp2_short<true>(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
         total[v] = hn::Add(total[v], hn::Add(p0, p1));
         if constexpr (std::is_same_v<To, float>) {
           hn::Store(p0, f, P + jj * kWidth + v * kLanes);
           hn::Store(p1, f, P + (jj + 1) * kWidth + v * kLanes);
         } else {
-          store_pair_of_b<kParts>(p0, p1, kHalf * kWidth, P + jj * kWidth + 2 * v * kLanes);
+          store_pair_of_b<kParts>(p0, p1, kTileDepth * kWidth,
+                                  P + place_of_pair<kParts>(jj, kWidth) + 2 * v * kLanes);
         }
       }
     }
@@ -202,50 +211,78 @@ HWY_INLINE void rescale(const Panel& panel, int64_t dv, const float* HWY_RESTRIC
   }
 }
 
-/// Rows [16 v, 16 v + 16) of C = C^T [columns][width], scaled lane by lane, into rows
-/// [16][columns]. A whole number of blocks of columns.
-HWY_INLINE void transpose_sums(const float* HWY_RESTRICT Ct, int64_t columns, int64_t width,
-                               int64_t v, V32 scale, float* HWY_RESTRICT rows) {
-  const F32 f;
-  for (int64_t c = 0; c < columns; c += 16) {
-    __m512i r[16];
-    FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
-      const V32 x = hn::Load(f, Ct + (c + i) * width + v * kLanes);
-      r[i] = _mm512_castps_si512(hn::Mul(x, scale).raw);
-    }
-    transpose_16(r);
-    FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(rows + i * columns + c, r[i]);
+/// Two vectors as bf16 or f16, rounded as store_narrow does it.
+template <DType kDType>
+HWY_INLINE __m512i narrow(V32 low, V32 high) {
+  if constexpr (kDType == DType::kF16) {
+    const __m512i x = _mm512_castsi256_si512(_mm512_cvtps_ph(low.raw, 0));
+    return _mm512_inserti64x4(x, _mm512_cvtps_ph(high.raw, 0), 1);
+  } else {
+    const auto round = [](V32 x) HWY_ATTR {
+      const __m512i bits = _mm512_castps_si512(x.raw);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const __m512i rounded =
+          _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+      // A NaN must not round to infinity.
+      const __mmask16 nan = _mm512_cmp_ps_mask(x.raw, x.raw, _CMP_UNORD_Q);
+      return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    };
+    return join_halves(round(low), round(high));
   }
+}
+
+/// The first `count` rows of C = C^T [columns in tiles][width], scaled lane by lane and rounded, to
+/// their places.
+template <DType kDType>
+HWY_NOINLINE void store_sums(const float* HWY_RESTRICT Ct, int64_t columns, int64_t width,
+                             V32 scale, int64_t count, uint16_t* const (&to)[kLanes]) {
+  const F32 f;
+  for (int64_t c = 0; c < columns; c += 32) {
+    HWY_ALIGN float block[2][16][16];  // a cache line of each row
+    for (int64_t half = 0; half < (columns - c > 16 ? 2 : 1); ++half) {
+      __m512i r[16];
+      FULGUR_UNROLL for (int i = 0; i < 16; ++i) {
+        const V32 x = hn::Load(f, Ct + (c + half * 16 + i) * width);
+        r[i] = _mm512_castps_si512(hn::Mul(x, scale).raw);
+      }
+      transpose_16(r);
+      FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(block[half][i], r[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const __m512i row = narrow<kDType>(hn::Load(f, block[0][i]), hn::Load(f, block[1][i]));
+      _mm512_mask_storeu_epi16(to[i] + c, first_halves(columns - c), row);
+    }
+  }
+}
+
+HWY_INLINE void store_sums(DType dtype, const float* HWY_RESTRICT Ct, int64_t columns,
+                           int64_t width, V32 scale, int64_t count, uint16_t* const (&to)[kLanes]) {
+  const auto store = dtype == DType::kF16 ? store_sums<DType::kF16> : store_sums<DType::kBF16>;
+  store(Ct, columns, width, scale, count, to);
 }
 
 /// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int64_t row,
                                  const Panel& panel, const float* HWY_RESTRICT Ot,
-                                 const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
-                                 float* HWY_RESTRICT rows) {
+                                 const float* HWY_RESTRICT m, const float* HWY_RESTRICT l) {
   const F32 f;
   const Problem& p = task.problem;
-  const int64_t ld = blocks_of(p.dv) * kTileRows;
+  RowWalk walk(task, row);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const int64_t count = std::min(kLanes, panel.count - v * kLanes);
-    HWY_ALIGN float weight[kLanes] = {}, lse[kLanes];
-    for (int64_t i = 0; i < count; ++i) {
+    HWY_ALIGN float weight[kLanes] = {};
+    uint16_t* out[kLanes];
+    for (int64_t i = 0; i < count; ++i, walk.next()) {
       const int64_t r = v * kLanes + i;
       const RowEnd end = end_row(task, row + r, m[r], l[r]);
       weight[i] = end.weight;
-      lse[i] = end.lse;
+      out[i] = static_cast<uint16_t*>(args.out.data) + walk.offset(p.out);
+      if (p.want_lse) static_cast<float*>(args.lse.data)[walk.offset(p.lse)] = end.lse;
     }
     const V32 sum = hn::Load(f, l + v * kLanes);
     const V32 scale =
         hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(f)), hn::Div(hn::Load(f, weight), sum));
-    transpose_sums(Ot, ld, panel.width(), v, scale, rows);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t r = v * kLanes + i;
-      store_row(args.out.dtype, rows + i * ld, p.dv,
-                address(args.out, row_offset(task, p.out, row + r)));
-      if (!p.want_lse) continue;
-      static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = lse[i];
-    }
+    store_sums(args.out.dtype, Ot + v * kLanes, p.dv, panel.width(), scale, count, out);
   }
 }
 
@@ -269,10 +306,10 @@ class TileForward {
       Census unused;
       pack_columns<kParts>(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
                            s_.Q[count_], &unused);
-      std::fill_n(s_.Ot[count_], blocks_of(p_.dv) * kTileRows * panel.width(), 0.0f);
       std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
       std::fill_n(s_.l[count_], panel.width(), 0.0f);
       fresh_[count_] = true;
+      begun_[count_] = false;
     }
     std::fill_n(alpha_, kTilePanelRows, 1.0f);
   }
@@ -286,15 +323,16 @@ class TileForward {
     }
   }
 
-  void finish(int64_t row_begin) const {
+  void finish(int64_t row_begin) {
     for (int64_t i = 0; i < count_; ++i) {
+      begin_sums(i);
       finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], s_.Ot[i], s_.m[i],
-                       s_.l[i], s_.rows);
+                       s_.l[i]);
     }
   }
 
  private:
-  /// A row keeps its maximum until P of a half sums up to more: then halves need not be searched
+  /// A row keeps its maximum until P of a key tile sums up to more: then tiles need not be searched
   /// for theirs.
   static constexpr float kMostSum = 256;
 
@@ -303,11 +341,13 @@ class TileForward {
     int64_t i, place;
     KeyTile tile;
   };
-  /// P of halves [begin, end) of a visit's key tile, to be multiplied by V for the tiles of rows of
-  /// O^T from `row` on.
+  /// P of panel i and steps [begin, end) of the chunk's keys, to be multiplied by V for the tiles
+  /// of rows of O^T from `row` on, and added to what there is of it.
   struct Packed {
     uint16_t* P = nullptr;
-    int64_t i = 0, place = 0, begin = 0, end = 0, row = 0;
+    int64_t i = 0, begin = 0, end = 0;
+    bool add = false;
+    int64_t row = 0;
   };
 
   /// The first tile that a panel has yet to visit.
@@ -324,38 +364,45 @@ class TileForward {
     return {i, place(tiles_[i].tile()), tiles_[i].tile()};
   }
 
-  /// All panels over their tiles up to key `end`. While P of a half is made from its scores, those
-  /// of the next half are multiplied, and P of the tile before by V.
+  /// All panels over their tiles up to key `end`. While P of a tile is made from its scores, those
+  /// of the next tile are multiplied, and P of the group before by V.
   void walk(int64_t end) {
-    const int64_t blocks = blocks_of(p_.dv), middle = std::min(blocks, (blocks + 3) / 4 * 2);
+    const int64_t blocks = blocks_of(p_.dv), most = group_of(p_.dv);
+    const int64_t rows = 2 * ((blocks + 2 * most - 1) / (2 * most));  // a tile's share of O^T
     float *S = s_.S[0], *S_next = s_.S[1];
     uint16_t *P = s_.P[0], *P_before = s_.P[1];
     Packed before, now;
+    int64_t grouped = 0;  // tiles of this group
+    const Flushing on(true);
     Visit at = visit(0, end);
-    products_.multiply(scores(at, 0, S));
+    products_.multiply(scores(at, S));
     products_.flush();
     while (at.i < count_) {
       tiles_[at.i].next();
       const Visit later = visit(at.i, end);
-      const int64_t halves = steps_of(at.tile.n);
-      now = {P, at.i, at.place};
-      for (int64_t h = 0; h < halves; ++h, std::swap(S, S_next)) {
-        const bool last = h + 1 == halves;
-        const Product next = !last              ? scores(at, h + 1, S_next)
-                             : later.i < count_ ? scores(later, 0, S_next)
-                                                : Product();
-        const Product add = values(last ? blocks : middle, &before);
-        products_.put_off(next);
-        products_.put_off(add);
-        if (panels_[at.i].vectors == 1) {
-          probabilities<1>(at, h, S, &before, &now);
-        } else {
-          probabilities<2>(at, h, S, &before, &now);
-        }
-        products_.flush(S_next);
+      if (grouped == 0) {
+        const int64_t step = at.place * kTileSteps;
+        now = {P, at.i, step, step, begun_[at.i]};
       }
-      before = now;
-      std::swap(P, P_before);
+      ++grouped;
+      const bool last = grouped == most || later.i != at.i;
+      const Product next = later.i < count_ ? scores(later, S_next) : Product();
+      const Product add = values(last ? blocks : std::min(blocks, grouped * rows), &before);
+      products_.put_off(next);
+      products_.put_off(add);
+      if (panels_[at.i].vectors == 1) {
+        probabilities<1>(at, S, &before, &now);
+      } else {
+        probabilities<2>(at, S, &before, &now);
+      }
+      if (add.rows == 0) products_.flush();  // nothing else has stored the scores
+      if (last) {
+        before = now;
+        begun_[at.i] |= now.begin < now.end;
+        std::swap(P, P_before);
+        grouped = 0;
+      }
+      std::swap(S, S_next);
       at = later;
     }
     products_.multiply(values(blocks, &before));
@@ -372,63 +419,59 @@ class TileForward {
     pack_rows<kParts>(key_rows(task_, args_.k, p_.k, p_.d, tile.j, tile.n), tile.n, s_.K[at],
                       &unused);
     pack_transposed<kParts>(key_rows(task_, args_.v, p_.v, p_.dv, tile.j, tile.n), tile.n,
-                            s_.Vt[at], &values_[at]);
+                            at * kTileSteps, kChunkSteps, s_.Vt, &values_[at]);
     return at;
   }
 
-  static KeyTile half_of(const KeyTile& tile, int64_t h) {
-    return {tile.j + h * kHalf, std::min(kHalf, tile.n - h * kHalf), tile.partial};
-  }
-
-  /// S = K Q^T of half h.
-  Product scores(const Visit& at, int64_t h, float* S) {
+  /// S = K Q^T.
+  Product scores(const Visit& at, float* S) {
     const int64_t steps = kParts * steps_of(p_.d), vectors = panels_[at.i].vectors;
     return {false,
-            blocks_of(half_of(at.tile, h).n),
+            blocks_of(at.tile.n),
             vectors,
             steps,
-            Operand::packed(s_.K[at.place] + h * kHalf * steps * kTileDepth, steps),
+            Operand::packed(s_.K[at.place], steps),
             Operand::packed(s_.Q[at.i], steps),
             S,
             vectors * kLanes,
-            {half_of(at.tile, h).n, panels_[at.i].count, p_.d}};
+            {at.tile.n, panels_[at.i].count, p_.d}};
   }
 
   /// O^T += V^T P^T for tiles of rows up to `end`.
   Product values(int64_t end, Packed* p) {
-    if (p->begin == p->end) return {};
-    const int64_t keys = std::min(kBc, task_.s.sk - chunk_ - p->place * kBc);
-    const int64_t steps = kParts * steps_of(keys), first = kParts * p->begin;
+    if (p->begin == p->end || p->row >= end) return {};
+    const int64_t keys = std::min(task_.s.sk - chunk_, p->end * kTileDepth);
     const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
     const int64_t row = std::exchange(p->row, end);
-    const Operand Vt = Operand::packed(s_.Vt[p->place], steps);
-    return {true,
+    const Operand Vt = Operand::packed(s_.Vt, kParts * kChunkSteps);
+    return {p->add,
             end - row,
             vectors,
             kParts * (p->end - p->begin),
-            {Vt.at(row, first), Vt.stride, Vt.block, Vt.step},
-            {p->P + first * kHalf * width, width * 4, kTileDepth, kTileRows * width * 2},
+            {Vt.at(row, kParts * p->begin), Vt.stride, Vt.block, Vt.step},
+            {p->P, width * 4, kTileDepth, kTileRows * width * 2},
             s_.Ot[p->i] + row * kTileRows * width,
             width,
             {std::min(p_.dv, end * kTileRows) - row * kTileRows, panels_[p->i].count,
-             std::min(keys, p->end * kHalf) - p->begin * kHalf}};
+             keys - p->begin * kTileDepth},
+            true};
   }
 
   /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and
   /// tiles take denormal numbers for 0.
-  static bool tiles_add(const Census& values, const KeyTile& half) {
-    return !values.denormal() && (values.finite() || !half.partial);
+  static bool tiles_add(const Census& values, const KeyTile& tile) {
+    return !values.denormal() && (values.finite() || !tile.partial);
   }
 
-  /// S -> P of half h of tile `now`, while the products under way are made.
+  /// S -> P of a tile, the next of group `now`, while the products under way are made.
   template <int kVectors>
-  void probabilities(const Visit& at, int64_t h, float* S, Packed* before, Packed* now) {
-    const int64_t i = at.i, width = kVectors * kLanes, blocks = blocks_of(p_.dv);
-    const KeyTile half = half_of(at.tile, h);
-    if (!plain_ || half.partial || half.n < kHalf) finish_scores(i, half, S);
-    const bool by_tiles = tiles_add(values_[now->place], half);
+  void probabilities(const Visit& at, float* S, Packed* before, Packed* now) {
+    const int64_t i = at.i, width = kVectors * kLanes;
+    const KeyTile& tile = at.tile;
+    if (!plain_ || tile.partial || tile.n < kBc) finish_scores(i, tile, S);
+    const bool by_tiles = tiles_add(values_[at.place], tile);
     const bool packed = by_tiles && p_.dropout_p == 0;
-    uint16_t* const P = now->P + kParts * h * kHalf * width;
+    uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileDepth * width;
     const int64_t steps = products_.left();
     if (fresh_[i]) start_maximum<kVectors>(i, S);
     V32 sum[kVectors];
@@ -436,7 +479,7 @@ class TileForward {
     const auto exponentials = [&]() HWY_ATTR {
       if (!packed) {
         tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
-      } else if (kVectors == 2 && steps <= kHalf / 8) {
+      } else if (kVectors == 2 && steps <= kBc / 8) {
         tile_probabilities<kParts, kVectors, 4>(factor_, S, m, P, sum, products_);
       } else if (kVectors == 2) {
         tile_probabilities<kParts, kVectors, 2>(factor_, S, m, P, sum, products_);
@@ -447,10 +490,8 @@ class TileForward {
     exponentials();
     products_.finish();
     if (outgrown<kVectors>(sum)) {
-      products_.multiply(values(blocks, before));
-      products_.multiply(values(blocks, now));
-      products_.flush();
-      *now = {now->P, i, now->place, now->end, now->end};
+      add_now(before, now);
+      P = now->P;
       raise_maximum<kVectors>(i, S, sum);
       exponentials();
     }
@@ -459,26 +500,43 @@ class TileForward {
       float* const l = s_.l[i] + v * kLanes;
       hn::Store(hn::Add(hn::Load(f, l), sum[v]), f, l);
     }
-    if (by_tiles) now->end = h + 1;
+    if (!by_tiles) add_now(before, now);
+    now->end += steps_of(tile.n);
     if (packed) return;
     if (p_.dropout_p > 0) {
       const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
-      drop(task_.given.dropout, keep_scale, panels_[i], half, width, s_.P_wide, nullptr);
+      drop(task_.given.dropout, keep_scale, panels_[i], tile, width, s_.P_wide, nullptr);
     }
-    if (by_tiles) {
-      pack_probabilities<kParts>(width, s_.P_wide, P);
-    } else {
-      products_.flush();
-      add_by_vectors(i, half);
-    }
+    if (by_tiles) return pack_probabilities<kParts>(width, s_.P_wide, P);
+    now->begin = now->end;
+    add_by_vectors(i, tile);
+  }
+
+  /// Adds to O what waits, since it is changed otherwise next.
+  HWY_NOINLINE void add_now(Packed* before, Packed* now) {
+    const int64_t blocks = blocks_of(p_.dv);
+    products_.multiply(values(blocks, before));
+    products_.multiply(values(blocks, now));
+    products_.flush();
+    begun_[now->i] |= now->begin < now->end;
+    begin_sums(now->i);
+    *now = {now->P, now->i, now->end, now->end, true};
+  }
+
+  /// Sums that nothing has been added to.
+  void begin_sums(int64_t i) {
+    if (begun_[i]) return;
+    begun_[i] = true;
+    std::fill_n(s_.Ot[i], blocks_of(p_.dv) * kTileRows * panels_[i].width(), 0.0f);
   }
 
   /// Turns products into scores.
-  void finish_scores(int64_t i, const KeyTile& half, float* S) {
-    const int64_t width = panels_[i].width(), n = half.n;
+  void finish_scores(int64_t i, const KeyTile& tile, float* S) {
+    const Flushing off(false);  // large softcaps make small numbers of scores
+    const int64_t width = panels_[i].width(), n = tile.n;
     if (!plain_) scale_scores(n, width, query_factor(p_), S);
-    score_rule(p_, panels_[i], half, S, width, nullptr);
-    std::fill(S + n * width, S + kHalf * width, -std::numeric_limits<float>::infinity());
+    score_rule(p_, panels_[i], tile, S, width, nullptr);
+    std::fill(S + n * width, S + kBc * width, -std::numeric_limits<float>::infinity());
   }
 
   /// The maximum of the rows that have seen no key yet.
@@ -513,6 +571,7 @@ class TileForward {
   template <int kVectors>
   HWY_NOINLINE void raise_maximum(int64_t i, const float* S, const V32 (&sum)[kVectors]) {
     const F32 f;
+    const Flushing off(false);  // what V has below 2^-126 stays
     V32 highest[kVectors];
     maxima<kVectors>(factor_, S, highest);
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -530,10 +589,11 @@ class TileForward {
     std::fill_n(alpha_, kTilePanelRows, 1.0f);
   }
 
-  void add_by_vectors(int64_t i, const KeyTile& half) {
+  void add_by_vectors(int64_t i, const KeyTile& tile) {
+    const Flushing off(false);
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
-    load_keys(task_, args_.v, p_.v, p_.dv, half.j, half.n, s_.V, ld);
-    accumulate_visible(panels_[i], half, p_.dv, s_.V, ld, s_.P_wide, panels_[i].width(), alpha_,
+    load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V, ld);
+    accumulate_visible(panels_[i], tile, p_.dv, s_.V, ld, s_.P_wide, panels_[i].width(), alpha_,
                        s_.Ot[i]);
   }
 
@@ -549,6 +609,7 @@ class TileForward {
   Panel panels_[kTilePanels];
   KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
   bool fresh_[kTilePanels];      // some row has seen no key yet
+  bool begun_[kTilePanels];      // O holds something
   int64_t count_ = 0;
   int64_t chunk_ = 0;                      // its first key
   bool packed_[kChunk];                    // its tiles

@@ -203,7 +203,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
-  pack_transposed<kParts>(rows_of(A, m), k, a, &census);
+  pack_transposed<kParts>(rows_of(A, m), k, 0, row_steps, a, &census);
   for (int64_t s = 0; s < row_steps; ++s) {
     const int64_t row = s * kTileDepth, count = std::min(kTileDepth, k - row);
     const uint16_t* const first = B.data() + row * n;
@@ -605,6 +605,8 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
       {.sq = 40, .sk = 97, .hq = 3, .d = 1, .dv = 24, .alibi = Alibi::kHeads, .dropout = 0.25},
       // The slope of such a cap sees any error of small scores.
       {.sq = 70, .sk = 333, .hq = 2, .hk = 1, .softcap = 1e-4},
+      // Beside such a one they are denormal numbers on the way.
+      {.sq = 40, .sk = 70, .softcap = 1e37},
       {.sq = 90, .sk = 70, .hq = 4, .hk = 2, .mask = causal(), .sinks = true},
       {.sq = 33, .sk = 65, .d = 512, .dv = 512, .mask = causal()},
       {.batch = 3, .sq = 40, .sk = 70, .hq = 2, .d = 24, .dv = 33, .layout = Layout::kPacked},
