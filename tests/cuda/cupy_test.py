@@ -85,7 +85,7 @@ class TestCuPy(unittest.TestCase):
 
     def test_what_it_cannot_take(self):
         q, k, v = make_qkv()
-        with self.assertRaisesRegex(ValueError, "device"):
+        with self.assertRaisesRegex(ValueError, "^k: on cpu, want cuda:0 as q"):
             fulgur.attention(q, cp.asnumpy(k), v)
 
 
