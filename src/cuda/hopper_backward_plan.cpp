@@ -38,8 +38,9 @@ constexpr double kLaunchCycles = 10000;
 constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim, key.value_dim, kConsumers,    key.block_rows, key.block_keys, key.k_stages,
-          key.q_stages, key.o_stages,  key.ds_stages, key.row_tiles,  key.row_stages, key.sums_stages};
+  return {key.head_dim,   key.value_dim, kConsumers,     key.block_rows,
+          key.block_keys, key.k_stages,  key.q_stages,   key.o_stages,
+          key.ds_stages,  key.row_tiles, key.row_stages, key.sums_stages};
 }
 
 /// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
@@ -226,8 +227,8 @@ class Divider {
     return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / kBytesPerCycle;
   }
 
-  /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a pair
-  /// that have the same length begin at the same row, and follow each other a step apart.
+  /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a
+  /// pair that have the same length begin at the same row, and follow each other a step apart.
   double first_turns() const {
     const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
     const bool same = plan_.has_left || !plan_.has_right;
