@@ -71,5 +71,60 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
   EXPECT_TRUE(seen.contains("sm90_backward_turns by rows"));
 }
 
+// The rows of the last blocks of keys in two parts, one of which goes on from the sums of the other
+// in the same order, so that dK and dV have the bits of whole blocks.
+TEST_F(BackwardParts, LastBlocksAreCut) {
+  constexpr int kMultiprocessors = 3;
+  std::vector<Case> cases(4, {.dtype = DType::kBF16,
+                              .batch = 1,
+                              .sq = 500,
+                              .sk = 890,
+                              .hq = 4,
+                              .hk = 1,
+                              .d = 128,
+                              .dv = 128});
+  cases[1].dtype = DType::kF16;
+  cases[1].sq = 1500;
+  cases[1].d = cases[1].dv = 64;
+  cases[2].batch = 2;
+  cases[2].sk = 600;
+  cases[2].seqused = cases[2].seqused_q = true;
+  cases[3].sq = 900;
+  cases[3].d = 50;
+  cases[3].dv = 80;
+  cases[3].dropout = 0.1;
+  for (const Case& c : cases) {
+    Workload w(c, c.seed());
+    w.options.engine = "cuda";
+    const Expected expected = expect(w);
+    const auto tiles = [&] {
+      std::vector<std::string> rejected;
+      return cuda::hopper_backward_tiles(make_problem(w.backward, w.options),
+                                         {.multiprocessors = kMultiprocessors}, &rejected);
+    };
+    std::vector<std::vector<double>> gradients;  // dK and dV, exactly
+    const auto run = [&] {
+      std::set<std::string> seen;  // the ways that cut nothing
+      for (const cuda::HopperBackwardTile& tile : tiles())
+        if (tile.plan.tile() != tiles()[0].plan.tile()) seen.insert(tile.plan.tile().text());
+      const auto is_right = [&] {
+        gradients.push_back(read(w.backward.dk));
+        gradients.push_back(read(w.backward.dv));
+        return backward_is_right(w, expected);
+      };
+      run_tiles<BackwardArgs>(
+          w, w.backward, seen, [&] { w.run_forward(); }, is_right, kMultiprocessors);
+    };
+    const cuda::HopperBackwardPlan cut = tiles()[0].plan;
+    ASSERT_EQ(cut.cut_blocks, kMultiprocessors - 1) << c.name();
+    run();
+    w.options.max_workspace = cuda::workspace_of(make_problem(w.backward, w.options), cut).end - 1;
+    ASSERT_TRUE(tiles()[0].plan.cut_blocks == 0 && tiles()[0].plan.parts == 1) << c.name();
+    run();
+    ASSERT_EQ(gradients.size(), 4u);
+    EXPECT_TRUE(gradients[0] == gradients[2] && gradients[1] == gradients[3]) << c.name();
+  }
+}
+
 }  // namespace
 }  // namespace fulgur::test
