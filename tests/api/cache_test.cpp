@@ -179,7 +179,8 @@ TEST_P(Cache, AnyRowsOfAKvHeadFollowTheDefinition) {
     w.options.engine = engine();
     const Expected e = expect_forward(w);
     for (const CacheShape at :
-         {CacheShape{Order::kNhd, Index::kTable, 16}, CacheShape{Order::kHnd, Index::kBatch, 0}}) {
+         {CacheShape{Order::kNhd, Index::kTable, 16}, CacheShape{Order::kNhd, Index::kLists, 24},
+          CacheShape{Order::kHnd, Index::kTable, 8}, CacheShape{Order::kHnd, Index::kBatch, 0}}) {
       SCOPED_TRACE(c.name() + " " + at.name());
       w.seal();
       Cached cached(w, at, 22);

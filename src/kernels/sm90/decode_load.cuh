@@ -148,19 +148,57 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader 
   }
 }
 
+// The ids of the pages of an item as a warp reads them, far ahead: what it asks for lies behind all that TMA has been
+// asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the next 32.
+class PageIds {
+ public:
+  // Of the line that `tiles` is at, whose pages from `page` on the item needs.
+  __device__ __forceinline__ void begin(const DecodeParams& p, const DecodeItem& item, int page) {
+    const DecodeSequence& s = item.sequence;
+    ids_ = page_ids(p, item);
+    count_ = (s.n.k_start + s.n.sk + kPage - 1) / most(kPage, 1);
+    first_ = page / 32 * 32;
+    here_ = load(first_);
+    next_ = load(first_ + 32);
+  }
+  // That of a page of a tile, which each lane may choose: none behind the last one. The tile has keys of the pages
+  // `first` to `last`; both grow, by less than 32.
+  __device__ __forceinline__ int id(int page, int first, int last) {
+    if (first >= first_ + 32) {
+      first_ += 32;
+      here_ = next_;
+      next_ = load(first_ + 32);
+    }
+    const int here = __shfl_sync(0xffffffff, here_, page % 32);
+    if (last < first_ + 32) return here;  // the next ones need not be there
+    const int next = __shfl_sync(0xffffffff, next_, page % 32);
+    return page < first_ + 32 ? here : next;
+  }
+
+ private:
+  __device__ __forceinline__ int load(int first) const {
+    const int page = first + int(threadIdx.x % 32);
+    return page < count_ ? ids_[page] : -1;
+  }
+
+  const int* ids_;
+  int count_;  // pages that have keys of the sequence
+  int first_, here_, next_;
+};
+
 // The loads of K or of V of a wide team by TMA, which one warp asks for: a lane for each box of kBoxKeys rows of a
 // panel. The panels of the same rows follow each other, while the memory has these open.
 template <int panels>
 class BoxLoader {
  public:
   __device__ __forceinline__ BoxLoader(const DecodeParams& p, const TileWalk& tiles) : p_(p), tiles_(tiles) {
-    if (tiles_.more()) fetch_id();
+    if (tiles_.more()) fetch_id(true);
   }
 
   __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
   __device__ __forceinline__ void next() {
     tiles_.next();
-    if (tiles_.more()) fetch_id();
+    if (tiles_.more()) fetch_id(tiles_.begins_item());
   }
 
   __device__ __forceinline__ void copy(const TensorMapBlob& map, u32 to, u32 barrier) const {
@@ -179,19 +217,22 @@ class BoxLoader {
   static __device__ __forceinline__ int box() { return lane() / panels; }
 
   // Where this lane's box is, a tile ahead of its load. Outside of the tensor, TMA writes zeros.
-  __device__ __forceinline__ void fetch_id() {
+  __device__ __forceinline__ void fetch_id(bool begins) {
     const DecodeSequence& s = tiles_.item().sequence;
     const int key = tiles_.tile() * kBlockKeys + box() * kBoxKeys;
     row_ = s.n.k_start + key;
     entry_ = kPackedK ? 0 : s.entry;
     if (kPage == 0) return;
-    const bool there = key < s.n.sk && box() < kBoxes;
-    entry_ = there ? page_ids(p_, tiles_.item())[row_ / most(kPage, 1)] : -1;
+    const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
+    if (begins) ids_.begin(p_, tiles_.item(), from / most(kPage, 1));
+    const int id = ids_.id(row_ / most(kPage, 1), from / most(kPage, 1), (from + kBlockKeys - 1) / most(kPage, 1));
+    entry_ = key < s.n.sk ? id : -1;
     row_ %= most(kPage, 1);
   }
 
   const DecodeParams& p_;
   TileWalk tiles_;
+  PageIds ids_;
   int row_, entry_;
 };
 
