@@ -167,6 +167,8 @@ void HopperBackward::set_params(const Problem& p) {
   to.pair_heads = plan_.pair_heads;
   to.row_parts = plan_.row_parts;
   to.part_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_parts), 1);
+  to.cut_blocks = plan_.cut_blocks;
+  to.first_carry = plan_.first_cut_pair;
   to.statistics_rows = plan_.statistics_rows;
   chunks_ = std::max(ceil_div(p.sq, 64), 1);
   pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
@@ -224,6 +226,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
   p.carry_dk = reinterpret_cast<float*>(workspace + workspace_.carry_dk);
   p.carry_dv = reinterpret_cast<float*>(workspace + workspace_.carry_dv);
+  p.first_parts = reinterpret_cast<int*>(workspace + workspace_.first_parts);
   for (const Input& in : inputs_) {
     const ConstTensor& tensor = args.*in.argument;
     void* from =

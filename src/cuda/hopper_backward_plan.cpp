@@ -35,6 +35,7 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
 constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
 constexpr double kLaunchCycles = 10000;
+constexpr double kCarry = 15000;   // cycles of a block whose sums come from memory, or go there
 constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
@@ -159,7 +160,7 @@ class Divider {
   /// Sets the plan's waves, the fastest whose workspace takes at most `max_workspace` bytes (0: any
   /// number), or the smallest where none does. Returns the predicted cycles.
   double divide(HopperBackwardPlan& plan, int64_t max_workspace) {
-    if (plan.sums) return one_wave(plan);
+    if (plan.sums) return one_wave(plan, max_workspace);
     plan.score_tiles.pitch = pitch();
     // Packed sequences lie behind each other, if all rows of a head fit: else each has as much room
     // as the longest.
@@ -215,16 +216,49 @@ class Divider {
  private:
   /// Sums of dQ need no room for dS. They are set to 0, where no turn begins them, read, and
   /// rounded to what is written.
-  double one_wave(HopperBackwardPlan& plan) {
+  double one_wave(HopperBackwardPlan& plan, int64_t max_workspace) {
     const Division all{static_cast<int>(p_.batch * heads_), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
     const bool few =
         !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
-    const double products =
+    double products =
         few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
+    if (may_cut(all.pairs) && cycles_of_cut(all.pairs) < products) {
+      cut_last(plan, all.pairs);
+      if (max_workspace == 0 || workspace_of(p_, plan).end <= max_workspace) {
+        products = cycles_of_cut(all.pairs);
+      } else {
+        plan.cut_blocks = plan.first_cut_pair = 0;
+      }
+    }
     const auto floats = static_cast<double>(p_.hq * plan.statistics_rows * plan.head_dim);
     return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / kBytesPerCycle;
+  }
+
+  /// Whether blocks of keys have the same length and come in rounds, of which the last one is
+  /// incomplete, so that all end together where the last blocks are cut. They are then at all rows
+  /// of a bunch at once, which L2 has to hold.
+  bool may_cut(int pairs) const {
+    const bool equal = !plan_.has_left && !plan_.has_right && !p_.packed;
+    const int64_t blocks = int64_t{key_blocks_} * pairs;
+    return equal && !plan_.ordered && plan_.parts == 1 && row_tiles_ > 0 &&
+           blocks >= 2 * multiprocessors_ && blocks % multiprocessors_ != 0 &&
+           in_l2(key_blocks_of(pairs).bunch);
+  }
+
+  /// Each multiprocessor but one begins with a first part, and each but one ends with a second
+  /// part, of the length that it then lacks.
+  void cut_last(HopperBackwardPlan& plan, int pairs) const {
+    const Blocks blocks = key_blocks_of(pairs);
+    plan.cut_blocks = multiprocessors_ - 1;
+    plan.first_cut_pair =
+        blocks.bunch * bunch_of(blocks, blocks.blocks * blocks.pairs - plan.cut_blocks);
+  }
+  double cycles_of_cut(int pairs) const {
+    const double whole = block_cycles(0, row_tiles_), cut = block_cycles(0, 0) + 2 * kCarry;
+    const double all = int64_t{key_blocks_} * pairs * whole + (multiprocessors_ - 1) * cut;
+    return kLaunchCycles + all / multiprocessors_ + plan_.pair_heads * step_cycles();
   }
 
   /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a
@@ -298,7 +332,6 @@ class Divider {
   }
 
   std::vector<RowRun> runs_of(int row_waves) const {
-    constexpr double kCarry = 15000;
     const int rows = rows_of_wave(row_waves);
     std::vector<RowRun> runs;
     for (int first = 0; first < std::max(row_tiles_, 1); first += rows) {
@@ -584,11 +617,13 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   at.turns = take(plan.turns(p.hq) * int64_t{sizeof(int)});
   at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
   at.ds = take(plan.ds_bytes);
-  const bool waits = plan.carries || plan.joins();
-  const int64_t blocks = waits ? p.batch * p.hk * plan.parts * ceil_div(p.sk, plan.block_keys) : 0;
+  const bool waits = plan.carries || plan.joins() || plan.cut_blocks > 0;
+  const int64_t pairs = p.batch * p.hk * plan.parts - plan.first_cut_pair;
+  const int64_t blocks = waits ? pairs * ceil_div(p.sk, plan.block_keys) : 0;
   const int64_t sums = blocks * plan.block_keys * int64_t{sizeof(float)};
   at.carry_dk = take(sums * plan.head_dim);
   at.carry_dv = take(sums * plan.value_dim);
+  at.first_parts = take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
   const BackwardMaps maps = backward_maps(p);
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
     return take(why.empty() ? 0 : copied_bytes(shape));
@@ -767,6 +802,12 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
         plan.pair_heads,
         plan.row_parts > 1 ? fmt::format(" and one of {} runs of rows", plan.row_parts) : "",
         plan.parts));
+  }
+  if (plan.cut_blocks > 0) {
+    sentences.push_back(fmt::format(
+        "the rows of the last {} blocks of keys are cut: a part of each comes before all other "
+        "blocks and the rest behind them, so that multiprocessors end together",
+        plan.cut_blocks));
   }
   for (const auto& [name, why] :
        {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},

@@ -51,7 +51,9 @@ struct HopperBackwardLaunch {
   /// part of the group's q heads, and with sums one of the row tiles.
   int parts = 1, pair_heads = 1, row_parts = 1;
   bool carries = false;  ///< waves cut sequences of q: sums of dK and dV pass from one to the next
-  int grid = 0;          ///< thread blocks, at most
+  /// The last blocks of keys, whose rows are taken in two parts; the first pair that has any.
+  int cut_blocks = 0, first_cut_pair = 0;
+  int grid = 0;  ///< thread blocks, at most
   bool operator==(const HopperBackwardLaunch&) const = default;
 };
 
@@ -85,7 +87,8 @@ struct HopperBackwardWorkspace {
   int64_t shift = 0, delta = 0;        ///< statistics of rows
   int64_t dq_sums = 0, turns = 0;      ///< of the plan's `sums`
   int64_t zeros = 0, ds = 0;           ///< of the other plans
-  int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves, or to be joined
+  int64_t carry_dk = 0, carry_dv = 0;  ///< sums between waves or parts of rows, or to be joined
+  int64_t first_parts = 0;             ///< how many of them are there
   std::array<int64_t, 4> copies{};     ///< of q, k, v and dout
   int64_t numbers = 0, end = 0;        ///< numbers of the host
 };

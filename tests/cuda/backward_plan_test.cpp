@@ -627,6 +627,64 @@ TEST(HopperBackwardPlan, GroupsAreDivided) {
   EXPECT_NE(join(other, 0), causal_join);
 }
 
+// The last blocks are cut where the last round would be incomplete: only blocks of one length whose
+// pairs are whole, with sums in no order, of rows that L2 holds.
+TEST(HopperBackwardPlan, LastBlocksAreCut) {
+  const auto cut = [](const ForwardShape& shape, const BackwardOptions& with = {}) {
+    int most = 0;
+    for (const HopperBackwardPlan& plan : plans(backward_problem(shape, with))) {
+      most = std::max(most, plan.cut_blocks);
+      if (plan.cut_blocks == 0) continue;
+      EXPECT_TRUE(plan.sums && !plan.ordered && plan.parts == 1 && plan.waves.size() == 1);
+      EXPECT_EQ(plan.cut_blocks, plan.grid - 1);
+      // The sums of blocks that are cut have a place.
+      const kernels::Blocks& blocks = plan.waves[0].key_blocks;
+      int first = blocks.pairs;
+      for (int i = 0; i < plan.cut_blocks; ++i)
+        first = std::min(first, block_of(blocks, blocks.blocks * blocks.pairs - 1 - i).pair);
+      EXPECT_GE(first, plan.first_cut_pair);
+      EXPECT_LT(first, plan.first_cut_pair + blocks.bunch);
+    }
+    return most;
+  };
+  for (const int64_t s : {4096, 8192, 16384}) {
+    for (const int64_t d : {64, 80, 96, 128}) {
+      const ForwardShape shape = {
+          .batch = 16384 / s, .sq = s, .sk = s, .hq = 2048 / d, .hk = 2048 / d, .d = d};
+      EXPECT_EQ(cut(shape), 131) << d << " " << s;
+      EXPECT_EQ(cut(shape, {.deterministic = true}), 0);
+      ForwardShape other = shape;
+      other.mask = causal();
+      EXPECT_EQ(cut(other), 0);
+      other = shape;
+      other.packed = true;
+      EXPECT_EQ(cut(other), 0);
+      other = shape;
+      other.invariant = true;
+      EXPECT_EQ(cut(other), 0);
+    }
+    EXPECT_EQ(cut({.batch = 16384 / s, .sq = s, .sk = s, .hq = 8, .hk = 8, .d = 256}), 0);
+  }
+  // Whole rounds, short blocks, and rows that L2 does not hold.
+  const auto of = [](int64_t batch, int64_t s, int64_t hq, int64_t hk) {
+    return ForwardShape{.batch = batch, .sq = s, .sk = s, .hq = hq, .hk = hk, .d = 128};
+  };
+  EXPECT_EQ(cut(of(33, 4096, 16, 16)), 0);
+  EXPECT_EQ(cut(of(64, 256, 16, 16)), 0);
+  EXPECT_EQ(cut(of(4, 4096, 64, 8)), 0);
+  EXPECT_EQ(cut(of(1, 131072, 3, 3)), 0);
+  // Or where the workspace has no room for their sums.
+  ForwardShape shape = of(4, 4096, 16, 16);
+  const HopperBackwardPlan roomy = plans(backward_problem(shape)).at(0);
+  shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
+  const HopperBackwardPlan tight = plans(backward_problem(shape)).at(0);
+  EXPECT_EQ(tight.cut_blocks, 0);
+  EXPECT_EQ(tight.first_cut_pair, 0);
+  EXPECT_TRUE(tight.sums);
+  EXPECT_TRUE(contains(joined(describe(roomy)), "the last 131 blocks of keys are cut"));
+  EXPECT_FALSE(contains(joined(describe(tight)), "are cut"));
+}
+
 // Where the workspace has no room for the sums of so many parts there are fewer.
 TEST(HopperBackwardPlan, PartsFitTheWorkspace) {
   ForwardShape shape = {.batch = 1, .sq = 4096, .sk = 4096, .hq = 8, .hk = 1, .d = 128};

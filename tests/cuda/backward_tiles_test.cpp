@@ -71,5 +71,80 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
   EXPECT_TRUE(seen.contains("sm90_backward_turns by rows"));
 }
 
+constexpr int kFew = 3;  // multiprocessors that calls are planned for whose last blocks are cut
+
+std::vector<cuda::HopperBackwardTile> tiles_of(const Workload& w) {
+  std::vector<std::string> rejected;
+  return cuda::hopper_backward_tiles(make_problem(w.backward, w.options), {.multiprocessors = kFew},
+                                     &rejected);
+}
+
+/// dK and dV by the first tile, exactly.
+std::pair<std::vector<double>, std::vector<double>> key_gradients(
+    Workload& w, const std::function<testing::AssertionResult()>& is_right) {
+  std::pair<std::vector<double>, std::vector<double>> gradients;
+  std::set<std::string> seen;  // the other tiles
+  const auto tiles = tiles_of(w);
+  for (size_t i = 1; i < tiles.size(); ++i) seen.insert(tiles[i].plan.tile().text());
+  const auto keep = [&] {
+    gradients = {read(w.backward.dk), read(w.backward.dv)};
+    return is_right();
+  };
+  run_tiles<BackwardArgs>(
+      w, w.backward, seen, [&] { w.run_forward(); }, keep, kFew);
+  return gradients;
+}
+
+/// Whether the call's last blocks are cut, and dK and dV have the bits of whole blocks, which the
+/// call has where its workspace has no room for the sums of parts.
+testing::AssertionResult cut_keeps_bits(Workload& w,
+                                        const std::function<testing::AssertionResult()>& is_right) {
+  w.options.engine = "cuda";
+  const cuda::HopperBackwardPlan cut = tiles_of(w).at(0).plan;
+  if (cut.cut_blocks != kFew - 1) return testing::AssertionFailure() << "nothing is cut";
+  const auto of_parts = key_gradients(w, is_right);
+  w.options.max_workspace = cuda::workspace_of(make_problem(w.backward, w.options), cut).end - 1;
+  const cuda::HopperBackwardPlan whole = tiles_of(w).at(0).plan;
+  if (whole.cut_blocks > 0 || whole.parts > 1) return testing::AssertionFailure() << "no blocks";
+  if (key_gradients(w, is_right) != of_parts) return testing::AssertionFailure() << "other bits";
+  return testing::AssertionSuccess();
+}
+
+const Case kCutCase{
+    .dtype = DType::kBF16, .batch = 1, .sq = 500, .sk = 890, .hq = 4, .hk = 1, .d = 128, .dv = 128};
+
+// The rows of the last blocks of keys in two parts, one of which goes on from the sums of the other
+// in the same order.
+TEST_F(BackwardParts, LastBlocksAreCut) {
+  std::vector<Case> cases(4, kCutCase);
+  cases[1].dtype = DType::kF16;
+  cases[1].sq = 1500;
+  cases[1].d = cases[1].dv = 64;
+  cases[2].batch = 2;
+  cases[2].sk = 600;
+  cases[2].seqused = cases[2].seqused_q = true;
+  cases[3].sq = 900;
+  cases[3].d = 50;
+  cases[3].dv = 80;
+  cases[3].dropout = 0.1;
+  for (const Case& c : cases) {
+    Workload w(c, c.seed());
+    const Expected expected = expect(w);
+    EXPECT_TRUE(cut_keeps_bits(w, [&] { return backward_is_right(w, expected); })) << c.name();
+  }
+}
+
+// Sequences whose blocks are whole have no keys, so that a second part comes at once.
+TEST_F(BackwardParts, SecondPartsWaitForFirstParts) {
+  Case c = kCutCase;
+  c.batch = 5;
+  c.sk = 256;
+  c.seqused = true;
+  Workload w(c, c.seed());
+  void* const lengths = const_cast<void*>(w.forward.seqused_k.data);
+  for (int64_t b = 0; b < c.batch - 1; ++b) store(lengths, DType::kI32, b, 0);
+  EXPECT_TRUE(cut_keeps_bits(w, [] { return testing::AssertionSuccess(); }));
+}
+
 }  // namespace
 }  // namespace fulgur::test

@@ -188,6 +188,70 @@ TEST(BackwardWork, EveryBlockIsTakenOnce) {
   }
 }
 
+// Each tile of rows of each block is in one item. First parts come before the others and are never
+// empty, second parts behind them, the longer ones first.
+TEST(BackwardWork, EveryTileIsInOneItem) {
+  for (int pairs = 1; pairs <= 5; ++pairs) {
+    const Blocks blocks = {7, pairs, std::min(pairs, 2), std::max(pairs / 2, 1), kFirstBlockFirst};
+    const int all = blocks.blocks * pairs;
+    for (int cut = 0; cut <= all; ++cut) {
+      for (const int tiles : {1, 2, 5, 64}) {
+        std::vector<std::vector<int>> times(all, std::vector<int>(tiles));
+        std::vector<int> next(all);  // the tile at which a block goes on
+        int seconds = 0, most_left = tiles;
+        ASSERT_EQ(items_of(blocks, cut), all + cut);
+        for (int item = 0; item < items_of(blocks, cut); ++item) {
+          const int number = number_of_item(blocks, cut, item);
+          const RowTiles of = tiles_of_item(blocks, cut, item, tiles);
+          const bool first = is_first_part(cut, item), second = is_second_part(blocks, cut, item);
+          ASSERT_EQ(first, item < cut);
+          ASSERT_EQ(first || second, number >= all - cut);
+          ASSERT_FALSE(first && second);
+          ASSERT_EQ(of.begin, next.at(number));
+          ASSERT_TRUE(of.begin < of.end || (second && of.begin == tiles));
+          ASSERT_TRUE(first || of.end == tiles);
+          if (second) {
+            ASSERT_LE(of.end - of.begin, most_left);
+            most_left = of.end - of.begin;
+            ++seconds;
+          }
+          next.at(number) = of.end;
+          for (int tile = of.begin; tile < of.end; ++tile) ++times.at(number).at(tile);
+        }
+        ASSERT_EQ(seconds, cut);
+        for (const std::vector<int>& of_block : times)
+          for (const int count : of_block) ASSERT_EQ(count, 1);
+      }
+    }
+  }
+}
+
+// Thread blocks that take items in their order end within a tile of each other.
+TEST(BackwardWork, ItemsEndTogether) {
+  for (const int thread_blocks : {2, 5, 33, 132}) {
+    for (int number = 2 * thread_blocks; number < 4 * thread_blocks; ++number) {
+      const Blocks blocks = {number, 1, 1, 1, kFirstBlockFirst};
+      const int cut = thread_blocks - 1;
+      for (const int tiles : {1, 7, 64, 256}) {
+        std::multiset<int> free;
+        for (int i = 0; i < thread_blocks; ++i) free.insert(0);
+        std::vector<int> end_of_first(number);
+        for (int item = 0; item < items_of(blocks, cut); ++item) {
+          const RowTiles of = tiles_of_item(blocks, cut, item, tiles);
+          const int at = number_of_item(blocks, cut, item), begin = *free.begin();
+          if (is_second_part(blocks, cut, item)) {
+            ASSERT_LE(end_of_first.at(at), begin) << "it would wait";
+          }
+          free.erase(free.begin());
+          free.insert(begin + of.end - of.begin);
+          if (is_first_part(cut, item)) end_of_first.at(at) = begin + of.end - of.begin;
+        }
+        ASSERT_LE(*free.rbegin(), count_of(number * tiles, thread_blocks) + 1);
+      }
+    }
+  }
+}
+
 // The statistics of packed sequences of any lengths, in a tensor with padding behind them.
 TEST(BackwardWork, StatisticsOfSequencesLieApart) {
   const std::vector<std::vector<int>> lengths = {

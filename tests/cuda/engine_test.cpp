@@ -755,6 +755,32 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
   EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
 }
 
+// Blocks whose rows are cut pass their sums on in the workspace, within one launch.
+TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
+  const BackwardCall call =
+      backward_call({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .hk = 16, .d = 128});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_NE(plan.explain().find("the last 131 blocks of keys are cut"), std::string::npos);
+  const WorkspaceNeed need = plan.workspace();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  plan.run(placed(call.args, kBase), {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 3u);
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
+  EXPECT_EQ(state_->launches[1].grid, 132u);
+  const auto p = params<BackwardParams>(1);
+  EXPECT_EQ(p.cut_blocks, 131);
+  EXPECT_EQ(p.first_carry, 56);  // of 64 pairs, of which four are 128 blocks
+  const int64_t statistics = 64 * 4096 * 4, carry = int64_t{8} * 4096 * 128 * 4;
+  expect_apart({{p.counters, need.zeroed_bytes},
+                {p.shift, statistics},
+                {p.delta, statistics},
+                {p.dq_sums, statistics * 128},
+                {p.carry_dk, carry},
+                {p.carry_dv, carry},
+                {p.first_parts, 4}},
+               mine, need.bytes);
+}
+
 // What pairs that share a head of k and v leave is added up behind them, and before the repair.
 TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
   const BackwardCall call = backward_call(

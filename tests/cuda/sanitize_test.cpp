@@ -52,6 +52,11 @@ TEST_F(Sanitize, EveryTile) {
   }
 }
 
+TEST_F(Sanitize, LastBlocksOfKeysAreCut) {
+  Workload w({.dtype = kBf16, .sq = 500, .sk = 890, .hq = 4, .hk = 1, .d = 128, .dv = 128}, 1);
+  const Expected e = expect(w);
+  run_backward_tiles(w, e, 3);
+}
 TEST_F(Sanitize, SplitTiles) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 3, .sk = 2000, .hq = 4, .hk = 2}));
 }

@@ -80,14 +80,42 @@ FULGUR_SHARED bool first_block_first(const Blocks& blocks, int pair) {
   return least(pair / blocks.bunch, blocks.bunches - 1) % 2 == 1;
 }
 
+FULGUR_SHARED int bunch_of(const Blocks& blocks, int number) {
+  return least(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
+}
+
 FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
-  const int bunch = least(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
+  const int bunch = bunch_of(blocks, number);
   const int first = bunch * blocks.bunch;
   const int pairs = bunch == blocks.bunches - 1 ? blocks.pairs - first : blocks.bunch;
   const int rest = number - first * blocks.blocks;
   const int block = rest / pairs;
   const int pair = first + rest % pairs;
   return {first_block_first(blocks, pair) ? block : blocks.blocks - 1 - block, pair};
+}
+
+// The items that thread blocks take of blocks of keys. The last `cut` blocks are two items each, parts of their rows:
+// the first parts come before all other blocks, each longer than the one before, and the second parts behind them, so
+// that thread blocks which start by parts of different lengths end at the same time.
+FULGUR_SHARED int items_of(const Blocks& blocks, int cut) { return blocks.blocks * blocks.pairs + cut; }
+
+FULGUR_SHARED bool is_first_part(int cut, int item) { return item < cut; }
+FULGUR_SHARED bool is_second_part(const Blocks& blocks, int cut, int item) {
+  return item >= items_of(blocks, cut) - cut;
+}
+
+// The number of an item's block.
+FULGUR_SHARED int number_of_item(const Blocks& blocks, int cut, int item) {
+  return is_first_part(cut, item) ? items_of(blocks, cut) - 2 * cut + item : item - cut;
+}
+
+// Which of all row tiles an item has. First parts are never empty.
+FULGUR_SHARED RowTiles tiles_of_item(const Blocks& blocks, int cut, int item, int tiles) {
+  const bool first = is_first_part(cut, item);
+  if (!first && !is_second_part(blocks, cut, item)) return {0, tiles};
+  const int nth = first ? item : item - (items_of(blocks, cut) - cut);
+  const int between = count_of(tiles * (nth + 1), cut + 1);
+  return first ? RowTiles{0, between} : RowTiles{between, tiles};
 }
 
 // Where the tiles of dS lie. A row tile has room for `pitch` of them, or, where pitch is 0, for those that it sees:

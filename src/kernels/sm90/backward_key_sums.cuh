@@ -1,16 +1,18 @@
 // dK and dV of a block of keys as the sums that threads hold: where they begin, and where they go. They are the
-// gradient once all rows and all q heads of the group have been met; until then they wait in memory, for the next wave
-// or for backward_join.cu.
+// gradient once all rows and all q heads of the group have been met; until then they wait in memory, for the next wave,
+// for the thread block that takes the other part of the rows, or for backward_join.cu.
 #pragma once
 #include "shared/fragment_store.cuh"
 #include "shared/schedule.cuh"
+#include "shared/turns.cuh"
 #include "sm90/backward_layout.cuh"
 
 // Where the sums of a thread wait, 2 * kBlockKeys floats apart. `strip` counts the block's keys by 64.
 template <int dim>
 __device__ __forceinline__ float* carry_of(const BackwardParams& p, float* carry, const KeyBlock& block, int strip) {
   const long long pair = (long long)(block.batch) * (p.hq / p.group * p.parts) + block.head;
-  return carry + (pair * p.key_blocks.blocks + block.block) * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
+  const long long place = (pair - p.first_carry) * p.key_blocks.blocks + block.block;
+  return carry + place * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
 }
 
 template <int dim>
@@ -50,4 +52,21 @@ __device__ __forceinline__ void end_sums(const BackwardParams& p, const float (&
   } else {
     store_key_gradient<dim>(p, G, block, block.head, strip, to, columns, scale);
   }
+}
+
+// Warps that leave sums of first parts.
+__device__ __forceinline__ int warps_of_first_parts(const BackwardParams& p) { return 4 * kConsumers * p.cut_blocks; }
+
+// This warp's are there.
+__device__ __forceinline__ void leave_first_part(const BackwardParams& p) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) take_ticket(p.first_parts, warps_of_first_parts(p));
+}
+
+// Waits until all are. Thread blocks that run have taken the first parts, this one among them: what it has of them it
+// has left before its consumers come here, and its producer waits for nobody else.
+__device__ __forceinline__ void wait_for_first_parts(const BackwardParams& p) {
+  while (load_turn(p.first_parts) < warps_of_first_parts(p)) {
+  }
+  __syncwarp();
 }

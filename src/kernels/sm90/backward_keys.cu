@@ -159,6 +159,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
     float dV[kValueDim / 2];
+    if (kCuts && block.state & kCarryIn) wait_for_first_parts(p);
     begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
     begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
     Kept<kBlockRows> kept;
@@ -263,6 +264,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
     block = next_block(k, q, own, X, [&, block] {
       end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
+      if (kCuts && block.state & kFirstPart) leave_first_part(p);
     });
   }
   tma_store_wait();

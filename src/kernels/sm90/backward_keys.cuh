@@ -12,11 +12,15 @@ __device__ __forceinline__ RowTiles row_tiles_of_block(const BackwardParams& p, 
   return row_tiles(band_of(p), n, kBlockRows, block * kBlockKeys, kBlockKeys);
 }
 
-__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int number) {
-  if (number >= p.key_blocks.blocks * p.key_blocks.pairs) return {-1, 0, 0, 0};
-  const BlockOfPair at = block_of(p.key_blocks, number);
+// Blocks of keys that are cut.
+__device__ __forceinline__ int cut_blocks(const BackwardParams& p) { return kCuts ? p.cut_blocks : 0; }
+
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int item) {
+  if (item >= items_of(p.key_blocks, cut_blocks(p))) return {-1, 0, 0, 0};
+  const BlockOfPair at = block_of(p.key_blocks, number_of_item(p.key_blocks, cut_blocks(p), item));
   return {at.block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads,
-          first_block_first(p.key_blocks, at.pair) ? kNextBehind : 0};
+          (first_block_first(p.key_blocks, at.pair) ? kNextBehind : 0) |
+              (is_first_part(cut_blocks(p), item) ? kFirstPart : 0)};
 }
 
 // The first q head of a block's pair.
@@ -24,10 +28,12 @@ __device__ __forceinline__ int query_head(const BackwardParams& p, const KeyBloc
   return block.head / p.row_parts * p.pair_heads;
 }
 
-// Tiles of rows [begin, end) that a block's pair has, or the wave.
-__device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const KeyBlock& block) {
-  const int first = kSums ? block.head % p.row_parts * p.part_tiles : p.wave.first_tile;
-  return {first, first + (kSums ? p.part_tiles : p.wave.tiles)};
+// Tiles of rows [begin, end) that a block's item has of its pair's, or the wave.
+__device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const KeyBlock& block, int item) {
+  if (!kSums) return {p.wave.first_tile, p.wave.first_tile + p.wave.tiles};
+  const int first = block.head % p.row_parts * p.part_tiles;
+  const RowTiles tiles = tiles_of_item(p.key_blocks, cut_blocks(p), item, p.part_tiles);
+  return {first + tiles.begin, first + tiles.end};
 }
 
 // Under a right bound the blocks of a head have their last row in common. A round of them walks upwards from there,
@@ -35,11 +41,11 @@ __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const Key
 // so all that run are at the same rows, and Q, dO and the sums of dQ come from memory once. Waves would have to follow.
 // With kOrdered those that the last keys begin walk downwards, each from its diagonal, where the one before it has just
 // been; the others follow each other upwards.
-__device__ __forceinline__ bool walks_upwards(const BackwardParams& p, const KeyBlock& block, int number) {
+__device__ __forceinline__ bool walks_upwards(const BackwardParams& p, const KeyBlock& block, int item) {
   if (!kSums || !kHasRight) return false;
   if (kHasLeft) return true;
   if (kOrdered || p.key_blocks.order == kAlternating) return block.state & kNextBehind;
-  const int round = number / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
+  const int round = item / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
   return round % 2 == 0;
 }
 
@@ -50,25 +56,27 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
   const auto take = [&](int first) {
-    const int number = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
-    return __shfl_sync(0xffffffff, number, 0);
+    const int item = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
+    return __shfl_sync(0xffffffff, item, 0);
   };
-  // A block waits for the turns of those in front of it alone: thread blocks that run have taken them.
-  const int given = kOrdered ? 0 : gridDim.x;
-  for (int number = kOrdered ? take(given) : blockIdx.x;; number = take(given)) {
-    KeyBlock block = key_block_of(p, number);
+  // A block waits for the turns of those in front of it alone, or for first parts: thread blocks that run have taken
+  // them.
+  const bool waits = kOrdered || cut_blocks(p) > 0;
+  const int given = waits ? 0 : gridDim.x;
+  for (int item = waits ? take(given) : blockIdx.x;; item = take(given)) {
+    KeyBlock block = key_block_of(p, item);
     if (block.block < 0) {
       load.load_keys(block, {});
       break;
     }
     const Lengths n = lengths_of(p, block.batch);
     const RowTiles all = row_tiles_of_block(p, n, block.block);
-    const RowTiles own = own_tiles(p, block);
+    const RowTiles own = own_tiles(p, block, item);
     const int begin = max(all.begin, own.begin);
     const int end = min(all.end, own.end);
     const bool has_steps = begin < end;
     const bool joins = p.parts > 1;
-    const bool carries_in = !kSums && all.begin < min(all.end, own.begin);
+    const bool carries_in = (!kSums || (kCuts && !joins)) && all.begin < min(all.end, own.begin);
     const bool carries_out = joins || all.end > max(all.begin, own.end);
     block.state |= (has_steps ? kHasSteps : 0) | (carries_in ? kCarryIn : 0) | (carries_out ? kCarryOut : 0);
     // Keys that no row of this wave sees are left to the wave that has their last row, or to the first; but each part
@@ -77,7 +85,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       load.load_keys(block, n);
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
-      const bool upwards = walks_upwards(p, block, number);
+      const bool upwards = walks_upwards(p, block, item);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
         const int tile = upwards ? begin + end - 1 - i : i;

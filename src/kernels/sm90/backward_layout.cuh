@@ -21,6 +21,7 @@ enum : int {
   kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
   kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS
   kStepUnits = kRowSteps * kHeadPanels,           // of dQ
+  kCuts = kSums && !kOrdered && !kHasLeft && !kHasRight && !kPacked,  // the last blocks of keys may be cut
 };
 
 // With what the plan fixes of it, so that the compiler computes no other places.

@@ -31,9 +31,10 @@ struct KeyBlock {
 };
 enum KeyBlockState : int {
   kHasSteps = 1,   // some row sees its keys in this wave
-  kCarryIn = 2,    // an earlier wave has left sums
-  kCarryOut = 4,   // a later wave wants them, or backward_join.cu
+  kCarryIn = 2,    // an earlier wave has left sums, or the first part of its rows
+  kCarryOut = 4,   // a later wave wants them, the second part of its rows, or backward_join.cu
   kNextBehind = 8,  // the next block that is taken of its pair has the keys behind its own, not those in front
+  kFirstPart = 16,  // it is the first part of its rows: second parts wait until its sums are there
 };
 
 // And of a step: a tile of rows of a q head.

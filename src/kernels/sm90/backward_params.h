@@ -56,6 +56,8 @@ struct BackwardParams : BackwardMaps, CallParams {
   int pair_heads;       // q heads of a pair: all of a group or a part of them
   int row_parts;        // pairs that have the same q heads and
   int part_tiles;       // so many tiles of rows each, with kSums; 1 otherwise, and waves decide about rows
+  int cut_blocks;       // of keys, the last ones, whose rows are two items (shared/backward_work.h); 0 unless kCuts
+  int first_carry;      // pairs in front of it leave no sums
   int statistics_rows;  // of a head
 
   // Memory of the launch.
@@ -66,8 +68,9 @@ struct BackwardParams : BackwardMaps, CallParams {
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x its columns as accumulators lie], kSums
   unsigned char* ds;  // tiles of dS of the wave, unless kSums
   unsigned char* zeros;  // a piece of zeros
-  float* carry_dk;    // [b, hk * parts, key blocks][head or value dims / 2][2 kBlockKeys]: sums that wait
-  float* carry_dv;
+  float* carry_dk;    // [b, hk * parts, from first_carry on][key blocks][head or value dims / 2][2 kBlockKeys]: sums
+  float* carry_dv;    // that wait
+  int* first_parts;   // warps that have left the sums of a first part, where blocks are cut
 
   // For backward_sinks.cu, where the gradient of the sinks is wanted.
   const float* sinks;  // [hq]

@@ -64,6 +64,7 @@ __device__ __forceinline__ void store_statistics(const BackwardParams& p, int ba
 extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     fulgur_backward_prepare(const __grid_constant__ BackwardParams p) {
   if (blockIdx.y == 0) {
+    if (p.cut_blocks > 0 && blockIdx.x == 0 && threadIdx.x == 0) *p.first_parts = 0;
     if (!kSums && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kPieceBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
