@@ -80,6 +80,7 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
   const auto [j, n, partial] = tile;
+  const Flushing on(true);
   const Visible visible(panel, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 shift = hn::Load(f, lse2 + v * kLanes);

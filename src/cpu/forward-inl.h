@@ -48,6 +48,7 @@ HWY_INLINE void online_softmax_of(int64_t n, float* HWY_RESTRICT S, int64_t ld,
                                   float* HWY_RESTRICT m, float* HWY_RESTRICT l,
                                   float* HWY_RESTRICT alpha) {
   const F32 f;
+  const Flushing on(true);
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
   V32 m_new[kVectors], shift[kVectors], sum[kVectors];
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) m_new[v] = hn::Load(f, m + v * kLanes);

@@ -41,7 +41,7 @@ HWY_INLINE void gemm_block(int64_t K, Scalars A, Vectors B, float* HWY_RESTRICT 
   }
   const float* HWY_RESTRICT a = A.data;
   const float* HWY_RESTRICT b = B.data;
-  for (int64_t k = 0; k < K; ++k, a += A.col, b += B.stride) {
+  HWY_UNROLL(4) for (int64_t k = 0; k < K; ++k, a += A.col, b += B.stride) {
     V32 bv[NV];
     FULGUR_UNROLL for (int n = 0; n < NV; ++n) bv[n] = hn::Load(f, b + n * kLanes);
     FULGUR_UNROLL for (int m = 0; m < MR; ++m) {

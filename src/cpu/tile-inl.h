@@ -512,21 +512,6 @@ HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY
 constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
                            0.013426683843135834f};
 
-/// Whether results below 2^-126 are 0, for a scope.
-class Flushing {
- public:
-  explicit Flushing(bool on) : before_(_mm_getcsr()) {
-    _mm_setcsr(on ? before_ | kFlush : before_ & ~kFlush);
-  }
-  ~Flushing() { _mm_setcsr(before_); }
-  Flushing(const Flushing&) = delete;
-  Flushing& operator=(const Flushing&) = delete;
-
- private:
-  static constexpr unsigned kFlush = 0x8000;
-  const unsigned before_;
-};
-
 /// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126,
 /// which kFlushed leaves to Flushing. NaN stays.
 template <bool kFlushed = false>

@@ -84,9 +84,8 @@ class TilesAhead {
   }
 
   // Inlined, since to GCC 12 a call of what only prefetches has no effect.
-  template <int kLines>
-  HWY_INLINE void ask() {
-    FULGUR_UNROLL for (int i = 0; i < kLines; ++i) {
+  HWY_INLINE void ask(int64_t lines) {
+    for (int64_t i = 0; i < lines; ++i) {
       if (left_ == 0) return;
       __builtin_prefetch(line_, 0, kToL2);
       line_ += 64;
@@ -173,7 +172,7 @@ class TileDecode {
       A = Operand::packed(s_.K, steps);
     }
     for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
-      ahead.ask<kTileRows>();
+      ahead.ask(lines_);
       products_.multiply({false,
                           std::min<int64_t>(2, blocks_of(K.n) - b),
                           blocks_of(head.rows.count),
@@ -192,6 +191,7 @@ class TileDecode {
     const DecodeRows& rows = head.rows;
     const int64_t steps = steps_of(tile.n), ldo = blocks_of(p_.dv) * kTileRows;
     scale_scores(tile.n, rows.width, query_factor(p_), rows.S);
+    ahead.ask(lines_);
     rows.probabilities(head.task, tile);
     Census values;
     for (int64_t s = 0; s < steps; ++s) {
@@ -199,7 +199,7 @@ class TileDecode {
       for (int64_t b = 0; b < blocks_of(p_.dv); ++b) {
         __m512i pairs[1][16];
         load_pairs<Side::kB>(keys, 0, b * kTileRows, pairs, &values,
-                             [&]() HWY_ATTR { ahead.ask<2>(); });
+                             [&]() HWY_ATTR { ahead.ask(1); });
         store_tile(pairs[0], s_.V + (b * steps + s) * kTileSize);
       }
     }
@@ -208,6 +208,7 @@ class TileDecode {
     if (values.denormal() || (tile.partial && !values.finite())) {
       return add_visible_values(head.task, args_, tile, rows);
     }
+    ahead.ask(lines_);
     pack_probabilities(rows, steps);
     products_.multiply({true,
                         blocks_of(rows.count),
@@ -244,6 +245,7 @@ class TileDecode {
   const TileDecodeScratch s_;
   const typename Products::Session session_;
   Products products_;
+  const int64_t lines_ = (p_.d + p_.dv) / 4;  // an eighth of those of a head and a tile of keys
   std::vector<TileDecodeHead> heads_;
 };
 

@@ -54,6 +54,42 @@ HWY_INLINE V32 at_most(V32 bound, V32 x) {
   return hn::Min(bound, x);
 }
 
+#if HWY_TARGET == HWY_AVX3
+/// Whether results below 2^-126 are 0, for a scope.
+class Flushing {
+ public:
+  explicit Flushing(bool on) : before_(_mm_getcsr()) {
+    _mm_setcsr(on ? before_ | kFlush : before_ & ~kFlush);
+  }
+  ~Flushing() { _mm_setcsr(before_); }
+  Flushing(const Flushing&) = delete;
+  Flushing& operator=(const Flushing&) = delete;
+
+ private:
+  static constexpr unsigned kFlush = 0x8000;
+  const unsigned before_;
+};
+
+/// 2^x for x <= 127, to 0.9 ulp; 0 for -inf and, under Flushing, for all x < -126; NaN for NaN.
+/// x = n + r with 0 <= r < 1, 2^r by a relative-minimax polynomial that is exact at 0.
+HWY_INLINE V32 exp2(V32 x) {
+  const F32 f;
+  const V32 r{_mm512_reduce_ps(x.raw, 0x09)};
+  V32 p = hn::Set(f, 0.00021845934679731727f);
+  p = hn::MulAdd(p, r, hn::Set(f, 0.0012410443741828203f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.00968023668974638f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.05548383668065071f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.24022935330867767f));
+  p = hn::MulAdd(p, r, hn::Set(f, 0.6931470632553101f));
+  p = hn::MulAdd(p, r, hn::Set(f, 1.0f));
+  return V32{_mm512_scalef_ps(p.raw, x.raw)};
+}
+#else
+/// The exp2 below makes no result below 2^-126.
+struct Flushing {
+  explicit Flushing(bool) {}
+};
+
 /// 2^x for x <= 127, to 0.7 ulp; exactly 0 for x <= -127 (so for -inf), NaN for NaN.
 /// x = n + r with |r| <= 1/2, 2^r by a relative-minimax polynomial, 2^n by the exponent bits.
 HWY_INLINE V32 exp2(V32 x) {
@@ -73,6 +109,7 @@ HWY_INLINE V32 exp2(V32 x) {
   // At n = -127 the exponent field is 0 and the factor is 0.
   return hn::Mul(p, hn::BitCast(f, hn::ShiftLeft<23>(hn::BitCast(I32(), biased))));
 }
+#endif
 
 /// kLanes elements of `dtype` at `src`, widened.
 template <DType kDType>
