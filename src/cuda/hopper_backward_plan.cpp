@@ -35,7 +35,8 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
 constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
 constexpr double kLaunchCycles = 10000;
-constexpr double kCarry = 15000;   // cycles of a block whose sums come from memory, or go there
+constexpr double kCarry = 15000;  // cycles of a block whose sums come from memory, or go there
+constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go and come beside others
 constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
@@ -256,8 +257,8 @@ class Divider {
         blocks.bunch * bunch_of(blocks, blocks.blocks * blocks.pairs - plan.cut_blocks);
   }
   double cycles_of_cut(int pairs) const {
-    const double whole = block_cycles(0, row_tiles_), cut = block_cycles(0, 0) + 2 * kCarry;
-    const double all = int64_t{key_blocks_} * pairs * whole + (multiprocessors_ - 1) * cut;
+    const double whole = block_cycles(0, row_tiles_);
+    const double all = int64_t{key_blocks_} * pairs * whole + (multiprocessors_ - 1) * kCut;
     return kLaunchCycles + all / multiprocessors_ + plan_.pair_heads * step_cycles();
   }
 
