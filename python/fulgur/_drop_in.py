@@ -109,6 +109,31 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
 
 
+class _BesidePages(torch.autograd.Function):
+    """A result that has no gradient, which its backward pass says."""
+
+    @staticmethod
+    def forward(ctx, name, result, *inputs):
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            f"{ctx.name}: fulgur has no gradients beside pages; want torch.no_grad() or detached inputs"
+        )
+
+
+def beside_pages(name, inputs, call):
+    """The results of call(), which reads the pages of a table called `name`. As upstream's they
+    require grad where inputs do, and the backward pass raises."""
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+        return call()
+    with torch.no_grad():
+        results = call()
+    return tuple(_BesidePages.apply(name, x, *inputs) for x in results)
+
+
 def want_parts(name, x, parts, rows="batch, seqlen"):
     """Raises where x is not kv or qkv of so many parts, one beside the other in their dimension."""
     if x.dim() != rows.count(",") + 4 or x.shape[-3] != parts:

@@ -586,12 +586,32 @@ class TestCaches:
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(q, k_cache, v_cache), call(q, k_cache, v_cache))
 
+    def test_pages_have_no_gradient(self):
+        k_cache, v_cache, table, _, _ = self.caches("pages")
+        (q,) = make((6, self.HQ, self.D))
+        sink = torch.randn(self.HQ, requires_grad=True)
+        ends = dict(cu_seqlens_q=int32(0, 3, 3, 6), max_seqlen_q=3)
+        paged2 = ends | dict(cu_seqlens_k=int32(0, 7, 7, 19), max_seqlen_k=12, block_table=table)
+        paged4 = ends | dict(seqused_k=int32(7, 0, 12), page_table=table)
+        for module, name, paged in ((fa2, "block_table", paged2), (fa4, "page_table", paged4)):
+
+            def call(q, function=module.flash_attn_varlen_func, paged=paged, **more):
+                results = function(q, k_cache, v_cache, **paged, **more)
+                return results[0] if isinstance(results, tuple) else results
+
+            want, leaf = call(q), q.clone().requires_grad_()
+            got = call(leaf)
+            assert torch.equal(got, want) and got.requires_grad
+            with pytest.raises(NotImplementedError, match=f"^{name}: fulgur has no gradients beside pages"):
+                got.sum().backward()
+            with torch.no_grad():
+                assert not call(leaf).requires_grad
+        assert call(q, learnable_sink=sink).requires_grad
+
     def test_errors_of_pages_beside_packed_queries(self):
         k_cache, v_cache, table, _, _ = self.caches("pages")
         (q,) = make((6, self.HQ, self.D))
         call, ends = fa2.flash_attn_varlen_func, (int32(0, 3, 3, 6), int32(0, 7, 7, 19))
-        with pytest.raises(ValueError, match="^q: requires grad, and caches have no gradient"):
-            call(q.clone().requires_grad_(), k_cache, v_cache, *ends, 3, 12, block_table=table)
         with pytest.raises(RuntimeError, match=r"^cu_seqlens_k.diff\(\): got 12 at 2, want 0 to 11"):
             call(q, k_cache, v_cache, *ends, 3, 11, block_table=table)
         with pytest.raises(RuntimeError, match="^block_table: got 12 as page 0 of sequence 0"):

@@ -4,8 +4,8 @@ dim)``."""
 import torch
 
 from fulgur._drop_in import (
-    PARTS_OF_KV, PARTS_OF_QKV, keys_of_packed_queries, longest, refuse, sides, want_int32, want_parts,
-    with_kvcache,
+    PARTS_OF_KV, PARTS_OF_QKV, beside_pages, keys_of_packed_queries, longest, refuse, sides, want_int32,
+    want_parts, with_kvcache,
 )  # fmt: skip
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention, random_numbers, whole_rows
@@ -40,11 +40,12 @@ def _attention(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, names=_NAMES, **packed,
 ):  # fmt: skip
-    results = named(
+    call = lambda: named(  # noqa: E731
         names, attention, q, k, v, dropout_p=dropout_p, scale=softmax_scale, causal=causal,
         window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **packed,
     )  # fmt: skip
+    results = beside_pages("block_table", (q, k, v), call) if "page_table" in packed else call()
     return _results(results, q, return_attn_probs, dropout_p)
 
 
@@ -89,7 +90,7 @@ def flash_attn_varlen_func(
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
     """The same of packed sequences; with block_table, whose k and v are pages ``(num_blocks,
-    page_block_size, heads, dim)``, cu_seqlens_k tells lengths alone and nothing has a gradient."""
+    page_block_size, heads, dim)``, cu_seqlens_k tells lengths alone and the backward pass raises."""
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q,

@@ -4,7 +4,7 @@ ones are those that rings and PyTorch call."""
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, sides
+from fulgur._drop_in import beside_pages, longest, refuse, sides
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention, whole_rows
 
@@ -48,19 +48,21 @@ def flash_attn_varlen_func(
     gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
 ):  # fmt: skip
     """(out, lse) of packed sequences, or of a batch with ``seqused_q`` and ``seqused_k``; beside
-    ``page_table`` that says how many keys the pages have, and nothing has a gradient."""
+    ``page_table`` that says how many keys the pages have, and the backward pass raises."""
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
-    out, lse = named(
+    call = lambda: named(  # noqa: E731
         OPTIONS, attention, q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
         softcap=softcap or 0.0, sinks=_as_float32(learnable_sink), deterministic=deterministic,
         return_lse=True, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
         **_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
     )  # fmt: skip
+    paged = page_table is not None
+    out, lse = beside_pages("page_table", (q, k, v, learnable_sink), call) if paged else call()
     return out, lse if return_lse else None
 
 
