@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
+#include <vector>
 
 #include "parallel.h"
 
@@ -54,20 +56,59 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
 }
 
+/// What blocks of so many rows take the thread that ends last, in rows times keys: the longest come
+/// first, and each packs its keys.
+double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t block_rows) {
+  const Sequence whole = {0, 0, p.sq, p.sk};
+  const int64_t rows = p.group() * p.sq;
+  std::vector<double> blocks;
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    const int64_t end = std::min(rows, row + block_rows);
+    const auto keys_of = [&](int64_t r) {
+      return static_cast<double>(visible_keys(p.mask, whole, r % p.sq).end);
+    };
+    const double last = keys_of(end - 1), mean = (keys_of(row) + last) / 2;
+    blocks.push_back(static_cast<double>(end - row) * mean +
+                     static_cast<double>(k.packing_rows) * last);
+  }
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  std::vector<double> busy(threads, 0.0);  // a heap, whose first thread is done first
+  for (const double block : blocks) {
+    for (int64_t head = 0; head < p.batch * p.hk; ++head) {
+      std::pop_heap(busy.begin(), busy.end(), std::greater<>());
+      busy.back() += block;
+      std::push_heap(busy.begin(), busy.end(), std::greater<>());
+    }
+  }
+  return *std::max_element(busy.begin(), busy.end());
+}
+
 /// Adds what it takes to compute blocks of rows.
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
   const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
-  plan.block_rows = most_rows;
-  // Fewer panels a block where blocks would be too few to share out; one thread shares nothing out.
+  // Fewer panels a block where blocks would be too few to share out evenly; one thread shares
+  // nothing out. Where lengths are known when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
-  const int64_t tasks = plan.threads > 1 ? 4 * plan.threads : 1;
-  while (plan.block_rows > k.panel_rows && heads * ceil_div(rows, plan.block_rows) < tasks) {
-    plan.block_rows /= 2;
+  const auto few = [&](int64_t block_rows, int64_t tasks) {
+    return plan.threads > 1 && heads * ceil_div(rows, block_rows) < tasks * plan.threads;
+  };
+  plan.block_rows = most_rows;
+  if (!p.alike()) {
+    while (plan.block_rows > k.panel_rows && few(plan.block_rows, 4)) plan.block_rows /= 2;
+  } else if (few(most_rows, 4)) {
+    double least = time_of_blocks(p, k, plan.threads, most_rows);
+    for (int64_t r = most_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
+      const double time = time_of_blocks(p, k, plan.threads, r);
+      if (time >= least) continue;
+      least = time;
+      plan.block_rows = r;
+    }
   }
   if (plan.block_rows < most_rows) {
-    rejected->push_back(fmt::format("blocks of {} rows: fewer than 4 tasks a thread", most_rows));
+    rejected->push_back(
+        fmt::format("blocks of {} rows: too few to keep {} threads busy", most_rows, plan.threads));
   }
   plan.scratch = std::max(plan.scratch, k.forward_scratch(p));
 }

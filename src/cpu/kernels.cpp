@@ -49,6 +49,7 @@ const Kernels& table() {
       .target = hwy::TargetName(HWY_TARGET),
       .panel_rows = kPanelRows,
       .panels = kPanels,
+      .packing_rows = 5,
       .forward_scratch = forward_scratch,
       .forward = forward,
       .decode_rows = kDecodeRows,
@@ -84,6 +85,7 @@ Kernels kernels_on(const char* target) {
 const Kernels& tile_table() {
   static const Kernels kTable = [] {
     Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>("AMX");
+    k.packing_rows = kTilePackingRows;
     k.decode_rows = kTileDecodeRows;
     k.decode_on_vectors = kTileDecodeLeast;
     k.decode_scratch = tile_decode_scratch;
@@ -93,7 +95,11 @@ const Kernels& tile_table() {
   return kTable;
 }
 const Kernels& f16_tile_table() {
-  static const Kernels kTable = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX");
+  static const Kernels kTable = [] {
+    Kernels k = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX");
+    k.packing_rows = kTilePackingRows;
+    return k;
+  }();
   return kTable;
 }
 const Kernels& dot_table() {
