@@ -54,6 +54,14 @@ HWY_INLINE V32 at_most(V32 bound, V32 x) {
   return hn::Min(bound, x);
 }
 
+/// c[0] + c[1] r + ... + c[6] r^6.
+HWY_INLINE V32 polynomial(V32 r, const float (&c)[7]) {
+  const F32 f;
+  V32 p = hn::Set(f, c[6]);
+  FULGUR_UNROLL for (int i = 5; i >= 0; --i) p = hn::MulAdd(p, r, hn::Set(f, c[i]));
+  return p;
+}
+
 #if HWY_TARGET == HWY_AVX3
 /// Whether results below 2^-126 are 0, for a scope.
 class Flushing {
@@ -73,15 +81,14 @@ class Flushing {
 /// 2^x for x <= 127, to 0.9 ulp; 0 for -inf and, under Flushing, for all x < -126; NaN for NaN.
 /// x = n + r with 0 <= r < 1, 2^r by a relative-minimax polynomial that is exact at 0.
 HWY_INLINE V32 exp2(V32 x) {
-  const F32 f;
-  const V32 r{_mm512_reduce_ps(x.raw, 0x09)};
-  V32 p = hn::Set(f, 0.00021845934679731727f);
-  p = hn::MulAdd(p, r, hn::Set(f, 0.0012410443741828203f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.00968023668974638f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.05548383668065071f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.24022935330867767f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.6931470632553101f));
-  p = hn::MulAdd(p, r, hn::Set(f, 1.0f));
+  constexpr float kPower[] = {1.0f,
+                              0.6931470632553101f,
+                              0.24022935330867767f,
+                              0.05548383668065071f,
+                              0.00968023668974638f,
+                              0.0012410443741828203f,
+                              0.00021845934679731727f};
+  const V32 p = polynomial(V32{_mm512_reduce_ps(x.raw, 0x09)}, kPower);
   return V32{_mm512_scalef_ps(p.raw, x.raw)};
 }
 #else
@@ -99,13 +106,14 @@ HWY_INLINE V32 exp2(V32 x) {
   const V32 shifter = hn::Set(f, 0x1.8p23f + 127.0f);
   const V32 biased = hn::Add(x, shifter);
   const V32 r = hn::Sub(x, hn::Sub(biased, shifter));
-  V32 p = hn::Set(f, 0.00015345774590969086f);
-  p = hn::MulAdd(p, r, hn::Set(f, 0.0013399930903688073f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.009618489071726799f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.05550328642129898f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.24022646248340607f));
-  p = hn::MulAdd(p, r, hn::Set(f, 0.6931471824645996f));
-  p = hn::MulAdd(p, r, hn::Set(f, 1.0f));
+  constexpr float kPower[] = {1.0f,
+                              0.6931471824645996f,
+                              0.24022646248340607f,
+                              0.05550328642129898f,
+                              0.009618489071726799f,
+                              0.0013399930903688073f,
+                              0.00015345774590969086f};
+  const V32 p = polynomial(r, kPower);
   // At n = -127 the exponent field is 0 and the factor is 0.
   return hn::Mul(p, hn::BitCast(f, hn::ShiftLeft<23>(hn::BitCast(I32(), biased))));
 }
