@@ -124,10 +124,11 @@ class _BesidePages(torch.autograd.Function):
         )
 
 
-def beside_pages(name, inputs, call):
-    """The results of call(), which reads the pages of a table called `name`. As upstream's they
-    require grad where inputs do, and the backward pass raises."""
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+def beside_pages(name, table, inputs, call):
+    """The results of call(). Where it reads the pages of a table, which callers know by `name`, they
+    require grad where inputs do, as upstream's, and the backward pass raises."""
+    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if table is None or not records:
         return call()
     with torch.no_grad():
         results = call()

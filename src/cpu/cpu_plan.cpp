@@ -89,7 +89,7 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
   const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
   // Fewer panels a block where blocks would be too few to share out evenly; one thread shares
-  // nothing out. Where lengths are known when the plan runs, four blocks a thread will do.
+  // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
   const auto few = [&](int64_t block_rows, int64_t tasks) {
     return plan.threads > 1 && heads * ceil_div(rows, block_rows) < tasks * plan.threads;

@@ -13,6 +13,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
+constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
+
 /// The row block in fast memory.
 struct ForwardScratch {
   float *Qt[kPanels], *Ot[kPanels];  // [d][width], [dv][width]

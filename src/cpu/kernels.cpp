@@ -49,7 +49,7 @@ const Kernels& table() {
       .target = hwy::TargetName(HWY_TARGET),
       .panel_rows = kPanelRows,
       .panels = kPanels,
-      .packing_rows = 5,
+      .packing_rows = kPackingRows,
       .forward_scratch = forward_scratch,
       .forward = forward,
       .decode_rows = kDecodeRows,
@@ -69,11 +69,12 @@ const Kernels& table() {
 #if HWY_TARGET == HWY_AVX3
 /// What the products have no part in, vectors do.
 template <class Products, int kParts>
-Kernels kernels_on(const char* target) {
+Kernels kernels_on(const char* target, int64_t packing_rows) {
   Kernels k = table();
   k.target = target;
   k.panel_rows = kTilePanelRows;
   k.panels = kTilePanels;
+  k.packing_rows = packing_rows;
   k.forward_scratch = tile_forward_scratch<kParts>;
   k.forward = tile_forward<Products, kParts>;
   k.backward_scratch = tile_backward_scratch<kParts>;
@@ -84,8 +85,7 @@ Kernels kernels_on(const char* target) {
 }
 const Kernels& tile_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>("AMX");
-    k.packing_rows = kTilePackingRows;
+    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>("AMX", kAmxPackingRows);
     k.decode_rows = kTileDecodeRows;
     k.decode_on_vectors = kTileDecodeLeast;
     k.decode_scratch = tile_decode_scratch;
@@ -95,16 +95,13 @@ const Kernels& tile_table() {
   return kTable;
 }
 const Kernels& f16_tile_table() {
-  static const Kernels kTable = [] {
-    Kernels k = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX");
-    k.packing_rows = kTilePackingRows;
-    return k;
-  }();
+  static const Kernels kTable =
+      kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX", kAmxPackingRows);
   return kTable;
 }
 const Kernels& dot_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16");
+    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16", kPackingRows);
     k.decode = decode_by<DottedPairs<Avx512Bf16>>;
     return k;
   }();

@@ -74,8 +74,8 @@ struct TileKeys {
   }
 };
 
-/// Asks for the next tile of K and of V while the present one is computed, a few lines at a time
-/// and in the order of memory: all at once they would keep the CPU waiting.
+/// Asks for the next tile of K and of V while the present one is computed, some lines beside each
+/// part of the work and in the order of memory: all at once they would keep the CPU waiting.
 class TilesAhead {
  public:
   TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads)

@@ -20,8 +20,8 @@ HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kTilePanelRows = 2 * kTileRows;
-constexpr int64_t kTilePanels = 32;       // of a block
-constexpr int64_t kTilePackingRows = 64;  // on AMX: see Kernels::packing_rows
+constexpr int64_t kTilePanels = 32;      // of a block
+constexpr int64_t kAmxPackingRows = 64;  // see Kernels::packing_rows
 
 /// Key tiles that are packed for all panels of a block. A panel walks over them while its O stays
 /// in the L1 cache.

@@ -45,7 +45,7 @@ def _attention(
         window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **packed,
     )  # fmt: skip
-    results = beside_pages("block_table", (q, k, v), call) if "page_table" in packed else call()
+    results = beside_pages("block_table", packed.get("page_table"), (q, k, v), call)
     return _results(results, q, return_attn_probs, dropout_p)
 
 

@@ -61,8 +61,7 @@ def flash_attn_varlen_func(
         return_lse=True, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
         **_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
     )  # fmt: skip
-    paged = page_table is not None
-    out, lse = beside_pages("page_table", (q, k, v, learnable_sink), call) if paged else call()
+    out, lse = beside_pages("page_table", page_table, (q, k, v, learnable_sink), call)
     return out, lse if return_lse else None
 
 
