@@ -432,6 +432,30 @@ HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512
   });
 }
 
+/// 32 columns of 32 rows of bf16, two rows in 32 bits: a row of a tile of B each, columns
+/// [c, c + 16) to `low` and [c + 16, c + 32) to `high`. Whole lines are read, each once: rows that
+/// lie a power of two apart keep each other out of the L1 cache. between() is called before each
+/// two rows.
+template <class RowAt, class Between>
+HWY_INLINE void pack_wide_pairs(const Rows<RowAt>& from, int64_t c, uint16_t* HWY_RESTRICT low,
+                                uint16_t* HWY_RESTRICT high, Census* census,
+                                const Between& between) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  from.with_whole(0, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+    FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+      between();
+      const __m512i even = from.template load_32<decltype(whole)::value>(2 * pair, c);
+      const __m512i odd = from.template load_32<decltype(whole)::value>(2 * pair + 1, c);
+      census->add(even);
+      census->add(odd);
+      const __m512i x = _mm512_permutexvar_epi64(order, even);
+      const __m512i y = _mm512_permutexvar_epi64(order, odd);
+      _mm512_store_si512(low + pair * kTileDepth, _mm512_unpacklo_epi16(x, y));
+      _mm512_store_si512(high + pair * kTileDepth, _mm512_unpackhi_epi16(x, y));
+    }
+  });
+}
+
 /// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
 /// `step`.
 template <int kParts, class RowAt>

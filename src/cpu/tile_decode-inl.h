@@ -42,7 +42,7 @@ struct TileDecodeScratch {
 
   TileDecodeScratch(const Problem& p, int64_t rows, Arena& arena)
       : K(arena.take_halves(kBc * steps_of(p.d) * kTileDepth)),
-        V(arena.take_halves(kBc * blocks_of(p.dv) * kTileRows)),
+        V(arena.take_halves(kBc * round_up(p.dv, 2 * kTileRows))),
         P(arena.take_halves(kBc * blocks_of(rows) * kTileRows)) {}
 };
 
@@ -196,11 +196,10 @@ class TileDecode {
     Census values;
     for (int64_t s = 0; s < steps; ++s) {
       const auto keys = V.rows(i, s * kTileDepth);
-      for (int64_t b = 0; b < blocks_of(p_.dv); ++b) {
-        __m512i pairs[1][16];
-        load_pairs<Side::kB>(keys, 0, b * kTileRows, pairs, &values,
-                             [&]() HWY_ATTR { ahead.ask(1); });
-        store_tile(pairs[0], s_.V + (b * steps + s) * kTileSize);
+      for (int64_t b = 0; b < blocks_of(p_.dv); b += 2) {
+        uint16_t* const to = s_.V + (b * steps + s) * kTileSize;
+        pack_wide_pairs(keys, b * kTileRows, to, to + steps * kTileSize, &values,
+                        [&]() HWY_ATTR { ahead.ask(2); });
       }
     }
     scale_rows(rows.alpha, rows.O, ldo, rows.count);
