@@ -306,15 +306,6 @@ struct Rows {
     if (i >= count || c >= columns) return _mm512_setzero_si512();
     return _mm512_maskz_loadu_epi16(first_halves(columns - c), at(i) + c);
   }
-  /// Columns [c, c + 16) of row i.
-  template <bool kWhole>
-  HWY_INLINE __m256i load_16(int64_t i, int64_t c) const {
-    if constexpr (kWhole) {
-      return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at(i) + c));
-    }
-    if (i >= count || c >= columns) return _mm256_setzero_si256();
-    return _mm256_maskz_loadu_epi16(static_cast<__mmask16>(first_halves(columns - c)), at(i) + c);
-  }
 
   /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
   /// constant.
@@ -415,57 +406,36 @@ HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HW
   *census = all;
 }
 
-/// 16 columns of rows [i, i + 32) in parts, two rows in 32 bits. between() is called before each
-/// two.
-template <Side kSide, int kParts, class RowAt, class Between>
-HWY_INLINE void load_pairs(const Rows<RowAt>& from, int64_t i, int64_t c, __m512i (&r)[kParts][16],
-                           Census* census, const Between& between) {
-  from.with_whole(i, kTileDepth, c, kTileRows, [&](auto whole) HWY_ATTR {
-    FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
-      between();
-      __m512i x[kParts];
-      split_pair<kSide>(from.template load_16<decltype(whole)::value>(i + 2 * pair, c),
-                        from.template load_16<decltype(whole)::value>(i + 2 * pair + 1, c), x);
-      census->add(x[0]);
-      FULGUR_UNROLL for (int p = 0; p < kParts; ++p) r[p][pair] = x[p];
-    }
-  });
-}
-
-/// 32 columns of 32 rows of bf16, two rows in 32 bits: a row of a tile of B each, columns
-/// [c, c + 16) to `low` and [c + 16, c + 32) to `high`. Whole lines are read, each once: rows that
-/// lie a power of two apart keep each other out of the L1 cache. between() is called before each
-/// two rows.
-template <class RowAt, class Between>
-HWY_INLINE void pack_wide_pairs(const Rows<RowAt>& from, int64_t c, uint16_t* HWY_RESTRICT low,
-                                uint16_t* HWY_RESTRICT high, Census* census,
-                                const Between& between) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  from.with_whole(0, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
-    FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
-      between();
-      const __m512i even = from.template load_32<decltype(whole)::value>(2 * pair, c);
-      const __m512i odd = from.template load_32<decltype(whole)::value>(2 * pair + 1, c);
-      census->add(even);
-      census->add(odd);
-      const __m512i x = _mm512_permutexvar_epi64(order, even);
-      const __m512i y = _mm512_permutexvar_epi64(order, odd);
-      _mm512_store_si512(low + pair * kTileDepth, _mm512_unpacklo_epi16(x, y));
-      _mm512_store_si512(high + pair * kTileDepth, _mm512_unpackhi_epi16(x, y));
-    }
-  });
-}
-
 /// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
-/// `step`.
-template <int kParts, class RowAt>
+/// `step`. Whole lines are read, each once: rows that lie a power of two apart keep each other out
+/// of the L1 cache. between() is called before each two rows of 32 columns.
+template <int kParts, class RowAt, class Between>
 HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
-                           uint16_t* HWY_RESTRICT to, Census* census) {
-  for (int64_t b = 0; b < blocks_of(from.columns); ++b) {
-    __m512i r[kParts][16];
-    load_pairs<Side::kB>(from, 0, b * kTileRows, r, census, [] {});
+                           uint16_t* HWY_RESTRICT to, Census* census, const Between& between) {
+  // Columns 0 to 15 are then the first four of every 8.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const int64_t blocks = blocks_of(from.columns);
+  for (int64_t b = 0; b < blocks; b += 2) {
+    const int64_t c = b * kTileRows;
     uint16_t* const tile = to + (b * steps + step) * kParts * kTileSize;
-    for (int p = 0; p < kParts; ++p) store_tile(r[p], tile + p * kTileSize);
+    uint16_t* const next = tile + steps * kParts * kTileSize;
+    from.with_whole(0, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+      FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+        between();
+        const __m512i even = from.template load_32<decltype(whole)::value>(2 * pair, c);
+        const __m512i odd = from.template load_32<decltype(whole)::value>(2 * pair + 1, c);
+        __m512i x[kParts], y[kParts];
+        split_pairs<Side::kB>(_mm512_permutexvar_epi64(order, even),
+                              _mm512_permutexvar_epi64(order, odd), x, y);
+        census->add(x[0]);
+        census->add(y[0]);
+        FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+          const int64_t at = p * kTileSize + pair * kTileDepth;
+          _mm512_store_si512(tile + at, x[p]);
+          if (b + 1 < blocks) _mm512_store_si512(next + at, y[p]);
+        }
+      }
+    });
   }
 }
 

@@ -195,8 +195,8 @@ HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t s
                        &census);
   pack_columns<kParts>(dout, kTilePanelRows, s.dO + step * kTilePanelRows * v_steps * kTileDepth,
                        &census);
-  pack_pairs<kParts>(q, step, kGroup, s.Q_rows, &census);
-  pack_pairs<kParts>(dout, step, kGroup, s.dO_rows, &census);
+  pack_pairs<kParts>(q, step, kGroup, s.Q_rows, &census, [] {});
+  pack_pairs<kParts>(dout, step, kGroup, s.dO_rows, &census, [] {});
   t->finite = census.finite();
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int64_t r = 0; r < kTilePanelRows; ++r) {

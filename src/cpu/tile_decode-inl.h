@@ -42,7 +42,7 @@ struct TileDecodeScratch {
 
   TileDecodeScratch(const Problem& p, int64_t rows, Arena& arena)
       : K(arena.take_halves(kBc * steps_of(p.d) * kTileDepth)),
-        V(arena.take_halves(kBc * round_up(p.dv, 2 * kTileRows))),
+        V(arena.take_halves(kBc * blocks_of(p.dv) * kTileRows)),
         P(arena.take_halves(kBc * blocks_of(rows) * kTileRows)) {}
 };
 
@@ -195,12 +195,8 @@ class TileDecode {
     rows.probabilities(head.task, tile);
     Census values;
     for (int64_t s = 0; s < steps; ++s) {
-      const auto keys = V.rows(i, s * kTileDepth);
-      for (int64_t b = 0; b < blocks_of(p_.dv); b += 2) {
-        uint16_t* const to = s_.V + (b * steps + s) * kTileSize;
-        pack_wide_pairs(keys, b * kTileRows, to, to + steps * kTileSize, &values,
-                        [&]() HWY_ATTR { ahead.ask(2); });
-      }
+      pack_pairs<kPartsOfBF16>(V.rows(i, s * kTileDepth), s, steps, s_.V, &values,
+                               [&]() HWY_ATTR { ahead.ask(2); });
     }
     scale_rows(rows.alpha, rows.O, ldo, rows.count);
     // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.

@@ -208,7 +208,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
     const int64_t row = s * kTileDepth, count = std::min(kTileDepth, k - row);
     const uint16_t* const first = B.data() + row * n;
     pack_pairs<kParts>(Rows{[=](int64_t i) { return first + i * n; }, count, n}, s, row_steps, b,
-                       &census);
+                       &census, [] {});
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
   Products products;
