@@ -321,16 +321,17 @@ HWY_INLINE void dot_keys(const DecodeTile& K, int64_t n, int64_t d,
   });
 }
 
-/// O += P^T V where some row does not see some key: a masked key must not touch the row, as 0 * NaN
-/// would.
+/// O += P^T V of heads [begin, end) where some row does not see some key: a masked key must not
+/// touch the row, as 0 * NaN would.
 HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs& args,
-                                            const KeyTile& tile, const DecodeRows& all) {
+                                            const KeyTile& tile, const DecodeRows& all,
+                                            int64_t begin, int64_t end) {
   const F32 f;
   const Problem& p = first.problem;
   const int64_t ldo = round_up(p.dv, kLanes), rows = first.rows();
   HWY_ALIGN float value[512 + kLanes];
   for (int64_t jj = 0; jj < tile.n; ++jj) {
-    for (int64_t r = 0; r < all.count; ++r) {
+    for (int64_t r = begin * rows; r < end * rows; ++r) {
       if (r % rows == 0) {
         load_keys(first.behind(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
       }
@@ -365,7 +366,7 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
     all.probabilities(first, tile);
     scale_rows(all.alpha, all.O, round_up(p.dv, kLanes), all.count);
     if (partial) {
-      add_visible_values(first, args, tile, all);
+      add_visible_values(first, args, tile, all, 0, heads);
     } else {
       add_values(Products(), DecodeTile(first, args.v, p.v, p.dv, j, n, key_end), n, p.dv, rows,
                  all);

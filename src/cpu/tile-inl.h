@@ -33,23 +33,31 @@ constexpr int64_t blocks_of(int64_t n) { return (n + kTileRows - 1) / kTileRows;
 /// assembler that knows them is all that they need, and a clobber of memory keeps what is packed
 /// before its loads.
 struct Amx {
-  /// The tile registers of this thread, all of 16 rows of 64 bytes, for a scope.
+  /// The tile registers of this thread, of 16 rows of 64 bytes, for a scope.
   class Session {
    public:
-    Session() {
-      alignas(64) Config config;
-      asm volatile("ldtilecfg %0" : : "m"(config));
-    }
+    Session() { configure({}); }
     ~Session() { asm volatile("tilerelease" : :); }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
+    /// From now on tiles of C and A have so many rows, and those of C and B so many columns, 16 at
+    /// most. No register keeps what it has.
+    void shape(int64_t rows, int64_t columns) {
+      Config config;
+      std::fill_n(config.rows, 6, static_cast<uint8_t>(rows));
+      for (const int tile : {0, 1, 2, 3, 6, 7}) {
+        config.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
+      }
+      configure(config);
+    }
 
    private:
-    struct Config {
+    struct alignas(64) Config {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     };
+    static void configure(const Config& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
   };
 
   template <int kTile>

@@ -22,16 +22,37 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 constexpr int64_t kTileDecodeLeast = 8;
 constexpr int64_t kTileDecodeRows = kTilePanelRows;
 
-/// A kv head of a task and its operands.
-struct TileDecodeHead {
-  Task task;
-  DecodeRows rows;
-  uint16_t* Q;  // columns of B, summed over d
+/// Heads of so many rows that share a vector of the softmax.
+constexpr int64_t heads_of_vector(int64_t rows) { return std::max<int64_t>(1, kTileRows / rows); }
 
-  TileDecodeHead(const Task& first, int64_t i, int64_t rows, Arena& arena)
-      : task(first.behind(i)),
-        rows(first.problem, rows, arena),
-        Q(arena.take_halves(this->rows.width * steps_of(first.problem.d) * kTileDepth)) {}
+/// kv heads of a task that do, from its head `index` on, and their operands.
+struct TileDecodeHeads {
+  Task first;
+  int64_t index, count;
+  DecodeRows rows;
+  uint16_t* Q;  // columns of B, summed over d: each head's behind those of the one before
+
+  TileDecodeHeads(const Task& task, int64_t index, int64_t heads, int64_t each, Arena& arena)
+      : first(task.behind(index)),
+        index(index),
+        count(std::min(heads_of_vector(each), heads - index)),
+        rows(task.problem, count * each, arena),
+        Q(arena.take_halves(count * q_size(task.problem, each))) {}
+
+  static int64_t q_size(const Problem& p, int64_t rows) {
+    return blocks_of(rows) * steps_of(p.d) * kTileSize;
+  }
+
+  void start(const ForwardArgs& args) {
+    const Problem& p = first.problem;
+    const int64_t each = first.rows();
+    rows.start(first);
+    for (int64_t j = 0; j < count; ++j) {
+      Census unused;
+      pack_columns<kPartsOfBF16>(query_rows(first.behind(j), args.q, p.q, p.d, 0, each), each,
+                                 Q + j * q_size(p, each), &unused);
+    }
+  }
 };
 
 /// The operands of a head and a tile of keys.
@@ -123,21 +144,18 @@ class TileDecode {
       : first_(first),
         p_(first.problem),
         args_(args),
+        rows_(first.rows()),
         arena_(scratch),
-        s_(p_, first.rows(), arena_) {
+        s_(p_, rows_, arena_) {
     heads_.reserve(heads);
-    for (int64_t i = 0; i < heads; ++i) {
-      TileDecodeHead& head = heads_.emplace_back(first, i, first.rows(), arena_);
-      head.rows.start(head.task);
-      Census unused;
-      pack_columns<kPartsOfBF16>(query_rows(head.task, args.q, p_.q, p_.d, 0, first.rows()),
-                                 first.rows(), head.Q, &unused);
+    for (int64_t i = 0; i < heads; i += heads_of_vector(rows_)) {
+      heads_.emplace_back(first, i, heads, rows_, arena_).start(args);
     }
   }
 
   void run(int64_t key_begin, int64_t key_end) {
     KeyTiles tiles = heads_[0].rows.panels[0].tiles({key_begin, key_end});  // of every head
-    const int64_t heads = static_cast<int64_t>(heads_.size());
+    const int64_t heads = heads_.back().index + heads_.back().count;
     const auto keys = [&](const ConstTensor& t, const Layout& layout, int64_t dim) {
       return TileKeys(first_, t, layout, dim, tiles);
     };
@@ -147,9 +165,11 @@ class TileDecode {
       tiles.next();
       const TileKeys next_K = keys(args_.k, p_.k, p_.d), next_V = keys(args_.v, p_.v, p_.dv);
       TilesAhead ahead(next_K, next_V, heads);
-      for (int64_t i = 0; i < heads; ++i) add_scores(K, i, ahead);
+      session_.shape(kTileRows, std::min(rows_, kTileRows));
+      for (const TileDecodeHeads& some : heads_) add_scores(K, some, ahead);
       products_.flush();
-      for (int64_t i = 0; i < heads; ++i) add_values(V, tile, i, ahead);
+      session_.shape(std::min(rows_, kTileRows), kTileRows);
+      for (const TileDecodeHeads& some : heads_) add_values(V, tile, some, ahead);
       products_.flush();
       K = next_K;
       V = next_V;
@@ -157,63 +177,68 @@ class TileDecode {
   }
 
   void finish(float* states) const {
-    for (const TileDecodeHead& head : heads_) states = head.rows.finish(p_.dv, states);
+    for (const TileDecodeHeads& some : heads_) states = some.rows.finish(p_.dv, states);
   }
 
  private:
-  /// S^T = K Q^T of head i.
-  void add_scores(const TileKeys& K, int64_t i, TilesAhead& ahead) {
-    const TileDecodeHead& head = heads_[i];
-    const int64_t steps = steps_of(p_.d), width = head.rows.width;
-    Operand A{K.row(i, 0), K.stride, kTileRows * K.stride / 2, kTileDepth};
-    if (K.stride == 0 || K.n % kTileRows != 0 || p_.d % kTileDepth != 0) {
-      Census unused;
-      pack_rows<kPartsOfBF16>(K.rows(i, 0), K.n, s_.K, &unused);
-      A = Operand::packed(s_.K, steps);
-    }
-    for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
-      ahead.ask(lines_);
-      products_.multiply({false,
-                          std::min<int64_t>(2, blocks_of(K.n) - b),
-                          blocks_of(head.rows.count),
-                          steps,
-                          {A.at(b, 0), A.stride, A.block, A.step},
-                          Operand::packed(head.Q, steps),
-                          head.rows.S + b * kTileRows * width,
-                          width,
-                          {std::min(2 * kTileRows, K.n - b * kTileRows), head.rows.count, p_.d}});
+  /// S^T = K Q^T, each head in its own columns.
+  void add_scores(const TileKeys& K, const TileDecodeHeads& some, TilesAhead& ahead) {
+    const int64_t steps = steps_of(p_.d), width = some.rows.width;
+    for (int64_t j = 0; j < some.count; ++j) {
+      const int64_t i = some.index + j;
+      Operand A{K.row(i, 0), K.stride, kTileRows * K.stride / 2, kTileDepth};
+      if (K.stride == 0 || K.n % kTileRows != 0 || p_.d % kTileDepth != 0) {
+        Census unused;
+        pack_rows<kPartsOfBF16>(K.rows(i, 0), K.n, s_.K, &unused);
+        A = Operand::packed(s_.K, steps);
+      }
+      for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
+        ahead.ask(lines_);
+        products_.multiply({false,
+                            std::min<int64_t>(2, blocks_of(K.n) - b),
+                            blocks_of(rows_),
+                            steps,
+                            {A.at(b, 0), A.stride, A.block, A.step},
+                            Operand::packed(some.Q + j * TileDecodeHeads::q_size(p_, rows_), steps),
+                            some.rows.S + b * kTileRows * width + j * rows_,
+                            width,
+                            {std::min(2 * kTileRows, K.n - b * kTileRows), rows_, p_.d}});
+      }
     }
   }
 
-  /// P of head i and O = diag(alpha) O + P V.
-  void add_values(const TileKeys& V, const KeyTile& tile, int64_t i, TilesAhead& ahead) {
-    const TileDecodeHead& head = heads_[i];
-    const DecodeRows& rows = head.rows;
+  /// P and O = diag(alpha) O + P V.
+  void add_values(const TileKeys& V, const KeyTile& tile, const TileDecodeHeads& some,
+                  TilesAhead& ahead) {
+    const DecodeRows& rows = some.rows;
     const int64_t steps = steps_of(tile.n), ldo = blocks_of(p_.dv) * kTileRows;
     scale_scores(tile.n, rows.width, query_factor(p_), rows.S);
-    ahead.ask(lines_);
-    rows.probabilities(head.task, tile);
-    Census values;
-    for (int64_t s = 0; s < steps; ++s) {
-      pack_pairs<kPartsOfBF16>(V.rows(i, s * kTileDepth), s, steps, s_.V, &values,
-                               [&]() HWY_ATTR { ahead.ask(2); });
-    }
+    ahead.ask(some.count * lines_);
+    rows.probabilities(some.first, tile);
     scale_rows(rows.alpha, rows.O, ldo, rows.count);
-    // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
-    if (values.denormal() || (tile.partial && !values.finite())) {
-      return add_visible_values(head.task, args_, tile, rows);
-    }
-    ahead.ask(lines_);
     pack_probabilities(rows, steps);
-    products_.multiply({true,
-                        blocks_of(rows.count),
-                        blocks_of(p_.dv),
-                        steps,
-                        Operand::packed(s_.P, steps),
-                        Operand::packed(s_.V, steps),
-                        rows.O,
-                        ldo,
-                        {rows.count, p_.dv, tile.n}});
+    for (int64_t j = 0; j < some.count; ++j) {
+      Census values;
+      for (int64_t s = 0; s < steps; ++s) {
+        pack_pairs<kPartsOfBF16>(V.rows(some.index + j, s * kTileDepth), s, steps, s_.V, &values,
+                                 [&]() HWY_ATTR { ahead.ask(2); });
+      }
+      // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
+      if (values.denormal() || (tile.partial && !values.finite())) {
+        add_visible_values(some.first, args_, tile, rows, j, j + 1);
+        continue;
+      }
+      ahead.ask(lines_);
+      products_.multiply({true,
+                          blocks_of(rows_),
+                          blocks_of(p_.dv),
+                          steps,
+                          Operand::packed(s_.P + j * rows_ * kTileDepth, steps),
+                          Operand::packed(s_.V, steps),
+                          rows.O + j * rows_ * ldo,
+                          ldo,
+                          {rows_, p_.dv, tile.n}});
+    }
   }
 
   /// P [keys][width] as rows of A.
@@ -236,20 +261,22 @@ class TileDecode {
   const Task& first_;
   const Problem& p_;
   const ForwardArgs& args_;
+  const int64_t rows_;  // of a head
   Arena arena_;
   const TileDecodeScratch s_;
-  const typename Products::Session session_;
+  typename Products::Session session_;
   Products products_;
   const int64_t lines_ = (p_.d + p_.dv) / 4;  // an eighth of those of a head and a tile of keys
-  std::vector<TileDecodeHead> heads_;
+  std::vector<TileDecodeHeads> heads_;
 };
 
 inline int64_t tile_decode_scratch(const Problem& p, int64_t heads, int64_t rows) {
   Arena arena(nullptr);
   TileDecodeScratch(p, rows, arena);
-  for (int64_t i = 0; i < heads; ++i) {
-    DecodeRows(p, rows, arena);
-    arena.take_halves(round_up(rows, kLanes) * steps_of(p.d) * kTileDepth);  // Q
+  for (int64_t i = 0; i < heads; i += heads_of_vector(rows)) {
+    const int64_t count = std::min(heads_of_vector(rows), heads - i);
+    DecodeRows(p, count * rows, arena);
+    arena.take_halves(count * TileDecodeHeads::q_size(p, rows));
   }
   return std::max(arena.used(), decode_scratch(p, heads, rows));
 }

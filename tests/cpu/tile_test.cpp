@@ -41,7 +41,8 @@ inline float flushed(float x) {
 /// product and sum rounded once, and denormal numbers are 0 on the way in and out.
 struct TileModel {
   struct Session {
-    Session() {}
+    Session() { shape(16, 16); }
+    void shape(int64_t m, int64_t n) { rows = m, columns = n; }
   };
   struct Tile {
     uint8_t row[16][64];
@@ -71,8 +72,10 @@ struct TileModel {
   }
   template <int kTile>
   static void load(const void* from, int64_t stride) {
-    for (int64_t r = 0; r < 16; ++r) {
-      std::memcpy(tiles[kTile].row[r], static_cast<const uint8_t*>(from) + r * stride, 64);
+    zero<kTile>();
+    for (int64_t r = 0; r < rows_of<kTile>(); ++r) {
+      std::memcpy(tiles[kTile].row[r], static_cast<const uint8_t*>(from) + r * stride,
+                  bytes_of<kTile>());
     }
   }
   template <int kTile>
@@ -81,8 +84,8 @@ struct TileModel {
   }
   template <int kTile>
   static void store(void* to, int64_t stride) {
-    for (int64_t r = 0; r < 16; ++r) {
-      std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[kTile].row[r], 64);
+    for (int64_t r = 0; r < rows_of<kTile>(); ++r) {
+      std::memcpy(static_cast<uint8_t*>(to) + r * stride, tiles[kTile].row[r], bytes_of<kTile>());
     }
   }
   template <int kC, int kA, int kB>
@@ -110,7 +113,17 @@ struct TileModel {
     }
   }
 
+  template <int kTile>
+  static int64_t rows_of() {
+    return kTile < 6 ? rows : 16;
+  }
+  template <int kTile>
+  static size_t bytes_of() {
+    return kTile < 4 || kTile > 5 ? 4 * columns : 64;
+  }
+
   static inline thread_local Tile tiles[8];
+  static inline thread_local int64_t rows = 16, columns = 16;  // of C
 };
 
 /// Dot products as Intel's manual describes VDPBF16PS: first the upper halves, then the lower ones,
@@ -134,10 +147,11 @@ struct DotModel {
   }
 };
 
-/// C = A B of one tile each; C is added to.
+/// C = A B of one tile each, of so many rows and columns; C is added to.
 template <class Tiles>
-void multiply_tiles(const uint16_t* A, const uint16_t* B, float* C) {
-  const typename Tiles::Session session;
+void multiply_tiles(int64_t rows, int64_t columns, const uint16_t* A, const uint16_t* B, float* C) {
+  typename Tiles::Session session;
+  session.shape(rows, columns);
   Tiles::template load<0>(C, 64);
   Tiles::template load<4>(A, 64);
   Tiles::template load<6>(B, 64);
@@ -146,12 +160,13 @@ void multiply_tiles(const uint16_t* A, const uint16_t* B, float* C) {
 }
 
 /// Whether the instructions give the models' bits.
-bool is_tile_model(const uint16_t* A, const uint16_t* B, const float* C) {
+bool is_tile_model(int64_t rows, int64_t columns, const uint16_t* A, const uint16_t* B,
+                   const float* C) {
   float by_model[256], by_tiles[256];
   std::copy_n(C, 256, by_model);
   std::copy_n(C, 256, by_tiles);
-  multiply_tiles<TileModel>(A, B, by_model);
-  multiply_tiles<Amx>(A, B, by_tiles);
+  multiply_tiles<TileModel>(rows, columns, A, B, by_model);
+  multiply_tiles<Amx>(rows, columns, A, B, by_tiles);
   return std::memcmp(by_model, by_tiles, sizeof by_model) == 0;
 }
 
@@ -453,7 +468,8 @@ TEST_F(Tiles, ModelsAreTheInstructions) {
     for (uint16_t& x : A) x = number(middle);
     for (uint16_t& x : B) x = number(middle);
     for (float& x : C) x = f32_from_bf16(number(2 * middle - 127));
-    ASSERT_TRUE(!amx || tiles::is_tile_model(A, B, C)) << "round " << round;
+    ASSERT_TRUE(!amx || tiles::is_tile_model(1 + round % 16, 16 - round / 16 % 16, A, B, C))
+        << "round " << round;
     ASSERT_TRUE(!dots || tiles::is_dot_model(A, B, C)) << "round " << round;
   }
 }
