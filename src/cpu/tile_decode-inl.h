@@ -101,39 +101,38 @@ class TilesAhead {
  public:
   TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads)
       : keys_(&K), V_(&V), heads_(heads), left_(K.n) {
-    if (left_ > 0) go_to_row();
+    if (left_ > 0) go_to_key();
   }
 
   // Inlined, since to GCC 12 a call of what only prefetches has no effect.
   HWY_INLINE void ask(int64_t lines) {
-    for (int64_t i = 0; i < lines; ++i) {
-      if (left_ == 0) return;
-      __builtin_prefetch(line_, 0, kToL2);
-      line_ += 64;
-      if (line_ >= end_) next_row();
+    for (owed_ += lines; owed_ >= row_lines_ && left_ > 0; owed_ -= row_lines_) {
+      for (int64_t i = 0; i < row_lines_; ++i) __builtin_prefetch(row_ + 64 * i, 0, kToL2);
+      next_row();
     }
   }
 
  private:
-  HWY_INLINE void go_to_row() {
-    line_ = reinterpret_cast<const char*>(keys_->row(head_, keys_->n - left_));
-    end_ = line_ + 2 * keys_->columns;
+  HWY_INLINE void go_to_key() {
+    row_ = reinterpret_cast<const char*>(keys_->row(0, keys_->n - left_));
+    row_lines_ = (2 * keys_->columns + 63) / 64;
   }
   HWY_INLINE void next_row() {
-    if (++head_ == heads_) {
-      head_ = 0;
-      if (--left_ == 0) {
-        if (keys_ == V_) return;
-        keys_ = V_;
-        left_ = V_->n;
-      }
+    row_ += keys_->head;
+    if (++head_ < heads_) return;
+    head_ = 0;
+    if (--left_ == 0) {
+      if (keys_ == V_) return;
+      keys_ = V_;
+      left_ = V_->n;
     }
-    go_to_row();
+    go_to_key();
   }
 
   const TileKeys *keys_, *V_;
   int64_t heads_, left_, head_ = 0;  // keys that are left of *keys_
-  const char *line_ = nullptr, *end_ = nullptr;
+  const char* row_ = nullptr;
+  int64_t row_lines_ = 1, owed_ = 0;  // lines, asked for by rows
 };
 
 /// One call.

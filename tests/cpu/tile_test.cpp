@@ -123,7 +123,7 @@ struct TileModel {
   }
 
   static inline thread_local Tile tiles[8];
-  static inline thread_local int64_t rows = 16, columns = 16;  // of C
+  static inline thread_local int64_t rows, columns;  // of C
 };
 
 /// Dot products as Intel's manual describes VDPBF16PS: first the upper halves, then the lower ones,
@@ -196,6 +196,7 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   pack_rows<kParts>(rows_of(A, k), m, a, &census);
   pack_columns<kParts>(rows_of(B, k), n, b, &census);
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
+  const typename Products::Session session;
   Products products;
   products.multiply({false,
                      blocks_of(m),
@@ -226,6 +227,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
                        &census, [] {});
   }
   std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
+  const typename Products::Session session;
   Products products;
   products.multiply({true,
                      blocks_of(m),
