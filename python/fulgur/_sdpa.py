@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
 from fulgur._names import named
+from fulgur.torch import rng_state_of
 
 _forward = torch.ops.fulgur.forward.default
 _forward_into = torch.ops.fulgur.forward_into.default
@@ -116,12 +117,6 @@ def _cpu_backward(
 # On CUDA, they are aligned at the bottom right.
 
 
-def _rng_state(q, dropout_p):
-    if dropout_p > 0:
-        return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    return torch.zeros(2, dtype=torch.int64, device=q.device)
-
-
 def _behind(q, rng_state):
     """What PyTorch's kernels return at the end: rng_state, an unused one, no probabilities."""
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -139,7 +134,7 @@ def _cuda_sdpa_forward(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
     _refuse("return_debug_mask", return_debug_mask)
-    rng_state = _rng_state(query, dropout_p)
+    rng_state = rng_state_of(query, dropout_p)
     shared = _cuda_options(dropout_p, rng_state, is_causal, scale)
     out, lse = _dense(query, key, value, shared)
     lengths = query.shape[2], key.shape[2]
@@ -184,7 +179,7 @@ def _cuda_shared_of_forward(
 
 def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p, *rest, **options):
     """Of (batch, seqlen, heads, dim) or packed tensors."""
-    rng_state = _rng_state(query, dropout_p)
+    rng_state = rng_state_of(query, dropout_p)
     lengths = cum_q, cum_k, max_q, max_k
     shared = _cuda_shared_of_forward(rng_state, *lengths, dropout_p, *rest, **options)
     out, lse = named(_NAMES, _forward, _rows(query), _rows(key), _rows(value), **shared)

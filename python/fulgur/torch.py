@@ -358,6 +358,11 @@ def random_numbers(q):
     return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
+def rng_state_of(q, dropout_p):
+    """The same for both passes of a call that may have no dropout: the generator stays then."""
+    return random_numbers(q) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
+
+
 def whole_rows(name, x):
     """A tensor with rows in one piece."""
     try:

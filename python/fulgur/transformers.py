@@ -11,6 +11,7 @@ dims of values than of keys, attention sinks (``s_aux``, as gpt-oss has them); o
 Beyond that it takes chunks, as Llama 4's local layers have them.
 """
 
+import sys
 from types import FunctionType
 
 import torch
@@ -91,8 +92,10 @@ def attention_mask(
 
     Raises:
         NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
-            other both ways, and chunks of queries beside a cache.
+            other both ways, and chunks of queries beside a cache; or the model never asks for an
+            attention implementation and would take no mask as one that hides nothing.
     """
+    _want_interface(type(options.get("config")).__module__)
     chunks = None
     for name, inside in _overlays(mask_function):
         if name not in _OVERLAYS:
@@ -114,6 +117,23 @@ def attention_mask(
     places = torch.arange(mask.shape[1], device=mask.device) + kv_offset
     size = chunks["chunk_size"]
     return mask & ((places - first) // size == (q_offset - first) // size)
+
+
+@torch.compiler.assume_constant_result
+def _want_interface(configuration):
+    """Raises for a model that computes attention by itself, told by the module of its configuration."""
+    name = configuration.replace(".configuration_", ".modeling_")
+    module = sys.modules.get(name)
+    of_model = {} if module is None else vars(module)
+    computes = any(
+        isinstance(x, type) and issubclass(x, torch.nn.Module) and x.__module__ == name
+        for x_name, x in of_model.items() if "Attention" in x_name
+    )  # fmt: skip
+    if computes and "ALL_ATTENTION_FUNCTIONS" not in of_model:
+        raise NotImplementedError(
+            f"attn_implementation: {name} computes attention by itself; want 'eager', or a model that uses "
+            "transformers' AttentionInterface"
+        )
 
 
 def _overlays(function):

@@ -263,6 +263,22 @@ class TestFlashAttention2:
         for a, b in zip(gradients, expected):
             torch.testing.assert_close(a, b)
 
+    def test_private_names_draw_for_dropout_alone(self):
+        """As upstream's: what is drawn later does not depend on how often they were called."""
+        q, k, v = make_qkv()
+        options = (0.5, False, -1, -1, 0.0, None, False)
+        lengths = (int32(0, 2, 5), int32(0, 4, 7), 3, 4)
+        for call in (
+            lambda p: flash_attn_interface._flash_attn_forward(q, k, v, p, *options),
+            lambda p: flash_attn_interface._flash_attn_varlen_forward(q[0], k[0], v[0], *lengths, p, *options),
+        ):
+            before = torch.get_rng_state()
+            *_, rng = call(0.0)
+            assert rng.shape == (2,) and rng.dtype == torch.int64
+            assert torch.equal(torch.get_rng_state(), before)
+            call(0.5)
+            assert not torch.equal(torch.get_rng_state(), before)
+
     def test_private_names_packed(self):
         q, k, v = (x[0] for x in make_qkv())
         lengths = (int32(0, 2, 5), int32(0, 4, 7), 3, 4)

@@ -268,6 +268,16 @@ class TestTransformers:
         with pytest.raises(RuntimeError, match=f"^{message}"):
             fulgur.transformers.attention_forward(module, **names | options)
 
+    @pytest.mark.parametrize("batch", [1, 3])
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_models_that_compute_by_themselves_raise(self, batch, padded):
+        """They take the mask that they get for their own, and none would hide nothing."""
+        model = self.model("Bloom", "fulgur")
+        tokens, mask = (x[:batch] for x in self.batch("left"))
+        message = r"^attn_implementation: transformers.models.bloom.modeling_bloom computes attention by itself"
+        with pytest.raises(NotImplementedError, match=message):
+            model(tokens, attention_mask=mask if padded else torch.ones_like(mask))
+
     def test_masks_that_are_missing_raise(self):
         """Tokens that see each other both ways, and chunks of several queries beside a cache."""
         masks = pytest.importorskip("transformers.masking_utils")

@@ -8,7 +8,7 @@ from fulgur._drop_in import (
     want_parts, with_kvcache,
 )  # fmt: skip
 from fulgur._names import OPTIONS, PRIVATE, named
-from fulgur.torch import attention, random_numbers, whole_rows
+from fulgur.torch import attention, rng_state_of, whole_rows
 
 USE_TRITON_ROCM = False
 _NAMES = OPTIONS | {"page_table": "block_table"}
@@ -176,7 +176,7 @@ def _flash_attn_forward(
 ):  # fmt: skip
     """out, softmax_lse, an empty tensor, and the random numbers for the backward pass."""
     refuse(return_softmax=return_softmax)
-    rng_state = random_numbers(q)
+    rng_state = rng_state_of(q, dropout_p)
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
@@ -195,7 +195,7 @@ def _flash_attn_varlen_forward(
     refuse(return_softmax=return_softmax, leftpad_k=leftpad_k)
     if block_table is not None and num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported beside a block_table; want 0 or 1")
-    rng_state = random_numbers(q)
+    rng_state = rng_state_of(q, dropout_p)
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
     names = _PRIVATE_NAMES
     if seqused_k is not None:
