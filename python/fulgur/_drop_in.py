@@ -2,6 +2,7 @@
 fulgur.torch, and install_as()."""
 
 import importlib
+import operator
 import sys
 
 import torch
@@ -83,10 +84,10 @@ def refuse_wide(v):
 def sides(window_size):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     try:
-        left, right = window_size
+        left, right = (-1 if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError):
-        raise TypeError(f"window_size: got {window_size!r}, want (left, right)") from None
-    return -1 if left is None else int(left), -1 if right is None else int(right)
+        raise TypeError(f"window_size: got {window_size!r}, want (left, right), two integers") from None
+    return left, right
 
 
 def longest(max_seqlen, packed):
@@ -135,9 +136,16 @@ def beside_pages(name, table, inputs, call):
     return tuple(_BesidePages.apply(name, x, *inputs) for x in results)
 
 
+def dims_of(name, x):
+    """How many dimensions a tensor has."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a tensor")
+    return x.dim()
+
+
 def want_parts(name, x, parts, rows="batch, seqlen"):
     """Raises where x is not kv or qkv of so many parts, one beside the other in their dimension."""
-    if x.dim() != rows.count(",") + 4 or x.shape[-3] != parts:
+    if dims_of(name, x) != rows.count(",") + 4 or x.shape[-3] != parts:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {parts}, heads, dim)")
 
 
@@ -233,6 +241,9 @@ def with_kvcache(
 def combine(out_partial, lse_partial, out=None, out_dtype=None):
     """out and lse of parts along the first dimension; lse_partial is out_partial's shape less its
     last dimension, and so is lse."""
+    if lse_partial.shape != out_partial.shape[:-1]:
+        got, want = tuple(lse_partial.shape), tuple(out_partial.shape[:-1])
+        raise ValueError(f"lse_partial: got shape {got}, want {want} as out_partial")
     lse = torch.logsumexp(lse_partial.float(), 0)
     weights = (lse_partial - lse).exp().masked_fill(lse_partial.isneginf(), 0)[..., None]
     result = (weights * out_partial).masked_fill(weights == 0, 0).sum(0)

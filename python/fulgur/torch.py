@@ -121,10 +121,10 @@ def _fold(size, given, mapped):
         return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
     batch = given["q"].shape[1 if mapped["q"] == 0 else 0]
-    folded = {
-        name: front(name).flatten(0, 1)
-        for name in (*_ROWS, "seqused_q", "seqused_k") if name in given
-    }  # fmt: skip
+    folded = {name: front(name).flatten(0, 1) for name in _ROWS if name in given}
+    for name in ("seqused_q", "seqused_k"):
+        if name in given:
+            folded[name] = front(name).flatten(0, 1).contiguous()
     if "alibi_slopes" in given:
         slopes = given["alibi_slopes"]
         if mapped["alibi_slopes"] is not None or slopes.dim() == 2:
@@ -160,7 +160,8 @@ def _fold_heads(size, given, mapped):
         return x.flatten(heads, heads + 1)
 
     rows = {name: fold(name, -2) for name in _ROWS if name in given}
-    return given | rows | {x: fold(x, -1) for x in ("alibi_slopes", "sinks") if x in given}
+    of_heads = ("alibi_slopes", "sinks")
+    return given | rows | {name: fold(name, -1).contiguous() for name in of_heads if name in given}
 
 
 def _batched(op, heads, size, given, mapped):

@@ -859,6 +859,8 @@ class TestFlashAttention3:
         assert combine(torch.stack(outs), torch.stack(lses).mT, None, torch.bfloat16)[
             0
         ].dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="^lse_partial: got shape .3, 2, 4, 5., want .3, 2, 5, 4. as out_partial"):
+            combine(torch.stack(outs), torch.stack(lses))
 
     def test_scheduler_metadata(self):
         metadata = fa3.get_scheduler_metadata(2, 1, 16, 4, 2, 64, int32(3, 4))
@@ -1065,10 +1067,21 @@ def test_errors_of_others_keep_their_words():
 
 
 @pytest.mark.parametrize("module", [fa2, fa3, fa4])
-@pytest.mark.parametrize("window", [None, 3, (1, 2, 3)])
+@pytest.mark.parametrize("window", [None, 3, (1, 2, 3), ("a", 0), (1.5, 0)])
 def test_windows_that_are_no_pair(module, window):
     with pytest.raises(TypeError, match="^window_size: got .*, want .left, right."):
         module.flash_attn_func(*make_qkv(), window_size=window)
+
+
+@pytest.mark.parametrize("call, name", [
+    (fa2.flash_attn_qkvpacked_func, "qkv"), (fa3.flash_attn_qkvpacked_func, "qkv"),
+    (lambda x: fa2.flash_attn_kvpacked_func(make_qkv()[0], x), "kv"),
+    (lambda x: rotary.apply_rotary_emb_qkv_(x, None, None), "qkv"),
+])  # fmt: skip
+def test_parts_that_are_no_tensor(call, name):
+    for x in (None, torch.ones(2, 5, 3, 4, 8).numpy()):
+        with pytest.raises(TypeError, match=f"^{name}: got {type(x).__name__}, want a tensor$"):
+            call(x)
 
 
 def test_wide_values_on_a_gpu_raise():
@@ -1118,6 +1131,12 @@ class TestPadding:
         mask, unused = torch.tensor([[1, 0, 0], [1, 1, 0]]), torch.tensor([[0, 1, 0], [0, 0, 0]])
         rows, _, ends, longest, used = bert_padding.unpad_input(torch.ones(2, 3, 1), mask, unused)
         assert (len(rows), ends.tolist(), longest, used.tolist()) == (4, [0, 2, 4], 2, [1, 2])
+
+    def test_masks_of_another_shape(self):
+        x, mask = torch.ones(2, 3, 1), torch.ones(2, 3, dtype=torch.int32)
+        for masks, name in (((mask[:, :2],), "attention_mask"), ((mask, mask[:, :2]), "unused_mask")):
+            with pytest.raises(ValueError, match=f"^{name}: got shape .2, 2., want .2, 3., the first"):
+                bert_padding.unpad_input(x, *masks)
 
     def test_several_sequences_in_a_row(self):
         (x,) = make((2, 6, 3))

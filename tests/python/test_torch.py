@@ -521,6 +521,18 @@ class TestFunc:
             part = [x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)]
             assert torch.equal(got[i], attention(*part, **options))
 
+    @pytest.mark.parametrize("name", ["slopes", "sinks", "seqused_q", "seqused_k"])
+    def test_vmap_of_one_sequence_of_one_head(self, name):
+        """What is not mapped has one element, and is repeated."""
+        q, k, v = make((3, 1, 7, 1, 8), (1, 9, 1, 8), (1, 9, 1, 16))
+        options = {
+            "slopes": dict(alibi_slopes=torch.ones(1), sinks=torch.ones(1)),
+            "sinks": dict(sinks=torch.ones(1)),
+        }.get(name, {name: torch.tensor([5], dtype=torch.int32)})
+        got = torch.vmap(lambda q: attention(q, k, v, **options))(q)
+        for i in range(3):
+            assert torch.equal(got[i], attention(q[i], k, v, **options))
+
     def test_vmap_over_slopes_and_lengths(self):
         q, k, v = make_qkv()
         slopes, used_k = torch.rand(3, 4), torch.randint(0, 10, (3, 2), dtype=torch.int32)

@@ -22,6 +22,12 @@ def _packed(hidden_states, kept, lengths):
     return rows, indices, cu_seqlens, int(lengths.max())
 
 
+def _want_mask(name, mask, hidden_states):
+    if mask.shape != hidden_states.shape[:2]:
+        got, want = tuple(mask.shape), tuple(hidden_states.shape[:2])
+        raise ValueError(f"{name}: got shape {got}, want {want}, the first dimensions of hidden_states")
+
+
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """The rows of ``(batch, seqlen, ...)`` that a mask ``(batch, seqlen)`` keeps.
 
@@ -29,6 +35,9 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
         (rows, their indices in the flat batch, cu_seqlens int32 (batch + 1,), the longest sequence,
         the rows of each sequence that attention_mask itself keeps: unused_mask keeps more).
     """
+    _want_mask("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _want_mask("unused_mask", unused_mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     packed = _packed(hidden_states, kept, kept.sum(-1, dtype=torch.int32))
     return *packed, attention_mask.sum(-1, dtype=torch.int32)
