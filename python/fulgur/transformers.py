@@ -102,6 +102,9 @@ def attention_mask(
             refuse(**{f"{name} in a mask": mask_function})
         if name == "chunked_overlay":
             chunks = inside
+        # Traced, masks are always made of it. One row's sequences attention_forward finds by position_ids.
+        if name == "packed_sequence_mask_function" and batch_size > 1 and not torch.compiler.is_compiling():
+            refuse(**{"position_ids that begin anew in several rows": mask_function})
     mask = flash_attention_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
     )
@@ -199,9 +202,9 @@ def _begin_anew(position_ids, batch):
 
 
 def _ends(position_ids):
-    """cu_seqlens of places that begin with 0 in each sequence."""
+    """cu_seqlens of places that begin with the least of all in each sequence, as in transformers."""
     places = position_ids.flatten()
-    starts = (places == 0).nonzero().flatten()
+    starts = (places == places.min()).nonzero().flatten()
     return torch.cat([starts, starts.new_tensor([len(places)])])
 
 

@@ -219,10 +219,20 @@ class TestTransformers:
         places = torch.cat([torch.arange(n) for n in self.LENGTHS])[None]
         want = torch.cat([eager(x).logits for x in parts], 1)
         torch.testing.assert_close(model(rows, position_ids=places).logits, want)
+        torch.testing.assert_close(model(rows, position_ids=places + 2).logits, want)  # rotations are relative
         ends = torch.tensor([0, 9, 13, 25], dtype=torch.int32)
         lengths = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=12, max_length_k=12)
         got = model(rows, position_ids=places, **lengths).logits
         torch.testing.assert_close(got, want)
+
+    def test_packed_in_several_rows_raises(self):
+        model = self.model("Llama", "fulgur")
+        tokens, _ = self.batch("right")
+        places = torch.arange(12).expand(3, -1)
+        want = model(tokens, use_cache=False).logits
+        torch.testing.assert_close(model(tokens, position_ids=places, use_cache=False).logits, want)
+        with pytest.raises(NotImplementedError, match="^position_ids that begin anew in several rows: "):
+            model(tokens, position_ids=places % 6, use_cache=False)
 
     def test_mixed_dtypes(self):
         """Norms in float32, as fine-tuning libraries have them."""
