@@ -390,7 +390,7 @@ def _sides(window):
 
 
 def _want_constant(name, x):
-    if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
+    if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.requires_grad:
         raise ValueError(f"{name}: requires grad, and gets none; want {name}.detach()")
 
 

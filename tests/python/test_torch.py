@@ -357,6 +357,19 @@ class TestCompile:
         got, expected = (torch.autograd.grad(y, x, dout)[0] for y in (out, want))
         assert_allclose(got, expected, atol=1e-6)
 
+    def test_numbers_that_the_graph_does_not_know(self):
+        """As all are under dynamic=True, and those that changed."""
+        (q,) = make((2, 7, 4, 8), grad=True)
+
+        def call(q, scale, softcap, left):
+            return attention(q, q, q, scale=scale, softcap=softcap, window=(left, 0))
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        for numbers in ((0.5, 2.0, 3), (0.25, 4.0, 2)):
+            out, want = compiled(q, *numbers), call(q, *numbers)
+            assert torch.equal(out, want)
+            assert_allclose(*(torch.autograd.grad(x.sum(), q)[0] for x in (out, want)), atol=1e-6)
+
     @pytest.mark.parametrize("as_tensor", [False, True])
     def test_longest_lengths_that_are_computed(self, as_tensor):
         def call(q, k, v, starts):
