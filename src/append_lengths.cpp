@@ -1,9 +1,12 @@
 #include "append_lengths.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace fulgur {
 namespace {
+
+constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();  // of what seqused_k can say
 
 /// The values of a vector that the host can read, or null.
 const int32_t* readable(const ConstTensor& t) {
@@ -42,6 +45,11 @@ void AppendLengths::check_room(const AppendCall& c, const Sequences& sequences) 
     if (s.k_begin + s.sk > room) {
       fail("cache_seqlens", "got {} at {}, with {} new rows {}, want at most the {} of its cache",
            s.k_begin, b, s.sk, s.k_begin + s.sk, room);
+    }
+    if (s.k_begin + s.sk > kMostKeys) {
+      fail("cache_seqlens",
+           "got {} at {}, with {} new rows {}, want at most {}, as lengths are i32", s.k_begin, b,
+           s.sk, s.k_begin + s.sk, kMostKeys);
     }
   }
 }

@@ -366,6 +366,37 @@ TEST(BadAppends, OnCuda) {
   }
 }
 
+// No call could say how long such a sequence is: the last of its keys is the 2^31st.
+TEST(BadAppends, MoreKeysThanALengthHolds) {
+  const Dense k(DType::kF32, {2, 1024, 1, 1}), v(DType::kF32, {2, 1024, 1, 1});
+  const Dense k_new(DType::kF32, {1, 2, 1, 1}), v_new(DType::kF32, {1, 2, 1, 1});
+  const Dense old(DType::kI32, {1}), table(DType::kI32, {1, (1 << 21) + 1});
+  const Dense q(DType::kF32, {1, 1, 1, 1}), out(DType::kF32, {1, 1, 1, 1});
+  std::vector<double> ids((1 << 21) + 1);
+  ids[(1 << 21) - 1] = 1;  // the page of the last keys that a length can count
+  write(table, ids);
+  write(k_new, std::vector<double>{1, 2});
+  const AppendArgs rows{.k_cache = k,
+                        .v_cache = v,
+                        .k_new = k_new,
+                        .v_new = v_new,
+                        .cache_seqlens = old,
+                        .page_table = table};
+  const ForwardArgs args{.q = q, .out = out, .append = &rows};
+  const std::vector<std::byte> before = bits(k);
+  write(old, std::vector<double>{INT32_MAX - 1});
+  for (const std::string& message :
+       {message_of([&] { append(rows); }), message_of([&] { forward(args); })}) {
+    EXPECT_EQ(message,
+              "cache_seqlens: got 2147483646 at 0, with 2 new rows 2147483648, want at most "
+              "2147483647, as lengths are i32");
+  }
+  EXPECT_EQ(bits(k), before);
+  write(old, std::vector<double>{INT32_MAX - 2});
+  append(rows);
+  EXPECT_EQ(load(k.tensor().data, DType::kF32, 1024 + 1022), 2);
+}
+
 TEST(BadAppends, NegativePositions) {
   Appended a(base(Index::kTable, false, true), 1);
   set(a.args.rotary_seqlens, 1, -3);
