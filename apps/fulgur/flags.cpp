@@ -33,11 +33,10 @@ void OptionFlags::add_to(CLI::App& command) {
       ->excludes(causal);
   add_whole(command, "--chunk", chunk_,
             "Of these keys a query sees those of its chunk of N alone; default 0: off");
-  command.add_option("--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
-  command.add_option("--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
-  auto* dropout = command.add_option("--dropout", dropout_,
-                                     "Probability that an entry of the "
-                                     "softmax is dropped");
+  add_real(command, "--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
+  add_real(command, "--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
+  auto* dropout = add_real(command, "--dropout", dropout_,
+                           "Probability that an entry of the softmax is dropped");
   dropout->type_name("P");
   add_whole(command, "--seed", seed_, "Seed of the dropout; default 0")->needs(dropout);
   command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");

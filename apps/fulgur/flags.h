@@ -36,6 +36,23 @@ CLI::Option* add_whole(CLI::App& command, const std::string& name, T& value,
   return command.add_option_function<std::string>(name, take, help)->type_name("N");
 }
 
+/// Adds an option that takes any number.
+template <class T>
+CLI::Option* add_real(CLI::App& command, const std::string& name, T& value,
+                      const std::string& help) {
+  const auto take = [name, &value](const std::string& text) {
+    const char* const end = text.data() + text.size();
+    double number{};
+    const auto [rest, error] = std::from_chars(text.data(), end, number);
+    if (error != std::errc{} || rest != end) {
+      throw CLI::ValidationError(name,
+                                 fmt::format("got '{}', want a number in the range of f64", text));
+    }
+    value = number;
+  };
+  return command.add_option_function<std::string>(name, take, help);
+}
+
 /// The options of fulgur::Options that are plain numbers, as attend and explain take them.
 class OptionFlags {
  public:
