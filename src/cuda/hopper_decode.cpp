@@ -43,7 +43,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       plan_(plan),
       reasons_(std::move(reasons)),
       maps_(forward_maps(p, plan.box_keys)),
-      no_keys_(p.sk == 0 || (p.cache.paged() && p.cache.entries == 0)),
+      no_keys_(p.sk == 0 || p.total_k == 0),
       numbers_(p, gpu),
       workspace_(workspace_of(p, plan)),
       padding_(padding_params(p)) {
@@ -154,13 +154,15 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
   void* const numbers = workspace + workspace_.numbers;
   const DecodeAppendParams params{arguments(numbers_.moved(args, numbers), workspace), append};
   numbers_.store(args, stream, numbers);
-  launch_copies(args, params, stream);
-  launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-         "launching the decode kernel");
-  if (plan_.merges_later() && plan_.most_pieces > 1) {
-    launch(stream, merge_kernel_, &params,
-           {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
-           32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
+  if (params.batch > 0) {  // else all rows are padding
+    launch_copies(args, params, stream);
+    launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+           "launching the decode kernel");
+    if (plan_.merges_later() && plan_.most_pieces > 1) {
+      launch(stream, merge_kernel_, &params,
+             {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
+             32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
+    }
   }
   if (!plan_.has_padding()) return;
   ForwardPaddingParams padding = padding_;

@@ -224,8 +224,8 @@ int HopperDecodePlan::merge_units() const {
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
-  if (p.batch == 0 || (p.packed ? p.total_q : p.sq) == 0) return {};  // no row of q
-  int64_t floats = 0;                                                 // that parts leave
+  if (p.total_q == 0) return {};
+  int64_t floats = 0;  // that parts leave
   if (plan.pieces == kernels::kNoPieces)
     floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.most_pieces > 1)
@@ -332,7 +332,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
 }
 
 std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& plan) {
-  if (workspace_of(p, plan).end == 0) return "there are no queries";
+  if (p.batch == 0 || p.total_q == 0) return "there are no queries";
   if (p.append.host_numbers > 0) {
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }

@@ -565,6 +565,38 @@ TEST_P(Cache, PackedQueriesTakeAContiguousCache) {
   EXPECT_TRUE(forward_is_right(w, e));
 }
 
+// Without a sequence all rows of packed queries are padding.
+TEST_P(Cache, PackedQueriesOfNoSequence) {
+  const Dense q(DType::kBF16, {5, 4, 64}), starts(DType::kI32, {1});
+  const Dense out(DType::kBF16, {5, 4, 64}), lse(DType::kF32, {4, 5});
+  const Dense pages(DType::kBF16, {3, 16, 2, 64});
+  write(starts, std::vector<double>{0});
+  const auto none = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, dtype, shape);
+  };
+  const Tensor rows = none(DType::kBF16, {0, 16, 2, 64}), numbers = none(DType::kI32, {0});
+  ForwardTensors contiguous;
+  contiguous.q = q;
+  contiguous.out = out;
+  contiguous.lse = lse;
+  contiguous.cu_seqlens_q = starts;
+  ForwardTensors paged = contiguous, of_batch = contiguous;
+  contiguous.k = contiguous.v = rows;
+  of_batch.k = of_batch.v = paged.k = paged.v = pages;
+  of_batch.cache_batch_idx = numbers;
+  paged.page_table = none(DType::kI32, {0, 2});
+  paged.seqused_k = numbers;
+  for (const ForwardTensors& t : {contiguous, paged, of_batch}) {
+    for (const bool invariant : {false, true}) {
+      write(out, std::vector<double>(5 * 4 * 64, 7));
+      write(lse, std::vector<double>(4 * 5, 7));
+      compute(t, {.invariant = invariant, .engine = engine()});
+      EXPECT_EQ(read(out), std::vector<double>(5 * 4 * 64));
+      EXPECT_EQ(read(lse), std::vector<double>(4 * 5, -std::numeric_limits<double>::infinity()));
+    }
+  }
+}
+
 // Left padding without a cache: keys that do not exist before the first.
 TEST_P(Cache, LeftPaddingNeedsNoCache) {
   for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
