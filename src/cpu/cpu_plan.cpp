@@ -224,6 +224,11 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
   std::vector<std::string> all = {
       fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
                   k.target, plan.Br, plan.Bc)};
+  if (!k.vectors) {
+    const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
+    all.push_back(fmt::format("vectors compute key tiles {}with what is not finite beside a mask",
+                              denormal ? "with denormal numbers in v, and those " : ""));
+  }
   if (p.pass == Pass::kBackward) {
     all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
     all.push_back(fmt::format(

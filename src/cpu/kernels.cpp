@@ -47,6 +47,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 const Kernels& table() {
   static const Kernels kTable = {
       .target = hwy::TargetName(HWY_TARGET),
+      .vectors = true,
       .panel_rows = kPanelRows,
       .panels = kPanels,
       .packing_rows = kPackingRows,
@@ -72,6 +73,7 @@ template <class Products, int kParts>
 Kernels kernels_on(const char* target, int64_t packing_rows) {
   Kernels k = table();
   k.target = target;
+  k.vectors = false;
   k.panel_rows = kTilePanelRows;
   k.panels = kTilePanels;
   k.packing_rows = packing_rows;

@@ -56,6 +56,7 @@ inline int64_t key_stride(const Problem& p, const Layout& layout) {
 /// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
   const char* target;    ///< the vectors of an instruction set, or a path of bf16
+  bool vectors;          ///< multiply all that there is
   int64_t panel_rows;    ///< rows of a full panel
   int64_t panels;        ///< of a block of rows, at most
   int64_t packing_rows;  ///< of a block, that take as long as its keys take to be packed

@@ -55,5 +55,27 @@ TEST(CpuPlan, BlocksOfUnknownLengthsAreMany) {
   EXPECT_EQ(block_rows(shape, 1), kMostRows);
 }
 
+// What products of bf16 would compute otherwise falls to vectors, as `explain` says.
+TEST(CpuPlan, SaysWhatFallsToVectors) {
+  const auto said = [](bool vectors, DType dtype, Pass pass) {
+    cpu::Kernels kernels = {};
+    kernels.target = "AMX";
+    kernels.vectors = vectors;
+    Problem p = forward_problem(of(64, 1));
+    p.dtype = dtype;
+    p.pass = pass;
+    for (const std::string& sentence : cpu::describe({}, kernels, p)) {
+      if (sentence.starts_with("vectors compute ")) return sentence;
+    }
+    return std::string();
+  };
+  const std::string not_finite = "with what is not finite beside a mask";
+  EXPECT_EQ(said(true, DType::kBF16, Pass::kForward), "");
+  EXPECT_EQ(said(false, DType::kBF16, Pass::kForward),
+            "vectors compute key tiles with denormal numbers in v, and those " + not_finite);
+  EXPECT_EQ(said(false, DType::kF16, Pass::kForward), "vectors compute key tiles " + not_finite);
+  EXPECT_EQ(said(false, DType::kBF16, Pass::kBackward), "vectors compute key tiles " + not_finite);
+}
+
 }  // namespace
 }  // namespace fulgur::test

@@ -101,6 +101,9 @@ TEST(Target, IsExplained) {
   contains(f16, tiles ? "plan      AMX: tiles of Br 32" : amx);
   contains(bf16, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);
   contains(f16, dots ? dot + "a product of f16 is three of theirs, slower than vectors" : dot);
+  const std::string falls = "plan      vectors compute key tiles with";
+  EXPECT_EQ(bf16.find(falls) != std::string::npos, tiles || dots) << bf16;
+  EXPECT_EQ(f16.find(falls) != std::string::npos, tiles) << f16;
   if (tiles) contains(bf16, "vectors: AMX tiles multiply bf16 faster");
   if (tiles) contains(f16, "vectors: AMX tiles multiply f16 faster");
   if (dots) contains(bf16, "vectors: AVX512-BF16 dot products multiply bf16 faster");
