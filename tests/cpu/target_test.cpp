@@ -116,6 +116,47 @@ TEST(Target, IsExplained) {
 #endif
 }
 
+#if defined(__x86_64__)
+/// Whether this thread's tile registers hold anything, by what XGETBV calls XINUSE (Intel's manual,
+/// volume 1, 13.6).
+bool tiles_in_use() {
+  constexpr uint32_t kTileState = 3u << 17;
+  uint32_t low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(1));
+  return (low & kTileState) != 0;
+}
+
+// A thread that has used tiles gives them back: else the system would save 8 KB of them at each
+// switch, and the CPU could not sleep as deeply.
+TEST(Target, ReleasesTiles) {
+  if (cpu().description.find(" AMX tiles for bf16") == std::string::npos)
+    GTEST_SKIP() << "the engine has no tiles here";
+  alignas(64) uint8_t config[64] = {1};
+  config[16] = 64;  // bytes of a row of the first tile
+  config[48] = 16;  // its rows
+  asm volatile("ldtilecfg %0" : : "m"(config));
+  EXPECT_TRUE(tiles_in_use());
+  asm volatile("tilerelease");
+  EXPECT_FALSE(tiles_in_use());
+  Options options;
+  options.engine = "cpu";
+  options.threads = 1;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const int64_t sq : {100, 1}) {
+      std::mt19937_64 random(1);
+      Dense q(dtype, {1, sq, 8, 64}), k(dtype, {1, 300, 1, 64}), out(dtype, {1, sq, 8, 64});
+      Dense lse(DType::kF32, {1, 8, sq});
+      Dense dq(dtype, {1, sq, 8, 64}), dk(dtype, {1, 300, 1, 64}), dv(dtype, {1, 300, 1, 64});
+      for (Dense* t : {&q, &k}) randomize(*t, random);
+      forward({q, k, k, out, lse}, options);
+      EXPECT_FALSE(tiles_in_use()) << sq << " rows, forward";
+      backward({q, q, k, k, out, lse, dq, dk, dv}, options);
+      EXPECT_FALSE(tiles_in_use()) << sq << " rows, backward";
+    }
+  }
+}
+#endif
+
 // Whatever else in the process computes with Highway chooses as before.
 TEST(Target, IsForcedHereAlone) {
   const char* forced = std::getenv("FULGUR_CPU_TARGET");

@@ -1,5 +1,8 @@
 """Results against the NumPy reference: masks, groups, dtypes, layouts, packed lengths, dropout."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 import reference
@@ -226,3 +229,37 @@ def test_merge_of_packed():
     got_out, got_lse = fulgur.merge(out, np.zeros((2, 2, 5), np.float32))
     np.testing.assert_allclose(got_out, 2, rtol=1e-6)
     np.testing.assert_allclose(got_lse, np.log(2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("call", ["attention", "attention_backward", "merge"])
+def test_other_threads_run_meanwhile(call):
+    """Computing holds no lock of the interpreter: a thread runs that the caller would never make way for."""
+    q = np.random.default_rng(1).standard_normal((2, 300, 4, 64), dtype=np.float32)
+    out, lse = fulgur.attention(q, q, q, return_lse=True)
+    calls = {
+        "attention": lambda: fulgur.attention(q, q, q),
+        "attention_backward": lambda: fulgur.attention_backward(out, q, q, q, out, lse),
+        "merge": lambda: fulgur.merge([out, out], [lse, lse]),
+    }
+    go, ran = threading.Event(), []
+
+    def run():
+        go.wait()
+        ran.append(True)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=run)
+    thread.start()
+    sys.setswitchinterval(1000)  # seconds
+    try:
+        go.set()
+        assert not ran
+        for _ in range(200):
+            calls[call]()
+            if ran:
+                break
+        else:
+            pytest.fail("the thread had to wait for the end of all calls")
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join(60)
