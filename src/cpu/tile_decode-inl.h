@@ -23,7 +23,9 @@ constexpr int64_t kTileDecodeLeast = 8;
 constexpr int64_t kTileDecodeRows = kTilePanelRows;
 
 /// Heads of so many rows that share a vector of the softmax.
-constexpr int64_t heads_of_vector(int64_t rows) { return std::max<int64_t>(1, kTileRows / rows); }
+constexpr int64_t heads_of_vector(int64_t rows) {
+  return std::max<int64_t>(1, kTileRows / std::max<int64_t>(1, rows));
+}
 
 /// kv heads of a task that do, from its head `index` on, and their operands.
 struct TileDecodeHeads {

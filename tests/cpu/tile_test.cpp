@@ -667,6 +667,7 @@ INSTANTIATE_TEST_SUITE_P(, Decodings,
 TEST_P(Decodings, OnTheModelFollowTheReference) {
   const Case cases[] = {
       {.sq = 1, .sk = 333},
+      {.sq = 0, .sk = 60},
       {.sq = 3, .sk = 128, .d = 128, .dv = 128},
       {.batch = 2, .sq = 1, .sk = 200, .hq = 12, .hk = 3, .d = 96, .dv = 40},
       {.sq = 2, .sk = 131, .hq = 8, .hk = 2, .d = 80, .dv = 70, .mask = causal(), .dropout = 0.25},
