@@ -13,15 +13,22 @@
 
 namespace fulgur::app {
 
+/// The number that all of a text is; none beyond what T holds.
+template <class T>
+std::optional<T> number_of(const std::string& text) {
+  const char* const end = text.data() + text.size();
+  T number{};
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc{} && rest == end ? std::optional(number) : std::nullopt;
+}
+
 /// The whole number that option `name` is given, none below `least`. CLI11's own conversion takes
 /// one beyond 64 bits for the last that fits, and -1 as an unsigned number for 2^64 - 1. Throws
 /// CLI::ValidationError.
 template <class T>
 T whole_number(const std::string& name, const std::string& text, T least) {
-  const char* const end = text.data() + text.size();
-  T number{};
-  const auto [rest, error] = std::from_chars(text.data(), end, number);
-  if (error == std::errc{} && rest == end && number >= least) return number;
+  const std::optional<T> number = number_of<T>(text);
+  if (number && *number >= least) return *number;
   throw CLI::ValidationError(name, fmt::format("got '{}', want a whole number from {} to {}", text,
                                                least, std::numeric_limits<T>::max()));
 }
@@ -41,14 +48,12 @@ template <class T>
 CLI::Option* add_real(CLI::App& command, const std::string& name, T& value,
                       const std::string& help) {
   const auto take = [name, &value](const std::string& text) {
-    const char* const end = text.data() + text.size();
-    double number{};
-    const auto [rest, error] = std::from_chars(text.data(), end, number);
-    if (error != std::errc{} || rest != end) {
+    const std::optional<double> number = number_of<double>(text);
+    if (!number) {
       throw CLI::ValidationError(name,
                                  fmt::format("got '{}', want a number in the range of f64", text));
     }
-    value = number;
+    value = *number;
   };
   return command.add_option_function<std::string>(name, take, help);
 }
