@@ -1,6 +1,6 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run test test-arm build bench gpu-report wheel install-deps clean
+.PHONY: help run test test-arm build bench bench-decode gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
@@ -10,6 +10,7 @@ help:
 	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
+	@echo 'make bench-decode  the same of decoding: its table is in docs/kernels/cpu_decode.md'
 	@echo 'make gpu-report    on a machine with an H100 or H200: tests, sanitizers, the speed table'
 	@echo 'make wheel         Python wheels that need nothing of the system (build/wheel)'
 	@echo 'make install-deps  install the Debian packages that all of these need'
@@ -36,6 +37,11 @@ bench: build
 	@if python3 -c 'import torch' 2>/dev/null; then python3 bench/torch_sdpa.py build/cpu.json; \
 	 else echo 'python3 has no torch: not compared'; fi
 	tools/readme_table.py --add build/cpu.json
+
+bench-decode: build
+	$(program) bench --grid decode --only batch:1 batch:16 keys:4096 keys:16384 keys:65536 \
+	  hq:4 hq:16 hq:32 hq:64 hk:4 page:none even --json build/cpu-decode.json
+	tools/readme_table.py --add build/cpu-decode.json
 
 gpu-report:
 	tools/gpu_report.sh

@@ -4,9 +4,13 @@ A burst goes through copies of the cache that are together larger than L2, so th
 exact: live K and V, q and out.
 """
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import importlib
+import itertools
+import random
+import time
 
 import torch
 from fulgur_c import ForwardArgs, Options, Run, WorkspaceNeed, described
@@ -14,6 +18,7 @@ from gpu_case import DEVICE
 
 COLD_BYTES = 120_000_000  # of the copies of a cache, more than any L2
 MODULE = "flash_attn_interface"  # FlashAttention-3 with flash_attn_with_kvcache
+MOST_DIFFERENCE = 0.02  # of it from us in a grid, of the norm of what it gives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +98,66 @@ CASES = (
     *(DecodeCase(batch, 8192, 64, 8, queries=16, tree=True) for batch in (8, 64)),
 )
 
+# What a server varies, each by each: heads and d, query tokens, and either sequences, keys and pages or uneven lengths.
+HEADS = ((32, 8, 128), (64, 8, 128), (8, 1, 128), (32, 32, 128), (28, 4, 128), (64, 8, 64), (16, 8, 256))
+BATCHES, KEYS, PAGES = (1, 4, 8, 32, 64, 128, 256), (1024, 4096, 8192, 32768, 131072), (0, 16, 64, 256)
+UNEVEN = ((131072, *(1024,) * 63), (4641, 45118, 1730, 1696))
+GRID = tuple(
+    DecodeCase(batch, keys, *heads, queries=queries, page=page, lengths=lengths)
+    for heads, queries in itertools.product(HEADS, (1, 2, 4, 16))
+    for batch, keys, page, lengths in (
+        *((batch, keys, page, ()) for batch, keys, page in itertools.product(BATCHES, KEYS, PAGES)),
+        *((len(lengths), max(lengths), page, lengths) for page, lengths in itertools.product(PAGES[1:], UNEVEN)),
+    )
+)
+
+
+def arguments(tensors):
+    """The C API's of a call, and the descriptions that they refer to."""
+    used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in tensors.items()}
+    return ForwardArgs(**{name: ctypes.addressof(t) for name, t in used.items()}), used
+
+
+def planned(fulgur, args, **more):
+    """The plan of a call; `more` options by the C API's names."""
+    options = Options(window_left=-1, window_right=0, engine=DEVICE.encode(), **more)
+    plan = ctypes.c_void_p()
+    fulgur.call("fulgur_plan_forward", ctypes.byref(args), ctypes.byref(options), ctypes.byref(plan))
+    return plan
+
+
+def compile_kernels(fulgur, cases):
+    """In many threads: the first plan of a kind compiles its kernels. The tensors have no memory."""
+
+    def plan(case):
+        def tensor(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        q = tensor(case.batch, case.queries, case.heads, case.d)
+        rows, page_table = (case.batch, case.keys), {}
+        if case.page:
+            pages = -(-case.keys // case.page)
+            rows = (sum(-(-n // case.page) for n in case.used()), case.page)
+            page_table["page_table"] = tensor(case.batch, pages, dtype=torch.int32)
+        cache = tensor(*rows, case.kv_heads, case.d)
+        used = tensor(case.batch, dtype=torch.int32)
+        args, keep = arguments({"q": q, "k": cache, "v": cache, "out": q, "seqused_k": used, **page_table})
+        fulgur.lib.fulgur_plan_free(planned(fulgur, args))
+        del keep
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(plan, cases))
+
 
 class Ours:
-    """fulgur's plans of a case, over its copies of the cache; `more` options by the C API's names."""
+    """fulgur's plan of a case, over its copies of the cache; `more` options by the C API's names."""
 
     def __init__(self, fulgur, tensors, **more):
-        self.fulgur, self.plan, self.calls = fulgur, ctypes.c_void_p(), []
-        options = Options(window_left=-1, window_right=0, engine=DEVICE.encode(), **more)
+        self.fulgur, self.plan, self.calls = fulgur, None, []
         for copy in tensors:
             out = torch.full_like(copy["q"], float("nan"))
-            used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in {**copy, "out": out}.items()}
-            args = ForwardArgs(**{name: ctypes.addressof(t) for name, t in used.items()})
-            if not self.plan:
-                fulgur.call("fulgur_plan_forward", ctypes.byref(args), ctypes.byref(options), ctypes.byref(self.plan))
+            args, used = arguments({**copy, "out": out})
+            self.plan = self.plan or planned(fulgur, args, **more)
             self.calls.append((args, used, out))
         need = WorkspaceNeed()
         fulgur.call("fulgur_plan_workspace", self.plan, ctypes.byref(need))
@@ -136,8 +188,9 @@ def flash3(tensors):
     return run
 
 
-def row(fulgur, case, generator, difference, turns):
-    """What a report says of a case; `turns` and `difference` are those of gpu_report."""
+def times_of(fulgur, case, generator, difference, turns):
+    """Microseconds of a call by name, and how much FlashAttention-3 differs; `turns` and `difference` are those of
+    gpu_report."""
     copies = min(8, -(-COLD_BYTES // case.bytes()))
     tensors = [case.tensors(generator) for _ in range(copies)]
     candidates = {"fulgur": Ours(fulgur, tensors), "flash3": flash3(tensors)}
@@ -152,4 +205,29 @@ def row(fulgur, case, generator, difference, turns):
     micros = {f"{name}_us": 1000 * ms / copies for name, ms in times.items()}
     said = ", ".join(f"{key[:-3]} {us:.1f} us" for key, us in micros.items())
     print(f"decode, {case}: {said}; differs by {differs}", flush=True)
+    return micros, differs
+
+
+def row(fulgur, case, generator, difference, turns):
+    """What a report says of a case."""
+    micros, differs = times_of(fulgur, case, generator, difference, turns)
     return {**dataclasses.asdict(case), "bytes": case.bytes(), "difference_from_flash3": differs, **micros}
+
+
+def grid_rows(fulgur, seed, seconds, generator, difference, turns):
+    """As many cases of GRID as a time allows, in an order drawn by the seed, and how many there are that the card's
+    memory holds."""
+    cases = [case for case in GRID if case.bytes() < 0.8 * torch.cuda.mem_get_info()[0]]
+    compile_kernels(fulgur, cases)
+    end, rows = time.monotonic() + seconds, []
+    for case in random.Random(seed).sample(cases, len(cases)):
+        if time.monotonic() > end:
+            break
+        micros, differs = times_of(fulgur, case, generator, difference, turns)
+        if differs is None or not differs < MOST_DIFFERENCE:
+            raise RuntimeError(f"{case}: FlashAttention-3 differs by {differs}, want less than {MOST_DIFFERENCE}")
+        torch.cuda.empty_cache()  # the next case has tensors of other sizes
+        named = ("batch", "keys", "heads", "kv_heads", "d", "queries", "page")
+        rows.append([*(getattr(case, name) for name in named), bool(case.lengths),
+                     *(round(micros[f"{name}_us"], 2) for name in ("fulgur", "flash3"))])
+    return {"seed": seed, "fit": len(cases), "of": len(GRID), "rows": sorted(rows)}

@@ -209,13 +209,19 @@ def decode_report(fulgur, generator):
     return [gpu_decode.row(fulgur, case, generator, difference, turns) for case in gpu_decode.CASES]
 
 
+def decode_grid_report(fulgur, generator, seed, seconds):
+    return gpu_decode.grid_rows(fulgur, seed, seconds, generator, difference, turns)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", required=True, help="libfulgur.so")
     parser.add_argument("--json", required=True, help="the report to write")
     parser.add_argument("--d", type=int, nargs="+", default=DIMS)
     parser.add_argument("--s", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[part for part in PARTS if part != "decode_grid"])
+    parser.add_argument("--seed", type=int, default=0, help="of the order of decode_grid")
+    parser.add_argument("--seconds", type=float, default=480, help="that decode_grid may take")
     parser.add_argument("--add", action="store_true", help="to the report that is there")
     parser.add_argument("--wheel", help="for the part host: fulgur's, of which the seconds to a result are measured")
     parser.add_argument("--checks", help="a file of `name: result` lines to keep in the report: tests, sanitizers")
@@ -254,6 +260,8 @@ def main():
             report["errors"] = errors_report(fulgur, generator)
         if "decode" in args.parts:
             report["decode"] = decode_report(fulgur, generator)
+        if "decode_grid" in args.parts:
+            report["decode_grid"] = decode_grid_report(fulgur, generator, args.seed, args.seconds)
     pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
 

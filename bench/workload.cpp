@@ -254,6 +254,23 @@ std::vector<Case> decode_grid(int threads, Device device) {
   for (const int64_t tokens : {2, 4, 16}) add(kHeads[0], tokens, false);
   add(kHeads[0], 1, true);
   add(kHeads[0], 1, false, true);
+  if (device.type == DeviceType::kCuda) return cases;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const int64_t group : {1, 4, 8, 16}) {
+      for (const int64_t tokens : {1, 4}) {
+        for (const int64_t batch : {1, 16}) {
+          for (const int64_t keys : {4096, 16384, 65536}) {
+            Case c = decode(dtype, group, threads);
+            c.batch = batch;
+            c.sq = tokens;
+            c.sk = keys;
+            c.causal = tokens > 1;
+            cases.push_back(c);
+          }
+        }
+      }
+    }
+  }
   return cases;
 }
 

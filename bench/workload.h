@@ -46,7 +46,8 @@ std::vector<Case> cuda_grid(const std::string& name, Device device);
 
 /// Decode of bf16 by what a server varies: sequences and their keys, heads and dims, contiguous
 /// keys and pages, and for the first heads query tokens (causal), uneven lengths and shared
-/// prefixes of three quarters of the keys, too.
+/// prefixes of three quarters of the keys, too. On the CPU also f32, bf16 and f16 by the rows of 4
+/// kv heads: groups of 1 to 16, 1 and 4 tokens, 1 and 16 sequences, 4k to 64k contiguous keys.
 std::vector<Case> decode_grid(int threads, Device device);
 
 /// The cases whose names have one of these parts of each kind, which is the text up to ":". Throws

@@ -19,8 +19,9 @@ from kernel_hash import kernel_hash  # noqa: E402
 FORWARD = ("sm90/forward.cu", "forward_copy.cu", "forward_padding.cu")
 BACKWARD = (*FORWARD, *(f"sm90/backward_{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "round", "repair", "sinks")))
+DECODE = ("sm90/decode.cu", "sm90/decode_merge.cu", "forward_padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
-           "decode": ("sm90/decode.cu", "forward_padding.cu"), "host": BACKWARD}
+           "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
@@ -207,6 +208,43 @@ def decode(report):
     ]
 
 
+def decode_grid(report):
+    """A line per heads and query tokens, and the cells that are slower."""
+    part = report["decode_grid"]
+    names = ("batch", "keys", "heads", "kv_heads", "d", "queries", "page", "uneven", "fulgur_us", "flash3_us")
+    rows = [dict(zip(names, row)) for row in part["rows"]]
+    by_line = {}
+    for r in rows:
+        r["ratio"] = r["flash3_us"] / r["fulgur_us"]
+        by_line.setdefault((r["d"], r["heads"], r["kv_heads"], r["queries"]), []).append(r)
+
+    def line(key, of):
+        ratios = sorted(r["ratio"] for r in of)
+        return [pair(key[1], key[2]), key[0], key[3], len(of), sum(ratio > 1 for ratio in ratios),
+                *(f"{ratio:.2f}" for ratio in (ratios[0], statistics.median(ratios), ratios[-1]))]
+
+    slower = sorted((r for r in rows if r["ratio"] <= 1), key=lambda r: r["ratio"])
+    text = [
+        "## Decode, a grid",
+        "",
+        f"Drawn by the seed {part['seed']}: {len(rows)} of the {part['fit']} cells that fit into the card's memory, of"
+        f" {part['of']}: 1 to 256 sequences of 1k to 128k keys, contiguous or in pages of 16, 64 and 256, or in such"
+        " pages of uneven lengths (one of 128k and 63 of 1k; 4641, 45118, 1730 and 1696). FlashAttention-3's time over"
+        f" ours; fulgur is faster in {len(rows) - len(slower)} of the {len(rows)}.",
+        "",
+        *lines_of(["heads", "d", "queries", "cells", "faster", "least", "median", "most"],
+                  [line(key, of) for key, of in sorted(by_line.items())]),
+    ]
+    if slower:
+        head = ["batch", "keys", "heads", "d", "queries", "page", "fulgur, us", "FlashAttention-3, us",
+                "its time / ours"]
+        text += ["", "The cells that are not faster:", "", *lines_of(head, [
+            [r["batch"], length(r["keys"]) + (" and shorter" if r["uneven"] else ""), pair(r["heads"], r["kv_heads"]),
+             r["d"], r["queries"], r["page"] or "", f"{r['fulgur_us']:.1f}", f"{r['flash3_us']:.1f}",
+             f"{r['ratio']:.3f}"] for r in slower])]
+    return text
+
+
 def micros(us):
     return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
 
@@ -272,6 +310,8 @@ def markdown(report):
         text += ["", *errors(report)]
     if "decode" in report:
         text += ["", *decode(report)]
+    if "decode_grid" in report:
+        text += ["", *decode_grid(report)]
     if "host" in report:
         text += ["", *host(report)]
     if report["checks"]:

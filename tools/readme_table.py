@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""The speed tables of README.md, made from docs/performance/cpu/*.json (`fulgur bench --json`).
+"""The CPUs' speed tables, made from docs/performance/cpu/*.json (`fulgur bench --json`).
 
-The folder has a report for each CPU; README.md shows the newest one of each make. Checks that it does: exit status 1 if
-not. With --write, puts the tables there; with --add, a new report into the folder first.
+The folder has a report for each CPU and grid. README.md shows the newest one of the standard grid of each make,
+docs/kernels/cpu_decode.md all of the decode grid. Checks that they do: exit status 1 if not. With --write, puts the
+tables there; with --add, a new report into the folder first.
 """
 
 import argparse
@@ -86,6 +87,22 @@ def decode(rows):
     return table(["dtype", "query heads per key head", "d", "keys", "time", "of memory's read rate"], lines)
 
 
+def decode_grid(report):
+    """A line per dtype, group and tokens; a column per sequences and keys."""
+    rows = sorted(report["results"], key=lambda r: (r["batch"], r["sk"]))
+    columns, lines = {}, {}
+    for r in rows:
+        column = columns.setdefault((r["batch"], r["sk"]), f"{r['batch']} x {length(r['sk'])}")
+        cell = f"{r['gbytes_per_s']:.1f} ({r['percent_of_read_bandwidth']:.0f}%)"
+        lines.setdefault((r["dtype"], r["hq"] // r["hk"], r["sq"]), {})[column] = cell
+    order = ["f32", "bf16", "f16"]
+    return table(
+        ["dtype", "group", "tokens", *columns.values()],
+        [[*map(str, key), *(cells.get(column, "") for column in columns.values())]
+         for key, cells in sorted(lines.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:]))],
+    )
+
+
 def threads_in_words(n):
     return "1 thread" if n == 1 else f"{n} threads"
 
@@ -94,11 +111,28 @@ def paragraph(text):
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
+def machine_in_words(machine):
+    return (
+        f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
+        f"{machine['time'][:10]}."
+    )
+
+
+def render_decode(report):
+    machine, peaks = report["machine"], report["peaks"]
+    text = f"### {machine['cpu']}\n\n" + paragraph(
+        f"{machine_in_words(machine)} Memory reads {peaks['read_gbytes_per_s_all_threads']:.1f} GB/s on "
+        f"{threads_in_words(machine['threads'])}, in the same turns; medians over three rounds."
+    )
+    if "note" in machine:
+        text += "\n" + paragraph(machine["note"])
+    return text + "\n" + decode_grid(report)
+
+
 def render(report):
     machine, peaks, rows = report["machine"], report["peaks"], report["results"]
     text = f"### {machine['cpu']}\n\n" + paragraph(
-        f"{machine['cpu']}, {machine['simd']}, {machine['compiler']}, fulgur {machine['fulgur']}, "
-        f"{machine['time'][:10]}. Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
+        f"{machine_in_words(machine)} Measured peaks: f32 FMA {peaks['fma_gflop_per_s_1_thread']:.0f} GFLOP/s on "
         f"1 thread, {peaks['fma_gflop_per_s_all_threads']:.0f} on {machine['threads']}; memory reads "
         f"{peaks['read_gbytes_per_s_all_threads']:.1f} GB/s. Times are medians over five rounds; 2 heads, sq = sk = N."
     )
@@ -119,10 +153,11 @@ def render(report):
 
 
 def name_of(report):
-    """The file name of a report: its CPU, and that it multiplied on tiles, where it did."""
+    """The file name of a report: its CPU, that it multiplied on tiles, where it did, and its grid."""
     machine = report["machine"]
     tiles = "" if "tiles for" not in machine["simd"] else " amx"
-    words = re.sub(r"\((r|tm)\)|@.*", "", machine["cpu"].lower() + tiles)
+    grid = " decode" if report["grid"] == "decode" else ""
+    words = re.sub(r"\((r|tm)\)|@.*", "", machine["cpu"].lower() + tiles + grid)
     return "-".join(re.findall(r"[a-z0-9]+", words)) + ".json"
 
 
@@ -148,18 +183,23 @@ def main():
             report["machine"]["note"] = args.note
         (ROOT / REPORTS / name_of(report)).write_text(json.dumps(report, indent=1) + "\n")
 
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        sys.exit(f"README.md: want the lines {BEGIN.strip()} and {END.strip()} once each")
-    before, rest = text.split(BEGIN)
-    old, after = rest.split(END)
     reports = [json.loads(path.read_text()) for path in sorted((ROOT / REPORTS).glob("*.json"))]
-    new = "\n".join(render(report) for report in newest_of_each_make(reports))
-    if args.write or args.add:
-        readme.write_text(before + BEGIN + new + END + after)
-    elif old != new:
-        sys.exit(f"README.md: its tables are not those of {REPORTS}; run tools/readme_table.py --write")
+    of_decode = [report for report in reports if report["grid"] == "decode"]
+    newest = newest_of_each_make(report for report in reports if report["grid"] != "decode")
+    for name, tables in (
+        ("README.md", [render(report) for report in newest]),
+        ("docs/kernels/cpu_decode.md", [render_decode(report) for report in of_decode]),
+    ):
+        text = (ROOT / name).read_text()
+        if text.count(BEGIN) != 1 or text.count(END) != 1:
+            sys.exit(f"{name}: want the lines {BEGIN.strip()} and {END.strip()} once each")
+        before, rest = text.split(BEGIN)
+        old, after = rest.split(END)
+        new = "\n".join(tables)
+        if args.write or args.add:
+            (ROOT / name).write_text(before + BEGIN + new + END + after)
+        elif old != new:
+            sys.exit(f"{name}: its tables are not those of {REPORTS}; run tools/readme_table.py --write")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,12 @@ constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
 constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
 constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
+constexpr int64_t kLanes = 32;
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
 constexpr int64_t kSomeParts = 2;
 /// Those of narrow teams, where each has so many parts, which hardly differ in length.
 constexpr int64_t kEvenParts = 8;
-/// Of fewer parts a warp of that kernel takes more columns: a warp costs more than their loads.
-constexpr int64_t kManyParts = 4;
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
@@ -89,6 +88,19 @@ bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
   return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
 }
 
+/// Whether up to 16 rows of a kv head are those of warpgroups, too, as pieces of few lines are
+/// theirs: always beyond half a warp's rows. Narrow teams have such pieces of fewer lines, and with
+/// fewer rows parts that cost them little where sequences are many or shares long.
+bool pieces_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
+  if (!has_few_lines(p, blocks) || p.sk <= kernels::kUnitKeys) return false;
+  if (rows > kNarrowRows / 2) return true;
+  const bool some = kEvenParts * p.batch * p.hk > blocks && p.batch <= kLanes;
+  return some && (rows > kNarrowRows / 4 || !long_shares);
+}
+
+/// Whether lines, taken whole, leave few of the thread blocks idle: whole_lines_do says how few.
+bool has_enough_lines(const Problem& p, int blocks) { return 17 * p.batch * p.hk >= 16 * blocks; }
+
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
@@ -100,12 +112,17 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
   // pieces fill the card.
   const bool wide_pays = long_shares || has_few_lines(p, target.multiprocessors);
-  const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 &&
-                         !(wide_pays && box_keys_of(p, kernels::kUnitKeys) > 0);
-  plan.team_warps = rows <= kNarrowRows ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
-  plan.line_rows = rows <= 4 ? 4 : rows <= 8 ? 8 : plan.block_rows();
+  const bool boxes = box_keys_of(p, kernels::kUnitKeys) > 0;
+  const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 && !(wide_pays && boxes);
+  const bool narrow =
+      rows <= kNarrowRows && !(boxes && pieces_pay(p, target.multiprocessors, rows, long_shares));
+  plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.line_rows = plan.team_warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
-  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares;
+  const bool a_line_each =
+      has_enough_lines(p, target.multiprocessors) && p.batch * p.hk <= target.multiprocessors;
+  const bool two =
+      plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares && !a_line_each;
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
@@ -152,6 +169,10 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
+/// Of fewer parts a warp of the kernel that merges takes more columns: a warp costs more than their
+/// loads.
+int64_t many_parts(const HopperDecodePlan& plan) { return plan.team_warps + 1; }
+
 /// For how many pieces there is room in the workspace.
 int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   if (plan.pieces == kernels::kFillingPieces) return plan.grid;
@@ -177,7 +198,7 @@ bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
   // Narrow teams have no registers for it beside all that a tree mask takes.
   if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
   return plan.pieces == kernels::kNoPieces && !p.of_groups &&
-         rows_of_kv_head(p) <= plan.block_rows() && p.batch * p.hk >= plan.grid;
+         rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
 }
 
 /// Of `lines`, in words.
@@ -308,12 +329,13 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
+  if (plan.pieces == kernels::kFillingPieces && p.batch > kLanes) plan.lane_sequences = 2;
   if (plan.pieces != kernels::kNoPieces) {
     const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
     const bool own = plan.pieces == kernels::kOwnPieces;
     plan.most_pieces = own ? kernels::most_pieces(static_cast<int>(units))
                            : static_cast<int>(std::min<int64_t>(units, plan.grid));
-    if (plan.pieces == kernels::kFillingPieces && kManyParts * p.batch * p.hk > plan.grid) {
+    if (plan.pieces == kernels::kFillingPieces && many_parts(plan) * p.batch * p.hk > plan.grid) {
       plan.merge_eights = 4;
     }
     // Pieces that fill the card have all rows of a block.
@@ -378,6 +400,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kLineRows", plan.line_rows);
   header.add("kPieces", plan.pieces);
   header.add("kMergeEights", plan.merge_eights);
+  header.add("kLaneSequences", plan.lane_sequences);
   header.add("kWholeLines", plan.whole_lines);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);

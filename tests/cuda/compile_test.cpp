@@ -172,21 +172,24 @@ std::vector<Problem> decode_problems() {
   std::vector<Problem> all;
   const auto add = [&](ForwardShape shape, auto change) {
     const auto add_one = [&] {
-      shape.hq = 8;  // 4 rows of a kv head for each query
+      shape.hq = 4 * shape.hk;  // rows of a kv head for each query
       Problem p = forward_problem(shape);
       p.cache.pages = Problem::Cache::Pages::kTable;
       p.cache.page = 16;
       change(p);
       all.push_back(p);
     };
-    for (const int64_t sq : {1, 2, 4, 8, 16, 64}) {
+    for (const int64_t sq : {1, 2, 4, 8, 16, 32, 64}) {
       shape.sq = sq;
       add_one();
     }
-    shape.batch = 80;  // more lines of narrow teams than are cut into pieces
-    for (const int64_t sq : {1, 4}) {
-      shape.sq = sq;
-      add_one();
+    // More lines of narrow teams than are cut into pieces, and as many as are taken whole.
+    for (const int64_t lines : {80, 160}) {
+      shape.batch = lines / shape.hk;
+      for (const int64_t sq : {1, 2, 4}) {
+        shape.sq = sq;
+        add_one();
+      }
     }
   };
   const auto paged = [](Problem&) {};
@@ -194,6 +197,8 @@ std::vector<Problem> decode_problems() {
     add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
     if (d >= 128) add({.d = d, .dv = dv, .mask = chunked(300, causal()), .seqused = true}, paged);
   }
+  for (const int64_t d : {64, 128, 256})  // pieces of more sequences than a warp has lanes
+    add({.batch = 40, .hk = 1, .d = d, .dv = d, .mask = causal(), .seqused = true}, paged);
   for (const int64_t d : {64, 128, 248}) {
     add({.dtype = DType::kF16,
          .d = d,

@@ -157,8 +157,8 @@ TEST(DecodePlan, ManyRowsHaveSixBuffers) {
 TEST(DecodePlan, RowsOfAKvHeadDecide) {
   const auto rows = [](int64_t sq) { return plan_of({.sq = sq, .hq = 8, .hk = 2}).block_rows(); };
   EXPECT_EQ(rows(1), 16);
-  EXPECT_EQ(rows(4), 16);
-  EXPECT_EQ(rows(5), 64);
+  EXPECT_EQ(rows(2), 16);
+  EXPECT_EQ(rows(3), 64);  // more than half a warp's rows, of few lines
   EXPECT_EQ(rows(16), 64);
   EXPECT_EQ(rows(17), 128);
   // 32 rows are those of two warps where shares are short and lines many.
@@ -167,6 +167,31 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   };
   EXPECT_EQ(in_batch(512), 32);
   EXPECT_EQ(in_batch(8192), 64);
+}
+
+// Up to 16 rows are a warp's, but where warpgroups have pieces of few lines that TMA brings.
+TEST(DecodePlan, PiecesOfFewLinesAreOfWarpgroups) {
+  const auto rows = [](int64_t batch, int64_t sq, int64_t sk = 8192, int64_t hk = 8) {
+    return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 4 * hk, .hk = hk}).block_rows();
+  };
+  EXPECT_EQ(rows(8, 4), 64);  // 16 rows, 64 lines
+  EXPECT_EQ(rows(9, 4), 16);
+  EXPECT_EQ(rows(8, 2), 64);            // 8 rows
+  EXPECT_EQ(rows(2, 2), 16);            // of 16 lines, pieces of narrow teams
+  EXPECT_EQ(rows(40, 2, 8192, 1), 16);  // of many sequences, whose lengths may differ more
+  EXPECT_EQ(rows(8, 1), 16);            // 4 rows, long shares
+  EXPECT_EQ(rows(8, 1, 2048), 64);      // short ones
+  EXPECT_EQ(rows(8, 4, 64), 16);        // nothing to cut
+  const auto by_lanes = [](int64_t page, bool leftpad) {
+    Problem p = forward_problem({.batch = 8, .sq = 4, .sk = 8192, .hq = 32, .hk = 8});
+    p.cache.pages = Problem::Cache::Pages::kTable;
+    p.cache.page = page;
+    p.cache.leftpad = leftpad;
+    return hopper_decode_tile(p, {}).plan.block_rows();
+  };
+  EXPECT_EQ(by_lanes(16, false), 64);
+  EXPECT_EQ(by_lanes(1, false), 16);
+  EXPECT_EQ(by_lanes(16, true), 16);
 }
 
 // Few lines are cut into as many pieces as there are thread blocks.
@@ -183,7 +208,8 @@ TEST(DecodePlan, FewLinesFillTheCard) {
   EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
   EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
   EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(3, 1), kernels::kNoPieces);  // fewer than eight pieces a line
+  EXPECT_EQ(pieces(4, 1), kernels::kFillingPieces);
+  EXPECT_EQ(pieces(5, 1), kernels::kNoPieces);  // four rows, fewer than eight long pieces a line
   const auto of_lines = [](int64_t lines) {
     return plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8 * lines, .hk = lines}).pieces;
   };
@@ -195,8 +221,13 @@ TEST(DecodePlan, FewLinesFillTheCard) {
   const auto of_keys = [](int64_t batch, int64_t sk) {
     return plan_of({.batch = batch, .sq = 16, .sk = sk, .hq = 4, .hk = 1}).pieces;
   };
-  EXPECT_EQ(of_keys(32, 8192), kernels::kFillingPieces);
-  EXPECT_EQ(of_keys(33, 8192), kernels::kNoPieces);  // a warp has a lane for each sequence
+  EXPECT_EQ(of_keys(64, 8192), kernels::kFillingPieces);
+  EXPECT_EQ(of_keys(65, 8192), kernels::kNoPieces);  // a lane of a warp has two sequences at most
+  const auto of_a_lane = [](int64_t batch) {
+    return plan_of({.batch = batch, .sq = 16, .sk = 8192, .hq = 4, .hk = 1}).lane_sequences;
+  };
+  EXPECT_EQ(of_a_lane(32), 1);
+  EXPECT_EQ(of_a_lane(33), 2);
   EXPECT_EQ(of_keys(1, 65), kernels::kFillingPieces);
   EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
 }
@@ -211,7 +242,8 @@ TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
   EXPECT_TRUE(whole(64, 1));
-  EXPECT_FALSE(whole(16, 16));  // fewer than thread blocks
+  EXPECT_TRUE(whole(16, 16));   // 128, four thread blocks idle
+  EXPECT_FALSE(whole(15, 16));  // twelve
   EXPECT_FALSE(whole(64, 40));  // two blocks of rows
   EXPECT_FALSE(whole(64, 16, 8, true));
 }

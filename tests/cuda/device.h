@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <initializer_list>
 #include <numeric>
@@ -112,6 +113,14 @@ class DeviceTensor {
     cuda::copy(tensor_.data, host.data(), bytes(), device);
     cuda::synchronize(device);  // a stream of its own does not wait for the copy
   }
+  /// A vector of these numbers.
+  explicit DeviceTensor(const std::vector<int32_t>& values, int device = 0) {
+    const auto n = static_cast<int64_t>(values.size());
+    tensor_ = Tensor::contiguous(nullptr, DType::kI32, {n}, {DeviceType::kCuda, device});
+    tensor_.data = cuda::allocate(bytes(), device);
+    cuda::copy(tensor_.data, values.data(), bytes(), device);
+    cuda::synchronize(device);
+  }
   ~DeviceTensor() { cuda::deallocate(tensor_.data, tensor_.device.index); }
   DeviceTensor(const DeviceTensor&) = delete;
   operator const Tensor&() const { return tensor_; }
@@ -130,19 +139,53 @@ class DeviceTensor {
   Tensor tensor_;
 };
 
-/// The tensors of a forward call in bf16 on a device.
+/// The tensors of a forward call in bf16 on a device; beside pages of so many keys, lists of them
+/// in a random order.
 struct DeviceCall {
   DeviceTensor q, k, v, out, lse;
+  int64_t page;
+  DeviceTensor ids, begins, used;
 
   DeviceCall(int64_t batch, int64_t sq, int64_t sk, int64_t heads, int64_t d, uint64_t seed = 1,
-             int device = 0)
+             int device = 0, int64_t page = 0)
       : q(DType::kBF16, {batch, sq, heads, d}, seed, device),
-        k(DType::kBF16, {batch, sk, heads, d}, seed + 1000, device),
-        v(DType::kBF16, {batch, sk, heads, d}, seed + 2000, device),
+        k(DType::kBF16, keys(batch, sk, heads, d, page), seed + 1000, device),
+        v(DType::kBF16, keys(batch, sk, heads, d, page), seed + 2000, device),
         out(DType::kBF16, {batch, sq, heads, d}, seed + 3000, device),
-        lse(DType::kF32, {batch, heads, sq}, seed + 4000, device) {}
+        lse(DType::kF32, {batch, heads, sq}, seed + 4000, device),
+        page(page),
+        ids(shuffled(batch * pages(sk, page), seed), device),
+        begins(steps(batch, pages(sk, page)), device),
+        used(std::vector<int32_t>(batch, static_cast<int32_t>(sk)), device) {}
 
-  ForwardArgs args() const { return {q, k, v, out, lse}; }
+  static int64_t pages(int64_t sk, int64_t page) { return page > 0 ? (sk + page - 1) / page : 1; }
+  static std::vector<int64_t> keys(int64_t batch, int64_t sk, int64_t heads, int64_t d,
+                                   int64_t page) {
+    if (page == 0) return {batch, sk, heads, d};
+    return {batch * pages(sk, page), page, heads, d};
+  }
+  static std::vector<int32_t> shuffled(int64_t count, uint64_t seed) {
+    std::vector<int32_t> all(static_cast<size_t>(count));
+    std::iota(all.begin(), all.end(), 0);
+    std::mt19937_64 random(seed);
+    std::shuffle(all.begin(), all.end(), random);
+    return all;
+  }
+  static std::vector<int32_t> steps(int64_t batch, int64_t each) {
+    std::vector<int32_t> all;
+    for (int64_t b = 0; b <= batch; ++b) all.push_back(static_cast<int32_t>(b * each));
+    return all;
+  }
+
+  ForwardArgs args() const {
+    ForwardArgs args{q, k, v, out, lse};
+    if (page > 0) {
+      args.page_table = ids;
+      args.page_indptr = begins;
+      args.seqused_k = used;
+    }
+    return args;
+  }
   void poison(void* stream = nullptr) const {
     out.poison(stream);
     lse.poison(stream);

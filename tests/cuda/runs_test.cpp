@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cached.h"
 #include "device.h"
 #include "engine_memory.h"
 
@@ -94,6 +95,40 @@ TEST_F(ManyRuns, KeepTheBitsOfDecode) {
                       .mask = causal(),
                       .seqused = true},
                      false);
+    }
+  }
+}
+
+// Pages in a random order: few lines of few and many rows, of more sequences than a warp has lanes,
+// as many lines as thread blocks, and lines of unequal lengths.
+TEST_F(ManyRuns, KeepTheBitsOfDecodeOverPages) {
+  struct Shape {
+    int64_t batch, sq, hk;
+  };
+  for (const auto& [batch, sq, hk] :
+       {Shape{2, 1, 4}, {4, 4, 4}, {4, 16, 4}, {40, 4, 1}, {64, 1, 2}, {66, 4, 2}}) {
+    Workload w({.dtype = DType::kBF16,
+                .batch = batch,
+                .sq = sq,
+                .sk = 500,
+                .hq = 8 * hk,
+                .hk = hk,
+                .d = 128,
+                .dv = 128,
+                .mask = causal(),
+                .seqused = true},
+               7);
+    w.options.engine = "cuda";
+    Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, 16}, 8);
+    const Neighbour neighbour;
+    std::vector<std::vector<std::byte>> first;
+    for (int run = 0; run < kRuns; ++run) {
+      w.seal();
+      neighbour.run(run % 5);
+      cached.run_forward();
+      const auto now = bits_of(results_of(w, false));
+      if (run == 0) first = now;
+      ASSERT_EQ(now, first) << batch << " sequences, " << sq << " queries, run " << run;
     }
   }
 }

@@ -109,14 +109,19 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// Few lines in as many pieces as there are thread blocks, of as many keys as each has.
+// Few lines in as many pieces as there are thread blocks, of as many keys as each has; of 33
+// sequences lanes have two.
 TEST_F(Sanitize, PiecesThatFillTheCard) {
-  for (const auto& [batch, group, d] :
-       {std::array<int64_t, 3>{1, 4, 64}, {1, 4, 128}, {4, 4, 64}, {1, 8, 256}, {4, 1, 128}}) {
+  for (const auto& [batch, group, d] : {std::array<int64_t, 3>{1, 4, 64},
+                                        {1, 4, 128},
+                                        {4, 4, 64},
+                                        {1, 8, 256},
+                                        {4, 1, 128},
+                                        {33, 4, 64}}) {
     EXPECT_TRUE(right({.dtype = kBf16,
                        .batch = batch,
                        .sq = 9,
-                       .sk = 500,
+                       .sk = batch > 32 ? 200 : 500,
                        .hq = group,
                        .hk = 1,
                        .d = d,
@@ -126,15 +131,15 @@ TEST_F(Sanitize, PiecesThatFillTheCard) {
                        .seqused = true}));
   }
 }
-// The same of narrow teams: 36 pieces of 16 rows are put together in groups of them.
+// The same of narrow teams: more than 64 pieces are put together in groups of them.
 TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
-  for (const auto& [batch, sk, hk, d] : {std::array<int64_t, 4>{1, 2300, 1, 64},
+  for (const auto& [batch, sk, hk, d] : {std::array<int64_t, 4>{1, 4600, 1, 64},
                                          {1, 500, 4, 128},
                                          {2, 700, 2, 64},
                                          {1, 300, 1, 256}}) {
     EXPECT_TRUE(right({.dtype = kBf16,
                        .batch = batch,
-                       .sq = 2,
+                       .sq = 1,
                        .sk = sk,
                        .hq = 8,
                        .hk = hk,

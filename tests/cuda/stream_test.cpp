@@ -11,13 +11,17 @@ using Streams = OnGpu;
 using Bytes = std::vector<std::byte>;
 
 // Runs that share the keys of tiles out, so that they meet in a workspace, and runs that fill the
-// device.
+// device; over pages pieces that another kernel puts together, and shares.
 struct Shape {
-  int64_t batch, sq, sk, heads, d;
-  DeviceCall call(uint64_t seed) const { return {batch, sq, sk, heads, d, seed}; }
+  int64_t batch, sq, sk, heads, d, page = 0;
+  DeviceCall call(uint64_t seed, int device = 0) const {
+    return {batch, sq, sk, heads, d, seed, device, page};
+  }
 };
 constexpr Shape kFewTiles{1, 1, 9000, 8, 128}, kManyTiles{2, 777, 777, 20, 64},
-    kOddRows{1, 100, 3000, 3, 100};
+    kOddRows{1, 100, 3000, 3, 100}, kPieces{4, 12, 2000, 8, 128, 16},
+    kShares{5, 3, 3000, 20, 64, 24};
+constexpr Shape kShapes[] = {kFewTiles, kManyTiles, kOddRows, kPieces, kShares};
 
 // Puts runs of both on their streams by turns and compares with each alone.
 void run_by_turns(const DeviceCall& a, const Plan& plan_a, const DeviceCall& b,
@@ -39,7 +43,7 @@ void run_by_turns(const DeviceCall& a, const Plan& plan_a, const DeviceCall& b,
 }
 
 TEST_F(Streams, TwoRunOnePlan) {
-  for (const Shape& shape : {kFewTiles, kManyTiles, kOddRows}) {
+  for (const Shape& shape : kShapes) {
     const DeviceCall a = shape.call(1), b = shape.call(2);
     const Plan plan = fulgur::plan(a.args());
     run_by_turns(a, plan, b, plan);
@@ -53,6 +57,11 @@ TEST_F(Streams, TwoRunTwoPlans) {
   EXPECT_TRUE(splits(plan_few));
   run_by_turns(few, plan_few, many, plan_many);
   run_by_turns(few, plan_few, odd, plan_odd);
+  const DeviceCall pieces = kPieces.call(4), shares = kShares.call(5);
+  const Plan plan_pieces = fulgur::plan(pieces.args()), plan_shares = fulgur::plan(shares.args());
+  EXPECT_NE(plan_pieces.explain().find("which another kernel merges"), std::string::npos);
+  EXPECT_TRUE(splits(plan_shares));
+  run_by_turns(pieces, plan_pieces, shares, plan_shares);
 }
 
 // A stream's runs follow each other although they share memory.
@@ -94,7 +103,7 @@ int wrong_results(const DeviceCall (&calls)[2], const Bytes (&alone)[2], void* c
 
 TEST_F(Streams, TwoThreadsRunOnePlan) {
   const Stream streams[2];
-  for (const Shape& shape : {kFewTiles, kManyTiles, kOddRows}) {
+  for (const Shape& shape : kShapes) {
     const DeviceCall calls[] = {shape.call(1), shape.call(2)};
     const Plan plan = fulgur::plan(calls[0].args());
     const Bytes alone[] = {calls[0].result_of(plan), calls[1].result_of(plan)};
@@ -130,7 +139,7 @@ TEST_F(Streams, DefaultStreamsOfThreads) {
 // does not matter.
 TEST_F(Streams, WorkspaceOfTheCaller) {
   const Stream stream;
-  for (const Shape& shape : {kFewTiles, kManyTiles, kOddRows}) {
+  for (const Shape& shape : kShapes) {
     const DeviceCall call = shape.call(1);
     const Plan plan = fulgur::plan(call.args());
     const Bytes result = call.result_of(plan);
@@ -157,8 +166,8 @@ TEST_F(Streams, WorkspaceOfTheCaller) {
 // Another device gives the same bits, with the first one's context current and left so.
 TEST_F(Streams, SecondDevice) {
   if (cuda::gpu_count() < 2) GTEST_SKIP() << "this machine has one CUDA device";
-  for (const Shape& s : {kFewTiles, kManyTiles, kOddRows}) {
-    const DeviceCall here = s.call(1), there(s.batch, s.sq, s.sk, s.heads, s.d, 1, 1);
+  for (const Shape& s : kShapes) {
+    const DeviceCall here = s.call(1), there = s.call(1, 1);
     use_device(0);
     const Plan plan_here = fulgur::plan(here.args()), plan_there = fulgur::plan(there.args());
     const Bytes result = here.result_of(plan_here);

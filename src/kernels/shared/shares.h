@@ -16,7 +16,7 @@ enum : int {
   kMostShares = 320,  // so many parts a line may have
   kPieceUnits = 16,   // the least of a piece
   kMostPieces = 64,   // of a line that another kernel puts together
-  kFillingSequences = 32,  // most, of pieces that fill the card: a warp has a lane for each
+  kFillingSequences = 64,  // most, of pieces that fill the card: a lane of a warp has one or two
   // Of packed keys, for each of which there is room for a piece of each kv head: lines of more than one piece have more
   // than twice as many, and so begin in the room of their own keys and end there.
   kPackedPieceKeys = kPieceUnits * kUnitKeys / 2,

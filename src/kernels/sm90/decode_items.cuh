@@ -235,57 +235,96 @@ struct FillingLine {
   int first;      // the number of its first piece: the first ones of all heads, then the second ones
 };
 
+// By a warp, each lane for the sequences of its number, and of 32 more where kLaneSequences is 2: few lines are those of
+// few sequences.
+struct FillingLines {
+  FillingLine of[kLaneSequences];
+};
+
+// The lanes that sequences have, as the end of a loop over powers of two.
+__device__ __forceinline__ int lanes_of_sequences(const DecodeParams& p) { return kLaneSequences == 1 ? p.batch : 32; }
+
 // The sum of what the lanes of sequences have, by a warp.
 __device__ __forceinline__ int sum_of_sequences(const DecodeParams& p, int x) {
 #pragma unroll 1
-  for (int step = 1; step < p.batch; step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  for (int step = 1; step < lanes_of_sequences(p); step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
   return uniform(x);
 }
 
-// By a warp, each lane for the sequence of its number: few lines are those of few sequences.
-__device__ __forceinline__ FillingLine filling_line_of_lane(const DecodeParams& p) {
+// The least units of a piece of a line that has so many. Where another kernel merges a line has up to kMostPieces, and
+// beside 128 rows, whose parts take longer than a second unit, two units each where that makes eight pieces or more.
+__device__ __forceinline__ int least_piece(int units) {
+  if (!kMergesLater) return 1;
+  return most((units + kMostPieces - 1) / kMostPieces, kBlockRows == 128 && units > 16 ? 2 : 1);
+}
+
+__device__ __forceinline__ FillingLines filling_lines_of_lane(const DecodeParams& p) {
   const int lane = threadIdx.x % 32;
-  FillingLine line = {};
-  if (lane < p.batch) line.sequence = sequence_of(p, lane);
-  const Lengths& n = line.sequence.n;
-  const bool exists = n.sq > 0;
-  const int units = exists ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count : 0;
-  const int all = p.hk * sum_of_sequences(p, units);
-  const int of_most_pieces = kMergesLater ? (units + kMostPieces - 1) / kMostPieces : 1;
+  FillingLines lines = {};
+  int units[kLaneSequences];
+  int units_of_lane = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneSequences; ++i) {
+    FillingLine& line = lines.of[i];
+    const int batch = lane + 32 * i;
+    if (batch < p.batch) line.sequence = sequence_of(p, batch);
+    const Lengths& n = line.sequence.n;
+    units[i] = n.sq > 0 ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count : 0;
+    units_of_lane += units[i];
+  }
+  const int all = p.hk * sum_of_sequences(p, units_of_lane);
   int most_units = filling_units(all, p.to_fill);
 #pragma unroll 1
   for (;;) {
-    if (exists) line.pieces = filling_pieces(units, most(most_units, of_most_pieces));
-    if (p.hk * sum_of_sequences(p, line.pieces.count) <= p.to_fill.by) break;
+    int pieces = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneSequences; ++i) {
+      if (lines.of[i].sequence.n.sq == 0) continue;
+      lines.of[i].pieces = filling_pieces(units[i], most(most_units, least_piece(units[i])));
+      pieces += lines.of[i].pieces.count;
+    }
+    if (p.hk * sum_of_sequences(p, pieces) <= p.to_fill.by) break;
     most_units = filling_units(all, p.to_fit);
   }
-  int before = line.pieces.count;
+  int first = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneSequences; ++i) {
+    const int count = lines.of[i].pieces.count;
+    int before = count;
 #pragma unroll 1
-  for (int step = 1; step < p.batch; step *= 2) {
-    const int x = __shfl_up_sync(0xffffffff, before, step);
-    if (lane >= step) before += x;
+    for (int step = 1; step < lanes_of_sequences(p); step *= 2) {
+      const int x = __shfl_up_sync(0xffffffff, before, step);
+      if (lane >= step) before += x;
+    }
+    lines.of[i].first = p.hk * (first + before - count);
+    if (i + 1 < kLaneSequences) first += __shfl_sync(0xffffffff, before, 31);
   }
-  line.first = p.hk * (before - line.pieces.count);
-  return line;
+  return lines;
 }
 
 // What the lane of a sequence has, for all lanes.
-__device__ __forceinline__ FillingLine filling_line_of(const FillingLine& of_lane, int batch) {
-  const auto get = [&](int x) { return __shfl_sync(0xffffffff, x, batch); };
-  const DecodeSequence& s = of_lane.sequence;
+__device__ __forceinline__ FillingLine filling_line_of(const FillingLines& lines, int batch) {
+  FillingLine line = lines.of[0];  // an index that is no constant would have lines in memory
+  if (kLaneSequences > 1 && batch >= 32) line = lines.of[kLaneSequences - 1];
+  const auto get = [&](int x) { return __shfl_sync(0xffffffff, x, batch % 32); };
+  const DecodeSequence& s = line.sequence;
   return {{{get(s.n.q_start), get(s.n.k_start), get(s.n.sq), get(s.n.sk)}, get(s.entry)},
-          {get(of_lane.pieces.count), get(of_lane.pieces.units)},
-          get(of_lane.first)};
+          {get(line.pieces.count), get(line.pieces.units)},
+          get(line.first)};
 }
 
 // kFillingPieces: the piece of this thread block, by every warp for itself. False where there is none.
 __device__ __forceinline__ bool find_piece(const DecodeParams& p, DecodeItem& item) {
-  const FillingLine of_lane = filling_line_of_lane(p);
-  const int number = int(blockIdx.x) - of_lane.first;
-  const u32 here = __ballot_sync(0xffffffff, number >= 0 && number < p.hk * of_lane.pieces.count);
-  if (here == 0) return false;
-  item.batch = 31 - __clz(here);
-  const FillingLine line = filling_line_of(of_lane, item.batch);
+  const FillingLines lines = filling_lines_of_lane(p);
+  item.batch = -1;
+#pragma unroll
+  for (int i = 0; i < kLaneSequences; ++i) {
+    const int number = int(blockIdx.x) - lines.of[i].first;
+    const u32 here = __ballot_sync(0xffffffff, number >= 0 && number < p.hk * lines.of[i].pieces.count);
+    if (here != 0) item.batch = 32 * i + 31 - __clz(here);
+  }
+  if (item.batch < 0) return false;
+  const FillingLine line = filling_line_of(lines, item.batch);
   const int of_heads = int(blockIdx.x) - line.first;
   const int piece = quotient(of_heads, p.heads);
   item.head = of_heads - piece * p.hk;

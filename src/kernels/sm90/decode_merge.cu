@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMergeWarps)
   item.head = blockIdx.x % p.hk;
   const int unit = blockIdx.y * kMergeWarps + threadIdx.x / 32;
   if (kPieces == kFillingPieces) {
-    const FillingLine line = filling_line_of(filling_line_of_lane(p), item.batch);
+    const FillingLine line = filling_line_of(filling_lines_of_lane(p), item.batch);
     item.sequence = line.sequence;
     item.first_share = line.first + item.head;
     constexpr int kUnits = (kValueDim / 8 + kMergeEights - 1) / kMergeEights;

@@ -313,7 +313,10 @@ __device__ __forceinline__ void merge_pieces(const DecodeParams& p, const Decode
 }
 
 // Parts that a thread block puts together at once: more of them, and more rows, would take it too long.
-enum : int { kMostParts = 64, kMostPartRows = 512, kGroupParts = 16 };
+enum : int { kMostParts = 64, kMostPartRows = 512 };
+
+// So many of them are a group of `count`: groups are put together side by side, and then what they leave.
+__device__ __forceinline__ int group_parts(int count) { return count <= 24 ? 4 : count <= 80 ? 8 : 16; }
 
 // Parts of a line, `count` of them, `step` apart.
 struct Parts {
@@ -424,11 +427,12 @@ __device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* s
 __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
   Parts parts = {0, 1, item.parts};
   if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
-    const int first = item.part / kGroupParts * kGroupParts;
-    const Parts group = {first, 1, min(item.parts - first, kGroupParts)};
+    const int each = group_parts(item.parts);
+    const int first = item.part / each * each;
+    const Parts group = {first, 1, min(item.parts - first, each)};
     if (!is_last(p.tickets + gridDim.x + slot_of(p, item, first), group.count, shared)) return;
     merge_parts(p, item, group, false);
-    parts = {0, kGroupParts, (item.parts + kGroupParts - 1) / kGroupParts};
+    parts = {0, each, (item.parts + each - 1) / each};
   }
   if (is_last(p.tickets + item.first_share, parts.count, shared)) merge_parts(p, item, parts, true);
 }

@@ -13,6 +13,7 @@
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kWholeLines     1: thread blocks take whole lines where lengths make that as even as shares
 //   kPieces         how lines are cut, where shares alone do not say it (shared/shares.h)
+//   kLaneSequences  1 or 2: sequences of each lane that looks for pieces, kFillingPieces
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
