@@ -82,6 +82,12 @@ class AppendFirst final : public Executable {
     return e;
   }
 
+  std::string expects(const std::vector<Sequence>& lengths) const override {
+    std::string attention = attention_->expects(lengths);
+    if (!attention.empty()) attention += "; besides it, what appending takes";
+    return attention;
+  }
+
   WorkspaceNeed workspace() const override {
     WorkspaceNeed need = attention_->workspace();
     need.bytes = at_.end;

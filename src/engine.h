@@ -12,6 +12,7 @@
 #include "kernels/shared_prefix_params.h"
 #include "merge_call.h"
 #include "problem.h"
+#include "sequences.h"
 
 namespace fulgur {
 
@@ -35,6 +36,10 @@ class Executable {
   /// workspace, where one is given.
   virtual void run(const Call& call, const Run& run) const = 0;
   virtual Explanation explain() const = 0;
+  /// How long a call is expected to take whose sequences have these lengths, all of them the one
+  /// where they are alike, and what binds it, in a sentence; empty where that is not known. It may
+  /// measure what the machine can do.
+  virtual std::string expects(const std::vector<Sequence>&) const { return {}; }
   virtual WorkspaceNeed workspace() const = 0;
 };
 

@@ -21,8 +21,7 @@ double visible_scores(const Problem& p, const std::vector<Sequence>& lengths) {
 }
 
 double flops(const Problem& p, const std::vector<Sequence>& lengths) {
-  const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
-  return visible_scores(p, lengths) * (p.pass == Pass::kForward ? 2 * d + 2 * dv : 6 * d + 4 * dv);
+  return visible_scores(p, lengths) * flops_per_score(p);
 }
 
 namespace {
@@ -211,6 +210,8 @@ std::string Plan::explain() const {
     const double work = flops();
     s += fmt::format("work      {}, {} of tensors, {:.1f} flop per byte\n", amount(work, "flop"),
                      amount(moved, "B"), moved > 0 ? work / moved : 0);
+    const std::string expected = impl_->executable->expects(*impl_->lengths);
+    if (!expected.empty()) s += fmt::format("expects   {}\n", expected);
   } else {
     s += fmt::format("work      as the lengths on the device say, up to {} of tensors\n",
                      amount(moved, "B"));

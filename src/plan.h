@@ -39,8 +39,7 @@ void run_plan(const Plan::Impl& plan, const Args& args, const Run& run);
 /// Visible scores of all heads and sequences.
 double visible_scores(const Problem& problem, const std::vector<Sequence>& lengths);
 
-/// 2 flops per multiply-add of the products over visible scores: S and O forward; S, dP, dQ, dK and
-/// dV backward.
+/// Those of the products over visible scores.
 double flops(const Problem& problem, const std::vector<Sequence>& lengths);
 
 }  // namespace fulgur

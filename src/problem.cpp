@@ -376,6 +376,11 @@ void check_pointers_of(const Args& args) {
 
 }  // namespace
 
+double flops_per_score(const Problem& p) {
+  const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
+  return p.pass == Pass::kForward ? 2 * d + 2 * dv : 6 * d + 4 * dv;
+}
+
 double bytes(const Problem& p) {
   const double q_rows = static_cast<double>(p.total_q) * static_cast<double>(p.hq);
   // Of a cache a call reads no more than its sequences have.

@@ -98,6 +98,10 @@ struct HashOfProblem {
   size_t operator()(const Problem& problem) const;
 };
 
+/// 2 flops per multiply-add of the products of a visible score: S and O forward; S, dP, dQ, dK and
+/// dV backward.
+double flops_per_score(const Problem& problem);
+
 /// Bytes of all tensors of the pass, each counted once.
 double bytes(const Problem& problem);
 

@@ -1,17 +1,32 @@
 #include <fmt/format.h>
 
+#include "bench/probes.h"
 #include "commands.h"
 #include "fulgur/attention.h"
 
 namespace fulgur::app {
+namespace {
+
+/// What the CPU can do at most, against which `bench` tells speeds and by which `explain` expects.
+void print_peaks() {
+  const int threads = bench::all_threads();
+  fmt::print(
+      "{:<23} f32 FMA {:.3g} GFLOP/s a thread, memory read {:.3g} GB/s in all, measured now\n", "",
+      bench::fma_peak(threads, cpu::kBrief) / threads * 1e-9,
+      bench::read_bandwidth(threads, cpu::kBrief) * 1e-9);
+}
+
+}  // namespace
 
 void add_devices(CLI::App& app) {
-  auto* command = app.add_subcommand("devices", "The engines, and why one cannot be used here");
+  auto* command = app.add_subcommand(
+      "devices", "The engines, why one cannot be used here, and the peaks of the CPU");
   command->footer("Example:\n  fulgur devices");
   command->callback([] {
     for (const EngineInfo& engine : engines()) {
       if (engine.unavailable.empty()) {
         fmt::print("{:<10} available    {}\n", engine.name, engine.description);
+        if (engine.name == "cpu") print_peaks();
       } else {
         fmt::print("{:<10} unavailable  {}\n", engine.name, engine.unavailable);
       }

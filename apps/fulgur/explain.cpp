@@ -71,7 +71,9 @@ void explain(const ExplainRequest& r) {
 void add_explain(CLI::App& app) {
   auto r = std::make_shared<ExplainRequest>();
   auto* command = app.add_subcommand(
-      "explain", "The plan for a shape in words: engine, tiles, bytes, flops, what was rejected");
+      "explain",
+      "The plan for a shape in words: engine, tiles, bytes, flops, what was rejected, on the CPU "
+      "what it is expected to take");
   r->shape.add_to(*command);
   add_dtype(*command, r->dtype, "Default f32");
   add_device(*command, r->device, "Where the tensors are; default cpu");

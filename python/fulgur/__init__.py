@@ -342,7 +342,8 @@ class _AnyPlan:
         self._plan = plan
 
     def explain(self):
-        """The plan in words: engine, tiles, splits, bytes, flops, what was rejected and why."""
+        """The plan in words: engine, tiles, splits, bytes, flops, what was rejected and why; on the
+        CPU also how long a call is expected to take, by peaks measured when first asked for."""
         return self._plan.explain()
 
     def workspace(self):
@@ -654,6 +655,9 @@ def explain(
     invariant=False, max_workspace=0, threads=0, engine="",
 ):  # fmt: skip
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
+
+    On the CPU also how long a call of these lengths is expected to take and what binds it. The
+    first such call of a process measures the peaks of the machine, in some 10 to 40 ms.
 
     Args:
         q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed.

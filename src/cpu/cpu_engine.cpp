@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <vector>
 
 #include "cpu/cpu_plan.h"
+#include "cpu/expectation.h"
 #include "cpu/kernels.h"
 #include "cpu/scratch_memory.h"
 #include "cpu/shared_prefix.h"
@@ -248,6 +250,13 @@ class CpuExecutable final : public Executable {
 
   Explanation explain() const override {
     return {describe(plan_, k_, p_), rejected_, plan_.Br, plan_.Bc};
+  }
+
+  std::string expects(const std::vector<Sequence>& lengths) const override {
+    const Cost cost = cost_of(plan_, k_, p_, lengths);
+    if (cost.tasks == 0) return {};
+    const double busy = std::min<double>(plan_.threads, std::ceil(cost.tasks));
+    return expectation(cost, peaks_of(static_cast<int>(busy)));
   }
 
   WorkspaceNeed workspace() const override {

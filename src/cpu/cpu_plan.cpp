@@ -19,8 +19,6 @@ constexpr double kMostBf16Scale = 0x1p64;  // paths of bf16 take products below 
 constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
 constexpr int64_t kStreamedBytes = 4096;   // the hardware's prefetching keeps up with such runs
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /// At most so many sequences have a query: where packed ones are empty there may be any number.
 int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total_q); }
 

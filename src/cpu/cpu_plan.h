@@ -11,6 +11,8 @@
 
 namespace fulgur::cpu {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 /// Every decision of the CPU engine about a problem. A sequence of few rows is decoded: a task is a
 /// part of its keys, and the parts are merged afterwards. Of any other sequence, a task of the
 /// forward pass is a block of rows over all their keys; a task of the backward pass is every

@@ -21,6 +21,7 @@
 #include "cpu/dot-inl.h"
 #include "cpu/dot_decode-inl.h"
 #include "cpu/forward-inl.h"
+#include "cpu/probes-inl.h"
 #include "cpu/tile_backward-inl.h"
 #include "cpu/tile_decode-inl.h"
 #include "cpu/tile_forward-inl.h"
@@ -44,6 +45,15 @@ constexpr const Kernels& (*kDotsOf)() = nullptr;
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
+// What `explain` expects by. Speeds are medians of the reports in docs/performance/cpu, rounded, of
+// 1k to 8k rows; what decoding reaches is fitted to docs/kernels/cpu_decode.md. row_keys come from
+// the reports' 128 to 512 rows; those of f16 on tiles are taken to cost as much time as bf16's.
+// There is no report of AVX2 and SSE4, which have half of the registers: theirs are the best times
+// of one thread of a busy Zen 3, of 1k and 2k rows, SSE4's of 1k. NEON was not measured.
+constexpr Speeds kVectorSpeeds = HWY_TARGET == HWY_SSE4   ? Speeds{{0.42, 0.44}, {0.46, 0.47}, 0.5}
+                                 : HWY_TARGET == HWY_AVX2 ? Speeds{{0.73, 0.79}, {0.74, 0.75}, 0.5}
+                                                          : Speeds{{0.81, 0.85}, {0.8, 0.82}, 0.6};
+
 const Kernels& table() {
   static const Kernels kTable = {
       .target = hwy::TargetName(HWY_TARGET),
@@ -51,6 +61,9 @@ const Kernels& table() {
       .panel_rows = kPanelRows,
       .panels = kPanels,
       .packing_rows = kPackingRows,
+      .speeds = kVectorSpeeds,
+      .row_keys = 30,
+      .fma_rounds = fma_rounds,
       .forward_scratch = forward_scratch,
       .forward = forward,
       .decode_rows = kDecodeRows,
@@ -70,13 +83,16 @@ const Kernels& table() {
 #if HWY_TARGET == HWY_AVX3
 /// What the products have no part in, vectors do.
 template <class Products, int kParts>
-Kernels kernels_on(const char* target, int64_t packing_rows) {
+Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
+                   const Speeds& speeds) {
   Kernels k = table();
   k.target = target;
   k.vectors = false;
   k.panel_rows = kTilePanelRows;
   k.panels = kTilePanels;
   k.packing_rows = packing_rows;
+  k.row_keys = row_keys;
+  k.speeds = speeds;
   k.forward_scratch = tile_forward_scratch<kParts>;
   k.forward = tile_forward<Products, kParts>;
   k.backward_scratch = tile_backward_scratch<kParts>;
@@ -87,7 +103,8 @@ Kernels kernels_on(const char* target, int64_t packing_rows) {
 }
 const Kernels& tile_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>("AMX", kAmxPackingRows);
+    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>(
+        "AMX", kAmxPackingRows, 120, {{4.3, 5.1}, {2.95, 3.6}, 1.0});
     k.decode_rows = kTileDecodeRows;
     k.decode_on_vectors = kTileDecodeLeast;
     k.decode_scratch = tile_decode_scratch;
@@ -97,13 +114,14 @@ const Kernels& tile_table() {
   return kTable;
 }
 const Kernels& f16_tile_table() {
-  static const Kernels kTable =
-      kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>("AMX", kAmxPackingRows);
+  static const Kernels kTable = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>(
+      "AMX", kAmxPackingRows, 50, {{1.75, 1.92}, {1.2, 1.55}, kVectorSpeeds.decode});
   return kTable;
 }
 const Kernels& dot_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16", kPackingRows);
+    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16", kPackingRows, 20,
+                                                                  {{1.6, 1.74}, {1.62, 1.7}, 1.0});
     k.decode = decode_by<DottedPairs<Avx512Bf16>>;
     return k;
   }();

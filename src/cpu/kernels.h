@@ -53,6 +53,16 @@ inline int64_t key_stride(const Problem& p, const Layout& layout) {
   return p.cache.page == 1 ? layout.batch : layout.row;
 }
 
+/// How fast a path computes long sequences, in parts of the f32 multiply-adds that vectors of its
+/// instruction set can do.
+struct Speeds {
+  struct OfDims {
+    double narrow, wide;  ///< up to 64, and above
+  };
+  OfDims forward, backward;
+  double decode;  ///< many rows, whose keys lie in caches
+};
+
 /// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
   const char* target;    ///< the vectors of an instruction set, or a path of bf16
@@ -60,6 +70,10 @@ struct Kernels {
   int64_t panel_rows;    ///< rows of a full panel
   int64_t panels;        ///< of a block of rows, at most
   int64_t packing_rows;  ///< of a block, that take as long as its keys take to be packed
+
+  Speeds speeds;
+  int64_t row_keys;  ///< that take as long as what a row takes besides its keys
+  double (*fma_rounds)(int64_t rounds, float* sink);  ///< of its vectors: probes-inl.h
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
   /// O and LSE of rows [row_begin, row_end), at most `panels` panels.

@@ -97,6 +97,7 @@ TEST(Target, IsExplained) {
     contains(explained(DType::kF16, 1e30), path);
   }
   const std::string bf16 = explained(DType::kBF16, 1), f16 = explained(DType::kF16, 1);
+  for (const std::string& text : {bf16, f16}) contains(text, "\nexpects   about ");
   contains(bf16, tiles ? "plan      AMX: tiles of Br 32" : amx);
   contains(f16, tiles ? "plan      AMX: tiles of Br 32" : amx);
   contains(bf16, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);

@@ -1245,10 +1245,14 @@ def test_help_and_version():
         assert "Example" in succeeds(command, "--help")
 
 
+PEAKS = r"^ +f32 FMA [1-9][\d.]* GFLOP/s a thread, memory read [1-9][\d.]* GB/s in all, measured now$"
+
+
 def test_devices_lists_the_engines():
     stdout = succeeds("devices")
     assert re.search(r"^cpu +available +\S", stdout, re.M)
     assert re.search(r"^reference +available +\S", stdout, re.M)
+    assert len(re.findall(PEAKS, stdout, re.M)) == 1
 
 
 def test_check_passes_for_every_dtype():
@@ -1335,9 +1339,13 @@ def test_explain():
     )
     for text in ("bf16", "300", "500", "96", "80", "cpu", "causal"):
         assert text in stdout
-    assert stdout != succeeds("explain", "--sq", "300", "--backward")
+    expected = r"^expects   about [1-9][\d.]* (us|ms); (the products bind: .* f32 FMA peak|reading memory binds: .*)"
+    assert re.search(expected, stdout, re.M)
+    backward = succeeds("explain", "--sq", "300", "--backward")
+    assert stdout != backward and re.search(expected, backward, re.M)
     stdout = succeeds("explain", "--sq", "1", "--sk", "300", "--batch", "2", "--page", "16")
     assert ", seqused_k, 38 pages of 16 keys, page_table of 19 a sequence" in stdout and "flop per byte" in stdout
+    assert re.search(expected, stdout, re.M)
     fails("explain", "--sk", "3000000000", "--page", "16", says=["--page", "3000000000"])
     fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
     chunks = succeeds("explain", "--sq", "4096", "--causal", "--chunk", "64")

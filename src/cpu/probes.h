@@ -1,0 +1,113 @@
+#pragma once
+
+#include <hwy/cache_control.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+namespace fulgur::cpu {
+
+// Probes of what the machine can do at most, against which speeds are told and expected. They stand
+// in headers, because the library and the benchmarks have them both.
+
+/// How much a probe does.
+struct Effort {
+  int64_t fma_rounds, read_bytes;
+};
+constexpr Effort kBrief = {50'000, int64_t{16} << 20};       ///< some 20 ms, for one who waits
+constexpr Effort kThorough = {500'000, int64_t{256} << 20};  ///< ten times as much
+
+inline double probe_clock() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+constexpr int kProbeRuns = 16;
+
+/// What `threads` threads do in a second all together: each prepares, waits for the others, and
+/// does run(thread, i), which returns how much it did, several times. The median of each thread's
+/// rates counts, so that what else runs on the machine for a while does not.
+template <class Prepare, class Run>
+double rate_of_threads(int threads, const Prepare& prepare, const Run& run) {
+  double sum = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : sum)
+  {
+    const int thread = omp_get_thread_num();
+    prepare(thread);
+#pragma omp barrier
+    std::array<double, kProbeRuns> rates;
+    for (int i = 0; i < kProbeRuns; ++i) {
+      const double start = probe_clock();
+      const double done = run(thread, i);
+      rates[i] = done / (probe_clock() - start);
+    }
+    const auto median = rates.begin() + kProbeRuns / 2;
+    std::nth_element(rates.begin(), median, rates.end());
+    sum += *median;
+  }
+  return sum;
+}
+
+/// Flops per second of `threads` threads that do `fma_rounds` (probes-inl.h).
+inline double fma_rate(double (*fma_rounds)(int64_t rounds, float* sink), int threads,
+                       const Effort& effort) {
+  const auto run = [&](int, int) {
+    float sink[3] = {0.999f, 0.001f, 0};
+    const double flops = fma_rounds(effort.fma_rounds, sink);
+    volatile float keep = sink[2];
+    (void)keep;
+    return flops;
+  };
+  // The first run wakes the vector units up.
+  return rate_of_threads(
+      threads, [&](int thread) { run(thread, 0); }, run);
+}
+
+constexpr int64_t kLineWords = 8;  // of a cache line
+
+/// Has no cache keep the words: the next read of them comes from memory.
+inline void flush(const uint64_t* words, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLineWords) {
+#if defined(__aarch64__)
+    asm volatile("dc civac, %0" : : "r"(words + i) : "memory");
+#else
+    hwy::FlushCacheline(words + i);
+#endif
+  }
+}
+
+/// Sums a word of each line, as four streams.
+inline uint64_t read_lines(const uint64_t* words, int64_t n) {
+  const int64_t stream = n / 4;
+  uint64_t s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+  for (int64_t i = 0; i < stream; i += kLineWords) {
+    s0 += words[i];
+    s1 += words[stream + i];
+    s2 += words[2 * stream + i];
+    s3 += words[3 * stream + i];
+  }
+  return s0 + s1 + s2 + s3;
+}
+
+/// Bytes per second that `threads` threads read from memory.
+inline double read_rate(int threads, const Effort& effort) {
+  constexpr int64_t kLeast = 1 << 15;  // words of a run: streams of 64 KiB
+  const int64_t wanted = effort.read_bytes / (int64_t{sizeof(uint64_t)} * kProbeRuns * threads);
+  const int64_t words = std::max(kLeast, wanted / kLeast * kLeast), all = kProbeRuns * words;
+  const auto data = std::make_unique_for_overwrite<uint64_t[]>(threads * all);
+  const auto prepare = [&](int thread) {
+    // Written, so that every page exists, near the thread that will read it.
+    std::fill_n(&data[thread * all], all, 1);
+    flush(&data[thread * all], all);
+  };
+  return rate_of_threads(threads, prepare, [&](int thread, int i) {
+    volatile uint64_t keep = read_lines(&data[thread * all + i * words], words);
+    (void)keep;
+    return static_cast<double>(words * int64_t{sizeof(uint64_t)});
+  });
+}
+
+}  // namespace fulgur::cpu
