@@ -30,17 +30,15 @@ const ExchangeApi* exchange_api(nb::handle array) {
   return exchange->major == 1 && exchange->tensor != nullptr ? exchange : nullptr;
 }
 
-DLTensor exchanged(const ExchangeApi& api, nb::handle array) {
-  DLTensor tensor{};
-  if (api.tensor(array.ptr(), &tensor) != 0) throw nb::python_error();
-  return tensor;
-}
-
-/// Where an array says that it is; none where it does not say.
+/// Where an array says that it is; none where it does not say, or fails to, as its __dlpack__ will.
 std::optional<DLDevice> device_of(nb::handle array) {
   if (!nb::hasattr(array, "__dlpack_device__")) return std::nullopt;
-  const nb::object device = array.attr("__dlpack_device__")();
-  return DLDevice{static_cast<DLDeviceType>(nb::cast<int>(device[0])), nb::cast<int>(device[1])};
+  try {
+    const nb::object device = array.attr("__dlpack_device__")();
+    return DLDevice{static_cast<DLDeviceType>(nb::cast<int>(device[0])), nb::cast<int>(device[1])};
+  } catch (const nb::python_error&) {
+    return std::nullopt;
+  }
 }
 
 /// What __dlpack__ gives for work on `stream`; the array itself on the CPU, which has none.
@@ -107,8 +105,10 @@ Device device_named(const std::string& name) {
 View view(const char* name, nb::handle array, bool writable, bool bf16, uintptr_t stream) {
   View result;
   if (const ExchangeApi* api = exchange_api(array)) {
+    DLTensor tensor{};
+    if (api->tensor(array.ptr(), &tensor) != 0) throw nb::python_error();
     result.array = nb::borrow(array);
-    result.tensor = Tensor::from_dlpack(exchanged(*api, array), name);
+    result.tensor = Tensor::from_dlpack(tensor, name);
     return result;
   }
   const nb::object source = exported(array, stream);
@@ -164,7 +164,12 @@ WorkspaceView workspace_view(nb::handle array, Device device, uintptr_t stream) 
 
 uintptr_t current_stream(nb::handle array) {
   if (const ExchangeApi* api = exchange_api(array)) {
-    const DLDevice device = exchanged(*api, array).device;
+    DLTensor tensor{};
+    if (api->tensor(array.ptr(), &tensor) != 0) {
+      PyErr_Clear();  // view() tells that the array has no memory, and its name
+      return 0;
+    }
+    const DLDevice device = tensor.device;
     void* stream = nullptr;
     if (device.device_type != kDLCUDA || api->current_stream == nullptr) return 0;
     if (api->current_stream(device.device_type, device.device_id, &stream) != 0) {

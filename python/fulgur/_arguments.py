@@ -132,9 +132,39 @@ def view(name, array, writable=False, stream=0):
             )
         if array.is_neg():
             raise ValueError(f"{name}: is a negated view, want {name}.resolve_neg()")
+        forward_ad = sys.modules["torch"].autograd.forward_ad
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: has a tangent, and fulgur has no derivative in forward mode; want {name}.detach()"
+            )
+        try:
+            return _fulgur.view(name, array, writable, bf16, stream)
+        except Exception:
+            _want_memory(name, array)
+            raise
     elif writable and _is_jax(array):
         raise ValueError(f"{name}: got an array of JAX, which never changes; want another one, or fulgur.jax")
     return _fulgur.view(name, array, writable, bf16, stream)
+
+
+def want_dense(name, tensor):
+    """Raises for a tensor of PyTorch that has no rows, or others than its shape and strides say."""
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, want a dense one")
+    if tensor.layout != sys.modules["torch"].strided:
+        raise TypeError(f"{name}: got a tensor of layout {tensor.layout}, want a dense one")
+    if tensor.is_quantized:
+        raise TypeError(f"{name}: got a quantized tensor, want {name}.dequantize()")
+
+
+def _want_memory(name, tensor):
+    """Raises for a tensor of PyTorch that DLPack does not give, in words that name it."""
+    torch = sys.modules["torch"]
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{name}: got a tensor of torch.func, want fulgur.torch.attention, which goes with it")
+    want_dense(name, tensor)
+    if tensor.is_meta:
+        raise TypeError(f"{name}: got a tensor on meta, want one with memory, or fulgur.torch.attention")
 
 
 def optional_view(name, array, stream=0):

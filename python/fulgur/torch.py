@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from fulgur import _fulgur
+from fulgur._arguments import want_dense
 
 __all__ = ["append", "append_attention", "attention"]
 
@@ -84,29 +85,75 @@ def by_name(op, arguments):
     return dict(zip((argument.name for argument in op._schema.arguments), arguments))
 
 
-@torch.library.register_fake("fulgur::forward", lib=_library)
-@torch.library.register_fake("fulgur::forward_cached", lib=_library)
-@torch.library.register_fake("fulgur::append_forward", lib=_library)
-def _fake_forward(q, k, v, *_):
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
-            raise ValueError(f"{name}: got a tensor on {x.device}, want {q.device} as q")
+# What lies where the first tensor of a call does; the others may be on the CPU beside a GPU.
+_BESIDE_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
+
+
+def _fake(op):
+    """Registers `results`, those of an operator without memory, of its tensors by name."""
+
+    def register(results):
+        @torch.library.register_fake(op._name, lib=_library)
+        def fake(*args):
+            given = {name: x for name, x in by_name(op, args).items() if isinstance(x, torch.Tensor)}
+            first, device = next((name, x.device) for name, x in given.items())
+            for name, x in given.items():
+                # PyTorch comes here for one tensor on meta, too, and the results would be there.
+                if x.device != device and (x.device.type == "meta" or name in _BESIDE_FIRST):
+                    raise ValueError(f"{name}: got a tensor on {x.device}, want {device} as {first}")
+            return results(**given)
+
+        return results
+
+    return register
+
+
+@_fake(_forward)
+@_fake(_forward_cached)
+def _fake_forward(q, v, **_):
     lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=lse_dtype)
 
 
-@torch.library.register_fake("fulgur::backward", lib=_library)
-def _fake_backward(dout, q, k, v, out, lse, dlse=None, sinks=None, *_):
+@_fake(_append_forward)
+def _fake_append_forward(q, v_cache, **_):
+    return _fake_forward(q, v_cache)
+
+
+@_fake(_backward)
+def _fake_backward(q, k, v, sinks=None, **_):
     dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
 
-@torch.library.register_fake("fulgur::forward_into", lib=_library)
-@torch.library.register_fake("fulgur::backward_into", lib=_library)
-@torch.library.register_fake("fulgur::append", lib=_library)
-def _fake_into(*_):
+@_fake(torch.ops.fulgur.forward_into.default)
+@_fake(torch.ops.fulgur.backward_into.default)
+@_fake(_append)
+def _fake_into(**_):
     pass
+
+
+def _refuse(op):
+    """Registers the error about tensors without rows: PyTorch's own does not say which argument is one."""
+
+    def refuse(*args):
+        for name, x in by_name(op, args).items():
+            if isinstance(x, torch.Tensor):
+                want_dense(name, x)
+
+    for key in ("AutogradNestedTensor", "MkldnnCPU"):
+        _library.impl(op, refuse, key)
+    for kind in ("Sparse", "SparseCsr", "Quantized"):
+        for device in ("CPU", "CUDA"):
+            _library.impl(op, refuse, f"{kind}{device}")
+
+
+for _op in (
+    _forward, _forward_cached, _backward, _append, _append_forward,
+    torch.ops.fulgur.forward_into.default, torch.ops.fulgur.backward_into.default,
+):  # fmt: skip
+    _refuse(_op)
 
 
 # Tensors with a batch in front, and heads as the last dimension but one.
@@ -361,7 +408,7 @@ def random_numbers(q):
 
 def rng_state_of(q, dropout_p):
     """The same for both passes of a call that may have no dropout: the generator stays then."""
-    return random_numbers(q) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
+    return random_numbers(q) if dropout_p else q.new_zeros(2, dtype=torch.int64)
 
 
 def whole_rows(name, x):
@@ -373,9 +420,8 @@ def whole_rows(name, x):
     except IndexError:
         raise ValueError(f"{name}: got a tensor of no dimensions, want rows") from None
     except RuntimeError:
-        if x.layout == torch.strided and not x.is_nested:
-            raise
-        raise TypeError(f"{name}: got a sparse or nested tensor, want a dense one") from None
+        want_dense(name, x)
+        raise
 
 
 def _apart(tensors):

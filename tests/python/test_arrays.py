@@ -271,8 +271,46 @@ class TestTorch:
             fake = mode.from_tensor(q)
         with pytest.raises(ValueError, match="^q: data is null"):
             fulgur.attention(fake, k, v)
-        with pytest.raises((TypeError, RuntimeError)):
-            fulgur.attention(q.to_sparse(), k, v)
+
+    @pytest.mark.parametrize("kind, message", [
+        ("sparse", "got a tensor of layout torch.sparse_coo, want a dense one"),
+        ("nested", "got a nested tensor, want a dense one"), ("jagged", "got a nested tensor, want a dense one"),
+        ("quantized", "got a quantized tensor, want {}.dequantize"),
+        ("meta", "got a tensor on meta, want one with memory, or fulgur.torch.attention"),
+    ])  # fmt: skip
+    @pytest.mark.filterwarnings("ignore")
+    def test_tensors_without_rows_are_refused(self, kind, message):
+        q, k, v = self.make()
+        torch = self.torch
+        wrong = {
+            "sparse": lambda: q.to_sparse(),
+            "nested": lambda: torch.nested.nested_tensor(list(q)),
+            "jagged": lambda: torch.nested.nested_tensor(list(q), layout=torch.jagged),
+            "quantized": lambda: torch.quantize_per_tensor(q, 0.1, 0, torch.qint8),
+            "meta": lambda: q.to("meta"),
+        }[kind]()
+        for call, name in [
+            (lambda: fulgur.attention(wrong, k, v), "q"), (lambda: fulgur.attention(q, k, wrong), "v"),
+            (lambda: fulgur.attention(q, k, v, alibi_slopes=wrong), "alibi_slopes"),
+            (lambda: fulgur.attention(q, k, v, out=wrong), "out"), (lambda: fulgur.explain(q, wrong, v), "k"),
+            (lambda: fulgur.merge([q, wrong], [q, q]), r"outs\[1\]"),
+        ]:  # fmt: skip
+            with pytest.raises(TypeError, match=f"^{name}: {message.format(name)}"):
+                call()
+        with pytest.raises(TypeError, match="^workspace: got .*, want a writable contiguous array"):
+            fulgur.plan(q, k, v).run(q, k, v, workspace=wrong)
+
+    def test_tensors_of_transformations_are_refused(self):
+        """Nothing would be mapped, and no tangent carried on."""
+        q, k, v = self.make()
+        with pytest.raises(TypeError, match="^k: got a tensor of torch.func, want fulgur.torch.attention"):
+            self.torch.func.vmap(lambda k: fulgur.attention(q, k, v))(k[None])
+        forward_ad = self.torch.autograd.forward_ad
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(v, v)
+            with pytest.raises(NotImplementedError, match="^v: has a tangent, .* want v.detach"):
+                fulgur.attention(q, k, dual)
+            assert self.torch.equal(fulgur.attention(q, k, dual.detach()), fulgur.attention(q, k, v))
 
     def test_parameters(self):
         q, k, v = self.make()

@@ -771,8 +771,6 @@ class TestWrongArguments:
             (dict(q=np.zeros((2, 7, 4, 8))), TypeError, "^q: got ndarray, want a tensor"),
             (dict(k=None), TypeError, "^k: got NoneType, want a tensor"),
             (dict(v=torch.tensor(1.0)), ValueError, "^v: got a tensor of no dimensions"),
-            (dict(q=torch.zeros(2, 7, 4, 8).to_sparse()), TypeError, "^q: got a sparse or nested tensor, want a dense"),
-            (dict(k=torch.nested.nested_tensor([torch.zeros(9, 2, 8)] * 2)), TypeError, "^k: got a sparse or nested"),
             (dict(window=3), TypeError, "^window: got 3, want None or .left, right."),
             (dict(window=(1, 2, 3)), TypeError, "^window: got .1, 2, 3., want None or .left, right."),
             (dict(window=(1.5, 2)), RuntimeError, "for argument 'window_left'"),
@@ -788,6 +786,31 @@ class TestWrongArguments:
         q, k, v = make_qkv()
         with pytest.raises(error, match=message):
             attention(**{**dict(q=q, k=k, v=v), **change})
+
+    @pytest.mark.parametrize("name", ["q", "v", "alibi_slopes", "sinks"])
+    @pytest.mark.parametrize("kind, message", [
+        (lambda x: x.to_sparse(), "got a tensor of layout torch.sparse_coo, want a dense one"),
+        (lambda x: x.to_mkldnn(), "got a tensor of layout torch._mkldnn, want a dense one"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "got a nested tensor, want a dense one"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "got a nested tensor, want a dense one"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "got a quantized tensor, want {}.dequantize"),
+    ], ids=["sparse", "mkldnn", "nested", "jagged", "quantized"])  # fmt: skip
+    @pytest.mark.filterwarnings("ignore")
+    def test_tensors_without_rows(self, kind, message, name):
+        given = dict(zip(("q", "k", "v"), make_qkv()))
+        for grad in (False, True):
+            given["k"].requires_grad_(grad)
+            with pytest.raises(TypeError, match=f"^{name}: {message.format(name)}"):
+                attention(**given | {name: kind(torch.zeros(2, 9, 2, 8))})
+
+    @pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "seqused_k", "leftpad_k", "tree_mask"])
+    def test_one_tensor_on_meta(self, name):
+        """Results would be there, too."""
+        tensors = make_qkv()
+        with pytest.raises(ValueError, match=f"^{name}: got a tensor on meta, want cpu as q"):
+            attention(*tensors, **{name: torch.zeros(4, device="meta")})
+        tensors = [x.to("meta") for x in tensors]
+        assert attention(*tensors, **{name: torch.zeros(4)}).is_meta  # which may be on the CPU beside a GPU
 
     @pytest.mark.parametrize(
         "name, x", [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))]

@@ -337,6 +337,15 @@ class TestAppend:
             append(*tensors, *given, **options | changes)
         assert all(map(torch.equal, tensors, before))
 
+    @pytest.mark.parametrize("name", ["v_cache", "k_new", "cache_seqlens", "cos"])
+    def test_one_tensor_on_meta(self, name):
+        """Nothing would be written."""
+        (k, v, old), options = self.arguments(False, True)
+        tensors = dict(zip(("k_cache", "v_cache"), caches()), k_new=k, v_new=v, cache_seqlens=old, **options)
+        tensors[name] = tensors[name].to("meta")
+        with pytest.raises(ValueError, match=f"^{name}: got a tensor on meta, want cpu as k_cache"):
+            append(**tensors)
+
     def call(self, packed, rotated):
         """Arguments of append_attention but for the caches: q, rows and lengths, and options."""
         given, options = self.arguments(packed, rotated)
