@@ -182,7 +182,9 @@ Tensor view(const char* name, Handle handle) {
                                                       rank, int{Tensor::kMaxRank}));
   }
   torch->check(torch->get_sizes(handle, &sizes));
-  torch->check(torch->get_strides(handle, &strides));
+  if (torch->get_strides(handle, &strides) != 0) {
+    throw Error(Status::kInvalidArgument, fmt::format("{}: got None, want a tensor", name));
+  }
   torch->check(torch->get_data_ptr(handle, &t.data));
   t.rank = static_cast<int>(rank);
   std::copy_n(sizes, rank, t.shape.begin());

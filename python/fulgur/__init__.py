@@ -721,7 +721,8 @@ def install_as(name):
             (FlashAttention-4: :mod:`fulgur.flash_attn_cute`).
 
     Returns:
-        A function of no arguments that takes it back.
+        A function of no arguments that takes it back. Calls may be nested: the name is fulgur's until
+        each of them is taken back, in any order; taking one back twice changes nothing.
 
     Raises:
         ValueError: another name.

@@ -4,6 +4,7 @@ fulgur.torch, and install_as()."""
 import importlib
 import operator
 import sys
+from collections import Counter
 
 import torch
 from torch.nn.functional import pad
@@ -27,6 +28,9 @@ _STANDS_IN = {
     },
 }
 
+# How many installations that are not taken back hold each of these names.
+_held = Counter()
+
 
 def install_as(name):
     """See fulgur.install_as."""
@@ -43,18 +47,22 @@ def install_as(name):
             f"name: {taken[0]} is imported already ({sys.modules[taken[0]]}); "
             "want fulgur.install_as() to be called before"
         )
-    added = {x: module for x, module in modules.items() if x not in sys.modules}
-    sys.modules.update(added)
-    parent = modules["flash_attn"] if name == "flash_attn.cute" else None
-    if parent is not None:
-        parent.cute = modules[name]
+    sys.modules.update(modules)
+    if name == "flash_attn.cute":
+        modules["flash_attn"].cute = modules[name]
+    holds = list(modules)
+    _held.update(holds)
 
     def undo():
-        for alias, module in added.items():
-            if sys.modules.get(alias) is module:
+        while holds:
+            alias = holds.pop()
+            _held[alias] -= 1
+            if _held[alias] > 0:
+                continue
+            if sys.modules.get(alias) is modules[alias]:
                 del sys.modules[alias]
-        if parent is not None and hasattr(parent, "cute"):
-            del parent.cute
+            if alias == "flash_attn.cute":
+                del modules["flash_attn"].cute
 
     return undo
 
@@ -75,18 +83,18 @@ def want_int32(**tensors):
 
 def refuse_wide(v):
     """Raises where v is wider than fulgur's kernels for GPUs; upstream takes 512 columns, too."""
-    if v.is_cuda and v.shape[-1] > 256:
+    if getattr(v, "is_cuda", False) and v.shape[-1] > 256:
         raise NotImplementedError(
             f"headdim_v: fulgur's kernels for GPUs have up to 256, got v with {v.shape[-1]}"
         )
 
 
-def sides(window_size):
+def sides(window_size, name="window_size"):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     try:
         left, right = (-1 if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError):
-        raise TypeError(f"window_size: got {window_size!r}, want (left, right), two integers") from None
+        raise TypeError(f"{name}: got {window_size!r}, want (left, right), two integers") from None
     return left, right
 
 
@@ -128,24 +136,26 @@ class _BesidePages(torch.autograd.Function):
 def beside_pages(name, table, inputs, call):
     """The results of call(). Where it reads the pages of a table, which callers know by `name`, they
     require grad where inputs do, as upstream's, and the backward pass raises."""
-    records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    if table is None or not records:
+    if table is None or not torch.is_grad_enabled():
+        return call()
+    if not any(getattr(x, "requires_grad", False) for x in inputs):
         return call()
     with torch.no_grad():
         results = call()
     return tuple(_BesidePages.apply(name, x, *inputs) for x in results)
 
 
-def dims_of(name, x):
-    """How many dimensions a tensor has."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, want a tensor")
-    return x.dim()
+def want_tensors(**given):
+    """Raises for what is no tensor."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, want a tensor")
 
 
 def want_parts(name, x, parts, rows="batch, seqlen"):
     """Raises where x is not kv or qkv of so many parts, one beside the other in their dimension."""
-    if dims_of(name, x) != rows.count(",") + 4 or x.shape[-3] != parts:
+    want_tensors(**{name: x})
+    if x.dim() != rows.count(",") + 4 or x.shape[-3] != parts:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {parts}, heads, dim)")
 
 
@@ -186,6 +196,7 @@ def with_kvcache(
     """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
     recorded. Errors have the names of flash_attn_with_kvcache."""
     refuse_wide(v_cache)
+    want_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
     if k is None and rotary_cos is not None:

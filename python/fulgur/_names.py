@@ -17,9 +17,11 @@ def named(names, call, *args, **kwargs):
     try:
         return call(*args, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
-        message = str(error)
-        if re.match(r"[\w.]+(, \w+)*: ", message):
-            words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-            said = re.sub(rf"(?<![\w.])({words})(?!\w)", lambda word: names[word[0]], message)
+        words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        # Fulgur's own errors speak of arguments alone; PyTorch's, of a wrong kind, quote one.
+        fulgurs = re.match(r"[\w.]+(, \w+)*: ", str(error))
+        place = rf"(?<![\w.])({words})(?!\w)" if fulgurs else rf"(?<=for argument ')({words})(?=')"
+        said = re.sub(place, lambda word: names[word[0]], str(error))
+        if said != str(error):
             error.args = (said,)
         raise

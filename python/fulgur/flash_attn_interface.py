@@ -50,7 +50,8 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """The same of qkv ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 hk,
     dim)``."""
-    if _drop_in.dims_of("qkv", qkv) == 5:
+    _drop_in.want_tensors(qkv=qkv)
+    if qkv.dim() == 5:
         want_parts("qkv", qkv, 3)
         q, k, v = qkv.unbind(-3)
     else:

@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -1038,6 +1040,9 @@ RENAMED = [
     (fa3._flash_attn_forward, (Q, Q, Q), dict(window_size_right=-2), "window_size_right: got -2, want"),
     (fa3._flash_attn_backward, (Q, Q, Q, Q, Q, (2, 4, 5)), dict(dq=Q, dk=Q, dv=Q, sequed_k=int32(1, 6)),
      "sequed_k: got 6 at 1, want 0 to 5"),
+    (flash_attn_interface._flash_attn_backward, (*[Q] * 5, None, *[Q] * 3, 0.0, 1.0, *PRIVATE[0][1:]), {},
+     "softmax_lse: got None, want a tensor"),
+    (fa4_interface._flash_attn_fwd, (Q, Q, Q), dict(window_size_left="x"), "window_size_left, window_size_right: got"),
     (fa4.flash_attn_func, (Q, Q, Q), dict(learnable_sink=(3,)), r"learnable_sink: got shape \(3\), want"),
     (fa4.flash_attn_varlen_func, (Q, Q, Q), dict(softmax_scale=torch.nan), "softmax_scale: got nan, want"),
     (fa4_interface._flash_attn_fwd, (Q, Q, Q), dict(window_size_left=-2), "window_size_left: got -2, want"),
@@ -1051,8 +1056,35 @@ def test_errors_have_the_names_of_callers(function, arguments, options, message)
     arguments = [torch.zeros(x) if isinstance(x, tuple) else x for x in arguments]
     shapes = ("dq", "dk", "dv", "learnable_sink")
     options = {name: torch.zeros(x) if name in shapes else x for name, x in options.items()}
-    with pytest.raises((RuntimeError, ValueError), match=f"^{message}"):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=f"^{message}"):
         function(*arguments, **options)
+
+
+@pytest.mark.parametrize("function, name, value", [
+    (fa2.flash_attn_func, "softmax_scale", "x"), (fa3.flash_attn_func, "softmax_scale", "x"),
+    (fa4.flash_attn_func, "softmax_scale", "x"), (fa3.flash_attn_func, "attention_chunk", 1.5),
+    (fa2.flash_attn_with_kvcache, "softmax_scale", "x"), (fa2.flash_attn_with_kvcache, "cache_seqlens", [3, 4]),
+    (fa2.flash_attn_with_kvcache, "cache_leftpad", [3, 4]), (fa2.flash_attn_with_kvcache, "block_table", [3, 4]),
+    (fa4_interface._flash_attn_fwd, "softmax_scale", "x"),
+])  # fmt: skip
+def test_errors_of_wrong_kinds_have_the_names_of_callers(function, name, value):
+    """PyTorch's, about arguments of the operator."""
+    with pytest.raises(RuntimeError, match=f"for argument '{name}' but instead found type"):
+        function(*make_qkv(), **{name: value})
+
+
+@pytest.mark.parametrize("function", [
+    fa2.flash_attn_func, fa3.flash_attn_func, fa4.flash_attn_func, fa3._flash_attn_forward,
+    fa4_interface._flash_attn_fwd, fa2.flash_attn_with_kvcache, fa3.flash_attn_with_kvcache,
+])  # fmt: skip
+def test_what_is_no_tensor(function):
+    names = ("q", "k_cache", "v_cache") if "kvcache" in function.__name__ else ("q", "k", "v")
+    for name in names:
+        for wrong in (None, [1.0], np.zeros(3)):
+            with pytest.raises(TypeError, match=f"^{name}: got {type(wrong).__name__}, want a tensor"):
+                function(**dict(zip(names, make_qkv())) | {name: wrong})
+    with pytest.raises(TypeError, match="^learnable_sink: got str, want a tensor"):
+        fa4.flash_attn_func(*make_qkv(), learnable_sink="x")
 
 
 def test_errors_of_others_keep_their_words():
@@ -1309,6 +1341,19 @@ class TestInstallAs:
             undo()
         assert {x for x in sys.modules if x.startswith("flash_attn")} == before
         assert importlib.util.find_spec(name.partition(".")[0]) is None
+
+    def test_nested(self):
+        """A name is taken back with the last one that took it, in any order, and each counts once."""
+        before = {x for x in sys.modules if x.startswith("flash_attn")}
+        for order in itertools.permutations(range(3)):
+            undos = [fulgur.install_as(name) for name in ("flash_attn", "flash_attn", "flash_attn.cute")]
+            flash_attn = importlib.import_module("flash_attn")
+            for left, i in zip((2, 1, 0), order):
+                undos[i](), undos[i]()
+                assert ("flash_attn" in sys.modules) == (left > 0)
+                if i == 2:
+                    assert "flash_attn.cute" not in sys.modules and not hasattr(flash_attn, "cute")
+            assert {x for x in sys.modules if x.startswith("flash_attn")} == before
 
     def test_statements_that_programs_have(self):
         code = """

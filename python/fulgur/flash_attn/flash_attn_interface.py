@@ -176,12 +176,13 @@ def _flash_attn_forward(
 ):  # fmt: skip
     """out, softmax_lse, an empty tensor, and the random numbers for the backward pass."""
     refuse(return_softmax=return_softmax)
+    q, k, v = _whole(q=q, k=k, v=v)
     rng_state = rng_state_of(q, dropout_p)
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state,
     )  # fmt: skip
-    results = named(_PRIVATE_NAMES, _forward, *_whole(q=q, k=k, v=v), **shared)
+    results = named(_PRIVATE_NAMES, _forward, q, k, v, **shared)
     return *results, q.new_empty(0), rng_state
 
 
@@ -195,6 +196,7 @@ def _flash_attn_varlen_forward(
     refuse(return_softmax=return_softmax, leftpad_k=leftpad_k)
     if block_table is not None and num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported beside a block_table; want 0 or 1")
+    q = whole_rows("q", q)
     rng_state = rng_state_of(q, dropout_p)
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)
     names = _PRIVATE_NAMES
@@ -208,9 +210,9 @@ def _flash_attn_varlen_forward(
         **where,
     )  # fmt: skip
     if block_table is None:
-        results = named(names, _forward, *_whole(q=q, k=k, v=v), **shared)
+        results = named(names, _forward, q, *_whole(k=k, v=v), **shared)
     else:
-        results = named(names, _forward_cached, whole_rows("q", q), k, v, **shared)
+        results = named(names, _forward_cached, q, k, v, **shared)
     return *results, q.new_empty(0), rng_state
 
 

@@ -4,15 +4,21 @@ ones are those that rings and PyTorch call."""
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import beside_pages, longest, refuse, sides
+from fulgur._drop_in import beside_pages, longest, refuse, sides, want_tensors
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention, whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
 
 
-def _as_float32(sinks):
-    return None if sinks is None else sinks.float()
+def _as_float32(learnable_sink):
+    if learnable_sink is None:
+        return None
+    want_tensors(learnable_sink=learnable_sink)
+    return learnable_sink.float()
+
+
+_WINDOW = "window_size_left, window_size_right"
 
 
 def flash_attn_func(
@@ -111,7 +117,7 @@ def _flash_attn_fwd(
     )  # fmt: skip
     results = named(
         PRIVATE, attention, q, k, v, scale=softmax_scale, causal=causal, softcap=softcap or 0.0,
-        window=sides((window_size_left, window_size_right)), sinks=_as_float32(learnable_sink),
+        window=sides((window_size_left, window_size_right), _WINDOW), sinks=_as_float32(learnable_sink),
         seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, return_lse=True,
         **_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
     )  # fmt: skip
@@ -145,7 +151,7 @@ def _flash_attn_bwd(
     ]
     sinks = _as_float32(learnable_sink)
     dsinks = None if sinks is None else torch.empty_like(sinks)
-    left, right = sides((window_size_left, window_size_right))
+    left, right = sides((window_size_left, window_size_right), _WINDOW)
     named(
         PRIVATE, _backward_into, *rows, *gradients,
         dlse=None if dlse is None else whole_rows("dlse", dlse), sinks=sinks, scale=softmax_scale,

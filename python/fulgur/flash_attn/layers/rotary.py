@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from fulgur._drop_in import dims_of, heads_of_k, want_parts
+from fulgur._drop_in import heads_of_k, want_parts, want_tensors
 
 
 def rotate_half(x, interleaved=False):
@@ -77,7 +77,8 @@ def apply_rotary_emb_qkv_(
     qkv is ``(batch, seqlen, 3, heads, dim)``, or ``(batch, seqlen, num_heads_q + 2 * heads of k, dim)``.
     cos_k and sin_k, where given, are those of k (XPos). ValueError names the argument that is wrong.
     """
-    if dims_of("qkv", qkv) == 5:
+    want_tensors(qkv=qkv)
+    if qkv.dim() == 5:
         want_parts("qkv", qkv, 3)
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     else:
