@@ -102,9 +102,9 @@ def attention_mask(
             refuse(**{f"{name} in a mask": mask_function})
         if name == "chunked_overlay":
             chunks = inside
-        # Traced, masks are always made of it. One row's sequences attention_forward finds by position_ids.
-        if name == "packed_sequence_mask_function" and batch_size > 1 and not torch.compiler.is_compiling():
-            refuse(**{"position_ids that begin anew in several rows": mask_function})
+        # One row's sequences attention_forward finds by position_ids.
+        if name == "packed_sequence_mask_function" and batch_size > 1:
+            _refuse_packed(inside["packed_sequence_mask"])
     mask = flash_attention_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
     )
@@ -120,6 +120,15 @@ def attention_mask(
     places = torch.arange(mask.shape[1], device=mask.device) + kv_offset
     size = chunks["chunk_size"]
     return mask & ((places - first) // size == (q_offset - first) // size)
+
+
+def _refuse_packed(sequences):
+    """Raises for rows of which any is several sequences; their numbers begin with 0 in each row."""
+    name = "position_ids that begin anew in several rows"
+    if not torch.compiler.is_compiling():
+        refuse(**{name: sequences})
+    # Traced, all masks are made of these numbers, and only the graph can tell what they are.
+    torch._assert_async((sequences == 0).all(), f"{name}: fulgur does not have this yet; want it left out")
 
 
 @torch.compiler.assume_constant_result

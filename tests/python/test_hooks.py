@@ -231,8 +231,13 @@ class TestTransformers:
         places = torch.arange(12).expand(3, -1)
         want = model(tokens, use_cache=False).logits
         torch.testing.assert_close(model(tokens, position_ids=places, use_cache=False).logits, want)
-        with pytest.raises(NotImplementedError, match="^position_ids that begin anew in several rows: "):
+        message = "^position_ids that begin anew in several rows: "
+        with pytest.raises(NotImplementedError, match=message):
             model(tokens, position_ids=places % 6, use_cache=False)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, want)
+        with pytest.raises(RuntimeError, match=message):
+            compiled(tokens, position_ids=places % 6, use_cache=False)
 
     def test_mixed_dtypes(self):
         """Norms in float32, as fine-tuning libraries have them."""
