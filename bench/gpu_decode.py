@@ -218,8 +218,8 @@ def grid_rows(fulgur, seed, seconds, generator, difference, turns):
     """As many cases of GRID as a time allows, in an order drawn by the seed, and how many there are that the card's
     memory holds."""
     cases = [case for case in GRID if case.bytes() < 0.8 * torch.cuda.mem_get_info()[0]]
-    compile_kernels(fulgur, cases)
     end, rows = time.monotonic() + seconds, []
+    compile_kernels(fulgur, cases)
     for case in random.Random(seed).sample(cases, len(cases)):
         if time.monotonic() > end:
             break
