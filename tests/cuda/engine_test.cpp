@@ -1561,7 +1561,7 @@ TEST_F(Prewarmed, CallsOverPagesCompileNothing) {
     EXPECT_GT(cuda::prewarm(call.args, call.options).compiled, 0);
     const auto before = kernels();
     std::set<size_t> launches;
-    for (const int64_t batch : {1, 3, 64, 200}) {
+    for (const int64_t batch : {1, 2, 3, 5, 8, 12, 16, 24, 32, 64, 200}) {
       for (const auto& [sq, sk] :
            {std::pair{1, 16}, {1, 9000}, {4, 9000}, {16, 4000}, {700, 700}}) {
         const ForwardCall later = call_over_pages(batch, sq, sk, prefixes);
