@@ -23,7 +23,9 @@ constexpr int kSwizzledRows = 8;
 constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their next panel comes
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
-constexpr int64_t kUnitsForTwo = 32;  // of a multiprocessor, for two thread blocks
+constexpr int64_t kLongShare = 32;    // units
+constexpr int64_t kLargePage = 64;    // keys, whose ids cost a thread block little
+constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 constexpr int64_t kLanes = 32;
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
@@ -31,7 +33,6 @@ constexpr int64_t kLanes = 32;
 constexpr int64_t kSomeParts = 2;
 /// Those of narrow teams, where each has so many parts, which hardly differ in length.
 constexpr int64_t kEvenParts = 8;
-constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
 constexpr int64_t kMostRowsForModel = 128;
 
@@ -108,7 +109,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
-  const bool long_shares = units >= kUnitsForTwo * target.multiprocessors;
+  const bool long_shares = units >= kLongShare * target.multiprocessors;
   // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
   // pieces fill the card.
   const bool wide_pays = long_shares || has_few_lines(p, target.multiprocessors);
@@ -121,8 +122,9 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
   const bool a_line_each =
       has_enough_lines(p, target.multiprocessors) && p.batch * p.hk <= target.multiprocessors;
-  const bool two =
-      plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares && !a_line_each;
+  const bool small_pages = plan.page > 0 && plan.page < kLargePage;
+  const bool two = small_pages && plan.team_warps == 1 && dim <= 128 && long_shares &&
+                   !a_line_each && !has_few_lines(p, target.multiprocessors, kEvenParts);
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
@@ -201,6 +203,15 @@ bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
          rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
 }
 
+/// Whether whole lines are taken by turns, where lengths make that pay: there are many, or they
+/// have so many rows that their ends take long. All others pay for what they do not use, up to 3%.
+/// Wider heads leave no registers for it.
+bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
+  const bool many = p.batch * p.hk >= int64_t{kernels::kRoundsByTurns} * plan.grid;
+  return plan.whole_lines && std::max(plan.head_dim, plan.value_dim) <= 128 &&
+         (many || rows_of_kv_head(p) > 2 * kNarrowRows);
+}
+
 /// Of `lines`, in words.
 std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
   if (plan.pieces == kernels::kFillingPieces) {
@@ -216,7 +227,10 @@ std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
   if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
   return fmt::format(
       "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
-      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
+      !plan.whole_lines ? ""
+      : plan.turns ? "; or whole lines by turns, where these lengths make that as even, and short "
+                     "ones beside much longer ones"
+                   : "; or whole lines, where these lengths make that as even");
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -329,6 +343,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
+  plan.turns = has_turns(p, plan);
   if (plan.pieces == kernels::kFillingPieces && p.batch > kLanes) plan.lane_sequences = 2;
   if (plan.pieces != kernels::kNoPieces) {
     const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
@@ -359,6 +374,8 @@ std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& pl
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.turns)
+    return "its thread blocks may take lines by turns, and must know before which they write";
   if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
     return "narrow teams have no registers for it beside a softcap or ALiBi and a window";
   }
@@ -402,6 +419,7 @@ std::string plan_header(const HopperDecodeKey& plan) {
   header.add("kMergeEights", plan.merge_eights);
   header.add("kLaneSequences", plan.lane_sequences);
   header.add("kWholeLines", plan.whole_lines);
+  header.add("kTurns", plan.turns);
   header.add("kGroup", plan.group);
   header.add("kQWhole", plan.q_whole);
   header.add("kOWhole", plan.o_whole);

@@ -24,6 +24,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
   int lane_sequences = 1;                 ///< of pieces that fill the card: sequences of a lane
   bool whole_lines = false;               ///< taken whole where lengths make that as even as shares
+  bool turns = false;                     ///< by turns, and shorter ones beside longer ones
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
@@ -56,7 +57,7 @@ struct HopperDecodePlan : HopperDecodeKey {
   /// Of a line: what each warp of decode_merge.cu takes one of, columns or rows.
   int merge_units() const;
   /// Counters that are zero between launches.
-  int counters() const { return 3 * grid; }
+  int counters() const { return 3 * grid + 1; }
 };
 
 /// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is

@@ -248,6 +248,27 @@ TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
 
+// By turns where there are many, or where they have more rows than two warps.
+TEST(DecodePlan, WholeLinesGoByTurns) {
+  const auto turns = [](int64_t batch, int64_t sq, int64_t d = 128) {
+    return plan_of({.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .d = d, .dv = d})
+        .turns;
+  };
+  EXPECT_TRUE(turns(64, 16));
+  EXPECT_FALSE(turns(64, 8));  // 32 rows
+  EXPECT_FALSE(turns(197, 1));
+  EXPECT_TRUE(turns(198, 1));  // twelve rounds
+  EXPECT_FALSE(turns(198, 1, 256));
+  EXPECT_FALSE(turns(15, 16));  // none are whole
+}
+
+TEST(Shares, TurnsPayWhereEachThreadBlockHasTwo) {
+  EXPECT_TRUE(kernels::turns_pay(252, 132));
+  EXPECT_TRUE(kernels::turns_pay(231, 132));
+  EXPECT_FALSE(kernels::turns_pay(230, 132));
+  EXPECT_TRUE(kernels::turns_pay(1 << 30, 132));  // beyond 32 bits
+}
+
 TEST(Shares, WholeLinesDoWhereTheyAreEven) {
   using kernels::whole_lines_do;
   EXPECT_TRUE(whole_lines_do(132, 129, 132 * 129, 132));
@@ -555,6 +576,7 @@ TEST(DecodePlan, AppendsFewNewRows) {
   const ForwardShape many{.batch = 64, .sq = 1, .hq = 32, .hk = 8};
   refused(appending(many, 64 * 300), "which up to 8 take less than a launch");
   refused(appending({.batch = 0, .sq = 1}, 0), "there are no queries");
+  refused(appending({.batch = 512, .sq = 1, .hq = 32, .hk = 8}, 512), "lines by turns");
   Problem host = appending(many, 64);
   host.append.host_numbers = 64;
   refused(host, "in the host's memory");

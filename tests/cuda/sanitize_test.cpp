@@ -149,6 +149,37 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
                        .seqused = true}));
   }
 }
+// As many lines as thread blocks and more: of equal lengths, which these take by turns, and beside
+// longer ones, some without keys, with few and without queries, which are shared out before.
+TEST_F(Sanitize, LinesByTurns) {
+  const std::vector<int64_t> equal(25, 800);
+  std::vector<int64_t> mixed(24, 800);
+  for (const int64_t sk : {0, 300, 2500}) mixed.push_back(sk);
+  mixed[1] = 16000;
+  for (const auto& keys : {equal, mixed}) {
+    for (const auto& [sq, group, d] :
+         {std::array<int64_t, 3>{1, 4, 128}, {1, 16, 64}, {3, 8, 128}, {16, 4, 128}, {16, 8, 64}}) {
+      std::vector<Rows> rows;
+      for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
+      Workload w({.dtype = kBf16,
+                  .sq = sq,
+                  .sk = keys[1],
+                  .hq = 2 * group,
+                  .hk = 2,
+                  .d = d,
+                  .dv = d,
+                  .mask = causal(),
+                  .layout = Layout::kPacked},
+                 3, rows);
+      w.options.engine = "cuda";
+      const Expected e = expect_forward(w);
+      for (int run = 0; run < 2; ++run) {
+        w.run_forward();
+        ASSERT_TRUE(forward_is_right(w, e)) << sq << " " << group << " " << d << " run " << run;
+      }
+    }
+  }
+}
 // All that scores may, beside heads that leave few registers, and parts that are put together.
 TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
   for (const int64_t sq : {1, 12}) {

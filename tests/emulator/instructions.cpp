@@ -651,6 +651,7 @@ constexpr Known kKnown[] = {
     {"ld.acquire.gpu.global.s32", load_global_again},
     {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},
+    {"atom.global.relaxed.gpu.inc.u32", atomic_inc},
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
     {"setmaxnreg.", nothing},

@@ -56,6 +56,14 @@ FULGUR_SHARED bool whole_lines_do(int lines, int longest, int units, int blocks)
   return 16 * rounds * longest * blocks <= 17 * (long long)(units);
 }
 
+// Whole lines in so many rounds are taken by turns: a multiprocessor in four reads a third faster than the others. In
+// fewer rounds a line is too long to make that even.
+enum : int { kRoundsByTurns = 12 };
+
+// Whether `lines` short ones are left to turns beside longer ones, which are shared out before: they make even what
+// these took, where each thread block has almost two.
+FULGUR_SHARED bool turns_pay(int lines, int blocks) { return 4ll * lines >= 7ll * blocks; }
+
 // Units of the keys [begin, end) of a line, whose borders are those of the sequence.
 struct Units {
   int first, count;

@@ -9,6 +9,7 @@ enum : int {
   kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups, and other warps load for it
   kLoadWarps = 4,  // of all such teams
   kMergeWarps = 8,  // of a thread block of decode_merge.cu, a row each
+  kTurnSlots = 4,   // of the turns at lines that some warp of a thread block may be at
 };
 
 // What the map depends on: constants of plan.h.
@@ -45,8 +46,9 @@ struct DecodeLayout {
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
   int items;             // 16 ints a warp: the item at hand
-  int share;             // 8 ints: the share of the thread block
-  int scan;              // two ints a warp: sums over sequences and the longest line; later a flag
+  int share;             // 12 ints: the share of the thread block
+  int turns;             // [slot]: barriers, then barriers, then lines: those that are taken by turns
+  int scan;              // three ints a warp: sums over sequences, the longest and the shortest line; later a flag
   int bytes;
 };
 
@@ -72,8 +74,9 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.totals = map.stats + tile.teams * merged_rows * 8;
   map.items = map.totals + merged_rows * 8;
   map.share = map.items + tile.teams * tile.team_warps * 64;
-  map.scan = map.share + 32;
-  map.bytes = map.scan + decode_warps(tile) * 8;
+  map.turns = map.share + 48;
+  map.scan = map.turns + kTurnSlots * 20;
+  map.bytes = map.scan + decode_warps(tile) * 12;
   return map;
 }
 

@@ -149,7 +149,8 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader 
 }
 
 // The ids of the pages of an item as a warp reads them, far ahead: what it asks for lies behind all that TMA has been
-// asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the next 32.
+// asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the next
+// 32.
 class PageIds {
  public:
   // Of the line that `tiles` is at, whose pages from `page` on the item needs.

@@ -168,8 +168,8 @@ __device__ __forceinline__ void merge_teams(const DecodeParams& p, const DecodeI
   }
 }
 
-// Of a wide team's piece that fills the card (kFillingPieces), with all rows of a block: what each thread has of O, four
-// floats at a time, as its threads stand, and then {shift, sum} of each row.
+// Of a wide team's piece that fills the card (kFillingPieces), with all rows of a block: what each thread has of O,
+// four floats at a time, as its threads stand, and then {shift, sum} of each row.
 __device__ __forceinline__ float* piece_columns(float* piece, int team_warp, int eight) {
   return piece + 4 * ((team_warp * (kValueDim / 8) + eight) * 32 + int(threadIdx.x % 32));
 }

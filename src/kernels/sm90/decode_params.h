@@ -12,6 +12,7 @@
 //   kResidents      thread blocks of a multiprocessor
 //   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kWholeLines     1: thread blocks take whole lines where lengths make that as even as shares
+//   kTurns          1: by turns, and shorter lines so beside longer ones that are shared out
 //   kPieces         how lines are cut, where shares alone do not say it (shared/shares.h)
 //   kLaneSequences  1 or 2: sequences of each lane that looks for pieces, kFillingPieces
 //   kGroup          hq / hk
@@ -57,7 +58,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [thread blocks][piece_floats], of which
   // in wide teams piece_columns() of decode_output.cuh says what is where.
   float* partial;
-  int* tickets;    // [3 * thread blocks], zero before the first launch; every launch leaves them zero
+  int* tickets;    // [3 * thread blocks + 1], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j

@@ -14,28 +14,11 @@ enum : int {
   kQueryWarps = kBoxKeys == 0 ? int(kTileWarps) : kTileWarps == 4 ? 2 : 1,
 };
 
-extern __shared__ __align__(1024) unsigned char raw[];
-
 // Of a wide team's thread block.
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
 
 // Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
-
-// Rows of an item: of a kv head, (query, head of its group).
-struct ItemRows {
-  int first, count;
-};
-
-__device__ __forceinline__ ItemRows rows_of_item(const DecodeParams& p, const DecodeItem& item) {
-  const int first = item.block * kBlockRows;
-  return {first, min(item.sequence.n.sq * kGroup - first, int(kBlockRows))};
-}
-
-__device__ __forceinline__ unsigned short* item_row(const DecodeParams& p, const StridedTensor& t,
-                                                    const DecodeItem& item, int row) {
-  return row_of(t, item.batch, item.sequence.n.q_start + row / kGroup, item.head * kGroup + row % kGroup);
-}
 
 // Where 16 bytes of Q lie, of the `at`-th chunk of a block of rows.
 __device__ __forceinline__ u32 query_place(int at) {
@@ -86,7 +69,7 @@ class QueryLoader {
   __device__ __forceinline__ QueryLoader(const TileWalk& tiles)
       : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.first_item()) {}
 
-  // Brings Q of the item that `tiles` begins, and the next one's to L2: behind all loads of K and V it would come late.
+  // Brings Q of the item that `tiles` begins, and the next one's to L2 where that is known.
   __device__ __forceinline__ void begin_item(const DecodeParams& p, const TileWalk& tiles, int thread) {
     if (!tiles.first_item()) {
       buffer_.wait_empty();
@@ -97,12 +80,9 @@ class QueryLoader {
         mbarrier_arrive(buffer_.full());
       buffer_.advance();
     }
-    if (kBoxKeys == 0 || !kQWhole) return;  // lanes that copy rows have no registers for it
+    if (!kPrefetchesQ) return;
     DecodeItems next = tiles.items();
-    if (!next.next(p, tiles.share())) return;
-    const ItemRows rows = rows_of_item(p, next.item);
-    for (int row = thread; row < rows.count; row += 32 * kQueryWarps)
-      bulk_prefetch(item_row(p, p.q, next.item, rows.first + row), p.d * 2);
+    if (next.next_at_once(p, tiles.share())) prefetch_query(p, next.item, thread, 32 * kQueryWarps);
   }
 
  private:
