@@ -24,7 +24,6 @@ constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
 constexpr int64_t kLongShare = 32;    // units
-constexpr int64_t kLargePage = 64;    // keys, whose ids cost a thread block little
 constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
 constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
 constexpr int64_t kLanes = 32;
@@ -122,8 +121,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   // Two thread blocks hide each other's page ids, but they double the parts that lines have.
   const bool a_line_each =
       has_enough_lines(p, target.multiprocessors) && p.batch * p.hk <= target.multiprocessors;
-  const bool small_pages = plan.page > 0 && plan.page < kLargePage;
-  const bool two = small_pages && plan.team_warps == 1 && dim <= 128 && long_shares &&
+  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares &&
                    !a_line_each && !has_few_lines(p, target.multiprocessors, kEvenParts);
   plan.residents = two ? 2 : 1;
   plan.teams = kMostWarps / plan.team_warps / plan.residents;

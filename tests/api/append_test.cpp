@@ -219,7 +219,7 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
-  EXPECT_TRUE(engine() != "cuda" || fused_ > 30) << fused_;
+  EXPECT_TRUE(engine() != "cuda" || fused_ > 20) << fused_;
 }
 
 // Of a call that fails nothing is written, also where attention alone would refuse it.
