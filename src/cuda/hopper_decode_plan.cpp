@@ -205,9 +205,10 @@ bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
 /// have so many rows that their ends take long. All others pay for what they do not use, up to 3%.
 /// Wider heads leave no registers for it.
 bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
-  const bool many = p.batch * p.hk >= int64_t{kernels::kRoundsByTurns} * plan.grid;
-  return plan.whole_lines && std::max(plan.head_dim, plan.value_dim) <= 128 &&
-         (many || rows_of_kv_head(p) > 2 * kNarrowRows);
+  if (!plan.whole_lines || std::max(plan.head_dim, plan.value_dim) > 128) return false;
+  const int lines = static_cast<int>(p.batch * p.hk);
+  return lines >= kernels::kRoundsByTurns * plan.grid ||
+         (rows_of_kv_head(p) > 2 * kNarrowRows && kernels::turns_pay(lines, plan.grid));
 }
 
 /// Of `lines`, in words.

@@ -259,6 +259,8 @@ TEST(DecodePlan, WholeLinesGoByTurns) {
   EXPECT_FALSE(turns(197, 1));
   EXPECT_TRUE(turns(198, 1));  // twelve rounds
   EXPECT_FALSE(turns(198, 1, 256));
+  EXPECT_TRUE(turns(29, 16));
+  EXPECT_FALSE(turns(28, 16));  // less than two for each thread block
   EXPECT_FALSE(turns(15, 16));  // none are whole
 }
 
