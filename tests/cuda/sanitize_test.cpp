@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "appended.h"
+#include "cached.h"
 #include "every_tile.h"
 #include "fulgur/merge.h"
 #include "shared.h"
@@ -177,6 +178,27 @@ TEST_F(Sanitize, LinesByTurns) {
         w.run_forward();
         ASSERT_TRUE(forward_is_right(w, e)) << sq << " " << group << " " << d << " run " << run;
       }
+    }
+  }
+}
+// The same over pages, whose keys TMA brings, or lanes of the warps that load.
+TEST_F(Sanitize, LinesByTurnsOverPages) {
+  for (const int64_t page : {16, 5}) {
+    for (const int64_t sq : {5, 16}) {
+      Workload w({.dtype = kBf16,
+                  .batch = 12,
+                  .sq = sq,
+                  .sk = 1200,
+                  .hq = 16,
+                  .hk = 2,
+                  .mask = causal(),
+                  .seqused = true},
+                 4);
+      w.options.engine = "cuda";
+      Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, page}, 8);
+      const Expected e = expect_forward(w);
+      cached.run_forward();
+      ASSERT_TRUE(forward_is_right(w, e)) << page << " " << sq;
     }
   }
 }
