@@ -16,7 +16,8 @@ import pathlib
 import torch
 from fulgur_c import AppendArgs, ForwardArgs, Fulgur, Options, Run, WorkspaceNeed, described
 from gpu_case import DEVICE
-from gpu_decode import COLD_BYTES, MODULE, DecodeCase
+from gpu_decode import COLD_BYTES, DecodeCase
+from gpu_decode_peers import MODULE
 from gpu_report import difference, in_words, turns
 
 CASES = tuple(DecodeCase(batch, 8192, 32, 8, page=page) for batch in (1, 64) for page in (0, 16))

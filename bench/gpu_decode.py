@@ -1,4 +1,4 @@
-"""Decode calls that a GPU report measures: few query tokens beside caches, fulgur and FlashAttention-3 in turns.
+"""Decode calls that a GPU report measures: few query tokens beside caches, fulgur and its peers in turns.
 
 A burst goes through copies of the cache that are together larger than L2, so that every call reads memory. Bytes are
 exact: live K and V, q and out.
@@ -7,7 +7,6 @@ exact: live K and V, q and out.
 import concurrent.futures
 import ctypes
 import dataclasses
-import importlib
 import itertools
 import random
 import time
@@ -15,10 +14,10 @@ import time
 import torch
 from fulgur_c import ForwardArgs, Options, Run, WorkspaceNeed, described
 from gpu_case import DEVICE
+from gpu_decode_peers import PEERS
 
 COLD_BYTES = 120_000_000  # of the copies of a cache, more than any L2
-MODULE = "flash_attn_interface"  # FlashAttention-3 with flash_attn_with_kvcache
-MOST_DIFFERENCE = 0.02  # of it from us in a grid, of the norm of what it gives
+MOST_DIFFERENCE = 0.02  # of a peer from us, of the norm of what it gives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,47 +170,35 @@ class Ours:
         return self.calls[copy][2]
 
 
-def flash3(tensors):
-    """A function that calls FlashAttention-3 on a copy; None where it is not installed or has not what the case has."""
-    if {"sinks", "tree_mask"} & tensors[0].keys():
-        return None
-    try:
-        call = importlib.import_module(MODULE).flash_attn_with_kvcache
-    except (ModuleNotFoundError, AttributeError):
-        return None
-
-    def run(copy):
-        t = tensors[copy]
-        out = call(t["q"], t["k"], t["v"], cache_seqlens=t["seqused_k"], page_table=t.get("page_table"), causal=True)
-        return out[0] if isinstance(out, tuple) else out
-
-    return run
-
-
-def times_of(fulgur, case, generator, difference, turns):
-    """Microseconds of a call by name, and how much FlashAttention-3 differs; `turns` and `difference` are those of
-    gpu_report."""
+def times_of(fulgur, case, generator, difference, turns, peers=PEERS):
+    """Microseconds of a call by name, how much each peer differs, and why some could not be captured; `turns` and
+    `difference` are those of gpu_report."""
     copies = min(8, -(-COLD_BYTES // case.bytes()))
     tensors = [case.tensors(generator) for _ in range(copies)]
-    candidates = {"fulgur": Ours(fulgur, tensors), "flash3": flash3(tensors)}
+    candidates = {"fulgur": Ours(fulgur, tensors)} | {name: peer(case, tensors) for name, peer in peers.items()}
     candidates = {name: run for name, run in candidates.items() if run}
     results = {name: [run(copy) for copy in range(copies)][0] for name, run in candidates.items()}
-    differs = difference([results["fulgur"]], [results["flash3"]]) if "flash3" in results else None
+    ours = results.pop("fulgur")
+    differs = {name: difference([ours], [out]) for name, out in results.items()}
+    for name, share in differs.items():
+        if not share < MOST_DIFFERENCE:
+            raise RuntimeError(f"{case}: {name} differs by {share}, want less than {MOST_DIFFERENCE}")
 
     def bursts(run):  # of a call after the other, on one copy after the other
         return lambda: [run(copy) for copy in range(copies)]
 
-    times, _ = turns({name: bursts(run) for name, run in candidates.items()}, 6, 7)
+    times, loops = turns({name: bursts(run) for name, run in candidates.items()}, 6, 7)
     micros = {f"{name}_us": 1000 * ms / copies for name, ms in times.items()}
     said = ", ".join(f"{key[:-3]} {us:.1f} us" for key, us in micros.items())
-    print(f"decode, {case}: {said}; differs by {differs}", flush=True)
-    return micros, differs
+    print(f"decode, {case}: {said}; differs: {differs}; not captured: {loops}", flush=True)
+    return micros, differs, loops
 
 
 def row(fulgur, case, generator, difference, turns):
     """What a report says of a case."""
-    micros, differs = times_of(fulgur, case, generator, difference, turns)
-    return {**dataclasses.asdict(case), "bytes": case.bytes(), "difference_from_flash3": differs, **micros}
+    micros, differs, loops = times_of(fulgur, case, generator, difference, turns)
+    return {**dataclasses.asdict(case), "bytes": case.bytes(), "difference_from": differs, "not_captured": loops,
+            **micros}
 
 
 def grid_rows(fulgur, seed, seconds, generator, difference, turns):
@@ -223,9 +210,9 @@ def grid_rows(fulgur, seed, seconds, generator, difference, turns):
     for case in random.Random(seed).sample(cases, len(cases)):
         if time.monotonic() > end:
             break
-        micros, differs = times_of(fulgur, case, generator, difference, turns)
-        if differs is None or not differs < MOST_DIFFERENCE:
-            raise RuntimeError(f"{case}: FlashAttention-3 differs by {differs}, want less than {MOST_DIFFERENCE}")
+        micros, *_ = times_of(fulgur, case, generator, difference, turns, {"flash3": PEERS["flash3"]})
+        if "flash3_us" not in micros:
+            raise RuntimeError("the grid is measured beside FlashAttention-3, which is not installed")
         torch.cuda.empty_cache()  # the next case has tensors of other sizes
         named = ("batch", "keys", "heads", "kv_heads", "d", "queries", "page")
         rows.append([*(getattr(case, name) for name in named), bool(case.lengths),

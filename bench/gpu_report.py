@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times fulgur on a GPU beside PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
-cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3, and what calls
-of PyTorch cost the host.
+cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3, FlashInfer and
+cuDNN's frontend, those that are installed, and what calls of PyTorch cost the host.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
 
@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 import gpu_decode  # noqa: E402
+import gpu_decode_peers  # noqa: E402
 import gpu_errors  # noqa: E402
 import gpu_host  # noqa: E402
 from fulgur_c import Fulgur  # noqa: E402
@@ -260,6 +261,7 @@ def main():
             report["errors"] = errors_report(fulgur, generator)
         if "decode" in args.parts:
             report["decode"] = decode_report(fulgur, generator)
+            report["decode_peers"] = gpu_decode_peers.versions()
         if "decode_grid" in args.parts:
             report["decode_grid"] = decode_grid_report(fulgur, generator, args.seed, args.seconds)
     pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

@@ -22,7 +22,8 @@ BACKWARD = (*FORWARD, *(f"sm90/backward_{part}.cu" for part in
 DECODE = ("sm90/decode.cu", "sm90/decode_merge.cu", "forward_padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
            "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
-NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flashinfer": "FlashInfer", "cudnn": "cuDNN",
+         "flash2": "FlashAttention-2"}
 COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
 
@@ -184,27 +185,39 @@ def errors(report):
 
 def decode(report):
     rows = report["decode"]
-    both = [r for r in rows if "flash3_us" in r]
-    won = sum(r["fulgur_us"] < r["flash3_us"] for r in both)
+    peers = [name for name in NAMES if name != "fulgur" and any(f"{name}_us" in r for r in rows)]
+    others = [name for name in peers if name != "flash3"]
+
+    def won(name):
+        both = [r for r in rows if f"{name}_us" in r]
+        return f"{NAMES[name]} in {sum(r['fulgur_us'] < r[f'{name}_us'] for r in both)} of the {len(both)} lines"
+
+    def cell(r, name):
+        return f"{r[f'{name}_us']:.1f}" if f"{name}_us" in r else ""
 
     def line(r):
         keys = f"{length(r['keys'])} and shorter" if r["lengths"] else length(r["keys"])
         keys += f", {length(r['prefix'])} shared" if r.get("prefix") else ""
         keys += "".join(f", {word}" for word in ("sinks", "tree") if r.get(word))
-        theirs = [f"{r['flash3_us']:.1f}", f"{r['flash3_us'] / r['fulgur_us']:.2f}"] if "flash3_us" in r else ["", ""]
+        ratio = f"{r['flash3_us'] / r['fulgur_us']:.2f}" if "flash3_us" in r else ""
         return [r["batch"], keys, pair(r["heads"], r["kv_heads"]), r["d"], r["queries"], r["page"] or "",
-                f"**{r['fulgur_us']:.1f}**", f"{r['bytes'] / r['fulgur_us'] / 1e6:.2f}", *theirs]
+                f"**{r['fulgur_us']:.1f}**", f"{r['bytes'] / r['fulgur_us'] / 1e6:.2f}", cell(r, "flash3"), ratio,
+                *(cell(r, name) for name in others)]
 
     head = ["batch", "keys", "heads", "d", "queries", "page", "fulgur, us", "TB/s", "FlashAttention-3, us",
-            "its time / ours"]
-    faster = f" fulgur is faster than FlashAttention-3 in {won} of the {len(both)} lines." if both else ""
+            "its time / ours", *(f"{NAMES[name]}, us" for name in others)]
+    faster = f" fulgur is faster than {', '.join(map(won, peers))}." if peers else ""
+    versions = ", ".join(f"{name} {version}" for name, version in report.get("decode_peers", {}).items())
     return [
         "## Decode",
         "",
         "Few query tokens beside caches, causal, lengths on the device; TB/s of exact bytes: live K and V, q and out."
         " Every call reads memory, as the copies of a cache are together larger than L2." + faster,
+        *(["", f"Also beside {versions}. A peer that does not compute a call has no entry; FlashInfer takes pages."]
+          if others else []),
         "",
         *lines_of(head, [line(r) for r in rows]),
+        *remarks(rows),
     ]
 
 

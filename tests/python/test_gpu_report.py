@@ -1,4 +1,4 @@
-"""The part of GPU reports about the host's time: as it is measured, here on the CPU, and as it is told."""
+"""GPU reports: the host's time, as it is measured, here on the CPU, and as it is told; how decode calls are told."""
 
 import json
 import subprocess
@@ -76,6 +76,39 @@ def test_table(part):
               "kernels": {"host": "0123456789abcdef"}, "host": on_gpu}  # fmt: skip
     whole = gpu_table.markdown(report)
     assert "0123456789ab (host, today)" in whole and "\n".join(text) in whole
+
+
+def decode_row(**us):
+    case = {"batch": 64, "keys": 8192, "heads": 32, "kv_heads": 8, "d": 128, "queries": 1, "page": 0, "lengths": []}
+    return {**case, "bytes": 2e9, "fulgur_us": 800.0, **us}
+
+
+def test_decode_table():
+    """A peer has a column where some call was measured beside it, and an entry where that call was."""
+    import gpu_table
+
+    alone = gpu_table.decode({"decode": [decode_row(flash3_us=1000.0)]})
+    assert alone[2].endswith(" fulgur is faster than FlashAttention-3 in 1 of the 1 lines.")
+    assert alone[4].endswith("| TB/s | FlashAttention-3, us | its time / ours |") and len(alone) == 7
+    assert alone[6].endswith("| 1 |  | **800.0** | 2.50 | 1000.0 | 1.25 |")
+    rows = [decode_row(flash3_us=1000.0, cudnn_us=900.0), decode_row(page=16, flashinfer_us=790.0, cudnn_us=790.5)]
+    rows[1]["not_captured"] = {"flashinfer": "why"}
+    text = gpu_table.decode({"decode": rows, "decode_peers": {"FlashInfer": "0.7", "cuDNN's frontend": "1.3"}})
+    assert text[2].endswith(" in 1 of the 1 lines, FlashInfer in 0 of the 1 lines, cuDNN in 1 of the 2 lines.")
+    assert text[4].startswith("Also beside FlashInfer 0.7, cuDNN's frontend 1.3.")
+    assert text[6].endswith("| its time / ours | FlashInfer, us | cuDNN, us |")
+    assert text[8].endswith("| 1000.0 | 1.25 |  | 900.0 |") and text[9].endswith("|  |  | 790.0 | 790.5 |")
+    assert text[-1] == "Timed as loops of launches, as no graph could be captured: FlashInfer."
+
+
+def test_decode_peers_that_are_not_installed(monkeypatch):
+    import gpu_decode
+    import gpu_decode_peers
+
+    monkeypatch.setattr(gpu_decode_peers, "installed", lambda name: None)
+    assert gpu_decode_peers.versions() == {}
+    for case in gpu_decode.CASES:
+        assert not any(peer(case, []) for peer in gpu_decode.PEERS.values())
 
 
 STAND_IN = """
