@@ -23,9 +23,10 @@ constexpr int kSwizzledRows = 8;
 constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their next panel comes
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMostWarps = 8;
-constexpr int64_t kLongShare = 32;    // units of keys, of a multiprocessor
-constexpr int kReservedBytes = 1024;  // of shared memory, for each thread block but the first
-constexpr int64_t kNarrowRows = 16;   // of a kv head: a warp's
+constexpr int64_t kLongShare = 32;     // units of keys, of a multiprocessor
+constexpr int kReservedBytes = 1024;   // of shared memory, for each thread block but the first
+constexpr int64_t kNarrowRows = 16;    // of a kv head: a warp's
+constexpr int64_t kLongTurns = 49152;  // keys of a thread block, by turns
 constexpr int64_t kLanes = 32;
 /// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
@@ -201,14 +202,14 @@ bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
          rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
 }
 
-/// Whether whole lines are taken by turns, where lengths make that pay: there are many, or they
-/// have so many rows that their ends take long. All others pay for what they do not use, up to 3%.
-/// Wider heads leave no registers for it.
+/// Whether lines go by turns: of wide teams where some thread block has two, of narrow ones
+/// where what a share of so many keys takes longer on one multiprocessor than on another is more
+/// than turns cost.
 bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
-  if (!plan.whole_lines || std::max(plan.head_dim, plan.value_dim) > 128) return false;
-  const int lines = static_cast<int>(p.batch * p.hk);
-  return lines >= kernels::kRoundsByTurns * plan.grid ||
-         (rows_of_kv_head(p) > 2 * kNarrowRows && kernels::turns_pay(lines, plan.grid));
+  if (!plan.whole_lines || p.batch > kernels::kTurnSequences) return false;
+  const int64_t lines = p.batch * p.hk;
+  if (plan.team_warps >= kernels::kWideTeam) return lines > plan.grid;
+  return lines * p.sk >= kLongTurns * plan.grid;
 }
 
 /// Of `lines`, in words.
@@ -224,12 +225,13 @@ std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
         plan.most_pieces);
   }
   if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
+  if (plan.turns) {
+    return "the longest first, each by the one that comes to it first; cut where they are longer "
+           "than what each has in all";
+  }
   return fmt::format(
       "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
-      !plan.whole_lines ? ""
-      : plan.turns ? "; or whole lines by turns, where these lengths make that as even, and short "
-                     "ones beside much longer ones"
-                   : "; or whole lines, where these lengths make that as even");
+      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
@@ -462,9 +464,10 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
                       : "whose rows lanes copy",
                   plan.shared_bytes),
-      fmt::format("{} thread blocks take equal shares of all keys, of the lengths that the call "
-                  "has when it runs: {} lines, of a kv head and its rows, {}",
-                  plan.grid, lines, how_lines_are_cut(plan, lines)),
+      fmt::format("{} thread blocks take {} all keys, of the lengths that the call has when it "
+                  "runs: {} lines, of a kv head and its rows, {}",
+                  plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
+                  how_lines_are_cut(plan, lines)),
       fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
                   kLaunchMicroseconds + cycles / kMegahertz, p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};

@@ -24,7 +24,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
   int lane_sequences = 1;                 ///< of pieces that fill the card: sequences of a lane
   bool whole_lines = false;               ///< taken whole where lengths make that as even as shares
-  bool turns = false;                     ///< by turns, and shorter ones beside longer ones
+  bool turns = false;                     ///< lines go by turns, the longest first
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;

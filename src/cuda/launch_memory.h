@@ -33,7 +33,7 @@ bool is_capturing(CUstream stream);
 class LaunchMemory {
  public:
   /// Of a workspace, zero when it is handed out first; every launch leaves them zero.
-  static constexpr int64_t kZeroed = 4096;
+  static constexpr int64_t kZeroed = 8192;
 
   /// A workspace, and the right to launch with it: other threads wait until this is gone.
   struct Lease {

@@ -25,11 +25,9 @@ void for_lengths(Problem p, const Target& target,
   std::set<int64_t> batches = {1, 4, 16, 32, 64, 256, 1024};
   // The most lines, of a kv head of a sequence, for each way in which the decode kernel cuts them.
   const int64_t blocks = target.multiprocessors;
-  for (const int64_t lines :
-       {blocks / 9, blocks / 8, blocks / 5, blocks / 2, (16 * blocks - 1) / 17, blocks,
-        (32 * blocks - 1) / 17, kernels::kRoundsByTurns * blocks - 1})
+  for (const int64_t lines : {blocks / 9, blocks / 8, blocks / 5, blocks / 2,
+                              (16 * blocks - 1) / 17, blocks, (32 * blocks - 1) / 17})
     batches.insert(std::max<int64_t>(lines / p.hk, 1));
-  batches.insert(2 * kernels::kRoundsByTurns * blocks);  // enough for two thread blocks
   for (const int64_t batch : batches) {
     p.batch = batch;
     for (const int64_t sq : rows) {

@@ -248,27 +248,78 @@ TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
 
-// By turns where there are many, or where they have more rows than two warps.
-TEST(DecodePlan, WholeLinesGoByTurns) {
-  const auto turns = [](int64_t batch, int64_t sq, int64_t d = 128) {
-    return plan_of({.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .d = d, .dv = d})
-        .turns;
+// By turns: of wide teams where there are more than thread blocks, of narrow ones where they are
+// long.
+TEST(DecodePlan, LinesGoByTurns) {
+  const auto turns = [](int64_t batch, int64_t sq, int64_t sk = 1024) {
+    return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8}).turns;
   };
   EXPECT_TRUE(turns(64, 16));
-  EXPECT_FALSE(turns(64, 8));  // 32 rows
-  EXPECT_FALSE(turns(197, 1));
-  EXPECT_TRUE(turns(198, 1));  // twelve rounds
-  EXPECT_FALSE(turns(198, 1, 256));
-  EXPECT_TRUE(turns(29, 16));
-  EXPECT_FALSE(turns(28, 16));  // less than two for each thread block
-  EXPECT_FALSE(turns(15, 16));  // none are whole
+  EXPECT_TRUE(turns(17, 16));
+  EXPECT_FALSE(turns(16, 16));  // 128 lines, one each
+  EXPECT_TRUE(turns(256, 16));
+  EXPECT_FALSE(turns(257, 16));  // there is no room for more sequences
+  EXPECT_FALSE(turns(64, 40));   // two blocks of rows
+  EXPECT_FALSE(turns(197, 1, 4096));
+  EXPECT_TRUE(turns(198, 1, 4096));  // 49152 keys
 }
 
-TEST(Shares, TurnsPayWhereEachThreadBlockHasTwo) {
-  EXPECT_TRUE(kernels::turns_pay(252, 132));
-  EXPECT_TRUE(kernels::turns_pay(231, 132));
-  EXPECT_FALSE(kernels::turns_pay(230, 132));
-  EXPECT_TRUE(kernels::turns_pay(1 << 30, 132));  // beyond 32 bits
+// Whatever the lengths, cut lines have no more pieces than there is room for: two for each thread
+// block; no line that goes whole is longer than an eighth more than what each has, and three units;
+// and no piece is shorter than the least.
+TEST(Shares, PiecesByTurnsHaveRoom) {
+  constexpr int kLeast = 4;
+  std::mt19937 random(1);
+  const auto upto = [&](int from, int to) {
+    return std::uniform_int_distribution(from, to)(random);
+  };
+  for (int run = 0; run < 2000; ++run) {
+    const int blocks = upto(1, 264);
+    std::vector<int> units(upto(1, 2000));
+    const int longest = 1 << upto(2, 14);
+    for (int& x : units) x = upto(kLeast, longest);
+    if (run % 2 == 0) units[0] *= 20;
+    int all = 0;
+    for (const int x : units) all += x + kernels::kEntryUnits;
+    const int most = kernels::turn_units(all, blocks, 2 * kLeast);
+    int cut = 0;
+    for (const int x : units) {
+      const int pieces = kernels::turn_pieces(x, most);
+      if (pieces > 1) {
+        cut += pieces;
+        EXPECT_GE(x / pieces, kLeast);
+      } else if (x > 3 * kLeast) {
+        EXPECT_LE(8.0 * x, 9.0 * all / blocks + 24) << blocks;
+      }
+    }
+    EXPECT_LE(cut, 2 * blocks) << units.size() << " lines of up to " << longest;
+  }
+}
+
+// 160 lines for 132 thread blocks: the last 28, of four sequences, are cut in four; 192 are not.
+TEST(Shares, ALastRoundOfFewLinesIsCut) {
+  using kernels::last_pieces;
+  using kernels::last_round;
+  EXPECT_EQ(last_round(20, 8, 132), 4);
+  EXPECT_EQ(last_round(24, 8, 132), 8);
+  EXPECT_EQ(last_round(25, 8, 132), 0);  // 68 are half of them
+  EXPECT_EQ(last_round(16, 8, 132), 0);  // there is one round
+  EXPECT_EQ(last_round(33, 8, 132), 0);  // two whole ones
+  EXPECT_EQ(last_round(34, 8, 132), 1);
+  EXPECT_EQ(last_pieces(64, 59, 4, 32, 132), 4);
+  EXPECT_EQ(last_pieces(64, 59, 20, 32, 132), 3);  // of 20 units or more
+  EXPECT_EQ(last_pieces(64, 48, 4, 8, 132), kernels::kFewParts);
+  EXPECT_EQ(last_pieces(8, 59, 4, 8, 132), 1);
+  EXPECT_EQ(last_pieces(64, 59, 4, 200, 132), 1);
+  std::mt19937 random(1);
+  const auto upto = [&](int to) { return std::uniform_int_distribution(1, to)(random); };
+  for (int run = 0; run < 2000; ++run) {
+    const int blocks = upto(264), heads = upto(64), sequences = upto(256);
+    const int lines = last_round(sequences, heads, blocks) * heads;
+    if (lines == 0) continue;
+    const int pieces = lines * last_pieces(1 << 20, 1 << upto(20), 4, lines, blocks);
+    EXPECT_LE(pieces, std::max(2 * blocks, lines)) << blocks << " " << heads << " " << sequences;
+  }
 }
 
 TEST(Shares, WholeLinesDoWhereTheyAreEven) {
@@ -398,7 +449,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
 TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
   const auto bytes = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
-    return workspace_of(p, hopper_decode_tile(p, {}).plan).end - 4096;
+    return workspace_of(p, hopper_decode_tile(p, {}).plan).end - 8192;
   };
   constexpr int64_t kKeys = int64_t{64} * 8192, kBytesOfKeys = kKeys * 2 * 2 * 128 * 2;
   test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .packed = true, .invariant = true};
@@ -578,7 +629,7 @@ TEST(DecodePlan, AppendsFewNewRows) {
   const ForwardShape many{.batch = 64, .sq = 1, .hq = 32, .hk = 8};
   refused(appending(many, 64 * 300), "which up to 8 take less than a launch");
   refused(appending({.batch = 0, .sq = 1}, 0), "there are no queries");
-  refused(appending({.batch = 512, .sq = 1, .hq = 32, .hk = 8}, 512), "lines by turns");
+  refused(appending({.batch = 64, .sq = 16, .hq = 32, .hk = 8}, 1024), "lines by turns");
   Problem host = appending(many, 64);
   host.append.host_numbers = 64;
   refused(host, "in the host's memory");

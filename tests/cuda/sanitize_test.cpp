@@ -150,23 +150,27 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
                        .seqused = true}));
   }
 }
-// As many lines as thread blocks and more: of equal lengths, which these take by turns, and beside
-// longer ones, some without keys, with few and without queries, which are shared out before.
+// More lines than thread blocks, which take them by turns: of equal lengths, and beside one that is
+// cut, one too short for turns, and one each without keys and without queries.
 TEST_F(Sanitize, LinesByTurns) {
-  const std::vector<int64_t> equal(25, 800);
-  std::vector<int64_t> mixed(24, 800);
+  const std::vector<int64_t> equal(14, 800);
+  std::vector<int64_t> mixed(10, 800);
   for (const int64_t sk : {0, 300, 2500}) mixed.push_back(sk);
-  mixed[1] = 16000;
+  mixed[1] = 17000;
   for (const auto& keys : {equal, mixed}) {
-    for (const auto& [sq, group, d] :
-         {std::array<int64_t, 3>{1, 4, 128}, {1, 16, 64}, {3, 8, 128}, {16, 4, 128}, {16, 8, 64}}) {
+    for (const auto& [sq, group, d] : {std::array<int64_t, 3>{1, 4, 128},
+                                       {1, 16, 64},
+                                       {3, 8, 128},
+                                       {16, 4, 128},
+                                       {16, 8, 64},
+                                       {16, 2, 256}}) {
       std::vector<Rows> rows;
       for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
       Workload w({.dtype = kBf16,
                   .sq = sq,
                   .sk = keys[1],
-                  .hq = 2 * group,
-                  .hk = 2,
+                  .hq = group,
+                  .hk = 1,
                   .d = d,
                   .dv = d,
                   .mask = causal(),
@@ -181,7 +185,37 @@ TEST_F(Sanitize, LinesByTurns) {
     }
   }
 }
-// The same over pages, whose keys TMA brings, or lanes of the warps that load.
+// Beside 16 multiprocessors, where the emulator runs it: a line of so many parts that all thread
+// blocks put it together, and a last round of few lines, which are cut.
+TEST_F(Sanitize, PartsOfLinesByTurns) {
+  std::vector<int64_t> uneven(12, 600);
+  uneven[7] = 20000;
+  const std::vector<int64_t> even(10, 2200);
+  for (const auto& keys : {uneven, even}) {
+    for (const auto& [sq, d] : {std::array<int64_t, 2>{16, 64}, {8, 128}}) {
+      std::vector<Rows> rows;
+      for (const int64_t sk : keys) rows.push_back({0, 0, sq, sk});
+      Workload w({.dtype = kBf16,
+                  .sq = sq,
+                  .sk = keys[7],
+                  .hq = 16,
+                  .hk = 2,
+                  .d = d,
+                  .dv = d,
+                  .mask = causal(),
+                  .layout = Layout::kPacked,
+                  .sinks = sq == 8},
+                 3, rows);
+      w.options.engine = "cuda";
+      const Expected e = expect_forward(w);
+      for (int run = 0; run < 2; ++run) {
+        w.run_forward();
+        ASSERT_TRUE(forward_is_right(w, e)) << sq << " " << d << " run " << run;
+      }
+    }
+  }
+}
+// By turns over pages, whose keys TMA brings, or lanes of the warps that load.
 TEST_F(Sanitize, LinesByTurnsOverPages) {
   for (const int64_t page : {16, 5}) {
     for (const int64_t sq : {5, 16}) {

@@ -160,6 +160,7 @@ inline int __float_as_int(float x) { return emulator::bits_of<int>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return emulator::bits_of<double>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned((unsigned long long)(a)*b >> 32);

@@ -185,6 +185,11 @@ void atomic_inc(Context& c, const Instruction& i) {
   c.set(i.atoms[0], atomicInc(at, c.get32(i.atoms[2])));
 }
 
+void atomic_add(Context& c, const Instruction& i) {
+  auto* const at = reinterpret_cast<int*>(c.get(i.atoms[1]));
+  c.set(i.atoms[0], atomicAdd(at, static_cast<int>(c.get32(i.atoms[2]))));
+}
+
 /// Rows of 8 elements of four 8 x 8 matrices, at the addresses of the lanes.
 struct Matrices {
   uint32_t address;
@@ -652,6 +657,7 @@ constexpr Known kKnown[] = {
     {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},
     {"atom.global.relaxed.gpu.inc.u32", atomic_inc},
+    {"atom.global.acq_rel.gpu.add.u32", atomic_add},
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
     {"setmaxnreg.", nothing},

@@ -56,13 +56,36 @@ FULGUR_SHARED bool whole_lines_do(int lines, int longest, int units, int blocks)
   return 16 * rounds * longest * blocks <= 17 * (long long)(units);
 }
 
-// Whole lines in so many rounds are taken by turns: a multiprocessor in four reads a third faster than the others. In
-// fewer rounds a line is too long to make that even.
-enum : int { kRoundsByTurns = 12 };
+// Lines go by turns as pieces, mostly one each. Where a line has more, the last thread block at it puts up to so many
+// together; where it has still more, all thread blocks do at the end.
+enum : int { kFewParts = 8 };
 
-// Whether `lines` short ones are left to turns beside longer ones, which are shared out before: they make even what
-// these took, where each thread block has almost two.
-FULGUR_SHARED bool turns_pay(int lines, int blocks) { return 4ll * lines >= 7ll * blocks; }
+// The most units of a piece of lines that go by turns, of which all have `units`: three quarters of what a thread block
+// has in all. A line is cut where it has half as many again, so that there are never more than two pieces of cut lines
+// for each thread block.
+FULGUR_SHARED int turn_units(int units, int blocks, int at_least) {
+  return most(units / blocks - units / blocks / 4 + 1, at_least);
+}
+
+// And how many pieces such a line has, which are shares of it.
+FULGUR_SHARED int turn_pieces(int units, int most_units) {
+  if (units < most_units + (most_units + 1) / 2) return 1;  // as most have: divisions take long
+  return int(u32(units + most_units / 2) / u32(most_units));
+}
+
+// Of lines that go by turns and are about as long as each other a last round may have few: the lines of so many of the
+// last sequences are cut, where it has less than half as many as there are thread blocks.
+FULGUR_SHARED int last_round(int sequences, int heads, int blocks) {
+  const int lines = sequences * heads;
+  const int last = lines % blocks;
+  return lines > blocks && 2 * last < blocks ? (last + heads - 1) / heads : 0;
+}
+
+// And into so many pieces each, so that every thread block has one of these `lines`: no shorter than an eighth of what
+// it has in all.
+FULGUR_SHARED int last_pieces(int units, int most_units, int at_least, int lines, int blocks) {
+  return most(1, least(least(blocks / lines, int(kFewParts)), units / most(most_units / 6, at_least)));
+}
 
 // Units of the keys [begin, end) of a line, whose borders are those of the sequence.
 struct Units {

@@ -247,7 +247,10 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     if (!find_piece(p, items.item)) return;
     if (kWide) __syncthreads();  // the barriers are there
   } else {
-    if (!find_share(p, raw, share)) return;
+    if (kTurns)
+      begin_turns(p, raw, share.turns);
+    else if (!find_share(p, raw, share))
+      return;
     items = items_of(share);
     more = items.next(p, share);
   }
@@ -281,4 +284,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
     Queries<false> queries(p, items.item, more);
     compute_items(p, share, items, more, queries, Tiles<false>(load, buffers_of(team)));
   }
+  if constexpr (kMergesAtEnd) merge_at_end(p, share.turns, raw);
 }

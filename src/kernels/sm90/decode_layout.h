@@ -9,7 +9,8 @@ enum : int {
   kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups, and other warps load for it
   kLoadWarps = 4,  // of all such teams
   kMergeWarps = 8,  // of a thread block of decode_merge.cu, a row each
-  kTurnSlots = 4,   // of the turns at lines that some warp of a thread block may be at
+  kTurnSlots = 4,        // of the turns that some warp of a thread block may be at
+  kTurnSequences = 256,  // most, of lines that go by turns
 };
 
 // What the map depends on: constants of plan.h.
@@ -46,9 +47,10 @@ struct DecodeLayout {
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
   int items;             // 16 ints a warp: the item at hand
-  int share;             // 12 ints: the share of the thread block
-  int turns;             // [slot]: barriers, then barriers, then lines: those that are taken by turns
-  int scan;              // three ints a warp: sums over sequences, the longest and the shortest line; later a flag
+  int share;             // 16 ints: the share of the thread block, or how lines go by turns
+  int turns;             // [slot]{16 bytes}: pieces by turns, then barriers, then barriers
+  int ranks;             // [kTurnSequences]: an int for each sequence, in the order of their lengths
+  int scan;              // two ints a warp: sums over sequences, and the longest line; later a flag
   int bytes;
 };
 
@@ -74,9 +76,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.totals = map.stats + tile.teams * merged_rows * 8;
   map.items = map.totals + merged_rows * 8;
   map.share = map.items + tile.teams * tile.team_warps * 64;
-  map.turns = map.share + 48;
-  map.scan = map.turns + kTurnSlots * 20;
-  map.bytes = map.scan + decode_warps(tile) * 12;
+  map.turns = map.share + 64;
+  map.ranks = map.turns + kTurnSlots * 32;
+  map.scan = map.ranks + kTurnSequences * 4;
+  map.bytes = map.scan + decode_warps(tile) * 8;
   return map;
 }
 

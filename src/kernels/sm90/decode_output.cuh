@@ -47,15 +47,15 @@ __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
 
-// The thread block that has a part of an item's line.
+// The thread block that has a part of an item's line; kTurns: the number of the piece.
 __device__ __forceinline__ int block_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  return item.first_share + (kPieces == kFillingPieces ? part * p.hk : part);
+  return item.first_share + (kPieces == kFillingPieces || kTurns ? part * p.hk : part);
 }
 
 // The number of a part of an item's line among all parts. A thread block has at most two: of the line in which its
-// share begins, and of the one in which it ends.
+// share begins, and of the one in which it ends. By turns, lines that are cut come first.
 __device__ __forceinline__ int slot_of(const DecodeParams& p, const DecodeItem& item, int part) {
-  return 2 * block_of(p, item, part) + (part == 0);
+  return kTurns ? block_of(p, item, part) : 2 * block_of(p, item, part) + (part == 0);
 }
 
 // Where that part is left.
@@ -423,14 +423,70 @@ __device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* s
   return *flag;
 }
 
-// Ends a line of several parts, whoever comes last; where they are many, first each group of them.
+enum : int {
+  kMergesAtEnd = kTurns && kWide,   // lines of more than kFewParts
+  kEndUnits = kBlockRows / kWarps,  // of the rows of such a line: each warp has one
+};
+static_assert(!kMergesAtEnd || kEndUnits <= 16);
+constexpr u32 kUnitBit = 1 << 16;  // of the first unit, in the ticket of a line
+
+// Adds to the ticket of a line, after all that the thread block has written: what the ticket was, for all threads. The
+// last part or unit leaves a zero.
+__device__ __forceinline__ u32 come_to_line(const DecodeParams& p, const DecodeItem& item, u32 x,
+                                            unsigned char* shared) {
+  int* const ticket = p.tickets + item.first_share;
+  u32* const seen = reinterpret_cast<u32*>(shared + kLayout.scan);
+  sync_teams();
+  if (threadIdx.x == 0) {
+    *seen = add_to_ticket(ticket, x);
+    if (*seen + x == item.parts + kUnitBit * ((1u << kEndUnits) - 1)) *ticket = 0;
+  }
+  sync_teams();
+  return *seen;
+}
+
+// Puts together some rows of a line: kEndUnits of these are all.
+__device__ __forceinline__ void merge_end_unit(const DecodeParams& p, const DecodeItem& item, int unit) {
+  merge_rows<1, 16>(p, item, {0, 1, item.parts}, true, unit * kWarps + int(threadIdx.x / 32), kEndUnits * kWarps);
+}
+
+// Puts together the lines of many parts, which began first, once there are no more pieces: then no loads wait for that.
+// Thread blocks share out their rows, and wait for nobody: where parts are missing, whoever brings the last one does
+// these rows, too. A ticket counts the parts of a line that are there, and has a bit for each of its units whose thread
+// block came.
+__device__ __forceinline__ void merge_at_end(const DecodeParams& p, const TurnLines& lines, unsigned char* shared) {
+#pragma unroll 1
+  for (int at = blockIdx.x; at < lines.ends * p.hk * kEndUnits; at += gridDim.x) {
+    const int line = at / kEndUnits;
+    const int unit = at % kEndUnits;
+    const int rank = line / p.hk;
+    DecodeItem item = {Turns::batch_of(rank), line - rank * p.hk, 0};
+    item.sequence = sequence_of(p, item.batch);
+    item.first_share = Turns::first_of(rank) * p.hk + item.head;
+    item.parts = Turns::parts_of(lines, p.hk, rank);
+    const u32 before = come_to_line(p, item, kUnitBit << unit, shared);
+    if (int(before % kUnitBit) == item.parts) merge_end_unit(p, item, unit);
+  }
+}
+
+// Ends a part of such a line.
+__device__ __forceinline__ void end_turn(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
+  const u32 before = come_to_line(p, item, 1, shared);
+  if (int(before % kUnitBit) + 1 < item.parts) return;
+#pragma unroll 1
+  for (int unit = 0; unit < kEndUnits; ++unit)
+    if (before & kUnitBit << unit) merge_end_unit(p, item, unit);
+}
+
+// Ends a part of a line: whoever comes last puts the line together; where parts are many, first each group of them.
 __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
+  if (kMergesAtEnd && item.parts > kFewParts) return end_turn(p, item, shared);
   Parts parts = {0, 1, item.parts};
   if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
     const int each = group_parts(item.parts);
     const int first = item.part / each * each;
     const Parts group = {first, 1, min(item.parts - first, each)};
-    if (!is_last(p.tickets + gridDim.x + slot_of(p, item, first), group.count, shared)) return;
+    if (!is_last(p.tickets + 2 * gridDim.x + slot_of(p, item, first), group.count, shared)) return;
     merge_parts(p, item, group, false);
     parts = {0, each, (item.parts + each - 1) / each};
   }

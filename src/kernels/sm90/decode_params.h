@@ -58,7 +58,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [thread blocks][piece_floats], of which
   // in wide teams piece_columns() of decode_output.cuh says what is where.
   float* partial;
-  int* tickets;    // [3 * thread blocks + 1], zero before the first launch; every launch leaves them zero
+  int* tickets;    // [4 * thread blocks + 1], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j

@@ -69,20 +69,16 @@ class QueryLoader {
   __device__ __forceinline__ QueryLoader(const TileWalk& tiles)
       : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.first_item()) {}
 
-  // Brings Q of the item that `tiles` begins, and the next one's to L2 where that is known.
+  // Brings Q of the item that `tiles` begins.
   __device__ __forceinline__ void begin_item(const DecodeParams& p, const TileWalk& tiles, int thread) {
-    if (!tiles.first_item()) {
-      buffer_.wait_empty();
-      copy_query<32 * kQueryWarps>(p, tiles.item(), thread);
-      if (kQWhole)
-        async_copy_arrive(buffer_.full());
-      else
-        mbarrier_arrive(buffer_.full());
-      buffer_.advance();
-    }
-    if (!kPrefetchesQ) return;
-    DecodeItems next = tiles.items();
-    if (next.next_at_once(p, tiles.share())) prefetch_query(p, next.item, thread, 32 * kQueryWarps);
+    if (tiles.first_item()) return;
+    buffer_.wait_empty();
+    copy_query<32 * kQueryWarps>(p, tiles.item(), thread);
+    if (kQWhole)
+      async_copy_arrive(buffer_.full());
+    else
+      mbarrier_arrive(buffer_.full());
+    buffer_.advance();
   }
 
  private:
