@@ -565,6 +565,12 @@ TEST(DecodePlan, SaysWhatItExpects) {
   EXPECT_TRUE(has(shape,
                   "about 495 us on an H200 where all sequences have 8192 keys; reading K and "
                   "V binds\n"));
+  shape.sq = 16;
+  EXPECT_TRUE(has(shape,
+                  "132 thread blocks take turns at all keys, of the lengths that the call has when "
+                  "it runs: 512 lines, of a kv head and its rows, the longest first, each by the "
+                  "one that comes to it first; cut where they are longer than what each has in "
+                  "all\n"));
   shape.sq = 32;
   EXPECT_TRUE(has(shape, "the products bind\n"));
   shape.sq = 300;  // 1200 rows, of which 128 go into a line

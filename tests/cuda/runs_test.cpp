@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "by_turns.h"
 #include "cached.h"
 #include "device.h"
 #include "engine_memory.h"
@@ -154,6 +155,8 @@ TEST_F(ManyRuns, KeepTheBitsOfLinesByTurns) {
                 .mask = causal(),
                 .layout = Layout::kPacked},
                5, rows);
+    w.options.engine = "cuda";
+    ASSERT_TRUE(goes_by_turns(w));
     keeps_its_bits(w, false);
     ASSERT_TRUE(forward_is_right(w, expect_forward(w)));
   }

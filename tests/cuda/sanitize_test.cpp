@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "appended.h"
+#include "by_turns.h"
 #include "cached.h"
 #include "every_tile.h"
 #include "fulgur/merge.h"
@@ -151,36 +152,31 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
                        .seqused = true}));
   }
 }
-/// Runs packed sequences of so many keys and `sq` queries, the sixth without any, whose lines go by
-/// turns: of as many kv heads as the card needs for that. False where 16 are not enough.
+/// Runs packed sequences of so many keys and `sq` queries, the sixth without any, of more lines
+/// than thread blocks. False, and nothing is run, where they do not go by turns.
 bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
   std::vector<Rows> rows;
   for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
-  for (int64_t hk = 1; hk <= 16; hk *= 2) {
-    Workload w({.dtype = kBf16,
-                .sq = sq,
-                .sk = *std::max_element(keys.begin(), keys.end()),
-                .hq = group * hk,
-                .hk = hk,
-                .d = d,
-                .dv = d,
-                .mask = causal(),
-                .layout = Layout::kPacked,
-                .sinks = d == 128},
-               3, rows);
-    w.options.engine = "cuda";
-    EngineMemory memory("cuda");
-    const ForwardTensors there = memory.at(w.forward);
-    const std::string how = plan(there, memory.options(w.forward, w.options)).explain();
-    if (how.find("thread blocks take turns at") == std::string::npos) continue;
-    const Expected e = expect_forward(w);
-    for (int run = 0; run < 2; ++run) {
-      w.run_forward();
-      EXPECT_TRUE(forward_is_right(w, e)) << sq << " " << group << " " << d << " run " << run;
-    }
-    return true;
+  const int64_t hk = enough_heads(keys.size());
+  Workload w({.dtype = kBf16,
+              .sq = sq,
+              .sk = *std::max_element(keys.begin(), keys.end()),
+              .hq = group * hk,
+              .hk = hk,
+              .d = d,
+              .dv = d,
+              .mask = causal(),
+              .layout = Layout::kPacked,
+              .sinks = d == 128},
+             3, rows);
+  w.options.engine = "cuda";
+  if (!goes_by_turns(w)) return false;
+  const Expected e = expect_forward(w);
+  for (int run = 0; run < 2; ++run) {
+    w.run_forward();
+    EXPECT_TRUE(forward_is_right(w, e)) << sq << " " << group << " " << d << " run " << run;
   }
-  return false;
+  return true;
 }
 
 // More lines than thread blocks, which take them by turns: of equal lengths, and beside one that is
@@ -191,12 +187,13 @@ TEST_F(Sanitize, LinesByTurns) {
   for (const int64_t sk : {0, 300, 2500}) mixed.push_back(sk);
   mixed[1] = 17000;
   for (const auto& [sq, group, d] :
-       {std::array<int64_t, 3>{3, 8, 128}, {16, 4, 128}, {16, 8, 64}, {16, 2, 256}}) {
+       {std::array<int64_t, 3>{5, 8, 128}, {16, 4, 128}, {16, 8, 64}, {16, 2, 256}}) {
     EXPECT_TRUE(run_by_turns(equal, sq, group, d));
     EXPECT_TRUE(run_by_turns(mixed, sq, group, d));
   }
 }
-// Those of narrow teams go by turns where they are long, as they are beside few multiprocessors.
+// Those of narrow teams go by turns where they are long, as they are beside few multiprocessors;
+// runs_test has longer ones.
 TEST_F(Sanitize, LinesOfFewRowsByTurns) {
   std::vector<int64_t> keys(10, 800);
   for (const int64_t sk : {0, 300, 2500}) keys.push_back(sk);
@@ -204,8 +201,8 @@ TEST_F(Sanitize, LinesOfFewRowsByTurns) {
   if (!run_by_turns(keys, 1, 4, 128)) GTEST_SKIP() << "these lines are too short for this card";
   EXPECT_TRUE(run_by_turns(keys, 1, 16, 64));
 }
-// Beside 16 multiprocessors, where the emulator runs it: a line of so many parts that all thread
-// blocks put it together, and a last round of few lines, which are cut.
+// A line of so many parts that all thread blocks put it together, and a last round of few lines,
+// which are cut. The emulator runs it with 16 multiprocessors.
 TEST_F(Sanitize, PartsOfLinesByTurns) {
   std::vector<int64_t> uneven(24, 600);
   uneven[7] = 40000;
@@ -217,18 +214,20 @@ TEST_F(Sanitize, PartsOfLinesByTurns) {
 }
 // By turns over pages, whose keys TMA brings, or lanes of the warps that load.
 TEST_F(Sanitize, LinesByTurnsOverPages) {
+  const int64_t hk = enough_heads(12);
   for (const int64_t page : {16, 5}) {
     for (const int64_t sq : {5, 16}) {
       Workload w({.dtype = kBf16,
                   .batch = 12,
                   .sq = sq,
                   .sk = 1200,
-                  .hq = 16,
-                  .hk = 2,
+                  .hq = 8 * hk,
+                  .hk = hk,
                   .mask = causal(),
                   .seqused = true},
                  4);
       w.options.engine = "cuda";
+      ASSERT_TRUE(goes_by_turns(w)) << sq;
       Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, page}, 8);
       const Expected e = expect_forward(w);
       cached.run_forward();
