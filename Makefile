@@ -1,6 +1,6 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run test test-arm build bench bench-decode gpu-report wheel install-deps clean
+.PHONY: help run test test-arm test-kernels build bench bench-decode gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
@@ -8,6 +8,7 @@ help:
 	@echo 'make run           compute attention on sample tensors, check it, denoise a picture'
 	@echo 'make test          build and run every test'
 	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
+	@echo 'make test-kernels  compile every kernel that a plan can ask for (12 minutes on 2 cores)'
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite the tables in README.md'
 	@echo 'make bench-decode  the same of decoding: its table is in docs/kernels/cpu_decode.md'
@@ -26,6 +27,12 @@ test:
 test-arm:
 	tools/install_deps.sh build test
 	tools/test.py arm
+
+test-kernels:
+	tools/install_deps.sh build test bench
+	cmake --preset release -DFULGUR_TESTS=ON
+	cmake --build --preset release --target cuda_compile_test
+	FULGUR_COMPILE_ALL=1 build/release/tests/cuda_compile_test --gtest_filter='*EveryReachablePlan*'
 
 build:
 	tools/install_deps.sh build

@@ -6,13 +6,13 @@
 #include <memory>
 
 #include "fulgur/cuda.h"
-#include "src/cpu/probes.h"
+#include "src/cpu/kernels/probes.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "bench/probes.cpp"
 #include <hwy/foreach_target.h>
 // Highway wants what it compiles after foreach_target.
-#include "src/cpu/probes-inl.h"
+#include "src/cpu/kernels/probes-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::bench::HWY_NAMESPACE {

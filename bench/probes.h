@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-#include "src/cpu/probes.h"
+#include "src/cpu/kernels/probes.h"
 
 namespace fulgur::bench {
 

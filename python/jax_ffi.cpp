@@ -9,8 +9,8 @@
 #include <string>
 #include <string_view>
 
+#include "api/prepare.h"
 #include "fulgur/fulgur.h"
-#include "prepare.h"
 
 namespace fulgur::python {
 namespace {

@@ -9,10 +9,10 @@
 
 #include <regex>
 
+#include "api/prepare.h"
 #include "arrays.h"
 #include "fulgur/append.h"
 #include "jax_ffi.h"
-#include "prepare.h"
 #include "program.h"
 #include "torch_ops.h"
 

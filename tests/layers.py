@@ -1,58 +1,68 @@
-"""Includes point one way: api -> plan -> engine -> kernel -> problem -> basics -> public headers.
+"""Includes point one way: api -> plan -> cpu, cuda, reference -> engine -> call -> base -> kernels.
 
-A file may include files of its own layer and of those behind it; the engines' folders know nothing
-of each other. Inside src/cuda: engine -> families -> gpu -> jit -> loader. Inside src/kernels: an
-architecture's folder -> shared, and headers that the host reads, too, include no device text. A file
-that no layer names is an error, so that a new one gets its place on purpose.
+Each folder of src/ names the folders that its files may include; the folders that a folder does not
+name, it does not know. Inside a folder no two files (a source with its header is one) include each
+other, however many files lie between them. Headers below src/kernels/ that the host reads include no
+device text.
 """
 
+import collections
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-ENGINES = ("cpu", "cuda", "reference")
 SUFFIXES = (".h", ".cpp", ".cuh", ".cu")
-GENERATED = ("plan.h",)  # the text that a plan makes, for device text alone
+DEVICE = (".cuh", ".cu")
+GENERATED = "kernel_config.h"  # a plan's constants, which only device text includes
+MAX_UNITS = 16  # of a folder
 
-LAYERS = [
-    ("public", r"include/fulgur/\w+\.h"),
-    ("basics", r"src/(tensor|check|convert|parallel|rotary)\.(h|cpp)|src/kernels/(\w+/)?\w+\.(h|cuh|cu)"),
-    ("problem", r"src/(problem|append_(call|lengths)|appending|cache|merge_call|sequences|key_rows|padding|prefix_parts|tiles|random_numbers|sinks|tree)\.(h|cpp)"),
-    ("kernel", r"src/cpu/((kernels|amx)\.(h|cpp)|\w+-inl\.h)|src/reference/(?!reference_engine)\w+\.(h|cpp)"),
-    ("engine", r"src/engine\.h|src/(cpu|cuda|reference)/\w+\.(h|cpp)"),
-    ("plan", r"src/((plan(_cache)?|append_first|shared_prefix)\.(h|cpp)|engine\.cpp)"),
-    ("api", r"src/(api|append|c|merge)\.cpp|src/(c_struct|prepare)\.h"),
-]
+PUBLIC = "include/fulgur"
+HOST_DEVICE = ["kernels/host_device"]
+SM90_PARAMS = [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
+CALL = [PUBLIC, "base", "call", *HOST_DEVICE]
+CUDA_COMMON = [*CALL, "engine", "kernels/common", "cuda/driver", "cuda/jit", "cuda/device"]
+KERNEL = [*HOST_DEVICE, "kernels/device"]
+SM90_KERNEL = [*KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 
-# Layers inside a folder, for its files that include each other.
-INNER = {
-    "src/cuda/": [
-        ("loader", r"(shared_library|trust|driver|sha256)\.\w+"),
-        ("jit", r"(nvrtc|kernel_sources|cache_folder|cubin_cache|jit)\.\w+"),
-        ("gpu", r"(gpu|launch_memory|memory)\.\w+"),
-        ("families", r"(append_arguments|call_kernel|family|host_numbers|launch|tensor_map|hopper_\w+)\.\w+"),
-        ("engine", r"(append|architectures|choose|merge|reachable|shape_class|shared_prefix|tuning|tune|prewarm|cuda_engine)\.\w+"),
-    ],
-    "src/kernels/": [
-        ("shared header", r"shared/\w+\.h"),
-        ("shared", r"shared/\w+\.cuh"),
-        ("header", r"(sm\d+/)?\w+\.h"),
-        ("architecture", r"sm\d+/\w+\.cuh"),
-        ("kernel", r"(sm\d+/)?\w+\.cu"),
-    ],
+# What the files of a folder may include besides their own folder.
+FOLDERS = {
+    PUBLIC: [],
+    "base": [PUBLIC],
+    "call": [PUBLIC, "base", *HOST_DEVICE],
+    "engine": [*CALL, "kernels/common"],
+    "reference": [*CALL, "engine"],
+    "cpu": [*CALL, "engine", "kernels/common", "cpu/kernels"],
+    "cpu/kernels": [*CALL, "cpu/kernels/simd", "cpu/kernels/bf16"],
+    "cpu/kernels/simd": CALL,
+    "cpu/kernels/bf16": [*CALL, "cpu/kernels/simd"],
+    "cuda/driver": [PUBLIC],
+    "cuda/jit": [PUBLIC, "cuda/driver"],
+    "cuda/device": [PUBLIC, "base", "cuda/driver", "cuda/jit"],
+    "cuda/common": CUDA_COMMON,
+    "cuda/sm90": [*CUDA_COMMON, "cuda/common", *SM90_PARAMS],
+    "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/sm90"],
+    "plan": [*CALL, "engine", "kernels/common", "reference", "cpu", "cuda/engine"],
+    "api": [*CALL, "engine", "plan", "cpu", "cuda/engine"],
+    "kernels/host_device": [],
+    "kernels/common": KERNEL,
+    "kernels/device": [*HOST_DEVICE, "kernels/common"],
+    "kernels/sm90/ptx": KERNEL,
+    "kernels/sm90/common": [*KERNEL, "kernels/sm90/ptx"],
+    "kernels/sm90/forward": SM90_KERNEL,
+    "kernels/sm90/backward": SM90_KERNEL,
+    "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common"],
 }
 
 
-def layer(path, layers=LAYERS):
-    """The index of the first layer that names `path`, or None."""
-    return next((n for n, (_, files) in enumerate(layers) if re.fullmatch(files, path)), None)
+def folder_of(path):
+    return path.rsplit("/", 1)[0].removeprefix("src/")
 
 
-def engine(path):
-    parts = path.split("/")
-    return parts[1] if parts[0] == "src" and parts[1] in ENGINES else None
+def unit_of(path):
+    """A file without its suffix: a source and its header are one unit."""
+    return path.rsplit(".", 1)[0].removesuffix("-inl")
 
 
 def resolve(included, files):
@@ -61,67 +71,76 @@ def resolve(included, files):
     return next((folder + included for folder in folders if folder + included in files), None)
 
 
-def above(path, target, layers):
-    """The error of an include of `target`, which lies above `path` or nowhere, in a list."""
-    mine, its = layer(path[1], layers), layer(target[1], layers)
-    if mine is None or its is None or its <= mine:
-        return []
-    return [f"{path[0]} ({layers[mine][0]}) includes {target[0]} ({layers[its][0]}), which is above it"]
+def cycles(graph):
+    """The circles of a {unit: units that it includes}, each as the list of its units."""
+    found, done = [], set()
+
+    def visit(unit, path):
+        if unit in path:
+            found.append([*path[path.index(unit):], unit])
+        elif unit not in done:
+            for target in sorted(graph[unit]):
+                visit(target, [*path, unit])
+            done.add(unit)
+
+    for unit in sorted(graph):
+        visit(unit, [])
+    return found
 
 
 def check(files):
     """The errors of a {path: text} of source files."""
-    errors = []
+    errors, graph, units = [], collections.defaultdict(set), collections.defaultdict(set)
     for path, text in sorted(files.items()):
-        folder = next((f for f in INNER if path.startswith(f)), None)
-        inner = INNER.get(folder, [])
-        if layer(path) is None or (inner and layer(path.removeprefix(folder), inner) is None):
-            errors.append(f"{path}: in no layer; give it one in tests/layers.py")
+        folder = folder_of(path)
+        units[folder].add(unit_of(path))
+        if folder not in FOLDERS:
+            errors.append(f"{path}: no folder of tests/layers.py; name it there with what it may include")
             continue
+        graph[unit_of(path)]
         for included in INCLUDE.findall(text):
-            if included in GENERATED and path.endswith((".cuh", ".cu")):
+            if included == GENERATED and path.endswith(DEVICE):
                 continue
             target = resolve(included, files)
             if target is None:
                 errors.append(f'{path}: includes "{included}", which is neither in src/ nor in include/')
                 continue
-            errors += above((path, path), (target, target), LAYERS)
-            if engine(path) and engine(target) not in (None, engine(path)):
-                errors.append(f"{path} includes {target} of another engine")
-            if folder and target.startswith(folder):
-                names = [(p, p.removeprefix(folder)) for p in (path, target)]
-                errors += above(*names, inner)
-            if folder == "src/kernels/" and path.endswith(".h") and target.endswith((".cuh", ".cu")):
+            its = folder_of(target)
+            if its != folder and its not in FOLDERS[folder]:
+                errors.append(f"{path} includes {target}; files of {folder} may include {FOLDERS[folder]}")
+            if target.endswith(DEVICE) and not path.endswith(DEVICE):
                 errors.append(f"{path} includes {target}, which the host cannot read")
-            if not path.startswith("src/kernels/") and target.endswith((".cuh", ".cu")):
-                errors.append(f"{path} includes {target}, which the host cannot read")
+            if unit_of(target) != unit_of(path):
+                graph[unit_of(path)].add(unit_of(target))
+    errors += [f"includes form a circle: {' -> '.join(circle)}" for circle in cycles(graph)]
+    errors += [f"{folder} has {len(names)} units, want at most {MAX_UNITS}: divide it"
+               for folder, names in units.items() if len(names) > MAX_UNITS]  # fmt: skip
     return errors
 
 
 def self_test():
     """The check finds what it is for."""
-    clean = {"src/api.cpp": '#include "plan.h"', "src/plan.h": '#include "problem.h"', "src/problem.h": ""}
+    clean = {"src/api/api.cpp": '#include "plan/plan.h"', "src/plan/plan.h": '#include "call/problem.h"',
+             "src/call/problem.h": ""}  # fmt: skip
     assert check(clean) == []
-    assert len(check(clean | {"src/problem.h": '#include "plan.h"'})) == 1
-    assert len(check(clean | {"src/stray.cpp": ""})) == 1
-    assert len(check(clean | {"src/plan.h": '#include "missing.h"'})) == 1
+    assert len(check(clean | {"src/call/problem.h": '#include "plan/plan.h"'})) == 2  # a folder above, a circle
+    assert len(check(clean | {"src/stray/a.cpp": ""})) == 1
+    assert len(check(clean | {"src/call/problem.h": '#include "missing.h"'})) == 1
+    circle = {"src/call/a.h": '#include "call/b.h"', "src/call/b.h": "", "src/call/b.cpp": '#include "call/a.h"'}
+    assert len(check(circle)) == 1
     engines = {"src/cpu/engine.cpp": '#include "reference/engine.h"', "src/reference/engine.h": ""}
     assert len(check(engines)) == 1
-    cuda = {"src/cuda/gpu.h": '#include "cuda/driver.h"', "src/cuda/driver.h": ""}
-    assert check(cuda) == []
-    assert len(check(cuda | {"src/cuda/driver.h": '#include "cuda/gpu.h"'})) == 1
-    assert len(check(cuda | {"src/cuda/stray.h": ""})) == 1
+    assert len(check({f"src/call/{n}.h": "" for n in range(MAX_UNITS + 1)})) == 1
     kernels = {
-        "src/kernels/shared/band.h": "",
-        "src/kernels/shared/softmax.cuh": '#include "plan.h"\n#include "shared/band.h"',
-        "src/kernels/sm90/forward.cu": '#include "shared/softmax.cuh"',
-        "src/cuda/hopper_model.cpp": '#include "kernels/shared/band.h"',
+        "src/kernels/host_device/band.h": "",
+        "src/kernels/sm90/common/softmax.cuh": '#include "kernel_config.h"\n#include "host_device/band.h"',
+        "src/kernels/sm90/forward/forward.cu": '#include "sm90/common/softmax.cuh"',
+        "src/cuda/sm90/forward_cost.cpp": '#include "kernels/host_device/band.h"',
     }
     assert check(kernels) == []
-    assert len(check(kernels | {"src/kernels/shared/softmax.cuh": '#include "sm90/forward.cu"'})) == 1
-    assert len(check(kernels | {"src/kernels/shared/band.h": '#include "shared/softmax.cuh"'})) == 2
-    assert len(check(kernels | {"src/cuda/hopper_model.cpp": '#include "kernels/shared/softmax.cuh"'})) == 1
-    assert len(check(kernels | {"src/cuda/hopper_model.cpp": '#include "plan.h"'})) == 1
+    assert check(kernels | {"src/kernels/host_device/band.h": '#include "sm90/common/softmax.cuh"'})
+    assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernels/sm90/common/softmax.cuh"'})) == 1
+    assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernel_config.h"'})) == 1
 
 
 def main():

@@ -16,10 +16,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from kernel_hash import kernel_hash  # noqa: E402
 
-FORWARD = ("sm90/forward.cu", "forward_copy.cu", "forward_padding.cu")
-BACKWARD = (*FORWARD, *(f"sm90/backward_{part}.cu" for part in
-                        ("prepare", "keys", "keys_wide", "rows", "round", "repair", "sinks")))
-DECODE = ("sm90/decode.cu", "sm90/decode_merge.cu", "forward_padding.cu")
+FORWARD = ("sm90/forward/forward.cu", "common/copy_rows.cu", "common/padding.cu")
+BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
+                        ("prepare", "keys", "keys_wide", "rows", "reduce", "round", "repair", "sinks")))
+DECODE = ("sm90/decode/decode.cu", "sm90/decode/combine.cu", "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
            "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flashinfer": "FlashInfer", "cudnn": "cuDNN",

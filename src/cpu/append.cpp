@@ -6,10 +6,10 @@
 #include <cstring>
 #include <vector>
 
-#include "append_lengths.h"
-#include "key_rows.h"
-#include "parallel.h"
-#include "rotary.h"
+#include "base/parallel.h"
+#include "base/rotary.h"
+#include "call/append_lengths.h"
+#include "call/kv_locator.h"
 
 namespace fulgur::cpu {
 namespace {

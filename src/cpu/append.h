@@ -1,6 +1,6 @@
 #pragma once
 
-#include "append_call.h"
+#include "call/append_call.h"
 
 namespace fulgur::cpu {
 

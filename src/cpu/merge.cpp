@@ -5,8 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "convert.h"
-#include "parallel.h"
+#include "base/convert.h"
+#include "base/parallel.h"
 
 namespace fulgur::cpu {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "merge_call.h"
+#include "call/merge_call.h"
 
 namespace fulgur::cpu {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "cpu/memory.h"
 #include "cpu/merge.h"
-#include "cpu/scratch_memory.h"
 
 namespace fulgur::cpu {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "engine.h"
+#include "engine/engine.h"
 
 namespace fulgur::cpu {
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/shared/dropout.h"
+#include "kernels/host_device/dropout.h"
 
 namespace fulgur::reference {
 

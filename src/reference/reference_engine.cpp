@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <limits>
 
-#include "convert.h"
-#include "key_rows.h"
-#include "padding.h"
-#include "parallel.h"
-#include "random_numbers.h"
+#include "base/convert.h"
+#include "base/parallel.h"
+#include "call/dropout.h"
+#include "call/kv_locator.h"
+#include "call/padding.h"
+#include "call/tree.h"
 #include "reference/algorithms.h"
-#include "tree.h"
 
 namespace fulgur::reference {
 namespace {

@@ -2,9 +2,9 @@
 /// gpt-oss, after the tokens that StreamingLLM (arXiv 2309.17453) found to take up attention.
 #pragma once
 
+#include "call/sinks.h"
 #include "reference/head.h"
 #include "reference/matrix.h"
-#include "sinks.h"
 
 namespace fulgur::reference {
 

@@ -1,5 +1,5 @@
 // Whether two strided tensors have memory in common, against a list of their bytes.
-#include "check.h"
+#include "base/check.h"
 
 #include <gtest/gtest.h>
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/shared/dropout.h"
+#include "kernels/host_device/dropout.h"
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
 #include "reference/sink.h"

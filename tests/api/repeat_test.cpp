@@ -13,7 +13,7 @@
 
 #include "engine_memory.h"
 #include "engines.h"
-#include "kernels/shared/dropout.h"
+#include "kernels/host_device/dropout.h"
 #include "oracle.h"
 
 namespace fulgur::test {

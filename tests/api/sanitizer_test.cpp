@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "parallel.h"
+#include "base/parallel.h"
 
 namespace {
 

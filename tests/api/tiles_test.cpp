@@ -1,12 +1,11 @@
 // Which keys a query sees, and what a tile needs, against the definition of the mask.
-#include "tiles.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/kernels.h"
+#include "call/mask.h"
+#include "cpu/kernels/dispatch.h"
 #include "engines.h"
 #include "fulgur/attention.h"
 #include "storage.h"

@@ -1,9 +1,8 @@
 // The blocks of rows that the CPU engine shares out to threads, for kernels of any machine.
-#include "cpu/cpu_plan.h"
-
 #include <gtest/gtest.h>
 
 #include "../cuda/forward_call.h"
+#include "cpu/plan.h"
 
 namespace fulgur::test {
 namespace {

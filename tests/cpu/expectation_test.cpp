@@ -1,10 +1,10 @@
 // What `explain` expects a call on the CPU to take. How fast the machine is, is not tested.
-#include "cpu/expectation.h"
-
 #include <gtest/gtest.h>
 
 #include <regex>
 
+#include "call/make_problem.h"
+#include "cpu/estimate.h"
 #include "fulgur/append.h"
 
 namespace fulgur::test {

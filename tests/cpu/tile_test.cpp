@@ -13,20 +13,21 @@
 #include <string>
 #include <vector>
 
-#include "cpu/amx.h"
-#include "cpu/scratch_memory.h"
+#include "call/make_problem.h"
+#include "call/padding.h"
+#include "cpu/kernels/amx.h"
+#include "cpu/memory.h"
 #include "oracle.h"
-#include "padding.h"
 #include "workload.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/tile_test.cpp"
 #include <hwy/foreach_target.h>
 // Highway wants its own header after foreach_target.
-#include "cpu/dot_decode-inl.h"
-#include "cpu/tile_backward-inl.h"
-#include "cpu/tile_decode-inl.h"
-#include "random_numbers.h"
+#include "call/dropout.h"
+#include "cpu/kernels/bf16/backward-inl.h"
+#include "cpu/kernels/bf16/decode_amx-inl.h"
+#include "cpu/kernels/bf16/decode_dot-inl.h"
 
 #if HWY_TARGET == HWY_AVX3
 

@@ -9,10 +9,10 @@
 #include <set>
 
 #include "backward_call.h"
-#include "cuda/choose.h"
-#include "cuda/hopper_backward.h"
-#include "cuda/hopper_backward_family.h"
-#include "cuda/hopper_plan.h"
+#include "cuda/engine/choose.h"
+#include "cuda/sm90/backward.h"
+#include "cuda/sm90/backward_family.h"
+#include "cuda/sm90/common.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -167,13 +167,13 @@ TEST(HopperBackwardPlan, InvariantDoesNotLookAtTheBatch) {
       std::set<std::string> headers;
       for (const int64_t batch : {1, 7, 1000}) {
         for (const int64_t s : {1, 500, 4096}) {
-          headers.insert(plan_header(stored(backward_problem({.batch = batch,
-                                                              .sq = s,
-                                                              .sk = s,
-                                                              .d = d,
-                                                              .mask = mask,
-                                                              .packed = true,
-                                                              .invariant = true}))));
+          headers.insert(kernel_config(stored(backward_problem({.batch = batch,
+                                                                .sq = s,
+                                                                .sk = s,
+                                                                .d = d,
+                                                                .mask = mask,
+                                                                .packed = true,
+                                                                .invariant = true}))));
         }
       }
       EXPECT_EQ(headers.size(), 1u);
@@ -526,13 +526,13 @@ TEST(ScoreTiles, EachHasAPlaceInLessWorkspace) {
   }
 }
 
-// What a kernel does not depend on stays out of its plan.h, so that it is compiled once.
+// What a kernel does not depend on stays out of its kernel_config.h, so that it is compiled once.
 TEST(HopperBackwardPlan, KernelsAreSharedBetweenPlans) {
   const auto kernels = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::map<std::string, std::string> headers;
     shape.hk = shape.hq;  // groups have a kernel more
     for (const KernelUse& use : hopper_backward_kernels(stored(backward_problem(shape, with))))
-      headers[use.entry] = use.request.plan_header;
+      headers[use.entry] = use.request.kernel_config;
     return headers;
   };
   auto plain = kernels({.mask = causal()});
@@ -565,7 +565,7 @@ TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
     const HopperBackwardPlan plan = plans(backward_problem(shape)).at(0);
     EXPECT_TRUE(plan.sums);
     for (const KernelUse& use : hopper_backward_kernels(plan)) {
-      if (use.entry == std::string("fulgur_backward_round")) return use.request.plan_header;
+      if (use.entry == std::string("fulgur_backward_round")) return use.request.kernel_config;
     }
     return std::string();
   };
@@ -609,7 +609,7 @@ TEST(HopperBackwardPlan, GroupsAreDivided) {
     EXPECT_EQ(plan.row_parts > 1, plan.sums);
   const auto join = [](const ForwardShape& shape, size_t plan) {
     for (const KernelUse& use : hopper_backward_kernels(plans(backward_problem(shape)).at(plan))) {
-      if (use.entry == std::string("fulgur_backward_join")) return use.request.plan_header;
+      if (use.entry == std::string("fulgur_backward_join")) return use.request.kernel_config;
     }
     return std::string();
   };
@@ -704,7 +704,7 @@ TEST(HopperBackwardPlan, SinksAreAKernelMore) {
     const Problem p = backward_problem(shape, {.dsinks = dsinks});
     EXPECT_EQ(hopper_backward_rejects(p), "");
     for (const KernelUse& use : hopper_backward_kernels(plans(p).at(0)))
-      texts.insert(use.request.source + use.request.plan_header);
+      texts.insert(use.request.source + use.request.kernel_config);
     return texts;
   };
   const auto beside = [](std::set<std::string> all, const std::set<std::string>& others) {
@@ -715,7 +715,7 @@ TEST(HopperBackwardPlan, SinksAreAKernelMore) {
   EXPECT_EQ(kernels({.d = 64, .sinks = true}, false), plain);
   const auto more = beside(kernels({.d = 64, .sinks = true}, true), plain);
   ASSERT_EQ(more.size(), 1u);
-  EXPECT_TRUE(more.begin()->starts_with("sm90/backward_sinks.cu"));
+  EXPECT_TRUE(more.begin()->starts_with("sm90/backward/sinks.cu"));
   // Its text depends on how rows lie, and on nothing else.
   const auto f16 = kernels({.dtype = DType::kF16, .d = 64}, false);
   EXPECT_EQ(beside(kernels({.dtype = DType::kF16, .d = 64, .sinks = true}, true), f16), more);

@@ -1,6 +1,7 @@
 // The backward pass of the case list by every tile: dQ as sums and dQ from stored dS, of which the
 // cost model takes one, by the shape.
-#include "cuda/hopper_backward_plan.h"
+#include "call/make_problem.h"
+#include "cuda/sm90/backward_plan.h"
 #include "every_tile.h"
 
 namespace fulgur::test {

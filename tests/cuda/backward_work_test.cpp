@@ -1,5 +1,5 @@
 // The formulas of the backward pass that the host and the device share
-// (src/kernels/shared/backward_work.h, sm90/backward_layout.h), against the definition, score by
+// (src/kernels/sm90/backward/work.h, sm90/backward/layout.h), against the definition, score by
 // score.
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-#include "kernels/sm90/backward_layout.h"
+#include "kernels/sm90/backward/layout.h"
 
 namespace fulgur::kernels {
 namespace {

@@ -14,9 +14,9 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cuda/cubin_cache.h"
-#include "cuda/sha256.h"
-#include "cuda/tuning.h"
+#include "cuda/engine/tuning.h"
+#include "cuda/jit/cubin_cache.h"
+#include "cuda/jit/sha256.h"
 #include "folder.h"
 #include "fulgur/error.h"
 

@@ -1,5 +1,7 @@
 // NVRTC on a machine without a GPU: every kernel that the engine can ask for compiles without
 // spills and without serialized wgmma, and a failure leaves nothing behind.
+#include "cuda/jit/compile.h"
+
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -9,26 +11,27 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
+#include <numeric>
+#include <random>
 #include <regex>
 #include <set>
 #include <sstream>
 #include <thread>
 
 #include "backward_call.h"
-#include "cuda/architectures.h"
-#include "cuda/call_kernel.h"
-#include "cuda/choose.h"
-#include "cuda/hopper_backward_plan.h"
-#include "cuda/hopper_decode_family.h"
-#include "cuda/hopper_forward_plan.h"
-#include "cuda/host_numbers.h"
-#include "cuda/jit.h"
-#include "cuda/reachable.h"
+#include "cuda/common/call_kernel.h"
+#include "cuda/common/host_metadata.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/choose.h"
+#include "cuda/engine/reachable.h"
+#include "cuda/sm90/backward_plan.h"
+#include "cuda/sm90/decode_family.h"
+#include "cuda/sm90/forward_plan.h"
 #include "engines.h"
 #include "forward_call.h"
 #include "fulgur/cuda.h"
-#include "ledger.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -324,11 +327,11 @@ KernelRequest some_kernel(int64_t d) {
 }
 
 std::string name(const KernelRequest& request) {
-  return request.source + "\n" + request.plan_header;
+  return request.source + "\n" + request.kernel_config;
 }
 
-/// Whether a line of plan.h is read outside of the loops over tiles alone: of the lengths of
-/// sequences, of how blocks are shared out, of how results leave.
+/// Whether a line of kernel_config.h is read outside of the loops over tiles alone: of the lengths
+/// of sequences, of how blocks are shared out, of how results leave.
 bool outside_loops(const std::string& line) {
   static const std::regex kOutside(
       "  "
@@ -341,7 +344,7 @@ bool outside_loops(const std::string& line) {
 /// What compiling a kernel shows: its loops, and what is outside of them beside every constant.
 std::set<std::string> shown_by(const KernelRequest& request) {
   std::vector<std::string> lines;
-  std::istringstream header(request.plan_header);
+  std::istringstream header(request.kernel_config);
   for (std::string line; std::getline(header, line);) lines.push_back(line);
   std::set<std::string> shown;
   std::string loops = request.source;
@@ -372,7 +375,7 @@ std::vector<KernelRequest> enough_of(const std::vector<KernelRequest>& all) {
   for (const KernelRequest& request : all) {
     static const std::regex kNotZero("= [1-9]");
     std::ptrdiff_t outside = 0;
-    std::istringstream header(request.plan_header);
+    std::istringstream header(request.kernel_config);
     for (std::string line; std::getline(header, line);)
       outside += outside_loops(line) && std::regex_search(line, kNotZero);
     requests.push_back({request, shown_by(request), outside});
@@ -407,28 +410,9 @@ TEST(Enough, ShowsWhatAllDo) {
   EXPECT_EQ(std::ranges::count(enough, request("64", 1, 1)), 1);
 }
 
-TEST(Ledger, SaysWhatToCompile) {
-  const std::set<std::string> ledger = {"00000000000000aa", "00000000000000bb", "00000000000000cc"};
-  EXPECT_EQ(test::read_ledger(test::ledger_text(ledger)), ledger);
-  std::vector<std::string> keys;
-  for (const char* key : {"bb", "dd", "aa"}) keys.push_back(fmt::format("{:0>16}{:>48}", key, key));
-  const test::ToCompile chosen = test::to_compile(keys, ledger, 1, 0);
-  EXPECT_EQ(chosen.unknown, std::vector<size_t>{1});
-  EXPECT_EQ(chosen.stale, 1u);
-  std::set<size_t> drawn;
-  for (uint64_t seed = 0; seed < 20; ++seed) {
-    const std::vector<size_t> sample = test::to_compile(keys, ledger, 1, seed).sample;
-    ASSERT_EQ(sample.size(), 1u);
-    drawn.insert(sample[0]);
-  }
-  EXPECT_EQ(drawn, (std::set<size_t>{0, 2}));
-  EXPECT_EQ(test::to_compile(keys, ledger, 9, 0).sample, (std::vector<size_t>{0, 2}));
-  EXPECT_EQ(test::to_compile(keys, {}, 9, 0).unknown.size(), 3u);
-}
-
-/// What draws the sample: FULGUR_LEDGER_SEED, else the day.
-uint64_t ledger_seed() {
-  const char* seed = getenv("FULGUR_LEDGER_SEED");
+/// The seed of the sample: FULGUR_COMPILE_SEED, or the number of today.
+uint64_t sample_seed() {
+  const char* seed = getenv("FULGUR_COMPILE_SEED");
   if (seed != nullptr) return std::stoull(seed);
   using std::chrono::days, std::chrono::floor, std::chrono::system_clock;
   return static_cast<uint64_t>(floor<days>(system_clock::now()).time_since_epoch().count());
@@ -481,30 +465,21 @@ std::vector<KernelRequest> requests_of_plans() {
   return enough_of(reachable);
 }
 
-// With FULGUR_RENEW_LEDGER all of them are compiled, and the ledger is written anew if none has a
-// defect.
+// No kernel spills registers or serializes its products. A run compiles a sample that changes every
+// day; with FULGUR_COMPILE_ALL=1 it compiles every kernel (`make test-kernels`).
 TEST_F(Compile, EveryReachablePlanIsClean) {
-  constexpr size_t kSample = 8;
-  const bool renew = getenv("FULGUR_RENEW_LEDGER") != nullptr;
-  std::ifstream file(FULGUR_LEDGER);
-  const std::string text(std::istreambuf_iterator<char>(file), {});
-  const std::set<std::string> ledger = test::read_ledger(text);
-  EXPECT_TRUE(renew || text == test::ledger_text(ledger)) << FULGUR_LEDGER << " was edited by hand";
-
+  constexpr size_t kSample = 48;
   const std::vector<KernelRequest> requests = requests_of_plans();
-  std::vector<std::string> keys;
-  for (const KernelRequest& request : requests) keys.push_back(cache_key(request));
-  const uint64_t seed = ledger_seed();
-  const test::ToCompile chosen =
-      test::to_compile(keys, renew ? std::set<std::string>{} : ledger, kSample, seed);
-  fmt::print("{} kernels: {} not in the ledger, {} of it drawn by FULGUR_LEDGER_SEED={}\n",
-             keys.size(), chosen.unknown.size(), chosen.sample.size(), seed);
-  if (chosen.stale != 0) {
-    fmt::print("{} of the ledger's {} kernels are none of these: renew it (CONTRIBUTING.md)\n",
-               chosen.stale, ledger.size());
+  std::vector<size_t> indices(requests.size());
+  std::iota(indices.begin(), indices.end(), 0);
+  if (getenv("FULGUR_COMPILE_ALL") == nullptr) {
+    const uint64_t seed = sample_seed();
+    std::vector<size_t> sample;
+    std::ranges::sample(indices, std::back_inserter(sample), kSample, std::mt19937_64(seed));
+    indices = sample;
+    fmt::print("{} of {} kernels, drawn by FULGUR_COMPILE_SEED={}\n", indices.size(),
+               requests.size(), seed);
   }
-  std::vector<size_t> indices = chosen.unknown;
-  indices.insert(indices.end(), chosen.sample.begin(), chosen.sample.end());
 
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));
@@ -514,7 +489,7 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
     for (size_t n; (n = next++) < indices.size();) {
       const KernelRequest& request = requests[indices[n]];
       try {
-        const Cubin cubin = cache.get(keys[indices[n]], [&] {
+        const Cubin cubin = cache.get(cache_key(request), [&] {
           ++compiled;
           return compile(request);
         });
@@ -530,11 +505,6 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   fmt::print("{} judged, {} compiled now, {:.1f} s\n", indices.size(), compiled.load(), seconds);
-  if (!renew || HasFailure()) return;
-  std::set<std::string> clean;
-  for (const std::string& key : keys) clean.insert(test::ledger_entry(key));
-  std::ofstream renewed(FULGUR_LEDGER);
-  EXPECT_TRUE(renewed << test::ledger_text(clean) << std::flush) << FULGUR_LEDGER;
 }
 
 TEST_F(Compile, KernelsOfNoTileAreClean) {
@@ -572,8 +542,8 @@ TEST_F(Compile, EveryProduct) {
   for (const char* type : {"bf16", "f16"}) {
     for (const std::string& product : products) {
       const std::string text =
-          "#include \"plan.h\"\n"
-          "#include \"shared/wgmma.cuh\"\n"
+          "#include \"kernel_config.h\"\n"
+          "#include \"sm90/ptx/wgmma.cuh\"\n"
           "extern \"C\" __global__ void __launch_bounds__(128)\n"
           "    product(float* out, u32 a, u32 b, int keep) {\n"
           "  float D[32];\n"
@@ -597,7 +567,7 @@ TEST_F(Compile, EveryProduct) {
 // The mask of dropout as a kernel asks for it.
 TEST_F(Compile, DropoutOnTheDevice) {
   const std::string text =
-      "#include \"shared/dropout.h\"\n"
+      "#include \"host_device/dropout.h\"\n"
       "extern \"C\" __global__ void dropout(const u64* rng_state, u32 threshold, u32* out) {\n"
       "  const DropoutMask mask = dropout_mask(threshold, rng_state[0], rng_state[1]);\n"
       "  const PhiloxWords words = mask.words(blockIdx.x, blockIdx.y, 4 * threadIdx.x);\n"
@@ -628,12 +598,12 @@ TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
   std::string folder = (fs::temp_directory_path() / "fulgur_broken_XXXXXX").string();
   CubinCache cache{fs::path(mkdtemp(folder.data()))};
   KernelRequest request = some_kernel(64);
-  request.plan_header += "int broken = undeclared_name;\n";
+  request.kernel_config += "int broken = undeclared_name;\n";
   const auto get = [&] { cache.get(cache_key(request), [&] { return compile(request); }); };
   EXPECT_EQ(test::status_of(get), Status::kInternal);
   const std::string message = test::message_of(get);
   EXPECT_NE(message.find("undeclared_name"), std::string::npos) << message;
-  EXPECT_NE(message.find("sm90/forward.cu"), std::string::npos) << message;
+  EXPECT_NE(message.find("sm90/forward/forward.cu"), std::string::npos) << message;
   EXPECT_TRUE(fs::is_empty(folder));
   fs::remove_all(folder);
 }
@@ -641,8 +611,8 @@ TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
 TEST_F(Compile, KeyDependsOnAllThatMatters) {
   const KernelRequest base = some_kernel(64);
   KernelRequest plan = base, source = base, architecture = base;
-  plan.plan_header += "\n";
-  source.source = "forward_padding.cu";
+  plan.kernel_config += "\n";
+  source.source = "common/padding.cu";
   architecture.architecture = "sm_100a";
   std::set<std::string> keys;
   for (const auto& request : {base, plan, source, architecture}) keys.insert(cache_key(request));

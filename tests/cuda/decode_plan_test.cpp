@@ -1,5 +1,7 @@
 // What the host decides for the decode kernel, and the formulas by which its thread blocks share
 // out the keys.
+#include "cuda/sm90/decode_plan.h"
+
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -10,12 +12,11 @@
 #include <tuple>
 #include <utility>
 
-#include "cuda/architectures.h"
-#include "cuda/choose.h"
-#include "cuda/hopper_decode_plan.h"
-#include "cuda/hopper_forward_plan.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/choose.h"
+#include "cuda/sm90/forward_plan.h"
 #include "forward_call.h"
-#include "kernels/shared/shares.h"
+#include "kernels/host_device/stream_k.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -362,7 +363,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
     p.cache.batch_idx = true;
     HopperDecodePlan made = hopper_decode_tile(p, {}).plan;
     EXPECT_EQ(made.pieces, kernels::kOwnPieces);
-    return plan_header(made);
+    return kernel_config(made);
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
   EXPECT_EQ(plan(1, 1), plan(3, 100));
@@ -384,10 +385,11 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
 // have fewer.
 TEST(DecodePlan, RowsOfASequenceDecideForInvariantCalls) {
   using Kernels = std::pair<std::set<std::string>, int>;
-  const Kernels decode = {{"sm90/decode.cu", "sm90/decode_merge.cu"}, 0};
-  const Kernels forward = {{"sm90/forward.cu"}, 0};
+  const Kernels decode = {{"sm90/decode/decode.cu", "sm90/decode/combine.cu"}, 0};
+  const Kernels forward = {{"sm90/forward/forward.cu"}, 0};
   const auto both = [](int few) {
-    return Kernels{{"sm90/decode.cu", "sm90/decode_merge.cu", "sm90/forward.cu"}, few};
+    return Kernels{{"sm90/decode/decode.cu", "sm90/decode/combine.cu", "sm90/forward/forward.cu"},
+                   few};
   };
   for (const int64_t batch : {1, 64}) {
     for (const int64_t sk : {8, 100000}) {
@@ -532,13 +534,13 @@ TEST(Shares, PiecesOfPackedLinesHaveRoomOfTheirOwn) {
   }
 }
 
-// Sinks change a constant of plan.h, and nothing else of a plan.
+// Sinks change a constant of kernel_config.h, and nothing else of a plan.
 TEST(DecodePlan, SinksAreAConstant) {
   const auto plan = [](bool sinks) {
     return hopper_decode_tile(forward_problem({.sq = 1, .seqused = true, .sinks = sinks}), {}).plan;
   };
   HopperDecodePlan with = plan(true);
-  EXPECT_NE(plan_header(with).find("kHasSinks = 1,"), std::string::npos);
+  EXPECT_NE(kernel_config(with).find("kHasSinks = 1,"), std::string::npos);
   with.has_sinks = false;
   EXPECT_EQ(with, plan(false));
 }
@@ -598,9 +600,9 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
         EXPECT_EQ(plan.pieces == kernels::kOwnPieces, invariant);
-        EXPECT_NE(plan_header(plan).find("  kTree = 1,\n"), std::string::npos);
+        EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
         p.has_tree = false;
-        EXPECT_NE(plan_header(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),
+        EXPECT_NE(kernel_config(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),
                   std::string::npos);
       }
     }
@@ -649,7 +651,7 @@ TEST(DecodePlan, AppendsFewNewRows) {
 TEST(DecodePlan, AppendingIsAConstant) {
   const auto header = [](const Problem& p, bool fused) {
     const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
-    return plan_header(fused ? fused_plan(p, plan) : plan);
+    return kernel_config(fused ? fused_plan(p, plan) : plan);
   };
   Problem p = appending({.sq = 1, .mask = causal()}, 2);
   std::string text = header(p, false);

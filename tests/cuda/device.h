@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/gpu.h"
+#include "cuda/device/gpu.h"
 #include "engines.h"
 #include "fulgur/cuda.h"
 #include "oracle.h"

@@ -9,14 +9,16 @@
 #include <limits>
 #include <memory>
 
-#include "cuda/architectures.h"
-#include "cuda/choose.h"
-#include "cuda/cuda_engine.h"
-#include "cuda/launch_memory.h"
+#include "call/make_problem.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/choose.h"
+#include "cuda/engine/cuda_engine.h"
+#include "cuda/engine/devices.h"
 #include "engine_memory.h"
 #include "fulgur/append.h"
 #include "fulgur/merge.h"
-#include "kernels/forward_padding_params.h"
+#include "kernels/common/padding_params.h"
 
 namespace fulgur::test {
 namespace {
@@ -348,7 +350,7 @@ TEST_F(OnGpu, HostTime) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   const cuda::CurrentContext current(gpu.context());
   const cuda::CUfunction kernel =
-      gpu.kernel({{"forward_padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0}).function;
+      gpu.kernel({{"common/padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0}).function;
   const DeviceTensor lengths(DType::kI32, {1}, 1);
   const Tensor& no_rows = lengths;
   fill(no_rows.data, lengths.bytes(), 0);

@@ -19,12 +19,13 @@
 #include <tuple>
 
 #include "backward_call.h"
-#include "cuda/gpu.h"
-#include "cuda/hopper_forward_plan.h"
-#include "cuda/launch_memory.h"
-#include "cuda/nvrtc.h"
-#include "cuda/shape_class.h"
-#include "cuda/tuning.h"
+#include "call/make_problem.h"
+#include "cuda/device/gpu.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/engine/shape_class.h"
+#include "cuda/engine/tuning.h"
+#include "cuda/jit/nvrtc.h"
+#include "cuda/sm90/forward_plan.h"
 #include "engines.h"
 #include "fake_driver.h"
 #include "folder.h"
@@ -33,14 +34,14 @@
 #include "fulgur/cuda.h"
 #include "fulgur/merge.h"
 #include "fulgur/version.h"
-#include "kernels/forward_copy_params.h"
-#include "kernels/forward_padding_params.h"
-#include "kernels/merge_params.h"
-#include "kernels/shared/append_params.h"
-#include "kernels/sm90/backward_params.h"
-#include "kernels/sm90/decode_params.h"
-#include "kernels/sm90/forward_params.h"
-#include "kernels/store_numbers_params.h"
+#include "kernels/common/append_params.h"
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/common/merge_params.h"
+#include "kernels/common/padding_params.h"
+#include "kernels/common/upload_metadata_params.h"
+#include "kernels/sm90/backward/params.h"
+#include "kernels/sm90/decode/params.h"
+#include "kernels/sm90/forward/params.h"
 
 namespace fulgur::test {
 namespace {
@@ -1644,7 +1645,7 @@ class Spills : public OnFakeGpu {
     namespace fs = std::filesystem;
     const fs::path folder = fs::temp_directory_path() / fmt::format("fulgur_spills_{}", getpid());
     fs::copy(FULGUR_KERNELS, folder, fs::copy_options::recursive);
-    std::ofstream(folder / "sm90/forward.cu", std::ios::app)
+    std::ofstream(folder / "sm90/forward/forward.cu", std::ios::app)
         << "extern \"C\" __global__ void __launch_bounds__(1024, 2) spilling(volatile float* x) {\n"
            "  if (kConsumers != 3) return;\n"
            "  float y[64];\n"

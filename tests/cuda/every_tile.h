@@ -6,9 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "cuda/architectures.h"
-#include "cuda/choose.h"
-#include "cuda/cuda_engine.h"
+#include "call/make_problem.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/choose.h"
+#include "cuda/engine/cuda_engine.h"
+#include "cuda/engine/devices.h"
 #include "device.h"
 #include "engine_memory.h"
 

@@ -3,15 +3,15 @@
 #include <mutex>
 
 #include "fake_driver.h"
-#include "kernels/forward_copy_params.h"
-#include "kernels/forward_padding_params.h"
-#include "kernels/merge_params.h"
-#include "kernels/shared/append_params.h"
-#include "kernels/shared_prefix_params.h"
-#include "kernels/sm90/backward_params.h"
-#include "kernels/sm90/decode_params.h"
-#include "kernels/sm90/forward_params.h"
-#include "kernels/store_numbers_params.h"
+#include "kernels/common/append_params.h"
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/common/merge_params.h"
+#include "kernels/common/padding_params.h"
+#include "kernels/common/shared_prefix_params.h"
+#include "kernels/common/upload_metadata_params.h"
+#include "kernels/sm90/backward/params.h"
+#include "kernels/sm90/decode/params.h"
+#include "kernels/sm90/forward/params.h"
 
 namespace {
 

@@ -3,8 +3,9 @@
 
 #include <optional>
 
+#include "call/make_problem.h"
+#include "call/problem.h"
 #include "fulgur/attention.h"
-#include "problem.h"
 
 namespace fulgur::test {
 

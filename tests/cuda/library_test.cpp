@@ -9,8 +9,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "cuda/nvrtc.h"
-#include "cuda/shared_library.h"
+#include "cuda/driver/shared_library.h"
+#include "cuda/jit/nvrtc.h"
 #include "folder.h"
 
 namespace fulgur::cuda {

@@ -4,13 +4,13 @@
 
 #include <set>
 
-#include "cuda/choose.h"
-#include "cuda/hopper_forward.h"
-#include "cuda/hopper_forward_family.h"
-#include "cuda/hopper_model.h"
-#include "cuda/hopper_plan.h"
-#include "cuda/launch_memory.h"
-#include "cuda/shape_class.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/engine/choose.h"
+#include "cuda/engine/shape_class.h"
+#include "cuda/sm90/common.h"
+#include "cuda/sm90/forward.h"
+#include "cuda/sm90/forward_cost.h"
+#include "cuda/sm90/forward_family.h"
 #include "engines.h"
 #include "forward_call.h"
 
@@ -18,9 +18,9 @@
 #define __device__
 #define __forceinline__ inline
 #define FULGUR_INPUT "bf16"
-#include "kernels/shared/key_walk.h"
+#include "kernels/host_device/key_walk.h"
 using namespace fulgur::kernels;
-#include "kernels/shared/wgmma.cuh"
+#include "kernels/sm90/ptx/wgmma.cuh"
 
 namespace fulgur::cuda {
 namespace {
@@ -403,7 +403,7 @@ TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
                                                    .packed = packed,
                                                    .invariant = true});
                 const HopperForwardPlan plan = plan_of(p);
-                headers.insert(plan_header(plan));
+                headers.insert(kernel_config(plan));
                 // Bounds are those of the mask, or such that no row reaches: never of the batch.
                 const kernels::Band band = band_of(plan, mask);
                 const int64_t left = mask.chunk > 0 ? mask.chunk - 1 : mask.left,
@@ -586,7 +586,7 @@ TEST(HopperForwardTiles, BoxesOfPages) {
   }
 }
 
-// Sinks change a constant of plan.h, and nothing else of a plan.
+// Sinks change a constant of kernel_config.h, and nothing else of a plan.
 TEST(HopperForwardPlan, SinksAreAConstant) {
   std::vector<std::string> rejected;
   const auto plans = [&](bool sinks) {
@@ -596,8 +596,8 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
   ASSERT_EQ(with.size(), without.size());
   for (size_t i = 0; i < with.size(); ++i) {
     HopperForwardPlan plan = with[i].plan;
-    EXPECT_NE(plan_header(plan).find("kHasSinks = 1,"), std::string::npos);
-    EXPECT_NE(plan_header(without[i].plan).find("kHasSinks = 0,"), std::string::npos);
+    EXPECT_NE(kernel_config(plan).find("kHasSinks = 1,"), std::string::npos);
+    EXPECT_NE(kernel_config(without[i].plan).find("kHasSinks = 0,"), std::string::npos);
     plan.has_sinks = false;
     EXPECT_EQ(plan, without[i].plan);
   }

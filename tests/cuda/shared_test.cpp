@@ -1,4 +1,4 @@
-// The formulas that the host and the device share (src/kernels/shared/*.h, sm90/forward_layout.h):
+// The formulas that the host and the device share (src/kernels/shared/*.h, sm90/forward/layout.h):
 // every row, key and item is met exactly once, as the mask says, and the map of shared memory holds
 // together.
 #include <gtest/gtest.h>
@@ -8,11 +8,11 @@
 #include <set>
 #include <vector>
 
-#include "cuda/hopper_forward_plan.h"
-#include "cuda/hopper_plan.h"
+#include "call/mask.h"
+#include "cuda/sm90/common.h"
+#include "cuda/sm90/forward_plan.h"
 #include "forward_call.h"
-#include "kernels/sm90/forward_layout.h"
-#include "tiles.h"
+#include "kernels/sm90/forward/layout.h"
 
 namespace fulgur::cuda {
 namespace {

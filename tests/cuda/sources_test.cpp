@@ -1,5 +1,7 @@
 // Which text a kernel is compiled from. FULGUR_KERNEL_DIR: other text instead of the library's, and
 // wrong folders.
+#include "cuda/jit/sources.h"
+
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -10,8 +12,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "cuda/jit.h"
-#include "cuda/kernel_sources.h"
+#include "cuda/jit/compile.h"
 #include "engines.h"
 #include "folder.h"
 
@@ -21,7 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 const KernelSources kIncluding = {
-    {"a.cu", "#pragma once\n#include \"plan.h\"\n  # include \"below/b.cuh\"  // why\n"},
+    {"a.cu", "#pragma once\n#include \"kernel_config.h\"\n  # include \"below/b.cuh\"  // why\n"},
     {"below/b.cuh", "#include <c.h>\n#include <cstdint>\n#include \"a.cu\"\n"},
     {"c.h", "// #include \"d.h\"\n"},
     {"d.cu", "#include \"c.h\"\n"},
@@ -49,15 +50,15 @@ TEST(SourcesOf, WhatIsMissing) {
 TEST(SourcesOf, TheLibrarysKernels) {
   KernelSources sources = embedded_sources();
   const auto digests = [&] {
-    return std::pair(digest(sources_of(sources, "sm90/forward.cu")),
-                     digest(sources_of(sources, "sm90/decode.cu")));
+    return std::pair(digest(sources_of(sources, "sm90/forward/forward.cu")),
+                     digest(sources_of(sources, "sm90/decode/decode.cu")));
   };
   const auto [forward, decode] = digests();
-  sources.at("sm90/decode_load.cuh") += "\n";
+  sources.at("sm90/decode/load.cuh") += "\n";
   const auto [same_forward, changed_decode] = digests();
   EXPECT_EQ(same_forward, forward);
   EXPECT_NE(changed_decode, decode);
-  sources.at("shared/band.h") += "\n";  // included over several others
+  sources.at("host_device/band.h") += "\n";  // included over several others
   const auto [changed_forward, again_decode] = digests();
   EXPECT_NE(changed_forward, forward);
   EXPECT_NE(again_decode, changed_decode);
@@ -87,7 +88,7 @@ class Sources : public test::InFolder {
     const pid_t child = fork();
     if (child == 0) {
       const std::string key =
-          nvrtc_unavailable().empty() ? cache_key({.source = "a.cu", .plan_header = {}}) : "";
+          nvrtc_unavailable().empty() ? cache_key({.source = "a.cu", .kernel_config = {}}) : "";
       _exit(write(ends[1], key.data(), key.size()) == static_cast<ssize_t>(key.size()) ? 0 : 1);
     }
     close(ends[1]);

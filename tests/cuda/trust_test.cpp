@@ -1,5 +1,5 @@
 // Who decides what is loaded, executed and trusted.
-#include "cuda/trust.h"
+#include "cuda/driver/trust.h"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -9,9 +9,9 @@
 
 #include <filesystem>
 
-#include "cuda/cache_folder.h"
-#include "cuda/kernel_sources.h"
-#include "cuda/shared_library.h"
+#include "cuda/driver/shared_library.h"
+#include "cuda/jit/cache_folder.h"
+#include "cuda/jit/sources.h"
 #include "folder.h"
 
 namespace fulgur::cuda {

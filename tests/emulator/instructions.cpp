@@ -8,7 +8,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "convert.h"
+#include "base/convert.h"
 #include "fake_driver.h"
 #include "machine.h"
 

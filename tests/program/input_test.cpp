@@ -7,7 +7,7 @@
 #include <memory>
 #include <span>
 
-#include "c_struct.h"
+#include "api/c_struct.h"
 #include "call.h"
 #include "engines.h"
 #include "fulgur/merge.h"

@@ -6,8 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "call/mask.h"
 #include "engine_memory.h"
-#include "tiles.h"
 
 namespace fulgur::test {
 namespace {

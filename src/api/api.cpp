@@ -1,0 +1,70 @@
+#include "api/prepare.h"
+#include "base/parallel.h"
+#include "call/make_problem.h"
+#include "fulgur/attention.h"
+#include "plan/engines.h"
+#include "plan/plan.h"
+#include "plan/plan_cache.h"
+
+namespace fulgur {
+namespace {
+
+constexpr size_t kMostPlans = 1024;
+
+/// The plan of a call: that of an earlier one of this shape, or a new one. `run`: of the call that
+/// waits for it, if one does.
+template <class Args>
+std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& options,
+                                               const Run* run) {
+  static auto& cache = *new PlanCache(kMostPlans);  // other threads may call while the process ends
+  Problem problem = make_problem(args, options);
+  const PlanCache::Key key{problem, options.engine, thread_count(checked_threads(options))};
+  std::shared_ptr<const Plan::Impl> plan = cache.find(key);
+  if (plan == nullptr) {
+    plan = make_plan(std::move(problem), args, options, run);
+    cache.keep(key, plan);
+  }
+  return plan;
+}
+
+/// The spine: validate, plan or find the plan, run.
+template <class Args>
+void call(const Args& args, const Options& options, const Run& run) {
+  run_plan(*plan_of_call(args, options, &run), args, run);
+}
+
+}  // namespace
+
+Plan plan(const ForwardArgs& args, const Options& options) {
+  return Plan(make_plan(make_problem(args, options), args, options, nullptr));
+}
+
+Plan plan(const BackwardArgs& args, const Options& options) {
+  return Plan(make_plan(make_problem(args, options), args, options, nullptr));
+}
+
+void forward(const ForwardArgs& args, const Options& options, const Run& run) {
+  call(args, options, run);
+}
+
+void backward(const BackwardArgs& args, const Options& options, const Run& run) {
+  call(args, options, run);
+}
+
+void prepare(const ForwardArgs& args, const Options& options) {
+  plan_of_call(args, options, nullptr);
+}
+
+void prepare(const BackwardArgs& args, const Options& options) {
+  plan_of_call(args, options, nullptr);
+}
+
+std::vector<EngineInfo> engines() {
+  std::vector<EngineInfo> infos;
+  for (const Engine* engine : all_engines()) {
+    infos.push_back({engine->name(), engine->description(), engine->unavailable()});
+  }
+  return infos;
+}
+
+}  // namespace fulgur

@@ -1,0 +1,389 @@
+#include "fulgur/c.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "api/c_struct.h"
+#include "fulgur/append.h"
+#include "fulgur/attention.h"
+#include "fulgur/cuda.h"
+#include "fulgur/error.h"
+#include "fulgur/merge.h"
+#include "fulgur/version.h"
+
+struct fulgur_plan {
+  fulgur::Plan plan;
+};
+
+namespace {
+
+using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
+using fulgur::ConstTensor, fulgur::Tensor;
+using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
+using fulgur::Status;
+
+static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
+              FULGUR_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
+              FULGUR_UNSUPPORTED == static_cast<int>(Status::kUnsupported) &&
+              FULGUR_UNAVAILABLE == static_cast<int>(Status::kUnavailable) &&
+              FULGUR_OUT_OF_MEMORY == static_cast<int>(Status::kOutOfMemory) &&
+              FULGUR_INTERNAL == static_cast<int>(Status::kInternal));
+
+thread_local std::string last_error;
+
+fulgur_status failed(fulgur_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {
+    last_error.clear();  // no memory for the words
+  }
+  return status;
+}
+
+template <class Call>
+fulgur_status guarded(Call call) noexcept {
+  try {
+    call();
+    return FULGUR_OK;
+  } catch (const fulgur::Error& e) {
+    return failed(static_cast<fulgur_status>(e.status()), e.what());
+  } catch (const std::bad_alloc&) {
+    return failed(FULGUR_OUT_OF_MEMORY, "out of memory");
+  } catch (const std::exception& e) {
+    return failed(FULGUR_INTERNAL, e.what());
+  } catch (...) {
+    return failed(FULGUR_INTERNAL, "an exception of unknown type");
+  }
+}
+
+// The sizes of the structs in version 0.1.0, the first: no caller has shorter ones.
+constexpr size_t kLeastOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
+constexpr size_t kLeastForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kLeastBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kLeastAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
+constexpr size_t kLeastRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
+constexpr size_t kLeastNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
+
+template <class T>
+T optional(const DLTensor* t, const char* name) {
+  return t == nullptr ? T{} : T::from_dlpack(*t, name);
+}
+
+template <class T>
+T required(const DLTensor* t, const char* name) {
+  if (t == nullptr) fail(name, "got null, want a tensor");
+  return T::from_dlpack(*t, name);
+}
+
+/// The tensors that both passes take besides.
+template <class Args, class Given>
+void set_extras(const Given& given, Args& args) {
+  args.alibi_slopes = optional<ConstTensor>(given.alibi_slopes, "alibi_slopes");
+  args.cu_seqlens_q = optional<ConstTensor>(given.cu_seqlens_q, "cu_seqlens_q");
+  args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
+  args.seqused_q = optional<ConstTensor>(given.seqused_q, "seqused_q");
+  args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
+  args.rng_state = optional<ConstTensor>(given.rng_state, "rng_state");
+  args.sinks = optional<ConstTensor>(given.sinks, "sinks");
+}
+
+AppendArgs convert(const fulgur_append_args* given, const char* name = "args") {
+  const fulgur_append_args a = read_struct(name, given, kLeastAppend);
+  return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
+          .v_cache = required<Tensor>(a.v_cache, "v_cache"),
+          .k_new = required<ConstTensor>(a.k_new, "k_new"),
+          .v_new = required<ConstTensor>(a.v_new, "v_new"),
+          .cu_seqlens_k_new = optional<ConstTensor>(a.cu_seqlens_k_new, "cu_seqlens_k_new"),
+          .cache_seqlens = required<ConstTensor>(a.cache_seqlens, "cache_seqlens"),
+          .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+          .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+          .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+          .cos = optional<ConstTensor>(a.cos, "cos"),
+          .sin = optional<ConstTensor>(a.sin, "sin"),
+          .interleaved = a.interleaved != 0,
+          .rotary_seqlens = optional<ConstTensor>(a.rotary_seqlens, "rotary_seqlens"),
+          .q = optional<ConstTensor>(a.q, "q"),
+          .q_out = optional<Tensor>(a.q_out, "q_out"),
+          .cu_seqlens_q = optional<ConstTensor>(a.cu_seqlens_q, "cu_seqlens_q")};
+}
+
+/// ForwardArgs with the AppendArgs that they point to.
+class ForwardCall {
+ public:
+  explicit ForwardCall(const fulgur_forward_args& a)
+      : args_{.q = required<ConstTensor>(a.q, "q"),
+              .k = key(a, a.k, "k"),
+              .v = key(a, a.v, "v"),
+              .out = required<Tensor>(a.out, "out"),
+              .lse = optional<Tensor>(a.lse, "lse"),
+              .page_table = optional<ConstTensor>(a.page_table, "page_table"),
+              .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
+              .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
+              .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
+              .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask"),
+              .prefix_groups = optional<ConstTensor>(a.prefix_groups, "prefix_groups"),
+              .prefix_lens = optional<ConstTensor>(a.prefix_lens, "prefix_lens")} {
+    set_extras(a, args_);
+    if (a.append == nullptr) return;
+    append_ = convert(a.append, "append");
+    args_.append = &append_;
+  }
+  ForwardCall(const ForwardCall&) = delete;
+  ForwardCall& operator=(const ForwardCall&) = delete;
+  operator const ForwardArgs&() const { return args_; }
+
+ private:
+  /// Where rows are appended, these are their caches.
+  static ConstTensor key(const fulgur_forward_args& a, const DLTensor* t, const char* name) {
+    return a.append == nullptr ? required<ConstTensor>(t, name) : optional<ConstTensor>(t, name);
+  }
+
+  ForwardArgs args_;
+  AppendArgs append_;
+};
+
+ForwardCall convert(const fulgur_forward_args* given) {
+  return ForwardCall(read_struct("args", given, kLeastForward));
+}
+
+BackwardArgs convert(const fulgur_backward_args* given) {
+  const fulgur_backward_args a = read_struct("args", given, kLeastBackward);
+  BackwardArgs args{.dout = required<ConstTensor>(a.dout, "dout"),
+                    .q = required<ConstTensor>(a.q, "q"),
+                    .k = required<ConstTensor>(a.k, "k"),
+                    .v = required<ConstTensor>(a.v, "v"),
+                    .out = required<ConstTensor>(a.out, "out"),
+                    .lse = required<ConstTensor>(a.lse, "lse"),
+                    .dq = required<Tensor>(a.dq, "dq"),
+                    .dk = required<Tensor>(a.dk, "dk"),
+                    .dv = required<Tensor>(a.dv, "dv"),
+                    .dlse = optional<ConstTensor>(a.dlse, "dlse"),
+                    .dsinks = optional<Tensor>(a.dsinks, "dsinks")};
+  set_extras(a, args);
+  return args;
+}
+
+fulgur_options defaults() {
+  fulgur_options options{};
+  options.struct_size = sizeof(fulgur_options);
+  options.window_left = options.window_right = -1;
+  return options;
+}
+
+Options convert(const fulgur_options* given) {
+  const fulgur_options o =
+      given == nullptr ? defaults() : read_struct("options", given, kLeastOptions, defaults());
+  Options options;
+  options.mask = {o.window_left, o.window_right, o.chunk};
+  if (o.scale != nullptr) options.scale = *o.scale;
+  options.softcap = o.softcap;
+  options.dropout_p = o.dropout_p;
+  options.max_seqlen_q = o.max_seqlen_q;
+  options.max_seqlen_k = o.max_seqlen_k;
+  options.deterministic = o.deterministic != 0;
+  options.invariant = o.invariant != 0;
+  options.threads = o.threads;
+  if (o.engine != nullptr) options.engine = o.engine;
+  options.max_workspace = o.max_workspace;
+  return options;
+}
+
+Run convert(const fulgur_run* given) {
+  if (given == nullptr) return {};
+  const fulgur_run r = read_struct("run", given, kLeastRun);
+  return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
+}
+
+void give_text(const std::string& from, char* text, size_t size, size_t* length) {
+  if (length != nullptr) *length = from.size();
+  if (text == nullptr || size == 0) return;
+  const size_t count = std::min(from.size(), size - 1);
+  std::memcpy(text, from.data(), count);
+  text[count] = 0;
+}
+
+/// A plan of a handle.
+const fulgur::Plan& required(const fulgur_plan* plan) {
+  if (plan == nullptr) fail("plan", "got null, want a plan");
+  return plan->plan;
+}
+
+template <class Args>
+fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan) {
+  return guarded([&] {
+    if (plan == nullptr) fail("plan", "got null, want where to put it");
+    *plan = nullptr;
+    *plan = new fulgur_plan{fulgur::plan(convert(args), convert(options))};
+  });
+}
+
+template <class Args>
+fulgur_status prewarm(const Args* args, const fulgur_options* options, const char* folder,
+                      int* compiled, int* present) {
+  return guarded([&] {
+    const fulgur::cuda::Prewarmed done =
+        fulgur::cuda::prewarm(convert(args), convert(options), folder == nullptr ? "" : folder);
+    if (compiled != nullptr) *compiled = done.compiled;
+    if (present != nullptr) *present = done.present;
+  });
+}
+
+template <class Args>
+fulgur_status tune(const Args* args, const fulgur_options* options, const fulgur_run* run,
+                   char* text, size_t size, size_t* length) {
+  return guarded([&] {
+    std::string lines;
+    for (const fulgur::cuda::TileTime& tile :
+         fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
+      lines += fmt::format("{} {} {} {}\n", tile.family, tile.Br, tile.Bc, tile.microseconds);
+    }
+    give_text(lines, text, size, length);
+  });
+}
+
+}  // namespace
+
+fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
+  return guarded([&] {
+    if (options == nullptr) fail("options", "got null, want a struct");
+    if (!is_struct_size<fulgur_options>(struct_size, kLeastOptions)) {
+      fail("struct_size", "got {}, want sizeof(fulgur_options), at least {} and a multiple of {}",
+           struct_size, kLeastOptions, alignof(fulgur_options));
+    }
+    write_struct(options, struct_size, defaults());
+  });
+}
+
+fulgur_status fulgur_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                             const fulgur_run* run) {
+  return guarded([&] { fulgur::forward(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                              const fulgur_run* run) {
+  return guarded([&] { fulgur::backward(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_plan_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                  fulgur_plan** plan) {
+  return make_plan(args, options, plan);
+}
+
+fulgur_status fulgur_plan_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                                   fulgur_plan** plan) {
+  return make_plan(args, options, plan);
+}
+
+void fulgur_plan_free(fulgur_plan* plan) { delete plan; }
+
+fulgur_status fulgur_plan_run_forward(const fulgur_plan* plan, const fulgur_forward_args* args,
+                                      const fulgur_run* run) {
+  return guarded([&] { required(plan).run(convert(args), convert(run)); });
+}
+
+fulgur_status fulgur_plan_run_backward(const fulgur_plan* plan, const fulgur_backward_args* args,
+                                       const fulgur_run* run) {
+  return guarded([&] { required(plan).run(convert(args), convert(run)); });
+}
+
+fulgur_status fulgur_plan_workspace(const fulgur_plan* plan, fulgur_workspace_need* need) {
+  return guarded([&] {
+    if (need == nullptr) fail("need", "got null, want a struct");
+    const size_t size = need->struct_size;
+    if (!is_struct_size<fulgur_workspace_need>(size, kLeastNeed)) {
+      fail(
+          "need",
+          "struct_size is {}, want sizeof(fulgur_workspace_need), at least {} and a multiple of {}",
+          size, kLeastNeed, alignof(fulgur_workspace_need));
+    }
+    const fulgur::WorkspaceNeed n = required(plan).workspace();
+    write_struct(need, size, {size, n.bytes, n.alignment, n.zeroed_bytes});
+  });
+}
+
+fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
+                                  size_t* length) {
+  return guarded([&] { give_text(required(plan).explain(), text, size, length); });
+}
+
+fulgur_status fulgur_engines(char* text, size_t size, size_t* length) {
+  return guarded([&] {
+    std::string lines;
+    for (const fulgur::EngineInfo& engine : fulgur::engines()) {
+      lines += fmt::format("{}\t{}", engine.name, engine.description);
+      if (!engine.unavailable.empty()) lines += "\t" + engine.unavailable;
+      lines += "\n";
+    }
+    give_text(lines, text, size, length);
+  });
+}
+
+fulgur_status fulgur_cuda_allocate(int64_t bytes, int device, void** data) {
+  return guarded([&] {
+    if (data == nullptr) fail("data", "got null, want where to put it");
+    *data = nullptr;
+    *data = fulgur::cuda::allocate(bytes, device);
+  });
+}
+
+fulgur_status fulgur_cuda_free(void* data, int device) {
+  return guarded([&] { fulgur::cuda::deallocate(data, device); });
+}
+
+fulgur_status fulgur_cuda_copy(void* to, const void* from, int64_t bytes, int device) {
+  return guarded([&] { fulgur::cuda::copy(to, from, bytes, device); });
+}
+
+fulgur_status fulgur_cuda_synchronize(int device) {
+  return guarded([&] { fulgur::cuda::synchronize(device); });
+}
+
+fulgur_status fulgur_prewarm_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                     const char* folder, int* compiled, int* present) {
+  return prewarm(args, options, folder, compiled, present);
+}
+fulgur_status fulgur_prewarm_backward(const fulgur_backward_args* args,
+                                      const fulgur_options* options, const char* folder,
+                                      int* compiled, int* present) {
+  return prewarm(args, options, folder, compiled, present);
+}
+
+fulgur_status fulgur_tune_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                  const fulgur_run* run, char* text, size_t size, size_t* length) {
+  return tune(args, options, run, text, size, length);
+}
+fulgur_status fulgur_tune_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                                   const fulgur_run* run, char* text, size_t size, size_t* length) {
+  return tune(args, options, run, text, size, length);
+}
+
+fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* const* part_lses,
+                           size_t count, const DLTensor* out, const DLTensor* lse,
+                           const fulgur_run* run) {
+  return guarded([&] {
+    if (count > 0 && (part_outs == nullptr || part_lses == nullptr))
+      fail("parts", "got null, want {} tensors", count);
+    std::vector<fulgur::Partial> parts;
+    for (size_t i = 0; i < count; ++i) {
+      parts.push_back(
+          {required<ConstTensor>(part_outs[i], fmt::format("parts[{}].out", i).c_str()),
+           required<ConstTensor>(part_lses[i], fmt::format("parts[{}].lse", i).c_str())});
+    }
+    fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")},
+                  convert(run));
+  });
+}
+
+fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options* options,
+                            const fulgur_run* run) {
+  return guarded([&] { fulgur::append(convert(args), convert(options), convert(run)); });
+}
+
+const char* fulgur_last_error(void) { return last_error.c_str(); }
+const char* fulgur_version(void) { return FULGUR_VERSION; }

@@ -1,0 +1,51 @@
+/// The structs of the C API begin with their size, as the caller was compiled to know them. Fields
+/// are only ever added at their end.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "base/check.h"
+
+namespace fulgur {
+
+/// Whether some version of the struct may have this size. `least`: its size in its first version. A
+/// size that is no multiple of the alignment would cut a field, and half a pointer is none.
+template <class Struct>
+constexpr bool is_struct_size(size_t size, size_t least) {
+  return size >= least && size % alignof(Struct) == 0;
+}
+
+/// The caller's struct as this library knows it. What the caller's version lacks is that of
+/// `defaults`; what the library lacks must be 0.
+template <class Struct>
+Struct read_struct(const char* name, const Struct* given, size_t least, Struct defaults = {}) {
+  if (given == nullptr) fail(name, "got null, want a struct");
+  const size_t size = given->struct_size;
+  if (!is_struct_size<Struct>(size, least)) {
+    fail(name, "struct_size is {}, want the sizeof of the struct, at least {} and a multiple of {}",
+         size, least, alignof(Struct));
+  }
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  if (size > sizeof(Struct) &&
+      std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
+    fail(name,
+         "struct_size is {}, this library knows {}, and what is behind is not 0: it is newer than "
+         "the library",
+         size, sizeof(Struct));
+  }
+  std::memcpy(&defaults, given, std::min(size, sizeof(Struct)));
+  return defaults;
+}
+
+/// Fills a caller's struct of `size` bytes; what this library does not know of becomes 0.
+template <class Struct>
+void write_struct(Struct* to, size_t size, Struct mine) {
+  mine.struct_size = size;
+  auto* bytes = reinterpret_cast<unsigned char*>(to);
+  std::memcpy(bytes, &mine, std::min(size, sizeof(Struct)));
+  if (size > sizeof(Struct)) std::memset(bytes + sizeof(Struct), 0, size - sizeof(Struct));
+}
+
+}  // namespace fulgur

@@ -1,0 +1,170 @@
+#include "base/check.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace fulgur {
+
+std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kMaxRank>& values) {
+  return fmt::format("({})", fmt::join(values.begin(), values.begin() + t.rank, ", "));
+}
+
+namespace {
+
+/// The stride of a dimension; 0 where its one index is never stepped from and it may be anything.
+int64_t used_stride(const ConstTensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
+
+}  // namespace
+
+void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank,
+                  bool written) {
+  if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
+  if (t.rank != rank)
+    fail(name, "got {} dimensions {}, want {} {}", t.rank, t.describe(), rank, dims);
+  int64_t bytes = size_of(t.dtype), extent = size_of(t.dtype);
+  bool empty = false;
+  for (int i = 0; i < rank; ++i) {
+    if (t.shape[i] < 0)
+      fail(name, "got negative size {} in shape {}", t.shape[i], list(t, t.shape));
+    empty |= t.shape[i] == 0;
+  }
+  if (empty) return;
+  for (int i = 0; i < rank; ++i) {
+    int64_t reach = 0;
+    const int64_t stride = t.strides[i] < 0 ? -std::max(t.strides[i], -INT64_MAX) : t.strides[i];
+    if (__builtin_mul_overflow(bytes, t.shape[i], &bytes) ||
+        __builtin_mul_overflow(stride, t.shape[i] - 1, &reach) ||
+        __builtin_mul_overflow(reach, size_of(t.dtype), &reach) ||
+        __builtin_add_overflow(extent, reach, &extent)) {
+      fail(name, "shape {} with strides {} needs more than 2^63 bytes", list(t, t.shape),
+           list(t, t.strides));
+    }
+  }
+  if (t.shape[rank - 1] > 1 && t.strides[rank - 1] != 1) {
+    fail(name, "last stride is {}, want 1 (strides {}, in elements)", t.strides[rank - 1],
+         list(t, t.strides));
+  }
+  if (!written) return;
+  std::array<std::pair<int64_t, int64_t>, ConstTensor::kMaxRank> by_stride;  // (|stride|, size)
+  for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(used_stride(t, i)), t.shape[i]};
+  std::sort(by_stride.begin(), by_stride.begin() + rank);
+  int64_t reach = 0;
+  for (int i = 0; i < rank; ++i) {
+    const auto [stride, size] = by_stride[i];
+    if (size == 1) continue;
+    if (stride <= reach) {
+      fail(name, "elements overlap: shape {} with strides {}; an output needs its own memory",
+           list(t, t.shape), list(t, t.strides));
+    }
+    reach += stride * (size - 1);
+  }
+}
+
+void check_shape(const char* name, const ConstTensor& t, const char* dims,
+                 std::initializer_list<int64_t> want, bool written) {
+  check_tensor(name, t, dims, static_cast<int>(want.size()), written);
+  if (!std::equal(want.begin(), want.end(), t.shape.begin())) {
+    fail(name, "got shape {}, want ({}) = {}", list(t, t.shape), fmt::join(want, ", "), dims);
+  }
+}
+
+void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why) {
+  if (t.dtype != want) fail(name, "got {}, want {} ({})", name_of(t.dtype), name_of(want), why);
+}
+
+void check_device(const char* name, const ConstTensor& t, Device want, const char* like) {
+  if (t.device != want) {
+    fail(name, "on {}, want {} as {}", name_of(t.device), name_of(want), like);
+  }
+}
+
+void check_device_or_host(const char* name, const ConstTensor& t, Device want, const char* like) {
+  if (on_host(t)) return;
+  if (want.type == DeviceType::kCpu) return check_device(name, t, want, like);
+  if (t.device != want) {
+    fail(name, "on {}, want {} as {}, or cpu", name_of(t.device), name_of(want), like);
+  }
+}
+
+void check_indices(const char* name, const ConstTensor& t, int64_t size, const char* dims,
+                   Device device, const char* like) {
+  check_shape(name, t, dims, {size}, false);
+  check_dtype(name, t, DType::kI32, "lengths are int32");
+  check_device(name, t, device, like);
+}
+
+void check_lengths(const char* name, const ConstTensor& t, int64_t size, const char* dims,
+                   Device device, const char* like) {
+  check_shape(name, t, dims, {size}, false);
+  check_dtype(name, t, DType::kI32, "lengths are int32");
+  check_device_or_host(name, t, device, like);
+}
+
+void check_data(const char* name, const ConstTensor& t) {
+  if (t.numel() == 0) return;
+  if (t.data == nullptr) fail(name, "data is null");
+  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+    fail(name, "data {} is not aligned to the {} bytes of {}", t.data, size_of(t.dtype),
+         name_of(t.dtype));
+  }
+}
+
+namespace {
+
+/// Bytes of a tensor, counted from `begin` modulo `pitch`; the whole extent without a pitch.
+struct Extent {
+  uint64_t begin, size;
+};
+
+/// The dimensions whose stride is no multiple of `pitch` bytes; all of them when it is 0.
+Extent extent(const ConstTensor& t, int64_t pitch) {
+  const int64_t element = size_of(t.dtype);
+  Extent e{reinterpret_cast<uintptr_t>(t.data), static_cast<uint64_t>(element)};
+  for (int i = 0; i < t.rank; ++i) {
+    if (t.shape[i] == 1 || (pitch > 0 && t.strides[i] * element % pitch == 0)) continue;
+    const auto reach = static_cast<uint64_t>(std::abs(t.strides[i]) * element * (t.shape[i] - 1));
+    if (t.strides[i] < 0) e.begin -= reach;
+    e.size += reach;
+  }
+  return e;
+}
+
+bool intersect(const Extent& a, const Extent& b) {
+  return a.begin - b.begin < b.size || b.begin - a.begin < a.size;
+}
+
+/// On a circle of `pitch` bytes.
+bool intersect(const Extent& a, const Extent& b, uint64_t pitch) {
+  const uint64_t ahead = (b.begin % pitch + pitch - a.begin % pitch) % pitch;
+  return a.size > ahead || b.size > (pitch - ahead) % pitch;
+}
+
+}  // namespace
+
+bool share_memory(const ConstTensor& a, const ConstTensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  if (!intersect(extent(a, 0), extent(b, 0))) return false;
+  // Disjoint still if they take different parts of every period of some pitch.
+  for (const ConstTensor* t : {&a, &b}) {
+    for (int i = 0; i < t->rank; ++i) {
+      const int64_t pitch = t->shape[i] > 1 ? std::abs(t->strides[i]) * size_of(t->dtype) : 0;
+      if (pitch == 0) continue;
+      if (!intersect(extent(a, pitch), extent(b, pitch), static_cast<uint64_t>(pitch)))
+        return false;
+    }
+  }
+  return true;
+}
+
+Layout rows_layout(const ConstTensor& t) {
+  const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  if (t.rank == 4) return {used_stride(t, 0), used_stride(t, 1), used_stride(t, 2), aligned};
+  return {0, used_stride(t, 0), used_stride(t, 1), aligned};
+}
+
+Layout lse_layout(const ConstTensor& t) {
+  if (t.rank == 3) return {used_stride(t, 0), used_stride(t, 2), used_stride(t, 1)};
+  return {0, used_stride(t, 1), used_stride(t, 0)};
+}
+
+}  // namespace fulgur

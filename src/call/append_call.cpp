@@ -1,0 +1,168 @@
+#include "call/append_call.h"
+
+#include <array>
+#include <cstddef>
+
+namespace fulgur {
+namespace {
+
+void check_float(const char* name, const ConstTensor& t) {
+  if (is_integer(t.dtype)) fail(name, "got {}, want f32, bf16, f16 or f64", name_of(t.dtype));
+}
+
+int64_t checked_dim(const char* name, int64_t dim) {
+  if (dim < 1 || dim > AppendCall::kMostDim)
+    fail(name, "got head dim {}, want 1 to {}", dim, AppendCall::kMostDim);
+  return dim;
+}
+
+void check_caches(AppendCall& c) {
+  const ConstTensor k = c.args.k_cache, v = c.args.v_cache, seqlens = c.args.cache_seqlens;
+  Problem& p = c.p;
+  const bool paged = c.tables.page_table.given();
+  const char* const dims = paged ? "(pages, page, heads, dim)" : "(batch, seqlen, heads, dim)";
+  check_tensor("k_cache", k, dims, 4, true);
+  check_tensor("v_cache", v, dims, 4, true);
+  check_float("k_cache", k);
+  check_dtype("v_cache", v, k.dtype, "the dtype of k_cache");
+  check_device("v_cache", v, k.device, AppendCall::kLike);
+  p.dtype = k.dtype;
+  p.device = k.device;
+  p.hk = k.shape[2];
+  if (p.hk < 1) fail("k_cache", "got {} heads, want at least 1", p.hk);
+  p.d = checked_dim("k_cache", k.shape[3]);
+  p.dv = checked_dim("v_cache", v.shape[3]);
+  if (seqlens.rank != 1) fail("cache_seqlens", "got {}, want i32 (batch)", seqlens.describe());
+  p.batch = seqlens.shape[0];
+  check_lengths("cache_seqlens", seqlens, p.batch, "(batch)", p.device, AppendCall::kLike);
+  check_cache_given(c.tables, {}, seqlens);
+  check_cache(c.tables, k, v, 0, p, {"k_cache", "v_cache", AppendCall::kLike});
+  p.k = rows_layout(k);
+  p.v = rows_layout(v);
+}
+
+/// A tensor of `heads` whose rows are packed, or those of the batch; its first dimensions are as
+/// `rows` has them.
+void check_rows(const char* name, const ConstTensor& t, const AppendCall& c, bool packed,
+                const ConstTensor& rows, int64_t heads, int64_t dim, bool written) {
+  if (packed) {
+    check_shape(name, t, "(total, heads, dim)", {rows.shape[0], heads, dim}, written);
+  } else {
+    check_shape(name, t, "(batch, seqlen, heads, dim)", {c.p.batch, rows.shape[1], heads, dim},
+                written);
+  }
+  check_dtype(name, t, c.p.dtype, "the dtype of k_cache");
+  check_device(name, t, c.p.device, AppendCall::kLike);
+}
+
+void check_new(AppendCall& c) {
+  const AppendArgs& a = c.args;
+  c.packed_new = a.cu_seqlens_k_new.given();
+  check_rows("k_new", a.k_new, c, c.packed_new, a.k_new, c.p.hk, c.p.d, false);
+  check_rows("v_new", a.v_new, c, c.packed_new, a.k_new, c.p.hk, c.p.dv, false);
+  c.tokens = c.packed_new ? a.k_new.shape[0] : c.p.batch * a.k_new.shape[1];
+  if (c.packed_new) {
+    check_lengths("cu_seqlens_k_new", a.cu_seqlens_k_new, c.p.batch + 1, "(batch + 1)", c.p.device,
+                  AppendCall::kLike);
+  }
+  c.k_new = rows_layout(a.k_new);
+  c.v_new = rows_layout(a.v_new);
+}
+
+void check_rotary(AppendCall& c) {
+  const AppendArgs& a = c.args;
+  const ConstTensor &cos = a.cos, &sin = a.sin;
+  if (!cos.given() && !sin.given()) {
+    if (a.rotary_seqlens.given()) fail("rotary_seqlens", "given without cos and sin");
+    if (a.q.given()) fail("q", "given without cos and sin, want what turns it");
+    return;
+  }
+  check_tensor("cos", cos, "(positions, rotary_dim / 2)", 2, false);
+  check_shape("sin", sin, "the shape of cos", {cos.shape[0], cos.shape[1]}, false);
+  if (cos.dtype != c.p.dtype && cos.dtype != DType::kF32) {
+    fail("cos", "got {}, want {} as k_cache, or f32", name_of(cos.dtype), name_of(c.p.dtype));
+  }
+  check_dtype("sin", sin, cos.dtype, "the dtype of cos");
+  check_device("cos", cos, c.p.device, AppendCall::kLike);
+  check_device("sin", sin, c.p.device, AppendCall::kLike);
+  c.pairs = cos.shape[1];
+  if (c.pairs < 1 || c.pairs > c.p.d / 2) {
+    fail("cos", "got {} columns, a rotary_dim of {}, want 2 to the head dim {}", c.pairs,
+         2 * c.pairs, c.p.d);
+  }
+  if (a.rotary_seqlens.given()) {
+    check_lengths("rotary_seqlens", a.rotary_seqlens, c.p.batch, "(batch)", c.p.device,
+                  AppendCall::kLike);
+  }
+}
+
+void check_queries(AppendCall& c) {
+  const AppendArgs& a = c.args;
+  Problem& p = c.p;
+  if (!a.q.given()) {
+    if (a.q_out.given()) fail("q", "not given, want what goes to q_out");
+    if (a.cu_seqlens_q.given()) fail("cu_seqlens_q", "given without q");
+    return;
+  }
+  p.packed = a.cu_seqlens_q.given();
+  c.hq = a.q.shape[p.packed ? 1 : 2];
+  check_rows("q", a.q, c, p.packed, a.q, c.hq, p.d, false);
+  if (c.hq < 1) fail("q", "got {} heads, want at least 1", c.hq);
+  check_rows("q_out", a.q_out, c, p.packed, a.q, c.hq, p.d, true);
+  if (p.packed) {
+    check_lengths("cu_seqlens_q", a.cu_seqlens_q, p.batch + 1, "(batch + 1)", p.device,
+                  AppendCall::kLike);
+  }
+  p.total_q = p.packed ? a.q.shape[0] : p.batch * a.q.shape[1];
+  p.sq = p.packed ? p.total_q : a.q.shape[1];
+  p.q = rows_layout(a.q);
+  c.q_out = rows_layout(a.q_out);
+}
+
+}  // namespace
+
+AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
+  AppendCall c{.args = args, .tables = {args.page_table, args.page_indptr, args.cache_batch_idx}};
+  check_caches(c);
+  check_new(c);
+  check_rotary(c);
+  check_queries(c);
+  c.advance = mask != full();
+  return c;
+}
+
+void check_pointers(const AppendArgs& a) {
+  struct Named {
+    const char* name;
+    ConstTensor tensor;
+    bool written = false;
+  };
+  constexpr size_t kQOut = 2, kQ = 14;
+  const std::array<Named, 15> all{{{"k_cache", a.k_cache, true},
+                                   {"v_cache", a.v_cache, true},
+                                   {"q_out", a.q_out, true},
+                                   {"k_new", a.k_new},
+                                   {"v_new", a.v_new},
+                                   {"cu_seqlens_k_new", a.cu_seqlens_k_new},
+                                   {"cache_seqlens", a.cache_seqlens},
+                                   {"page_table", a.page_table},
+                                   {"page_indptr", a.page_indptr},
+                                   {"cache_batch_idx", a.cache_batch_idx},
+                                   {"cos", a.cos},
+                                   {"sin", a.sin},
+                                   {"rotary_seqlens", a.rotary_seqlens},
+                                   {"cu_seqlens_q", a.cu_seqlens_q},
+                                   {"q", a.q}}};
+  for (const Named& t : all) check_data(t.name, t.tensor);
+  const bool in_place = a.q_out.data == a.q.data && a.q_out.strides == a.q.strides;
+  for (const Named& t : all) {
+    if (!t.written) continue;
+    for (const Named& other : all) {
+      const bool turned = in_place && &t == &all[kQOut] && &other == &all[kQ];
+      if (&t == &other || turned || !share_memory(t.tensor, other.tensor)) continue;
+      fail(t.name, "shares its memory with {}; what is written needs its own", other.name);
+    }
+  }
+}
+
+}  // namespace fulgur

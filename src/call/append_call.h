@@ -1,0 +1,39 @@
+#pragma once
+
+#include "base/check.h"
+#include "call/kv_cache.h"
+#include "call/problem.h"
+#include "fulgur/append.h"
+
+namespace fulgur {
+
+/// A call of append whose shapes are checked, once for every device. Its arguments outlive it.
+struct AppendCall {
+  /// What the call names the tensor whose dtype, device and heads the others have.
+  static constexpr const char* kLike = "k_cache";
+  static constexpr int64_t kMostDim = 512;
+
+  const AppendArgs& args;
+  Problem p{};  ///< of the caches as k and v, and of the rows of q
+  CacheTensors tables{};
+  bool packed_new = false;
+  int64_t tokens = 0;  ///< rows of k_new, those behind the last sequence included
+  int64_t hq = 0;
+  int64_t pairs = 0;     ///< of columns that turn
+  bool advance = false;  ///< each query has a position of its own
+  Layout k_new{}, v_new{}, q_out{};
+};
+
+/// The position of the first new token of each sequence.
+inline const ConstTensor& first_positions(const AppendArgs& args) {
+  return args.rotary_seqlens.given() ? args.rotary_seqlens : args.cache_seqlens;
+}
+
+/// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument).
+AppendCall checked_append(const AppendArgs& args, const Mask& mask);
+
+/// Checks that all data is there and that what is written lies apart from all else. Queries may be
+/// turned in place: each row is read before it is written.
+void check_pointers(const AppendArgs& args);
+
+}  // namespace fulgur

@@ -1,0 +1,155 @@
+#include "call/append_then_attend.h"
+
+#include <tuple>
+#include <utility>
+
+#include "base/check.h"
+#include "call/append_lengths.h"
+
+namespace fulgur {
+namespace {
+
+/// Rows of queries that were turned begin at multiples of 16 bytes.
+int64_t turned_head(int64_t d) { return d > AppendCall::kMostDim ? d : (d + 7) / 8 * 8; }
+
+void check_said_once(const ForwardArgs& args) {
+  const AppendArgs& a = *args.append;
+  for (const auto& [name, t, there] :
+       {std::tuple{"k", &args.k, "k_cache"}, std::tuple{"v", &args.v, "v_cache"},
+        std::tuple{"page_table", &args.page_table, "page_table"},
+        std::tuple{"page_indptr", &args.page_indptr, "page_indptr"},
+        std::tuple{"cache_batch_idx", &args.cache_batch_idx, "cache_batch_idx"}}) {
+    if (t->given()) fail(name, "given beside append, want {} of it alone", there);
+  }
+  for (const auto& [name, t] :
+       {std::pair{"cu_seqlens_k", &args.cu_seqlens_k}, std::pair{"seqused_k", &args.seqused_k}}) {
+    if (t->given()) {
+      fail(name, "given beside append, want none: sequences have cache_seqlens and the new rows");
+    }
+  }
+  const ConstTensor q_out = a.q_out;
+  for (const auto& [name, t] : {std::pair{"append.q", &a.q}, std::pair{"append.q_out", &q_out},
+                                std::pair{"append.cu_seqlens_q", &a.cu_seqlens_q}}) {
+    if (t->given()) fail(name, "given, want none: the queries are those of the call");
+  }
+}
+
+/// Queries as append may take them, and as the attention behind it will.
+void check_queries(const ForwardArgs& args) {
+  const ConstTensor &q = args.q, &k = args.append->k_cache;
+  const bool packed = args.cu_seqlens_q.given();
+  const int rank = packed ? 3 : 4;
+  check_tensor("q", q, packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", rank, false);
+  const int64_t batch = args.append->cache_seqlens.shape[0];
+  if (packed) {
+    check_lengths("cu_seqlens_q", args.cu_seqlens_q, batch + 1, "(batch + 1)", q.device);
+  } else if (q.shape[0] != batch) {
+    fail("q", "got {} sequences, want {}, as cache_seqlens has", q.shape[0], batch);
+  }
+  check_dtype("q", q, k.dtype, "the dtype of k_cache");
+  check_device("q", q, k.device, AppendCall::kLike);
+  if (q.shape[rank - 1] != k.shape[3]) {
+    fail("q", "got head dim {}, want {}, that of k_cache", q.shape[rank - 1], k.shape[3]);
+  }
+}
+
+AppendArgs rows_of(const ForwardArgs& args) {
+  check_said_once(args);
+  AppendArgs rows = *args.append;
+  if (!rows.cos.given() || !args.q.given()) return rows;
+  rows.q = args.q;
+  rows.cu_seqlens_q = args.cu_seqlens_q;
+  Tensor& to = rows.q_out;
+  to.dtype = args.q.dtype;
+  to.device = args.q.device;
+  to.rank = args.q.rank;
+  to.shape = args.q.shape;
+  if (to.rank < 3) return rows;  // which append refuses
+  to.strides[to.rank - 1] = 1;
+  to.strides[to.rank - 2] = turned_head(to.shape[to.rank - 1]);
+  for (int i = to.rank - 3; i >= 0; --i) {  // where they overflow, append finds rows that overlap
+    const auto stride = static_cast<uint64_t>(to.strides[i + 1]);
+    to.strides[i] = static_cast<int64_t>(stride * static_cast<uint64_t>(to.shape[i + 1]));
+  }
+  return rows;
+}
+
+ForwardArgs attention_of(const ForwardArgs& args) {
+  check_queries(args);
+  ForwardArgs attention = args;
+  const AppendArgs& a = *args.append;
+  attention.append = nullptr;
+  attention.k = a.k_cache;
+  attention.v = a.v_cache;
+  attention.page_table = a.page_table;
+  attention.page_indptr = a.page_indptr;
+  attention.cache_batch_idx = a.cache_batch_idx;
+  attention.seqused_k = a.cache_seqlens;
+  return attention;
+}
+
+}  // namespace
+
+Appending::Appending(const ForwardArgs& args, const Mask& mask)
+    : rows_(rows_of(args)), call_(checked_append(rows_, mask)), attention_(attention_of(args)) {
+  set_lengths();
+}
+
+void Appending::set_lengths() {
+  const auto readable = [](const ConstTensor& t) { return on_host(t) && t.data != nullptr; };
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_k_new", &rows_.cu_seqlens_k_new},
+                                std::pair{"cache_seqlens", &rows_.cache_seqlens},
+                                std::pair{"rotary_seqlens", &rows_.rotary_seqlens},
+                                std::pair{"cu_seqlens_q", &rows_.cu_seqlens_q},
+                                std::pair{"page_indptr", &rows_.page_indptr}}) {
+    if (!t->given() || !on_host(*t)) continue;
+    if (t->data == nullptr) return;  // of a plan it may not be there yet
+    check_data(name, *t);
+  }
+  const AppendLengths checked(call_);
+  if (!readable(rows_.cache_seqlens)) return;
+  if (call_.packed_new && !readable(rows_.cu_seqlens_k_new)) return;
+  for (int64_t b = 0; b < call_.p.batch; ++b) {
+    const Sequence s = checked.new_keys(b);
+    lengths_.push_back(static_cast<int32_t>(s.k_begin + s.sk));
+  }
+  attention_.seqused_k = ConstTensor::contiguous(lengths_.data(), DType::kI32, {call_.p.batch});
+}
+
+void Appending::turn_into(void* memory) {
+  if (!turns()) return;
+  rows_.q_out.data = memory;
+  attention_.q = rows_.q_out;
+}
+
+void Appending::attend_to(const int32_t* lengths) {
+  attention_.seqused_k =
+      ConstTensor::contiguous(lengths, DType::kI32, {call_.p.batch}, call_.p.device);
+}
+
+Problem::Append append_of(const Appending& a) {
+  Problem::Append append{true, a.call().pairs > 0, a.call().p.batch, a.call().tokens, 0};
+  if (a.call().p.device.type == DeviceType::kCpu) return append;
+  const AppendArgs& rows = a.rows();
+  for (const ConstTensor* t :
+       {&rows.cu_seqlens_k_new, &rows.cache_seqlens, &rows.rotary_seqlens, &rows.cu_seqlens_q}) {
+    if (t->given() && on_host(*t)) append.host_numbers += t->numel();
+  }
+  return append;
+}
+
+Problem without_append(Problem p) {
+  if (p.append.turns && p.total_q > 0) {
+    const int64_t head = turned_head(p.d), row = p.hq * head;
+    p.q = {p.packed ? 0 : p.sq * row, row, head, true};
+  }
+  p.append = {};
+  return p;
+}
+
+int64_t turned_bytes(const Problem& p) {
+  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * turned_head(p.d) * size_of(p.dtype)
+                                         : 0;
+}
+
+}  // namespace fulgur

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "call/append_call.h"
+#include "call/problem.h"
+#include "fulgur/append.h"
+#include "fulgur/attention.h"
+
+namespace fulgur {
+
+/// A forward call that brings new rows (ForwardArgs::append) in two: what is appended, and the
+/// attention that follows.
+class Appending {
+ public:
+  /// Checks that each thing is said once, the shapes of what is appended, and the lengths that the
+  /// host can read. Throws Error(kInvalidArgument).
+  Appending(const ForwardArgs& args, const Mask& mask);
+  Appending(const Appending&) = delete;
+  Appending& operator=(const Appending&) = delete;
+
+  const AppendCall& call() const { return call_; }
+  const AppendArgs& rows() const { return rows_; }
+  /// Its k and v are the caches. Its seqused_k are the lengths attended where the host can read
+  /// them, else a tensor of their shape where cache_seqlens lies.
+  const ForwardArgs& attention() const { return attention_; }
+
+  bool turns() const { return rows_.q.given(); }
+  /// The queries that were turned, in memory of the call: what append writes, and attention reads.
+  void turn_into(void* memory);
+  /// The lengths attended, in memory of the device.
+  void attend_to(const int32_t* lengths);
+
+ private:
+  void set_lengths();
+
+  AppendArgs rows_;
+  AppendCall call_;
+  ForwardArgs attention_;
+  std::vector<int32_t> lengths_;
+};
+
+/// What a problem says of them.
+Problem::Append append_of(const Appending& appending);
+
+/// The problem of the attention that follows.
+Problem without_append(Problem problem);
+
+/// Bytes of the queries that were turned; 0 where none turn.
+int64_t turned_bytes(const Problem& problem);
+
+}  // namespace fulgur

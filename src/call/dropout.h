@@ -1,0 +1,24 @@
+/// Which random numbers the dropout of a call uses.
+#pragma once
+
+#include <cstdint>
+
+#include "call/problem.h"
+#include "kernels/host_device/dropout.h"
+
+namespace fulgur {
+
+/// The mask of a call whose tensors are in the host's memory: by rng_state where the call has one,
+/// as it is now, else by the run.
+template <class Args>
+kernels::DropoutMask dropout_of(const Problem& p, const Args& args, const Run& run) {
+  uint64_t seed = run.dropout_seed, offset = run.dropout_offset;
+  if (p.has_rng_state) {
+    const auto* state = static_cast<const int64_t*>(args.rng_state.data);
+    seed = static_cast<uint64_t>(state[0]);
+    offset = static_cast<uint64_t>(state[1]);
+  }
+  return kernels::dropout_mask(kernels::dropout_threshold(p.dropout_p), seed, offset);
+}
+
+}  // namespace fulgur

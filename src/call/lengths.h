@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/check.h"
+#include "call/kv_cache.h"
+#include "call/problem.h"
+
+namespace fulgur {
+
+/// One sequence: its first row in q (0 unless packed), its first key among the rows that k has for
+/// it (among all where k is packed), and its lengths.
+struct Sequence {
+  int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
+  bool operator==(const Sequence&) const = default;
+};
+
+/// The sequences of one call whose lengths are in the host's memory, where they stay. Lengths on a
+/// device are taken to be as long as planned for: then the others are checked, but none is known.
+class Sequences {
+ public:
+  /// Checks the lengths against the problem: from 0, non-decreasing, within the tensors, no longer
+  /// than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
+  template <class Args>
+  Sequences(const Problem& problem, const Args& args)
+      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_q, args.seqused_k,
+                  cache_of(args)) {}
+
+  Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
+            const ConstTensor& used_q, const ConstTensor& used_k, const CacheTensors& cache);
+
+  int64_t size() const { return p_->batch; }
+  Sequence operator[](int64_t b) const;
+  /// First row and count of the packed rows behind the last sequence, or of no rows.
+  Sequence padding() const;
+  /// The rows of sequence b that tensors have room for, seqused or not.
+  int64_t room_q(int64_t b) const;
+  int64_t room_k(int64_t b) const;
+
+ private:
+  const Problem* p_;
+  const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_q_ = nullptr, *used_k_ = nullptr;
+  const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;
+};
+
+/// Whether the host can read the lengths of a call, if it has any.
+template <class Args>
+bool lengths_on_host(const Args& args) {
+  const CacheTensors cache = cache_of(args);
+  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
+                               &args.seqused_k, &cache.page_indptr, &cache.leftpad_k}) {
+    if (t->given() && (!on_host(*t) || t->data == nullptr)) return false;
+  }
+  return true;
+}
+
+/// The longest of the cu_seqlens, checked, in host memory: that of a plan without max_seqlen. They
+/// divide `total` things: "rows of q".
+int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* things,
+                         int64_t total);
+
+}  // namespace fulgur

@@ -1,0 +1,96 @@
+#include "call/prefix_split.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+namespace fulgur {
+namespace {
+
+/// Of sequences with more rows of a kv head products bind, not reading, and on GPUs the kernel that
+/// computes them best cannot begin behind a prefix.
+constexpr int64_t kMostRows = 128;
+constexpr int64_t kMostNumber = std::numeric_limits<int>::max();
+
+bool packs(const Problem& p) {
+  return p.packed || p.sq == 1 || p.batch == 1 || p.q.batch == p.sq * p.q.row;
+}
+
+}  // namespace
+
+int64_t ids_of(const Problem& p) {
+  const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
+  return table ? (p.batch - 1) * p.cache.table_stride + p.cache.ids : p.cache.ids;
+}
+
+Layout part_out(const Problem& p) {
+  const int64_t head = (p.dv + 7) / 8 * 8;
+  return {0, p.hq * head, head, true};
+}
+
+Layout part_lse(const Problem& p) { return {p.packed ? 0 : p.sq, 1, p.total_q, true}; }
+
+Problem without_prefixes(Problem p) {
+  p.prefix_groups = 0;
+  p.host.prefix_groups = p.host.prefix_lens = false;
+  return p;
+}
+
+Problem prefix_part(Problem p) {
+  const bool alone = !p.packed && p.sq == 1;
+  p.q = {0, alone ? p.q.batch : p.q.row, p.q.head, p.q.aligned};
+  p.out = part_out(p);
+  p.lse = part_lse(p);
+  p.lse.batch = 0;
+  p.want_lse = true;
+  // Rows of a table are lists that begin at the table's stride.
+  p.cache.ids = ids_of(p);
+  p.cache.pages = Problem::Cache::Pages::kLists;
+  p.cache.table_stride = 0;
+  p.batch = std::exchange(p.prefix_groups, 0);
+  p.of_groups = true;
+  p.packed = true;
+  p.sq = p.total_q;
+  p.mask = full();
+  p.has_sinks = p.has_tree = false;
+  p.host = {};
+  p.max_workspace = 0;
+  return p;
+}
+
+Problem rest_part(Problem p) {
+  if (!p.want_lse) p.lse = part_lse(p);
+  p.want_lse = true;
+  p.prefix_groups = 0;
+  p.cache.leftpad = true;
+  p.host = {};
+  p.max_workspace = 0;
+  return p;
+}
+
+std::string undivided(const Problem& p) {
+  if (p.total_q == 0) return "there are no queries";
+  if (p.invariant) return "`invariant`: the bits of a sequence would depend on its group";
+  if (p.mask.left >= 0 || p.mask.chunk > 0) return "the mask hides keys of a prefix";
+  if (p.has_alibi()) return "ALiBi biases by the distance of a key, which a part does not know";
+  if (p.dropout_p > 0) return "dropout draws for each sequence";
+  if (p.cache.leftpad) return "leftpad_k has sequences begin at other keys";
+  if (p.seqused_q) return "seqused_q leaves gaps between the rows of q";
+  if (!packs(p)) return "the sequences of q do not lie one after the other";
+  const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
+  if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {
+    return "the rows of page_table do not lie one after the other";
+  }
+  if (std::max({p.total_q, ids_of(p), p.sk, p.batch, p.prefix_groups}) >= kMostNumber) {
+    return "rows, keys or ids are too many for int32";
+  }
+  if (const int64_t rows = p.sq * p.group(); rows > kMostRows) {
+    return fmt::format("{} rows of a kv head in a sequence, and reading keys binds up to {}", rows,
+                       kMostRows);
+  }
+  return {};
+}
+
+}  // namespace fulgur

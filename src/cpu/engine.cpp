@@ -1,0 +1,317 @@
+#include "cpu/engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "base/parallel.h"
+#include "call/dropout.h"
+#include "call/mask.h"
+#include "call/padding.h"
+#include "call/sinks.h"
+#include "cpu/estimate.h"
+#include "cpu/kernels/dispatch.h"
+#include "cpu/memory.h"
+#include "cpu/plan.h"
+#include "cpu/shared_prefix.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cpu {
+namespace {
+
+/// A part of the work of a kv head, [begin, end): rows of a block, or keys that leave `states`.
+struct Item {
+  int64_t b, kv, begin, end;
+  int64_t work = 0;         // an estimate
+  float* states = nullptr;  // decode
+};
+
+/// The states that the parts of a run of kv heads left, to be merged.
+struct Merge {
+  int64_t b, kv;
+  const float* states;
+  int64_t parts;
+};
+
+/// One call.
+template <class Args>
+class Work {
+ public:
+  Work(const Problem& problem, const Kernels& kernels, const CpuPlan& plan, const Args& args,
+       const Run& run, float* memory)
+      : p_(problem),
+        k_(kernels),
+        plan_(plan),
+        args_(args),
+        sequences_(problem, args),
+        keys_(problem, sequences_, args),
+        given_{static_cast<const float*>(args.alibi_slopes.data),
+               static_cast<const float*>(args.sinks.data), tree_mask_of(args),
+               dropout_of(problem, args, run)},
+        scratch_(memory),
+        shared_(memory + plan.threads * plan.scratch) {}
+
+  // With Options::invariant, nothing that decides in which order the sums of a row are taken may
+  // look beyond the row's own sequence and its heads: not the schedule (its number of rows picks
+  // it), not where panels and tiles begin (at multiples of their size, counted from the sequence's
+  // first row and key), not which tiles need care for values that are not finite, not the parts of
+  // its keys. What threads and neighbours decide, the panels of a block and the heads of a decode
+  // task, is only what shares loads of K and V. Without `invariant`, neighbours and threads also
+  // decide how many parts a sequence is cut into.
+  void forward() const {
+    std::vector<Item> items;
+    std::vector<Merge> merges;
+    const int64_t decoded = keys_to_decode();
+    float* states = shared_;
+    each_head([&](const Task& t) {
+      if (!plan_.decodes(t)) return cut_rows(t, &items);
+      if (t.kv % plan_.decode_heads == 0) cut_keys(t, decoded, &states, &items, &merges);
+    });
+    // The longest first: what is left at the end is short.
+    std::stable_sort(items.begin(), items.end(),
+                     [](const Item& x, const Item& y) { return x.work > y.work; });
+    each(static_cast<int64_t>(items.size()), [&](int64_t i) {
+      const Item& item = items[i];
+      const Task t = task(item.b, item.kv);
+      if (item.states == nullptr) {
+        k_.forward(t, args_, item.begin, item.end, scratch());
+      } else {
+        k_.decode(t, args_, plan_.decode_heads, item.begin, item.end, item.states, scratch());
+      }
+    });
+    const int64_t heads = plan_.decode_heads;
+    each(static_cast<int64_t>(merges.size()) * heads, [&](int64_t i) {
+      const Merge& merge = merges[i / heads];
+      const Task t = task(merge.b, merge.kv + i % heads);
+      const int64_t state = t.rows() * (p_.dv + 2);
+      k_.decode_merge(t, args_, merge.states + i % heads * state, merge.parts, heads * state);
+    });
+    write_padding(p_, sequences_, args_);
+  }
+
+  void backward() const {
+    gradients();
+    write_padding(p_, sequences_, args_);
+  }
+
+ private:
+  Task task(int64_t b, int64_t kv) const {
+    const Sequence s = sequences_[b];
+    return {p_, given_, s, keys_.of(b, s), b, kv};
+  }
+  float* scratch() const { return scratch_ + thread_index() * plan_.scratch; }
+
+  template <class Body>
+  void each(int64_t n, const Body& body) const {
+    parallel_for(n, plan_.threads, body);
+  }
+
+  /// Calls add(task) for every kv head of every sequence of which something is written: beside no
+  /// rows there may be any number of heads.
+  template <class Add>
+  void each_head(const Add& add) const {
+    for (int64_t b = 0; b < p_.batch; ++b) {
+      const Sequence s = sequences_[b];
+      if (s.sq == 0 && (p_.pass == Pass::kForward || s.sk == 0)) continue;
+      for (int64_t kv = 0; kv < p_.hk; ++kv) add(task(b, kv));
+    }
+  }
+
+  /// Keys of all decode tasks together.
+  int64_t keys_to_decode() const {
+    int64_t sum = 0;
+    each_head([&](const Task& t) {
+      if (!plan_.decodes(t) || t.kv % plan_.decode_heads != 0) return;
+      const KeyRange keys = decoded_keys(p_.mask, t.s);
+      sum += keys.end - keys.begin;
+    });
+    return sum;
+  }
+
+  void cut_rows(const Task& t, std::vector<Item>* items) const {
+    for (int64_t row = 0; row < t.rows(); row += plan_.block_rows) {
+      const int64_t end = std::min(t.rows(), row + plan_.block_rows);
+      const int64_t keys = visible_keys(p_.mask, t.s, t.query(end - 1)).end;
+      items->push_back({t.b, t.kv, row, end, (end - row) * keys});
+    }
+  }
+
+  void cut_keys(const Task& t, int64_t all_keys, float** states, std::vector<Item>* items,
+                std::vector<Merge>* merges) const {
+    const KeyRange keys = decoded_keys(p_.mask, t.s);
+    const int64_t part = plan_.part_keys(keys.end - keys.begin, all_keys);
+    merges->push_back({t.b, t.kv, *states, 0});
+    for (int64_t key = keys.begin; key < keys.end; key += part) {
+      const int64_t end = std::min(keys.end, key + part), rows = plan_.decode_heads * t.rows();
+      items->push_back({t.b, t.kv, key, end, rows * (end - key), *states});
+      *states += rows * (p_.dv + 2);
+      ++merges->back().parts;
+    }
+  }
+
+  void gradients() const {
+    const int64_t splits = plan_.splits;
+    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
+    float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
+    float* const dq = D + plan_.dq_offset;
+    const auto D_of = [&](const Task& t) {
+      return D + (p_.packed ? t.s.q_begin * p_.hq : t.b * p_.sq * p_.hq) + t.kv * t.rows();
+    };
+
+    std::vector<Item> heads, blocks;  // whole, and in blocks of rows
+    each_head([&](const Task& t) {
+      heads.push_back({t.b, t.kv, 0, t.rows()});
+      for (int64_t row = 0; row < t.rows(); row += kRowBlock) {
+        blocks.push_back({t.b, t.kv, row, std::min(t.rows(), row + kRowBlock)});
+      }
+    });
+    each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
+      const Task t = task(blocks[i].b, blocks[i].kv);
+      k_.backward_d(t, args_, blocks[i].begin, blocks[i].end, D_of(t));
+    });
+
+    if (p_.want_dsinks) sink_gradients(D_of);
+
+    const auto part_of = [&](const Task& t, int64_t split) {
+      return dq + ((t.b * p_.hk + t.kv) * splits + split) * accumulator;
+    };
+    each(static_cast<int64_t>(heads.size()) * splits, [&](int64_t i) {
+      const int64_t split = i % splits;
+      const Task t = task(heads[i / splits].b, heads[i / splits].kv);
+      float* part = splits > 1 ? part_of(t, split) : dq + thread_index() * accumulator;
+      std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
+      // Every splits-th group of tiles, so that a causal mask loads the splits alike.
+      for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
+        k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
+      }
+      if (splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
+    });
+    if (splits == 1) return;
+    each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
+      const Task t = task(blocks[i].b, blocks[i].kv);
+      std::vector<float*> parts(splits);
+      for (int64_t split = 0; split < splits; ++split) parts[split] = part_of(t, split);
+      k_.backward_dq(t, args_, blocks[i].begin, blocks[i].end, parts.data(), splits);
+    });
+  }
+
+  /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in their order and in
+  /// f64.
+  template <class Rows>
+  void sink_gradients(const Rows& D_of) const {
+    const auto* lse = static_cast<const float*>(args_.lse.data);
+    each(p_.hq, [&](int64_t h) {
+      double sum = 0;
+      for (int64_t b = 0; b < p_.batch; ++b) {
+        const Task t = task(b, h / p_.group());
+        const float* const D = D_of(t) + h % p_.group() * t.s.sq;
+        for (int64_t i = 0; i < t.s.sq; ++i) {
+          const double P =
+              sink_probability(given_.sinks[h], lse[p_.lse.offset(b, t.s.q_begin + i, h)]);
+          if (P != 0) sum -= P * D[i];
+        }
+      }
+      static_cast<float*>(args_.dsinks.data)[h] = static_cast<float>(sum);
+    });
+  }
+
+  static constexpr int64_t kRowBlock = 1024;  // rows of a task that only streams memory
+
+  const Problem& p_;
+  const Kernels& k_;
+  const CpuPlan& plan_;
+  const Args& args_;
+  Sequences sequences_;
+  KeyPlaces keys_;
+  Given given_;
+  float *scratch_, *shared_;
+};
+
+class CpuExecutable final : public Executable {
+ public:
+  CpuExecutable(const Problem& problem, int threads)
+      : p_(problem),
+        k_(choose_kernels(p_, &rejected_)),
+        plan_(make_plan(p_, threads, k_, &rejected_)) {}
+
+  void run(const Call& call, const Run& run) const override {
+    const bool own = run.workspace.data == nullptr;
+    const ScratchMemory memory(own ? plan_.workspace_bytes() : 0);
+    auto* const floats = static_cast<float*>(own ? memory.data() : run.workspace.data);
+    if (p_.pass == Pass::kForward) {
+      Work(p_, k_, plan_, *std::get<const ForwardArgs*>(call), run, floats).forward();
+    } else {
+      Work(p_, k_, plan_, *std::get<const BackwardArgs*>(call), run, floats).backward();
+    }
+  }
+
+  Explanation explain() const override {
+    return {describe(plan_, k_, p_), rejected_, plan_.Br, plan_.Bc};
+  }
+
+  std::string expects(const std::vector<Sequence>& lengths) const override {
+    const Cost cost = cost_of(plan_, k_, p_, lengths);
+    if (cost.tasks == 0) return {};
+    const double busy = std::min<double>(plan_.threads, std::ceil(cost.tasks));
+    return expectation(cost, peaks_of(static_cast<int>(busy)));
+  }
+
+  WorkspaceNeed workspace() const override {
+    return {plan_.workspace_bytes(), ScratchMemory::kAlignment, 0};
+  }
+
+ private:
+  Problem p_;
+  std::vector<std::string> rejected_;
+  const Kernels& k_;
+  CpuPlan plan_;
+};
+
+class CpuEngine final : public Engine {
+ public:
+  std::string name() const override { return "cpu"; }
+  std::string description() const override {
+    if (!unavailable().empty()) return "SIMD";
+    const Machine& m = machine();
+    std::string text = fmt::format("{} vectors, ", m.vectors.target);
+    for (const Bf16Path& path : m.bf16) {
+      if (path.bf16 != nullptr) {
+        text += fmt::format("{} for bf16{}, ", path.name, path.f16 != nullptr ? " and f16" : "");
+        break;
+      }
+      text += fmt::format("no {} ({}), ", path.name, path.unavailable);
+    }
+    return text + fmt::format("{} threads", thread_count(0));
+  }
+  std::string unavailable() const override {
+    try {
+      machine();
+      return {};
+    } catch (const Error& error) {
+      return error.what();
+    }
+  }
+  std::string rejects(const Problem& p) const override {
+    if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
+    if (p.dtype == DType::kF64) return "computes f32, bf16 and f16";
+    return {};
+  }
+  std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
+    return std::make_unique<CpuExecutable>(problem, threads);
+  }
+  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int threads) const override {
+    return cpu::prefix_steps(threads);
+  }
+};
+
+}  // namespace
+
+const Engine& engine() {
+  static const CpuEngine kEngine;
+  return kEngine;
+}
+
+}  // namespace fulgur::cpu

@@ -1,0 +1,534 @@
+// The matrix product of bf16 on tiles of 16 rows of 64 bytes (Intel's AMX), and how its operands
+// are packed, for dot-inl.h, too. A product step is C [16][16] += A [16][32] B [32][16]. A tile of
+// A is row-major. A tile of B has the rows of B in pairs, since 32 bits hold two values of the
+// summed index: [16 pairs][16 columns][2]. The parts of elements (parts-inl.h) have tiles of their
+// own, one behind the other along the summed index, so that a product of f16 is one of bf16 with
+// three times the steps.
+#if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_TILE_INL_H_
+#undef FULGUR_CPU_TILE_INL_H_
+#else
+#define FULGUR_CPU_TILE_INL_H_
+#endif
+
+#include "cpu/kernels/bf16/operands-inl.h"
+
+// Every CPU with AMX has this target.
+#if HWY_TARGET == HWY_AVX3
+
+#include <immintrin.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kTileRows = 16;   // of A and C; columns of B and C
+constexpr int64_t kTileDepth = 32;  // values of the summed index in a tile
+constexpr int64_t kTileSize = kTileRows * kTileDepth;
+
+/// Tiles of bf16 that cover n values of the summed index, and of rows or columns.
+constexpr int64_t steps_of(int64_t n) { return (n + kTileDepth - 1) / kTileDepth; }
+constexpr int64_t blocks_of(int64_t n) { return (n + kTileRows - 1) / kTileRows; }
+
+/// The instructions. Tile registers are named by number; the compiler keeps nothing in them. An
+/// assembler that knows them is all that they need, and a clobber of memory keeps what is packed
+/// before its loads.
+struct Amx {
+  /// The tile registers of this thread, of 16 rows of 64 bytes, for a scope.
+  class Session {
+   public:
+    Session() { configure({}); }
+    ~Session() { asm volatile("tilerelease" : :); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    /// From now on tiles of C and A have so many rows, and those of C and B so many columns, 16 at
+    /// most. No register keeps what it has.
+    void shape(int64_t rows, int64_t columns) {
+      Config config;
+      std::fill_n(config.rows, 6, static_cast<uint8_t>(rows));
+      for (const int tile : {0, 1, 2, 3, 6, 7}) {
+        config.row_bytes[tile] = static_cast<uint16_t>(4 * columns);
+      }
+      configure(config);
+    }
+
+   private:
+    struct alignas(64) Config {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    };
+    static void configure(const Config& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
+  };
+
+  template <int kTile>
+  static HWY_INLINE void zero() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
+  }
+  /// `stride`: bytes from a row to the next.
+  template <int kTile>
+  static HWY_INLINE void load(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(kTile), "r"(from), "r"(stride) : "memory");
+  }
+  /// The same past the L1 cache, where nothing has to make room.
+  template <int kTile>
+  static HWY_INLINE void stream(const void* from, int64_t stride) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0"
+                 :
+                 : "i"(kTile), "r"(from), "r"(stride)
+                 : "memory");
+  }
+  template <int kTile>
+  static HWY_INLINE void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(kTile), "r"(to), "r"(stride) : "memory");
+  }
+  /// C += A B in f32. Denormal numbers count as 0.
+  template <int kC, int kA, int kB>
+  static HWY_INLINE void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+  }
+};
+
+/// An operand in tiles: the rows of a tile are `stride` bytes apart, tiles `block` elements along
+/// the rows of A or the columns of B, and `step` elements along the summed index.
+struct Operand {
+  const uint16_t* data;
+  int64_t stride, block, step;
+
+  /// Tiles one after the other, those along the summed index first.
+  static Operand packed(const uint16_t* data, int64_t steps) {
+    return {data, 64, steps * kTileSize, kTileSize};
+  }
+  const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
+};
+
+/// The rows, columns and elements along the summed index of a product that are no padding.
+struct Extent {
+  int64_t rows, columns, depth;
+};
+
+/// A product of tiles: C [16 rows][16 columns] = A B, or C += A B, over `steps` tiles of the summed
+/// index, those of all parts. Tiles multiply their padding, dot products only what is there.
+struct Product {
+  bool add;
+  int64_t rows, columns, steps;
+  Operand A, B;
+  float* C;
+  int64_t ldc;
+  Extent there;
+  bool B_past_l1 = false;  ///< for tiles: B is too large to stay in the L1 cache
+};
+
+/// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
+/// wants them, each after the loads for the first product that reuses it: a sum takes its time to
+/// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
+/// A passes the L1 cache by, which keeps C and B. B of several parts is too large and does, too.
+template <class Tiles, int kParts>
+class TileProducts {
+ public:
+  using Session = typename Tiles::Session;
+
+  /// At once. Nothing may be put off.
+  HWY_INLINE void multiply(const Product& p) {
+    for (int64_t n = 0; n < p.columns; n += 2) {
+      for (int64_t m = 0; m < p.rows; m += 2) {
+        for (Block block(p, m, n); block.left > 0; block.next()) step(block);
+      }
+    }
+  }
+
+  /// Makes a product later, in steps of at most four products of tiles, between which other work
+  /// may be done. Two may wait; they have to stay where they are until finish().
+  HWY_INLINE void put_off(const Product& p) {
+    if (p.rows == 0) return;
+    queue_[(first_ + waiting_++) % 2] = &p;
+    left_ += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
+  }
+  /// Steps that are left.
+  HWY_INLINE int64_t left() const { return left_; }
+  /// Turn `turn` of the kTurns in which the next step is made, if one is left.
+  template <int kTurns>
+  HWY_INLINE void turn(int turn) {
+    if (turn == 0) next_step();
+    if (!active_) return;
+    constexpr int kEach = 4 / kTurns;
+    if (0 / kEach == turn) part<0>(block_);
+    if (1 / kEach == turn) part<1>(block_);
+    if (2 / kEach == turn) part<2>(block_);
+    if (3 / kEach == turn) part<3>(block_);
+  }
+  HWY_INLINE void finish() {
+    for (next_step(); active_; next_step()) step(block_);
+  }
+
+  HWY_INLINE void flush() {
+    store<0>();
+    store<1>();
+    store<2>();
+    store<3>();
+  }
+
+ private:
+  /// The 2 x 2 tiles of C from tile (m, n) on, and the steps along the summed index that are left.
+  struct Block {
+    Block() = default;
+    HWY_INLINE Block(const Product& p, int64_t m, int64_t n)
+        : left(p.steps),
+          A(p.A.at(m, 0)),
+          B(p.B.at(n, 0)),
+          A_stride(p.A.stride),
+          B_stride(p.B.stride),
+          A_block(p.A.block),
+          B_block(p.B.block),
+          A_step(p.A.step),
+          B_step(p.B.step),
+          C(p.C + m * kTileRows * p.ldc + n * kTileRows),
+          ldc(p.ldc),
+          add(p.add),
+          B_past_l1(p.B_past_l1),
+          first(true),
+          row(m + 1 < p.rows),
+          column(n + 1 < p.columns) {}
+    HWY_INLINE void next() {
+      --left;
+      A += A_step;
+      B += B_step;
+      first = false;
+    }
+
+    int64_t left = 0;
+    const uint16_t *A, *B;  // of the next step
+    int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
+    float* C;
+    int64_t ldc;
+    bool add, B_past_l1, first;
+    bool row, column;  // there is a second one
+  };
+
+  HWY_INLINE void next_step() {
+    if (active_) {
+      block_.next();
+      --left_;
+    }
+    active_ = left_ > 0;
+    if (!active_ || block_.left > 0) return;
+    const Product& p = *queue_[first_];
+    block_ = Block(p, m_, n_);
+    m_ += 2;
+    if (m_ < p.rows) return;
+    m_ = 0;
+    n_ += 2;
+    if (n_ < p.columns) return;
+    n_ = 0;
+    first_ = 1 - first_;
+    --waiting_;
+  }
+
+  HWY_INLINE void step(const Block& block) {
+    part<0>(block);
+    part<1>(block);
+    part<2>(block);
+    part<3>(block);
+  }
+  /// The product for register kPart of C, which holds the tile of row kPart / 2 and column
+  /// kPart % 2 of the block.
+  template <int kPart>
+  HWY_INLINE void part(const Block& block) {
+    constexpr int kRow = kPart / 2, kColumn = kPart % 2;
+    // A block at an edge does not use, and so not store, every register.
+    if (kPart == 0 && block.first && !(block.row && block.column)) flush();
+    if ((kRow == 1 && !block.row) || (kColumn == 1 && !block.column)) return;
+    if constexpr (kRow == 0) load_b<kColumn>(block);
+    if constexpr (kColumn == 0) {
+      Tiles::template stream<4 + kRow>(block.A + kRow * block.A_block, block.A_stride);
+    }
+    if (block.first) {
+      store<kPart>();
+      C_[kPart] = block.C + kRow * kTileRows * block.ldc + kColumn * kTileRows;
+      stride_[kPart] = block.ldc * 4;
+      if (block.add) {
+        Tiles::template load<kPart>(C_[kPart], stride_[kPart]);
+      } else {
+        Tiles::template zero<kPart>();
+      }
+    }
+    Tiles::template multiply<kPart, 4 + kRow, 6 + kColumn>();
+  }
+  template <int kColumn>
+  HWY_INLINE void load_b(const Block& block) {
+    const uint16_t* const B = block.B + kColumn * block.B_block;
+    if (kParts == kPartsOfBF16 && !block.B_past_l1) {
+      Tiles::template load<6 + kColumn>(B, block.B_stride);
+    } else {
+      Tiles::template stream<6 + kColumn>(B, block.B_stride);
+    }
+  }
+  template <int kTile>
+  HWY_INLINE void store() {
+    if (C_[kTile] != nullptr) Tiles::template store<kTile>(C_[kTile], stride_[kTile]);
+    C_[kTile] = nullptr;
+  }
+
+  float* C_[4] = {};  // where the sums in the registers belong
+  int64_t stride_[4] = {};
+  const Product* queue_[2] = {};
+  int64_t first_ = 0, waiting_ = 0;  // of the queue
+  int64_t left_ = 0;                 // steps
+  int64_t m_ = 0, n_ = 0;            // the next block of the queue's first: tiles of C
+  Block block_;                      // whose step turns make
+  bool active_ = false;              // there is one
+};
+
+/// What tiles and dot products make a difference of, among values that were packed.
+class Census {
+ public:
+  // Not a default member initializer: that would be compiled for the least of all CPUs.
+  HWY_INLINE Census() : largest_(_mm512_setzero_si512()), smallest_(_mm512_set1_epi16(-1)) {}
+  HWY_INLINE void add(__m512i halves) {
+    const __m512i size = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
+    largest_ = _mm512_max_epu16(largest_, size);
+    smallest_ = _mm512_min_epu16(smallest_, _mm512_sub_epi16(size, _mm512_set1_epi16(1)));
+  }
+  bool finite() const { return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x7f80)) == 0; }
+  /// They take denormal numbers for 0.
+  bool denormal() const { return _mm512_cmplt_epu16_mask(smallest_, _mm512_set1_epi16(0x7f)) != 0; }
+
+ private:
+  __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
+};
+
+/// The first n of a vector of 16-bit elements, or all.
+HWY_INLINE __mmask32 first_halves(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+}
+
+/// Rows of 16-bit elements, of which `count` are there; rows and columns behind the last read as 0.
+template <class RowAt>
+struct Rows {
+  RowAt at;  // at(i): the address of row i
+  int64_t count, columns;
+
+  /// Columns [c, c + 32) of row i. kWhole: all of them are there.
+  template <bool kWhole>
+  HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
+    if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
+    if (i >= count || c >= columns) return _mm512_setzero_si512();
+    return _mm512_maskz_loadu_epi16(first_halves(columns - c), at(i) + c);
+  }
+
+  /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
+  /// constant.
+  template <class Body>
+  HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
+    if (i + n <= count && c + m <= columns) return body(std::true_type());
+    return body(std::false_type());
+  }
+};
+template <class RowAt>
+Rows(RowAt, int64_t, int64_t) -> Rows<RowAt>;
+
+/// Transposes 16 x 16 values of 32 bits: lane j of r[i] and lane i of r[j] change places.
+HWY_INLINE void transpose_16(__m512i (&r)[16]) {
+  __m512i t[16];
+  FULGUR_UNROLL for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  FULGUR_UNROLL for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  // r[4 g + i] holds columns i, i + 4, i + 8, i + 12 of rows 4 g to 4 g + 3.
+  FULGUR_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512i even_low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    const __m512i odd_low = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    const __m512i even_high = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    const __m512i odd_high = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+    t[i + 8] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+    t[i + 12] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+  }
+  FULGUR_UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
+  FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
+}
+
+/// Four rows from `row` on and four behind the next four.
+HWY_INLINE void store_half_tile(const __m512i* r, int64_t row, uint16_t* HWY_RESTRICT to) {
+  FULGUR_UNROLL for (int i = 0; i < 8; ++i) {
+    _mm512_store_si512(to + (row + i / 4 * 8 + i % 4) * kTileDepth, r[i]);
+  }
+}
+
+/// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts], of `rows`
+/// rows.
+template <int kParts, class RowAt>
+HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
+                          Census* census) {
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(rows); ++b) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s, to += kParts * kTileSize) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int r = 0; r < kTileRows; ++r) {
+          __m512i x[kParts];
+          split_row<Side::kA>(from.template load_32<decltype(whole)::value>(i + r, c), x);
+          all.add(x[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+            _mm512_store_si512(to + p * kTileSize + r * kTileDepth, x[p]);
+          }
+        }
+      });
+    }
+  }
+  *census = all;
+}
+
+/// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts].
+template <int kParts, class RowAt>
+HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
+                             Census* census) {
+  Census all = *census;
+  for (int64_t b = 0; b < blocks_of(rows); ++b) {
+    for (int64_t s = 0; s < steps_of(from.columns); ++s) {
+      const int64_t i = b * kTileRows, c = s * kTileDepth;
+      __m512i r[kParts][16];
+      from.with_whole(i, kTileRows, c, kTileDepth, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int at = 0; at < 16; ++at) {
+          __m512i x[kParts];
+          split_row<Side::kB>(from.template load_32<decltype(whole)::value>(i + at, c), x);
+          all.add(x[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) r[p][at] = x[p];
+        }
+      });
+      for (int p = 0; p < kParts; ++p, to += kTileSize) {
+        transpose_16(r[p]);
+        store_tile(r[p], to);
+      }
+    }
+  }
+  *census = all;
+}
+
+/// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
+/// `step`. Whole lines are read, each once: rows that lie a power of two apart keep each other out
+/// of the L1 cache. between() is called before each two rows of 32 columns.
+template <int kParts, class RowAt, class Between>
+HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
+                           uint16_t* HWY_RESTRICT to, Census* census, const Between& between) {
+  // Columns 0 to 15 are then the first four of every 8.
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  const int64_t blocks = blocks_of(from.columns);
+  for (int64_t b = 0; b < blocks; b += 2) {
+    const int64_t c = b * kTileRows;
+    uint16_t* const tile = to + (b * steps + step) * kParts * kTileSize;
+    uint16_t* const next = tile + steps * kParts * kTileSize;
+    from.with_whole(0, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+      FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+        between();
+        const __m512i even = from.template load_32<decltype(whole)::value>(2 * pair, c);
+        const __m512i odd = from.template load_32<decltype(whole)::value>(2 * pair + 1, c);
+        __m512i x[kParts], y[kParts];
+        split_pairs<Side::kB>(_mm512_permutexvar_epi64(order, even),
+                              _mm512_permutexvar_epi64(order, odd), x, y);
+        census->add(x[0]);
+        census->add(y[0]);
+        FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+          const int64_t at = p * kTileSize + pair * kTileDepth;
+          _mm512_store_si512(tile + at, x[p]);
+          if (b + 1 < blocks) _mm512_store_si512(next + at, y[p]);
+        }
+      }
+    });
+  }
+}
+
+/// Columns as rows of A, summed over the rows they come from: tiles
+/// [blocks_of(columns)][steps][kParts], of which this fills steps_of(rows) from step `step` on.
+template <int kParts, class RowAt>
+HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t step, int64_t steps,
+                                uint16_t* HWY_RESTRICT to, Census* census) {
+  Census all = *census;
+  const int64_t blocks = blocks_of(from.columns);
+  for (int64_t b = 0; b < blocks; b += 2) {
+    for (int64_t s = 0; s < steps_of(rows); ++s) {
+      const int64_t first = s * kTileDepth, c = b * kTileRows;
+      __m512i low[kParts][16], high[kParts][16];
+      from.with_whole(first, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
+        FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
+          const int64_t i = first + 2 * pair;
+          const __m512i even = from.template load_32<decltype(whole)::value>(i, c);
+          const __m512i odd = from.template load_32<decltype(whole)::value>(i + 1, c);
+          __m512i x[kParts], y[kParts];
+          split_pairs<Side::kA>(even, odd, x, y);
+          all.add(x[0]);
+          all.add(y[0]);
+          FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+            low[p][pair] = x[p];
+            high[p][pair] = y[p];
+          }
+        }
+      });
+      for (int p = 0; p < kParts; ++p) {
+        uint16_t* const tile = to + ((b * steps + step + s) * kParts + p) * kTileSize;
+        uint16_t* const next = tile + steps * kParts * kTileSize;
+        transpose_16(low[p]);
+        store_half_tile(low[p], 0, tile);
+        if (b + 1 < blocks) store_half_tile(low[p] + 8, 0, next);
+        transpose_16(high[p]);
+        store_half_tile(high[p], 4, tile);
+        if (b + 1 < blocks) store_half_tile(high[p] + 8, 4, next);
+      }
+    }
+  }
+  *census = all;
+}
+
+/// Two vectors as a row of A: the parts `stride` elements apart.
+template <int kParts>
+HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<Side::kA>(low, x);
+  split<Side::kA>(high, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, join_halves(x[p], y[p]));
+  }
+}
+
+/// A vector each of two rows as a row of B.
+template <int kParts>
+HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<Side::kB>(even, x);
+  split<Side::kB>(odd, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, pair_halves(x[p], y[p]));
+  }
+}
+
+/// 2^r on [0, 1), exact at 0: relative-minimax coefficients.
+constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
+                           0.013426683843135834f};
+
+/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126,
+/// which kFlushed leaves to Flushing. NaN stays.
+template <bool kFlushed = false>
+HWY_INLINE V32 exp2_short(V32 x) {
+  // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
+  const __m512 r = _mm512_reduce_ps(x.raw, 0x09);
+  __m512 p = _mm512_set1_ps(kExp2[4]);
+  FULGUR_UNROLL for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExp2[i]));
+  if constexpr (kFlushed) return V32{_mm512_scalef_ps(p, x.raw)};
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return V32{_mm512_maskz_scalef_ps(normal, p, x.raw)};
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif

@@ -1,0 +1,382 @@
+// FlashAttention-2 backward (Alg. 2) of bf16 and f16 on tiles or by dot products. S^T, dP^T and
+// dQ^T have a query row in each lane, dV and dK the head dim. A group of panels shares the sums of
+// dV and dK, whose tiles are loaded and stored once for all its rows.
+#if defined(FULGUR_CPU_TILE_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_TILE_BACKWARD_INL_H_
+#undef FULGUR_CPU_TILE_BACKWARD_INL_H_
+#else
+#define FULGUR_CPU_TILE_BACKWARD_INL_H_
+#endif
+
+#include "cpu/kernels/bf16/forward-inl.h"
+#include "cpu/kernels/simd/backward-inl.h"
+
+#if HWY_TARGET == HWY_AVX3
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kGroup = 4;  // panels, each a step of the sums over rows
+
+template <int kParts>
+struct TileBackwardScratch {
+  int64_t ldk, ldv;            // columns of dK and dV: d and dv in blocks
+  uint16_t *K, *V;             // kTiles x rows of A, summed over d or dv
+  uint16_t* Kt;                // kTiles x rows of A, summed over keys
+  float *dK, *dV;              // [kTiles * kBc][ldk or ldv]
+  uint16_t *Q, *dO;            // kGroup x columns of B, summed over d or dv
+  uint16_t *Q_rows, *dO_rows;  // B, summed over the rows of the group
+  float *P, *Pz, *dS;  // [kBc][kTilePanelRows]; Pz = Z o P, the dropped P (the same without)
+  float* cap_slope;    // the same
+  uint16_t *P_keys, *dS_keys;  // A, summed over the rows of the group
+  uint16_t* dS_rows;           // [kBc / 32][kParts][16][kTilePanelRows][2]: B, summed over keys
+  float *rows, *key;           // [kTileRows][ldk or ldv], [ldk]
+
+  TileBackwardScratch(const Problem& p, Arena& arena)
+      : ldk(blocks_of(p.d) * kTileRows), ldv(blocks_of(p.dv) * kTileRows) {
+    const int64_t d = kParts * steps_of(p.d) * kTileDepth;
+    const int64_t dv = kParts * steps_of(p.dv) * kTileDepth;
+    const int64_t keys = kTiles * kBc, group_rows = kGroup * kTilePanelRows;
+    K = arena.take_halves(keys * d);
+    V = arena.take_halves(keys * dv);
+    Kt = arena.take_halves(kParts * keys * ldk);
+    dK = arena.take(keys * ldk);
+    dV = arena.take(keys * ldv);
+    Q = arena.take_halves(group_rows * d);
+    dO = arena.take_halves(group_rows * dv);
+    Q_rows = arena.take_halves(kParts * group_rows * ldk);
+    dO_rows = arena.take_halves(kParts * group_rows * ldv);
+    P = arena.take(kBc * kTilePanelRows);
+    dS = arena.take(kBc * kTilePanelRows);
+    Pz = p.dropout_p > 0 ? arena.take(kBc * kTilePanelRows) : P;
+    cap_slope = p.softcap > 0 ? arena.take(kBc * kTilePanelRows) : nullptr;
+    P_keys = arena.take_halves(kParts * kBc * group_rows);
+    dS_keys = arena.take_halves(kParts * kBc * group_rows);
+    dS_rows = arena.take_halves(kParts * kBc * kTilePanelRows);
+    rows = arena.take(kTileRows * std::max(ldk, ldv));
+    key = arena.take(ldk);
+  }
+};
+
+template <int kParts>
+int64_t tile_backward_scratch(const Problem& p) {
+  Arena arena(nullptr);
+  TileBackwardScratch<kParts>(p, arena);
+  return arena.used();
+}
+
+/// dQ^T lies panel after panel, [ldk][kTilePanelRows] each.
+inline int64_t tile_dq_floats(const Problem& p, int64_t rows) {
+  return round_up(rows, kTilePanelRows) * blocks_of(p.d) * kTileRows;
+}
+
+/// A panel of a group, and what its rows have from the forward pass.
+struct TilePanel {
+  Panel panel;
+  KeyTiles tiles;  // that it has yet to visit
+  int64_t row;     // its first
+  bool finite;     // Q and dO
+  HWY_ALIGN float lse2[kTilePanelRows], D[kTilePanelRows];
+};
+
+/// Where the gradients of a panel go as they are rounded: row jj of P and dS as rows of A, at
+/// `keys` + jj tile rows of the panel's step; two rows of dS as one of B.
+template <int kParts>
+HWY_INLINE void store_gradients(int64_t jj, int64_t step, const V32 (&p)[2][2],
+                                const V32 (&ds)[2][2], const TileBackwardScratch<kParts>& s) {
+  FULGUR_UNROLL for (int64_t i = 0; i < 2; ++i) {
+    const int64_t at = ((jj + i) / kTileRows * kGroup + step) * kParts * kTileSize +
+                       (jj + i) % kTileRows * kTileDepth;
+    store_row_of_a<kParts>(p[i][0], p[i][1], kTileSize, s.P_keys + at);
+    store_row_of_a<kParts>(ds[i][0], ds[i][1], kTileSize, s.dS_keys + at);
+  }
+  const int64_t row = jj / kTileDepth * kParts * kTileDepth + jj % kTileDepth;
+  FULGUR_UNROLL for (int64_t v = 0; v < 2; ++v) {
+    store_pair_of_b<kParts>(ds[0][v], ds[1][v], kTileDepth * kTilePanelRows,
+                            s.dS_rows + row * kTilePanelRows + 2 * v * kLanes);
+  }
+}
+
+/// P = exp(S - LSE) (line 11), dS = P o (dP - D) (line 14) of a tile that every row sees all of,
+/// where S is the product times `factor`. dP is in s.dS. n is even.
+template <int kParts>
+HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, float factor,
+                               const TileBackwardScratch<kParts>& s) {
+  const F32 f;
+  const V32 c = hn::Set(f, factor);
+  V32 lse[2], D[2];
+  FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
+    lse[v] = hn::Load(f, t.lse2 + v * kLanes);
+    D[v] = hn::Load(f, t.D + v * kLanes);
+  }
+  for (int64_t jj = 0; jj < n; jj += 2) {
+    V32 p[2][2], ds[2][2];
+    FULGUR_UNROLL for (int i = 0; i < 2; ++i) {
+      FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
+        const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
+        // No P is above 1, as in probabilities().
+        const V32 x = hn::MulSub(hn::Load(f, s.P + at), c, lse[v]);
+        p[i][v] = exp2_short(at_most(hn::Zero(f), x));
+        ds[i][v] = hn::Mul(p[i][v], hn::Sub(hn::Load(f, s.dS + at), D[v]));
+      }
+    }
+    store_gradients(jj, step, p, ds, s);
+  }
+}
+
+/// The same from P and dS.
+template <int kParts>
+HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScratch<kParts>& s) {
+  const F32 f;
+  for (int64_t jj = 0; jj < n; jj += 2) {
+    V32 p[2][2], ds[2][2];
+    FULGUR_UNROLL for (int i = 0; i < 2; ++i) {
+      FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
+        const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
+        p[i][v] = hn::Load(f, s.Pz + at);
+        ds[i][v] = hn::Load(f, s.dS + at);
+      }
+    }
+    store_gradients(jj, step, p, ds, s);
+  }
+}
+
+/// The gradients of a tile in f32, masked.
+template <int kParts>
+HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const KeyTile& tile,
+                                 const TileBackwardScratch<kParts>& s) {
+  const Problem& p = task.problem;
+  const int64_t n = tile.n, width = kTilePanelRows;
+  scale_scores(n, width, query_factor(p), s.P);
+  score_rule(p, t.panel, tile, s.P, width, s.cap_slope);
+  probabilities(t.panel, tile, s.P, t.lse2);
+  if (p.dropout_p > 0) {
+    std::copy_n(s.P, n * width, s.Pz);
+    drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t.panel, tile, width, s.Pz,
+         s.dS);
+  }
+  score_gradient(t.panel, tile, s.P, t.D, s.cap_slope, s.dS);
+}
+
+/// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
+/// each other touch.
+template <int kParts>
+HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& args,
+                                        const TilePanel& t, const KeyTile& tile,
+                                        const TileBackwardScratch<kParts>& s, int64_t first_key,
+                                        float* HWY_RESTRICT dqt) {
+  const Problem& p = task.problem;
+  for (int64_t r = 0; r < t.panel.count; ++r) {
+    for (int64_t jj = 0; jj < tile.n; ++jj) {
+      const int64_t j = tile.j + jj;
+      if (j < t.panel.begin[r] || j >= t.panel.end[r]) continue;
+      const int64_t at = jj * kTilePanelRows + r, key = j - first_key;
+      load_queries(task, args.dout, p.dout, p.dv, t.row + r, 1, 1, s.rows, s.ldv);
+      add_row(s.Pz[at], s.rows, s.ldv, s.dV + key * s.ldv);
+      load_queries(task, args.q, p.q, p.d, t.row + r, 1, 1, s.rows, s.ldk);
+      add_row(s.dS[at], s.rows, s.ldk, s.dK + key * s.ldk);
+      load_keys(task, args.k, p.k, p.d, j, 1, s.key, s.ldk);
+      for (int64_t c = 0; c < p.d; ++c) dqt[c * kTilePanelRows + r] += s.dS[at] * s.key[c];
+    }
+  }
+}
+
+/// What a panel, the `step`th of its group, needs of Q, dO, LSE and D.
+template <int kParts>
+HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t step, const float* D,
+                           const TileBackwardScratch<kParts>& s, TilePanel* t) {
+  const Problem& p = task.problem;
+  const int64_t row = t->row, count = t->panel.count;
+  const auto q = query_rows(task, args.q, p.q, p.d, row, count);
+  const auto dout = query_rows(task, args.dout, p.dout, p.dv, row, count);
+  const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
+  Census census;
+  pack_columns<kParts>(q, kTilePanelRows, s.Q + step * kTilePanelRows * k_steps * kTileDepth,
+                       &census);
+  pack_columns<kParts>(dout, kTilePanelRows, s.dO + step * kTilePanelRows * v_steps * kTileDepth,
+                       &census);
+  pack_pairs<kParts>(q, step, kGroup, s.Q_rows, &census, [] {});
+  pack_pairs<kParts>(dout, step, kGroup, s.dO_rows, &census, [] {});
+  t->finite = census.finite();
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  for (int64_t r = 0; r < kTilePanelRows; ++r) {
+    const float lse =
+        r < count ? static_cast<const float*>(args.lse.data)[row_offset(task, p.lse, row + r)]
+                  : kInf;
+    // exp2(S + inf) would be inf where a row saw nothing; its P is 0. Any NaN becomes one that
+    // rounds to NaN.
+    t->lse2[r] = std::isinf(lse)   ? kInf
+                 : std::isnan(lse) ? std::numeric_limits<float>::quiet_NaN()
+                                   : lse * kLog2e;
+    t->D[r] = r < count ? D[row + r] : 0;
+  }
+}
+
+template <class Products, int kParts>
+void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
+                   const float* D, float* dq, float* scratch) {
+  const typename Products::Session session;
+  Products products;
+  const Problem& p = task.problem;
+  Arena arena(scratch);
+  const TileBackwardScratch<kParts> s(p, arena);
+  const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
+  const int64_t k_blocks = blocks_of(p.d), v_blocks = blocks_of(p.dv);
+  const int64_t keys = key_end - key_begin;
+  const bool plain = p.softcap == 0 && !p.has_alibi() && p.dropout_p == 0;
+  const auto in_group = [](const uint16_t* data, int64_t step) {
+    return Operand{data + step * kParts * kTileSize, 64, kGroup * kParts * kTileSize, kTileSize};
+  };
+
+  Census census, unused;
+  pack_rows<kParts>(key_rows(task, args.k, p.k, p.d, key_begin, keys), round_up(keys, kTileDepth),
+                    s.K, &census);
+  pack_rows<kParts>(key_rows(task, args.v, p.v, p.dv, key_begin, keys), round_up(keys, kTileDepth),
+                    s.V, &unused);
+  for (int64_t key = 0; key < keys; key += kBc) {
+    const int64_t n = std::min(kBc, keys - key);
+    pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, 0, steps_of(n),
+                            s.Kt + kParts * key * s.ldk, &unused);
+  }
+  std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);
+  std::fill_n(s.dV, round_up(keys, kTileDepth) * s.ldv, 0.0f);
+
+  for (int64_t row = 0; row < task.rows(); row += kGroup * kTilePanelRows) {
+    TilePanel panels[kGroup];
+    const int64_t count =
+        std::min(kGroup, (task.rows() - row + kTilePanelRows - 1) / kTilePanelRows);
+    bool done = true;
+    for (int64_t i = 0; i < count; ++i) {
+      TilePanel& t = panels[i];
+      t.row = row + i * kTilePanelRows;
+      make_panel(task, t.row, std::min(task.rows(), t.row + kTilePanelRows), &t.panel);
+      t.panel.vectors = kTilePanelRows / kLanes;  // the rows that are not there see nothing
+      t.tiles = t.panel.tiles({key_begin, key_end});
+      done &= t.tiles.done();
+    }
+    if (done) continue;
+    for (int64_t i = 0; i < count; ++i) load_panel(task, args, i, D, s, &panels[i]);
+    for (int64_t key = 0; key < keys; key += kBc) {
+      const int64_t n = std::min(kBc, keys - key), padded = round_up(n, kTileDepth);
+      const int64_t key_steps = kParts * steps_of(n), key_blocks = blocks_of(padded);
+      const uint16_t *K = s.K + key * k_steps * kTileDepth, *V = s.V + key * v_steps * kTileDepth;
+      const uint16_t* Kt = s.Kt + kParts * key * s.ldk;
+      int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
+      const auto add_group = [&](int64_t end) {
+        if (begin < end) {
+          const int64_t rows = (end - 1 - begin) * kTilePanelRows + panels[end - 1].panel.count;
+          products.multiply({true,
+                             key_blocks,
+                             v_blocks,
+                             kParts * (end - begin),
+                             in_group(s.P_keys, begin),
+                             in_group(s.dO_rows, begin),
+                             s.dV + key * s.ldv,
+                             s.ldv,
+                             {n, p.dv, rows}});
+          products.multiply({true,
+                             key_blocks,
+                             k_blocks,
+                             kParts * (end - begin),
+                             in_group(s.dS_keys, begin),
+                             in_group(s.Q_rows, begin),
+                             s.dK + key * s.ldk,
+                             s.ldk,
+                             {n, p.d, rows}});
+        }
+        begin = end + 1;
+      };
+      for (int64_t i = 0; i < count; ++i) {
+        TilePanel& t = panels[i];
+        KeyTile tile = t.tiles.tile();
+        if (tile.j != key_begin + key) {
+          add_group(i);
+          continue;
+        }
+        t.tiles.next();
+        tile.partial |= t.panel.count < kTilePanelRows;
+        float* const dqt = dq + (row / kTilePanelRows + i) * s.ldk * kTilePanelRows;
+        products.multiply(
+            {false,
+             key_blocks,
+             2,
+             k_steps,
+             Operand::packed(K, k_steps),
+             Operand::packed(s.Q + i * kTilePanelRows * k_steps * kTileDepth, k_steps),
+             s.P,
+             kTilePanelRows,
+             {n, t.panel.count, p.d}});
+        products.multiply(
+            {false,
+             key_blocks,
+             2,
+             v_steps,
+             Operand::packed(V, v_steps),
+             Operand::packed(s.dO + i * kTilePanelRows * v_steps * kTileDepth, v_steps),
+             s.dS,
+             kTilePanelRows,
+             {n, t.panel.count, p.dv}});
+        products.flush();
+        if (plain && !tile.partial && n == padded) {
+          full_gradients(t, n, i, query_factor(p), s);
+        } else {
+          masked_gradients(task, t, tile, s);
+          if (tile.partial && !(t.finite && census.finite())) {
+            add_visible_gradients(task, args, t, tile, s, key_begin, dqt);
+            add_group(i);
+            continue;
+          }
+          std::fill(s.Pz + n * kTilePanelRows, s.Pz + padded * kTilePanelRows, 0.0f);
+          std::fill(s.dS + n * kTilePanelRows, s.dS + padded * kTilePanelRows, 0.0f);
+          round_gradients(padded, i, s);
+        }
+        products.multiply(
+            {true,
+             k_blocks,
+             2,
+             key_steps,
+             Operand::packed(Kt, key_steps),
+             {s.dS_rows, kTilePanelRows * 4, kTileDepth, kTileRows * kTilePanelRows * 2},
+             dqt,
+             kTilePanelRows,
+             {p.d, t.panel.count, n}});
+      }
+      add_group(count);
+      products.flush();
+    }
+  }
+
+  store_key_gradients(task, args, key_begin, keys, s);
+}
+
+inline void tile_backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin,
+                             int64_t row_end, float* const* dq, int64_t parts) {
+  const F32 f;
+  const Problem& p = task.problem;
+  const int64_t ld = blocks_of(p.d) * kTileRows, size = ld * kTilePanelRows;
+  const V32 scale = hn::Set(f, static_cast<float>(p.scale));
+  HWY_ALIGN float sum[512 * kTilePanelRows];
+  for (int64_t row = row_begin; row < row_end; row += kTilePanelRows) {
+    const int64_t at = row / kTilePanelRows * size;
+    for (int64_t c = 0; c < size; c += kLanes) {
+      V32 total = hn::Zero(f);
+      for (int64_t i = 0; i < parts; ++i) total = hn::Add(total, hn::Load(f, dq[i] + at + c));
+      hn::Store(total, f, sum + c);
+    }
+    RowWalk walk(task, row);
+    for (int64_t lane = 0; lane < std::min(kTilePanelRows, row_end - row); lane += kLanes) {
+      const int64_t count = std::min(kLanes, row_end - row - lane);
+      uint16_t* to[kLanes];
+      for (int64_t i = 0; i < count; ++i, walk.next()) {
+        to[i] = static_cast<uint16_t*>(args.dq.data) + walk.offset(p.dq);
+      }
+      store_sums(args.dq.dtype, sum + lane, p.d, kTilePanelRows, scale, count, to);
+    }
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif

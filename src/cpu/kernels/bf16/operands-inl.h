@@ -1,0 +1,124 @@
+// Numbers as operands of products of bf16. One of bf16 is an operand itself; one of f16, or of f32
+// that meets f16, is the sum of three products, each of a part of A's element and a part of B's:
+//
+//   A:  a = 63/64 x, rounded     e = x - a        f = x - 64 e
+//   B:  b = 257/256 y, cut off   c = b + 64 g     g = y - b
+//
+//   a b + e c + f g = (a + e) b + (64 e + f) g = x b + x g = x y
+//
+// Parts have the 8 bits of bf16. Those of f16, which has 11, are exact, and so is the product.
+#if defined(FULGUR_CPU_PARTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_PARTS_INL_H_
+#undef FULGUR_CPU_PARTS_INL_H_
+#else
+#define FULGUR_CPU_PARTS_INL_H_
+#endif
+
+#include "cpu/kernels/simd/vector-inl.h"
+
+// Every CPU with AMX or AVX512-BF16 has this target.
+#if HWY_TARGET == HWY_AVX3
+
+#include <immintrin.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// Parts of an element.
+constexpr int kPartsOfBF16 = 1, kPartsOfF16 = 3;
+
+/// The operand that an element belongs to.
+enum class Side { kA, kB };
+
+/// Floats as bf16 in the upper halves, rounded to nearest, ties away from 0. A NaN whose lower half
+/// is 0 stays one.
+HWY_INLINE __m512i round_up_half(__m512 x) {
+  return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+}
+
+/// The parts of floats in the upper halves of 32 bits, in the order in which A's meet B's. What is
+/// not finite is its first part, and the others are 0: it makes of a product what it makes in f32.
+template <Side kSide, int kParts>
+HWY_INLINE void split(V32 number, __m512i (&parts)[kParts]) {
+  const __m512 x = number.raw;
+  if constexpr (kParts == kPartsOfBF16) {
+    parts[0] = round_up_half(x);
+  } else {
+    constexpr bool kOfA = kSide == Side::kA;
+    constexpr int kNan = 0x81, kInfinite = 0x18;
+    const __mmask16 finite = _knot_mask16(_mm512_fpclass_ps_mask(x, kNan | kInfinite));
+    const __m512 near = _mm512_mul_ps(x, _mm512_set1_ps(kOfA ? 63.0f / 64 : 257.0f / 256));
+    const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+    parts[0] = _mm512_mask_and_epi32(_mm512_castps_si512(x), finite, upper,
+                                     kOfA ? round_up_half(near) : _mm512_castps_si512(near));
+    const __m512 first = _mm512_castsi512_ps(parts[0]), factor = _mm512_set1_ps(64);
+    const __m512 rest = _mm512_maskz_sub_ps(finite, x, first);
+    parts[kOfA ? 1 : 2] = round_up_half(rest);
+    parts[kOfA ? 2 : 1] = round_up_half(kOfA ? _mm512_maskz_fnmadd_ps(finite, rest, factor, x)
+                                             : _mm512_maskz_fmadd_ps(finite, rest, factor, first));
+  }
+}
+
+/// The upper halves of a and b in turns: a row of B from two rows of C.
+HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
+  const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  return _mm512_mask_shuffle_epi8(b, 0x3333333333333333, a, upper);
+}
+
+/// The upper halves of a, then of b: a row of A from a row of C.
+HWY_INLINE __m512i join_halves(__m512i a, __m512i b) {
+  alignas(64) static constexpr uint16_t kJoined[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
+                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
+                                                       45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kJoined), b);
+}
+
+/// 32 elements in parts.
+template <Side kSide, int kParts>
+HWY_INLINE void split_row(__m512i elements, __m512i (&parts)[kParts]) {
+  if constexpr (kParts == kPartsOfBF16) {
+    parts[0] = elements;
+  } else {
+    __m512i low[kParts], high[kParts];
+    split<kSide>(V32{_mm512_cvtph_ps(_mm512_castsi512_si256(elements))}, low);
+    split<kSide>(V32{_mm512_cvtph_ps(_mm512_extracti64x4_epi64(elements, 1))}, high);
+    FULGUR_UNROLL for (int p = 0; p < kParts; ++p) parts[p] = join_halves(low[p], high[p]);
+  }
+}
+
+/// 16 elements each of two rows in parts, the rows in turns.
+template <Side kSide, int kParts>
+HWY_INLINE void split_pair(__m256i even, __m256i odd, __m512i (&parts)[kParts]) {
+  if constexpr (kParts == kPartsOfBF16) {
+    parts[0] = _mm512_or_si512(_mm512_cvtepu16_epi32(even),
+                               _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
+  } else {
+    __m512i low[kParts], high[kParts];
+    split<kSide>(V32{_mm512_cvtph_ps(even)}, low);
+    split<kSide>(V32{_mm512_cvtph_ps(odd)}, high);
+    FULGUR_UNROLL for (int p = 0; p < kParts; ++p) parts[p] = pair_halves(low[p], high[p]);
+  }
+}
+
+/// 32 elements each of two rows in parts, the rows in turns: columns 0 to 3 of every 8 in `low`, 4
+/// to 7 in `high`.
+template <Side kSide, int kParts>
+HWY_INLINE void split_pairs(__m512i even, __m512i odd, __m512i (&low)[kParts],
+                            __m512i (&high)[kParts]) {
+  if constexpr (kParts == kPartsOfBF16) {
+    low[0] = _mm512_unpacklo_epi16(even, odd);
+    high[0] = _mm512_unpackhi_epi16(even, odd);
+  } else {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i x = _mm512_permutexvar_epi64(order, even);
+    const __m512i y = _mm512_permutexvar_epi64(order, odd);
+    split_pair<kSide>(_mm512_castsi512_si256(x), _mm512_castsi512_si256(y), low);
+    split_pair<kSide>(_mm512_extracti64x4_epi64(x, 1), _mm512_extracti64x4_epi64(y, 1), high);
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
+#endif

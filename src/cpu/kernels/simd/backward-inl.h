@@ -1,0 +1,243 @@
+// FlashAttention-2 backward (Alg. 2) on the CPU: K/V tiles outside, row panels inside. S^T and dP^T
+// have a query row in each lane; dV, dK and dQ have the head dim in the lanes, where their other
+// operand is contiguous. All five are the one product of gemm-inl.h.
+#if defined(FULGUR_CPU_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_BACKWARD_INL_H_
+#undef FULGUR_CPU_BACKWARD_INL_H_
+#else
+#define FULGUR_CPU_BACKWARD_INL_H_
+#endif
+
+#include "cpu/kernels/simd/panel-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+struct BackwardScratch {
+  int64_t ldk, ldv;                // round_up(d), round_up(dv)
+  float *K, *V, *dK, *dV;          // [kTiles * kBc][ldk or ldv]
+  float *Q, *dO;                   // [kPanelRows][ldk or ldv]
+  float *Qt, *dOt;                 // [d or dv][width]
+  float *P, *Pz, *dS, *cap_slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
+
+  BackwardScratch(const Problem& p, Arena& arena)
+      : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)) {
+    for (float** tile : {&K, &dK}) *tile = arena.take(kTiles * kBc * ldk);
+    for (float** tile : {&V, &dV}) *tile = arena.take(kTiles * kBc * ldv);
+    Q = arena.take(kPanelRows * ldk);
+    dO = arena.take(kPanelRows * ldv);
+    Qt = arena.take(kPanelRows * p.d);
+    dOt = arena.take(kPanelRows * p.dv);
+    P = arena.take(kBc * kPanelRows);
+    dS = arena.take(kBc * kPanelRows);
+    Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
+    cap_slope = p.softcap > 0 ? arena.take(kBc * kPanelRows) : nullptr;
+  }
+};
+
+inline int64_t backward_scratch(const Problem& p) {
+  Arena arena(nullptr);
+  BackwardScratch(p, arena);
+  return arena.used();
+}
+
+inline int64_t dq_stride(const Problem& p) { return round_up(p.d, kLanes); }
+
+inline int64_t dq_floats(const Problem& p, int64_t rows) {
+  return round_up(rows * dq_stride(p), 16);
+}
+
+/// An element of lse or dlse.
+inline float lse_at(const Task& task, const ConstTensor& t, const Layout& layout, int64_t r) {
+  return static_cast<const float*>(t.data)[row_offset(task, layout, r)];
+}
+
+/// D = rowsum(dO o O) - dLSE of rows [row_begin, row_end) (Alg. 2, line 4).
+inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_begin,
+                       int64_t row_end, float* D) {
+  const F32 f;
+  const Problem& p = task.problem;
+  const int64_t ld = round_up(p.dv, kLanes);
+  HWY_ALIGN float o[512 + kLanes], d_o[512 + kLanes];
+  for (int64_t r = row_begin; r < row_end; ++r) {
+    load_queries(task, args.out, p.out, p.dv, r, 1, 1, o, ld);
+    load_queries(task, args.dout, p.dout, p.dv, r, 1, 1, d_o, ld);
+    V32 sum = hn::Zero(f);
+    for (int64_t c = 0; c < ld; c += kLanes) {
+      sum = hn::MulAdd(hn::Load(f, o + c), hn::Load(f, d_o + c), sum);
+    }
+    D[r] = hn::GetLane(hn::SumOfLanes(f, sum));
+    // A row that saw no key has no gradient of its LSE.
+    if (p.has_dlse && lse_at(task, args.lse, p.lse, r) != -std::numeric_limits<float>::infinity()) {
+      D[r] -= lse_at(task, args.dlse, p.dlse, r);
+    }
+  }
+}
+
+/// P = exp(S - LSE) in place (line 11) and dS = P o (dP - D) over dP (line 14), times the slope of
+/// the softcap. Masked entries are set to 0, whatever the row or key holds.
+HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
+                              const float* HWY_RESTRICT lse2) {
+  const F32 f;
+  const auto [j, n, partial] = tile;
+  const Flushing on(true);
+  const Visible visible(panel, tile);
+  for (int64_t v = 0; v < panel.vectors; ++v) {
+    const V32 shift = hn::Load(f, lse2 + v * kLanes);
+    for (int64_t jj = 0; jj < n; ++jj) {
+      float* at = P + jj * panel.width() + v * kLanes;
+      // No P is above 1. Large scores and their LSE are rounded apart, by more than exp2 bears
+      // where they are huge.
+      V32 p = exp2(at_most(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
+      if (partial) p = hn::IfThenElseZero(visible.mask(v, jj), p);
+      hn::Store(p, f, at);
+    }
+  }
+}
+
+HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
+                               const float* HWY_RESTRICT D, const float* HWY_RESTRICT cap_slope,
+                               float* HWY_RESTRICT dS) {
+  const F32 f;
+  const auto [j, n, partial] = tile;
+  const Visible visible(panel, tile);
+  for (int64_t v = 0; v < panel.vectors; ++v) {
+    const V32 d = hn::Load(f, D + v * kLanes);
+    for (int64_t jj = 0; jj < n; ++jj) {
+      const int64_t at = jj * panel.width() + v * kLanes;
+      V32 ds = hn::Mul(hn::Load(f, P + at), hn::Sub(hn::Load(f, dS + at), d));
+      if (cap_slope != nullptr) ds = hn::Mul(ds, hn::Load(f, cap_slope + at));
+      if (partial) ds = hn::IfThenElseZero(visible.mask(v, jj), ds);
+      hn::Store(ds, f, dS + at);
+    }
+  }
+}
+
+/// to += factor * from.
+HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
+                        float* HWY_RESTRICT to) {
+  const F32 f;
+  const V32 a = hn::Set(f, factor);
+  for (int64_t c = 0; c < n; c += kLanes) {
+    hn::Store(hn::MulAdd(a, hn::Load(f, from + c), hn::Load(f, to + c)), f, to + c);
+  }
+}
+
+/// dK and dV of `keys` keys. Q K^T was scaled, so dK is as well, and dQ where its parts are summed.
+template <class Scratch>
+void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key_begin,
+                         int64_t keys, const Scratch& s) {
+  const Problem& p = task.problem;
+  const auto scale = static_cast<float>(p.scale);
+  for (int64_t i = 0; i < keys * s.ldk; ++i) s.dK[i] *= scale;
+  for (int64_t key = 0; key < keys; ++key) {
+    const int64_t row = task.s.k_begin + key_begin + key;
+    store_row(args.dk.dtype, s.dK + key * s.ldk, p.d,
+              address(args.dk, p.dk.offset(task.b, row, task.kv)));
+    store_row(args.dv.dtype, s.dV + key * s.ldv, p.dv,
+              address(args.dv, p.dv_grad.offset(task.b, row, task.kv)));
+  }
+}
+
+/// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
+/// only pairs that see each other touch.
+HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
+                                                      const BackwardScratch& s, int64_t first_key,
+                                                      float* HWY_RESTRICT dq) {
+  const auto [j, n, partial] = tile;
+  const int64_t width = panel.width();
+  for (int64_t r = 0; r < panel.count; ++r) {
+    for (int64_t jj = 0; jj < n; ++jj) {
+      if (j + jj < panel.begin[r] || j + jj >= panel.end[r]) continue;
+      const int64_t key = j - first_key + jj;
+      add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
+      add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
+      add_row(s.dS[jj * width + r], s.K + key * s.ldk, s.ldk, dq + r * s.ldk);
+    }
+  }
+}
+
+inline void backward(const Task& task, const BackwardArgs& args, int64_t key_begin, int64_t key_end,
+                     const float* D, float* dq, float* scratch) {
+  const Problem& p = task.problem;
+  Arena arena(scratch);
+  const BackwardScratch s(p, arena);
+  const kernels::DropoutMask& dropout = task.given.dropout;
+  HWY_ALIGN float lse2[kPanelRows], d_row[kPanelRows];
+
+  const int64_t keys = key_end - key_begin;
+  const bool finite_k = load_keys(task, args.k, p.k, p.d, key_begin, keys, s.K, s.ldk);
+  load_keys(task, args.v, p.v, p.dv, key_begin, keys, s.V, s.ldv);
+  std::fill_n(s.dK, keys * s.ldk, 0.0f);
+  std::fill_n(s.dV, keys * s.ldv, 0.0f);
+
+  for (int64_t row = 0; row < task.rows(); row += kPanelRows) {
+    Panel panel;
+    make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
+    KeyTiles tiles = panel.tiles({key_begin, key_end});
+    if (tiles.done()) continue;
+    const int64_t width = panel.width();
+    bool finite = finite_k;
+    finite &= load_queries(task, args.q, p.q, p.d, row, panel.count, width, s.Q, s.ldk);
+    finite &= load_queries(task, args.dout, p.dout, p.dv, row, panel.count, width, s.dO, s.ldv);
+    transpose(s.Q, s.ldk, width, p.d, query_factor(p), s.Qt, width);
+    transpose(s.dO, s.ldv, width, p.dv, 1, s.dOt, width);
+    for (int64_t r = 0; r < width; ++r) {
+      const float lse = r < panel.count ? lse_at(task, args.lse, p.lse, row + r) : 0;
+      // exp2(S + inf) would be inf where a row saw nothing; its P is 0.
+      lse2[r] = std::isinf(lse) ? std::numeric_limits<float>::infinity() : lse * kLog2e;
+      d_row[r] = r < panel.count ? D[row + r] : 0;
+    }
+    float* dq_panel = dq + row * s.ldk;
+
+    for (; !tiles.done(); tiles.next()) {
+      const KeyTile tile = tiles.tile();
+      const int64_t n = tile.n, key = tile.j - key_begin;
+      const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
+      float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
+      gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
+      score_rule(p, panel, tile, s.P, width, s.cap_slope);
+      probabilities(panel, tile, s.P, lse2);
+      gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
+                        nullptr);
+      if (p.dropout_p > 0) {
+        std::copy_n(s.P, n * width, s.Pz);
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
+      }
+      score_gradient(panel, tile, s.P, d_row, s.cap_slope, s.dS);
+      if (tile.partial && !finite) {
+        accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
+        continue;
+      }
+      gemm<Init::kAdd>(n, s.ldv / kLanes, panel.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV, s.ldv,
+                       nullptr);
+      gemm<Init::kAdd>(n, s.ldk / kLanes, panel.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK, s.ldk,
+                       nullptr);
+      gemm<Init::kAdd>(panel.count, s.ldk / kLanes, n, {s.dS, 1, width}, {K, s.ldk}, dq_panel,
+                       s.ldk, nullptr);
+    }
+  }
+
+  store_key_gradients(task, args, key_begin, keys, s);
+}
+
+inline void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_begin,
+                        int64_t row_end, float* const* dq, int64_t parts) {
+  const F32 f;
+  const Problem& p = task.problem;
+  const int64_t ld = dq_stride(p);
+  HWY_ALIGN float sum[512 + kLanes];
+  for (int64_t r = row_begin; r < row_end; ++r) {
+    for (int64_t c = 0; c < ld; c += kLanes) {
+      V32 total = hn::Zero(f);
+      for (int64_t i = 0; i < parts; ++i) total = hn::Add(total, hn::Load(f, dq[i] + r * ld + c));
+      hn::Store(hn::Mul(total, hn::Set(f, static_cast<float>(p.scale))), f, sum + c);
+    }
+    store_row(args.dq.dtype, sum, p.d, address(args.dq, row_offset(task, p.dq, r)));
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,428 @@
+// FlashAttention-3's split-KV for few query rows: a task takes a part of the keys and leaves an
+// unnormalized state; merging the states gives O and LSE. K and V are read once from memory and
+// widened in registers: lanes run along the head dim, where the memory is contiguous. Where the
+// heads of a key lie side by side, a task takes all of them, so that memory is read in its order.
+#if defined(FULGUR_CPU_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_DECODE_INL_H_
+#undef FULGUR_CPU_DECODE_INL_H_
+#else
+#define FULGUR_CPU_DECODE_INL_H_
+#endif
+
+#include "cpu/kernels/simd/forward-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// More rows a kv head than this fill the panels' vectors well.
+constexpr int64_t kDecodeRows = std::min<int64_t>(16, kPanelRows);
+
+/// Sums the 128-bit blocks of a vector.
+template <class D>
+HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> fold_blocks(D, hn::Vec<D> v) {
+  if constexpr (hn::MaxLanes(D()) == 4) {
+    return v;
+  } else {
+    const hn::Half<D> half;
+    return fold_blocks(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  }
+}
+
+/// The four sums over all lanes of four vectors.
+HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> sum_lanes(V32 a, V32 b, V32 c, V32 d) {
+  const F32 f;
+  const V32 ac = hn::Add(hn::InterleaveLower(f, a, c), hn::InterleaveUpper(f, a, c));
+  const V32 bd = hn::Add(hn::InterleaveLower(f, b, d), hn::InterleaveUpper(f, b, d));
+  return fold_blocks(f, hn::Add(hn::InterleaveLower(f, ac, bd), hn::InterleaveUpper(f, ac, bd)));
+}
+
+/// Where what is asked for goes: the L2 cache has room for more reads in flight than the L1 cache.
+constexpr int kToL2 = 2;
+
+/// Keys read side by side, each from its own run of the tile's keys and that in the order of
+/// memory: the hardware's prefetching follows such streams, and one alone keeps too few reads in
+/// flight.
+constexpr int kStreams = kRegisters == 32 ? 4 : 2;
+
+/// Calls body(streams, j, step) for all n keys of a tile: kEach keys from each of j, j + step, ...
+/// on, of which there are decltype(streams)::value; at the end maybe fewer than kEach.
+template <int kEach, class Body>
+HWY_INLINE void for_streams(int64_t n, const Body& body) {
+  const int64_t run = n / (kStreams * kEach) * kEach;
+  for (int64_t j = 0; j < run; j += kEach) body(std::integral_constant<int, kStreams>(), j, run);
+  for (int64_t j = run * kStreams; j < n; j += kEach) body(std::integral_constant<int, 1>(), j, 0);
+}
+
+/// A tile of n keys of K or V: its rows of all heads of the task. The next tile ends at key `end`
+/// at most.
+struct DecodeTile {
+  const char *at[kBc],
+      *soon[kBc];  // of the first head: a key, and one that its stream comes to later
+  int64_t head;    // bytes from a row to that of the next head
+  int64_t bytes;   // of a row
+
+  DecodeTile(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim, int64_t j,
+             int64_t n, int64_t end)
+      : head(layout.head * size_of(t.dtype)), bytes(dim * size_of(t.dtype)) {
+    key_addresses(task, t, layout, j, n, at);
+    std::copy_n(at, n, soon);
+    const int64_t run = n / kStreams, next = std::min(kBc, end - j - n) / kStreams;
+    const int64_t ahead = std::min(run, keys_ahead(task, layout));
+    for (int64_t s = 0; s < kStreams; ++s) {
+      const char** const to = std::copy_n(at + s * run + ahead, run - ahead, soon + s * run);
+      key_addresses(task, t, layout, j + n + s * next, std::min(ahead, next), to);
+    }
+  }
+
+  /// The row; asks for a later one.
+  HWY_INLINE const char* row(int64_t j, int64_t i) const {
+    const char* const later = soon[j] + i * head;
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte, 0, kToL2);
+    return at[j] + i * head;
+  }
+
+ private:
+  static constexpr int64_t kAhead = 4096;  // bytes
+
+  static int64_t keys_ahead(const Task& task, const Layout& layout) {
+    const int64_t stride = std::abs(key_stride(task.problem, layout)) * size_of(task.problem.dtype);
+    return (kAhead + stride - 1) / std::max<int64_t>(1, stride);
+  }
+};
+
+/// Rows of a task, one a lane: what they keep from tile to tile, and their scores of the current
+/// one.
+struct DecodeRows {
+  int64_t count, width;       // rows; lanes, a whole number of vectors
+  std::vector<Panel> panels;  // of kPanelRows lanes each
+  float* O;                   // [width][round_up(dv)]
+  float *m, *l, *alpha;       // [width]
+  float* S;                   // [kBc][width]
+
+  DecodeRows(const Problem& p, int64_t rows, Arena& arena)
+      : count(rows), width(round_up(rows, kLanes)) {
+    O = arena.take(width * round_up(p.dv, kLanes));
+    m = arena.take(width);
+    l = arena.take(width);
+    alpha = arena.take(width);
+    S = arena.take(kBc * width + kLanes);  // a vector may begin at any row
+  }
+
+  /// Those of a kv head come first, and behind them those of the next.
+  void start(const Task& task) {
+    panels.resize((count + kPanelRows - 1) / kPanelRows);
+    for (int64_t row = 0; row < count; row += kPanelRows) {
+      make_panel(task, row, std::min(count, row + kPanelRows), &panels[row / kPanelRows]);
+    }
+    std::fill_n(O, width * round_up(task.problem.dv, kLanes), 0.0f);
+    std::fill_n(m, width, -std::numeric_limits<float>::infinity());
+    std::fill_n(l, width, 0.0f);
+    std::fill_n(S, kBc * width + kLanes, 0.0f);
+  }
+
+  /// S -> P of a tile.
+  HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) const {
+    const Problem& p = task.problem;
+    for (size_t i = 0; i < panels.size(); ++i) {
+      const int64_t at = static_cast<int64_t>(i) * kPanelRows;
+      score_rule(p, panels[i], tile, S + at, width, nullptr);
+      online_softmax(panels[i], tile.n, S + at, width, m + at, l + at, alpha + at);
+      if (p.dropout_p == 0) continue;
+      const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
+      drop(task.given.dropout, keep_scale, panels[i], tile, width, S + at, nullptr);
+    }
+  }
+
+  /// Writes the states; returns where those of other rows begin.
+  float* finish(int64_t dv, float* states) const {
+    for (int64_t r = 0; r < count; ++r, states += dv + 2) {
+      std::copy_n(O + r * round_up(dv, kLanes), dv, states);
+      states[dv] = m[r];
+      states[dv + 1] = l[r];
+    }
+    return states;
+  }
+};
+
+/// O = diag(alpha) O.
+HWY_INLINE void scale_rows(const float* HWY_RESTRICT alpha, float* HWY_RESTRICT O, int64_t ldo,
+                           int64_t rows) {
+  const F32 f;
+  for (int64_t r = 0; r < rows; ++r, O += ldo) {
+    if (alpha[r] == 1) continue;
+    const V32 scale = hn::Set(f, alpha[r]);
+    for (int64_t c = 0; c < ldo; c += kLanes)
+      hn::Store(hn::Mul(scale, hn::Load(f, O + c)), f, O + c);
+  }
+}
+
+/// Products of elements widened to f32.
+template <DType kDType>
+struct Widened {
+  using Element = float;  // of Q
+  using Vector = V32;
+  static constexpr int64_t kElements = kLanes;                     // of a vector
+  static constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;  // bytes of an element of K
+
+  static HWY_INLINE Vector key(const char* at) { return load_wide<kDType>(at); }
+  static HWY_INLINE Vector key(const char* at, int64_t n) { return load_tail<kDType>(at, n); }
+  static HWY_INLINE Vector query(const Element* at) { return hn::Load(F32(), at); }
+  static HWY_INLINE V32 add(V32 sum, Vector a, Vector b) { return hn::MulAdd(a, b, sum); }
+
+  /// Q [count][ldq] of a task's rows; returns the factor that scores still want.
+  static float load(const Task& task, const ForwardArgs& args, int64_t count, Element* Q,
+                    int64_t ldq) {
+    const Problem& p = task.problem;
+    load_queries(task, args.q, p.q, p.d, 0, count, count, Q, ldq);
+    for (int64_t i = 0; i < count * ldq; ++i) Q[i] *= query_factor(p);
+    return 1;
+  }
+};
+
+/// S[k][row] = factor K_k . Q[row] for kCount keys, apart by `lds` in S, and kRows rows.
+template <class Products, int kCount, int kRows>
+HWY_INLINE void dot_block(const char* const* K, int64_t d,
+                          const typename Products::Element* HWY_RESTRICT Q, int64_t ldq,
+                          float factor, float* HWY_RESTRICT S, int64_t lds) {
+  using Vector = typename Products::Vector;
+  constexpr int64_t kElements = Products::kElements;
+  constexpr int kDots = kCount * kRows;
+  const F32 f;
+  const hn::FixedTag<float, 4> four;
+  V32 acc[kDots];
+  FULGUR_UNROLL for (int at = 0; at < kDots; ++at) acc[at] = hn::Zero(f);
+  const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
+    Vector key[kCount];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k] + c * Products::kSize);
+    FULGUR_UNROLL for (int i = 0; i < kRows; ++i) {
+      const Vector query = Products::query(Q + i * ldq + c);
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+        acc[k * kRows + i] = Products::add(acc[k * kRows + i], key[k], query);
+      }
+    }
+  };
+  int64_t c = 0;
+  for (; c + kElements <= d; c += kElements) {
+    step(c, [](const char* at) HWY_ATTR { return Products::key(at); });
+  }
+  if (c < d) step(c, [&](const char* at) HWY_ATTR { return Products::key(at, d - c); });
+  FULGUR_UNROLL for (int at = 0; at < kDots; at += 4) {
+    const auto sum = [&](int i) HWY_ATTR { return at + i < kDots ? acc[at + i] : hn::Zero(f); };
+    const auto sums = hn::Mul(sum_lanes(sum(0), sum(1), sum(2), sum(3)), hn::Set(four, factor));
+    if constexpr (kRows >= 4) {
+      hn::StoreU(sums, four, S + at / kRows * lds + at % kRows);
+    } else {
+      HWY_ALIGN float some[4];
+      hn::Store(sums, four, some);
+      for (int i = 0; i < 4 && at + i < kDots; i += kRows) {
+        std::copy_n(some + i, kRows, S + (at + i) / kRows * lds);
+      }
+    }
+  }
+}
+
+/// Calls body(count, r) for blocks of rows from r on: of kMost, a power of 2, then of fewer.
+template <int kMost, class Body>
+HWY_INLINE void for_rows(int64_t rows, const Body& body, int64_t r = 0) {
+  for (; r + kMost <= rows; r += kMost) body(std::integral_constant<int, kMost>(), r);
+  if constexpr (kMost > 1) {
+    if (r < rows) for_rows<kMost / 2>(rows, body, r);
+  }
+}
+
+/// S[k][row] = factor K_k . Q[row] for kCount keys.
+template <class Products, int kCount>
+HWY_INLINE void dot_rows(const char* const (&K)[kCount], int64_t d,
+                         const typename Products::Element* HWY_RESTRICT Q, int64_t ldq,
+                         float factor, int64_t rows, float* HWY_RESTRICT S, int64_t lds) {
+  // Where there are registers for it, eight rows share a load of K, two keys at a time.
+  constexpr int kMost = kCount == 4 ? 8 : 4;
+  for_rows<kMost>(rows, [&](auto count, int64_t r) HWY_ATTR {
+    constexpr int kRows = decltype(count)::value;
+    constexpr int kKeys = kRows == 8 ? 2 : kCount;
+    for (int k = 0; k < kCount; k += kKeys) {
+      dot_block<Products, kKeys, kRows>(K + k, d, Q + r * ldq, ldq, factor, S + k * lds + r, lds);
+    }
+  });
+}
+
+/// O[row][c] += sum_k P[k][row] V_k[c] for kVectors vectors of kCount keys.
+template <int kVectors, int kCount>
+HWY_INLINE void add_vectors(const V32 (&V)[kCount][kVectors], const float* HWY_RESTRICT P,
+                            int64_t ldp, float* HWY_RESTRICT O, int64_t ldo, int64_t rows) {
+  const F32 f;
+  for (int64_t r = 0; r < rows; ++r, O += ldo) {
+    V32 acc[kVectors];
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) acc[v] = hn::Load(f, O + v * kLanes);
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      const V32 p = hn::Set(f, P[k * ldp + r]);
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) acc[v] = hn::MulAdd(p, V[k][v], acc[v]);
+    }
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) hn::Store(acc[v], f, O + v * kLanes);
+  }
+}
+
+/// O[row] += sum_k P[k][row] V_k for kCount keys.
+template <DType kDType, int kCount>
+HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float* HWY_RESTRICT P,
+                         int64_t ldp, float* HWY_RESTRICT O, int64_t ldo, int64_t rows) {
+  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
+  constexpr int kWide = 4;
+  int64_t c = 0;
+  for (; c + kWide * kLanes <= dv; c += kWide * kLanes) {
+    V32 value[kCount][kWide];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      FULGUR_UNROLL for (int v = 0; v < kWide; ++v) {
+        value[k][v] = load_wide<kDType>(V[k] + (c + v * kLanes) * kSize);
+      }
+    }
+    add_vectors<kWide, kCount>(value, P, ldp, O + c, ldo, rows);
+  }
+  for (; c < dv; c += kLanes) {
+    V32 value[kCount][1];
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+      const char* const at = V[k] + c * kSize;
+      value[k][0] = c + kLanes <= dv ? load_wide<kDType>(at) : load_tail<kDType>(at, dv - c);
+    }
+    add_vectors<1, kCount>(value, P, ldp, O + c, ldo, rows);
+  }
+}
+
+/// O += P^T V with n keys; `rows` rows a head.
+template <DType kDType>
+HWY_INLINE void add_values(Widened<kDType>, const DecodeTile& V, int64_t n, int64_t dv,
+                           int64_t rows, const DecodeRows& all) {
+  const int64_t ldo = round_up(dv, kLanes);
+  for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
+    constexpr int kCount = decltype(streams)::value;
+    for (int64_t i = 0, r = 0; r < all.count; ++i, r += rows) {
+      const char* row[kCount];
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = V.row(j + k * step, i);
+      add_rows<kDType, kCount>(row, dv, all.S + j * all.width + r, step * all.width,
+                               all.O + r * ldo, ldo, rows);
+    }
+  });
+}
+
+/// S = factor K Q^T of n keys; `rows` rows a head.
+template <class Products>
+HWY_INLINE void dot_keys(const DecodeTile& K, int64_t n, int64_t d,
+                         const typename Products::Element* HWY_RESTRICT Q, float factor,
+                         int64_t rows, const DecodeRows& all) {
+  const int64_t ldq = round_up(d, Products::kElements);
+  for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
+    constexpr int kCount = decltype(streams)::value;
+    for (int64_t i = 0, r = 0; r < all.count; ++i, r += rows) {
+      const char* row[kCount];
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = K.row(j + k * step, i);
+      dot_rows<Products, kCount>(row, d, Q + r * ldq, ldq, factor, rows, all.S + j * all.width + r,
+                                 step * all.width);
+    }
+  });
+}
+
+/// O += P^T V of heads [begin, end) where some row does not see some key: a masked key must not
+/// touch the row, as 0 * NaN would.
+HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs& args,
+                                            const KeyTile& tile, const DecodeRows& all,
+                                            int64_t begin, int64_t end) {
+  const F32 f;
+  const Problem& p = first.problem;
+  const int64_t ldo = round_up(p.dv, kLanes), rows = first.rows();
+  HWY_ALIGN float value[512 + kLanes];
+  for (int64_t jj = 0; jj < tile.n; ++jj) {
+    for (int64_t r = begin * rows; r < end * rows; ++r) {
+      if (r % rows == 0) {
+        load_keys(first.behind(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
+      }
+      if (!all.panels[r / kPanelRows].sees(r % kPanelRows, tile.j + jj)) continue;
+      const V32 weight = hn::Set(f, all.S[jj * all.width + r]);
+      for (int64_t c = 0; c < ldo; c += kLanes) {
+        float* o = all.O + r * ldo + c;
+        hn::Store(hn::MulAdd(weight, hn::Load(f, value + c), hn::Load(f, o)), f, o);
+      }
+    }
+  }
+}
+
+template <class Products>
+HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t heads,
+                          int64_t key_begin, int64_t key_end, float* states, float* scratch) {
+  using Element = typename Products::Element;
+  const Problem& p = first.problem;
+  const int64_t rows = first.rows(), ldq = round_up(p.d, Products::kElements);
+  Arena arena(scratch);
+  DecodeRows all(p, heads * rows, arena);
+  all.start(first);
+  auto* const Q = reinterpret_cast<Element*>(arena.take(all.count * round_up(p.d, kLanes)));
+  const float factor = Products::load(first, args, all.count, Q, ldq);
+
+  KeyTiles tiles = all.panels[0].tiles({key_begin, key_end});  // the same for every head
+  for (; !tiles.done(); tiles.next()) {
+    const KeyTile tile = tiles.tile();
+    const auto [j, n, partial] = tile;
+    dot_keys<Products>(DecodeTile(first, args.k, p.k, p.d, j, n, key_end), n, p.d, Q, factor, rows,
+                       all);
+    all.probabilities(first, tile);
+    scale_rows(all.alpha, all.O, round_up(p.dv, kLanes), all.count);
+    if (partial) {
+      add_visible_values(first, args, tile, all, 0, heads);
+    } else {
+      add_values(Products(), DecodeTile(first, args.v, p.v, p.dv, j, n, key_end), n, p.dv, rows,
+                 all);
+    }
+  }
+  all.finish(p.dv, states);
+}
+
+inline int64_t decode_scratch(const Problem& p, int64_t heads, int64_t rows) {
+  Arena arena(nullptr);
+  DecodeRows(p, heads * rows, arena);
+  arena.take(heads * rows * round_up(p.d, kLanes));  // Q
+  return arena.used();
+}
+
+inline void decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,
+                   int64_t key_end, float* states, float* scratch) {
+  const auto by = [&](auto products) HWY_ATTR {
+    decode_by<decltype(products)>(first, args, heads, key_begin, key_end, states, scratch);
+  };
+  switch (first.problem.dtype) {
+    case DType::kF16:
+      return by(Widened<DType::kF16>());
+    case DType::kBF16:
+      return by(Widened<DType::kBF16>());
+    default:
+      return by(Widened<DType::kF32>());
+  }
+}
+
+/// m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i / l; then the sink joins.
+inline void decode_merge(const Task& task, const ForwardArgs& args, const float* states,
+                         int64_t splits, int64_t split_stride) {
+  const Problem& p = task.problem;
+  HWY_ALIGN float o[512 + kLanes];
+  for (int64_t r = 0; r < task.rows(); ++r) {
+    const auto state = [&](int64_t i) { return states + i * split_stride + r * (p.dv + 2); };
+    float m = -std::numeric_limits<float>::infinity(), l = 0;
+    for (int64_t i = 0; i < splits; ++i) m = std::fmax(m, state(i)[p.dv]);
+    std::fill(o, o + round_up(p.dv, kLanes), 0.0f);
+    for (int64_t i = 0; i < splits; ++i) {
+      const float* part = state(i);
+      if (part[p.dv + 1] == 0) continue;  // saw no key
+      const float weight = std::exp2(part[p.dv] - m);
+      l += weight * part[p.dv + 1];
+      for (int64_t c = 0; c < p.dv; ++c) o[c] += weight * part[c];
+    }
+    const RowEnd end = end_row(task, r, m, l);
+    for (int64_t c = 0; c < p.dv; ++c) o[c] = l == 0 ? 0 : end.weight * o[c] / l;
+    store_row(args.out.dtype, o, p.dv, address(args.out, row_offset(task, p.out, r)));
+    if (!p.want_lse) continue;
+    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, r)] = end.lse;
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,225 @@
+// FlashAttention-2 forward (Alg. 1) on the CPU: S^T = K Q^T and O^T += V^T P^T, a query row in each
+// lane, so that neither the row maximum nor the row sum crosses lanes.
+#if defined(FULGUR_CPU_FORWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_FORWARD_INL_H_
+#undef FULGUR_CPU_FORWARD_INL_H_
+#else
+#define FULGUR_CPU_FORWARD_INL_H_
+#endif
+
+#include "call/sinks.h"
+#include "cpu/kernels/simd/panel-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
+
+/// The row block in fast memory.
+struct ForwardScratch {
+  float *Qt[kPanels], *Ot[kPanels];  // [d][width], [dv][width]
+  float *m[kPanels], *l[kPanels];    // [width]
+  float *K, *V;                      // [kBc][round_up(d)], [kBc][round_up(dv)]
+  float* S;                          // [kBc][kPanelRows]
+  float* rows;                       // [kPanelRows][round_up(max(d, dv))]
+
+  ForwardScratch(const Problem& p, Arena& arena) {
+    for (int64_t i = 0; i < kPanels; ++i) {
+      Qt[i] = arena.take(p.d * kPanelRows);
+      Ot[i] = arena.take(p.dv * kPanelRows);
+      m[i] = arena.take(kPanelRows);
+      l[i] = arena.take(kPanelRows);
+    }
+    K = arena.take(kBc * round_up(p.d, kLanes));
+    V = arena.take(kBc * round_up(p.dv, kLanes));
+    S = arena.take(kBc * kPanelRows);
+    rows = arena.take(kPanelRows * round_up(std::max(p.d, p.dv), kLanes));
+  }
+};
+
+inline int64_t forward_scratch(const Problem& p) {
+  Arena arena(nullptr);
+  ForwardScratch(p, arena);
+  return arena.used();
+}
+
+/// S -> P in place, m and l updated; alpha takes the factor that O must be rescaled by
+/// (Alg. 1, lines 8 to 10, in powers of 2). kVectors chains of max and sum run side by side.
+template <int kVectors>
+HWY_INLINE void online_softmax_of(int64_t n, float* HWY_RESTRICT S, int64_t ld,
+                                  float* HWY_RESTRICT m, float* HWY_RESTRICT l,
+                                  float* HWY_RESTRICT alpha) {
+  const F32 f;
+  const Flushing on(true);
+  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
+  V32 m_new[kVectors], shift[kVectors], sum[kVectors];
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) m_new[v] = hn::Load(f, m + v * kLanes);
+  for (int64_t jj = 0; jj < n; ++jj) {
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      m_new[v] = hn::Max(m_new[v], hn::Load(f, S + jj * ld + v * kLanes));
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
+    shift[v] = hn::IfThenZeroElse(hn::Eq(m_new[v], none), m_new[v]);
+    sum[v] = hn::Zero(f);
+  }
+  for (int64_t jj = 0; jj < n; ++jj) {
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      float* at = S + jj * ld + v * kLanes;
+      const V32 p = exp2(hn::Sub(hn::Load(f, at), shift[v]));
+      hn::Store(p, f, at);
+      sum[v] = hn::Add(sum[v], p);
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const V32 rescale = exp2(hn::Sub(hn::Load(f, m + v * kLanes), shift[v]));
+    hn::Store(m_new[v], f, m + v * kLanes);
+    hn::Store(rescale, f, alpha + v * kLanes);
+    hn::Store(hn::MulAdd(hn::Load(f, l + v * kLanes), rescale, sum[v]), f, l + v * kLanes);
+  }
+}
+
+HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRICT S, int64_t ld,
+                               float* HWY_RESTRICT m, float* HWY_RESTRICT l,
+                               float* HWY_RESTRICT alpha) {
+  switch (panel.vectors) {
+    case 1:
+      return online_softmax_of<1>(n, S, ld, m, l, alpha);
+    case 2:
+      return online_softmax_of<2>(n, S, ld, m, l, alpha);
+    default:
+      return online_softmax_of<3>(n, S, ld, m, l, alpha);
+  }
+}
+
+/// O^T += V^T P^T where V holds inf or NaN: a key adds to the rows that see it and to no other, as
+/// 0 * NaN would.
+HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& tile, int64_t dv,
+                                            const float* HWY_RESTRICT V, int64_t ldv,
+                                            const float* HWY_RESTRICT P, int64_t ldp,
+                                            const float* HWY_RESTRICT alpha,
+                                            float* HWY_RESTRICT Ot) {
+  const F32 f;
+  const Visible visible(panel, tile);
+  for (int64_t v = 0; v < panel.vectors; ++v) {
+    for (int64_t c = 0; c < dv; ++c) {
+      float* o = Ot + c * panel.width() + v * kLanes;
+      hn::Store(hn::Mul(hn::Load(f, o), hn::Load(f, alpha + v * kLanes)), f, o);
+    }
+    for (int64_t jj = 0; jj < tile.n; ++jj) {
+      const auto seen = visible.mask(v, jj);
+      const V32 p = hn::Load(f, P + jj * ldp + v * kLanes);
+      for (int64_t c = 0; c < dv; ++c) {
+        float* o = Ot + c * panel.width() + v * kLanes;
+        const V32 add = hn::IfThenElseZero(seen, hn::Mul(p, hn::Set(f, V[jj * ldv + c])));
+        hn::Store(hn::Add(hn::Load(f, o), add), f, o);
+      }
+    }
+  }
+}
+
+/// A finished row of a task, with its sink: the factor of O / l, and its LSE, where that is wanted.
+struct RowEnd {
+  float weight = 1, lse = 0;
+};
+
+/// Of row r, with the maximum m in log2 units.
+HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
+  const Problem& p = task.problem;
+  RowEnd end;
+  if (!p.want_lse && !p.has_sinks) return end;
+  end.lse = l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;
+  if (!p.has_sinks) return end;
+  const SinkJoined joined = join_sink(task.given.sinks[task.head(r)], end.lse);
+  return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
+}
+
+/// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
+HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t row,
+                            const Panel& panel, const float* HWY_RESTRICT Ot,
+                            const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
+                            float* HWY_RESTRICT rows) {
+  const F32 f;
+  const Problem& p = task.problem;
+  const int64_t ld = round_up(p.dv, kLanes), width = panel.width();
+  const auto lane_column = hn::Mul(hn::Iota(I32(), 0), hn::Set(I32(), static_cast<int32_t>(width)));
+  for (int64_t r = 0; r < panel.count; ++r) {
+    const RowEnd end = end_row(task, row + r, m[r], l[r]);
+    const V32 scale = hn::Set(f, l[r] == 0 ? 0 : end.weight / l[r]);
+    int64_t c = 0;
+    for (; c + kLanes <= p.dv; c += kLanes) {
+      const V32 o = hn::GatherIndex(f, Ot + c * width + r, lane_column);
+      hn::Store(hn::Mul(o, scale), f, rows + c);
+    }
+    for (; c < ld; ++c) rows[c] = c < p.dv ? Ot[c * width + r] * hn::GetLane(scale) : 0;
+    store_row(args.out.dtype, rows, p.dv, address(args.out, row_offset(task, p.out, row + r)));
+    if (!p.want_lse) continue;
+    static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = end.lse;
+  }
+}
+
+inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
+                    float* scratch) {
+  const Problem& p = task.problem;
+  Arena arena(scratch);
+  const ForwardScratch s(p, arena);
+  const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
+  const kernels::DropoutMask& dropout = task.given.dropout;
+  HWY_ALIGN float alpha[kPanelRows];
+
+  Panel panels[kPanels];
+  KeyTiles tiles[kPanels];  // that each panel has yet to visit
+  int64_t count = 0;
+  for (int64_t row = row_begin; row < row_end; row += kPanelRows, ++count) {
+    Panel& panel = panels[count];
+    make_panel(task, row, std::min(row_end, row + kPanelRows), &panel);
+    tiles[count] = panel.tiles({0, task.s.sk});
+    load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk);
+    transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
+    std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);
+    std::fill_n(s.m[count], panel.width(), -std::numeric_limits<float>::infinity());
+    std::fill_n(s.l[count], panel.width(), 0.0f);
+  }
+
+  // The panels walk side by side: a tile is widened once for all that visit it.
+  const auto next_tile = [&] {
+    return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
+      return x.tile().j < y.tile().j;
+    });
+  };
+  for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
+    const auto [j, n, unused] = next.tile();
+    load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk);
+    const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
+    for (int64_t i = 0; i < count; ++i) {
+      const Panel& panel = panels[i];
+      const KeyTile tile = tiles[i].tile();
+      if (tile.j != j) continue;
+      tiles[i].next();
+      const int64_t width = panel.width();
+      gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
+                        nullptr);
+      score_rule(p, panel, tile, s.S, width, nullptr);
+      online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
+      if (p.dropout_p > 0) {
+        const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
+        drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
+      }
+      if (finite || !tile.partial) {
+        gemm<Init::kScaleAdd>(p.dv, panel.vectors, n, {s.V, 1, ldv}, {s.S, width}, s.Ot[i], width,
+                              alpha);
+      } else {
+        accumulate_visible(panel, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
+      }
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    finish_rows(task, args, row_begin + i * kPanelRows, panels[i], s.Ot[i], s.m[i], s.l[i], s.rows);
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,113 @@
+// The one matrix product of the CPU engine: broadcast A, vectors of B, a block of C in registers.
+#if defined(FULGUR_CPU_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_GEMM_INL_H_
+#undef FULGUR_CPU_GEMM_INL_H_
+#else
+#define FULGUR_CPU_GEMM_INL_H_
+#endif
+
+#include "cpu/kernels/simd/vector-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// A matrix read by scalars: element (m, k) is data[m * row + k * col].
+struct Scalars {
+  const float* data;
+  int64_t row, col;
+};
+
+/// Row-major vectors: row k starts at data[k * stride]; stride is a multiple of the lanes.
+struct Vectors {
+  const float* data;
+  int64_t stride;
+};
+
+/// What becomes of what C held.
+enum class Init { kZero, kAdd, kScaleAdd };
+
+/// C[m][n] = sum_k A(m, k) B[k][n]            (kZero)
+/// C[m][n] += ...                             (kAdd)
+/// C[m][n] = scale[n] C[m][n] + ...           (kScaleAdd)
+/// for MR rows and NV vectors of C, all held in registers. What C held is added last: a
+/// sum over many calls is then one of sums, with fewer roundings in a row.
+template <Init kInit, int MR, int NV>
+HWY_INLINE void gemm_block(int64_t K, Scalars A, Vectors B, float* HWY_RESTRICT C, int64_t ldc,
+                           const float* HWY_RESTRICT scale) {
+  const F32 f;
+  V32 acc[MR][NV];
+  FULGUR_UNROLL for (int m = 0; m < MR; ++m) {
+    FULGUR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = hn::Zero(f);
+  }
+  const float* HWY_RESTRICT a = A.data;
+  const float* HWY_RESTRICT b = B.data;
+  HWY_UNROLL(4) for (int64_t k = 0; k < K; ++k, a += A.col, b += B.stride) {
+    V32 bv[NV];
+    FULGUR_UNROLL for (int n = 0; n < NV; ++n) bv[n] = hn::Load(f, b + n * kLanes);
+    FULGUR_UNROLL for (int m = 0; m < MR; ++m) {
+      const V32 am = hn::Set(f, a[m * A.row]);
+      FULGUR_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = hn::MulAdd(am, bv[n], acc[m][n]);
+    }
+  }
+  FULGUR_UNROLL for (int m = 0; m < MR; ++m) {
+    FULGUR_UNROLL for (int n = 0; n < NV; ++n) {
+      float* const c = C + m * ldc + n * kLanes;
+      V32 sum = acc[m][n];
+      if constexpr (kInit == Init::kAdd) sum = hn::Add(sum, hn::Load(f, c));
+      if constexpr (kInit == Init::kScaleAdd) {
+        sum = hn::MulAdd(hn::Load(f, scale + n * kLanes), hn::Load(f, c), sum);
+      }
+      hn::Store(sum, f, c);
+    }
+  }
+}
+
+/// Rows [m, M) in blocks of MR, the rest in halves.
+template <Init kInit, int MR, int NV>
+HWY_INLINE void gemm_rows(int64_t m, int64_t M, int64_t K, Scalars A, Vectors B,
+                          float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale) {
+  for (; m + MR <= M; m += MR) {
+    gemm_block<kInit, MR, NV>(K, {A.data + m * A.row, A.row, A.col}, B, C + m * ldc, ldc, scale);
+  }
+  if constexpr (MR > 1) {
+    if (m < M) gemm_rows<kInit, MR / 2, NV>(m, M, K, A, B, C, ldc, scale);
+  }
+}
+
+/// The largest block of rows whose accumulators, B vectors and broadcast fit the registers.
+template <int NV>
+constexpr int kBlockRows = kRegisters == 32 ? (NV == 1   ? 16
+                                               : NV == 4 ? 6
+                                                         : 8)
+                                            : (NV == 1 ? 8 : 4);
+
+/// The product over M rows and `vectors` vectors of columns.
+template <Init kInit>
+HWY_NOINLINE void gemm(int64_t M, int64_t vectors, int64_t K, Scalars A, Vectors B,
+                       float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale) {
+  while (vectors > 0) {
+    int64_t step = 0;
+    if (kRegisters == 32 && vectors % 3 != 0 && vectors >= 4) {
+      gemm_rows<kInit, kBlockRows<4>, 4>(0, M, K, A, B, C, ldc, scale);
+      step = 4;
+    } else if (vectors >= 3) {
+      gemm_rows<kInit, kBlockRows<3>, 3>(0, M, K, A, B, C, ldc, scale);
+      step = 3;
+    } else if (vectors == 2) {
+      gemm_rows<kInit, kBlockRows<2>, 2>(0, M, K, A, B, C, ldc, scale);
+      step = 2;
+    } else {
+      gemm_rows<kInit, kBlockRows<1>, 1>(0, M, K, A, B, C, ldc, scale);
+      step = 1;
+    }
+    vectors -= step;
+    B.data += step * kLanes;
+    C += step * kLanes;
+    if (kInit == Init::kScaleAdd) scale += step * kLanes;
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

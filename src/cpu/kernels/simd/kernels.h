@@ -1,0 +1,107 @@
+#pragma once
+
+#include <cstdint>
+
+#include "call/kv_locator.h"
+#include "call/lengths.h"
+#include "call/tree.h"
+#include "fulgur/attention.h"
+#include "kernels/host_device/dropout.h"
+
+namespace fulgur::cpu {
+
+constexpr int64_t kBc = 64;     ///< keys of a tile
+constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
+constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
+
+/// What a call gives besides its tensors of rows.
+struct Given {
+  const float* slopes;  ///< ALiBi; null without
+  const float* sinks;   ///< null without
+  ConstTensor tree_mask;
+  kernels::DropoutMask dropout;
+};
+
+/// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq
+/// of head kv * group + r / sq, so that short queries of grouped heads still fill the vectors.
+struct Task {
+  const Problem& problem;
+  const Given& given;
+  Sequence s;
+  KeyRows keys;
+  int64_t b, kv;
+
+  int64_t rows() const { return problem.group() * s.sq; }
+  int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }
+  int64_t query(int64_t r) const { return r % s.sq; }
+  /// That of the i-th kv head behind this one.
+  Task behind(int64_t i) const { return {problem, given, s, keys, b, kv + i}; }
+  /// Slope of q head h, 0 without ALiBi.
+  float slope(int64_t h) const {
+    return given.slopes == nullptr
+               ? 0
+               : given.slopes[b * problem.slopes_batch + h * problem.slopes_head];
+  }
+};
+
+/// Elements from a key's row to that of the next, as a rule: where pages are single rows, the step
+/// between pages that were handed out one after the other.
+inline int64_t key_stride(const Problem& p, const Layout& layout) {
+  return p.cache.page == 1 ? layout.batch : layout.row;
+}
+
+/// How fast a path computes long sequences, in parts of the f32 multiply-adds that vectors of its
+/// instruction set can do.
+struct Speeds {
+  struct OfDims {
+    double narrow, wide;  ///< up to 64, and above
+  };
+  OfDims forward, backward;
+  double decode;  ///< many rows, whose keys lie in caches
+};
+
+/// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
+struct Kernels {
+  const char* target;    ///< the vectors of an instruction set, or a path of bf16
+  bool vectors;          ///< multiply all that there is
+  int64_t panel_rows;    ///< rows of a full panel
+  int64_t panels;        ///< of a block of rows, at most
+  int64_t packing_rows;  ///< of a block, that take as long as its keys take to be packed
+
+  Speeds speeds;
+  int64_t row_keys;  ///< that take as long as what a row takes besides its keys
+  double (*fma_rounds)(int64_t rounds, float* sink);  ///< of its vectors: probes-inl.h
+
+  int64_t (*forward_scratch)(const Problem&);  ///< floats
+  /// O and LSE of rows [row_begin, row_end), at most `panels` panels.
+  void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
+                  float* scratch);
+
+  int64_t decode_rows;        ///< the most rows a kv head that are decoded
+  int64_t decode_on_vectors;  ///< of fewer rows than this, on vectors whatever the path
+  int64_t (*decode_scratch)(const Problem&, int64_t heads,
+                            int64_t rows);  ///< floats, of a kv head's rows at most
+  /// All rows of `heads` kv heads, from the task's on, over keys [key_begin, key_end): per row the
+  /// unnormalized O, the maximum m (log2 units) and the sum l, as states [heads][rows][dv + 2].
+  void (*decode)(const Task&, const ForwardArgs&, int64_t heads, int64_t key_begin, int64_t key_end,
+                 float* states, float* scratch);
+  /// O and LSE of all rows of a kv head from the states of `splits` parts of its keys, which lie
+  /// split_stride floats apart.
+  void (*decode_merge)(const Task&, const ForwardArgs&, const float* states, int64_t splits,
+                       int64_t split_stride);
+
+  int64_t (*backward_scratch)(const Problem&);  ///< floats
+  /// D = rowsum(dO o O) - dLSE of rows [row_begin, row_end) of a kv head.
+  void (*backward_d)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
+                     float* D);
+  /// dK and dV of keys [key_begin, key_end), at most kTiles tiles, and their part of dQ added to
+  /// the accumulator dq.
+  void (*backward)(const Task&, const BackwardArgs&, int64_t key_begin, int64_t key_end,
+                   const float* D, float* dq, float* scratch);
+  /// dQ of rows [row_begin, row_end): the sum of `parts` accumulators.
+  void (*backward_dq)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
+                      float* const* dq, int64_t parts);
+  int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of an accumulator: a multiple of 16
+};
+
+}  // namespace fulgur::cpu

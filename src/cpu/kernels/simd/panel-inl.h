@@ -1,0 +1,313 @@
+// A panel: as many rows as three vectors hold, one row a lane, and how their scores are made.
+#if defined(FULGUR_CPU_PANEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_PANEL_INL_H_
+#undef FULGUR_CPU_PANEL_INL_H_
+#else
+#define FULGUR_CPU_PANEL_INL_H_
+#endif
+
+#include <hwy/contrib/math/math-inl.h>
+
+#include <bit>
+
+#include "call/mask.h"
+#include "cpu/kernels/simd/gemm-inl.h"
+#include "cpu/kernels/simd/kernels.h"
+#include "cpu/kernels/simd/vector-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kPanelRows = 3 * kLanes;
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+/// Hands out 64-byte aligned pieces of a thread's scratch; with a null base it only counts.
+class Arena {
+ public:
+  explicit Arena(float* base) : base_(base) {}
+  float* take(int64_t floats) {
+    const int64_t at = used_;
+    used_ += round_up(floats, 16);
+    return base_ == nullptr ? nullptr : base_ + at;
+  }
+  /// Values of 16 bits.
+  uint16_t* take_halves(int64_t n) { return reinterpret_cast<uint16_t*>(take((n + 1) / 2)); }
+  int64_t used() const { return used_; }
+
+ private:
+  float* base_;
+  int64_t used_ = 0;
+};
+
+/// What each row of a panel needs to know about itself.
+struct Panel {
+  int64_t count = 0;    ///< rows; the lanes behind them compute what nobody reads
+  int64_t vectors = 0;  ///< vectors that hold them
+  KeyRange any, all;    ///< keys that some row sees; keys that every row sees
+  int64_t begin[kPanelRows], end[kPanelRows];  ///< keys that each row sees
+  int64_t diagonal[kPanelRows];                ///< the key aligned with each query
+  HWY_ALIGN float slope[kPanelRows];           ///< ALiBi, in log2 units
+  HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
+  int64_t tree;                                ///< keys from this one on have bits; INT64_MAX: none
+  HWY_ALIGN int32_t tree_word[2][kPanelRows];  ///< those of keys tree to tree + 31, and behind
+
+  int64_t width() const { return vectors * kLanes; }
+  bool sees(int64_t lane, int64_t j) const {
+    if (j < begin[lane] || j >= end[lane]) return false;
+    return j < tree || (tree_word[(j - tree) / 32][lane] >> (j - tree) % 32 & 1) != 0;
+  }
+  /// The tiles of `keys` that the panel visits.
+  KeyTiles tiles(KeyRange keys) const { return {keys, any, all, kBc}; }
+};
+
+/// A walk over the rows of a task from `row` on, without the divisions of query() and head().
+class RowWalk {
+ public:
+  RowWalk(const Task& task, int64_t row)
+      : query(task.query(row)), head(task.head(row)), task_(task) {}
+  void next() {
+    if (++query < task_.s.sq) return;
+    query = 0;
+    ++head;
+  }
+  /// Where the row lies in a tensor of q heads (q, out, dout, dq, lse).
+  int64_t offset(const Layout& layout) const {
+    return layout.offset(task_.b, task_.s.q_begin + query, head);
+  }
+
+  int64_t query, head;
+
+ private:
+  const Task& task_;
+};
+
+inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Panel* panel) {
+  const Problem& p = task.problem;
+  panel->count = row_end - row_begin;
+  panel->vectors = (panel->count + kLanes - 1) / kLanes;
+  panel->any = {INT64_MAX, 0};
+  panel->all = {0, INT64_MAX};
+  const uint64_t* const words = tree_words(p, task.given.tree_mask, task.b, task.s);
+  panel->tree = words == nullptr ? INT64_MAX : task.s.sk - task.s.sq;
+  RowWalk row(task, row_begin);
+  KeyRange keys;
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const bool used = lane < panel->count;
+    const int64_t i = row.query;
+    if (used) keys = visible_keys(p.mask, task.s, i);
+    int64_t gap = keys.end;  // the first key of these that the row does not see
+    if (words != nullptr) {
+      panel->tree_word[0][lane] = static_cast<int32_t>(words[i]);
+      panel->tree_word[1][lane] = static_cast<int32_t>(words[i] >> 32);
+      gap = std::clamp(panel->tree + std::countr_one(words[i]), keys.begin, keys.end);
+      keys.end = std::clamp(panel->tree + 64 - std::countl_zero(words[i]), keys.begin, keys.end);
+    }
+    const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
+    panel->begin[lane] = keys.begin;
+    panel->end[lane] = used ? keys.end : keys.begin;
+    panel->diagonal[lane] = i + task.s.sk - task.s.sq;
+    panel->slope[lane] = task.slope(row.head) * kLog2e;
+    panel->query[lane] = static_cast<uint32_t>(i);
+    panel->head_lo[lane] = static_cast<uint32_t>(index);
+    panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
+    if (!used) continue;
+    if (lane + 1 < panel->count) row.next();
+    panel->all.begin = std::max(panel->all.begin, keys.begin);
+    panel->all.end = std::min(panel->all.end, gap);
+    if (keys.empty()) continue;
+    panel->any.begin = std::min(panel->any.begin, keys.begin);
+    panel->any.end = std::max(panel->any.end, keys.end);
+  }
+}
+
+/// What each row sees, in keys relative to a tile.
+struct Visible {
+  HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];
+  const Panel& panel;
+  int64_t tree;  // keys from this one on have bits
+
+  Visible(const Panel& panel, const KeyTile& tile) : panel(panel), tree(panel.tree - tile.j) {
+    const auto [j, n, partial] = tile;
+    for (int64_t lane = 0; lane < panel.width(); ++lane) {
+      begin[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.begin[lane] - j, 0, n));
+      end[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.end[lane] - j, 0, n));
+    }
+  }
+  /// Lanes of vector v that see key jj.
+  HWY_INLINE hn::Mask<F32> mask(int64_t v, int64_t jj) const {
+    const I32 i;
+    const auto key = hn::Set(i, static_cast<int32_t>(jj));
+    const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
+    const auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
+    if (jj < tree) return hn::RebindMask(F32(), inside);
+    const int64_t bit = jj - tree;
+    const auto words = hn::Load(i, panel.tree_word[bit / 32] + v * kLanes);
+    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
+    return hn::RebindMask(F32(), hn::And(inside, shown));
+  }
+};
+
+/// The factor of Q in front of the product with K: the scale, and where no softcap follows, the
+/// way to log2 units.
+inline float query_factor(const Problem& p) {
+  return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
+}
+
+/// Turns the products S [n][ld] into scores in log2 units: softcap, ALiBi, then -inf where masked.
+/// Where `slope_of_cap` is given it takes the derivative 1 - tanh^2 of the softcap.
+HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& tile,
+                           float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope_of_cap) {
+  const F32 f;
+  const auto [j, n, partial] = tile;
+  if (p.softcap > 0) {
+    // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
+    // nor its reciprocal would be a normal number.
+    const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
+    const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
+    const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
+    for (int64_t jj = 0; jj < n; ++jj) {
+      for (int64_t v = 0; v < panel.vectors; ++v) {
+        float* at = S + jj * ld + v * kLanes;
+        const V32 t = hn::Tanh(f, hn::Mul(per_cap, hn::Load(f, at)));
+        hn::Store(hn::Mul(cap, t), f, at);
+        if (slope_of_cap != nullptr) {
+          hn::Store(hn::NegMulAdd(t, t, hn::Set(f, 1.0f)), f, slope_of_cap + (at - S));
+        }
+      }
+    }
+  }
+  if (p.has_alibi()) {
+    for (int64_t v = 0; v < panel.vectors; ++v) {
+      HWY_ALIGN float diagonal[kLanes];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        diagonal[lane] = static_cast<float>(panel.diagonal[v * kLanes + lane] - j);
+      }
+      const V32 slope = hn::Load(f, panel.slope + v * kLanes), at_diagonal = hn::Load(f, diagonal);
+      for (int64_t jj = 0; jj < n; ++jj) {
+        float* at = S + jj * ld + v * kLanes;
+        const V32 distance = hn::Abs(hn::Sub(at_diagonal, hn::Set(f, static_cast<float>(jj))));
+        hn::Store(hn::NegMulAdd(slope, distance, hn::Load(f, at)), f, at);
+      }
+    }
+  }
+  if (partial) {
+    const Visible visible(panel, tile);
+    const V32 masked = hn::Set(f, -std::numeric_limits<float>::infinity());
+    for (int64_t jj = 0; jj < n; ++jj) {
+      for (int64_t v = 0; v < panel.vectors; ++v) {
+        float* at = S + jj * ld + v * kLanes;
+        hn::Store(hn::IfThenElse(visible.mask(v, jj), hn::Load(f, at), masked), f, at);
+      }
+    }
+  }
+}
+
+/// High half of the 32 x 32 bit products, and the low half.
+HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* high,
+                              hn::Vec<U32>* low) {
+  const U32 u;
+  const hn::Repartition<uint64_t, U32> w;
+  const auto b = hn::Set(u, factor);
+  const auto even = hn::MulEven(a, b);
+  const auto odd = hn::MulEven(hn::BitCast(u, hn::ShiftRight<32>(hn::BitCast(w, a))), b);
+  *low = hn::OddEven(hn::BitCast(u, hn::ShiftLeft<32>(odd)), hn::BitCast(u, even));
+  *high = hn::OddEven(hn::BitCast(u, odd), hn::BitCast(u, hn::ShiftRight<32>(even)));
+}
+
+/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped. j % 4 == 0.
+/// Where P and `second` are both given, both are treated alike. Philox runs lane by lane
+/// (kernels/host_device/dropout.h).
+HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
+                     const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
+                     float* HWY_RESTRICT second) {
+  const F32 f;
+  const auto [j, n, partial] = tile;
+  const U32 u;
+  const auto threshold = hn::Set(u, mask.threshold);
+  const V32 kept = hn::Set(f, keep_scale);
+  for (int64_t jj = 0; jj < n; jj += kernels::kDropoutKeys) {
+    for (int64_t v = 0; v < panel.vectors; ++v) {
+      auto c0 = hn::Set(u, static_cast<uint32_t>((j + jj) / kernels::kDropoutKeys));
+      auto c1 = hn::Load(u, panel.query + v * kLanes);
+      auto c2 = hn::Load(u, panel.head_lo + v * kLanes);
+      auto c3 = hn::Load(u, panel.head_hi + v * kLanes);
+      kernels::PhiloxKey key = mask.key;
+      for (int round = 0; round < kernels::kPhiloxRounds; ++round, key = key.next()) {
+        hn::Vec<U32> a_high, a_low, b_high, b_low;
+        multiply_wide(c0, kernels::kPhiloxMultiplier0, &a_high, &a_low);
+        multiply_wide(c2, kernels::kPhiloxMultiplier2, &b_high, &b_low);
+        c0 = hn::Xor(hn::Xor(b_high, c1), hn::Set(u, key[0]));
+        c1 = b_low;
+        c2 = hn::Xor(hn::Xor(a_high, c3), hn::Set(u, key[1]));
+        c3 = a_low;
+      }
+      const hn::Vec<U32> words[kernels::kDropoutKeys] = {c0, c1, c2, c3};
+      for (int64_t w = 0; w < std::min<int64_t>(kernels::kDropoutKeys, n - jj); ++w) {
+        const V32 factor =
+            hn::IfThenElseZero(hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold))), kept);
+        for (float* values : {P, second}) {
+          if (values == nullptr) continue;
+          float* at = values + (jj + w) * ld + v * kLanes;
+          hn::Store(hn::Mul(hn::Load(f, at), factor), f, at);
+        }
+      }
+    }
+  }
+}
+
+/// The address of element `offset` of a tensor.
+inline const void* address(const ConstTensor& t, int64_t offset) {
+  return static_cast<const char*>(t.data) + offset * size_of(t.dtype);
+}
+inline void* address(const Tensor& t, int64_t offset) {
+  return static_cast<char*>(t.data) + offset * size_of(t.dtype);
+}
+
+/// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
+HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
+                          int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld) {
+  bool finite = true;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const void* from = address(t, layout.offset(run.entry, run.row, task.kv));
+    finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
+    dst += run.count * ld;
+  }
+  return finite;
+}
+
+/// Where keys [j, j + n) of K or V of a task lie.
+inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j,
+                          int64_t n, const char** to) {
+  const int64_t size = size_of(t.dtype), entry = layout.batch * size, row = layout.row * size;
+  const char* const head = static_cast<const char*>(t.data) + task.kv * layout.head * size;
+  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+    const char* const from = head + run.entry * entry + run.row * row;
+    for (int64_t i = 0; i < run.count; ++i) to[i] = from + i * row;
+    to += run.count;
+  }
+}
+
+/// Where row r of a task lies in a tensor of q heads (q, out, dout, dq, lse).
+inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {
+  return layout.offset(task.b, task.s.q_begin + task.query(r), task.head(r));
+}
+
+/// Rows [row, row + count) of q, out or dout, widened to dst [width][ld], the rows behind them
+/// zero; whether all are finite.
+HWY_INLINE bool load_queries(const Task& task, const ConstTensor& t, const Layout& layout,
+                             int64_t dim, int64_t row, int64_t count, int64_t width,
+                             float* HWY_RESTRICT dst, int64_t ld) {
+  bool finite = true;
+  for (int64_t r = 0; r < count; ++r) {
+    const void* from = address(t, row_offset(task, layout, row + r));
+    finite &= load_rows(t.dtype, from, 0, 1, dim, dst + r * ld, ld);
+  }
+  std::fill(dst + count * ld, dst + width * ld, 0.0f);
+  return finite;
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

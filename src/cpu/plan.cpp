@@ -1,0 +1,254 @@
+#include "cpu/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#include "base/parallel.h"
+
+namespace fulgur::cpu {
+namespace {
+
+constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
+constexpr int64_t kInvariantPartKeys = 1024;
+constexpr double kMostBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
+constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
+constexpr int64_t kStreamedBytes = 4096;   // the hardware's prefetching keeps up with such runs
+
+/// At most so many sequences have a query: where packed ones are empty there may be any number.
+int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total_q); }
+
+/// Adds what it takes to decode sequences of at most `rows` rows a kv head.
+void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
+  // Heads that lie side by side are read together, in the order of memory.
+  if (std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
+    plan.decode_heads = p.hk;
+    while (plan.decode_heads > kMostDecodeHeads && plan.decode_heads % 2 == 0) {
+      plan.decode_heads /= 2;
+    }
+  }
+  if (p.invariant) {
+    plan.least_part = kInvariantPartKeys;
+  } else {
+    // Several tasks a thread, so that a slow one does not keep the others waiting.
+    plan.least_part = kLeastPartKeys;
+    plan.parts = 8 * plan.threads;
+  }
+  plan.scratch = std::max(plan.scratch, k.decode_scratch(p, plan.decode_heads, rows));
+  // The lengths are known when the plan runs; no sequence to decode has more keys than the longest,
+  // but for chunks, of which that may have seen the first key alone.
+  const int64_t queries = std::min(p.sq, rows / p.group());
+  const KeyRange longest = decoded_keys(window_around(p.mask), {0, 0, queries, p.sk});
+  const int64_t most_keys =
+      std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
+  const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);
+  const int64_t keys =
+      runs * (sequences > p.total_keys / most_keys ? p.total_keys : sequences * most_keys);
+  int64_t parts = keys / plan.least_part;
+  if (plan.parts > 0) parts = std::min(parts, plan.parts);
+  parts += sequences * runs;  // the last part of each may be shorter
+  plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
+}
+
+/// What blocks of so many rows take the thread that ends last, in rows times keys: the longest come
+/// first, and each packs its keys.
+double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t block_rows) {
+  const Sequence whole = {0, 0, p.sq, p.sk};
+  const int64_t rows = p.group() * p.sq;
+  std::vector<double> blocks;
+  for (int64_t row = 0; row < rows; row += block_rows) {
+    const int64_t end = std::min(rows, row + block_rows);
+    const auto keys_of = [&](int64_t r) {
+      return static_cast<double>(visible_keys(p.mask, whole, r % p.sq).end);
+    };
+    const double last = keys_of(end - 1), mean = (keys_of(row) + last) / 2;
+    blocks.push_back(static_cast<double>(end - row) * mean +
+                     static_cast<double>(k.packing_rows) * last);
+  }
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  std::vector<double> busy(threads, 0.0);  // a heap, whose first thread is done first
+  for (const double block : blocks) {
+    for (int64_t head = 0; head < p.batch * p.hk; ++head) {
+      std::pop_heap(busy.begin(), busy.end(), std::greater<>());
+      busy.back() += block;
+      std::push_heap(busy.begin(), busy.end(), std::greater<>());
+    }
+  }
+  return *std::max_element(busy.begin(), busy.end());
+}
+
+/// Adds what it takes to compute blocks of rows.
+void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
+                 CpuPlan& plan) {
+  // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
+  const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
+  // Fewer panels a block where blocks would be too few to share out evenly; one thread shares
+  // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
+  const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
+  const auto few = [&](int64_t block_rows, int64_t tasks) {
+    return plan.threads > 1 && heads * ceil_div(rows, block_rows) < tasks * plan.threads;
+  };
+  plan.block_rows = most_rows;
+  if (!p.alike()) {
+    while (plan.block_rows > k.panel_rows && few(plan.block_rows, 4)) plan.block_rows /= 2;
+  } else if (few(most_rows, 4)) {
+    double least = time_of_blocks(p, k, plan.threads, most_rows);
+    for (int64_t r = most_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
+      const double time = time_of_blocks(p, k, plan.threads, r);
+      if (time >= least) continue;
+      least = time;
+      plan.block_rows = r;
+    }
+  }
+  if (plan.block_rows < most_rows) {
+    rejected->push_back(
+        fmt::format("blocks of {} rows: too few to keep {} threads busy", most_rows, plan.threads));
+  }
+  plan.scratch = std::max(plan.scratch, k.forward_scratch(p));
+}
+
+void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
+                  CpuPlan& plan) {
+  plan.decode_rows = k.decode_rows;
+  // Packed sequences may be short beside a long one, and so may those of seqused_q.
+  const int64_t rows = p.group() * p.sq;
+  const int64_t least_rows = p.packed || p.seqused_q ? p.group() : rows;
+  const bool decode = least_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
+  if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
+  if (blocks) plan_blocks(p, k, rejected, plan);
+  if (!blocks) {
+    rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
+  }
+  if (!decode) {
+    rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
+                                    least_rows, plan.decode_rows));
+  }
+}
+
+void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
+  // More than threads are as good as any number, which might be too large to multiply.
+  const int64_t heads = std::max<int64_t>(1, std::min<int64_t>(p.batch, plan.threads) * p.hk);
+  // A split adds a dQ accumulator of the whole sequence: no more of them than keep all threads
+  // busy.
+  if (!p.invariant && heads < plan.threads) {
+    plan.splits = std::min<int64_t>(ceil_div(plan.threads, heads),
+                                    std::max<int64_t>(1, ceil_div(p.sk, kTiles * kBc)));
+  }
+  const int64_t rows = p.group() * p.sq;
+  const int64_t accumulators = plan.splits > 1 ? heads * plan.splits : plan.threads;
+  plan.scratch = k.backward_scratch(p);
+  plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
+  plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
+}
+
+/// How a tile of K lies in pages, and what that costs.
+std::string describe_pages(const CpuPlan& plan, const Problem& p) {
+  const int64_t size = size_of(p.dtype), rows = std::min(p.cache.page, kBc);
+  const int64_t heads = p.k.head == p.d ? plan.decode_heads : 1;
+  std::string s =
+      fmt::format("pages: a tile of K lies at {} places or more, {} rows of {} bytes each",
+                  ceil_div(kBc, p.cache.page), rows, heads * p.d * size);
+  if (rows > 1) s += fmt::format(", {} bytes apart", p.k.row * size);
+  if (rows * heads * p.d * size < kStreamedBytes) {
+    s += "; so short ones are read more slowly than contiguous keys";
+  }
+  return s;
+}
+
+}  // namespace
+
+int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
+  const int64_t most = parts == 0 ? least_part : std::max(least_part, ceil_div(all_keys, parts));
+  const int64_t count = std::max<int64_t>(1, ceil_div(keys, most));
+  return ceil_div(ceil_div(keys, count), kBc) * kBc;  // as even as tiles let them be
+}
+
+KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
+  const KeyRange keys = visible_keys(mask, s, 0, s.sq);
+  return {keys.begin / kBc * kBc, keys.end};
+}
+
+const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
+  const Machine& m = machine();
+  const auto kernels_of = [&](const Bf16Path& path) {
+    return p.dtype == DType::kBF16 ? path.bf16 : path.f16;
+  };
+  const Bf16Path* chosen = nullptr;
+  for (const Bf16Path& path : m.bf16) {
+    std::string why;
+    if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
+      why = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
+    } else if (path.bf16 == nullptr) {
+      why = path.unavailable;
+    } else if (kernels_of(path) == nullptr) {
+      why = "a product of f16 is three of theirs, slower than vectors";
+    } else if (std::fabs(p.scale) > kMostBf16Scale) {
+      why = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
+    } else if (chosen != nullptr) {
+      why = fmt::format("{} multiply bf16 faster", chosen->name);
+    } else {
+      chosen = &path;
+      continue;
+    }
+    rejected->push_back(fmt::format("{}: {}", path.name, why));
+  }
+  if (chosen == nullptr) return m.vectors;
+  rejected->push_back(fmt::format("{} vectors: {} multiply {} faster", m.vectors.target,
+                                  chosen->name, name_of(p.dtype)));
+  return *kernels_of(*chosen);
+}
+
+CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
+                  std::vector<std::string>* rejected) {
+  CpuPlan plan;
+  plan.threads = thread_count(threads);
+  // A tile holds at most all queries of a head, beside those of the other heads of its group.
+  plan.Br = std::clamp<int64_t>(p.sq, 1, k.panel_rows);
+  const int64_t written = p.total_q + (p.pass == Pass::kBackward ? p.total_k : 0);
+  if (written == 0) return plan;  // other sizes may be too large to multiply
+  if (p.pass == Pass::kForward) {
+    plan_forward(p, k, rejected, plan);
+  } else {
+    plan_backward(p, k, plan);
+  }
+  return plan;
+}
+
+std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
+  std::vector<std::string> all = {
+      fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
+                  k.target, plan.Br, plan.Bc)};
+  if (!k.vectors) {
+    const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
+    all.push_back(fmt::format("vectors compute key tiles {}with what is not finite beside a mask",
+                              denormal ? "with denormal numbers in v, and those " : ""));
+  }
+  if (p.pass == Pass::kBackward) {
+    all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
+    all.push_back(fmt::format(
+        "{} threads take {} parts of the keys of a kv head; dQ is added up in fixed order",
+        plan.threads, plan.splits));
+    return all;
+  }
+  if (plan.least_part > 0) {
+    all.push_back(fmt::format(
+        "decode, of at most {} rows a kv head{}: keys in {}, merged by LSE", plan.decode_rows,
+        k.decode_on_vectors > 0 ? fmt::format(", of fewer than {} on vectors", k.decode_on_vectors)
+                                : "",
+        plan.parts == 0
+            ? fmt::format("parts of {} whatever batch and threads are", plan.least_part)
+            : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.least_part)));
+  }
+  if (plan.block_rows > 0) {
+    all.push_back(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
+  }
+  if (p.cache.paged()) all.push_back(describe_pages(plan, p));
+  all.push_back(fmt::format("{} threads take tasks, longest first", plan.threads));
+  return all;
+}
+
+}  // namespace fulgur::cpu

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "base/check.h"
+#include "cuda/device/gpu.h"
+
+namespace fulgur::cuda {
+
+// The kernels of calls without a plan, append and merge, and others that are the same for all
+// plans.
+
+/// Append has one for each dtype. kStore writes numbers of its arguments to memory, of plans, too;
+/// kDivide what the parts of a plan over shared prefixes are told.
+enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kStore, kDivide };
+
+KernelUse use_of(CallKernel kernel);
+
+/// That of append for caches of f16, bf16 or f32.
+CallKernel append_kernel(DType dtype);
+
+/// The kernel on a device, in its context. The first call loads it, and compiles it if need be.
+/// Throws Error(kInvalidArgument) for a first call on a stream that is being captured.
+CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream);
+
+/// Loads it for calls to come, which a capture may then be of.
+CUfunction load(CallKernel kernel, Gpu& gpu);
+
+/// Puts a kernel on the stream whose thread blocks take a token each, and groups of 2^lanes_log2
+/// lanes a head.
+void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
+            int heads, int lanes_log2);
+
+/// Throws Error(kUnsupported) for f64. `call`: "append".
+void refuse_f64(const char* name, const ConstTensor& tensor, const char* call);
+
+/// `count` of what a tensor has, as kernels count. Throws Error(kUnsupported) for 2^30 and more.
+int counted(const char* name, int64_t count, const char* of_what, const char* call);
+
+/// Whether rows begin at multiples of 16 bytes.
+bool rows_aligned(const Layout& rows, DType dtype);
+
+/// The lanes that share a row which takes a lane that many steps: a power of two, at most a warp.
+int lanes_log2(int64_t steps);
+
+}  // namespace fulgur::cuda

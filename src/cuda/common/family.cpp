@@ -1,0 +1,15 @@
+#include "cuda/common/family.h"
+
+#include <fmt/format.h>
+
+namespace fulgur::cuda {
+
+std::shared_ptr<const Candidate> Candidate::fused(const Problem::Append&,
+                                                  std::string* why_not) const {
+  *why_not = fmt::format("tile {} has none", tile.text());
+  return nullptr;
+}
+
+std::string TileId::text() const { return fmt::format("{} {} x {}", family, Br, Bc); }
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/device/gpu.h"
+#include "cuda/jit/compile.h"
+#include "engine/engine.h"
+
+namespace fulgur::cuda {
+
+/// What planning must know of a device. The default is an H100 or H200.
+struct Target {
+  int multiprocessors = 132;
+  int shared_bytes = 232448;  ///< at most, of a thread block
+  bool operator==(const Target&) const = default;
+};
+
+/// The tile of a kernel: what choosing, tuning, prewarming and explaining speak of.
+struct TileId {
+  std::string family;  ///< "sm90_forward": one word
+  int Br = 0, Bc = 0;
+  bool operator==(const TileId&) const = default;
+  /// "sm90_forward 192 x 80".
+  std::string text() const;
+};
+
+/// Why a plan is what it is, in sentences.
+struct Reasons {
+  std::vector<std::string> decisions, rejected;
+};
+
+/// One tile of a family, planned for one problem.
+class Candidate {
+ public:
+  virtual ~Candidate() = default;
+
+  TileId tile;
+  double cycles = 0;       ///< of a multiprocessor, as the cost model predicts
+  int64_t workspace = 0;   ///< bytes that a run wants
+  std::string tuned_only;  ///< why the model may not take it; empty when it may
+
+  /// What it launches, the kernel of the tile first.
+  virtual std::vector<KernelUse> kernels() const = 0;
+  virtual std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const = 0;
+  /// The same tile where its kernel appends new rows, too, before it attends; null where it does
+  /// not, and why.
+  virtual std::shared_ptr<const Candidate> fused(const Problem::Append&,
+                                                 std::string* why_not) const;
+};
+
+using Candidates = std::vector<std::shared_ptr<const Candidate>>;
+
+/// Kernels that share a source: one way to compute problems on one architecture.
+class Family {
+ public:
+  virtual ~Family() = default;
+  virtual Pass pass() const = 0;
+  /// Why it does not compute a problem of its pass, and what it does compute; empty when it does.
+  virtual std::string rejects(const Problem& problem) const = 0;
+  /// Every tile that fits the problem and the target. `rejected` takes the others.
+  virtual Candidates candidates(const Problem& problem, const Target& target,
+                                std::vector<std::string>* rejected) const = 0;
+};
+
+/// A tile, and how long a call took with it on a device.
+struct MeasuredTile {
+  TileId tile;
+  double microseconds = 0;
+  bool operator==(const MeasuredTile&) const = default;
+};
+
+}  // namespace fulgur::cuda

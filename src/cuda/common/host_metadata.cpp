@@ -1,0 +1,145 @@
+#include "cuda/common/host_metadata.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <span>
+#include <type_traits>
+
+#include "call/lengths.h"
+#include "cuda/common/call_kernel.h"
+#include "cuda/common/launch.h"
+#include "kernels/common/upload_metadata_params.h"
+
+namespace fulgur::cuda {
+
+namespace {
+
+constexpr int kStoreThreads = 256;
+
+/// Those tensors of a call that lie on the host. `Args` may be const.
+template <class Args, class Take>
+void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
+  if (host.cu_seqlens_q) take(args.cu_seqlens_q);
+  if (host.cu_seqlens_k) take(args.cu_seqlens_k);
+  if (host.seqused_q) take(args.seqused_q);
+  if (host.seqused_k) take(args.seqused_k);
+  if constexpr (std::is_same_v<std::remove_const_t<Args>, ForwardArgs>) {
+    if (host.leftpad_k) take(args.leftpad_k);
+    if (host.prefix_groups) take(args.prefix_groups);
+    if (host.prefix_lens) take(args.prefix_lens);
+  }
+  if (host.alibi_slopes) take(args.alibi_slopes);
+  if (host.sinks) take(args.sinks);
+}
+
+/// Those of append.
+template <class Args, class Take>
+requires std::is_same_v<std::remove_const_t<Args>, AppendArgs>
+void for_each(const Problem::HostNumbers&, Args& args, const Take& take) {
+  for (auto* const lengths :
+       {&args.cu_seqlens_k_new, &args.cache_seqlens, &args.rotary_seqlens, &args.cu_seqlens_q}) {
+    if (lengths->given() && on_host(*lengths)) take(*lengths);
+  }
+}
+
+/// Those of a problem: calls take(name, count).
+template <class Take>
+void for_each_name(const Problem& problem, const Take& take) {
+  const Problem::HostNumbers& host = problem.host;
+  const int64_t batch = problem.batch, hq = problem.hq;
+  if (host.cu_seqlens_q) take("cu_seqlens_q", batch + 1);
+  if (host.cu_seqlens_k) take("cu_seqlens_k", batch + 1);
+  if (host.seqused_q) take("seqused_q", batch);
+  if (host.seqused_k) take("seqused_k", batch);
+  if (host.leftpad_k) take("leftpad_k", batch);
+  if (host.prefix_groups) take("prefix_groups", problem.prefix_groups + 1);
+  if (host.prefix_lens) take("prefix_lens", problem.prefix_groups);
+  if (host.alibi_slopes) {
+    take("alibi_slopes", problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
+  }
+  if (host.sinks) take("sinks", hq);
+}
+
+/// Adds the bytes of a vector, or of the rows of a matrix, whatever lies between them.
+void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
+  const int64_t element = size_of(t.dtype), rows = t.rank == 2 ? t.shape[0] : 1;
+  for (int64_t i = 0; i < rows; ++i) {
+    const auto* row = static_cast<const std::byte*>(t.data) + i * t.strides[0] * element;
+    bytes.insert(bytes.end(), row, row + t.shape[t.rank - 1] * element);
+  }
+}
+
+}  // namespace
+
+int64_t host_numbers_bytes(const Problem& problem) {
+  int64_t numbers = 0;
+  for_each_name(problem, [&](const char*, int64_t count) { numbers += count; });
+  return numbers * int64_t{sizeof(int)};
+}
+
+HostNumbers::HostNumbers(const Problem& problem, Gpu& gpu) : problem_(problem) {
+  for_each_name(problem, [&](const char* name, int64_t count) {
+    names_.push_back(name);
+    count_ += count;
+  });
+  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kStore)).function;
+}
+
+HostNumbers::HostNumbers(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {
+  for_each(problem_.host, call.args, [&](const ConstTensor& t) { count_ += t.numel(); });
+  if (count_ > 0) kernel_ = loaded(CallKernel::kStore, gpu, stream);
+}
+
+template <class Args>
+void HostNumbers::check(const Args& args) const {
+  if (count_ > 0) const Sequences checked(problem_, args);
+}
+
+template <class Args>
+Args HostNumbers::moved(Args args, void* to) const {
+  auto* at = static_cast<int*>(to);
+  for_each(problem_.host, args, [&](ConstTensor& numbers) {
+    const auto shape = std::span(numbers.shape).first(static_cast<size_t>(numbers.rank));
+    numbers = ConstTensor::contiguous(at, numbers.dtype, shape, problem_.device);
+    at += numbers.numel();
+  });
+  return args;
+}
+
+template <class Args>
+void HostNumbers::store(const Args& args, CUstream stream, void* to) const {
+  std::vector<std::byte> bytes;
+  bytes.reserve(static_cast<size_t>(this->bytes()));
+  for_each(problem_.host, args, [&](const ConstTensor& numbers) { append(numbers, bytes); });
+  for (int64_t at = 0; at < count_; at += kStoredNumbers) {
+    StoreNumbersParams params{};
+    params.to = static_cast<int*>(to) + at;
+    params.count = static_cast<int>(std::min<int64_t>(count_ - at, kStoredNumbers));
+    std::memcpy(params.numbers, bytes.data() + at * sizeof(int), params.count * sizeof(int));
+    launch(stream, kernel_, &params, {(params.count - 1) / kStoreThreads + 1}, kStoreThreads, 0,
+           "launching the kernel that stores numbers");
+  }
+}
+
+void HostNumbers::describe(std::vector<std::string>& decisions) const {
+  if (count_ == 0) return;
+  const int64_t launches = (count_ - 1) / kStoredNumbers + 1;
+  decisions.push_back(fmt::format("{} on the host: each run puts {} numbers on the device by {} {}",
+                                  fmt::join(names_, ", "), count_, launches,
+                                  launches == 1 ? "launch" : "launches"));
+}
+
+template void HostNumbers::check(const ForwardArgs&) const;
+template void HostNumbers::check(const BackwardArgs&) const;
+template ForwardArgs HostNumbers::moved(ForwardArgs, void*) const;
+template BackwardArgs HostNumbers::moved(BackwardArgs, void*) const;
+template AppendArgs HostNumbers::moved(AppendArgs, void*) const;
+template void HostNumbers::store(const ForwardArgs&, CUstream, void*) const;
+template void HostNumbers::store(const BackwardArgs&, CUstream, void*) const;
+template void HostNumbers::store(const AppendArgs&, CUstream, void*) const;
+
+}  // namespace fulgur::cuda

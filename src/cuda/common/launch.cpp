@@ -1,0 +1,44 @@
+#include "cuda/common/launch.h"
+
+#include <algorithm>
+
+namespace fulgur::cuda {
+
+const KernelUse kPaddingKernel{{"common/padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
+
+void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
+            int shared_bytes, const char* what) {
+  void* values[] = {const_cast<void*>(params)};
+  check(driver().cuLaunchKernel(kernel, grid.x, grid.y, 1, threads, 1, 1, shared_bytes, stream,
+                                values, nullptr),
+        what);
+}
+
+ForwardPaddingParams padding_params(const Problem& p) {
+  ForwardPaddingParams params{};
+  params.o_batch_stride = p.out.batch;
+  params.o_row_stride = p.out.row;
+  params.o_head_stride = p.out.head;
+  params.lse_batch_stride = p.lse.batch;
+  params.lse_head_stride = p.lse.head;
+  params.batch = static_cast<int>(p.batch);
+  params.sq = static_cast<int>(p.sq);
+  params.total_q = static_cast<int>(p.total_q);
+  params.hq = static_cast<int>(p.hq);
+  params.dv = static_cast<int>(p.dv);
+  return params;
+}
+
+void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
+                    int multiprocessors) {
+  constexpr int kThreads = 256, kBlocks = 8, kMostSequences = 65535;  // blocks a multiprocessor
+  // Behind the last packed sequence there are few rows, behind used ones as many as in them.
+  Grid grid{multiprocessors, 1};
+  if (params.seqused_q != nullptr) {
+    grid.y = std::clamp(params.batch, 1, kMostSequences);
+    grid.x = (kBlocks * multiprocessors + grid.y - 1) / grid.y;
+  }
+  launch(stream, kernel, &params, grid, kThreads, 0, "launching the kernel of padding rows");
+}
+
+}  // namespace fulgur::cuda

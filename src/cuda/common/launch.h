@@ -1,0 +1,29 @@
+#pragma once
+
+#include "call/problem.h"
+#include "cuda/driver/driver.h"
+#include "cuda/jit/compile.h"
+#include "fulgur/tensor.h"
+#include "kernels/common/padding_params.h"
+
+namespace fulgur::cuda {
+
+// What executables of all families do to start their kernels.
+
+/// Thread blocks of a launch.
+struct Grid {
+  int x = 1, y = 1;
+};
+
+/// Puts a kernel whose one argument is `params` on the stream. `what`: of the error.
+void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
+            int shared_bytes, const char* what);
+
+/// Writes the rows of outputs that belong to no sequence.
+extern const KernelUse kPaddingKernel;
+/// Its arguments, without addresses.
+ForwardPaddingParams padding_params(const Problem& problem);
+void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
+                    int multiprocessors);
+
+}  // namespace fulgur::cuda

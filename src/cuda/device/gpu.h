@@ -1,0 +1,80 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "cuda/device/launch_memory.h"
+#include "cuda/driver/driver.h"
+#include "cuda/jit/compile.h"
+
+namespace fulgur::cuda {
+
+/// Makes a context current for a scope.
+class CurrentContext {
+ public:
+  explicit CurrentContext(CUcontext context);
+  ~CurrentContext();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+/// A device and what the process keeps on it: loaded kernels and workspaces, in the primary
+/// context, which it shares with the CUDA runtime and every framework. Lives to the end of the
+/// process.
+class Gpu {
+ public:
+  /// Device `index`. Throws Error(kUnavailable) when there is no such device or no driver.
+  static Gpu& at(int index);
+
+  const std::string& name() const { return name_; }
+  /// Compute capability: 90 is 9.0.
+  int capability() const { return capability_; }
+  int multiprocessors() const { return multiprocessors_; }
+  int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
+  /// The primary context, made on first use: it takes time and device memory.
+  CUcontext context();
+
+  /// A kernel on this device.
+  struct Kernel {
+    CUfunction function = nullptr;
+    std::string defect;  ///< what makes it slower than its text looks; empty when nothing does
+  };
+  /// The kernel of a request, compiled or found in the cache at first.
+  const Kernel& kernel(const KernelUse& use);
+
+  /// Room for one of the kernels of calls without a plan, null at first.
+  std::atomic<CUfunction>& call_function(int number) { return call_functions_.at(number); }
+
+  /// Workspaces for launches, in the context.
+  LaunchMemory& launch_memory() { return launch_memory_; }
+
+ private:
+  explicit Gpu(int index);
+
+  /// Compiled once; others wait for it without holding up other kernels.
+  struct Slot {
+    std::mutex making;
+    Kernel kernel;
+  };
+
+  CUdevice device_ = 0;
+  std::string name_;
+  int capability_ = 0, multiprocessors_ = 0, shared_bytes_ = 0;
+  CUcontext context_ = nullptr;
+  std::once_flag context_made_;
+  std::mutex mutex_;
+  std::map<std::string, Slot> kernels_;
+  std::array<std::atomic<CUfunction>, 6> call_functions_{};
+  LaunchMemory launch_memory_;
+};
+
+/// Devices of this machine. Throws Error(kUnavailable) without a driver.
+int gpu_count();
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,79 @@
+#include "cuda/driver/driver.h"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "cuda/driver/shared_library.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+struct Loaded {
+  Driver driver;
+  std::string unavailable;
+
+  Loaded() {
+    // The loader's path, then where containers mount the driver without telling the loader.
+    const std::array<std::filesystem::path, 4> places = {
+        "", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib"};
+    const std::array<const char*, 1> names = {"libcuda.so.1"};
+    const SharedLibrary library = open_library(names, places);
+    if (!library) {
+      unavailable = fmt::format("no NVIDIA driver: looked for {}", library.searched);
+      return;
+    }
+#define FULGUR_LOAD(name, symbol_name, arguments)                                                 \
+  driver.name = reinterpret_cast<decltype(driver.name)>(library.symbol(symbol_name));             \
+  if (driver.name == nullptr && unavailable.empty()) {                                            \
+    unavailable =                                                                                 \
+        fmt::format("driver {} lacks {}; want CUDA 12.0 or newer", library.path.string(), #name); \
+  }
+    FULGUR_DRIVER_FUNCTIONS(FULGUR_LOAD)
+#undef FULGUR_LOAD
+    if (!unavailable.empty()) return;
+    if (const CUresult result = driver.cuInit(0); result != CUDA_SUCCESS) {
+      const char* text = nullptr;
+      driver.cuGetErrorString(result, &text);
+      unavailable = fmt::format("driver {} does not start: {} (error {})", library.path.string(),
+                                text == nullptr ? "unknown error" : text, result);
+      return;
+    }
+    driver.cuDriverGetVersion(&driver.version);
+    if (driver.version < kLeastVersion) {
+      unavailable = fmt::format("driver {} supports CUDA {}; want 12.0 or newer",
+                                library.path.string(), version_text(driver.version));
+    }
+  }
+};
+
+const Loaded& loaded() {
+  static const Loaded kLoaded;
+  return kLoaded;
+}
+
+}  // namespace
+
+const std::string& driver_unavailable() { return loaded().unavailable; }
+
+const Driver& driver() {
+  if (!loaded().unavailable.empty()) throw Error(Status::kUnavailable, loaded().unavailable);
+  return loaded().driver;
+}
+
+void check(CUresult result, const char* what) {
+  if (result == CUDA_SUCCESS) return;
+  const char *name = nullptr, *text = nullptr;
+  loaded().driver.cuGetErrorName(result, &name);
+  loaded().driver.cuGetErrorString(result, &text);
+  throw Error(result == CUDA_ERROR_OUT_OF_MEMORY ? Status::kOutOfMemory : Status::kInternal,
+              fmt::format("{}: {} ({})", what, text == nullptr ? "unknown error" : text,
+                          name == nullptr ? fmt::format("error {}", result) : name));
+}
+
+std::string version_text(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+}  // namespace fulgur::cuda

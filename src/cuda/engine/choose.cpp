@@ -1,0 +1,132 @@
+#include "cuda/engine/choose.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+/// The microseconds of each candidate; none where other tiles were measured.
+std::optional<std::vector<double>> times_of(const Candidates& candidates,
+                                            std::span<const MeasuredTile> measured) {
+  if (candidates.size() != measured.size()) return std::nullopt;
+  std::vector<double> times;
+  for (const auto& candidate : candidates) {
+    const auto found = std::find_if(measured.begin(), measured.end(), [&](const MeasuredTile& m) {
+      return m.tile == candidate->tile;
+    });
+    if (found == measured.end()) return std::nullopt;
+    times.push_back(found->microseconds);
+  }
+  return times;
+}
+
+/// Sorts by cost those that max_workspace has room for, or the one that wants least where it has
+/// room for none, and says how much longer the others take and what they want.
+Candidates sorted(const Problem& problem, const Candidates& candidates,
+                  const std::vector<double>& costs, const char* how, Reasons* reasons) {
+  std::vector<size_t> order(candidates.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t x, size_t y) { return costs[x] < costs[y]; });
+  const auto wants = [&](size_t i) { return candidates[i]->workspace; };
+  const int64_t least = wants(*std::ranges::min_element(order, {}, wants));
+  const int64_t most = problem.has_room(least) ? problem.max_workspace : least;
+  std::erase_if(order, [&](size_t i) {
+    if (most == 0 || wants(i) <= most) return false;
+    reasons->rejected.push_back(
+        fmt::format("tile {}: wants {} bytes of workspace, max_workspace is {}",
+                    candidates[i]->tile.text(), wants(i), problem.max_workspace));
+    return true;
+  });
+  Candidates result;
+  for (const size_t i : order) {
+    result.push_back(candidates[i]);
+    if (i == order[0]) continue;
+    const double ratio = costs[order[0]] > 0 ? costs[i] / costs[order[0]] : 1;
+    reasons->rejected.push_back(
+        fmt::format("tile {}: {} {:.3g} times as long, wants {} bytes of workspace",
+                    candidates[i]->tile.text(), how, ratio, candidates[i]->workspace));
+  }
+  return result;
+}
+
+}  // namespace
+
+Candidates all_candidates(const Problem& problem, std::span<const Family* const> families,
+                          const Target& target, std::vector<std::string>* rejected) {
+  Candidates all;
+  for (const Family* family : families) {
+    if (family->pass() != problem.pass) continue;
+    if (const std::string why = family->rejects(problem); !why.empty()) {
+      rejected->push_back(why);
+      continue;
+    }
+    std::ranges::move(family->candidates(problem, target, rejected), std::back_inserter(all));
+  }
+  return all;
+}
+
+Candidates ranked(const Problem& problem, std::span<const Family* const> families,
+                  const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
+  Candidates all = all_candidates(problem, families, target, &reasons->rejected);
+  const bool none = std::ranges::all_of(all, [](const auto& c) { return !c->tuned_only.empty(); });
+  if (none) {
+    throw Error(Status::kUnsupported, fmt::format("engine cuda: no tile computes this: {}",
+                                                  fmt::join(reasons->rejected, "; ")));
+  }
+  if (problem.invariant && !measured.empty()) {
+    reasons->rejected.push_back(
+        "tile tuned on this device: it depends on the batch, `invariant` must not");
+  } else if (!measured.empty()) {
+    if (const auto times = times_of(all, measured)) {
+      const Candidates best = sorted(problem, all, *times, "measured", reasons);
+      const auto index = std::ranges::find(all, best.at(0)) - all.begin();
+      reasons->decisions.push_back(
+          fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
+                      times->at(static_cast<size_t>(index))));
+      return best;
+    }
+    reasons->rejected.push_back("tile tuned on this device: other tiles were measured");
+  }
+  std::vector<double> cycles;
+  std::erase_if(all, [&](const std::shared_ptr<const Candidate>& c) {
+    if (c->tuned_only.empty())
+      cycles.push_back(c->cycles);
+    else
+      reasons->rejected.push_back(fmt::format("tile {}: {}", c->tile.text(), c->tuned_only));
+    return !c->tuned_only.empty();
+  });
+  reasons->decisions.push_back("tile chosen by the cost model");
+  return sorted(problem, all, cycles, "predicted", reasons);
+}
+
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,
+                                            Reasons reasons) {
+  const auto defect_of = [&](const Candidate& candidate) {
+    const std::vector<KernelUse> kernels = candidate.kernels();
+    return kernels.empty() ? std::string() : gpu.kernel(kernels[0]).defect;
+  };
+  std::string defect;  // of the first
+  Reasons passed_over = reasons;
+  for (const auto& candidate : candidates) {
+    const std::string why = defect_of(*candidate);
+    if (why.empty()) return candidate->executable(gpu, std::move(passed_over));
+    if (defect.empty()) defect = why;
+    passed_over.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
+    if (invariant) break;
+  }
+  reasons.decisions.push_back(
+      fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
+                  invariant ? "the tile of an invariant call depends on nothing else"
+                            : "so is that of every other tile"));
+  return candidates.at(0)->executable(gpu, std::move(reasons));
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,76 @@
+#include "cuda/engine/cuda_engine.h"
+
+#include <fmt/format.h>
+
+#include "base/check.h"
+#include "call/append_then_attend.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/choose.h"
+#include "cuda/engine/devices.h"
+#include "cuda/engine/shared_prefix.h"
+#include "cuda/engine/tuning.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+/// Every tile that computes a problem, the best first.
+Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
+  const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
+  return ranked(p, architecture_of(gpu.capability())->families, target_of(gpu), measured, reasons);
+}
+
+class CudaEngine final : public Engine {
+ public:
+  std::string name() const override { return "cuda"; }
+  std::string description() const override { return Machine::here().description; }
+  std::string unavailable() const override { return Machine::here().unavailable; }
+  std::string rejects(const Problem& p) const override {
+    if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
+    return no_family_computes(p);
+  }
+  std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
+    Gpu& gpu = usable_gpu(p.device.index);
+    Reasons reasons;
+    const Candidates candidates = candidates_of(p, gpu, &reasons);
+    return load_best(candidates, p.invariant, gpu, std::move(reasons));
+  }
+  std::unique_ptr<const Executable> plan_fused(const Problem& p, std::string* why) const override {
+    if (p.prefix_groups > 0) {
+      *why = "shared prefixes are given, whose parts are calls of their own";
+      return nullptr;
+    }
+    Gpu& gpu = usable_gpu(p.device.index);
+    Reasons reasons;
+    const auto best = candidates_of(without_append(p), gpu, &reasons).at(0);
+    const auto fused = best->fused(p.append, why);
+    if (fused == nullptr) return nullptr;
+    *why = gpu.kernel(fused->kernels()[0]).defect;
+    if (why->empty() && !p.has_room(fused->workspace)) {
+      *why = fmt::format("wants {} bytes of workspace, max_workspace is {}", fused->workspace,
+                         p.max_workspace);
+    }
+    return why->empty() ? fused->executable(gpu, std::move(reasons)) : nullptr;
+  }
+  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
+    return cuda::prefix_steps(p, usable_gpu(p.device.index));
+  }
+  void check_plannable(const Problem& p, const Run& run) const override {
+    const CurrentContext current(usable_gpu(p.device.index).context());
+    if (!is_capturing(static_cast<CUstream>(run.stream))) return;
+    fail(
+        "stream",
+        "is being captured, and this is the first call of its shape, which compiles and allocates; "
+        "make one before the capture, or a plan");
+  }
+  uint64_t generation() const override { return Tunings::generation(); }
+};
+
+}  // namespace
+
+const Engine& engine() {
+  static const CudaEngine kEngine;
+  return kEngine;
+}
+
+}  // namespace fulgur::cuda

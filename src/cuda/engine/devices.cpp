@@ -1,0 +1,65 @@
+#include "cuda/engine/devices.h"
+
+#include <fmt/format.h>
+
+#include "cuda/engine/architectures.h"
+#include "cuda/jit/nvrtc.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+/// Why a device cannot be used; empty when it can.
+std::string unsuitable(const Gpu& gpu, int index) {
+  if (architecture_of(gpu.capability()) != nullptr) return {};
+  return fmt::format("cuda:{} ({}) has compute capability {}.{}; want {}", index, gpu.name(),
+                     gpu.capability() / 10, gpu.capability() % 10, known_capabilities());
+}
+
+}  // namespace
+
+Machine::Machine() {
+  unavailable = driver_unavailable();
+  if (!unavailable.empty()) return;
+  try {
+    find_devices();
+  } catch (const Error& error) {
+    unavailable = error.what();
+  }
+  if (unavailable.empty()) unavailable = nvrtc_unavailable();
+}
+
+void Machine::find_devices() {
+  const int count = gpu_count();
+  std::string found;
+  if (count == 0) unavailable = "the driver sees no CUDA device";
+  for (int index = 0; index < count; ++index) {
+    const Gpu& gpu = Gpu::at(index);
+    const std::string why = unsuitable(gpu, index);
+    if (!why.empty()) {
+      unavailable += (unavailable.empty() ? "" : "; ") + why;
+      continue;
+    }
+    found += fmt::format(", cuda:{} {}", index, gpu.name());
+  }
+  if (found.empty()) return;
+  unavailable.clear();
+  description += found;
+}
+
+const Machine& Machine::here() {
+  static const Machine kMachine;
+  return kMachine;
+}
+
+Gpu& usable_gpu(int index) {
+  Gpu& gpu = Gpu::at(index);
+  if (const std::string why = unsuitable(gpu, index); !why.empty()) {
+    throw Error(Status::kUnavailable, why);
+  }
+  return gpu;
+}
+
+Target target_of(const Gpu& gpu) { return {gpu.multiprocessors(), gpu.shared_bytes()}; }
+
+}  // namespace fulgur::cuda

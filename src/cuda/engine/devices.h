@@ -1,0 +1,29 @@
+#pragma once
+
+#include <string>
+
+#include "cuda/common/family.h"
+#include "cuda/device/gpu.h"
+
+namespace fulgur::cuda {
+
+/// The devices of this machine that the engine can use.
+struct Machine {
+  std::string description = "Hopper kernels compiled at run time";
+  std::string unavailable;  ///< why there are none; empty when there are some
+
+  Machine();
+  /// Looked for once.
+  static const Machine& here();
+
+ private:
+  void find_devices();
+};
+
+/// Device `index`, where it can compute. Throws Error(kUnavailable) otherwise.
+Gpu& usable_gpu(int index);
+
+/// What planning must know of it.
+Target target_of(const Gpu& gpu);
+
+}  // namespace fulgur::cuda

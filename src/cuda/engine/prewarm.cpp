@@ -1,0 +1,116 @@
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/parallel.h"
+#include "call/append_then_attend.h"
+#include "call/make_problem.h"
+#include "call/prefix_split.h"
+#include "call/problem.h"
+#include "cuda/common/call_kernel.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/reachable.h"
+#include "cuda/jit/compile.h"
+#include "cuda/jit/cubin_cache.h"
+#include "fulgur/cuda.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+/// Tensors of one row, or of one sequence, do not say how far the next one lies: as far as in
+/// contiguous ones.
+Problem with_strides(Problem p) {
+  const auto give = [](Layout& l, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
+    if (rows == 1) l.row = heads > 1 ? heads * l.head : dim;
+    if (batch == 1) l.batch = l.row;  // times any number of rows
+  };
+  const auto give_q = [&](Layout& l, int64_t dim) {
+    give(l, p.packed ? 0 : p.batch, p.packed ? p.total_q : p.sq, p.hq, dim);
+  };
+  const auto give_k = [&](Layout& l, int64_t dim) {
+    const bool elsewhere = p.cache.paged() || p.cache.batch_idx;
+    const int64_t rows = p.cache.paged() ? p.cache.page : p.packed_k ? p.total_k : p.sk;
+    give(l, p.packed_k ? 0 : elsewhere ? p.cache.entries : p.batch, rows, p.hk, dim);
+  };
+  for (Layout* l : {&p.q, &p.dq}) give_q(*l, p.d);
+  for (Layout* l : {&p.out, &p.dout}) give_q(*l, p.dv);
+  for (Layout* l : {&p.k, &p.dk}) give_k(*l, p.d);
+  for (Layout* l : {&p.v, &p.dv_grad}) give_k(*l, p.dv);
+  return p;
+}
+
+/// What calls like `problem` can need, by their keys.
+std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
+  std::map<std::string, KernelRequest> requests;
+  const auto add = [&](const KernelUse& use) {
+    requests.emplace(cache_key(use.request), use.request);
+  };
+  const Problem::Append append{.given = problem.append.given, .turns = problem.append.turns};
+  std::vector<Problem> problems = {without_prefixes(without_append(problem))};
+  if (problem.prefix_groups > 0 && undivided(problem).empty()) {
+    const Problem follows = without_append(problem);
+    problems.insert(problems.end(), {prefix_part(follows), rest_part(follows)});
+    add(use_of(CallKernel::kDivide));
+  }
+  // Every tile, not the best alone: which one that is changes with lengths in between, and where
+  // the compiler finds a defect. An invariant call has the first whatever else is.
+  for (const Problem& p : problems) {
+    for_reachable(p, [&](const Candidates& candidates) {
+      for (const auto& candidate : candidates) {
+        for (const KernelUse& use : candidate->kernels()) add(use);
+        std::string why_not;
+        if (const auto fused = append.given ? candidate->fused(append, &why_not) : nullptr) {
+          for (const KernelUse& use : fused->kernels()) add(use);
+        }
+        if (p.invariant) break;
+      }
+    });
+  }
+  const bool forward = problem.pass == Pass::kForward;
+  if (forward) {
+    add(use_of(append_kernel(problem.dtype)));
+    add(use_of(CallKernel::kMerge));
+  }
+  if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks) {
+    add(use_of(CallKernel::kStore));
+  }
+  return requests;
+}
+
+Prewarmed prewarm_like(const Problem& given, const std::string& folder, int threads) {
+  const Problem problem = with_strides(given);
+  if (const std::string why = no_family_computes(without_append(problem)); !why.empty()) {
+    throw Error(Status::kUnsupported, "engine cuda: " + why);
+  }
+  CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
+  if (const std::string why = cache.folder().unusable(); !why.empty()) {
+    throw Error(Status::kUnavailable, why);
+  }
+  const auto requests = requests_of(problem);
+  std::vector<std::pair<std::string, KernelRequest>> missing;
+  for (const auto& [key, request] : requests) {
+    if (!cache.load(key)) missing.emplace_back(key, request);
+  }
+  const auto compiled = static_cast<int>(missing.size());
+  parallel_for(compiled, threads, [&](int64_t i) {
+    const auto& [key, request] = missing[static_cast<size_t>(i)];
+    cache.get(key, [&request = request] { return compile(request); });
+    if (cache.load(key)) return;
+    // The cache has said why.
+    throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
+  });
+  return {compiled, static_cast<int>(requests.size()) - compiled};
+}
+
+}  // namespace
+
+Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
+  return prewarm_like(make_problem(args, options), folder, options.threads);
+}
+Prewarmed prewarm(const BackwardArgs& args, const Options& options, const std::string& folder) {
+  return prewarm_like(make_problem(args, options), folder, options.threads);
+}
+
+}  // namespace fulgur::cuda

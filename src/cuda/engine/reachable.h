@@ -1,0 +1,13 @@
+#pragma once
+
+#include <functional>
+
+#include "cuda/common/family.h"
+
+namespace fulgur::cuda {
+
+/// Calls visit(candidates) with the ranked candidates, without tuning, of calls like `problem` with
+/// lengths and batches of every kind, on every card that there are kernels for.
+void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,42 @@
+#include "cuda/engine/shape_class.h"
+
+#include <fmt/format.h>
+
+#include <bit>
+#include <utility>
+
+namespace fulgur::cuda {
+namespace {
+
+/// Rounded up to three significant binary digits; what is not positive stays.
+int64_t rounded(int64_t n) {
+  const int shift = n <= 8 ? 0 : std::bit_width(static_cast<uint64_t>(n - 1)) - 3;
+  return (((n - 1) >> shift) + 1) << shift;
+}
+
+}  // namespace
+
+std::string shape_class(const Problem& p) {
+  std::string text = p.pass == Pass::kForward ? "" : "backward ";
+  text += fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype),
+                      (p.d + 15) / 16 * 16, (p.dv + 15) / 16 * 16, rounded(p.sq), rounded(p.sk),
+                      rounded(p.batch * p.hq), p.group());
+  if (p.mask.left >= 0 && p.mask.left < p.sk - 1)
+    text += fmt::format(" left {}", rounded(p.mask.left));
+  if (p.mask.right >= 0 && p.mask.right < p.sq - 1)
+    text += fmt::format(" right {}", rounded(p.mask.right));
+  if (p.mask.chunk > 0 && p.mask.chunk < p.sk)
+    text += fmt::format(" chunk {}", rounded(p.mask.chunk));
+  const bool softcap = p.softcap > 0, alibi = p.has_alibi();
+  for (const auto& [is, name] :
+       {std::pair{p.scale <= 0 || softcap || alibi, "transformed"}, std::pair{softcap, "softcap"},
+        std::pair{alibi, "alibi"}, std::pair{p.packed, "packed"},
+        std::pair{p.seqused_q, "seqused_q"}, std::pair{p.seqused_k, "seqused_k"},
+        std::pair{p.has_tree, "tree"}, std::pair{p.dropout_p > 0, "dropout"},
+        std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
+    if (is) text += fmt::format(" {}", name);
+  }
+  return text;
+}
+
+}  // namespace fulgur::cuda

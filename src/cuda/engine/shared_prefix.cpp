@@ -1,0 +1,76 @@
+#include "cuda/engine/shared_prefix.h"
+
+#include <cmath>
+
+#include "cuda/common/call_kernel.h"
+#include "cuda/common/host_metadata.h"
+#include "cuda/common/launch.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/engine/merge.h"
+
+namespace fulgur::cuda {
+namespace {
+
+// Of a divided call on an H200 (docs/serving.md, "Shared prefixes"): what the launches take, the
+// products over the prefix, and what keys of a prefix are read at, again and again by a call that
+// is not divided: from the L2 cache, which has room for so many bytes, or from memory.
+constexpr double kCostMicroseconds = 35, kFlopsPerMicrosecond = 500e6;
+constexpr double kCachedBytes = 12e6, kMemoryBytes = 4.5e6;  // a microsecond
+constexpr int64_t kCacheBytes = int64_t{40} << 20;
+constexpr int kThreads = 256, kGroupThreads = 32;
+
+int64_t cost_bytes_of(const Problem& p) {
+  const double keys = static_cast<double>(p.sk) * static_cast<double>(p.d + p.dv);
+  const double flops = 2 * keys * static_cast<double>(p.hq * p.total_q);
+  const double bytes = keys * static_cast<double>(p.hk * size_of(p.dtype));
+  const double rate = bytes <= kCacheBytes ? kCachedBytes : kMemoryBytes;
+  return std::llround(rate * (kCostMicroseconds + flops / kFlopsPerMicrosecond));
+}
+
+class CudaPrefixSteps final : public PrefixSteps {
+ public:
+  CudaPrefixSteps(const Problem& problem, Gpu& gpu)
+      : gpu_(gpu), numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
+    divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide)).function;
+    load(CallKernel::kMerge, gpu);
+  }
+
+  int64_t cost_bytes() const override { return cost_bytes_; }
+
+  void with_workspace(const WorkspaceNeed& need, const Run& run,
+                      const std::function<void(void*)>& compute) const override {
+    const CurrentContext current(gpu_.context());
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, need.bytes);
+    compute(lease.data);
+  }
+
+  int64_t numbers_bytes() const override { return numbers_.bytes(); }
+  ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const override {
+    numbers_.check(args);
+    numbers_.store(args, static_cast<CUstream>(run.stream), numbers);
+    return numbers_.moved(args, numbers);
+  }
+
+  void divide(const kernels::SharedPrefixParams& params, const Run& run) const override {
+    const int blocks =
+        static_cast<int>((int64_t{params.groups} * kGroupThreads + kThreads - 1) / kThreads);
+    launch(static_cast<CUstream>(run.stream), divide_kernel_, &params, {blocks}, kThreads, 0,
+           "launching the kernel that divides calls at the ends of prefixes");
+  }
+
+  void merge(const MergeCall& call, const Run& run) const override { cuda::merge(call, run); }
+
+ private:
+  Gpu& gpu_;
+  HostNumbers numbers_;
+  int64_t cost_bytes_;
+  CUfunction divide_kernel_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& problem, Gpu& gpu) {
+  return std::make_unique<CudaPrefixSteps>(problem, gpu);
+}
+
+}  // namespace fulgur::cuda

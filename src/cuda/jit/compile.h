@@ -1,0 +1,42 @@
+#pragma once
+
+#include <string>
+
+#include "cuda/jit/cubin_cache.h"
+#include "cuda/jit/nvrtc.h"
+
+namespace fulgur::cuda {
+
+/// One kernel to compile.
+struct KernelRequest {
+  std::string source;         ///< its file below src/kernels: "sm90/forward/forward.cu"
+  std::string kernel_config;  ///< the text of kernel_config.h
+  std::string architecture = "sm_90a";
+  bool operator==(const KernelRequest&) const = default;
+};
+
+/// A kernel of a plan: what it is compiled from, and what launching it takes.
+struct KernelUse {
+  KernelRequest request;
+  const char* entry = nullptr;
+  int shared_bytes = 0;
+};
+
+/// What the compiler said that makes a kernel slower than its text looks: registers that spill to
+/// memory, products of the tensor cores that wait for each other. Empty when it said nothing such.
+std::string defect_of(const Cubin& cubin);
+
+/// The sources and the compiler of every kernel. Throws as nvrtc_identity does.
+const std::string& kernels_identity();
+
+/// The key of a request in a cache: the text that its kernel reads, plan, options, compiler and
+/// architecture, no path. Throws as nvrtc_identity and sources_of do.
+std::string cache_key(const KernelRequest& request);
+
+/// Compiles, past any cache. Throws as nvrtc_compile and sources_of do.
+Cubin compile(const KernelRequest& request);
+
+/// From the cache of the default folder, compiled when it is not there.
+Cubin cached(const KernelRequest& request);
+
+}  // namespace fulgur::cuda

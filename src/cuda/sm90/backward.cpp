@@ -1,0 +1,311 @@
+#include "cuda/sm90/backward.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/common.h"
+#include "kernels/host_device/work_tiles.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
+constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kJoinColumns = 32;
+constexpr int kMostPairs = 65535;  // of a grid's y
+
+// Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
+// it. Of head dims some see only how many lanes or panels of columns they take.
+
+constexpr int kPanelColumns = 64, kWarpColumns = 32;
+
+int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
+
+KernelUse use(const char* source, const HopperBackwardKey& key, const char* entry, int shared) {
+  return {{source, kernel_config(key), "sm_90a"}, entry, shared};
+}
+
+KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
+  // 8, 16 or 32 lanes take a row of dO, 8 columns each.
+  const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.value_dim = value_dim;
+  key.sums = plan.sums;
+  if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
+  if (plan.ordered) {
+    key.ordered = true;
+    key.block_rows = plan.block_rows;
+    key.block_keys = plan.block_keys;
+    key.has_left = plan.has_left;
+    key.has_right = plan.has_right;
+    key.has_chunk = plan.has_chunk;
+    key.seqused_k = plan.seqused_k;
+  }
+  key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
+  key.has_dlse = plan.has_dlse;
+  key.elements = plan.elements;
+  return use("sm90/backward/prepare.cu", key, "fulgur_backward_prepare", 0);
+}
+
+KernelUse keys_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key = plan;
+  key.row_tiles = key.row_stages = 0;
+  key.has_dlse = false;
+  return use(plan.wide() ? "sm90/backward/keys_wide.cu" : "sm90/backward/keys.cu", key,
+             "fulgur_backward_keys", plan.keys_shared_bytes);
+}
+
+KernelUse rows_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key = plan;
+  key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.sums_stages = 0;
+  key.softcap = key.alibi = key.dropout = key.has_dlse = false;
+  return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
+}
+
+KernelUse round_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.head_dim = round_up(plan.head_dim, kPanelColumns);
+  key.has_right = plan.repairs();  // which bound it is does not matter
+  key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
+  key.elements = plan.elements;
+  return use("sm90/backward/round.cu", key, "fulgur_backward_round", 0);
+}
+
+KernelUse repair_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key;
+  static_cast<HopperKey&>(key) = plan;
+  key.head_dim = round_up(plan.head_dim, kWarpColumns);
+  key.value_dim = round_up(plan.value_dim, kWarpColumns);
+  key.dropout = plan.dropout;
+  return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
+}
+
+KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key;
+  key.packed = plan.packed;
+  key.seqused_q = plan.seqused_q;
+  return use("sm90/backward/sinks.cu", key, "fulgur_backward_sinks", 0);
+}
+
+KernelUse join_kernel(const HopperBackwardPlan& plan) {
+  HopperBackwardKey key;
+  key.dtype = plan.dtype;
+  key.head_dim = plan.head_dim;
+  key.value_dim = plan.value_dim;
+  key.block_keys = plan.block_keys;
+  key.has_right = plan.repairs();  // which bound it is does not matter
+  key.packed = plan.packed;
+  key.elements = plan.elements;
+  return use("sm90/backward/reduce.cu", key, "fulgur_backward_join", 0);
+}
+
+/// That of dQ.
+KernelUse queries_kernel(const HopperBackwardPlan& plan) {
+  return plan.sums ? round_kernel(plan) : rows_kernel(plan);
+}
+
+StridedTensor strided(const Layout& layout, const void* data = nullptr) {
+  auto* elements = static_cast<unsigned short*>(const_cast<void*>(data));
+  return {elements, layout.batch, layout.row, layout.head};
+}
+
+}  // namespace
+
+std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
+  std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
+  if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
+  if (plan.joins()) kernels.push_back(join_kernel(plan));
+  if (plan.repairs()) kernels.push_back(repair_kernel(plan));
+  if (plan.copies()) kernels.push_back(kCopyKernel);
+  return kernels;
+}
+
+HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan,
+                               Reasons reasons)
+    : gpu_(gpu),
+      plan_(plan),
+      reasons_(std::move(reasons)),
+      numbers_(problem, gpu),
+      workspace_(workspace_of(problem, plan)) {
+  if (workspace_.end == 0) return;
+  set_params(problem);
+  set_inputs(problem);
+  prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
+  keys_ = gpu_.kernel(keys_kernel(plan_)).function;
+  queries_ = gpu_.kernel(queries_kernel(plan_)).function;
+  if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
+  if (plan_.joins()) join_ = gpu_.kernel(join_kernel(plan_)).function;
+  if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
+  if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
+}
+
+void HopperBackward::set_params(const Problem& p) {
+  BackwardParams& to = params_;
+  static_cast<CallParams&>(to) = call_params(p, band_of(plan_, p.mask));
+  to.q = strided(p.q);
+  to.k = strided(p.k);
+  to.v = strided(p.v);
+  to.out = strided(p.out);
+  to.dout = strided(p.dout);
+  to.dq = strided(p.dq);
+  to.dk = strided(p.dk);
+  to.dv_grad = strided(p.dv_grad);
+  to.lse = {nullptr, p.lse.batch, p.lse.head};
+  to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
+  const double p_scale = std::exp2(-plan_.p_log2());
+  to.p_log2 = static_cast<float>(plan_.p_log2());
+  to.scale = static_cast<float>(p.scale * p_scale);
+  to.dv_scale = static_cast<float>(p_scale / (1 - p.dropout_p));
+  to.p_scale = static_cast<float>(p_scale);
+  to.score_tiles = plan_.score_tiles;
+  to.batch = static_cast<int>(p.batch);
+  to.parts = plan_.parts;
+  to.pair_heads = plan_.pair_heads;
+  to.row_parts = plan_.row_parts;
+  to.part_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_parts), 1);
+  to.cut_blocks = plan_.cut_blocks;
+  to.first_carry = plan_.first_cut_pair;
+  to.statistics_rows = plan_.statistics_rows;
+  chunks_ = std::max(ceil_div(p.sq, 64), 1);
+  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
+}
+
+void HopperBackward::set_inputs(const Problem& p) {
+  const BackwardMaps maps = backward_maps(p);
+  const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
+                         const TensorMapShape& shape, bool copied, int64_t offset,
+                         TensorMapBlob BackwardParams::*map) {
+    Input in{name, argument, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map};
+    if (copied) in.copy = copy_params(shape, in.shape);
+    return in;
+  };
+  const auto& [q, k, v, dout] = workspace_.copies;
+  inputs_ = {
+      input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), q, &BackwardParams::q_map),
+      input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), k, &BackwardParams::k_map),
+      input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), v, &BackwardParams::v_map),
+      input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(), dout,
+            &BackwardParams::dout_map)};
+}
+
+BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
+                                      char* workspace) const {
+  BackwardParams p = params_;
+  const auto data = [](const ConstTensor& t) {
+    return static_cast<unsigned short*>(const_cast<void*>(t.data));
+  };
+  p.q.data = data(args.q);
+  p.k.data = data(args.k);
+  p.v.data = data(args.v);
+  p.out.data = data(args.out);
+  p.dout.data = data(args.dout);
+  p.dq.data = data(args.dq);
+  p.dk.data = data(args.dk);
+  p.dv_grad.data = data(args.dv);
+  p.lse.data = static_cast<const float*>(args.lse.data);
+  p.dlse.data = static_cast<const float*>(args.dlse.data);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
+  p.dsinks = static_cast<float*>(args.dsinks.data);
+  set_random_numbers(p, args, run);
+  p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
+  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_q = static_cast<const int*>(args.seqused_q.data);
+  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.not_finite = p.counters + kernels::kSchedulerCounters;
+  p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
+  p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
+  p.dq_sums = reinterpret_cast<float*>(workspace + workspace_.dq_sums);
+  p.turns = reinterpret_cast<int*>(workspace + workspace_.turns);
+  p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
+  p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
+  p.carry_dk = reinterpret_cast<float*>(workspace + workspace_.carry_dk);
+  p.carry_dv = reinterpret_cast<float*>(workspace + workspace_.carry_dv);
+  p.first_parts = reinterpret_cast<int*>(workspace + workspace_.first_parts);
+  for (const Input& in : inputs_) {
+    const ConstTensor& tensor = args.*in.argument;
+    void* from =
+        in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape.empty());
+    // Empty tensors are never read, but their maps must be valid: they lie around the workspace.
+    encode(in.shape, in.shape.empty() ? workspace : from, &(p.*in.map));
+  }
+  return p;
+}
+
+void HopperBackward::run(const Call& call, const Run& run) const {
+  const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
+  numbers_.check(args);
+  if (workspace_.end == 0) return;
+  const CurrentContext current(gpu_.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  char* const workspace = lease.data;
+  void* const numbers = workspace + workspace_.numbers;
+  BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);
+  numbers_.store(args, stream, numbers);
+  for (const Input& in : inputs_) {
+    if (!in.copied) continue;
+    ForwardCopyParams copy = in.copy;
+    copy.from = static_cast<const unsigned short*>((args.*in.argument).data);
+    copy.to = workspace + in.offset;
+    launch(stream, copy_, &copy, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+           "launching the kernel that copies rows");
+  }
+  if (!plan_.waves.empty())
+    p.key_blocks = plan_.waves.front().key_blocks;  // who has the first turns
+  launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
+         "launching the kernel that prepares rows");
+  if (plan_.dsinks) {
+    launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks");
+  }
+  for (const BackwardWave& wave : plan_.waves) {
+    p.wave = wave.wave;
+    p.key_blocks = wave.key_blocks;
+    p.row_blocks = wave.row_blocks;
+    const auto grid = [&](const kernels::Blocks& blocks) {
+      return static_cast<int>(std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.pairs));
+    };
+    if (grid(p.key_blocks) > 0) {
+      launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
+             "launching the backward kernel by keys");
+    }
+    if (!plan_.sums && grid(p.row_blocks) > 0) {
+      launch(stream, queries_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
+             "launching the backward kernel by rows");
+    }
+  }
+  if (plan_.sums) {
+    launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
+           "launching the kernel that rounds dQ");
+  }
+  if (plan_.joins()) {
+    const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
+    const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
+    const int pairs = std::min(p.batch * (p.hq / p.group), kMostPairs);
+    launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
+           "launching the kernel that joins dK and dV");
+  }
+  if (plan_.repairs()) {
+    launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,
+           "launching the kernel that repairs gradients");
+  }
+}
+
+Explanation HopperBackward::explain() const {
+  std::vector<std::string> decisions = describe(plan_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  numbers_.describe(decisions);
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows, plan_.block_keys};
+}
+
+WorkspaceNeed HopperBackward::workspace() const {
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+}  // namespace fulgur::cuda

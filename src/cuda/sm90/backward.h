@@ -1,0 +1,57 @@
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/gpu.h"
+#include "cuda/sm90/backward_plan.h"
+#include "cuda/sm90/tensor_map.h"
+#include "engine/engine.h"
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/sm90/backward/params.h"
+
+namespace fulgur::cuda {
+
+/// What a plan launches: the kernel by keys first, if there is work, then those beside it.
+std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan);
+
+/// The host's half of sm90/backward_*.cu: a plan with its compiled kernels on a device.
+class HopperBackward final : public Executable {
+ public:
+  HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan, Reasons reasons);
+
+  /// Encodes the tensor maps and launches on the stream.
+  void run(const Call& call, const Run& run) const override;
+  Explanation explain() const override;
+  WorkspaceNeed workspace() const override;
+
+ private:
+  /// q, k, v or dout, and how it gets where its map says.
+  struct Input {
+    const char* name = "";
+    ConstTensor BackwardArgs::*argument = nullptr;
+    TensorMapShape shape;  ///< of the copy where it is copied
+    bool copied = false;
+    int64_t offset = 0;        ///< of the copy in the workspace
+    ForwardCopyParams copy{};  ///< without addresses
+    TensorMapBlob BackwardParams::*map = nullptr;
+  };
+
+  void set_params(const Problem& problem);
+  void set_inputs(const Problem& problem);
+  BackwardParams params(const BackwardArgs& args, const Run& run, char* workspace) const;
+
+  Gpu& gpu_;
+  HopperBackwardPlan plan_;
+  Reasons reasons_;
+  HostNumbers numbers_;
+  CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
+             join_ = nullptr, repair_ = nullptr, copy_ = nullptr;
+  int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
+  HopperBackwardWorkspace workspace_;
+  BackwardParams params_{};  ///< what every run has in common
+  std::array<Input, 4> inputs_;
+};
+
+}  // namespace fulgur::cuda

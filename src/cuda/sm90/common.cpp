@@ -1,0 +1,140 @@
+#include "cuda/sm90/common.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numbers>
+
+#include "call/mask.h"
+#include "kernels/host_device/dropout.h"
+#include "kernels/host_device/softcap.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int64_t kMostBound =
+    (int64_t{1} << 30) - 1024;  // fits ints beside diagonals, out of reach
+
+}  // namespace
+
+bool left_binds(const Problem& p) {
+  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1));
+}
+
+bool right_binds(const Problem& p) {
+  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1));
+}
+
+bool chunk_binds(const Problem& p) {
+  // One chunk of all keys hides them from rows in front of the first key, as causal does.
+  const bool rows_in_front = p.sq > 1 && p.mask.right != 0;
+  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_in_front);
+}
+
+bool has_cache(const Problem& p) {
+  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+}
+
+bool rows_decide(const Problem& p) {
+  return p.invariant && !has_cache(p) && !p.has_tree && p.dropout_p == 0;
+}
+
+int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }
+
+bool takes_both(const Problem& p) {
+  const int64_t few = few_queries(p);
+  return few > 0 && p.sq > few && (p.packed || p.seqused_q);
+}
+
+HopperKey hopper_key(const Problem& p) {
+  return {.dtype = p.dtype,
+          .head_dim = ceil_div(p.d, 16) * 16,
+          .value_dim = ceil_div(p.dv, 16) * 16,
+          .has_left = left_binds(p),
+          .has_right = right_binds(p),
+          .has_chunk = chunk_binds(p),
+          .softcap = p.softcap > 0,
+          .alibi = p.has_alibi(),
+          .packed = p.packed,
+          .seqused_q = p.seqused_q,
+          .seqused_k = p.seqused_k};
+}
+
+HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
+  HopperAnyForwardKey key;
+  static_cast<HopperKey&>(key) = hopper_key(p);
+  key.transforms_scores = transforms(p);
+  key.has_sinks = p.has_sinks;
+  key.packed_k = p.packed_k;
+  key.has_lse = p.want_lse;
+  key.page = static_cast<int>(p.cache.page);
+  key.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  if (takes_both(p)) key.few_queries = static_cast<int>(few_queries(p));
+  return key;
+}
+
+kernels::Band band_of(const HopperKey& key, const Mask& mask) {
+  const auto bound = [](bool has, int64_t keys) {
+    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
+  };
+  const Mask around = window_around(mask);
+  return {key.has_left, key.has_right, bound(key.has_left, around.left),
+          bound(key.has_right, around.right), bound(key.has_chunk, mask.chunk)};
+}
+
+float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
+
+bool transforms(const Problem& p) {
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has_alibi();
+}
+
+CallParams call_params(const Problem& p, const kernels::Band& band) {
+  constexpr double kLog2e = std::numbers::log2e;
+  CallParams params{};
+  const bool moved = p.host.alibi_slopes && p.alibi == Problem::Alibi::kBatchHeads;
+  params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // they are moved side by side
+  params.total_q = static_cast<int>(p.total_q);
+  params.total_k = static_cast<int>(p.total_k);
+  params.sq = static_cast<int>(p.sq);
+  params.sk = static_cast<int>(p.sk);
+  params.d = static_cast<int>(p.d);
+  params.dv = static_cast<int>(p.dv);
+  params.hq = static_cast<int>(p.hq);
+  params.group = static_cast<int>(p.group());
+  params.window_left = band.left;
+  params.window_right = band.right;
+  params.chunk = band.chunk;
+  params.scale_log2 = scale_log2(p);
+  params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
+  params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
+  if (p.softcap > 0) {
+    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    constexpr double kMost = std::numeric_limits<float>::max();
+    const double scale = 2 * kLog2e * p.scale / p.softcap;
+    params.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
+    params.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
+    params.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
+  }
+  return params;
+}
+
+KeyPages key_pages(const Problem& p) {
+  return {static_cast<int>(p.cache.entries), static_cast<int>(p.cache.ids), p.cache.table_stride,
+          nullptr, nullptr};
+}
+
+std::string copy_sentence(std::string_view name, std::string_view why) {
+  return fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA can address: {}",
+                     name, why);
+}
+
+PlanHeader::PlanHeader(DType dtype)
+    : text_(fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+                        dtype == DType::kBF16 ? "bf16" : "f16")) {}
+
+void PlanHeader::add(std::string_view name, int value) {
+  text_ += fmt::format("  {} = {},\n", name, value);
+}
+
+}  // namespace fulgur::cuda

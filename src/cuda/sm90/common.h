@@ -1,0 +1,101 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "call/problem.h"
+#include "kernels/host_device/attention_params.h"
+
+namespace fulgur::cuda {
+
+// What the plans of all kernels for Hopper have in common.
+
+/// d and dv; rows of a sequence, which the kernels count with ints.
+inline constexpr int kMostDim = 256;
+inline constexpr int64_t kMostRows = int64_t{1} << 29;
+
+inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+/// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
+/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch.
+/// Where chunks do, both bounds do, too: those of the window around each.
+bool left_binds(const Problem& problem);
+bool right_binds(const Problem& problem);
+bool chunk_binds(const Problem& problem);
+
+/// Keys in pages or elsewhere, or packed queries alone.
+bool has_cache(const Problem& problem);
+
+/// Of a kv head, (query, head of its group): what a block of an invariant call's decode.cu has.
+inline constexpr int64_t kFewRows = 64;
+
+/// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
+/// invariant calls on contiguous keys that both compute: decode.cu, which shares out its keys,
+/// where it has up to kFewRows, and forward.cu where it has more. Which the longest one is depends
+/// on the batch.
+bool rows_decide(const Problem& problem);
+/// The most queries of a sequence that decode.cu computes then; 0: it computes none.
+int64_t few_queries(const Problem& problem);
+/// Whether some sequences of one call are decode.cu's and others forward.cu's, which lengths say.
+bool takes_both(const Problem& problem);
+
+/// What a problem fixes of the text of every kernel.
+struct HopperKey {
+  DType dtype = DType::kBF16;
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  bool has_left = false, has_right = false, has_chunk = false;
+  bool softcap = false, alibi = false;
+  bool packed = false, seqused_q = false, seqused_k = false;
+  bool operator==(const HopperKey&) const = default;
+};
+HopperKey hopper_key(const Problem& problem);
+
+/// What it fixes of those of the forward pass.
+struct HopperAnyForwardKey : HopperKey {
+  bool transforms_scores = false, has_sinks = false, packed_k = false, has_lse = false;
+  int page = 0;             ///< keys of a page; 0: there are none
+  bool page_lists = false;  ///< page_indptr says where a sequence's begin
+  int few_queries = 0;  ///< decode.cu has sequences of up to so many, forward.cu the longer ones
+  bool operator==(const HopperAnyForwardKey&) const = default;
+};
+HopperAnyForwardKey hopper_any_forward_key(const Problem& problem);
+
+/// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
+kernels::Band band_of(const HopperKey& key, const Mask& mask);
+
+/// scale * log2(e), as the kernels compute with it.
+float scale_log2(const Problem& problem);
+
+/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
+/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
+bool transforms(const Problem& problem);
+
+/// What is computed, without addresses.
+CallParams call_params(const Problem& problem, const kernels::Band& band);
+
+/// The pages of its keys, without addresses.
+KeyPages key_pages(const Problem& problem);
+
+/// Where the random numbers of a run's dropout come from.
+template <class Args>
+void set_random_numbers(CallParams& params, const Args& args, const Run& run) {
+  params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
+  params.dropout_seed = run.dropout_seed;
+  params.dropout_offset = run.dropout_offset;
+}
+
+/// "q is copied ...", and why.
+std::string copy_sentence(std::string_view name, std::string_view why);
+
+/// The text of kernel_config.h.
+class PlanHeader {
+ public:
+  explicit PlanHeader(DType dtype);
+  void add(std::string_view name, int value);
+  std::string text() const { return text_ + "};\n"; }
+
+ private:
+  std::string text_;
+};
+
+}  // namespace fulgur::cuda

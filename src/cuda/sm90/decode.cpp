@@ -1,0 +1,189 @@
+#include "cuda/sm90/decode.h"
+
+#include <fmt/format.h>
+
+#include "call/append_then_attend.h"
+#include "cuda/common/append_arguments.h"
+#include "cuda/common/launch.h"
+#include "cuda/sm90/common.h"
+#include "cuda/sm90/tensor_map.h"
+#include "fulgur/error.h"
+#include "kernels/host_device/stream_k.h"
+#include "kernels/sm90/decode/layout.h"
+
+namespace fulgur::cuda {
+namespace {
+
+KernelUse decode_kernel(const HopperDecodePlan& plan) {
+  return {
+      {"sm90/decode/decode.cu", kernel_config(plan), "sm_90a"}, "fulgur_decode", plan.shared_bytes};
+}
+
+KernelUse merge_kernel(const HopperDecodePlan& plan) {
+  return {{"sm90/decode/combine.cu", kernel_config(plan), "sm_90a"}, "fulgur_decode_merge", 0};
+}
+
+StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
+
+const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
+
+}  // namespace
+
+std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
+  std::vector<KernelUse> kernels = {decode_kernel(plan)};
+  if (plan.merges_later()) kernels.push_back(merge_kernel(plan));
+  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
+  if (plan.copies()) kernels.push_back(kCopyKernel);
+  return kernels;
+}
+
+HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& plan,
+                           Reasons reasons)
+    : problem_(p),
+      gpu_(gpu),
+      plan_(plan),
+      reasons_(std::move(reasons)),
+      maps_(forward_maps(p, plan.box_keys)),
+      no_keys_(p.sk == 0 || p.total_k == 0),
+      numbers_(p, gpu),
+      workspace_(workspace_of(p, plan)),
+      padding_(padding_params(p)) {
+  static_cast<CallParams&>(params_) = call_params(p, band_of(plan, p.mask));
+  params_.q = tensor_of(p.q);
+  copy_k_ = copy_of(maps_.k, plan.copies_k, workspace_.copies[0], &params_.k);
+  copy_v_ = copy_of(maps_.v, plan.copies_v, workspace_.copies[1], &params_.v);
+  params_.o = tensor_of(p.out);
+  params_.lse_batch_stride = p.lse.batch;
+  params_.lse_head_stride = p.lse.head;
+  params_.batch = static_cast<int>(p.batch);
+  params_.hk = static_cast<int>(p.hk);
+  params_.pages = key_pages(p);
+  params_.most_pieces = plan.most_pieces;
+  params_.piece_floats = plan.piece_floats();
+  if (plan.pieces == kernels::kFillingPieces) {
+    params_.to_fill = kernels::divisor(plan.grid);
+    params_.to_fit = kernels::divisor(plan.grid - params_.batch * params_.hk);
+    params_.heads = kernels::divisor(params_.hk);
+  }
+  kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
+  if (plan_.merges_later()) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
+}
+
+HopperDecode::Copy HopperDecode::copy_of(const TensorMapShape& shape, const std::string& why,
+                                         int64_t offset, StridedTensor* to) const {
+  const bool needed = !why.empty();
+  const TensorMapShape lies = needed ? copied(shape) : shape;
+  *to = tensor_of(lies.strides);
+  return {needed, offset, copy_params(shape, lies)};
+}
+
+DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
+  DecodeParams p = params_;
+  const auto elements = [](const char* name, const ConstTensor& t, bool any_alignment) {
+    return static_cast<unsigned short*>(aligned_data(name, t, any_alignment));
+  };
+  p.q.data = elements("q", args.q, !plan_.q_whole);
+  const auto keys = [&](const char* name, const ConstTensor& t, const Copy& copy) {
+    if (!copy.needed) return elements(name, t, no_keys_);
+    return reinterpret_cast<unsigned short*>(workspace + copy.offset);
+  };
+  p.k.data = keys("k", args.k, copy_k_);
+  p.v.data = keys("v", args.v, copy_v_);
+  p.o.data = elements("out", args.out, !plan_.o_whole);
+  if (plan_.box_keys > 0) {
+    const auto encode_keys = [&](const TensorMapShape& shape, void* data, TensorMapBlob* map) {
+      encode(shape, shape.empty() ? args.out.data : data, map, Promotion::k128Bytes);
+    };
+    encode_keys(maps_.k, p.k.data, &p.k_map);
+    encode_keys(maps_.v, p.v.data, &p.v_map);
+  }
+  p.lse = static_cast<float*>(args.lse.data);
+  p.cu_seqlens_q = ints(args.cu_seqlens_q);
+  p.cu_seqlens_k = ints(args.cu_seqlens_k);
+  p.seqused_q = ints(args.seqused_q);
+  p.seqused_k = ints(args.seqused_k);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
+  p.pages.table = ints(args.page_table);
+  p.pages.indptr = ints(args.page_indptr);
+  p.cache_batch_idx = ints(args.cache_batch_idx);
+  p.leftpad_k = ints(args.leftpad_k);
+  p.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
+  p.tickets = reinterpret_cast<int*>(workspace);
+  p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
+  return p;
+}
+
+void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& params,
+                                 CUstream stream) const {
+  const auto launch_copy = [&](const Copy& copy, const ConstTensor& from, void* to) {
+    if (!copy.needed) return;
+    ForwardCopyParams p = copy.params;
+    p.from = static_cast<const unsigned short*>(from.data);
+    p.to = to;
+    launch(stream, copy_kernel_, &p, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+           "launching the kernel that copies rows");
+  };
+  launch_copy(copy_k_, args.k, params.k.data);
+  launch_copy(copy_v_, args.v, params.v.data);
+}
+
+void HopperDecode::run(const Call& call, const Run& run) const {
+  const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+  const auto stream = static_cast<CUstream>(run.stream);
+  if (!plan_.appends) {
+    numbers_.check(args);
+    if (workspace_.end == 0) return;
+    const CurrentContext current(gpu_.context());
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+    return this->run(args, {}, lease.data, stream);
+  }
+  Appending appending(args, problem_.mask);
+  numbers_.check(appending.attention());
+  const CurrentContext current(gpu_.context());
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  appending.turn_into(lease.data + workspace_.turned);
+  AppendParams append = append_params(appending.call());
+  set_lengths(appending.rows(), append);
+  this->run(appending.attention(), append, lease.data, stream);
+}
+
+void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char* workspace,
+                       CUstream stream) const {
+  void* const numbers = workspace + workspace_.numbers;
+  const DecodeAppendParams params{arguments(numbers_.moved(args, numbers), workspace), append};
+  numbers_.store(args, stream, numbers);
+  if (params.batch > 0) {  // else all rows are padding
+    launch_copies(args, params, stream);
+    launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+           "launching the decode kernel");
+    if (plan_.merges_later() && plan_.most_pieces > 1) {
+      launch(stream, merge_kernel_, &params,
+             {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
+             32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
+    }
+  }
+  if (!plan_.has_padding()) return;
+  ForwardPaddingParams padding = padding_;
+  padding.o = params.o.data;
+  padding.lse = params.lse;
+  padding.cu_seqlens_q = params.cu_seqlens_q;
+  padding.seqused_q = params.seqused_q;
+  launch_padding(stream, padding_kernel_, padding, gpu_.multiprocessors());
+}
+
+Explanation HopperDecode::explain() const {
+  std::vector<std::string> decisions = describe(plan_, problem_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  numbers_.describe(decisions);
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows(), plan_.block_keys};
+}
+
+WorkspaceNeed HopperDecode::workspace() const {
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <vector>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/gpu.h"
+#include "cuda/sm90/decode_plan.h"
+#include "cuda/sm90/tensor_map.h"
+#include "engine/engine.h"
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/common/padding_params.h"
+#include "kernels/sm90/decode/params.h"
+
+namespace fulgur::cuda {
+
+/// What a plan launches: the decode kernel first, then those beside it.
+std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
+
+/// The host's half of sm90/decode/decode.cu: a plan with its compiled kernels on a device.
+class HopperDecode final : public Executable {
+ public:
+  HopperDecode(const Problem& problem, Gpu& gpu, const HopperDecodePlan& plan, Reasons reasons);
+
+  void run(const Call& call, const Run& run) const override;
+  Explanation explain() const override;
+  WorkspaceNeed workspace() const override;
+
+ private:
+  /// k or v, copied to rows that lanes can copy at once.
+  struct Copy {
+    bool needed = false;
+    int64_t offset = 0;          ///< in the workspace
+    ForwardCopyParams params{};  ///< without addresses
+  };
+
+  Copy copy_of(const TensorMapShape& shape, const std::string& why, int64_t offset,
+               StridedTensor* to) const;
+  DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
+  /// Runs a call, of which `append` is told the kernel if it appends.
+  void run(const ForwardArgs& args, const AppendParams& append, char* workspace,
+           CUstream stream) const;
+  void launch_copies(const ForwardArgs& args, const DecodeParams& params, CUstream stream) const;
+
+  Problem problem_;
+  Gpu& gpu_;
+  HopperDecodePlan plan_;
+  Reasons reasons_;
+  ForwardMaps maps_;
+  bool no_keys_;  ///< no row of k
+  HostNumbers numbers_;
+  HopperDecodeWorkspace workspace_;
+  CUfunction kernel_ = nullptr, merge_kernel_ = nullptr;
+  CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;
+  DecodeParams params_{};  ///< what every run has in common
+  Copy copy_k_, copy_v_;
+  ForwardPaddingParams padding_{};
+};
+
+}  // namespace fulgur::cuda

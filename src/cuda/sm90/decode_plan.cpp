@@ -1,0 +1,491 @@
+#include "cuda/sm90/decode_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "call/append_then_attend.h"
+#include "cuda/common/call_kernel.h"
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/sm90/common.h"
+#include "cuda/sm90/forward_plan.h"
+#include "cuda/sm90/tensor_map.h"
+#include "kernels/host_device/stream_k.h"
+#include "kernels/sm90/decode/layout.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kSwizzledRows = 8;
+constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their next panel comes
+constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
+constexpr int kMostWarps = 8;
+constexpr int64_t kLongShare = 32;     // units of keys, of a multiprocessor
+constexpr int kReservedBytes = 1024;   // of shared memory, for each thread block but the first
+constexpr int64_t kNarrowRows = 16;    // of a kv head: a warp's
+constexpr int64_t kLongTurns = 49152;  // keys of a thread block, by turns
+constexpr int64_t kLanes = 32;
+/// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
+/// parts in so many of these: one of them puts the parts together slower than another kernel does.
+constexpr int64_t kSomeParts = 2;
+/// Those of narrow teams, where each has so many parts, which hardly differ in length.
+constexpr int64_t kEvenParts = 8;
+/// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
+constexpr int64_t kMostRowsForModel = 128;
+
+/// Rows that a group of lanes of a thread block may write one after the other before it attends:
+/// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
+constexpr int64_t kMostAppendRounds = 8;
+
+// Measured on an H200.
+constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
+constexpr double kStartCycles = 2000;        // lengths, first loads, merges
+constexpr double kProductFlops = 2000;       // a cycle, where products bind
+constexpr double kMegahertz = 1755;          // while it reads
+constexpr double kLaunchMicroseconds = 5.5;  // with what waits for the last part
+
+/// Of the longest sequence that it computes.
+int64_t rows_of_kv_head(const Problem& p) {
+  return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
+}
+
+kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
+  return {key.head_dim,  key.value_dim,  key.team_warps, key.teams,
+          key.line_rows, key.block_keys, key.k_stages,   key.v_stages};
+}
+
+int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
+
+/// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
+std::string not_whole(const Layout& strides) {
+  for (const auto& [name, stride] :
+       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
+        std::pair{"heads", strides.head}}) {
+    if (stride % kWholeRow != 0) {
+      return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
+                         name, kWholeRow);
+    }
+  }
+  return strides.aligned ? "" : "has data at no multiple of 16 bytes";
+}
+
+/// The keys of a tile that TMA brings at once, of one page; 0 where it cannot.
+int box_keys_of(const Problem& p, int block_keys) {
+  const int page = static_cast<int>(p.cache.page);
+  const int box = std::gcd(std::gcd(page, block_keys), kMostBoxKeys);
+  const ForwardMaps maps = forward_maps(p, box);
+  for (const TensorMapShape* shape : {&maps.k, &maps.v}) {
+    if (!map_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
+  }
+  // Boxes begin where the swizzle does.
+  return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
+}
+
+/// Whether each line is computed by many thread blocks, `parts` or more.
+bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
+  return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
+}
+
+/// Whether up to 16 rows of a kv head are those of warpgroups, too, as pieces of few lines are
+/// theirs: always beyond half a warp's rows. Narrow teams have such pieces of fewer lines, and with
+/// fewer rows parts that cost them little where sequences are many or shares long.
+bool pieces_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
+  if (!has_few_lines(p, blocks) || p.sk <= kernels::kUnitKeys) return false;
+  if (rows > kNarrowRows / 2) return true;
+  const bool some = kEvenParts * p.batch * p.hk > blocks && p.batch <= kLanes;
+  return some && (rows > kNarrowRows / 4 || !long_shares);
+}
+
+/// Whether lines, taken whole, leave few of the thread blocks idle: whole_lines_do says how few.
+bool has_enough_lines(const Problem& p, int blocks) { return 17 * p.batch * p.hk >= 16 * blocks; }
+
+/// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
+/// holds.
+void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
+  // How many rows there are depends on the batch: invariant calls have a tile for many and few.
+  const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
+  const int dim = std::max(plan.head_dim, plan.value_dim);
+  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
+  const bool long_shares = units >= kLongShare * target.multiprocessors;
+  // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
+  // pieces fill the card.
+  const bool wide_pays = long_shares || has_few_lines(p, target.multiprocessors);
+  const bool boxes = box_keys_of(p, kernels::kUnitKeys) > 0;
+  const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 && !(wide_pays && boxes);
+  const bool narrow =
+      rows <= kNarrowRows && !(boxes && pieces_pay(p, target.multiprocessors, rows, long_shares));
+  plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
+  plan.line_rows = plan.team_warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+  // Two thread blocks hide each other's page ids, but they double the parts that lines have.
+  const bool a_line_each =
+      has_enough_lines(p, target.multiprocessors) && p.batch * p.hk <= target.multiprocessors;
+  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares &&
+                   !a_line_each && !has_few_lines(p, target.multiprocessors, kEvenParts);
+  plan.residents = two ? 2 : 1;
+  plan.teams = kMostWarps / plan.team_warps / plan.residents;
+  const bool wide = plan.team_warps >= kernels::kWideTeam;
+  plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
+  if (wide) {
+    // Loads keep up with the products of larger tiles, but for lanes that look up pages; of these
+    // tiles there are six buffers or more, lest V wait for a place. A word of a tree mask has bits
+    // for 64 keys.
+    const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
+    const bool by_boxes = box_keys_of(p, large) > 0;
+    const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
+    if (plan.team_warps == kMostWarps && !plan.tree && keeps_up) plan.block_keys = large;
+    // Beside the widest heads what scores need besides has no registers where lanes copy; invariant
+    // calls have one tile wherever keys lie.
+    const bool more_scores = plan.transforms_scores || plan.has_left;
+    const bool no_registers = more_scores && (p.invariant || !by_boxes);
+    if (dim > 128 && (plan.tree || no_registers)) plan.block_keys = 16;
+  }
+  const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
+  const auto set_buffers = [&](int count) {
+    plan.k_stages = (count + 1) / 2;
+    plan.v_stages = count / 2;
+    return count;
+  };
+  const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  int buffers = set_buffers(most);
+  while (bytes_of(plan) > room) {
+    if (buffers == 4) plan.teams /= 2;
+    buffers = set_buffers(buffers == 4 ? most : buffers - step);
+  }
+  plan.shared_bytes = bytes_of(plan);
+  if (wide) plan.box_keys = box_keys_of(p, plan.block_keys);
+}
+
+/// Of a key of a kv head: to read it, and to multiply with it.
+struct KeyCycles {
+  double reading, products;
+};
+
+KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
+  const int64_t rows = p.of_groups ? ceil_div(rows_of_kv_head(p), p.batch) : rows_of_kv_head(p);
+  const double blocks = ceil_div(rows, plan.block_rows());
+  const double dims = plan.head_dim + plan.value_dim;
+  return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
+}
+
+/// Of fewer parts a warp of the kernel that merges takes more columns: a warp costs more than their
+/// loads.
+int64_t many_parts(const HopperDecodePlan& plan) { return plan.team_warps + 1; }
+
+/// For how many pieces there is room in the workspace.
+int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
+  if (plan.pieces == kernels::kFillingPieces) return plan.grid;
+  return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
+}
+
+/// How lines are cut.
+int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.invariant) return kernels::kOwnPieces;
+  const bool wide = plan.team_warps >= kernels::kWideTeam;
+  const int64_t lines = p.batch * p.hk;
+  // Two lines of narrow teams have shares, which measure 11.1 us where pieces of them take 14.2.
+  const bool few = has_few_lines(p, plan.grid, wide ? kSomeParts : kEvenParts) &&
+                   (wide || lines == 1 || kernels::kMostPieces * lines >= plan.grid);
+  const bool fills =
+      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
+  return fills ? kernels::kFillingPieces : kernels::kNoPieces;
+}
+
+/// Whether thread blocks may take lines one after the other, instead of shares that cut them:
+/// each sequence has one line a kv head, and there are enough for all thread blocks.
+bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
+  // Narrow teams have no registers for it beside all that a tree mask takes.
+  if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
+  return plan.pieces == kernels::kNoPieces && !p.of_groups &&
+         rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
+}
+
+/// Whether lines go by turns: of wide teams where some thread block has two, of narrow ones
+/// where what a share of so many keys takes longer on one multiprocessor than on another is more
+/// than turns cost.
+bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
+  if (!plan.whole_lines || p.batch > kernels::kTurnSequences) return false;
+  const int64_t lines = p.batch * p.hk;
+  if (plan.team_warps >= kernels::kWideTeam) return lines > plan.grid;
+  return lines * p.sk >= kLongTurns * plan.grid;
+}
+
+/// Of `lines`, in words.
+std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
+  if (plan.pieces == kernels::kFillingPieces) {
+    return fmt::format("cut so that each thread block has about one piece, which {} merges",
+                       plan.merges_later() ? "another kernel" : "the last one at a line");
+  }
+  if (plan.most_pieces > 1) {
+    return fmt::format(
+        "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
+        "merges",
+        plan.most_pieces);
+  }
+  if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
+  if (plan.turns) {
+    return "the longest first, each by the one that comes to it first; cut where they are longer "
+           "than what each has in all";
+  }
+  return fmt::format(
+      "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
+      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
+}
+
+double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
+  const KeyCycles key = key_cycles(plan, p);
+  const double keys =
+      static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
+  return kStartCycles + keys * std::max(key.reading, key.products);
+}
+
+}  // namespace
+
+int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
+
+int HopperDecodePlan::piece_floats() const {
+  return piece_rows * kernels::partial_row_floats(value_dim);
+}
+
+bool HopperDecodePlan::merges_later() const {
+  return pieces == kernels::kOwnPieces ||
+         (pieces == kernels::kFillingPieces && team_warps >= kernels::kWideTeam);
+}
+
+int HopperDecodePlan::merge_units() const {
+  return pieces == kernels::kFillingPieces ? team_warps * ceil_div(value_dim / 8, merge_eights)
+                                           : piece_rows;
+}
+
+HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.total_q == 0) return {};
+  int64_t floats = 0;  // that parts leave
+  if (plan.pieces == kernels::kNoPieces)
+    floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
+  else if (plan.most_pieces > 1)
+    floats = room_for_pieces(p, plan) * plan.piece_floats();
+  const ForwardMaps maps = forward_maps(p, plan.block_keys);
+  HopperDecodeWorkspace at;
+  at.end = LaunchMemory::kZeroed;
+  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+    const int64_t offset = at.end;
+    if (!why.empty()) at.end += copied_bytes(shape);
+    return offset;
+  };
+  at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
+  at.turned = at.end;
+  at.end += turned_bytes(p);
+  at.partial = at.end;
+  at.end += floats * int64_t{sizeof(float)};
+  at.numbers = at.end;
+  at.end += host_numbers_bytes(p);
+  return at;
+}
+
+std::string hopper_decode_rejects(const Problem& p) {
+  const std::string why = hopper_decode_rejects_few(p);
+  if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
+  return fmt::format(
+      "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
+      "{} heads",
+      kFewRows, p.sq, p.group());
+}
+
+std::string hopper_decode_rejects_few(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.d > kMostDim || p.dv > kMostDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  }
+  if (p.dropout_p > 0) return "computes without dropout";
+  // Other rows are copied, which the forward kernel does, too, where it takes the call.
+  const bool forward_takes = !rows_decide(p) && !has_cache(p) && !p.has_tree;
+  for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
+    if (const std::string why = not_whole(*strides); !why.empty() && forward_takes) {
+      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
+                         why);
+    }
+  }
+  const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
+  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMostRows) {
+    return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
+                       total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
+  }
+  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
+                       p.cache.entries, p.cache.page, p.cache.ids);
+  }
+  // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
+  const int64_t least_rows = p.invariant ? kFewRows : 16;
+  const double lines =
+      static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), least_rows);
+  const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
+  if (units > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", least_rows,
+                       int{kernels::kUnitKeys}, units);
+  }
+  return {};
+}
+
+HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
+  HopperDecodePlan plan;
+  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  plan.batch_idx = p.cache.batch_idx;
+  plan.leftpad = p.cache.leftpad;
+  plan.tree = p.has_tree;
+  plan.group = static_cast<int>(p.group());
+  plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
+  plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
+  plan.copies_k = not_whole(p.k);
+  plan.copies_v = not_whole(p.v);
+  set_tile(plan, p, target);
+  plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
+  plan.pieces = pieces_of(p, plan);
+  plan.whole_lines = has_whole_lines(p, plan);
+  plan.turns = has_turns(p, plan);
+  if (plan.pieces == kernels::kFillingPieces && p.batch > kLanes) plan.lane_sequences = 2;
+  if (plan.pieces != kernels::kNoPieces) {
+    const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
+    const bool own = plan.pieces == kernels::kOwnPieces;
+    plan.most_pieces = own ? kernels::most_pieces(static_cast<int>(units))
+                           : static_cast<int>(std::min<int64_t>(units, plan.grid));
+    if (plan.pieces == kernels::kFillingPieces && many_parts(plan) * p.batch * p.hk > plan.grid) {
+      plan.merge_eights = 4;
+    }
+    // Pieces that fill the card have all rows of a block.
+    plan.piece_rows = plan.line_rows;
+    if (own) {
+      plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
+    }
+  }
+  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
+  // Groups have few lines with many keys, which the forward kernel does not cut where lengths
+  // differ.
+  if (!p.of_groups && rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
+    tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
+  }
+  return tile;
+}
+
+std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.batch == 0 || p.total_q == 0) return "there are no queries";
+  if (p.append.host_numbers > 0) {
+    return "its lengths lie in the host's memory, from where a launch brings them first";
+  }
+  if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.turns)
+    return "its thread blocks may take lines by turns, and must know before which they write";
+  if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
+    return "narrow teams have no registers for it beside a softcap or ALiBi and a window";
+  }
+  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t items = plan.pieces == kernels::kFillingPieces
+                            ? 1
+                            : ceil_div(lines * plan.most_pieces, plan.grid) + 1;
+  const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
+  const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
+  const int64_t rows = items * (new_rows + (p.append.turns ? queries : 0));
+  const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
+  const int64_t rounds = ceil_div(rows, groups);
+  if (rounds <= kMostAppendRounds) return {};
+  return fmt::format(
+      "a thread block would write {} rows before it attends, {} at a time, in {} rounds, which up "
+      "to {} take less than a launch",
+      rows, groups, rounds, kMostAppendRounds);
+}
+
+HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
+  plan.appends = true;
+  plan.turns_q = p.append.turns;
+  plan.unread_rows =
+      plan.has_left || plan.has_chunk || plan.packed || plan.seqused_q || plan.leftpad;
+  return plan;
+}
+
+std::string kernel_config(const HopperDecodeKey& plan) {
+  PlanHeader header(plan.dtype);
+  header.add("kHeadDim", plan.head_dim);
+  header.add("kValueDim", plan.value_dim);
+  header.add("kTeamWarps", plan.team_warps);
+  header.add("kTeams", plan.teams);
+  header.add("kBlockKeys", plan.block_keys);
+  header.add("kKStages", plan.k_stages);
+  header.add("kVStages", plan.v_stages);
+  header.add("kBoxKeys", plan.box_keys);
+  header.add("kResidents", plan.residents);
+  header.add("kLineRows", plan.line_rows);
+  header.add("kPieces", plan.pieces);
+  header.add("kMergeEights", plan.merge_eights);
+  header.add("kLaneSequences", plan.lane_sequences);
+  header.add("kWholeLines", plan.whole_lines);
+  header.add("kTurns", plan.turns);
+  header.add("kGroup", plan.group);
+  header.add("kQWhole", plan.q_whole);
+  header.add("kOWhole", plan.o_whole);
+  header.add("kWholeColumns", plan.whole_columns);
+  header.add("kHasLeft", plan.has_left);
+  header.add("kHasRight", plan.has_right);
+  header.add("kHasChunk", plan.has_chunk);
+  header.add("kScoreMode", plan.transforms_scores);
+  header.add("kSoftcap", plan.softcap);
+  header.add("kAlibi", plan.alibi);
+  header.add("kHasSinks", plan.has_sinks);
+  header.add("kPacked", plan.packed);
+  header.add("kPackedK", plan.packed_k);
+  header.add("kSeqUsedQ", plan.seqused_q);
+  header.add("kSeqUsedK", plan.seqused_k);
+  header.add("kHasLse", plan.has_lse);
+  header.add("kPage", plan.page);
+  header.add("kPageLists", plan.page_lists);
+  header.add("kBatchIdx", plan.batch_idx);
+  header.add("kLeftPad", plan.leftpad);
+  header.add("kTree", plan.tree);
+  header.add("kFewQueries", plan.few_queries);
+  header.add("kAppends", plan.appends);
+  header.add("kTurnsQ", plan.turns_q);
+  header.add("kUnreadRows", plan.unread_rows);
+  return header.text();
+}
+
+std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p) {
+  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const KeyCycles key = key_cycles(plan, p);
+  const double cycles = predicted_cycles(plan, p, plan.grid / plan.residents);
+  std::vector<std::string> sentences = {
+      fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
+                  "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
+                  plan.block_rows(), plan.teams, plan.team_warps, plan.block_keys, plan.head_dim,
+                  plan.value_dim),
+      fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
+                  plan.k_stages, plan.v_stages,
+                  plan.box_keys > 0
+                      ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
+                      : "whose rows lanes copy",
+                  plan.shared_bytes),
+      fmt::format("{} thread blocks take {} all keys, of the lengths that the call has when it "
+                  "runs: {} lines, of a kv head and its rows, {}",
+                  plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
+                  how_lines_are_cut(plan, lines)),
+      fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
+                  kLaunchMicroseconds + cycles / kMegahertz, p.sk,
+                  key.reading >= key.products ? "reading K and V binds" : "the products bind")};
+  for (const auto& [name, why] : {std::pair{"k", &plan.copies_k}, std::pair{"v", &plan.copies_v}}) {
+    if (why->empty()) continue;
+    sentences.push_back(
+        fmt::format("{} is copied to rows of multiples of 16 bytes: it {}", name, *why));
+  }
+  if (plan.appends) {
+    sentences.push_back(fmt::format(
+        "new rows of k and v, {} in all, go to their caches by the thread blocks that read them{}",
+        p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
+  }
+  if (plan.page > 0) {
+    sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
+                                    plan.page_lists ? "page_indptr" : "page_table"));
+  }
+  return sentences;
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/common/family.h"
+#include "cuda/sm90/common.h"
+
+namespace fulgur::cuda {
+
+/// What kernel_config.h fixes at compile time, with its names (kHeadDim is head_dim).
+struct HopperDecodeKey : HopperAnyForwardKey {
+  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
+  int block_keys = 0;                     ///< Bc
+  int k_stages = 0, v_stages = 0;         ///< buffers of a team
+  int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
+  int residents = 0;                      ///< thread blocks of a multiprocessor
+  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
+  int group = 0;                          ///< hq / hk
+  int pieces = 0;                         ///< how lines are cut (kernels/host_device/stream_k.h)
+  int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
+  int lane_sequences = 1;                 ///< of pieces that fill the card: sequences of a lane
+  bool whole_lines = false;               ///< taken whole where lengths make that as even as shares
+  bool turns = false;                     ///< lines go by turns, the longest first
+  bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
+  bool whole_columns = false;             ///< d and dv are computed as they are
+  bool batch_idx = false, leftpad = false;
+  bool tree = false;         ///< a tree mask hides some of the last sq keys
+  bool appends = false;      ///< new rows of K and V, before it attends
+  bool turns_q = false;      ///< and turns q beside them
+  bool unread_rows = false;  ///< perhaps no thread block reads all of them
+  bool operator==(const HopperDecodeKey&) const = default;
+
+  /// Whether it sees to rows of q that belong to no sequence.
+  bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
+};
+
+/// Every decision about a forward pass by sm90/decode/decode.cu.
+struct HopperDecodePlan : HopperDecodeKey {
+  int shared_bytes = 0;
+  int grid = 0;                         ///< thread blocks: shares of the work
+  int most_pieces = 1, piece_rows = 0;  ///< of a line
+  /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
+  std::string copies_k, copies_v;
+  bool operator==(const HopperDecodePlan&) const = default;
+
+  TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
+  int block_rows() const { return 16 * team_warps; }  ///< Br
+  int threads() const;
+  bool copies() const { return !(copies_k + copies_v).empty(); }
+  int piece_floats() const;
+  /// Whether sm90/decode/combine.cu puts the pieces of lines together, not the last thread block at
+  /// each.
+  bool merges_later() const;
+  /// Of a line: what each warp of sm90/decode/combine.cu takes one of, columns or rows.
+  int merge_units() const;
+  /// Counters that are zero between launches.
+  int counters() const { return 3 * grid + 1; }
+};
+
+/// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is
+/// launched.
+struct HopperDecodeWorkspace {
+  std::array<int64_t, 2> copies{};  ///< of k and v
+  int64_t turned = 0;               ///< q
+  int64_t partial = 0;              ///< what parts of lines leave
+  int64_t numbers = 0, end = 0;     ///< numbers of the host
+};
+HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);
+
+/// Why sm90/decode/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what
+/// it does compute; empty when it does.
+std::string hopper_decode_rejects(const Problem& problem);
+/// The same of its part of a problem that takes_both.
+std::string hopper_decode_rejects_few(const Problem& problem);
+
+/// A plan for a problem that is not rejected.
+struct HopperDecodeTile {
+  HopperDecodePlan plan;
+  double cycles = 0;       ///< predicted
+  std::string tuned_only;  ///< why the cost model may not take it; empty when it may
+};
+HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target);
+
+/// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
+std::string hopper_decode_not_fused(const Problem& problem, const HopperDecodePlan& plan);
+/// The plan that does.
+HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
+
+/// The text of kernel_config.h.
+std::string kernel_config(const HopperDecodeKey& key);
+
+/// The plan of a problem in sentences.
+std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& problem);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,158 @@
+#include "cuda/sm90/forward.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "cuda/common/launch.h"
+#include "cuda/sm90/common.h"
+#include "fulgur/error.h"
+
+namespace fulgur::cuda {
+namespace {
+
+KernelUse main_kernel(const HopperForwardPlan& plan) {
+  return {{"sm90/forward/forward.cu", kernel_config(plan), "sm_90a"},
+          "fulgur_forward",
+          plan.shared_bytes};
+}
+
+}  // namespace
+
+std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
+  std::vector<KernelUse> kernels;
+  if (plan.work.items > 0) kernels.push_back(main_kernel(plan));
+  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
+  if (plan.copies()) kernels.push_back(kCopyKernel);
+  return kernels;
+}
+
+HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan,
+                             Reasons reasons)
+    : gpu_(gpu),
+      plan_(plan),
+      reasons_(std::move(reasons)),
+      maps_(forward_maps(problem, plan.box_keys)),
+      numbers_(problem, gpu),
+      workspace_(workspace_of(problem, plan)) {
+  set_params(problem);
+  set_inputs();
+  if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
+}
+
+void HopperForward::set_params(const Problem& p) {
+  if (plan_.counters() * int64_t{sizeof(int)} > LaunchMemory::kZeroed) {
+    throw Error(Status::kInternal,
+                fmt::format("{} counters do not fit the workspace", plan_.counters()));
+  }
+  static_cast<CallParams&>(params_) = call_params(p, band_of(plan_, p.mask));
+  params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
+  params_.lse_batch_stride = p.lse.batch;
+  params_.lse_head_stride = p.lse.head;
+  params_.work = plan_.work;
+  params_.pages = key_pages(p);
+  padding_ = padding_params(p);
+}
+
+void HopperForward::set_inputs() {
+  const auto input = [&](const char* name, const TensorMapShape& shape, bool copied, int64_t offset,
+                         TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
+    Input in{name, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map, tensor};
+    const Layout& to = in.shape.strides;
+    params_.*tensor = {nullptr, to.batch, to.row, to.head};
+    in.copy = copy_params(shape, in.shape);
+    return in;
+  };
+  const auto& [q, k, v] = workspace_.copies;
+  inputs_ = {
+      input("q", maps_.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map, &ForwardParams::q),
+      input("k", maps_.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map, &ForwardParams::k),
+      input("v", maps_.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map, &ForwardParams::v)};
+}
+
+HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
+                                                  char* workspace) const {
+  Arguments a{params_, padding_, {}};
+  ForwardParams& p = a.forward;
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.tickets = p.counters + kernels::kSchedulerCounters;
+  p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
+  p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
+  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  p.seqused_q = a.padding.seqused_q = static_cast<const int*>(args.seqused_q.data);
+  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  p.pages.table = static_cast<const int*>(args.page_table.data);
+  p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
+  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  p.sinks = static_cast<const float*>(args.sinks.data);
+  set_random_numbers(p, args, run);
+  p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
+
+  const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
+  void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o.empty());
+  if (plan_.store == HopperForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
+  p.o.data = a.padding.o = static_cast<unsigned short*>(out);
+
+  const std::array<const ConstTensor*, 3> tensors = {&args.q, &args.k, &args.v};
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const Input& in = inputs_[i];
+    a.copies[i] = in.copy;
+    a.copies[i].from = static_cast<const unsigned short*>(tensors[i]->data);
+    a.copies[i].to = workspace + in.offset;
+    void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
+    // An empty q or out launches nothing; empty k and v are never read, but their maps must be
+    // valid: they lie around out.
+    if (in.shape.empty()) data = out;
+    encode(in.shape, data, &(p.*in.map));
+    (p.*in.tensor).data = static_cast<unsigned short*>(data);
+  }
+  return a;
+}
+
+void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    if (!inputs_[i].copied) continue;
+    cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.multiprocessors()},
+                 kCopyThreads, 0, "launching the kernel that copies rows");
+  }
+  if (plan_.work.items > 0) {
+    cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),
+                 plan_.shared_bytes, "launching the forward kernel");
+  }
+  if (plan_.has_padding()) {
+    launch_padding(stream, padding_kernel_, arguments.padding, gpu_.multiprocessors());
+  }
+}
+
+void HopperForward::run(const Call& call, const Run& run) const {
+  const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+  numbers_.check(args);
+  if (maps_.o.empty()) return;
+  const CurrentContext current(gpu_.context());
+  const auto stream = static_cast<CUstream>(run.stream);
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  char* const workspace = lease.data;
+  void* const numbers = workspace + workspace_.numbers;
+  const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);
+  numbers_.store(args, stream, numbers);
+  launch(there, stream);
+}
+
+Explanation HopperForward::explain() const {
+  std::vector<std::string> decisions = describe(plan_);
+  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
+  numbers_.describe(decisions);
+  // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
+  return {std::move(decisions), reasons_.rejected, plan_.block_rows() / plan_.consumers,
+          plan_.block_keys};
+}
+
+WorkspaceNeed HopperForward::workspace() const {
+  if (workspace_.end == 0) return {};
+  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/gpu.h"
+#include "cuda/sm90/forward_plan.h"
+#include "cuda/sm90/tensor_map.h"
+#include "engine/engine.h"
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/common/padding_params.h"
+#include "kernels/sm90/forward/params.h"
+
+namespace fulgur::cuda {
+
+/// What a plan launches: the forward kernel first, if there is work, then those beside it.
+std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan);
+
+/// The host's half of sm90/forward/forward.cu: a plan with its compiled kernels on a device.
+class HopperForward final : public Executable {
+ public:
+  HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan, Reasons reasons);
+
+  /// Encodes the tensor maps and launches on the stream.
+  void run(const Call& call, const Run& run) const override;
+  Explanation explain() const override;
+  WorkspaceNeed workspace() const override;
+
+ private:
+  /// q, k or v, and how it gets where its map says.
+  struct Input {
+    const char* name = "";
+    TensorMapShape shape;  ///< of the copy where it is copied
+    bool copied = false;
+    int64_t offset = 0;        ///< of the copy in the workspace
+    ForwardCopyParams copy{};  ///< without addresses
+    TensorMapBlob ForwardParams::*map = nullptr;
+    StridedTensor ForwardParams::*tensor = nullptr;
+  };
+  /// The arguments of one run's kernels.
+  struct Arguments {
+    ForwardParams forward;
+    ForwardPaddingParams padding;
+    std::array<ForwardCopyParams, 3> copies;
+  };
+
+  void set_params(const Problem& problem);
+  void set_inputs();
+  Arguments arguments(const ForwardArgs& args, const Run& run, char* workspace) const;
+  void launch(const Arguments& arguments, CUstream stream) const;
+
+  Gpu& gpu_;
+  HopperForwardPlan plan_;
+  Reasons reasons_;
+  ForwardMaps maps_;
+  HostNumbers numbers_;
+  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
+  HopperForwardWorkspace workspace_;
+  ForwardParams params_{};  ///< what every run has in common
+  ForwardPaddingParams padding_{};
+  std::array<Input, 3> inputs_;
+};
+
+}  // namespace fulgur::cuda

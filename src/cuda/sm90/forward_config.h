@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/common/family.h"
+#include "cuda/sm90/common.h"
+#include "kernels/host_device/work_tiles.h"
+
+namespace fulgur::cuda {
+
+/// What kernel_config.h fixes at compile time, with its names (kHeadDim is head_dim).
+struct HopperForwardKey : HopperAnyForwardKey {
+  int consumers = 0;   ///< warpgroups of 64 rows each
+  int block_keys = 0;  ///< Bc
+  int q_stages = 0, k_stages = 0, v_stages = 0;
+  int producer_registers = 0, consumer_registers = 0;
+  bool dropout = false;
+  int box_keys = 0;  ///< keys that TMA loads at a time: of one page
+  bool split_tail = false;
+  enum class Store : uint8_t { kTiles, kRows, kElements };
+  Store store = Store::kTiles;  ///< how O leaves
+  bool operator==(const HopperForwardKey&) const = default;
+
+  /// Whether rows of q may belong to no sequence.
+  bool has_padding() const { return packed || seqused_q; }
+};
+
+/// How it is launched.
+struct HopperForwardLaunch {
+  int shared_bytes = 0;
+  kernels::Work work{};  ///< how rows, heads and keys are cut into items
+  int grid = 0;          ///< thread blocks
+  bool operator==(const HopperForwardLaunch&) const = default;
+};
+
+/// Every decision about a forward pass by sm90/forward/forward.cu.
+struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
+  /// Why q, k and v are copied to where TMA can address them; empty where they are not.
+  std::string copies_q, copies_k, copies_v;
+  bool operator==(const HopperForwardPlan&) const = default;
+
+  TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
+  bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
+  int block_rows() const { return 64 * consumers; }  ///< Br
+  int threads() const { return 128 * (consumers + 1); }
+  /// Floats that parts of split blocks leave for the last one.
+  int64_t partial_floats() const;
+  /// Counters that are zero between launches: two of the scheduler, and the tickets.
+  int counters() const;
+};
+
+/// The text of kernel_config.h.
+std::string kernel_config(const HopperForwardKey& key);
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,122 @@
+#include "cuda/sm90/forward_cost.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/sm90/common.h"
+#include "kernels/host_device/key_walk.h"
+
+namespace fulgur::cuda {
+namespace {
+
+// Measured on an H200.
+constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
+constexpr double kSoftmaxScores = 11.2;   // scores a cycle beside busy tensor cores, all warpgroups
+constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
+constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
+constexpr double kCopyBytes = 43;         // from L2 a cycle
+constexpr double kReadBytes = 18;         // from memory a cycle, of a multiprocessor's share
+constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
+constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
+constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
+constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
+constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
+constexpr double kPartBytes = 16;         // of partial results, written or read a cycle
+constexpr double kSplitLoop = 1.03;  // whole blocks of a kernel that can split take so much longer
+
+struct KeyTile {
+  double steady;  // cycles between two of them
+  double ends;    // first S and softmax of a tile, where warpgroups wait for the same units
+};
+
+KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
+  const double scores = 64.0 * plan.block_keys;  // of a warpgroup
+  const double dims = plan.head_dim + plan.value_dim;
+  const double product = 2 * scores * dims / kTensorFlops;
+  const bool slow = plan.transforms_scores || plan.dropout;
+  const double rate = slow ? kTransformScores : kSoftmaxScores;
+  const double alone = slow ? kTransformScores : kSoftmaxAlone;
+  const double copy = 2 * plan.block_keys * dims / kCopyBytes;
+  const double products = plan.consumers * (product + kProductTurn);
+  const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);
+  // Where softmax binds, that of the other warpgroups goes on meanwhile.
+  const int waiting = softmax > products ? 1 : plan.consumers;
+  return {std::max({products, softmax, copy, product + scores / alone + kChainCycles}),
+          waiting * (product / 2 + scores / rate)};
+}
+
+/// Items of `all` cycles together, the longest taken first. Each is taken when the one before it
+/// ends, and so multiprocessors wait for each other half a short item on average.
+double longest_first(double longest, double shortest, double all, int multiprocessors) {
+  return std::max(longest, all / multiprocessors + 0.5 * shortest);
+}
+
+/// Keys of the longest sequence, less those of a chunk that has just begun where others may be
+/// shorter: these see whole chunks.
+int keys_of_longest(const Problem& p) {
+  const bool whole = chunk_binds(p) && !p.alike() && p.sk > p.mask.chunk;
+  return static_cast<int>(whole ? p.sk - p.sk % p.mask.chunk : p.sk);
+}
+
+}  // namespace
+
+BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
+  const KeyTile key_tile = key_tile_cycles(plan);
+  const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
+  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), keys_of_longest(p)};
+  const kernels::Band band = band_of(plan, p.mask);
+  BlockCost cost;
+  cost.leave_part = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
+  cost.end = end;
+  cost.key_tile = key_tile.steady;
+  kernels::Work head{};  // one head alone
+  head.row_blocks = head.items = plan.work.row_blocks;
+  head.heads = head.section_heads = 1;
+  for (int number = 0; number < head.items; ++number) {
+    const kernels::Item item = kernels::item_of(head, 1, /*splits=*/false, band, number);
+    const kernels::KeyTiles keys = kernels::item_key_tiles(head, band, longest, plan.consumers,
+                                                           plan.block_keys, /*splits=*/false, item);
+    const int count = keys.end - keys.begin;
+    cost.key_tiles.push_back(count);
+    const double cycles = end + key_tile.steady * count;
+    cost.mean += cycles / plan.work.row_blocks;
+    cost.longest = std::max(cost.longest, cycles);
+    cost.shortest = number == 0 ? cycles : std::min(cost.shortest, cycles);
+  }
+  return cost;
+}
+
+double reading_cycles(const Problem& p, const Target& target) {
+  const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk);
+  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadBytes * target.multiprocessors);
+}
+
+double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts,
+                                 int multiprocessors) {
+  const int blocks = static_cast<int>(cost.key_tiles.size());
+  double all = 0, longest = 0;
+  for (int block = 0; block < blocks; ++block) {
+    const int count = cost.key_tiles[block], pieces = block < cut ? parts : 1;
+    const double leave = pieces > 1 ? cost.leave_part : 0;
+    all += heads * (pieces * (cost.end + 2 * leave) + count * cost.key_tile);
+    const int most = (count + pieces - 1) / pieces;
+    longest = std::max(longest, cost.end + most * cost.key_tile + (pieces + 1) * leave);
+  }
+  const int items = heads * (blocks + cut * (parts - 1));
+  if (items <= multiprocessors) return kSplitLoop * longest;
+  return kSplitLoop * longest_first(longest, cost.shortest, all, multiprocessors);
+}
+
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
+                        int multiprocessors) {
+  const bool equal = cost.longest <= cost.mean * 1.0001;
+  if (!equal)
+    return longest_first(cost.longest, cost.shortest, blocks * cost.mean, multiprocessors);
+  const int split = blocks - first_split;
+  const double waves = std::ceil(static_cast<double>(first_split) / multiprocessors);
+  const double part_waves = std::ceil(static_cast<double>(split) * parts / multiprocessors);
+  const double part = cost.mean / parts + (parts > 1 ? (parts + 1) * cost.leave_part : 0);
+  return waves * cost.mean * (parts > 1 ? kSplitLoop : 1) + part_waves * part;
+}
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,363 @@
+#include "cuda/sm90/forward_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/sm90/common.h"
+#include "cuda/sm90/forward_cost.h"
+#include "cuda/sm90/tensor_map.h"
+#include "kernels/sm90/forward/layout.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kMostParts = 8;  // more have not been measured
+constexpr int kMostCutPagesDim = 192, kMostChunkPagesDim = 192;
+constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
+constexpr int kLongKeys = 2048;
+constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
+constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
+
+using kernels::Work;
+
+kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
+  return kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
+                                  plan.q_stages, plan.k_stages, plan.v_stages});
+}
+
+/// Registers a thread that setmaxnreg gives to producer and consumers.
+struct Registers {
+  int producer, consumer;
+};
+constexpr Registers registers_of(int consumers) {
+  return consumers == 4   ? Registers{32, 112}
+         : consumers == 3 ? Registers{32, 160}
+                          : Registers{40, 232};
+}
+
+constexpr int kPageRegisters = 40;  // of a producer that looks up pages
+
+/// Tiles for d and dv up to most_dim, and dv up to most_value_dim. The compiler keeps their S, O
+/// and P in registers whatever the other options; with more keys or dims it would spill. The model
+/// was fitted to those above above_dim; for less only tuning takes them.
+struct Tile {
+  enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4 };  // the last two take registers
+  int above_dim, most_dim, most_value_dim, consumers, block_keys;
+  int scores;  ///< kDropped: transformed or not
+};
+constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
+constexpr Tile kTiles[] = {
+    {0, 32, 32, 3, 112, kAny},
+    {32, 64, 64, 3, 128, Tile::kPlain},
+    {32, 64, 64, 3, 112, Tile::kTransformed},
+    {32, 64, 64, 3, 96, Tile::kDropped},
+    {32, 64, 64, 4, 64, kUndropped},
+    {64, 96, 96, 3, 96, kUndropped},
+    {96, 128, 128, 3, 80, kUndropped},
+    {64, 128, 128, 3, 64, kAny},
+    {64, 192, 128, 2, 128, kAny},
+    {128, 192, 192, 2, 80, kAny},
+    {128, 256, 256, 2, 64, kAny},
+};
+
+constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
+constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
+
+/// How O leaves. TMA writes multiples of 16 bytes.
+HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
+  if (p.dv % 8 != 0 || !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
+    return HopperForwardPlan::Store::kElements;
+  }
+  return q_stages == 1 ? HopperForwardPlan::Store::kRows : HopperForwardPlan::Store::kTiles;
+}
+
+/// What the problem fixes for every tile.
+HopperForwardPlan common(const Problem& p) {
+  HopperForwardPlan plan;
+  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
+  plan.dropout = p.dropout_p > 0;
+  plan.work.heads = static_cast<int>(p.batch * p.hq);
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  plan.copies_q = not_addressable(maps.q);
+  plan.copies_k = not_addressable(maps.k);
+  plan.copies_v = not_addressable(maps.v);
+  return plan;
+}
+
+/// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
+bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
+  plan.q_stages = plan.k_stages = plan.v_stages = 0;
+  const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
+  const int most = std::min(kMostStages, kKeysAhead / plan.block_keys);
+  // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
+  for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
+    const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
+    plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
+    plan.k_stages = std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
+                             std::min(plan.v_stages + 1, most));
+    plan.shared_bytes = layout_of(plan).bytes;
+    if (plan.k_stages + plan.v_stages >= 5) return true;
+  }
+  plan.q_stages = 1;
+  return plan.k_stages >= 2 && plan.v_stages >= 2;
+}
+
+/// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
+/// that K and V come to L2 once and little by little, beside the copies of other heads. The last
+/// one is as long as it takes to leave the multiprocessors with short blocks at the end. Under a
+/// band all heads may be in it, if enough multiprocessors share the K and V of each.
+void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
+  const bool band = plan.has_left || plan.has_right;
+  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // a multiprocessor
+  const int64_t heads =
+      ceil_div(int64_t{blocks} * multiprocessors, std::max(plan.work.row_blocks, 1));
+  const int64_t last = ceil_div(heads, p.group()) * p.group();
+  const bool shared = p.batch * p.hk * kSharers <= multiprocessors;
+  Work& work = plan.work;
+  work.section_heads = static_cast<int>(p.group());
+  work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
+}
+
+/// Cuts blocks [first, end) into parts.
+void cut_blocks(HopperForwardPlan& plan, int first, int end, int parts) {
+  plan.split_tail = true;
+  plan.work.first_split = first;
+  plan.work.end_split = end;
+  plan.work.split_parts = parts;
+  plan.work.items = kernels::blocks_of(plan.work) + (end - first) * (parts - 1);
+}
+
+/// Cuts the last blocks, all as long, where they leave multiprocessors idle. Returns the cycles.
+double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost,
+                       int multiprocessors, double best) {
+  const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % multiprocessors;
+  const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
+  for (int parts = 2; parts <= most && first < blocks; ++parts) {
+    const double cycles = predicted_cycles(cost, blocks, first, parts, multiprocessors);
+    if (cycles >= best) continue;
+    best = cycles;
+    cut_blocks(plan, first, blocks, parts);
+  }
+  return best;
+}
+
+/// Under a band, where there are less blocks than multiprocessors, cuts those that are longer than
+/// a part of the longest: they come first. Returns the cycles.
+double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int multiprocessors,
+                          double best) {
+  const Work whole = plan.work;
+  if (kernels::blocks_of(whole) >= multiprocessors || whole.bulk_heads > 0) return best;
+  const std::vector<int>& tiles = cost.key_tiles;
+  const int longest = tiles.empty() ? 0 : *std::max_element(tiles.begin(), tiles.end());
+  double least = kWorthCutting * best;
+  for (int parts = 2; parts <= std::min(kMostParts, longest); ++parts) {
+    const auto is_short = [&](int count) { return count * parts <= longest; };
+    const int cut =
+        static_cast<int>(std::find_if(tiles.begin(), tiles.end(), is_short) - tiles.begin());
+    const double cycles = predicted_cycles_of_parts(cost, whole.heads, cut, parts, multiprocessors);
+    if (cycles >= least) continue;
+    best = least = cycles;
+    cut_blocks(plan, 0, whole.heads * cut, parts);
+  }
+  return best;
+}
+
+/// Decides how blocks are shared out, and returns the predicted cycles.
+double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target) {
+  Work& work = plan.work;
+  work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
+  work.split_parts = 1;
+  divide_heads(plan, p, target.multiprocessors);
+  const int blocks = kernels::blocks_of(work);
+  work.first_split = work.end_split = work.items = blocks;
+  const BlockCost cost = block_cost(plan, p);
+  double best = predicted_cycles(cost, blocks, blocks, 1, target.multiprocessors);
+  // Parts of a block would depend on how many blocks there are, that is on the batch; and the
+  // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
+  const bool no_registers = plan.page > 0 && plan.value_dim > kMostCutPagesDim;
+  if (!p.invariant && !plan.packed && !no_registers) {
+    HopperForwardPlan cut = plan;
+    const double cycles = plan.has_left || plan.has_right
+                              ? cut_longest_blocks(cut, cost, target.multiprocessors, best)
+                              : cut_last_blocks(cut, p, cost, target.multiprocessors, best);
+    if (p.has_room(workspace_of(p, cut).end)) {
+      plan = cut;
+      best = cycles;
+    }
+  }
+  plan.grid = std::min(target.multiprocessors, work.items);
+  return best;
+}
+
+/// Cycles by which tiles are compared. Schedules the plan.
+double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) {
+  const double cycles = schedule(plan, p, target);
+  if (!p.invariant) return cycles;
+  // The order must not depend on the batch either: that of one long sequence.
+  Problem one = p;
+  one.packed = false;
+  one.batch = 1;
+  one.sq = one.sk = 8192;
+  HopperForwardPlan other = plan;
+  other.work.heads = target.multiprocessors;
+  return schedule(other, one, target);
+}
+
+/// Why it does not compute keys in such pages; empty when it does.
+std::string pages_rejected(const Problem& p) {
+  // The bits of a decoding step must not depend on what else is in its batch, and those are the
+  // decode kernel's.
+  if (p.invariant) return "computes pages without `invariant`";
+  if (p.cache.page % kBoxRows != 0) {
+    return fmt::format("computes pages of multiples of {} keys, got {}", kBoxRows, p.cache.page);
+  }
+  if (p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
+                       p.cache.ids, p.cache.page);
+  }
+  // Beside the ids of pages the widest heads leave no registers for chunks.
+  if (chunk_binds(p) && std::max(p.d, p.dv) > kMostChunkPagesDim) {
+    return fmt::format("computes chunks over pages with d and dv up to {}, got {} and {}",
+                       kMostChunkPagesDim, p.d, p.dv);
+  }
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  for (const auto& [name, shape] : {std::pair{"k", &maps.k}, std::pair{"v", &maps.v}}) {
+    if (const std::string why = not_addressable(*shape); !why.empty()) {
+      return fmt::format("computes pages that TMA can address: of {}, {}", name, why);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& plan) {
+  const ForwardMaps maps = forward_maps(p, plan.box_keys);
+  if (maps.o.empty()) return {};
+  HopperForwardWorkspace at;
+  at.end = LaunchMemory::kZeroed + plan.partial_floats() * int64_t{sizeof(float)};
+  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+    const int64_t offset = at.end;
+    if (!why.empty()) at.end += copied_bytes(shape);
+    return offset;
+  };
+  at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
+               copy(maps.v, plan.copies_v)};
+  at.numbers = at.end;
+  at.end += host_numbers_bytes(p);
+  return at;
+}
+
+std::string hopper_forward_rejects(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.has_tree) return "computes without tree masks";
+  if (p.d > kMostDim || p.dv > kMostDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  }
+  if (rows_decide(p) && p.sq <= few_queries(p)) {
+    return fmt::format(
+        "computes `invariant` calls from {} rows of a kv head on, got {} queries of {} heads",
+        kFewRows + 1, p.sq, p.group());
+  }
+  if (p.cache.paged()) {
+    if (const std::string why = pages_rejected(p); !why.empty()) return why;
+  }
+  if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
+  if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
+  if (p.packed != p.packed_k && !p.cache.paged()) {
+    return "computes packed queries beside packed keys or pages alone";
+  }
+  if (std::max(p.sq, p.sk) >= kMostRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
+                                    std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
+    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // The least rows of a block bound the count of items; the kernel numbers them with ints.
+  const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
+  if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
+                       blocks);
+  }
+  return {};
+}
+
+std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Target& target,
+                                                    std::vector<std::string>* rejected) {
+  std::vector<HopperForwardTile> tiles;
+  const auto scores = p.dropout_p > 0 ? Tile::kDropped
+                      : transforms(p) ? Tile::kTransformed
+                                      : Tile::kPlain;
+  for (const Tile& tile : kTiles) {
+    const bool fits = std::max(p.d, p.dv) <= tile.most_dim && p.dv <= tile.most_value_dim;
+    if (!fits || (tile.scores & scores) == 0) continue;
+    if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
+    HopperForwardTile t{common(p), 0, {}};
+    t.plan.consumers = tile.consumers;
+    t.plan.block_keys = tile.block_keys;
+    t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
+    t.plan.producer_registers = registers_of(tile.consumers).producer;
+    t.plan.consumer_registers = registers_of(tile.consumers).consumer;
+    if (!derive_stages(t.plan, target.shared_bytes)) {
+      rejected->push_back(
+          fmt::format("tile {}: two stages of K and V do not fit {} bytes of shared memory",
+                      t.plan.tile().text(), target.shared_bytes));
+      continue;
+    }
+    t.plan.store = store_of(p, t.plan.q_stages);
+    t.cycles = predict(t.plan, p, target);
+    // How much is read depends on the batch, which the tile of an invariant call must not.
+    if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, target));
+    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged()) {
+      t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
+    }
+    tiles.push_back(std::move(t));
+  }
+  return tiles;
+}
+
+std::vector<std::string> describe(const HopperForwardPlan& plan) {
+  const Work& work = plan.work;
+  std::vector<std::string> sentences = {
+      fmt::format("Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as "
+                  "computed",
+                  plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim,
+                  plan.value_dim),
+      fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
+                  plan.k_stages, plan.v_stages, plan.shared_bytes),
+      fmt::format(
+          "{} thread blocks take {} blocks of rows{}, in sections of {} heads and a last one of {}",
+          plan.grid, kernels::blocks_of(work),
+          plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
+          work.heads - work.bulk_heads)};
+  if (plan.split_tail) {
+    sentences.push_back(fmt::format(
+        "{} blocks, {}, are cut into {} parts of their keys", kernels::split_blocks(work),
+        work.first_split > 0 ? "the last" : "the first", work.split_parts));
+  }
+  for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
+                                  std::pair{"v", &plan.copies_v}}) {
+    if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
+  }
+  if (plan.page > 0) {
+    sentences.push_back(
+        fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
+                    plan.page_lists ? "page_indptr" : "page_table", plan.box_keys));
+  }
+  if (plan.store == HopperForwardPlan::Store::kElements) {
+    sentences.emplace_back("O is stored by elements: its rows are no multiples of 16 bytes");
+  }
+  return sentences;
+}
+
+}  // namespace fulgur::cuda

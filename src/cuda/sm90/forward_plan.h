@@ -1,0 +1,41 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/common/family.h"
+#include "cuda/sm90/forward_config.h"
+
+namespace fulgur::cuda {
+
+/// Where things begin in the workspace, in bytes: behind the counters and tickets and what parts of
+/// split blocks leave. All 0 where nothing is launched.
+struct HopperForwardWorkspace {
+  std::array<int64_t, 3> copies{};  ///< of q, k and v
+  int64_t numbers = 0, end = 0;     ///< numbers of the host
+};
+HopperForwardWorkspace workspace_of(const Problem& problem, const HopperForwardPlan& plan);
+
+/// Why sm90/forward/forward.cu does not compute a forward problem, and what it does compute; empty
+/// when it does.
+std::string hopper_forward_rejects(const Problem& problem);
+
+/// A plan with one of the tiles.
+struct HopperForwardTile {
+  HopperForwardPlan plan;
+  double cycles = 0;       ///< predicted
+  std::string tuned_only;  ///< why the cost model may not take it; empty when it may
+};
+
+/// A plan for every tile that fits, with the stages that the shared memory has room for. `rejected`
+/// takes the others and why.
+std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& problem, const Target& target,
+                                                    std::vector<std::string>* rejected);
+
+/// The plan in sentences.
+std::vector<std::string> describe(const HopperForwardPlan& plan);
+
+}  // namespace fulgur::cuda

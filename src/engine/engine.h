@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "call/lengths.h"
+#include "call/merge_call.h"
+#include "call/problem.h"
+#include "fulgur/attention.h"
+#include "kernels/common/shared_prefix_params.h"
+
+namespace fulgur {
+
+/// What an engine decided, for people.
+struct Explanation {
+  std::vector<std::string> decisions;  ///< one sentence each
+  std::vector<std::string> rejected;   ///< alternatives: what and why not
+  /// Tile of the score matrix of a head. Where q heads of a kv head share tiles, the first of them
+  /// is meant: the tiles of the others begin where it ends.
+  int64_t Br = 0, Bc = 0;
+};
+
+/// The tensors of one call, which outlive it.
+using Call = std::variant<const ForwardArgs*, const BackwardArgs*>;
+
+/// A problem planned by one engine: running it only computes. Runs may overlap.
+class Executable {
+ public:
+  virtual ~Executable() = default;
+  /// The call is of the pass that was planned, its shapes and pointers are checked, and so is the
+  /// workspace, where one is given.
+  virtual void run(const Call& call, const Run& run) const = 0;
+  virtual Explanation explain() const = 0;
+  /// How long a call is expected to take whose sequences have these lengths, all of them the one
+  /// where they are alike, and what binds it, in a sentence; empty where that is not known. It may
+  /// measure what the machine can do.
+  virtual std::string expects(const std::vector<Sequence>&) const { return {}; }
+  virtual WorkspaceNeed workspace() const = 0;
+};
+
+/// What an engine does besides attention where a call is divided at the ends of shared prefixes
+/// (shared_prefix.h), for one problem. Runs may overlap.
+class PrefixSteps {
+ public:
+  virtual ~PrefixSteps() = default;
+  /// Bytes of K and V that a call which is not divided reads in the time that dividing it takes.
+  virtual int64_t cost_bytes() const = 0;
+  /// Calls `compute` with memory for a run: the caller's, or its own, as `need` says.
+  virtual void with_workspace(const WorkspaceNeed& need, const Run& run,
+                              const std::function<void(void*)>& compute) const = 0;
+  /// Bytes of the workspace for numbers in the host's memory, and the call with those moved there.
+  virtual int64_t numbers_bytes() const = 0;
+  virtual ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const = 0;
+  /// Writes what the parts are told, where the engine computes.
+  virtual void divide(const kernels::SharedPrefixParams& params, const Run& run) const = 0;
+  virtual void merge(const MergeCall& call, const Run& run) const = 0;
+};
+
+/// One way to compute attention on one kind of device.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual std::string name() const = 0;
+  virtual std::string description() const = 0;
+  /// Why the engine cannot be used on this machine; empty when it can.
+  virtual std::string unavailable() const = 0;
+  /// Why the engine does not compute this problem, and what it does compute; empty when it does.
+  virtual std::string rejects(const Problem& problem) const = 0;
+  /// Why it is left to users who name the engine; empty when it is not.
+  virtual std::string only_by_name(const Problem&) const { return {}; }
+  /// `threads`: as Options says.
+  virtual std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const = 0;
+  /// The plan of a problem whose new rows the kernel that attends appends, too; null where it does
+  /// not, and why.
+  virtual std::unique_ptr<const Executable> plan_fused(const Problem&, std::string*) const {
+    return {};
+  }
+  /// Null where it does not read shared prefixes once. `threads`: as Options says.
+  virtual std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const { return {}; }
+  /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
+  virtual void check_plannable(const Problem&, const Run&) const {}
+  /// Plans made under another number are out of date.
+  virtual uint64_t generation() const { return 0; }
+};
+
+/// The first of `engines` that computes the problem, or the one of this name. Appends to `rejected`
+/// why the others were not chosen. Throws Error: kInvalidArgument for an unknown name, kUnavailable
+/// or kUnsupported when none computes it.
+const Engine& choose_engine(std::span<const Engine* const> engines, const Problem& problem,
+                            const std::string& name, std::vector<std::string>* rejected);
+
+}  // namespace fulgur

@@ -1,0 +1,26 @@
+// New rows of K and V to their places in caches, keys turned by rotary position embedding, and queries turned beside. A
+// thread block takes a token, a group of lanes a head of it.
+#include "kernel_config.h"
+#include "device/append.cuh"
+#include "host_device/heads.h"
+
+extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_append(const __grid_constant__ AppendParams p) {
+  if (p.lengths != nullptr && blockIdx.x == 0 && blockIdx.y == 0)
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) p.lengths[b] = appended_length(p, b);
+  const int lane = threadIdx.x & ((1 << p.lanes_log2) - 1);
+  const int groups = blockDim.x >> p.lanes_log2;
+  const int group = threadIdx.x >> p.lanes_log2;
+  for (long long n = blockIdx.x; n < p.tokens.count + p.queries.count; n += gridDim.x) {
+    const bool is_new = n < p.tokens.count;
+    const AppendToken token =
+        token_of(is_new ? p.tokens : p.queries, p.batch, static_cast<int>(is_new ? n : n - p.tokens.count));
+    if (!token.exists) continue;
+    const AppendPlace to = is_new ? place_of(p, token) : place_of_query(p, token);
+    if (!to.exists) continue;
+    const int heads = is_new ? p.k.heads + p.v.heads : p.q.heads;
+    for (int h = blockIdx.y * groups + group; h < heads; h += gridDim.y * groups) {
+      const bool of_v = is_new && h >= p.k.heads;
+      append_head<kElement>(p, of_v ? p.v : is_new ? p.k : p.q, token, to, of_v ? h - p.k.heads : h, lane);
+    }
+  }
+}

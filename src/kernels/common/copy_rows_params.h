@@ -1,0 +1,12 @@
+// Arguments of common/copy_rows.cu, the same for the host and the device.
+#pragma once
+
+struct ForwardCopyParams {
+  const unsigned short* from;  // [batch, rows, heads, dim], 16-bit, any strides but for the last one, which is 1
+  long long batch_stride;      // elements
+  long long row_stride;        // elements
+  long long head_stride;       // elements
+  void* to;  // [batch, rows, heads, chunks], contiguous, 8 elements each; zero beyond dim
+  long long chunks;  // of a row
+  long long batch, rows, heads, dim;
+};

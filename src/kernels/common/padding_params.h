@@ -1,0 +1,15 @@
+// Arguments of common/padding.cu, the same for the host and the device.
+#pragma once
+
+struct ForwardPaddingParams {
+  unsigned short* o;          // [batch, sq, hq, dv] or packed [total_q, hq, dv], 16-bit
+  long long o_batch_stride;   // elements (0 when packed)
+  long long o_row_stride;     // elements
+  long long o_head_stride;    // elements
+  float* lse;                 // [batch, hq, sq] or packed [hq, total_q], or null
+  long long lse_batch_stride; // elements (0 when packed)
+  long long lse_head_stride;  // elements
+  const int* cu_seqlens_q;    // [batch + 1], or null
+  const int* seqused_q;       // [batch], or null
+  int batch, sq, total_q, hq, dv;
+};

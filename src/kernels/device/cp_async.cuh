@@ -1,0 +1,26 @@
+// Copies from global to shared memory that a thread starts and waits for in groups (cp.async).
+#pragma once
+#include "host_device/host_device.h"
+
+__device__ __forceinline__ void async_copy16(u32 shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+
+// 16 bytes, of which the first `bytes` are read and the others are 0.
+__device__ __forceinline__ void async_copy16(u32 shared, const void* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+// Arrives at an mbarrier, as one of those that it counts, when all copies that this thread has started are there.
+__device__ __forceinline__ void async_copy_arrive(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the last `pending` groups of this thread are there.
+template <int pending>
+__device__ __forceinline__ void async_copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}

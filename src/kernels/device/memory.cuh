@@ -1,0 +1,117 @@
+// Loads and stores that C++ does not spell; each name says which memory it touches. Addresses of shared memory are
+// 32-bit shared addresses.
+#pragma once
+#include "device/warp.cuh"
+
+// Past the first-level cache: what another multiprocessor wrote to global memory during this launch.
+__device__ __forceinline__ float load_global_fresh(const float* at) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load_global_fresh2(const float* at) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_global_fresh4(const float* at) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(at)
+               : "memory");
+  return x;
+}
+
+// Counts to `last` and starts again from 0. What the thread block wrote before its last barrier is there for whoever
+// sees the count.
+__device__ __forceinline__ int take_ticket(int* tickets, int last) {
+  int before;
+  asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(tickets), "r"(last) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ int load_shared(u32 address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared_four(u32 address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void store_shared_zero16(u32 address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+__device__ __forceinline__ void load_shared16(u32 address, u32* x) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays behind them.
+__device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
+
+// A struct of ints, 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ void store_shared_struct(u32 address, const T& value) {
+  static_assert(sizeof(T) % 16 == 0);
+  const int* x = reinterpret_cast<const int*>(&value);
+#pragma unroll
+  for (int i = 0; i < sizeof(T) / 4; i += 4)
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address + 4 * i), "r"(x[i]), "r"(x[i + 1]),
+                 "r"(x[i + 2]), "r"(x[i + 3])
+                 : "memory");
+}
+
+// A struct of ints, read by the first lane for the whole warp.
+template <class T>
+__device__ __forceinline__ T load_shared_struct_uniform(u32 address) {
+  static_assert(sizeof(T) % 16 == 0);
+  T value;
+  int* x = reinterpret_cast<int*>(&value);
+#pragma unroll
+  for (int i = 0; i < sizeof(T) / 4; i += 4) {
+    int a = 0, b = 0, c = 0, d = 0;
+    asm volatile(
+        "{.reg .pred p;\n"
+        ".reg .u32 lane;\n"
+        "mov.u32 lane, %%laneid;\n"
+        "setp.eq.u32 p, lane, 0;\n"
+        "@p ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(a), "+r"(b), "+r"(c), "+r"(d)
+        : "r"(address + 4 * i)
+        : "memory");
+    x[i] = uniform(a);
+    x[i + 1] = uniform(b);
+    x[i + 2] = uniform(c);
+    x[i + 3] = uniform(d);
+  }
+  return value;
+}
+
+// Four 8 x 8 matrices of 16-bit elements, whose fragments a warp holds, as rows of 16 bytes: lane i gives the address
+// of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_shared_matrices(u32 address, const u32 (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void load_shared_matrices(u32 address, u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}

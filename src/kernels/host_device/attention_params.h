@@ -1,0 +1,67 @@
+// What kernels are told of a call, the same for the host and the device.
+#pragma once
+#include "host_device/work_tiles.h"
+
+// A tensor [batch, row, head, dim] of 16-bit elements; strides in elements, of any sign. Packed: no batch stride.
+struct StridedTensor {
+  unsigned short* data;
+  long long batch, row, head;
+};
+
+// Where keys lie that are in pages: K and V are tensors [page, row, head, dim].
+struct KeyPages {
+  int entries;  // pages that there are
+  int ids;      // in the table: of a sequence, or of all lists
+  long long table_stride;
+  const int* table;   // [b, ids], or [ids]: the lists of all sequences
+  const int* indptr;  // [b + 1], kPageLists: where the list of a sequence begins
+};
+
+// What is computed: inputs, lengths, mask and scores.
+struct CallParams {
+  StridedTensor q, k, v;       // for rows that are computed again (sm90/common/repair.cuh)
+
+  const int* cu_seqlens_q;     // [b + 1], packed
+  const int* cu_seqlens_k;     // [b + 1], packed
+  const int* seqused_k;        // [b], kSeqUsedK
+  const float* alibi_slopes;   // [hq] or [b, hq], kAlibi
+  long long alibi_batch_stride;  // elements (0 for [hq])
+
+  int sq, sk;                  // the lengths; packed: of the longest sequences
+  int d, dv;                   // true widths
+  int hq;
+  int group;                   // hq / hk
+  int window_left;             // >= 0 where kHasLeft
+  int window_right;            // >= 0 where kHasRight
+  float scale_log2;            // scale * log2(e)
+  float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap, finite
+  float softcap_log2;          // kSoftcap: softcap * log2(e)
+  float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (host_device/softcap.h)
+
+  int total_q, total_k;  // rows of q and k in all, packed
+
+  // kDropout
+  const unsigned long long* rng_state;  // seed and offset; null: they are the next two
+  unsigned long long dropout_seed, dropout_offset;
+  unsigned dropout_threshold;  // as in host_device/dropout.h
+  float keep_scale;            // 1 / (1 - p)
+
+  alignas(16) int chunk;  // > 0 where kHasChunk; what is behind stays as aligned as without it
+  const int* seqused_q;   // [b], kSeqUsedQ
+};
+
+// What every forward kernel is told.
+struct AttentionParams : CallParams {
+  StridedTensor o;             // for O that leaves from registers
+  float* lse;                  // [b, hq, sq] or packed [hq, total_q]; natural logarithm
+  long long lse_batch_stride;  // elements (0 when packed)
+  long long lse_head_stride;   // elements
+
+  fulgur::kernels::Work work;
+  // [kSchedulerCounters], zero before the first launch; every launch leaves them zero. One launch at a time uses them.
+  int* counters;
+  float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
+  int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
+  KeyPages pages;  // kPage
+  const float* sinks;  // [hq], kHasSinks
+};

@@ -1,0 +1,76 @@
+// Which key tiles an item has, and what a consumer warpgroup must know of its strip of it.
+#pragma once
+#include "host_device/strips.h"
+#include "host_device/work_tiles.h"
+
+namespace fulgur::kernels {
+
+// The key tiles of an item. `block_strips`: as in first_strip.
+FULGUR_SHARED KeyTiles item_key_tiles(const Work& work, const Band& band, const Lengths& n, int block_strips,
+                                      int tile_keys, bool splits, const Item& item) {
+  const int begin = kStripRows * first_strip(n.sq, block_strips, item.block);
+  const int end = least(kStripRows * first_strip(n.sq, block_strips, item.block + 1), n.sq);
+  const KeyTiles all = key_tiles(band, n, tile_keys, begin, end - 1);
+  return splits && item.part >= 0 ? tiles_of_part(work, all, item.part) : all;
+}
+
+// The key tiles of an item from right to left, as one of its strips meets them: the next tile, and its state for the
+// strip. The producer, the consumers and the repair of rows walk alike. Under a band this is a closed form: the tiles
+// that a strip sees lie together, and so do those that all of its rows see.
+struct KeyWalk {
+  int tile;                    // the walk is here
+  int last;                    // and ends after this one
+  int skip_front, skip_back;   // tiles of the item before and behind those, of which the strip sees nothing
+  int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows
+  int sk;
+  int diagonal;  // of the first row
+
+  FULGUR_SHARED bool no_more_work() const { return skip_front < 0; }
+  FULGUR_SHARED bool more() const { return tile >= last; }
+  FULGUR_SHARED bool next() { return --tile >= last; }
+  // Whether some rows do not see all of this tile. `rightmost`: it is the strip's first, where the keys may end.
+  FULGUR_SHARED bool masked(const Band& band, bool rightmost) const {
+    bool some = rightmost || band.has_right ? tile >= full_end : false;
+    if (band.has_left) some = some || tile < full_begin;
+    return some;
+  }
+};
+
+// The walk over all key tiles of an item.
+FULGUR_SHARED KeyWalk walk_of_item(const KeyTiles& item) { return {item.end - 1, item.begin, 0, 0, 0, 0, 0, 0}; }
+
+// The walk of the strip that begins at `row`; empty where there are no such rows.
+FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile_keys, const KeyTiles& item, int row) {
+  KeyTiles mine = key_tiles(band, n, tile_keys, row, least(row + kStripRows, n.sq) - 1);
+  mine.end = least(mine.end, item.end);
+  mine.begin = most(mine.begin, item.begin);
+  if (mine.end <= mine.begin) mine.begin = mine.end = item.begin;
+  const int diagonal = diagonal_of(n, row);
+  const int full_end = most(keys_seen_from(band, n.sk, diagonal).end, 0) / tile_keys;
+  const int full_begin = (keys_seen_from(band, n.sk, diagonal + kStripRows - 1).begin + tile_keys - 1) / tile_keys;
+  return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full_begin, full_end, n.sk, diagonal};
+}
+
+// Where a strip lies.
+struct Place {
+  int row;  // its first, in its sequence
+  int head, batch;
+  int part;  // as in Item
+};
+
+// What a consumer warpgroup must know of its strip of an item. The producer computes it, and the consumers keep little
+// of it in registers: the main loop has none to spare. One lane writes it and one lane of each warp reads it, those
+// that arrive at the barriers of Q.
+struct View {
+  KeyWalk walk;
+  Place place;
+};
+
+FULGUR_SHARED View view_of(const Band& band, const Lengths& n, int tile_keys, const Item& item,
+                           const KeyTiles& item_tiles, int row) {
+  return {walk_of_strip(band, n, tile_keys, item_tiles, row), {row, item.head, item.batch, item.part}};
+}
+
+FULGUR_SHARED View view_of_the_end() { return {{0, 0, -1, 0, 0, 0, 0, 0}, {0, 0, 0, 0}}; }
+
+}  // namespace fulgur::kernels

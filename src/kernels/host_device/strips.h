@@ -1,0 +1,24 @@
+// Rows: a sequence is cut into strips of 64 rows, and a block is as many consecutive strips of it as a thread block has
+// consumer warpgroups.
+#pragma once
+#include "host_device/host_device.h"
+
+namespace fulgur::kernels {
+
+enum : int { kStripRows = 64 };
+
+FULGUR_SHARED int strips_of(int rows) { return (rows + kStripRows - 1) / kStripRows; }
+
+// Blocks of up to `block_strips` strips.
+FULGUR_SHARED int blocks_of(int rows, int block_strips) {
+  return (strips_of(rows) + block_strips - 1) / block_strips;
+}
+
+// Where strips do not fill blocks, blocks at the beginning have one less: under a band they see the fewest keys. Of one
+// or two short blocks the last strips may be empty.
+FULGUR_SHARED int first_strip(int rows, int block_strips, int block) {
+  const int missing = (block_strips - strips_of(rows) % block_strips) % block_strips;
+  return block_strips * block - least(block, missing);
+}
+
+}  // namespace fulgur::kernels

@@ -1,0 +1,305 @@
+// Attention backward for Hopper, by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
+// dS = P o (dO V^T - D) computed again from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
+//
+// A thread block takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
+// the tiles of Br rows that see them. One producer warp feeds rings of Q and dO by TMA. Each consumer warpgroup owns 64
+// keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK straight from registers. dS
+// goes to a warpgroup that adds dQ to sums in global memory (sm90/backward/dq_accum.cuh), or, where the same bits are
+// wanted in every run, to the workspace, from which sm90/backward/rows.cu computes dQ. docs/kernels/backward.md derives the
+// schedule.
+#include "sm90/backward/keys.cuh"
+#include "sm90/backward/dq_accum.cuh"
+
+// What is measured to be faster where dQ is summed up, but for wide heads in turns: arithmetic on scores beside the
+// second of two products, where the derivative of softcap leaves registers for it; and as much of K and V in registers
+// as gradients, scores and P leave, less what the compiler wants. 16 dims take four.
+enum : int {
+  kOverlaps = kSums && !(kOrdered && most(kHeadDim, kValueDim) > 96),
+  kBeside = kOverlaps && !kSoftcap,  // products that run beside arithmetic
+  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kSoftcap + kDropout),
+  kFrontSteps = kOverlaps ? most(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
+  kFrontOfK = least(kFrontSteps, kHeadDim / 16),
+  kFrontOfV = least(kFrontSteps - kFrontOfK, kValueDim / 16),
+};
+
+// The producer's side.
+struct KeysLoader : StepLoader {
+  using StepLoader::StepLoader;
+
+  // K of a block, and V with one buffer of K. The end of all work, and a block without steps, are announced and nothing
+  // else.
+  __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
+    if (block.state & kHasSteps) prefetch_keys(block, n);
+    announce(block);
+    if (block.block < 0 || !(block.state & kHasSteps)) {
+      if (elect_one()) mbarrier_arrive(k.full());
+      k.advance();
+      return;
+    }
+    load_keys_into<kHeadPanels>(k, &p.k_map, block, n);
+    k.advance();
+    if (kKStages == 1) load_values(block, n);
+  }
+
+  // V. With two buffers of K it is free later than they are, and comes behind the first tile of Q.
+  __device__ __forceinline__ void load_values(const KeyBlock& block, const Lengths& n) {
+    v.wait_empty();
+    load_keys_into<kValuePanels>(v, &p.v_map, block, n);
+    v.advance();
+  }
+};
+
+// The derivative of softcap at each score of a step, in f16; nothing without softcap.
+struct SoftcapSlopes {
+  u32 packed[kSoftcap ? kBlockRows / 4 : 1];
+};
+
+// dS^T = P^T o (dP^T - D) in X. The product is fp32: rounded factors would cost dQ and dK half their accuracy.
+__device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], const u32 (&P)[kBlockRows / 4],
+                                                const SoftcapSlopes& slopes) {
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 4; ++i) {
+    X[2 * i] *= low_of(P[i]);
+    X[2 * i + 1] *= high_of(P[i]);
+    if (kSoftcap) {
+      X[2 * i] *= low_of_half(slopes.packed[i]);
+      X[2 * i + 1] *= high_of_half(slopes.packed[i]);
+    }
+  }
+}
+
+// P^T or dS^T as operand of a gradient.
+__device__ __forceinline__ void pack_scores(const float (&X)[kBlockRows / 2], u32 (&P)[kBlockRows / 4]) {
+#pragma unroll
+  for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+}
+
+// The buffers of shared memory through which dS leaves a warpgroup that owns keys, for the one that sums up dQ or for
+// the workspace.
+struct DsBuffers {
+  u32 smem;
+  u32 stage = 0;
+  u32 filled = 0;  // up to kDsStages
+
+  __device__ __forceinline__ explicit DsBuffers(u32 smem) : smem(smem) {}
+  __device__ __forceinline__ u32 address() const {
+    return smem + kKeysLayout.ds + (stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
+  }
+  __device__ __forceinline__ void wait_empty() const {
+    if (kSums) {
+      if (filled == kDsStages) named_barrier_sync(ds_empty(stage, consumer()), kDsEmptyThreads);
+    } else {
+      tma_store_wait_read<kDsStages - 1>();
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ void leave(const BackwardParams& p, const Step& step) {
+    if (kSums) {
+      if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage, step);
+      fence_async_proxy();
+      named_barrier_arrive(ds_full(stage), kDsFullThreads);
+      filled = min(filled + 1, u32(kDsStages));
+    } else {
+      store_global_ds(p, address(), consumer(), step.tile);
+    }
+    stage = stage + 1 == kDsStages ? 0 : stage + 1;
+  }
+};
+
+// K and V of the warpgroup's 64 keys as operands.
+struct OwnKeys {
+  KeyOperand<kHeadDim, kFrontOfK> K;
+  KeyOperand<kValueDim, kFrontOfV> V;
+
+  __device__ __forceinline__ void load_k(u32 buffer) { K.load(buffer + consumer() * kBackwardPanelBytes); }
+  __device__ __forceinline__ void load_v(u32 buffer) { V.load(buffer + consumer() * kBackwardPanelBytes); }
+};
+__device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
+
+// S^T = K Q^T of a block's first tile. `meanwhile` runs beside the product.
+template <class Meanwhile>
+__device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, OwnKeys& own,
+                                             float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
+  own.load_k(k.address());
+  q.wait_full();
+  wgmma_fence();
+  own.K.issue_scores(X, along(q.address()), 0);
+  meanwhile();
+  wgmma_wait<0>();
+  register_fence(X);
+}
+
+// The next block, if there is one. With two buffers of K its first scores come beside what is done `meanwhile`.
+template <class Meanwhile>
+__device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, OwnKeys& own,
+                                               float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
+  if (kKStages == 1) meanwhile();
+  k.wait_full();
+  const KeyBlock block = load_block(k);
+  if (kKStages > 1) {
+    if (block.block >= 0 && block.state & kHasSteps) first_scores(k, q, own, X, meanwhile);
+    else meanwhile();
+  }
+  return block;
+}
+
+__device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
+  const u32 leader = threadIdx.x % 32 == 0;
+  KBuffer k(smem, 0);
+  VBuffer v(smem, 0);
+  QBuffers q(smem, 0);
+  OBuffers o(smem, 0);
+  DsBuffers ds(smem);
+  const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
+
+  OwnKeys own;
+  float X[kBlockRows / 2];  // S^T and dP^T by turns
+  for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
+    const Lengths n = lengths_of(p, block.batch);
+    const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
+    float dK[kHeadDim / 2];
+    float dV[kValueDim / 2];
+    if (kCuts && block.state & kCarryIn) wait_for_first_parts(p);
+    begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
+    begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
+    Kept<kBlockRows> kept;
+    const auto decide_dropout = [&](const Step& of) {  // beside the products
+      if (kDropout) kept = kept_of_step(p, k, of, 64 * consumer() + warp_row());
+    };
+
+    if (block.state & kHasSteps) {
+      if (kKStages == 1) first_scores(k, q, own, X, [] {});
+      v.wait_full();
+      own.load_v(v.address());
+
+      Step step = load_shared_struct_uniform<Step>(step_of(q));
+      SoftcapSlopes slopes;
+      // P^T = exp(S^T - LSE) in X.
+      const auto exponentiate = [&] {
+        const Exponents exponents = exponents_of(step, n, key, q);
+#pragma unroll
+        for (int j = 0; j < kBlockRows / 8; ++j) {
+          float slope[4];
+          probabilities(p, X, j, exponents, slope);
+          if (kSoftcap) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
+          if (kSoftcap) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
+        }
+        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+      };
+      u32 P[kBlockRows / 4];  // P^T and dS^T by turns
+      decide_dropout(step);
+      exponentiate();
+      pack_scores(X, P);
+      for (;;) {
+        // dP^T - D = V dO^T - D and, behind it, dV += P^T dO. Dropped entries are not in dV, but D counts for them.
+        o.wait_full();
+        const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
+        if (!kDropout) start_from_delta(X, delta);
+        u32 Z[kBlockRows / 4];  // what dropout leaves of P^T
+#pragma unroll
+        for (int i = 0; kDropout && i < kBlockRows / 4; ++i) {
+          Z[i] = P[i] & kept.pair(i);
+          P[i] = mark_dropped(P[i], kept.pair(i));
+        }
+        register_fence(X);
+        register_fence(dV);
+        wgmma_fence();
+        own.V.issue_scores(X, along(o.address()), !kDropout);
+        issue_gradient<kValueDim>(dV, kDropout ? Z : P, across(o.address()));
+        wgmma_wait<kBeside>();
+        register_fence(X);
+
+        // dS^T = P^T o (dP^T - D), while dV is computed.
+        if (kDropout) drop_gradients(p, X, P, delta);
+        score_gradients(X, P, slopes);
+        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        wgmma_wait<0>();
+        register_fence(dV);
+        if (kDropout) o.release_loaded(leader);
+        else o.release(leader);
+        pack_scores(X, P);
+        ds.wait_empty();
+        store_shared_ds(ds.address(), P);
+
+        // dK += dS^T Q, and, before it, S^T = K Q^T of the next tile.
+        if (step.state & kLastStep) {
+          v.release(leader);
+          register_fence(dK);
+          wgmma_fence();
+          issue_gradient<kHeadDim>(dK, P, across(q.address()));
+          ds.leave(p, step);
+          block = load_block(k);  // not kept in registers
+          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
+          wgmma_wait<0>();
+          register_fence(dK);
+          q.release(leader);
+          break;
+        }
+        QBuffers next = q;
+        next.advance();
+        next.wait_full();
+        register_fence(dK);
+        wgmma_fence();
+        own.K.issue_scores(X, along(next.address()), 0);
+        issue_gradient<kHeadDim>(dK, P, across(q.address()));
+        ds.leave(p, step);
+        step = load_shared_struct_uniform<Step>(step_of(next));
+        decide_dropout(step);
+        wgmma_wait<kBeside>();
+        register_fence(X);
+
+        // P^T of the next tile, while dK is computed.
+        const u32 read = q.empty();
+        q = next;
+        exponentiate();
+        wgmma_wait<0>();
+        register_fence(dK);
+        mbarrier_arrive_if(read, leader);
+        pack_scores(X, P);
+      }
+    } else {
+      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
+    }
+    k.release(leader);
+
+    block = next_block(k, q, own, X, [&, block] {
+      end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
+      if (kCuts && block.state & kFirstPart) leave_first_part(p);
+    });
+  }
+  tma_store_wait();
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
+    fulgur_backward_keys(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (threadIdx.x == 0) {
+    KBuffer::init(smem, 1, 4 * (kConsumers + kSums));
+    VBuffer::init(smem, 1, 4 * kConsumers);
+    QBuffers::init(smem, 2, 4 * kConsumers);
+    OBuffers::init(smem, 2, 4 * kConsumers);
+    mbarrier_init(smem + kKeysLayout.tail, 1);
+    fence_mbarrier_init();
+    if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
+    tma_prefetch_map(&p.q_map);
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+    tma_prefetch_map(&p.dout_map);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_drop<kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) produce<KeysLoader>(p, smem);
+    if constexpr (kSums != 0)
+      if (warp > 0 && warp <= kSumsStages) add_units(p, smem, warp - 1);
+  } else if (threadIdx.x < kThreads) {
+    registers_raise<kConsumerRegisters>();
+    consume(p, smem);
+  } else if constexpr (kSums != 0) {
+    registers_drop<kSumsRegisters>();
+    sum_queries(p, smem);
+  }
+}

@@ -1,0 +1,116 @@
+// How the producer warp of the kernels by keys fills shared memory, and the rings through which it does.
+#pragma once
+#include "sm90/common/ring.cuh"
+#include "sm90/common/load_rows.cuh"
+#include "device/schedule.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/backward/params.h"
+
+using KBuffer = Buffers<kKeysLayout.k, kKeysLayout.k_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, kKStages>;
+using VBuffer = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.v_full, kKeysLayout.v_empty, 1>;
+using QBuffers = Buffers<kKeysLayout.q, kKeysLayout.q_bytes, kKeysLayout.q_full, kKeysLayout.q_empty, kQStages>;
+using OBuffers = Buffers<kKeysLayout.o, kKeysLayout.o_bytes, kKeysLayout.o_full, kKeysLayout.o_empty, kOStages>;
+
+// What K's buffer comes with, and is kept as long as.
+__device__ __forceinline__ u32 block_of(const KBuffer& k) {
+  return k.smem + kKeysLayout.block + (kKStages > 1 ? int(sizeof(KeyBlock)) * k.ring.stage() : 0);
+}
+__device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
+  return load_shared_struct_uniform<KeyBlock>(block_of(k));
+}
+
+// What lies beside a buffer of Q or dO: its step, and the statistics of its rows.
+__device__ __forceinline__ u32 step_of(const QBuffers& q) {
+  return q.smem + kKeysLayout.step + int(sizeof(Step)) * q.ring.stage();
+}
+__device__ __forceinline__ u32 shift_of(const QBuffers& q) {
+  return q.smem + kKeysLayout.shift + 4 * kBlockRows * q.ring.stage();
+}
+__device__ __forceinline__ u32 delta_of(const OBuffers& o) {
+  return o.smem + kKeysLayout.delta + 4 * kBlockRows * o.ring.stage();
+}
+
+// The producer's side, but for K and V.
+struct StepLoader {
+  enum : int { kStatisticsBytes = 4 * kBlockRows };
+
+  const BackwardParams& p;
+  u32 smem;
+  KBuffer k;
+  VBuffer v;
+  QBuffers q;
+  OBuffers o;
+  u32 tail_parity = 0;
+
+  __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem)
+      : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
+
+  // The head of k and v of a block's pair.
+  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return block.head / p.parts; }
+
+  // Panels of rows into a buffer; its last arrival.
+  template <int panels, int rows, int first = 0, class Ring>
+  __device__ __forceinline__ void load(const Ring& to, const void* map, const Source& source, int row, bool may_clear,
+                                       Keep keep) {
+    const bool cleared = load_rows<panels, rows, first>(to.address(), map, to.full(), smem + kKeysLayout.tail,
+                                                        tail_parity, source, row, may_clear, keep);
+    if (cleared)
+      if (elect_one()) mbarrier_arrive(to.full());
+  }
+
+  // Of K or V.
+  template <int panels, int first = 0, class Ring>
+  __device__ __forceinline__ void load_keys_into(const Ring& to, const void* map, const KeyBlock& block,
+                                                 const Lengths& n) {
+    const Source source = {n.k_start, n.sk, key_head(block), kPacked ? 0 : block.batch};
+    load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
+  }
+
+  // K and V of a block to L2, while the last steps of the block before are computed.
+  __device__ __forceinline__ void prefetch_keys(const KeyBlock& block, const Lengths& n) const {
+    if (!elect_one()) return;
+    const int row = n.k_start + block.block * kBlockKeys;
+    const int head = key_head(block);
+#pragma unroll
+    for (int box = 0; box < kBlockKeys; box += 64) {
+#pragma unroll
+      for (int panel = 0; panel < kHeadPanels; ++panel)
+        tma_prefetch(&p.k_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
+#pragma unroll
+      for (int panel = 0; panel < kValuePanels; ++panel)
+        tma_prefetch(&p.v_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
+    }
+  }
+
+  // What the consumers must know of a block, which comes with K.
+  __device__ __forceinline__ void announce(const KeyBlock& block) {
+    k.wait_empty();
+    if (elect_one()) store_shared_struct(block_of(k), block);
+    __syncwarp();
+  }
+
+  // A tile of Q with its LSE. `statistics`: the tile's first row among them.
+  __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics) {
+    q.wait_empty();
+    if (elect_one()) {
+      store_shared_struct(step_of(q), step);
+      mbarrier_arrive_expect(q.full(), kStatisticsBytes);
+      bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
+    }
+    __syncwarp();
+    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
+    q.advance();
+  }
+
+  // And of dO with its D.
+  __device__ __forceinline__ void load_gradients(const Step& step, const Source& source, long long statistics) {
+    o.wait_empty();
+    if (elect_one()) {
+      mbarrier_arrive_expect(o.full(), kStatisticsBytes);
+      bulk_load(delta_of(o), p.delta + statistics, kStatisticsBytes, o.full(), Keep::kLong);
+    }
+    __syncwarp();
+    load<kValuePanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
+    o.advance();
+  }
+};

@@ -1,0 +1,181 @@
+// Attention backward for Hopper, by rows: dQ = scale dS K (FlashAttention-2, algorithm 2, line 15), from dS as
+// sm90/backward/keys.cu left it.
+//
+// A thread block takes blocks of rows; each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows while it walks
+// over the keys that the block sees, 64 at a time. One producer warp feeds a ring of K and of pieces of dS. A piece
+// that no step wrote, since none of its rows sees one of its keys, is a piece of zeros.
+#include "sm90/common/ring.cuh"
+#include "sm90/common/fragment_store.cuh"
+#include "sm90/common/load_rows.cuh"
+#include "device/schedule.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/backward/params.h"
+
+enum : int { kRowsOfBlock = kConsumers * kRowTiles * kPieceRows, kTilesOfBlock = kRowsOfBlock / kBlockRows };
+
+using Stages =
+    Buffers<kRowsLayout.stages, kRowsLayout.stage_bytes, kRowsLayout.full, kRowsLayout.empty, kRowStages>;
+using BlockView = Buffers<kRowsLayout.block, 16, kRowsLayout.block_full, kRowsLayout.block_empty, 1>;
+
+// A block of rows of a q head. `head` and `first_head` count q heads.
+__device__ __forceinline__ RowBlock row_block_of(const BackwardParams& p, int number) {
+  if (number >= p.row_blocks.blocks * p.row_blocks.pairs) return {-1, 0, 0, 0};
+  const BlockOfPair at = block_of(p.row_blocks, number);
+  const int heads = p.wave.heads * p.pair_heads;
+  return {p.wave.first_tile * kBlockRows + at.block * kRowsOfBlock, p.wave.first_head * p.pair_heads + at.pair % heads,
+          p.wave.first_batch + at.pair / heads, 0};
+}
+
+// Steps of 64 keys that some row of the block sees: [begin, end).
+__device__ __forceinline__ KeyTiles key_steps(const BackwardParams& p, const Lengths& n, int row) {
+  const KeyTiles tiles =
+      key_tiles(band_of(p), n, kBlockKeys, row, min(row + kRowsOfBlock, n.sq) - 1);
+  constexpr int kSteps = kBlockKeys / kPieceKeys;
+  return {tiles.begin * kSteps, min(tiles.end * kSteps, count_of(n.sk, kPieceKeys))};
+}
+
+// Where the pieces of a tile of rows lie in the workspace, and which keys it sees.
+struct TileSource {
+  const unsigned char* ds;  // of its first key tile
+  KeyTiles keys;
+};
+
+__device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
+  Stages stages(smem, 1);
+  BlockView view(smem, 1);
+  const u32 lane = threadIdx.x % 32;
+  const Band band = band_of(p);
+  u32 tail_parity = 0;
+  for (int number = blockIdx.x;;) {
+    RowBlock block = row_block_of(p, number);
+    const Lengths n = block.row < 0 ? Lengths{} : lengths_of(p, block.batch);
+    if (block.row < 0 || block.row < n.sq) {
+      const KeyTiles steps = block.row < 0 ? KeyTiles{} : key_steps(p, n, block.row);
+      block.steps = max(steps.end - steps.begin, 0);
+      view.wait_empty();
+      if (elect_one()) {
+        store_shared_struct(view.address(), block);
+        mbarrier_arrive(view.full());
+      }
+      __syncwarp();
+      view.advance();
+      if (block.row < 0) break;
+      TileSource tiles[kTilesOfBlock];
+#pragma unroll
+      for (int i = 0; i < kTilesOfBlock; ++i) {
+        const int tile = block.row / kBlockRows + i;
+        tiles[i].keys = tile * kBlockRows < n.sq ? key_tiles_of(band, n, kScoreTile, tile) : KeyTiles{0, 0};
+        const long long first =
+            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.pair_heads, block.batch,
+                       block.head - p.wave.first_head * p.pair_heads, tile, tiles[i].keys.begin);
+        tiles[i].ds = p.ds + first * kTileBytes;
+      }
+      const Source source = {n.k_start, n.sk, block.head / p.group, kPacked ? 0 : block.batch};
+#pragma unroll 1
+      for (int step = steps.begin; step < steps.end; ++step) {
+        const int key_tile = step / (kBlockKeys / kPieceKeys);
+        const int part = step % (kBlockKeys / kPieceKeys);
+        stages.wait_empty();
+        const u32 buffer = stages.address();
+        if (elect_one()) {
+          mbarrier_arrive_expect(stages.full(), kRowsLayout.ds_bytes);
+#pragma unroll
+          for (int i = 0; i < kTilesOfBlock; ++i) {
+            const bool seen = key_tile >= tiles[i].keys.begin && key_tile < tiles[i].keys.end;
+            const unsigned char* tile = tiles[i].ds + (long long)(key_tile - tiles[i].keys.begin) * kTileBytes;
+#pragma unroll
+            for (int j = 0; j < kRowSteps; ++j) {
+              const int piece = j * (kBlockKeys / kPieceKeys) + part;
+              bulk_load(buffer + (i * kRowSteps + j) * kPieceBytes, seen ? tile + piece * kPieceBytes : p.zeros,
+                        kPieceBytes, stages.full(), Keep::kShort);
+            }
+          }
+        }
+        __syncwarp();
+        if (load_rows<kHeadPanels, kPieceKeys>(buffer + kRowsLayout.ds_bytes, &p.k_map, stages.full(),
+                                               smem + kRowsLayout.tail, tail_parity, source, step * kPieceKeys,
+                                               kPacked || kSeqUsedK, Keep::kLong))
+          if (elect_one()) mbarrier_arrive(stages.full());
+        stages.advance();
+      }
+    }
+    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
+    number = __shfl_sync(0xffffffff, next, 0);
+  }
+  // The last thread block to finish clears the counters for the next launch.
+  if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
+    p.counters[0] = 0;
+}
+
+__device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
+  const u32 leader = threadIdx.x % 32 == 0;
+  Stages stages(smem, 0);
+  BlockView view(smem, 0);
+  for (;;) {
+    view.wait_full();
+    const RowBlock block = load_shared_struct_uniform<RowBlock>(view.address());
+    view.release(leader);
+    if (block.row < 0) break;
+    float dQ[kRowTiles][kHeadDim / 2];
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile)
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) dQ[tile][i] = 0;
+
+    // dQ += dS K.
+#pragma unroll 1
+    for (int step = 0; step < block.steps; ++step) {
+      stages.wait_full();
+      const u32 ds = uniform_descriptor(stages.address() + consumer() * kRowTiles * kPieceBytes, 0);
+      const u32 k = uniform_descriptor(stages.address() + kRowsLayout.ds_bytes, kBackwardPanelBytes);
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) register_fence(dQ[tile]);
+      wgmma_fence();
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile)
+#pragma unroll
+        for (int part = 0; part < kPieceKeys / 16; ++part)
+          Wgmma<kHeadDim>::template multiply<kAcrossK, kAcrossK>(
+              dQ[tile], ds + ((tile * kPieceBytes + part * 16 * 128) >> 4), k + (part * 16 * 128 >> 4), 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) register_fence(dQ[tile]);
+      stages.release(leader);
+    }
+
+    const Lengths n = lengths_of(p, block.batch);
+    Finite finite;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      const int first = block.row + int(consumer() * kRowTiles + tile) * kPieceRows;
+      if (first >= n.sq) break;  // with one way out alone the compiler may not unroll, and keep dQ in memory
+      const int row = first + int(warp_row() + thread_row());
+      unsigned short* dq = row_of(p.dq, block.batch, n.q_start + row, block.head);
+      store_global_fragment<kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale, finite);
+    }
+    finite.report(p.not_finite);
+  }
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fulgur_backward_rows(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (threadIdx.x == 0) {
+    Stages::init(smem, 2, 4 * kConsumers);
+    BlockView::init(smem, 1, 4 * kConsumers);
+    mbarrier_init(smem + kRowsLayout.tail, 1);
+    fence_mbarrier_init();
+    tma_prefetch_map(&p.k_map);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_drop<40>();  // it keeps the places of all tiles
+    if (threadIdx.x < 32) produce(p, smem);
+  } else {
+    registers_raise<232>();
+    consume(p, smem);
+  }
+}

@@ -1,0 +1,44 @@
+// Rows of a sequence into shared memory, and nothing else.
+#pragma once
+#include "sm90/ptx/mbarrier.cuh"
+#include "device/memory.cuh"
+#include "sm90/ptx/tma.cuh"
+
+// Rows of a head of a sequence: where its first one lies in the tensor, and how many there are.
+struct Source {
+  int first, count;
+  int head, batch;
+};
+
+// Fills a buffer of panels of `rows` rows, from panel `first` and a sequence's `row` on. Where rows behind its end are
+// not TMA's zeros but a neighbour's or padding, they are cleared: they would meet P = 0 or dS = 0, and 0 * NaN is NaN.
+// `tail` is a barrier of the warp's own. The barrier `full` has been told of the bytes unless this returns true: then
+// it is for the caller to arrive.
+template <int panels, int rows, int first = 0>
+__device__ __forceinline__ bool load_rows(u32 buffer, const void* map, u32 full, u32 tail, u32& tail_parity,
+                                          const Source& source, int row, bool may_clear, Keep keep) {
+  const int valid = source.count - row;
+  const bool clear = may_clear && valid < rows;
+  const u32 landed = clear ? tail : full;
+  if (elect_one()) {
+    mbarrier_arrive_expect(landed, panels * rows * 128);
+#pragma unroll
+    for (int panel = 0; panel < panels; ++panel)
+#pragma unroll
+      for (int box = 0; box < rows; box += 64)
+        tma_load(buffer + (panel * rows + box) * 128, map, landed,
+                 {64 * (first + panel), source.first + row + box, source.head, source.batch}, keep);
+  }
+  if (!clear) return false;
+  const u32 lane = lane_of_warp();
+  mbarrier_wait(landed, tail_parity);
+  tail_parity ^= 1;
+#pragma unroll 1
+  for (int panel = 0; panel < panels; ++panel)
+#pragma unroll 1
+    for (int at = max(valid, 0) * 128 + 16 * lane; at < rows * 128; at += 512)
+      store_shared_zero16(buffer + panel * rows * 128 + at);
+  fence_async_proxy();
+  __syncwarp();
+  return true;
+}

@@ -1,0 +1,38 @@
+// The end of a strip's rows: LSE, and O from registers to global memory.
+#pragma once
+#include "sm90/common/fragment_store.cuh"
+#include "sm90/common/scores.cuh"
+#include "sm90/common/sinks.cuh"
+
+// How O leaves: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.
+enum Store : int { kStoreTiles, kStoreRows, kStoreElements };
+
+__device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, const Place& place, const Lengths& n,
+                                                      int row) {
+  return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
+}
+
+// The normalizer with what dropout multiplies the entries that it keeps with.
+__device__ __forceinline__ float output_scale(const AttentionParams& p, const Place& place, float sum, float shift) {
+  const float scale = normalizer(p.sinks, place.head, sum, shift);
+  return kDropout ? scale * p.keep_scale : scale;
+}
+
+__device__ __forceinline__ void store_global_lse(const AttentionParams& p, const Place& place, const Lengths& n,
+                                                 int row, const Rows& rows) {
+  float* lse = p.lse + place.batch * p.lse_batch_stride + place.head * p.lse_head_stride + n.q_start;
+  if (threadIdx.x % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (row + 8 * i < n.sq) lse[row + 8 * i] = lse_of(p.sinks, place.head, rows.sum[i], rows.shift[i]);
+  }
+}
+
+// The 16 rows of a warp straight from registers.
+__device__ __forceinline__ void store_global_rows(const AttentionParams& p, const Place& place, const Lengths& n,
+                                                  int row, const float (&O)[kValueDim / 2], float scale0,
+                                                  float scale1, Finite& finite) {
+  row += thread_row();
+  store_global_fragment<kValueDim, kStore == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row, p.dv, O,
+                                                             scale0, scale1, finite);
+}

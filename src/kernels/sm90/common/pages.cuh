@@ -1,0 +1,47 @@
+// Keys in pages: which page holds a key of a sequence, for kernels whose K and V may lie side by side, too.
+#pragma once
+#include "sm90/common/fragment_store.cuh"
+#include "device/schedule.cuh"
+
+// The lengths of a sequence whose keys may be in pages. The list of its pages counts as rows from k_start on. One that
+// is another kernel's has no query.
+__device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
+  Lengths n = lengths_of(static_cast<const CallParams&>(p), batch);
+  if (kFewQueries > 0 && n.sq <= kFewQueries) n.sq = 0;
+  if (kPageLists) {
+    int first, ids;
+    packed_rows(p.pages.indptr, batch, p.pages.ids, p.pages.ids, first, ids);
+    n.k_start = first * kPage;
+    n.sk = min(n.sk, ids * kPage);
+  }
+  return n;
+}
+
+// Where a key is.
+struct PageRow {
+  int page;  // < 0: nowhere
+  int row;
+};
+
+// The first key of a sequence is row `start`, and it has `count`. The table is read only where it must hold an id, and
+// an id that names no page is none.
+__device__ __forceinline__ PageRow page_row(const KeyPages& pages, int batch, int start, int count, int key) {
+  const int row = start + key;
+  if (key >= count) return {-1, 0};
+  const int id = pages.table[(kPageLists ? 0 : batch * pages.table_stride) + row / most(kPage, 1)];
+  return {u32(id) < u32(pages.entries) ? id : -1, row % most(kPage, 1)};
+}
+
+// A row of K or V; null where no page holds it.
+__device__ __forceinline__ const unsigned short* key_row(const AttentionParams& p, const StridedTensor& t,
+                                                         const Place& place, const Lengths& n, int key) {
+  const int head = place.head / p.group;
+  if (kPage == 0) return row_of(t, place.batch, n.k_start + key, head);
+  const PageRow at = page_row(p.pages, place.batch, n.k_start, n.sk, key);
+  return at.page < 0 ? nullptr : t.data + at.page * t.batch + at.row * t.row + head * t.head;
+}
+
+// Its elements are zeros there.
+__device__ __forceinline__ float element_of(const unsigned short* row, int column) {
+  return kPage == 0 || row != nullptr ? to_float(row[column]) : 0;
+}

@@ -1,0 +1,96 @@
+// Rows that NaN or infinity in V has reached although the mask hides its key from them.
+//
+// P is 0 at a hidden key, but 0 * NaN is NaN, and one product serves 64 rows: what V holds at a key that the mask shows
+// to some of them reaches all. It shows in every row of the product, so that each warp looks at eight of its rows as
+// they leave. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys each
+// of them sees; unless no hidden key is to blame.
+#pragma once
+#include "sm90/common/dropout.cuh"
+#include "sm90/common/output.cuh"
+#include "sm90/common/pages.cuh"
+#include "sm90/ptx/tma.cuh"
+
+// Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows do not see.
+__device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n,
+                                              int row) {
+  const Band band = band_of(p);
+  const KeyTiles strip = key_tiles(band, n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
+  const int seen_begin = visible_keys(band, n, min(row + 16, n.sq) - 1).begin;  // by all 16 rows
+  const int seen_end = visible_keys(band, n, row).end;
+  bool found = false;
+#pragma unroll 1
+  for (KeyWalk walk = walk_of_strip(band, n, kBlockKeys, strip, place.row); walk.more(); walk.next()) {
+    if (!walk.masked(band, true)) continue;
+    const int end = min((walk.tile + 1) * kBlockKeys, n.sk);
+#pragma unroll 1
+    for (int key = walk.tile * kBlockKeys; key < end; ++key) {
+      if (key >= seen_begin && key < seen_end) continue;
+      const unsigned short* v = key_row(p, p.v, place, n, key);
+#pragma unroll 1
+      for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(element_of(v, i)) < infinity());
+    }
+  }
+  return __any_sync(0xffffffff, found);
+}
+
+// One row from the definition, with the shift and the sum that the products gave, which V does not touch. A lane holds
+// every 32nd column.
+__device__ __forceinline__ void compute_row(const AttentionParams& p, const Place& place, const Lengths& n, int row,
+                                            float shift, float sum) {
+  const u32 lane = threadIdx.x % 32;
+  constexpr int kQuery = (kHeadDim + 31) / 32;
+  constexpr int kOutput = (kValueDim + 31) / 32;
+  float q[kQuery];
+  float o[kOutput];
+  const unsigned short* q_row = row_of(p.q, place.batch, n.q_start + row, place.head);
+#pragma unroll
+  for (int i = 0; i < kQuery; ++i) q[i] = lane + 32 * i < p.d ? to_float(q_row[lane + 32 * i]) : 0;
+#pragma unroll
+  for (int i = 0; i < kOutput; ++i) o[i] = 0;
+  const KeyRange keys = visible_keys(band_of(p), n, row);
+  const float slope = kAlibi ? alibi_slope(p, place.batch, place.head) : 0;
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
+  bool done = false;
+#pragma unroll 1
+  for (int key = keys.begin; key < keys.end && !done; ++key) {
+    const unsigned short* k = key_row(p, p.k, place, n, key);
+    const unsigned short* v = key_row(p, p.v, place, n, key);
+    float s = 0;
+#pragma unroll
+    for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of(k, lane + 32 * i) : 0;
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
+    s = kScoreMode == 0 ? s * p.scale_log2 : transform_score(p, s, slope, float(diagonal_of(n, row) - key));
+    float weight = exp2_fast(s + shift);
+    if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
+    done = true;
+#pragma unroll
+    for (int i = 0; i < kOutput; ++i) {
+      if (lane + 32 * i >= p.dv) continue;
+      o[i] += weight * element_of(v, lane + 32 * i);
+      done = done && o[i] != o[i];
+    }
+    done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
+  }
+  unsigned short* out = output_row(p, place, n, row);
+  const float scale = output_scale(p, place, sum, shift);
+#pragma unroll
+  for (int i = 0; i < kOutput; ++i) {
+    if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<unsigned short>(pack(o[i] * scale, 0));
+  }
+}
+
+// The 16 rows of a warp from `row` on, which it has stored; rows whose scores are NaN stay as they are. Part of the
+// caller: a call would take the uniform registers of the main loop.
+__device__ __forceinline__ void repair_rows(const AttentionParams& p, const Place& place, const Lengths& n, int row,
+                                            const Rows& rows) {
+  if (!hidden_poison(p, place, n, row)) return;
+  tma_store_wait();
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < 16 && row + i < n.sq; ++i) {
+    const float shift = __shfl_sync(0xffffffff, i < 8 ? rows.shift[0] : rows.shift[1], 4 * (i % 8));
+    const float sum = __shfl_sync(0xffffffff, i < 8 ? rows.sum[0] : rows.sum[1], 4 * (i % 8));
+    if (sum < infinity()) compute_row(p, place, n, row + i, shift == infinity() ? 0 : shift, sum);
+  }
+}

@@ -1,0 +1,99 @@
+// Online softmax (FlashAttention-2, algorithm 1, lines 8 to 10) on the fragments of a warpgroup: scores to
+// probabilities, in registers.
+#pragma once
+#include "sm90/common/fragment.cuh"
+#include "device/math.cuh"
+
+// Of a row of P, a thread's columns together, before the maximum moves; f16 holds 65504 at most.
+enum : int { kSumLimit = FULGUR_INPUT[0] == 'b' ? 1 << 24 : 1 << 12 };
+
+// Softmax state of the two rows r and r + 8 that a thread shares with its quad.
+struct Rows {
+  float shift[2];  // -max * c, the exponent's offset: P = exp2(c * S + shift). +inf: no key seen yet
+  float sum[2];    // of this thread's columns
+};
+
+__device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infinity()}, {0, 0}}; }
+
+// P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded
+// as it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
+template <bool exact>
+__device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4], float c,
+                                             float shift0, float shift1, float& sum0, float& sum1) {
+  const auto exponential = [c](float s, float shift) {
+    return exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c), shift) : __fmaf_rn(s, c, shift));
+  };
+  float a0, a1, b0, b1;  // four short sums
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; i += 4) {
+    const float p0 = exponential(S[i], shift0);
+    const float p1 = exponential(S[i + 1], shift0);
+    const float p2 = exponential(S[i + 2], shift1);
+    const float p3 = exponential(S[i + 3], shift1);
+    a0 = i == 0 ? p0 : a0 + p0;
+    a1 = i == 0 ? p1 : a1 + p1;
+    b0 = i == 0 ? p2 : b0 + p2;
+    b1 = i == 0 ? p3 : b1 + p3;
+    P[i / 2] = pack(p0, p1);
+    P[i / 2 + 1] = pack(p2, p3);
+  }
+  sum0 = a0 + a1;
+  sum1 = b0 + b1;
+}
+
+// Moves both rows to new maxima. O and the sums were relative to the old ones.
+template <bool first>
+__device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, float max0, float max1, float c) {
+  const float old0 = rows.shift[0];
+  const float old1 = rows.shift[1];
+  const float shift0 = fminf(old0, -__fmul_rn(quad_max(max0), c));
+  const float shift1 = fminf(old1, -__fmul_rn(quad_max(max1), c));
+  rows.shift[0] = shift0;
+  rows.shift[1] = shift1;
+  if (first) return;  // O and the sums are still 0
+  const float factor0 = shift0 == infinity() ? 1 : exp2_fast(shift0 - old0);
+  const float factor1 = shift1 == infinity() ? 1 : exp2_fast(shift1 - old1);
+#pragma unroll
+  for (int i = 0; i < kValueDim / 2; ++i) O[i] *= i & 2 ? factor1 : factor0;
+  rows.sum[0] *= factor0;
+  rows.sum[1] *= factor1;
+}
+
+// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag behind. No new one is computed
+// until the sum of some row of the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf)
+// and non-finite scores always say so.
+template <bool first>
+__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4],
+                                             float (&O)[kValueDim / 2], Rows& rows, float c) {
+  float sum0, sum1;
+  if (!first) {
+    exponentials<false>(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1);
+    const bool settled = sum0 + sum1 <= float(kSumLimit);
+    if (!__any_sync(0xffffffff, !settled)) {  // __all_sync(settled) takes more registers
+      rows.sum[0] += sum0;
+      rows.sum[1] += sum1;
+      return;
+    }
+  }
+  float max0 = S[0];
+  float max1 = S[2];
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; i += 4) {
+    max0 = fmaxf(max0, fmaxf(S[i], S[i + 1]));
+    max1 = fmaxf(max1, fmaxf(S[i + 2], S[i + 3]));
+  }
+  rescale<first>(O, rows, max0, max1, c);
+  const float shift0 = rows.shift[0] == infinity() ? 0 : rows.shift[0];
+  const float shift1 = rows.shift[1] == infinity() ? 0 : rows.shift[1];
+  exponentials<true>(S, P, c, shift0, shift1, sum0, sum1);
+  rows.sum[0] += sum0;
+  rows.sum[1] += sum1;
+}
+
+// What a row's products must be multiplied with in the end; a row without keys is 0.
+__device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
+
+// A row without keys has sum 0 and gets log(0) = -inf.
+__device__ __forceinline__ float lse_of(float sum, float shift) {
+  return sum == 0 ? -infinity() : (log2_fast(sum) - shift) * 0.693147180559945f;
+}

@@ -1,0 +1,222 @@
+// Pieces of lines by turns (kTurns): each thread block asks for its next one while it is at the one before. A
+// multiprocessor in four reads memory a third faster than the others, and so has more of them. Longest first, what each
+// thread block does last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Lines are cut where they
+// are longer than what a thread block has in all; who has a piece changes no bit of it.
+#pragma once
+#include "sm90/decode/q_blocks.cuh"
+
+enum : int {
+  // Tiles of its team before the end of a piece where the warp that asks says what the answer is; it asks so many
+  // earlier. Who asks sooner takes a piece that another thread block would begin before it.
+  kAnswerTiles = 3,
+  kAskingWarp = kWide ? kWarps : 0,  // the first one that loads
+  // Of a piece, at least: loads that run ahead of the products are in the piece behind it at most. All tiles of the
+  // last unit but one may be behind the keys.
+  kLeastTurnTiles = kTeams * (most(kKStages, kAnswerTiles) + 1),
+  kLeastTurnUnits = ((kLeastTurnTiles - 1) * kBlockKeys + kShareUnitKeys - 1) / kShareUnitKeys + 1,
+};
+
+// How lines go by turns. Sequences have ranks, by the lengths of their lines.
+struct TurnLines {
+  int sequences;  // that have such lines
+  int pieces;     // of these lines
+  int first_cut;  // the first sequence whose lines may have more than one; those behind it may, too
+  int ends;       // sequences whose lines have more than kFewParts
+  int shorter;    // sequences behind them: thread block i takes their lines i, i + grid, and so on
+};
+
+// A piece of a line, mostly all of it.
+struct TurnPiece {
+  int batch, head;
+  int part, parts;
+  int first;  // the number of the line's first piece among those of cut lines; others are hk further on, so that heads
+              // read side by side
+
+  __device__ __forceinline__ bool any() const { return parts > 0; }
+};
+
+// As take_ticket, where nothing but the number counts.
+__device__ __forceinline__ int take_number(int* numbers, int last) {
+  int before;
+  asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(last) : "memory");
+  return before;
+}
+// As take_ticket, of what does not count by ones.
+__device__ __forceinline__ u32 add_to_ticket(int* ticket, u32 x) {
+  u32 before;
+  asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(x) : "memory");
+  return before;
+}
+
+// Pieces have numbers, which an atomic counts. Slots in shared memory have the pieces of the turns that warps are at,
+// and barriers: that a piece is there, and that all warps have read it.
+class Turns {
+ public:
+  // By one thread.
+  static __device__ __forceinline__ void init() {
+#pragma unroll
+    for (int i = 0; i < kTurnSlots; ++i) {
+      mbarrier_init(given(i), 1);
+      mbarrier_init(read(i), kBlockWarps);
+    }
+  }
+
+  // By one lane: the piece of a turn.
+  static __device__ __forceinline__ void give(int turn, const TurnPiece& piece) {
+    mbarrier_wait(read(turn), turn / kTurnSlots % 2 ^ 1);
+    *slot(turn) = {piece.batch, piece.head, piece.part << 16 | piece.parts, piece.first};
+    mbarrier_arrive(given(turn));
+  }
+  // By a warp. One that reads a turn twice, where its loads and its products are, says so the second time.
+  static __device__ __forceinline__ TurnPiece piece_of(int turn, bool says_so) {
+    mbarrier_wait(given(turn), turn / kTurnSlots % 2);
+    const int4 x = *slot(turn);
+    const int parts = uniform(x.z);
+    mbarrier_arrive_if(read(turn), says_so && threadIdx.x % 32 == 0);
+    return {uniform(x.x), uniform(x.y), parts >> 16, parts & 0xffff, uniform(x.w)};
+  }
+
+  // Asks for the number of a piece, by a warp whose first lane has the answer. The first one of a thread block is its
+  // own, and each that has it asks until there are no more: so the count of all answers is known, and the last one
+  // leaves a zero.
+  static __device__ __forceinline__ int ask(const DecodeParams& p, const TurnLines& lines) {
+    return threadIdx.x % 32 == 0 ? int(gridDim.x) + take_number(p.tickets + 4 * gridDim.x, lines.pieces - 1) : 0;
+  }
+
+  // By a warp.
+  static __device__ __forceinline__ TurnPiece piece_of_number(const DecodeParams& p, const TurnLines& lines,
+                                                              int number) {
+    if (number >= lines.pieces) return {0, 0, 0, 0, 0};
+    const int at = number / p.hk;
+    int ranks = 0;  // that begin there or before
+#pragma unroll 1
+    for (int i = 0; i < lines.sequences; i += 32) {
+      const int rank = i + int(threadIdx.x % 32);
+      ranks += __popc(__ballot_sync(0xffffffff, rank < lines.sequences && first_of(rank) <= at));
+    }
+    const int head = number - at * p.hk;
+    const int first = first_of(ranks - 1);
+    return {batch_of(ranks - 1), head, at - first, parts_of(lines, p.hk, ranks - 1),
+            (first - first_of(lines.first_cut)) * p.hk + head};
+  }
+
+  // Of the lines that are too short for turns.
+  static __device__ __forceinline__ TurnPiece shorter_line(const DecodeParams& p, const TurnLines& lines, int line) {
+    return {batch_of(lines.sequences + line / p.hk), line % p.hk, 0, 1, 0};
+  }
+
+  // The table of ranks: the sequence of each, and how many pieces of a kv head those before it have.
+  static __device__ __forceinline__ void set_rank(int rank, int batch, int first) {
+    table()[rank] = first << 8 | batch;
+  }
+  static __device__ __forceinline__ int batch_of(int rank) { return table()[rank] & 255; }
+  static __device__ __forceinline__ int first_of(int rank) { return table()[rank] >> 8; }
+  static __device__ __forceinline__ int parts_of(const TurnLines& lines, int hk, int rank) {
+    return (rank + 1 < lines.sequences ? first_of(rank + 1) : lines.pieces / hk) - first_of(rank);
+  }
+
+ private:
+  static_assert(kTurnSequences <= 256);  // a byte of an entry
+
+  static __device__ __forceinline__ int* table() { return reinterpret_cast<int*>(raw + kLayout.ranks); }
+  static __device__ __forceinline__ int4* slot(int turn) {
+    return reinterpret_cast<int4*>(raw + kLayout.turns) + turn % kTurnSlots;
+  }
+  static __device__ __forceinline__ u32 given(int turn) {
+    return u32(__cvta_generic_to_shared(raw)) + kLayout.turns + 16 * kTurnSlots + turn % kTurnSlots * 8;
+  }
+  static __device__ __forceinline__ u32 read(int turn) { return given(turn) + 8 * kTurnSlots; }
+};
+
+// The sum of what the lanes before this one have, and of all, by a warp.
+struct SumOfLanes {
+  int before, all;
+};
+
+__device__ __forceinline__ SumOfLanes sum_of_lanes(int x) {
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(0xffffffff, sum, step);
+    if (threadIdx.x % 32 >= step) sum += before;
+  }
+  return {sum - x, __shfl_sync(0xffffffff, sum, 31)};
+}
+
+// Ranks the sequences, cuts their lines, and gives the first piece, by all threads of the block. Each sequence has one
+// block of rows at most (kWholeLines), and there are up to kTurnSequences. What is reckoned with lies where K will be.
+__device__ __forceinline__ void begin_turns(const DecodeParams& p, unsigned char* shared, TurnLines& lines) {
+  // In the order of lengths: units of a line and 1, none where there are no queries, then 255 less the sequence.
+  u32* const keys = reinterpret_cast<u32*>(shared);
+  int2* const ranked = reinterpret_cast<int2*>(keys + kTurnSequences);  // {units, later pieces; sequence}
+#pragma unroll 1
+  for (int b = threadIdx.x; b < (p.batch + 3) / 4 * 4; b += kBlockThreads) {
+    keys[b] = 0;
+    if (b >= p.batch) continue;
+    const Lengths n = sequence_of(p, b).n;
+    const int units = n.sq > 0 ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count + 1 : 0;
+    keys[b] = u32(units) << 8 | u32(255 - b);
+  }
+  if (threadIdx.x == kBlockThreads - 1) Turns::init();
+  __syncthreads();
+#pragma unroll 1
+  for (int b = threadIdx.x; b < p.batch; b += kBlockThreads) {
+    const u32 mine = keys[b];
+    int rank = 0;
+#pragma unroll 4
+    for (int other = 0; other < p.batch; other += 4) {
+      const uint4 x = *reinterpret_cast<const uint4*>(keys + other);
+      rank += (x.x > mine) + (x.y > mine) + (x.z > mine) + (x.w > mine);
+    }
+    ranked[rank] = {int(mine >> 8) - 1, b};
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int each = (p.batch + 31) / 32;
+    const int first = threadIdx.x * each;
+    const int last = min(first + each, p.batch);
+    int units = 0;
+    int kinds = 0;  // sequences that have lines by turns, and 2^16 times those with shorter ones
+#pragma unroll 1
+    for (int rank = first; rank < last; ++rank) {
+      const int of_line = ranked[rank].x;
+      const bool has_turns = of_line >= kLeastTurnUnits;
+      units += most(of_line + kEntryUnits, 0);
+      kinds += has_turns ? 1 : of_line >= 0 ? 1 << 16 : 0;
+    }
+    units = sum_of_lanes(units).all;
+    kinds = sum_of_lanes(kinds).all;
+    const int sequences = kinds & 0xffff;
+    const int most_units = turn_units(p.hk * units, gridDim.x, 2 * kLeastTurnUnits);
+    // Where no line is too long, all may be about as long as each other.
+    const int longest = uniform(threadIdx.x == 0 ? ranked[0].x : 0);
+    const bool cuts_longest = turn_pieces(longest, most_units) > 1;
+    const int cut_last = cuts_longest ? 0 : last_round(sequences, p.hk, gridDim.x);
+    int pieces = 0;  // of a kv head, and 2^20 times sequences whose lines are put together at the end
+#pragma unroll 1
+    for (int rank = first; rank < last; ++rank) {
+      int count = 0;
+      if (rank < sequences - cut_last)
+        count = turn_pieces(ranked[rank].x, most_units);
+      else if (rank < sequences)
+        count = last_pieces(ranked[rank].x, most_units, 2 * kLeastTurnUnits, cut_last * p.hk, gridDim.x);
+      ranked[rank].x = count;
+      pieces += count > kFewParts ? count + (1 << 20) : count;
+    }
+    const SumOfLanes numbers = sum_of_lanes(pieces);
+    int number = numbers.before & 0xfffff;
+#pragma unroll 1
+    for (int rank = first; rank < last; ++rank) {
+      Turns::set_rank(rank, ranked[rank].y, number);
+      number += ranked[rank].x;
+    }
+    const TurnLines here = {sequences, p.hk * (numbers.all & 0xfffff), cut_last > 0 ? sequences - cut_last : 0,
+                            numbers.all >> 20, kinds >> 16};
+    if (threadIdx.x == 0) lines = here;
+    __syncwarp();
+    const TurnPiece piece = Turns::piece_of_number(p, here, blockIdx.x);
+    if (threadIdx.x == 0) Turns::give(0, piece);
+  }
+  if (kWide) fence_async_proxy();  // before TMA brings K
+  __syncthreads();
+}

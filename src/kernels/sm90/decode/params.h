@@ -1,0 +1,72 @@
+// Arguments of the decode kernel (sm90/decode/decode.cu), the same for the host and the device.
+//
+// kernel_config.h, generated per plan, holds one `#define` and one anonymous enum of ints:
+//   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
+//   kValueDim       dv rounded up to 16 (<= 256)
+//   kTeamWarps      warps of a team, 16 rows each: Br = 16 * kTeamWarps
+//   kTeams          teams of a thread block, each with keys of its own
+//   kBlockKeys      Bc, the keys that a team takes at a time
+//   kKStages, kVStages  buffers of a team, of kBlockKeys rows of K, of V each
+//   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
+//   kResidents      thread blocks of a multiprocessor
+//   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kWholeLines     1: thread blocks take whole lines where lengths make that as even as shares
+//   kTurns          1: by turns, and shorter lines so beside longer ones that are shared out
+//   kPieces         how lines are cut, where shares alone do not say it (host_device/stream_k.h)
+//   kLaneSequences  1 or 2: sequences of each lane that looks for pieces, kFillingPieces
+//   kGroup          hq / hk
+//   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
+//   kWholeColumns   1: d and dv are kHeadDim and kValueDim
+//   kHasLeft, kHasRight, kHasChunk, kScoreMode, kSoftcap, kAlibi, kHasSinks, kHasLse    as in sm90/forward/params.h
+//   kPacked         1: q is packed, cu_seqlens_q
+//   kPackedK        1: k and v are packed, cu_seqlens_k
+//   kSeqUsedQ       1: seqused_q[batch] bounds the queries
+//   kSeqUsedK       1: seqused_k[batch] bounds the keys
+//   kPage           keys of a page; 0: k and v have rows of a batch
+//   kPageLists      1: page_indptr says where the pages of a sequence begin, else table_stride does
+//   kBatchIdx       1: cache_batch_idx names the row of the batch
+//   kLeftPad        1: leftpad_k says which key is the first
+//   kTree           1: tree_mask says which of the last sq keys a query sees
+//   kFewQueries     queries of the longest sequence that it computes, where sm90/forward/forward.cu has the longer ones; 0: all
+//   kAppends        1: it appends new rows of K and V, and attends them, too
+//   kTurnsQ         1: it turns q beside the new keys
+//   kUnreadRows     1: there may be new rows that no item reads
+#pragma once
+#include "common/append_params.h"
+#include "host_device/attention_params.h"
+#include "host_device/stream_k.h"
+#include "sm90/common/tensor_map.h"
+
+// As sm90/common/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
+struct DecodeMaps {
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
+};
+
+struct DecodeParams : DecodeMaps, CallParams {
+  StridedTensor o;
+  float* lse;                  // as in AttentionParams
+  long long lse_batch_stride, lse_head_stride;
+
+  int batch, hk;
+  KeyPages pages;              // kPage; its entries without pages: rows of the batch
+  const int* cache_batch_idx;  // [b], kBatchIdx
+  const int* leftpad_k;        // [b], kLeftPad
+
+  // [2 * thread blocks][kLineRows][partial_row_floats(kValueDim)]; kOwnPieces: [b][hk][most_pieces][piece_floats],
+  // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [thread blocks][piece_floats], of which
+  // in wide teams piece_columns() of sm90/decode/output.cuh says what is where.
+  float* partial;
+  int* tickets;    // [4 * thread blocks + 1], zero before the first launch; every launch leaves them zero
+
+  const float* sinks;  // [hq], kHasSinks
+  const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
+  int most_pieces, piece_floats;  // kPieces
+  fulgur::kernels::Divisor to_fill, to_fit, heads;  // kFillingPieces: thread blocks, and these less the lines; hk
+};
+
+// kAppends: q is where queries go that were turned, and seqused_k is not looked at.
+struct DecodeAppendParams : DecodeParams {
+  AppendParams append;
+};

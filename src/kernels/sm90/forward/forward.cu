@@ -1,0 +1,237 @@
+// Attention forward for Hopper: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation.
+//
+// A thread block takes items: blocks of Br = 64 * kConsumers rows of Q, whose keys it walks from right to left in tiles
+// of Bc. One producer warp feeds rings of K and V by TMA. Each consumer warpgroup owns a strip of 64 rows; it issues
+// S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
+// tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
+// docs/kernels/README.md says what the words mean.
+#include "sm90/common/dropout.cuh"
+#include "sm90/forward/output.cuh"
+#include "sm90/forward/pipeline.cuh"
+
+__device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
+  Loader load(p, smem);
+  bool flip = false;
+  const u32 lane = threadIdx.x % 32;
+  int number = blockIdx.x;
+  for (;;) {
+    const Item item = item_of(p, number);
+    const Lengths n = lengths_of(p, item.batch);
+    const int strip = first_strip(n.sq, kConsumers, item.block);
+    const int end = first_strip(n.sq, kConsumers, item.block + 1);
+    if (item.block < 0 || kStripRows * strip < n.sq) {
+      const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of
+      // a block, which add up strip by strip, agree on whose strip is whose.
+      flip = (kHasLeft || kHasRight) && !(kSplitTail && item.part >= 0) && !flip;
+      const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
+        const int mine = strip + (flip ? kConsumers - 1 - group : group);
+        return mine < end ? kStripRows * mine : n.sq;
+      };
+      if (item.block < 0) {
+        load.load_q(item, n, keys, strip_row);
+        break;
+      }
+      // With one buffer of Q, which the previous item may still be using, the first K comes before.
+      if (kQStages > 1 || keys.end <= keys.begin) load.load_q(item, n, keys, strip_row);
+      const Keys source = keys_of(p, item, n);
+#pragma unroll 1
+      for (KeyWalk walk = walk_of_item(keys); walk.more(); walk.next()) {
+        load.load_k(source, walk.tile);
+        if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(item, n, keys, strip_row);
+        load.load_v(source, walk.tile);
+      }
+    }
+    // Not earlier, lest a thread block with a long item hold another one, too. The consumers still have full buffers.
+    const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
+    number = __shfl_sync(0xffffffff, next, 0);
+  }
+  // The last thread block to finish clears the counters for the next launch.
+  if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
+    p.counters[0] = 0;
+}
+
+// S = Q K^T
+__device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int panel = step / 4;
+    const int inside = step % 4 * 32;
+    Wgmma<kBlockKeys>::multiply<kAlongK, kAlongK>(S, q + ((panel * kStripPanelBytes + inside) >> 4),
+                                                  k + ((panel * kPanelBytes + inside) >> 4), step != 0);
+  }
+  wgmma_commit();
+}
+
+// O += P V
+__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+#pragma unroll
+  for (int step = 0; step < kBlockKeys / 16; ++step)
+    Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, v + (step * 16 * kPanelRowBytes >> 4), 1);
+  wgmma_commit();
+}
+
+// Rows of a box of Q behind the end of a sequence may be the next sequence's, or padding. They become the zeros
+// that TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend
+// on the other rows of its warp. Zeros depend on nothing but where the sequence ends.
+__device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
+  const int valid = walk.sk - walk.diagonal;
+  if (valid >= kStripRows || !walk.more()) return;
+  for (int panel = 0; panel < kHeadPanels; ++panel)
+    for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
+      store_shared_zero16(strip + panel * kStripPanelBytes + at);
+  fence_async_proxy();
+  named_barrier_sync(barrier, 128);
+}
+
+__device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
+  const u32 leader = threadIdx.x % 32 == 0;
+  const u32 barrier = kBarrierConsumer + consumer();
+  const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  QBuffers q_buffers(smem, 0);
+  KBuffers keys(smem, 0);
+  VBuffers values(smem, 0);
+  const auto k_operand = [&] { return uniform_descriptor(keys.address(), 0); };
+  const auto v_operand = [&] { return uniform_descriptor(values.address(), kPanelBytes); };
+  const auto skip = [&](int count) {  // key tiles that only other warpgroups see
+#pragma unroll 1
+    for (; count > 0; --count) {
+      keys.wait_full();
+      keys.release(leader);
+      values.wait_full();
+      values.release(leader);
+    }
+  };
+  u32 leaving = 0;  // the buffer through which the previous O is still leaving, as the offset of its barrier
+  const auto release_q = [&] {
+    tma_store_wait_read();
+    __syncwarp();
+    mbarrier_arrive_if(smem + leaving, leader && leaving);
+    leaving = 0;
+  };
+
+  for (;;) {
+    q_buffers.wait_full();
+    const u32 view = view_address(smem, q_buffers.ring.stage(), consumer());
+    KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
+    if (walk.no_more_work()) break;
+    skip(walk.skip_front);
+    const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
+    if (kPacked || kSeqUsedQ) clear_rows_behind_sequence(walk, strip, barrier);
+    const u32 q = uniform_descriptor(strip, 0);
+    const Visible visible = visible_of_thread(p, walk.sk, walk.diagonal);
+    float S[kBlockKeys / 2];
+    float O[kValueDim / 2];
+    u32 P[kBlockKeys / 4];
+    const auto adjust_scores = [&](bool rightmost) {
+      if (kScoreMode) transform_scores(p, S, view, walk.diagonal, walk.tile);
+      if (walk.masked(band_of(p), rightmost)) mask_scores(S, visible, walk.tile);
+    };
+    Kept<kBlockKeys> kept;
+    const auto decide_dropout = [&] {  // beside the products
+      if (!kDropout) return;
+      const Place at = load_place(view);
+      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, at.batch * p.hq + at.head, at.row + warp_row(),
+                                     walk.tile * kBlockKeys);
+    };
+    Rows rows = rows_without_keys();
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
+
+    Place place;
+    const auto leave_q = [&] {  // O needs no shared memory: the next Q, and its view, may come at once
+      place = load_place(view);
+      mbarrier_arrive_if(smem + kLayout.q_empty, leader);
+    };
+
+    if (walk.more()) {
+      // The rightmost tile: S = Q K^T, and P = exp(S - max).
+      keys.wait_full();
+      wgmma_fence();
+      issue_scores(S, q, k_operand());
+      if (kQStages > 1) release_q();
+      decide_dropout();
+      wgmma_wait<0>();
+      register_fence(S);
+      keys.release(leader);
+      adjust_scores(true);
+      softmax_step<true>(S, P, O, rows, c);
+      if (kDropout) kept.drop(P);
+
+#pragma unroll 1
+      while (walk.next()) {
+        // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
+        values.wait_full();
+        keys.wait_full();
+        register_fence(O);
+        wgmma_fence();
+        issue_scores(S, q, k_operand());
+        issue_values(O, P, v_operand());
+        decide_dropout();
+        wgmma_wait<1>();
+        keys.release(leader);
+        wgmma_wait<0>();
+        register_fence(S);
+        register_fence(O);
+        values.release(leader);
+        adjust_scores(false);
+        softmax_step<false>(S, P, O, rows, c);
+        if (kDropout) kept.drop(P);
+      }
+
+      // O += P V of the leftmost tile.
+      values.wait_full();
+      register_fence(O);
+      wgmma_fence();
+      issue_values(O, P, v_operand());
+      if (kQStages == 1) leave_q();
+      wgmma_wait<0>();
+      register_fence(O);
+      values.release(leader);
+    } else if (kQStages > 1) {
+      release_q();
+    } else {
+      leave_q();
+    }
+    if (kHasLeft) skip(walk.skip_back);
+
+    // O = O / sum, LSE = max + log(sum).
+    rows.sum[0] = quad_sum(rows.sum[0]);
+    rows.sum[1] = quad_sum(rows.sum[1]);
+    if (kQStages > 1) {
+      place = load_place(view);
+      named_barrier_sync(barrier, 128);  // every warp has read Q
+    }
+    const u32 last_flag = smem + kLayout.last + 4 * consumer();
+    if (!kSplitTail || combine_parts(p, place, rows, O, barrier, last_flag)) finish(p, place, rows, O, strip);
+    leaving = kLayout.q_empty + 8 * q_buffers.ring.stage();
+    q_buffers.advance();
+  }
+  tma_store_wait_read();
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fulgur_forward(const __grid_constant__ ForwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (threadIdx.x == 0) {
+    QBuffers::init(smem, 1, 4 * kConsumers);
+    KBuffers::init(smem, 1, 4 * kConsumers);
+    VBuffers::init(smem, 1, 4 * kConsumers);
+    mbarrier_init(smem + kLayout.v_tail, 1);
+    fence_mbarrier_init();
+    if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);
+    tma_prefetch_map(&p.q_map);
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+    if (kStore == kStoreTiles) tma_prefetch_map(&p.o_map);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_drop<kProducerRegisters>();
+    if (threadIdx.x < 32) produce(p, smem);
+  } else {
+    registers_raise<kConsumerRegisters>();
+    consume(p, smem);
+  }
+}

@@ -1,0 +1,58 @@
+// Sizes and the map of shared memory of the Hopper forward kernel.
+#pragma once
+#include "host_device/key_walk.h"
+
+namespace fulgur::kernels {
+
+enum : int {
+  kPanelColumns = 64,  // buffers are panels of 64 columns, swizzled
+  kPanelRowBytes = 128,
+  kStripPanelBytes = kStripRows * kPanelRowBytes,
+  kControlBytes = 1024,  // for barriers and views
+};
+
+FULGUR_SHARED int panels_of(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
+
+// What the map depends on: constants of kernel_config.h.
+struct ForwardTile {
+  int head_dim, value_dim, consumers, block_keys, q_stages, k_stages, v_stages;
+};
+
+// Bytes of buffers, and byte offsets from a base aligned to 1024.
+struct ForwardLayout {
+  int strip_bytes;  // Q, later O, of one warpgroup
+  int q_bytes, k_bytes, v_bytes;
+  int q, k, v;
+  int q_full, q_empty, k_full, k_empty, v_full, v_empty;  // a barrier of 8 bytes each stage
+  int v_tail;
+  int view;  // one View per Q buffer and consumer
+  int last;  // one int per consumer: its part is the last to finish
+  int dropout_key;
+  int end, bytes;
+};
+
+FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
+  ForwardLayout map = {};
+  map.strip_bytes = kStripPanelBytes * most(panels_of(tile.head_dim), panels_of(tile.value_dim));
+  map.q_bytes = tile.consumers * map.strip_bytes;
+  map.k_bytes = panels_of(tile.head_dim) * tile.block_keys * kPanelRowBytes;
+  map.v_bytes = panels_of(tile.value_dim) * tile.block_keys * kPanelRowBytes;
+  map.q = 0;
+  map.k = map.q + tile.q_stages * map.q_bytes;
+  map.v = map.k + tile.k_stages * map.k_bytes;
+  map.q_full = map.v + tile.v_stages * map.v_bytes;
+  map.q_empty = map.q_full + 8 * tile.q_stages;
+  map.k_full = map.q_empty + 8 * tile.q_stages;
+  map.k_empty = map.k_full + 8 * tile.k_stages;
+  map.v_full = map.k_empty + 8 * tile.k_stages;
+  map.v_empty = map.v_full + 8 * tile.v_stages;
+  map.v_tail = map.v_empty + 8 * tile.v_stages;
+  map.view = (map.v_tail + 8 + 15) / 16 * 16;
+  map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
+  map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
+  map.end = map.dropout_key + 8;
+  map.bytes = map.q_full + kControlBytes;
+  return map;
+}
+
+}  // namespace fulgur::kernels

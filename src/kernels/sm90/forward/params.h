@@ -1,0 +1,54 @@
+// Arguments of the Hopper forward kernel (sm90/forward/forward.cu), the same for the host and the device. Plain C++ types only:
+// neither side needs a toolkit header.
+//
+// kernel_config.h, generated per plan, holds one `#define` and one anonymous enum of ints:
+//   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
+//   kValueDim       dv rounded up to 16 (<= 256)
+//   kConsumers      consumer warpgroups, a strip of 64 rows of Q each: Br = 64 * kConsumers
+//   kBlockKeys      Bc, a multiple of 16, <= 256
+//   kQStages        buffers of Q (1 or 2); O leaves through the same buffer with kStoreTiles
+//   kKStages        buffers of K
+//   kVStages        buffers of V
+//   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
+//                   2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
+//   kHasLeft        1: window_left bounds the keys
+//   kHasRight       1: window_right does (causal: window_right = 0)
+//   kHasChunk       1: a row sees its chunk's keys alone; needs both bounds
+//   kScoreMode      0: scores are scale * q.k, scale > 0, folded into the exponent
+//                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
+//   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
+//   kAlibi          1: ALiBi bias; needs kScoreMode 1
+//   kHasSinks       1: sinks[head] joins the softmax of a row (sm90/common/sinks.cuh)
+//   kPacked         1: packed variable length, cu_seqlens_q
+//   kPackedK        1: k and v, too, cu_seqlens_k
+//   kPage           keys of a page; 0: k and v have no pages
+//   kPageLists      1: the pages of all sequences are one list; 0: a row of a table each
+//   kBoxKeys        keys of a box of a key tile: of one page
+//   kSeqUsedQ       1: seqused_q[batch] bounds the queries
+//   kSeqUsedK       1: seqused_k[batch] bounds the keys
+//   kDropout        1: dropout of P
+//   kHasLse         1: write LSE
+//   kStore          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
+//                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
+//                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
+//                   writes multiples of 16 bytes
+//   kFewQueries     sequences of up to so many queries are sm90/decode/decode.cu's
+//   kSplitTail      1: some blocks are cut into parts (host_device/work_tiles.h)
+//
+// cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A
+// launch is min(multiprocessors, items) thread blocks of 128 * (kConsumers + 1) threads; sm90/forward_layout says how
+// much shared memory each has.
+#pragma once
+#include "host_device/attention_params.h"
+#include "sm90/common/tensor_map.h"
+
+// As sm90/common/tensor_map.h says.
+struct TensorMaps {
+  TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {64, 64, 1, 1}
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
+  TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {64, 16, 1, 1}; unused unless kStoreTiles
+};
+
+struct ForwardParams : TensorMaps, AttentionParams {};

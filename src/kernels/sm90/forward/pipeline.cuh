@@ -1,0 +1,123 @@
+// How Q, K and V pass from the producer warp to the consumer warpgroups: rings of buffers in shared memory, each buffer
+// with a barrier that says it is full and one that says it is empty.
+#pragma once
+#include "sm90/common/ring.cuh"
+#include "sm90/common/work_tiles.cuh"
+#include "sm90/common/pages.cuh"
+#include "sm90/ptx/tma.cuh"
+#include "sm90/forward/layout.cuh"
+#include "sm90/forward/params.h"
+
+using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_empty, kQStages>;
+using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
+using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
+
+__device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
+  return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
+}
+
+// The keys of an item. The division by the heads of a group is made once for all of its tiles: it takes longer than
+// the rest of a load.
+struct Keys {
+  int first, count;  // in K and V, or in the list of pages
+  int head, batch;
+};
+
+__device__ __forceinline__ Keys keys_of(const ForwardParams& p, const Item& item, const Lengths& n) {
+  return {n.k_start, n.sk, item.head / p.group, kPackedK ? 0 : item.batch};
+}
+
+// The producer's side: waits until a buffer is empty, and asks for it to be filled.
+struct Loader {
+  const ForwardParams& p;
+  u32 smem;
+  QBuffers q;
+  KBuffers k;
+  VBuffers v;
+  u32 tail_parity = 0;
+
+  __device__ __forceinline__ Loader(const ForwardParams& p, u32 smem)
+      : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
+
+  // The strips of an item and a view of each; strip_row says where a warpgroup's begins. The end of all work is views
+  // without Q.
+  template <class StripRow>
+  __device__ __forceinline__ void load_q(const Item& item, const Lengths& n, const KeyTiles& keys,
+                                         StripRow strip_row) {
+    q.wait_empty();
+    const u32 full = q.full();
+    const u32 buffer = q.address();
+    if (elect_one()) {
+#pragma unroll
+      for (int strip = 0; strip < kConsumers; ++strip) {
+        const View view = view_of(band_of(p), n, kBlockKeys, item, keys, strip_row(strip));
+        store_shared_struct(view_address(smem, q.ring.stage(), strip), item.block < 0 ? view_of_the_end() : view);
+      }
+      if (item.block < 0) {
+        mbarrier_arrive(full);
+      } else {
+        mbarrier_arrive_expect(full, kConsumers * kHeadPanels * kStripPanelBytes);
+#pragma unroll
+        for (int strip = 0; strip < kConsumers; ++strip)
+#pragma unroll
+          for (int panel = 0; panel < kHeadPanels; ++panel)
+            tma_load(buffer + strip * kLayout.strip_bytes + panel * kStripPanelBytes, &p.q_map, full,
+                     {64 * panel, n.q_start + strip_row(strip), item.head, kPacked ? 0 : item.batch}, Keep::kShort);
+      }
+    }
+    q.advance();
+  }
+
+  // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for.
+  template <int panels>
+  __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile) {
+    if (elect_one()) {
+      mbarrier_arrive_expect(barrier, panels * kPanelBytes);
+      if (kPage == 0)
+        load_boxes<panels>(buffer, map, barrier,
+                           {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
+    }
+    const int box = threadIdx.x % 32;
+    if (kPage > 0 && box < kBlockKeys / kBoxKeys) {
+      const int key = key_tile * kBlockKeys + box * kBoxKeys;
+      const PageRow at = page_row(p.pages, keys.batch, keys.first, keys.count, key);
+      load_boxes<panels>(buffer + box * kBoxKeys * kPanelRowBytes, map, barrier, {0, at.row, keys.head, at.page});
+    }
+  }
+
+  template <int panels>
+  __device__ __forceinline__ void load_boxes(u32 buffer, const void* map, u32 barrier, const BoxStart& at) {
+#pragma unroll
+    for (int panel = 0; panel < panels; ++panel)
+      tma_load(buffer + panel * kPanelBytes, map, barrier, {64 * panel, at.row, at.head, at.batch}, Keep::kLong);
+  }
+
+  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile) {
+    k.wait_empty();
+    load_tile<kHeadPanels>(k.address(), &p.k_map, k.full(), keys, key_tile);
+    k.advance();
+  }
+
+  // Rows of V beyond this sequence would meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
+    v.wait_empty();
+    const u32 full = v.full();
+    const u32 buffer = v.address();
+    const int valid = keys.count - key_tile * kBlockKeys;
+    const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
+    const u32 landed = clear ? smem + kLayout.v_tail : full;
+    load_tile<kValuePanels>(buffer, &p.v_map, landed, keys, key_tile);
+    if (clear) {
+      const u32 lane = threadIdx.x % 32;
+      mbarrier_wait(landed, tail_parity);
+      tail_parity ^= 1;
+      for (int panel = 0; panel < kValuePanels; ++panel)
+        for (int at = valid * kPanelRowBytes + 16 * lane; at < kPanelBytes; at += 512)
+          store_shared_zero16(buffer + panel * kPanelBytes + at);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(full);
+    }
+    v.advance();
+  }
+};

@@ -1,8 +1,0 @@
-// Numbers that lie on the host travel as arguments of a launch, which keeps them as they are now.
-#include "store_numbers_params.h"
-
-extern "C" __global__ void __launch_bounds__(256)
-    fulgur_store_numbers(const __grid_constant__ StoreNumbersParams p) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < p.count) p.to[i] = p.numbers[i];
-}

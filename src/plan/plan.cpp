@@ -1,0 +1,243 @@
+#include "plan/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "call/append_then_attend.h"
+#include "call/make_problem.h"
+#include "call/mask.h"
+#include "call/prefix_split.h"
+#include "fulgur/error.h"
+#include "plan/append_executable.h"
+#include "plan/engines.h"
+#include "plan/shared_prefix.h"
+
+namespace fulgur {
+
+double visible_scores(const Problem& p, const std::vector<Sequence>& lengths) {
+  double n = 0;
+  for (const Sequence& s : lengths) n += visible_scores(p.mask, s);
+  return n * static_cast<double>(p.hq) * (p.alike() ? static_cast<double>(p.batch) : 1);
+}
+
+double flops(const Problem& p, const std::vector<Sequence>& lengths) {
+  return visible_scores(p, lengths) * flops_per_score(p);
+}
+
+namespace {
+
+void require(const Plan::Impl& impl, Pass pass) {
+  if (impl.problem.pass == pass) return;
+  const bool forward = pass == Pass::kForward;
+  fail("args", "got tensors of the {} pass, want {} as planned", forward ? "forward" : "backward",
+       forward ? "BackwardArgs" : "ForwardArgs");
+}
+
+void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
+  if (given.data == nullptr) {
+    if (given.bytes != 0) fail("workspace", "data is null, but not its {} bytes", given.bytes);
+    return;
+  }
+  if (given.bytes < need.bytes) fail("workspace", "got {} bytes, want {}", given.bytes, need.bytes);
+  if (reinterpret_cast<uintptr_t>(given.data) % static_cast<uintptr_t>(need.alignment) != 0) {
+    fail("workspace", "data {} is not aligned to {} bytes", given.data, need.alignment);
+  }
+}
+
+/// The lengths of a call, where the host can read them; of one sequence where all are alike.
+template <class Args>
+std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (args.append != nullptr) return lengths_of(p, Appending(args, p.mask).attention());
+  }
+  if (!lengths_on_host(args)) return std::nullopt;
+  const Sequences sequences(p, args);
+  std::vector<Sequence> lengths;
+  const int64_t count = p.alike() ? std::min<int64_t>(p.batch, 1) : p.batch;
+  for (int64_t b = 0; b < count; ++b) lengths.push_back(sequences[b]);
+  return lengths;
+}
+
+const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* what) {
+  if (impl.lengths) return *impl.lengths;
+  throw Error(Status::kUnsupported,
+              fmt::format("{}: the lengths of the sequences are on the device", what));
+}
+
+std::string summary(const Problem::Cache& c) {
+  std::string s;
+  if (c.paged()) {
+    s += fmt::format(", {} pages of {} keys, ", c.entries, c.page);
+    s += c.pages == Problem::Cache::Pages::kTable
+             ? fmt::format("page_table of {} a sequence", c.ids)
+             : fmt::format("page_table of {} by page_indptr", c.ids);
+  }
+  if (c.batch_idx) s += fmt::format(", cache_batch_idx into {} rows", c.entries);
+  if (c.leftpad) s += ", leftpad_k";
+  return s;
+}
+
+/// The engine's plan of a problem that it computes.
+std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& engine, int threads,
+                                                std::vector<std::string>* rejected) {
+  if (p.append.given) {
+    const auto plan_attention = [&](const Problem& follows, std::vector<std::string>* reasons) {
+      return executable_of(follows, engine, threads, reasons);
+    };
+    return plan_append(p, engine, threads, plan_attention, rejected);
+  }
+  if (p.prefix_groups == 0) return engine.plan(p, threads);
+  std::string why;
+  if (auto divided = plan_shared_prefixes(p, engine, threads, &why)) return divided;
+  rejected->push_back(fmt::format("shared prefixes read once: {}", why));
+  return engine.plan(without_prefixes(p), threads);
+}
+
+std::string summary(const Problem& p) {
+  std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
+                              p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
+                              name_of(p.device), p.batch);
+  if (p.packed_k) {
+    s += fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk);
+  } else if (p.packed) {
+    s += fmt::format("packed {} rows, longest {}, sk {}, ", p.total_q, p.sq, p.sk);
+  } else {
+    s += fmt::format("sq {}, sk {}, ", p.sq, p.sk);
+  }
+  s += fmt::format("hq {}, hk {}, d {}, dv {}, ", p.hq, p.hk, p.d, p.dv);
+  const Mask band = window(p.mask.left, p.mask.right);
+  if (band == full()) {
+    s += "full";
+  } else if (band == causal()) {
+    s += "causal";
+  } else {
+    s += fmt::format("window ({}, {})", band.left, band.right);
+  }
+  if (p.mask.chunk > 0) s += fmt::format(", chunks of {} keys", p.mask.chunk);
+  s += fmt::format(", scale {:.6g}", p.scale);
+  if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
+  if (p.has_alibi()) s += ", ALiBi";
+  if (p.has_sinks) s += ", sinks";
+  if (p.has_tree) s += ", tree mask";
+  if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
+  if (p.seqused_q) s += ", seqused_q";
+  if (p.seqused_k) s += ", seqused_k";
+  s += summary(p.cache);
+  if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
+  if (p.append.given) s += fmt::format(", {} new rows of k and v", p.append.tokens);
+  if (p.has_dlse) s += ", dlse";
+  if (p.want_dsinks) s += ", dsinks";
+  return s;
+}
+
+/// What a caller appends with may be gone when the plan's runs are checked.
+void keep_append(Plan::Impl& impl) {
+  auto* const forward = std::get_if<ForwardArgs>(&impl.planned);
+  if (forward == nullptr || forward->append == nullptr) return;
+  impl.planned_append = *forward->append;
+  forward->append = &*impl.planned_append;
+}
+
+std::string amount(double x, const char* unit) {
+  const char* prefixes[] = {"", "k", "M", "G", "T", "P"};
+  int i = 0;
+  for (; x >= 1000 && i < 5; ++i) x /= 1000;
+  return fmt::format("{:.4g} {}{}", x, prefixes[i], unit);
+}
+
+}  // namespace
+
+template <class Args>
+std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
+                                            const Options& options, const Run* run) {
+  auto impl = std::make_shared<Plan::Impl>();
+  impl->problem = std::move(problem);
+  impl->planned = args;
+  keep_append(*impl);
+  impl->lengths = lengths_of(impl->problem, args);
+  const int threads = checked_threads(options);
+  impl->engine =
+      &choose_engine(all_engines(), without_append(impl->problem), options.engine, &impl->rejected);
+  if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
+  impl->generation = impl->engine->generation();
+  impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);
+  if (const int64_t want = impl->executable->workspace().bytes; !impl->problem.has_room(want)) {
+    fail("max_workspace", "got {} bytes, want at least {}", impl->problem.max_workspace, want);
+  }
+  return impl;
+}
+
+template std::shared_ptr<const Plan::Impl> make_plan(Problem, const ForwardArgs&, const Options&,
+                                                     const Run*);
+template std::shared_ptr<const Plan::Impl> make_plan(Problem, const BackwardArgs&, const Options&,
+                                                     const Run*);
+
+template <class Args>
+void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
+  check_pointers(args);
+  check_random_numbers(args, run);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (args.append == nullptr) check_prefixes(plan.problem, args);
+  }
+  check_workspace(plan.executable->workspace(), run.workspace);
+  plan.executable->run(&args, run);
+}
+
+template void run_plan(const Plan::Impl&, const ForwardArgs&, const Run&);
+template void run_plan(const Plan::Impl&, const BackwardArgs&, const Run&);
+
+void Plan::run(const ForwardArgs& args, const Run& run) const {
+  require(*impl_, Pass::kForward);
+  check_shapes(std::get<ForwardArgs>(impl_->planned), args);
+  run_plan(*impl_, args, run);
+}
+
+void Plan::run(const BackwardArgs& args, const Run& run) const {
+  require(*impl_, Pass::kBackward);
+  check_shapes(std::get<BackwardArgs>(impl_->planned), args);
+  run_plan(*impl_, args, run);
+}
+
+std::string Plan::explain() const {
+  const Problem& p = impl_->problem;
+  const Explanation e = impl_->executable->explain();
+  std::string s = fmt::format("{}\nengine    {}: {}\n", summary(p), impl_->engine->name(),
+                              impl_->engine->description());
+  for (const std::string& decision : e.decisions) s += fmt::format("plan      {}\n", decision);
+  for (const std::string& why : impl_->rejected) s += fmt::format("rejected  {}\n", why);
+  for (const std::string& why : e.rejected) s += fmt::format("rejected  {}\n", why);
+  const double moved = bytes();
+  if (impl_->lengths) {
+    const double work = flops();
+    s += fmt::format("work      {}, {} of tensors, {:.1f} flop per byte\n", amount(work, "flop"),
+                     amount(moved, "B"), moved > 0 ? work / moved : 0);
+    const std::string expected = impl_->executable->expects(*impl_->lengths);
+    if (!expected.empty()) s += fmt::format("expects   {}\n", expected);
+  } else {
+    s += fmt::format("work      as the lengths on the device say, up to {} of tensors\n",
+                     amount(moved, "B"));
+  }
+  const int64_t wanted = workspace().bytes;
+  s += fmt::format("memory    {} besides the tensors: {} bytes",
+                   amount(static_cast<double>(wanted), "B"), wanted);
+  if (p.max_workspace > 0) s += fmt::format(", max_workspace is {}", p.max_workspace);
+  s += "\n";
+  return s;
+}
+
+std::string Plan::engine() const { return impl_->engine->name(); }
+double Plan::flops() const { return fulgur::flops(impl_->problem, known_lengths(*impl_, "flops")); }
+double Plan::bytes() const { return fulgur::bytes(impl_->problem); }
+WorkspaceNeed Plan::workspace() const { return impl_->executable->workspace(); }
+
+TileMap Plan::tiles(int64_t b) const {
+  const Problem& p = impl_->problem;
+  if (b < 0 || b >= p.batch) fail("b", "got {}, want a sequence of the batch of {}", b, p.batch);
+  const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
+  const Explanation e = impl_->executable->explain();
+  return tile_map(p.mask, lengths[std::min<size_t>(b, lengths.size() - 1)], e.Br, e.Bc);
+}
+
+}  // namespace fulgur

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "call/lengths.h"
+#include "engine/engine.h"
+#include "fulgur/append.h"
+#include "fulgur/attention.h"
+
+namespace fulgur {
+
+/// What a Plan holds: the problem, the tensors it was planned for, and the engine's executable.
+struct Plan::Impl {
+  Problem problem;
+  std::variant<ForwardArgs, BackwardArgs> planned;  ///< shapes that run() must meet
+  std::optional<AppendArgs> planned_append;         ///< to which those of ForwardArgs point
+  /// Of each sequence planned for, or of all alike; none where the host cannot read them.
+  std::optional<std::vector<Sequence>> lengths;
+  const Engine* engine = nullptr;
+  uint64_t generation = 0;            ///< of the engine, before it planned
+  std::vector<std::string> rejected;  ///< engines not chosen, and why
+  std::unique_ptr<const Executable> executable;
+};
+
+/// Chooses an engine for a problem and lets it plan. `run`: of the call that waits for the plan, if
+/// one does.
+template <class Args>
+std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
+                                            const Options& options, const Run* run);
+
+/// Runs a call whose shapes are those of the plan.
+template <class Args>
+void run_plan(const Plan::Impl& plan, const Args& args, const Run& run);
+
+/// Visible scores of all heads and sequences.
+double visible_scores(const Problem& problem, const std::vector<Sequence>& lengths);
+
+/// Those of the products over visible scores.
+double flops(const Problem& problem, const std::vector<Sequence>& lengths);
+
+}  // namespace fulgur

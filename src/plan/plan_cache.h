@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "plan/plan.h"
+
+namespace fulgur {
+
+/// The plans of calls made without one: the latest of them, by all that a plan depends on.
+class PlanCache {
+ public:
+  /// What calls with equal keys share.
+  struct Key {
+    Problem problem;
+    std::string engine;  ///< as Options says
+    int threads = 0;     ///< that the CPU would use now
+    bool operator==(const Key&) const = default;
+  };
+
+  explicit PlanCache(size_t most) : most_(most) {}
+
+  /// The plan of a key; null when there is none, or one that is out of date.
+  std::shared_ptr<const Plan::Impl> find(const Key& key);
+  void keep(const Key& key, std::shared_ptr<const Plan::Impl> plan);
+
+ private:
+  struct Entry {
+    Key key;
+    std::shared_ptr<const Plan::Impl> plan;
+  };
+  struct HashOfKey {
+    size_t operator()(const Key& key) const { return HashOfProblem()(key.problem); }
+  };
+
+  size_t most_;
+  std::mutex mutex_;
+  std::list<Entry> entries_;  ///< the last used first
+  std::unordered_map<Key, std::list<Entry>::iterator, HashOfKey> by_key_;
+};
+
+}  // namespace fulgur

@@ -1,0 +1,233 @@
+#include "plan/shared_prefix.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <span>
+#include <utility>
+
+#include "call/kv_locator.h"
+#include "call/lengths.h"
+#include "call/merge_call.h"
+#include "call/prefix_split.h"
+#include "engine/workspace.h"
+#include "kernels/common/shared_prefix_params.h"
+
+namespace fulgur {
+namespace {
+
+using Params = kernels::SharedPrefixParams;
+
+int64_t key_bytes(const Problem& p) { return p.hk * (p.d + p.dv) * size_of(p.dtype); }
+
+int64_t part_out_bytes(const Problem& p) { return p.total_q * part_out(p).row * size_of(p.dtype); }
+int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
+/// Bytes of K and V that a call reads less at most: all sequences are one group.
+int64_t most_saved(const Problem& p) { return (p.batch - 1) * p.sk * key_bytes(p); }
+
+/// Bytes that a divided call must save: its parts' results are written, read and merged, too.
+int64_t least_saved(const Problem& p, const PrefixSteps& steps) {
+  return steps.cost_bytes() + 3 * (part_out_bytes(p) + part_lse_bytes(p));
+}
+
+class SharedPrefixes final : public Executable {
+ public:
+  SharedPrefixes(const Problem& p, std::unique_ptr<const PrefixSteps> steps, const Engine& engine,
+                 int threads)
+      : p_(p),
+        steps_(std::move(steps)),
+        prefix_(engine.plan(prefix_part(p), threads)),
+        rest_(engine.plan(rest_part(p), threads)),
+        part_need_{std::max(prefix_->workspace().bytes, rest_->workspace().bytes),
+                   std::max(prefix_->workspace().alignment, rest_->workspace().alignment),
+                   std::max(prefix_->workspace().zeroed_bytes, rest_->workspace().zeroed_bytes)} {
+    int64_t end = workspace_aligned(part_need_.bytes);
+    const auto take = [&](int64_t bytes) {
+      return std::exchange(end, end + workspace_aligned(bytes));
+    };
+    at_.host_numbers = take(steps_->numbers_bytes());
+    at_.group_rows = take((groups() + 1) * int64_t{sizeof(int)});
+    at_.group_keys = take(groups() * int64_t{sizeof(int)});
+    at_.group_ids = take((groups() + 1) * int64_t{sizeof(int)});
+    at_.leftpad_k = take(p_.batch * int64_t{sizeof(int)});
+    at_.prefix_out = take(part_out_bytes(p_));
+    at_.prefix_lse = take(part_lse_bytes(p_));
+    at_.rest_lse = take(p_.want_lse ? 0 : part_lse_bytes(p_));
+    at_.end = end;
+  }
+
+  void run(const Call& call, const Run& run) const override {
+    const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+    // The members' own ids of their prefix, too, read or not: what is right depends on no plan.
+    if (on_host(args.page_table)) const KeyPlaces checked(p_, Sequences(p_, args), args);
+    steps_->with_workspace(workspace(), run, [&](void* memory) {
+      compute(args, run, static_cast<std::byte*>(memory));
+    });
+  }
+
+  Explanation explain() const override {
+    Explanation prefix = prefix_->explain(), rest = rest_->explain();
+    Explanation both{
+        {fmt::format("shared prefixes: all rows of a group over its prefix, which saves reading up "
+                     "to {} bytes of K and V where {} are worth it, then each sequence over the "
+                     "rest, and their merge; a group of less than {} keys to save has no prefix",
+                     most_saved(p_), least_saved(p_, *steps_), int{kernels::kLeastSavedKeys})},
+        {},
+        rest.Br,
+        rest.Bc};
+    const auto add = [](const char* part, const std::vector<std::string>& from,
+                        std::vector<std::string>& to) {
+      for (const std::string& sentence : from) to.push_back(fmt::format("{}: {}", part, sentence));
+    };
+    add("prefix", prefix.decisions, both.decisions);
+    add("rest", rest.decisions, both.decisions);
+    add("prefix", prefix.rejected, both.rejected);
+    add("rest", rest.rejected, both.rejected);
+    return both;
+  }
+
+  WorkspaceNeed workspace() const override {
+    return {at_.end, std::max(part_need_.alignment, kWorkspaceAlignment), part_need_.zeroed_bytes};
+  }
+
+ private:
+  int64_t groups() const { return p_.prefix_groups; }
+
+  void compute(const ForwardArgs& args, const Run& run, std::byte* memory) const {
+    const ForwardArgs here = steps_->moved(args, run, memory + at_.host_numbers);
+    const Params params = params_of(here, memory);
+    steps_->divide(params, run);
+    Run part = run;
+    part.workspace = {memory, part_need_.bytes};
+
+    // Their problems know how tensors lie: of the call's they take the data.
+    ForwardArgs rest = here;
+    rest.leftpad_k = vector(params.leftpad_k, p_.batch);
+    if (!args.lse.given()) rest.lse = lse_at(memory + at_.rest_lse);
+    ForwardArgs prefix = here;
+    prefix.out = out_at(memory + at_.prefix_out);
+    prefix.lse = lse_at(memory + at_.prefix_lse);
+    prefix.cu_seqlens_q = vector(params.group_rows, groups() + 1);
+    prefix.seqused_k = vector(params.group_keys, groups());
+    prefix.page_indptr = vector(params.group_ids, groups() + 1);
+    prefix_->run(&prefix, part);
+    rest_->run(&rest, part);
+
+    const std::array<Partial, 2> parts{{{prefix.out, prefix.lse}, {rest.out, rest.lse}}};
+    steps_->merge(checked_merge(parts, {args.out, args.lse}), run);
+  }
+
+  Params params_of(const ForwardArgs& args, std::byte* memory) const {
+    const auto ints = [](const ConstTensor& t) { return static_cast<const int*>(t.data); };
+    const auto at = [&](int64_t offset) { return reinterpret_cast<int*>(memory + offset); };
+    Params params{};
+    params.groups = static_cast<int>(groups());
+    params.batch = static_cast<int>(p_.batch);
+    params.sq = static_cast<int>(p_.sq);
+    params.total_q = static_cast<int>(p_.total_q);
+    params.sk = static_cast<int>(p_.sk);
+    params.ids = static_cast<int>(ids_of(p_));
+    params.table_stride = p_.cache.table_stride;
+    params.prefix_groups = ints(args.prefix_groups);
+    params.prefix_lens = ints(args.prefix_lens);
+    params.cu_seqlens_q = ints(args.cu_seqlens_q);
+    params.seqused_k = ints(args.seqused_k);
+    params.page_indptr = ints(args.page_indptr);
+    params.group_rows = at(at_.group_rows);
+    params.group_keys = at(at_.group_keys);
+    params.group_ids = at(at_.group_ids);
+    params.leftpad_k = at(at_.leftpad_k);
+    return params;
+  }
+
+  Tensor vector(int* data, int64_t size) const {
+    return Tensor::contiguous(data, DType::kI32, {size}, p_.device);
+  }
+  /// Results of a part, of the shapes that the call's have.
+  Tensor out_at(void* data) const {
+    const Layout to = part_out(p_);
+    if (p_.packed) {
+      return {data, p_.dtype, p_.device, 3, {p_.total_q, p_.hq, p_.dv}, {to.row, to.head, 1}};
+    }
+    return {data,
+            p_.dtype,
+            p_.device,
+            4,
+            {p_.batch, p_.sq, p_.hq, p_.dv},
+            {p_.sq * to.row, to.row, to.head, 1}};
+  }
+  Tensor lse_at(void* data) const {
+    const Layout to = part_lse(p_);
+    if (p_.packed) {
+      return {data, DType::kF32, p_.device, 2, {p_.hq, p_.total_q}, {to.head, to.row}};
+    }
+    return {data, DType::kF32, p_.device, 3, {p_.batch, p_.hq, p_.sq}, {to.batch, to.head, to.row}};
+  }
+
+  Problem p_;
+  std::unique_ptr<const PrefixSteps> steps_;
+  std::unique_ptr<const Executable> prefix_, rest_;
+  WorkspaceNeed part_need_;  ///< of both, one after the other
+  struct {
+    int64_t host_numbers, group_rows, group_keys, group_ids, leftpad_k;
+    int64_t prefix_out, prefix_lse, rest_lse, end;
+  } at_{};  ///< places in the workspace, behind that of the parts
+};
+
+}  // namespace
+
+void check_prefixes(const Problem& p, const ForwardArgs& args) {
+  if (p.prefix_groups == 0) return;
+  const auto* lens = static_cast<const int32_t*>(args.prefix_lens.data);
+  const auto* groups = static_cast<const int32_t*>(args.prefix_groups.data);
+  if (on_host(args.prefix_groups)) {
+    longest_sequence("prefix_groups", args.prefix_groups, "sequences", p.batch);
+    if (groups[p.prefix_groups] != p.batch) {
+      fail("prefix_groups", "ends with {}, want {}, the batch", groups[p.prefix_groups], p.batch);
+    }
+  }
+  if (!on_host(args.prefix_lens)) return;
+  const Sequences sequences(p, args);
+  const bool knows_queries =
+      lengths_on_host(ForwardArgs{.cu_seqlens_q = args.cu_seqlens_q, .seqused_q = args.seqused_q});
+  for (int64_t g = 0; g < p.prefix_groups; ++g) {
+    if (lens[g] < 0 || lens[g] > p.sk) {
+      fail("prefix_lens", "got {} at {}, want 0 to {}", lens[g], g, p.sk);
+    }
+    if (!on_host(args.prefix_groups)) continue;
+    for (int64_t b = groups[g]; b < groups[g + 1]; ++b) {
+      const Sequence s = sequences[b];
+      const int64_t in_front = std::max<int64_t>(s.sk - (knows_queries ? s.sq : 0), 0);
+      if (lens[g] <= in_front) continue;
+      fail("prefix_lens",
+           "got {} at {}, want 0 to {}, the keys of sequence {} before its queries' own", lens[g],
+           g, in_front, b);
+    }
+  }
+}
+
+std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& p, const Engine& engine,
+                                                       int threads, std::string* why_not) {
+  std::unique_ptr<const PrefixSteps> steps = engine.prefix_steps(p, threads);
+  std::string& why = *why_not;
+  why = steps == nullptr ? "not by this engine" : undivided(p);
+  if (!why.empty()) return nullptr;
+  if (const int64_t most = most_saved(p), least = least_saved(p, *steps); most < least) {
+    why =
+        fmt::format("at most {} bytes of K and V are read less, {} would be worth it", most, least);
+    return nullptr;
+  }
+  for (const Problem& part : {prefix_part(p), rest_part(p)}) {
+    why = engine.rejects(part);
+    if (!why.empty()) return nullptr;
+  }
+  auto divided = std::make_unique<SharedPrefixes>(p, std::move(steps), engine, threads);
+  if (const int64_t wants = divided->workspace().bytes; !p.has_room(wants)) {
+    why = fmt::format("wants {} bytes of workspace, max_workspace is {}", wants, p.max_workspace);
+    return nullptr;
+  }
+  return divided;
+}
+
+}  // namespace fulgur
