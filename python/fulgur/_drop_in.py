@@ -89,22 +89,30 @@ def refuse_wide(v):
         )
 
 
+def _side(side):
+    """A side of a window as an integer, which torch.compile may know by a symbol alone."""
+    if side is None:
+        return -1
+    return side if isinstance(side, (int, torch.SymInt)) else operator.index(side)
+
+
 def sides(window_size, name="window_size"):
     """(left, right) of a pair, a tensor of two, or FlashAttention-4's None for unbounded."""
     try:
-        left, right = (-1 if side is None else operator.index(side) for side in window_size)
+        left, right = map(_side, window_size)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: got {window_size!r}, want (left, right), two integers") from None
     return left, right
 
 
 def longest(max_seqlen, packed):
-    """A length; where it is a tensor on a device, the rows there are, instead of a wait for it."""
+    """An upper bound of lengths; where it is a tensor on a device, the rows there are, instead of a wait
+    for it. At least 1: callers say 0 where all sequences are empty, and fulgur.torch reads it as not given."""
     if max_seqlen is None:
-        return packed.shape[0]
-    if not isinstance(max_seqlen, torch.Tensor):
-        return max_seqlen
-    return int(max_seqlen) if max_seqlen.device.type == "cpu" else packed.shape[0]
+        max_seqlen = packed.shape[0]
+    elif isinstance(max_seqlen, torch.Tensor):
+        max_seqlen = int(max_seqlen) if max_seqlen.device.type == "cpu" else packed.shape[0]
+    return torch.sym_max(max_seqlen, 1)  # max() would ask torch.compile for the value of a symbol
 
 
 def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
@@ -114,8 +122,8 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
         return dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=longest(max_seqlen_k, k))
     # 0 stands for as many as the table has room for.
     given = max_seqlen_k is not None and not isinstance(max_seqlen_k, torch.Tensor)
-    most = max_seqlen_k if given else 0
-    return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=most)
+    bound = longest(max_seqlen_k, k) if given else 0
+    return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=bound)
 
 
 class _BesidePages(torch.autograd.Function):
@@ -255,8 +263,14 @@ def combine(out_partial, lse_partial, out=None, out_dtype=None):
     if lse_partial.shape != out_partial.shape[:-1]:
         got, want = tuple(lse_partial.shape), tuple(out_partial.shape[:-1])
         raise ValueError(f"lse_partial: got shape {got}, want {want} as out_partial")
-    lse = torch.logsumexp(lse_partial.float(), 0)
-    weights = (lse_partial - lse).exp().masked_fill(lse_partial.isneginf(), 0)[..., None]
+    lse_partial = lse_partial.float()
+    # Rounded, so that what the weights add up to is not 1: that is divided by, and added to the LSE.
+    shift = torch.logsumexp(lse_partial, 0)
+    weights = (lse_partial - shift).exp().masked_fill(lse_partial.isneginf(), 0)
+    total = weights.sum(0)
+    weights = weights[..., None]
     result = (weights * out_partial).masked_fill(weights == 0, 0).sum(0)
+    result = result / total.masked_fill(total == 0, 1)[..., None]
     result = result.to(out_dtype or (out_partial.dtype if out is None else out.dtype))
+    lse = torch.where(shift.isfinite(), shift + total.log(), shift)
     return (result if out is None else out.copy_(result)), lse

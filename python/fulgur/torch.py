@@ -17,7 +17,11 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 
 import torch
 from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, proxy_call
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import register_flop_formula
 
 from fulgur import _fulgur
@@ -70,6 +74,10 @@ for _schema in (
     f"append_forward({_APPEND_FORWARD}) -> (Tensor out, Tensor lse)",
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
+_library.define(
+    "random_numbers(Tensor q) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
 _fulgur.register_torch_ops()
 
 _forward = torch.ops.fulgur.forward.default
@@ -77,6 +85,7 @@ _forward_cached = torch.ops.fulgur.forward_cached.default
 _backward = torch.ops.fulgur.backward.default
 _append = torch.ops.fulgur.append.default
 _append_forward = torch.ops.fulgur.append_forward.default
+_random_numbers = torch.ops.fulgur.random_numbers.default
 
 
 def by_name(op, arguments):
@@ -247,6 +256,17 @@ def _vmap_backward(info, in_dims, *args):
     return _batched(_backward, _HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 
 
+def _lengths(x, otherwise):
+    """The numbers in x, or `otherwise` where a fake tensor or one on meta has none."""
+    return otherwise if is_fake(x) or x.is_meta else x.tolist()
+
+
+def _packed_lengths(cu_seqlens, rows):
+    """The lengths of packed sequences; all the same where nobody knows them."""
+    batch = cu_seqlens.shape[0] - 1
+    return _lengths(cu_seqlens.diff(), [rows // max(batch, 1)] * batch)
+
+
 def _visible_scores(
     q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, window_left=-1,
     window_right=-1, chunk=0, leftpad_k=None, **_,
@@ -270,16 +290,18 @@ def _visible_scores(
     heads = q.shape[-2]
     if cu_seqlens_q is None and seqused_q is None and seqused_k is None:
         return heads * q.shape[0] * visible(q.shape[1], k.shape[1])
-    if seqused_q is None:
-        cu = cu_seqlens_q
-        queries = [q.shape[1]] * q.shape[0] if cu is None else cu.diff().tolist()
+    if cu_seqlens_q is None:
+        queries = [q.shape[1]] * q.shape[0]
     else:
-        queries = seqused_q.tolist()
-    if seqused_k is None:
-        cu = cu_seqlens_k
-        keys = [k.shape[1]] * len(queries) if cu is None else cu.diff().tolist()
+        queries = _packed_lengths(cu_seqlens_q, q.shape[0])
+    if cu_seqlens_k is None:
+        keys = [k.shape[1]] * len(queries)
     else:
-        keys = (seqused_k if leftpad_k is None else seqused_k - leftpad_k).tolist()
+        keys = _packed_lengths(cu_seqlens_k, k.shape[0])
+    if seqused_q is not None:
+        queries = _lengths(seqused_q, queries)
+    if seqused_k is not None:
+        keys = _lengths(seqused_k if leftpad_k is None else seqused_k - leftpad_k, keys)
     return heads * sum(map(visible, queries, keys))
 
 
@@ -401,9 +423,49 @@ class _FunctionalAttention(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
+@torch.library.impl(_random_numbers._name, "CompositeExplicitAutograd", lib=_library)
+def _draw(q):
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+
+@torch.library.register_fake(_random_numbers._name, lib=_library)
+def _fake_random_numbers(q):
+    return q.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.register_vmap(_random_numbers._name, lib=_library)
+def _vmap_random_numbers(info, in_dims, q):
+    if info.randomness == "error":
+        raise RuntimeError("dropout_p: vmap(randomness='error'); want 'different'")
+    if info.randomness == "same":
+        return _random_numbers(q), None
+    return torch.stack([_random_numbers(q) for _ in range(info.batch_size)]), 0
+
+
+def _trace_random_numbers(mode, func, types, args, kwargs):
+    """Records the operator so that no partition of a training graph draws the numbers anew.
+
+    The backward pass must drop the same entries of P as the forward pass. PyTorch's partitioner
+    recomputes what an activation memory budget or a policy of checkpointing asks for, random
+    operators too, unless they are marked so; under a budget of 0 it does not read the mark, so the
+    budget becomes the smallest one under which it does.
+    """
+    numbers = proxy_call(mode, func, False, args, kwargs or {})
+    node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is func)
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if functorch_config.activation_memory_budget == 0:
+        node.meta["memory_budget"] = 1e-9
+    return numbers
+
+
+torch.library.register_torch_dispatch(
+    _random_numbers._name, ProxyTorchDispatchMode, _trace_random_numbers, lib=_library
+)
+
+
 def random_numbers(q):
     """Seed and offset of dropout, int64 ``(2,)``, from PyTorch's generator of q's device."""
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    return _random_numbers(q)
 
 
 def rng_state_of(q, dropout_p):
@@ -427,6 +489,19 @@ def whole_rows(name, x):
 def _apart(tensors):
     """Views of those that come again: Dynamo lets a Function take no tensor twice."""
     return [x.view_as(x) if any(x is y for y in tensors[:i]) else x for i, x in enumerate(tensors)]
+
+
+def _autocasts(q):
+    """Whether autocast casts a call with these queries."""
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    kind = q.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64
+
+
+def _cast_to_cache(k_cache, *rows):
+    """Rows that go with a cache, under autocast in its dtype: what lies in the cache stays as it is."""
+    return [x.to(k_cache.dtype) if x is not None and _autocasts(x) else x for x in rows]
 
 
 def _sides(window):
@@ -474,7 +549,7 @@ def attention(
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
     k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
-    apart; of a cache, q alone.
+    apart; with a cache, q alone is cast, to the dtype of the cache.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -571,13 +646,11 @@ def attention(
         cache["prefix_lens"] = prefix_lens
     if cache:
         _want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
-    if torch._C._is_any_autocast_enabled():
-        kind = q.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
-            q = q.to(dtype)
-            if not cached:
-                k, v = k.to(dtype), v.to(dtype)
+    if _autocasts(q):
+        dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
+        q = q.to(dtype)
+        if not cached:
+            k, v = k.to(dtype), v.to(dtype)
     if dropout_p:
         numbers["dropout_p"] = dropout_p
         tensors["rng_state"] = random_numbers(q)
@@ -617,7 +690,8 @@ def append(
     """Writes new keys and values into caches, in place, and turns them and q to their positions.
 
     Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
-    recorded: tensors that require grad are refused but under ``torch.no_grad()``.
+    recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under autocast q,
+    k_new and v_new are cast to the dtype of the caches.
 
     Returns:
         The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
@@ -631,6 +705,7 @@ def append(
     if causal:
         window_right = 0
     _want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
+    q, k_new, v_new = _cast_to_cache(k_cache, q, k_new, v_new)
     k_new, v_new = whole_rows("k_new", k_new), whole_rows("v_new", v_new)
     if q is not None:
         q = whole_rows("q", q)
@@ -655,7 +730,8 @@ def append_attention(
     """:func:`append` and the :func:`attention` that follows, in one call.
 
     Means the same as :func:`fulgur.append_attention`, as an operator that ``torch.compile`` sees.
-    Nothing is recorded: tensors that require grad are refused but under ``torch.no_grad()``.
+    Nothing is recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under
+    autocast q, k_new and v_new are cast to the dtype of the caches.
 
     Returns:
         As :func:`attention`.
@@ -669,6 +745,7 @@ def append_attention(
     _want_no_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=sinks,
     )  # fmt: skip
+    q, k_new, v_new = _cast_to_cache(k_cache, q, k_new, v_new)
     out, lse = _append_forward(
         whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new),
         whole_rows("v_new", v_new), cache_seqlens, sinks, cu_seqlens_q, None, seqused_q, None,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 import fulgur  # noqa: E402
 from fulgur import flash_attn as fa2  # noqa: E402
@@ -861,6 +862,9 @@ class TestFlashAttention3:
         assert combine(torch.stack(outs), torch.stack(lses).mT, None, torch.bfloat16)[
             0
         ].dtype == torch.bfloat16
+        for scale in (0.0, -1e5, -1e6, 1e6):  # whose LSE is rounded by more than the weights may be
+            ones, equal = torch.ones(3, 1, 2, 1, 8), torch.full((3, 1, 2, 1), scale)
+            torch.testing.assert_close(combine(ones, equal)[0], ones[0], atol=1e-6, rtol=0)
         with pytest.raises(ValueError, match="^lse_partial: got shape .3, 2, 4, 5., want .3, 2, 5, 4. as out_partial"):
             combine(torch.stack(outs), torch.stack(lses))
 
@@ -1103,6 +1107,59 @@ def test_errors_of_others_keep_their_words():
 def test_windows_that_are_no_pair(module, window):
     with pytest.raises(TypeError, match="^window_size: got .*, want .left, right."):
         module.flash_attn_func(*make_qkv(), window_size=window)
+
+
+def results_of(returned):
+    """out, which FlashAttention-4 returns with lse."""
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+class TestNothing:
+    """Empty batches, and sequences that are all empty, whose longest length is 0."""
+
+    def test_no_sequence(self, module):
+        rows = torch.empty(0, 5, 2, 16)
+        assert results_of(module.flash_attn_func(rows, rows, rows)).shape == rows.shape
+
+    @pytest.mark.parametrize("rows", [0, 3])
+    def test_empty_sequences(self, module, rows):
+        x, ends = torch.ones(rows, 2, 16), int32(0, 0, 0)
+        out = results_of(
+            module.flash_attn_varlen_func(
+                x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=0, max_seqlen_k=0
+            )
+        )
+        assert out.shape == x.shape and not out.any()
+
+    def test_no_cache(self, module):
+        if module is fa4:
+            pytest.skip("it has no flash_attn_with_kvcache")
+        q, cache = torch.empty(0, 1, 2, 16), torch.empty(0, 8, 2, 16)
+        assert results_of(module.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=3)).shape == q.shape
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8)])
+def test_padding_of_empty_batches(shape):
+    rows, indices, ends, longest, used = bert_padding.unpad_input(torch.empty(shape), torch.ones(shape[:2]))
+    assert (rows.shape, ends.tolist(), longest) == ((0, *shape[2:]), [0] * (shape[0] + 1), 0)
+    assert used.tolist() == [0] * shape[0]
+    assert bert_padding.pad_input(rows, indices, *shape[:2]).shape == shape
+
+
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+def test_windows_of_symbolic_sizes_compile_once(module):
+    counter = CompileCounter()
+
+    @torch.compile(dynamic=True, fullgraph=True, backend=counter)
+    def half(q):
+        return results_of(module.flash_attn_func(q, q, q, window_size=(q.shape[1] // 2, 0)))
+
+    for rows in range(5, 25):
+        q = torch.randn(1, rows, 2, 8)
+        want = attention(q, q, q, window=(rows // 2, 0))
+        assert torch.equal(half(q), want)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("call, name", [

@@ -1,5 +1,6 @@
 """fulgur.torch on CPU tensors: the operators, their gradients, and what PyTorch builds on them."""
 
+import contextlib
 import numpy as np
 import pytest
 import reference
@@ -7,7 +8,8 @@ from numpy.testing import assert_allclose
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch._functorch import config as functorch_config  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import fulgur  # noqa: E402
 from fulgur.flash_attn import flash_attn_varlen_func  # noqa: E402
@@ -292,10 +294,53 @@ class TestDropout:
         for a, b in zip(*gradients):
             assert torch.equal(a, b)
 
+    @pytest.mark.parametrize("budget", [0.0, 0.1, 0.5, 1.0])
+    def test_is_not_drawn_again_under_a_memory_budget(self, budget):
+        compiled = torch.compile(_of_dropout, backend="aot_eager", fullgraph=True)
+        with functorch_config.patch(activation_memory_budget=budget):
+            assert all(map(torch.equal, _gradients(compiled), _gradients(_of_dropout)))
+
+    @pytest.mark.parametrize("policy", [None, "MUST_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE"])
+    def test_is_not_drawn_again_under_compiled_checkpointing(self, policy):
+        options = {}
+        if policy is not None:
+            policy = CheckpointPolicy[policy]
+            options["context_fn"] = lambda: create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+        def wrapped(*x):
+            return checkpoint(_of_dropout, *x, use_reentrant=False, **options)
+
+        compiled = torch.compile(wrapped, backend="aot_eager")
+        assert all(map(torch.equal, _gradients(compiled), _gradients(_of_dropout)))
+
+    def test_in_an_exported_program(self):
+        inputs = tuple(make_qkv())
+
+        class Module(torch.nn.Module):
+            forward = staticmethod(_of_dropout)
+
+        program = torch.export.export(Module(), inputs).module()
+        torch.manual_seed(3)
+        first, second = program(*inputs), program(*inputs)
+        torch.manual_seed(3)
+        assert torch.equal(first, _of_dropout(*inputs)) and not torch.equal(first, second)
+
+
+def _of_dropout(q, k, v):
+    return attention(q * 1.1, k.sin(), v * 2, dropout_p=0.4).cos()
+
+
+def _gradients(function):
+    """The result of a function of q, k and v and its gradients, of the same random numbers each time."""
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+    inputs = make_qkv(grad=True)
+    out = function(*inputs)
+    out.sum().backward()
+    return out, *(x.grad for x in inputs)
+
 
 def test_selective_checkpointing_sees_the_operator():
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
     seen = []
 
     def policy(_, op, *args, **kwargs):
@@ -709,6 +754,28 @@ def test_flops_are_counted():
     assert count(dict(chunk=4, causal=True)) == 2 * (3 + 4 + 1 + 2 + 3 + 4 + 1) * of_pair
     assert count(ENDS) == (3 * 5 + 4 * 4) * of_pair
     assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
+
+
+@pytest.mark.parametrize(
+    "options", [ENDS, dict(seqused_k=torch.tensor([5, 4], dtype=torch.int32))], ids=["packed", "used"]
+)
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_flops_of_unknown_lengths_are_counted(options, kind):
+    """Packed sequences count as equally long, lengths in use as the longest that there may be."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tensors = [*inputs(options), *options.values()]
+    fake = FakeTensorMode()
+    mode = fake if kind == "fake" else contextlib.nullcontext()
+    q, k, v, *lengths = (fake.from_tensor(x) if kind == "fake" else x.to("meta") for x in tensors)
+    lengths = dict(zip(options, lengths))
+    if "cu_seqlens_q" in lengths:
+        lengths |= dict(max_seqlen_q=4, max_seqlen_k=5)
+    with mode, FlopCounterMode(display=False) as counter:
+        attention(q, k, v, **lengths)
+    scores = 2 * 3 * 4 if "cu_seqlens_q" in lengths else 2 * 7 * 9
+    assert counter.get_total_flops() == scores * 4 * 2 * (8 + 16)
 
 
 def test_max_workspace(one_thread):

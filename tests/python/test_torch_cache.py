@@ -187,8 +187,27 @@ def test_autocast_casts_queries_alone():
     with torch.autocast("cpu"):
         out = attention(q, k, v, **options)
     assert torch.equal(out, attention(q.bfloat16(), k, v, **options))
-    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="^k: got f32, want bf16"):
-        attention(q, k.float(), v.float(), **options)
+    # The cache's dtype decides, not autocast's.
+    with torch.autocast("cpu"):
+        out = attention(q.bfloat16(), k.float(), v.float(), **options)
+    assert torch.equal(out, attention(q.bfloat16().float(), k.float(), v.float(), **options))
+
+
+@pytest.mark.parametrize("with_q", [False, True])
+def test_autocast_casts_new_rows_to_the_cache(with_q):
+    q, rows = torch.randn(2, 1, HQ, D), [torch.randn(2, 1, HK, n) for n in (D, DV)]
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+
+    def results(*x):
+        caches = [torch.zeros(2, 8, HK, n, dtype=torch.bfloat16) for n in (D, DV)]
+        if with_q:
+            return append_attention(x[0], *caches, *x[1:], lengths), *caches
+        return append(*caches, *x[1:], lengths), *caches
+
+    with torch.autocast("cpu"):
+        got = results(q, *rows)
+    want = results(*(x.bfloat16() for x in (q, *rows)))
+    assert all(torch.equal(a, b) for a, b in zip(got, want) if b is not None)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

@@ -19,7 +19,7 @@ def _packed(hidden_states, kept, lengths):
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, cu_seqlens, int(lengths.max())
+    return rows, indices, cu_seqlens, int(lengths.max()) if lengths.numel() > 0 else 0
 
 
 def _want_mask(name, mask, hidden_states):
@@ -57,6 +57,5 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 
 def pad_input(hidden_states, indices, batch, seqlen):
     """The rows at their indices in ``(batch, seqlen, ...)``, zeros elsewhere."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
-        0, (batch, seqlen)
-    )
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.reshape(batch, seqlen, *rows.shape[1:])
