@@ -15,6 +15,7 @@
 #include "jax_ffi.h"
 #include "program.h"
 #include "torch_ops.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -118,7 +119,7 @@ void compute(const nb::dict& views, const nb::dict& options, uintptr_t stream, u
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
   const fulgur::Run run = read_run(stream, seed, offset);
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     fulgur::forward(args, read, run);
   } else {
@@ -130,7 +131,7 @@ template <class Args>
 fulgur::Plan make_plan(const nb::dict& views, const nb::dict& options) {
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   return fulgur::plan(args, read);
 }
 
@@ -149,7 +150,7 @@ void run_plan(const fulgur::Plan& plan, const nb::dict& views, uintptr_t stream,
       fail(fmt::format("workspace: got {} bytes, want {}", run.workspace.bytes, want));
     }
   }
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   plan.run(args, run);
 }
 
@@ -157,7 +158,7 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
            const View& out, const View& lse, uintptr_t stream) {
   std::vector<fulgur::Partial> parts;
   for (size_t i = 0; i < outs.size(); ++i) parts.push_back({outs[i]->tensor, lses[i]->tensor});
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   fulgur::merge(parts, {out.tensor, lse.tensor}, {.stream = reinterpret_cast<void*>(stream)});
 }
 
@@ -188,7 +189,7 @@ void check_append(const nb::dict& views, const nb::dict& options, bool interleav
 void append(const nb::dict& views, const nb::dict& options, bool interleaved, uintptr_t stream) {
   const AppendArgs args = read_append(views, interleaved);
   const fulgur::Options read = read_options(options);
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   fulgur::append(args, read, {.stream = reinterpret_cast<void*>(stream)});
 }
 
@@ -228,7 +229,7 @@ void check_append_forward(const nb::dict& views, const nb::dict& options, bool i
 void append_forward(const nb::dict& views, const nb::dict& options, bool interleaved,
                     uintptr_t stream) {
   const AppendForward call(views, options, interleaved);
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   fulgur::forward(call.args, call.options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
@@ -259,7 +260,7 @@ int run_program(std::vector<std::string> arguments) {
   std::vector<char*> pointers;
   for (std::string& argument : arguments) pointers.push_back(argument.data());
   pointers.push_back(nullptr);
-  nb::gil_scoped_release unlocked;
+  const fulgur::python::WithoutGil unlocked;
   return fulgur::app::run_program(static_cast<int>(arguments.size()), pointers.data());
 }
 

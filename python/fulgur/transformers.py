@@ -4,27 +4,30 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fulgur")
 
-Importing this module registers it. It takes what transformers' flash attention takes: padded
-batches with a mask ``(batch, seqlen)``, left or right; packed batches, by ``cu_seq_lens_q`` and
-``cu_seq_lens_k`` or by ``position_ids`` that begin anew; sliding windows, softcap, caches, other
-dims of values than of keys, attention sinks (``s_aux``, as gpt-oss has them); on the CPU as well.
-Beyond that it takes chunks, as Llama 4's local layers have them.
+Importing this module registers it. What a query sees is what the mask says that the model built
+(:class:`Mask`): causal, a sliding window, chunks, padding on the left or right, packed sequences by
+``position_ids`` that begin anew or by ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Softcap, caches, other
+dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken, on the CPU
+as well. A mask or an argument that is something else raises NotImplementedError, which names it.
 """
 
+import dataclasses
 import sys
 from types import FunctionType
+from typing import ClassVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.masking_utils import causal_mask_function, flash_attention_mask
+from transformers.masking_utils import causal_mask_function
+from transformers.utils import output_capturing
 
 from fulgur._drop_in import longest, refuse
 from fulgur._names import named
 from fulgur.flash_attn.bert_padding import pad_input, unpad_input
 from fulgur.torch import attention
 
-__all__ = ["attention_forward", "attention_mask"]
+__all__ = ["Mask", "attention_forward", "attention_mask"]
 
 # What transformers calls what errors name.
 _NAMES = {
@@ -34,52 +37,90 @@ _NAMES = {
     "max_seqlen_k": "max_length_k",
 }  # fmt: skip
 
-# What transformers makes its masks of that attention_forward computes, from other arguments.
-_OVERLAYS = {
-    "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay", "chunked_overlay", "packed_sequence_mask_function",
+# What models pass along to every layer that says nothing of what a query sees.
+_HARMLESS = {
+    "cache_position", "is_first_iteration", "layer_idx", "logits_to_keep", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "past_key_values", "return_dict", "use_cache",
 }  # fmt: skip
+_CAPTURED = {"attentions", "cross_attentions", "mask_decoder_attentions"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """The mask that a model built, in the words of :func:`fulgur.torch.attention`.
+
+    ``attention_mask`` makes it and ``attention_forward`` computes it; a model that reads or changes
+    it in between gets an error.
+    """
+
+    queries: int  # rows of Q, and of K and V, that it is for
+    rows: int
+    keys: int  # the first ones of these rows, which exist: a static cache is longer
+    causal: bool = False
+    window: tuple = (-1, -1)
+    chunk: int = 0
+    padding: torch.Tensor | None = None  # bool (batch, keys): the keys that are none are False
+    packed: torch.Tensor | None = None  # (batch, queries): equal numbers are of one sequence
+
+    ndim: ClassVar[int] = 4  # as transformers asks of masks that are made already
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            f"attention_mask: the model reads {name} of its mask, and fulgur has no mask in memory; "
+            "want attn_implementation='eager'"
+        )
+
+    def __getitem__(self, _):
+        raise NotImplementedError(
+            "attention_mask: the model takes a part of its mask, and fulgur has no mask in memory; "
+            "want attn_implementation='eager'"
+        )
 
 
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None,
     softcap=None, is_causal=None, s_aux=None, position_ids=None, cu_seq_lens_q=None,
-    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, deterministic=False, cache=None,
-    block_table=None, position_bias=None, **_,
+    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, deterministic=False, **others,
 ):  # fmt: skip
     """(out ``(batch, seqlen, heads, dim)``, None) of query, key and value ``(batch, heads, seqlen,
     dim)``, as transformers calls it.
 
+    Args:
+        attention_mask: a :class:`Mask`, which alone says what a query sees; or None or padding
+            ``(batch, keys)``, beside which is_causal, or else the module, and sliding_window say it.
+
     Raises:
-        NotImplementedError: a bias of positions, paged caches, and masks of four dimensions.
+        NotImplementedError: an argument that fulgur does not know, a mask of four dimensions, a
+            mask for other rows than query and key have, or attention weights that are wanted.
     """
-    refuse(cache=cache, block_table=block_table, position_bias=position_bias)
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            refuse(**{f"attention_mask of {attention_mask.dim()} dimensions": attention_mask})
-        keys = attention_mask.shape[1]  # a static cache is longer
-        key, value = key[:, :, :keys], value[:, :, :keys]
+    _refuse_others(others)
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
     linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
     if query.dtype == torch.float32 and next(linear, None) is not None:
         dtype = get_target_dtype(query, module)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    left = -1 if sliding_window is None or sliding_window >= k.shape[1] else sliding_window - 1
+    mask = attention_mask
+    if isinstance(mask, Mask):
+        _want_rows(mask, q, k)
+    else:
+        causal = module.is_causal if is_causal is None else is_causal
+        mask = _mask_of(mask, q, k, causal, sliding_window)
+    k, v = k[:, : mask.keys], v[:, : mask.keys]
     options = dict(
-        causal=module.is_causal if is_causal is None else is_causal, window=(left, left),
-        # One query has a mask of the keys that it sees, and that of more keys than queries is refused.
-        chunk=_chunk(module) if q.shape[1] == k.shape[1] else 0,
-        scale=scaling, softcap=softcap or 0.0, sinks=None if s_aux is None else s_aux.float(),
-        dropout_p=dropout, deterministic=bool(deterministic),
+        causal=mask.causal, window=mask.window, chunk=mask.chunk, scale=scaling, softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(), dropout_p=dropout, deterministic=bool(deterministic),
     )  # fmt: skip
-    if attention_mask is not None:
-        return _padded(q, k, v, attention_mask, options), None
+    if mask.padding is not None:
+        return _padded(q, k, v, mask.padding, options), None
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if any(x is None for x in lengths):
-        if not _begin_anew(position_ids, q.shape[0]):
+        packed = _numbers(position_ids, q, k) if mask.packed is None and mask.causal else mask.packed
+        ends = _ends(packed, position_ids is not None)
+        if ends is None:
             return named(_NAMES, attention, q, k, v, **options), None
-        ends = _ends(position_ids)
         lengths = ends, ends, None, None
     return _packed(q, k, v, *lengths, options), None
 
@@ -88,47 +129,119 @@ def attention_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
     attention_mask=None, **options,
 ):  # fmt: skip
-    """The mask of keys ``(batch, keys)`` that :func:`attention_forward` gets, or None.
+    """The :class:`Mask` that :func:`attention_forward` gets.
+
+    Query i is at place q_offset + i and key j at kv_offset + j, as everywhere in transformers.
 
     Raises:
         NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
-            other both ways, and chunks of queries beside a cache; or the model never asks for an
-            attention implementation and would take no mask as one that hides nothing.
+            other both ways, queries beyond the last key, and chunks of several queries beside a cache; or the model never asks for an attention implementation and would take
+            the mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)
-    chunks = None
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    form = dict(causal=False, window=(-1, -1), chunk=0)
+    chunks = packed = places = None
     for name, inside in _overlays(mask_function):
-        if name not in _OVERLAYS:
-            refuse(**{f"{name} in a mask": mask_function})
-        if name == "chunked_overlay":
+        if name == "causal_mask_function":
+            form["causal"] = True
+        elif name == "sliding_window_overlay":
+            form["window"] = inside["sliding_window"] - 1, form["window"][1]
+        elif name == "sliding_window_bidirectional_overlay":
+            form["window"] = (inside["sliding_window"],) * 2
+        elif name == "chunked_overlay":
             chunks = inside
-        # One row's sequences attention_forward finds by position_ids.
-        if name == "packed_sequence_mask_function" and batch_size > 1:
-            _refuse_packed(inside["packed_sequence_mask"])
-    mask = flash_attention_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
-    )
-    if chunks is None or kv_offset + kv_length <= chunks["chunk_size"]:
-        return mask
-    if q_length > 1:
-        if q_length < (kv_length if mask is None else mask.shape[1]):
-            refuse(**{"chunked_overlay of several queries beside a cache": mask_function})
-        return mask
-    first = chunks["left_padding"][:, None]
+        elif name == "packed_sequence_mask_function":
+            packed = inside["packed_sequence_mask"]
+        elif name == "remap_positions_for_packed_sequence":
+            places = inside["position_ids"]
+        elif name != "bidirectional_mask_function":
+            refuse(**{f"{name} in a mask": mask_function})
+    keys = kv_length
+    if form["causal"] or form["window"] != (-1, -1) or chunks is not None:
+        keys = q_length + int(q_offset) - kv_offset
+        if not 0 <= keys <= kv_length:
+            place = int(q_offset) - kv_offset
+            refuse(**{f"a mask of {q_length} queries from place {place} on, beyond the {kv_length} keys": True})
+    padding = _padding_of(attention_mask, kv_offset, keys)
+    if padding is not None and (form["window"] != (-1, -1) or chunks is not None):
+        _want_one_piece(padding)
+    if chunks is not None:
+        form["chunk"], padding = _chunks(chunks, batch_size, q_length, keys, kv_offset, padding, packed, places)
+    return Mask(q_length, kv_length, keys, padding=padding, packed=packed, **form)
+
+
+def _refuse_others(others):
+    """Raises for what a model passes that attention_forward does not know, and for weights that it wants."""
+    captured = output_capturing._active_collector.get() or {}
+    weights = _CAPTURED.intersection(captured)
+    if weights or others.pop("output_attentions", None):
+        raise NotImplementedError(
+            "output_attentions: fulgur computes no attention weights; want attn_implementation='eager'"
+        )
+    refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
+
+
+def _want_rows(mask, q, k):
+    """Raises where a mask is not for these queries and keys: a model has others than it built it for."""
+    got = q.shape[1], k.shape[1]
+    if got != (mask.queries, mask.rows):
+        raise NotImplementedError(
+            f"attention_mask: is for {mask.queries} queries and {mask.rows} keys, and the model has {got[0]} "
+            f"and {got[1]}, of which it does not say what they see; want attn_implementation='eager'"
+        )
+
+
+def _mask_of(padding, q, k, causal, sliding_window):
+    """The mask of a call whose model built none, or padding ``(batch, keys)`` alone."""
+    keys = k.shape[1]
+    if padding is not None:
+        if padding.dim() != 2:
+            refuse(**{f"attention_mask of {padding.dim()} dimensions": padding})
+        keys, padding = padding.shape[1], padding.bool()
+    left = -1 if sliding_window is None or sliding_window >= keys else sliding_window - 1
+    return Mask(q.shape[1], k.shape[1], keys, causal, (left, left), 0, padding)
+
+
+def _padding_of(mask, kv_offset, keys):
+    """Which keys exist of those that a mask ``(batch, places)`` knows; None: all."""
     if mask is None:
-        mask = first.new_ones(batch_size, kv_length, dtype=torch.bool)
-    places = torch.arange(mask.shape[1], device=mask.device) + kv_offset
+        return None
+    padding = mask[:, kv_offset : kv_offset + keys].bool()
+    missing = keys - padding.shape[1]
+    if missing > 0:
+        padding = torch.nn.functional.pad(padding, (0, missing))
+    return None if padding.all() else padding
+
+
+def _want_one_piece(padding):
+    """Raises where keys are missing between others: windows and chunks would count without them."""
+    if (padding.int().diff(dim=1) != 0).sum(1).max() > 2 or (padding[:, 0] & padding[:, -1] & ~padding.all(1)).any():
+        refuse(**{"padding between the tokens of a sequence, beside a window or chunks": True})
+
+
+def _chunks(chunks, batch_size, q_length, keys, kv_offset, padding, packed, places):
+    """(keys of a chunk, padding) of chunks that begin with the first token of each sequence.
+
+    A query alone has the keys of its chunk for padding: chunks of fulgur begin with the first key.
+    """
     size = chunks["chunk_size"]
-    return mask & ((places - first) // size == (q_offset - first) // size)
-
-
-def _refuse_packed(sequences):
-    """Raises for rows of which any is several sequences; their numbers begin with 0 in each row."""
-    name = "position_ids that begin anew in several rows"
-    if not torch.compiler.is_compiling():
-        refuse(**{name: sequences})
-    # Traced, all masks are made of these numbers, and only the graph can tell what they are.
-    torch._assert_async((sequences == 0).all(), f"{name}: fulgur does not have this yet; want it left out")
+    if kv_offset + keys <= size:
+        return 0, padding
+    if packed is not None and places is not None:
+        starts = torch.nn.functional.pad(packed.diff(dim=1) != 0, (1, 0), value=True)
+        if places[starts].any():
+            refuse(**{"chunks beside position_ids that do not begin at 0": True})
+    if q_length == keys:
+        return size, padding
+    if q_length > 1:
+        refuse(**{"chunked_overlay of several queries beside a cache": True})
+    first = chunks["left_padding"][:, None]
+    if padding is None:
+        padding = first.new_ones(batch_size, keys, dtype=torch.bool)
+    place = torch.arange(keys, device=padding.device) + kv_offset
+    return 0, padding & ((place - first) // size == (place[-1] - first) // size)
 
 
 @torch.compiler.assume_constant_result
@@ -160,18 +273,10 @@ def _overlays(function):
         for part in inside["mask_functions"]:
             yield from _overlays(part)
     elif name == "remap_positions_for_packed_sequence":
+        yield name, inside
         yield from _overlays(inside["mask_function"])
     else:
         yield name, inside
-
-
-def _chunk(module):
-    """How many keys the chunks of a module have; 0: it has none."""
-    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None or place is None or kinds[place] != "chunked_attention":
-        return 0
-    return config.attention_chunk_size
 
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options):
@@ -203,18 +308,35 @@ def _padded(q, k, v, mask, options):
     return pad_input(out, places, *q.shape[:2])
 
 
-def _begin_anew(position_ids, batch):
-    """Whether the places of one row's tokens are those of several sequences."""
-    if position_ids is None or batch != 1 or position_ids.shape[-1] == 1:
-        return False
-    return bool((position_ids.diff(dim=-1) != 1).any())
+def _numbers(position_ids, q, k):
+    """A number for each token, equal in each sequence: places that do not go on begin a new one. None
+    where the places are not those of q and k."""
+    if position_ids is None or position_ids.dim() != 2 or q.shape[1] != k.shape[1]:
+        return None
+    if position_ids.shape[1] != q.shape[1]:
+        return None
+    position_ids = position_ids.expand(q.shape[0], -1)
+    return torch.nn.functional.pad((position_ids.diff(dim=1) != 1).int(), (1, 0)).cumsum(1)
 
 
-def _ends(position_ids):
-    """cu_seqlens of places that begin with the least of all in each sequence, as in transformers."""
-    places = position_ids.flatten()
-    starts = (places == places.min()).nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([len(places)])])
+def _ends(packed, by_caller):
+    """cu_seqlens of rows whose tokens have the numbers of their sequences; None: each is one sequence.
+
+    Traced, all masks are made of such numbers, and only the graph can tell what they are: unless the
+    caller gave position_ids, for which a compiled model asks, they are taken for equal.
+    """
+    if packed is None or packed.shape[1] == 1:
+        return None
+    if torch.compiler.is_compiling() and (packed.shape[0] > 1 or not by_caller):
+        name = "position_ids that begin anew" + (" in several rows" if packed.shape[0] > 1 else "")
+        same = (packed == packed[:, :1]).all()
+        want = "a compiled model cannot tell how many sequences there are; want cu_seq_lens_q"
+        torch._assert_async(same, f"{name}: {want}")
+        return None
+    if not (packed != packed[:, :1]).any():
+        return None
+    starts = torch.nn.functional.pad(packed.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([packed.numel()])])
 
 
 AttentionInterface.register("fulgur", attention_forward)

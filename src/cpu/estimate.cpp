@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "base/fork_mutex.h"
 #include "call/mask.h"
 #include "cpu/kernels/probes.h"
 
@@ -95,7 +96,7 @@ Cost cost_of(const CpuPlan& plan, const Kernels& k, const Problem& p,
 }
 
 Peaks peaks_of(int threads) {
-  static std::mutex mutex;
+  static auto& mutex = *new ForkMutex;
   static std::map<int, Peaks> known;
   const std::lock_guard lock(mutex);
   const auto found = known.find(threads);

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "base/fork_mutex.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cpu {
@@ -17,7 +18,7 @@ constexpr int64_t kMostWaste = 4;  // a block serves no run that needs less than
 
 /// Blocks that no run uses.
 struct Kept {
-  std::mutex mutex;
+  ForkMutex mutex;
   std::multimap<int64_t, void*> by_bytes;
   int64_t bytes = 0;
 };

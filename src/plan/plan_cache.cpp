@@ -1,5 +1,7 @@
 #include "plan/plan_cache.h"
 
+#include <mutex>
+
 namespace fulgur {
 
 std::shared_ptr<const Plan::Impl> PlanCache::find(const Key& key) {

@@ -3,15 +3,16 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 
+#include "base/fork_mutex.h"
 #include "plan/plan.h"
 
 namespace fulgur {
 
-/// The plans of calls made without one: the latest of them, by all that a plan depends on.
+/// The plans of calls made without one: the latest of them, by all that a plan depends on. It lives as
+/// long as the process.
 class PlanCache {
  public:
   /// What calls with equal keys share.
@@ -38,7 +39,7 @@ class PlanCache {
   };
 
   size_t most_;
-  std::mutex mutex_;
+  ForkMutex mutex_;
   std::list<Entry> entries_;  ///< the last used first
   std::unordered_map<Key, std::list<Entry>::iterator, HashOfKey> by_key_;
 };

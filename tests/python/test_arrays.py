@@ -193,6 +193,50 @@ raise SystemExit(status or os.waitpid(child, 0)[1])
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_children_forked_while_other_threads_compute():
+    """The child has what other threads held when it was forked, and none of them to let go of it."""
+    code = """
+import os, signal, threading, numpy as np, fulgur
+stop = False
+def compute(thread):
+    n = 0
+    while not stop:  # of many shapes: plans are looked up, made and forgotten, and memory is shared
+        n += 1
+        x = np.ones((1, 1 + (7 * n + 13 * thread) % 60, 2, 8), np.float32)
+        fulgur.attention(x, x, x, threads=1)
+threads = [threading.Thread(target=compute, args=(n,)) for n in range(4)]
+for thread in threads:
+    thread.start()
+x = np.ones((1, 5, 2, 8), np.float32)
+failed = 0
+for _ in range(150):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if (fulgur.attention(x, x, x, threads=1) == 1).all() else 1)
+    failed += os.waitpid(child, 0)[1] != 0
+    if failed: break
+stop = True
+raise SystemExit(failed)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_daemon_threads_compute_while_the_interpreter_ends():
+    code = """
+import threading, time, numpy as np, fulgur
+x = np.ones((1, 64, 4, 32), np.float32)
+def compute():
+    while True:
+        fulgur.attention(x, x, x, threads=1)
+for _ in range(4):
+    threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.1)
+"""
+    for _ in range(3):  # each of which aborted where the threads were unwound
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_repeated_calls_leak_nothing():
     q, k, v = make_qkv(shape=(1, 256, 4, 64))  # 256 KiB each
     references = [sys.getrefcount(x) for x in (q, k, v)]

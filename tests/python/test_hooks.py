@@ -220,20 +220,24 @@ class TestTransformers:
         want = torch.cat([eager(x).logits for x in parts], 1)
         torch.testing.assert_close(model(rows, position_ids=places).logits, want)
         torch.testing.assert_close(model(rows, position_ids=places + 2).logits, want)  # rotations are relative
+        later = torch.cat([torch.arange(4) + 7, torch.arange(8)])[None]  # the first does not begin at 0
+        options = dict(position_ids=later, use_cache=False)
+        torch.testing.assert_close(model(tokens[:1], **options).logits, eager(tokens[:1], **options).logits)
         ends = torch.tensor([0, 9, 13, 25], dtype=torch.int32)
         lengths = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=12, max_length_k=12)
         got = model(rows, position_ids=places, **lengths).logits
         torch.testing.assert_close(got, want)
 
-    def test_packed_in_several_rows_raises(self):
-        model = self.model("Llama", "fulgur")
+    def test_packed_in_several_rows(self):
+        """A compiled model cannot tell how many sequences there are."""
+        model, eager = self.pair()
         tokens, _ = self.batch("right")
         places = torch.arange(12).expand(3, -1)
         want = model(tokens, use_cache=False).logits
         torch.testing.assert_close(model(tokens, position_ids=places, use_cache=False).logits, want)
+        anew = dict(position_ids=torch.stack([places[0] % n for n in (6, 5, 12)]), use_cache=False)
+        torch.testing.assert_close(model(tokens, **anew).logits, eager(tokens, **anew).logits)
         message = "^position_ids that begin anew in several rows: "
-        with pytest.raises(NotImplementedError, match=message):
-            model(tokens, position_ids=places % 6, use_cache=False)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, want)
         with pytest.raises(RuntimeError, match=message):
@@ -258,7 +262,7 @@ class TestTransformers:
         (got,) = torch.autograd.grad(out.square().sum(), sinks)
         assert got.dtype == torch.bfloat16 and got.abs().min() > 0
 
-    @pytest.mark.parametrize("name", ["position_bias", "block_table"])
+    @pytest.mark.parametrize("name", ["position_bias", "block_table", "block_indices"])
     def test_what_is_missing_raises(self, name):
         module = self.model("Llama", "fulgur").model.layers[0].self_attn
         tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
@@ -306,6 +310,37 @@ class TestTransformers:
         chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
         with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries beside a cache: "):
             fulgur.transformers.attention_mask(1, 2, 6, q_offset=4, mask_function=chunks)
-        assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks) is None
+        assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks).chunk == 4
         one = fulgur.transformers.attention_mask(1, 1, 6, q_offset=5, mask_function=chunks)
-        assert one.tolist() == [[False] * 4 + [True] * 2]
+        assert one.padding.tolist() == [[False] * 4 + [True] * 2] and one.chunk == 0
+        with pytest.raises(NotImplementedError, match="^a mask of 2 queries from place 4 on, beyond the 3 keys"):
+            fulgur.transformers.attention_mask(1, 2, 3, q_offset=4)
+        assert fulgur.transformers.attention_mask(1, 2, 6).keys == 2  # later keys are seen by nobody
+        holes = torch.tensor([[1, 1, 0, 1, 1, 1]])
+        window = masks.sliding_window_causal_mask_function(3)
+        assert fulgur.transformers.attention_mask(1, 6, 6, attention_mask=holes).causal
+        with pytest.raises(NotImplementedError, match="^padding between the tokens of a sequence"):
+            fulgur.transformers.attention_mask(1, 6, 6, mask_function=window, attention_mask=holes)
+
+    def test_what_a_mask_is_for(self):
+        """Other queries and keys than it was made for have no mask; a model that reads it gets an error."""
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        query, key, value = make((1, 4, 6, 8), (1, 2, 8, 8), (1, 2, 8, 8), grad=False)
+        mask = fulgur.transformers.attention_mask(1, 6, 6)
+        with pytest.raises(NotImplementedError, match="^attention_mask: is for 6 queries and 6 keys, .* has 6 and 8"):
+            fulgur.transformers.attention_forward(module, query, key, value, mask)
+        for read in (lambda: mask.shape, lambda: mask[..., :2], lambda: mask.to(torch.float32)):
+            with pytest.raises(NotImplementedError, match="^attention_mask: the model "):
+                read()
+
+    @pytest.mark.parametrize("kind", ["Llama", "Bert"])
+    def test_attention_weights_raise(self, kind):
+        config = getattr(self.transformers, f"{kind}Config")(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            attn_implementation="fulgur",
+        )  # fmt: skip
+        model = self.transformers.AutoModel.from_config(config)
+        tokens, _ = self.batch("right")
+        assert model(tokens).last_hidden_state.isfinite().all()
+        with pytest.raises(NotImplementedError, match="^output_attentions: "):
+            model(tokens, output_attentions=True)

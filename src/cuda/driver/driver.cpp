@@ -2,13 +2,19 @@
 
 #include <fmt/format.h>
 
+#include <pthread.h>
+
 #include <array>
+#include <atomic>
 
 #include "cuda/driver/shared_library.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
 namespace {
+
+/// Whether the process forked from one in which CUDA had started: it does not work in a child.
+std::atomic<bool> forked = false;
 
 struct Loaded {
   Driver driver;
@@ -40,6 +46,7 @@ struct Loaded {
                                 text == nullptr ? "unknown error" : text, result);
       return;
     }
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
     driver.cuDriverGetVersion(&driver.version);
     if (driver.version < kLeastVersion) {
       unavailable = fmt::format("driver {} supports CUDA {}; want 12.0 or newer",
@@ -55,10 +62,17 @@ const Loaded& loaded() {
 
 }  // namespace
 
-const std::string& driver_unavailable() { return loaded().unavailable; }
+const std::string& driver_unavailable() {
+  static const std::string kForked =
+      "this process was forked from one that had used CUDA, which does not work in a child; want a "
+      "new process (in Python, the start method \"spawn\")";
+  return forked ? kForked : loaded().unavailable;
+}
 
 const Driver& driver() {
-  if (!loaded().unavailable.empty()) throw Error(Status::kUnavailable, loaded().unavailable);
+  if (const std::string& why = driver_unavailable(); !why.empty()) {
+    throw Error(Status::kUnavailable, why);
+  }
   return loaded().driver;
 }
 

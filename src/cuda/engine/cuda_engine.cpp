@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "call/append_then_attend.h"
+#include "cuda/driver/driver.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/devices.h"
@@ -24,7 +25,10 @@ class CudaEngine final : public Engine {
  public:
   std::string name() const override { return "cuda"; }
   std::string description() const override { return Machine::here().description; }
-  std::string unavailable() const override { return Machine::here().unavailable; }
+  std::string unavailable() const override {
+    const std::string& why = driver_unavailable();
+    return why.empty() ? Machine::here().unavailable : why;
+  }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
     return no_family_computes(p);
