@@ -106,8 +106,8 @@ def attention_forward(
     if isinstance(mask, Mask):
         _want_rows(mask, q, k)
     else:
-        causal = module.is_causal if is_causal is None else is_causal
-        mask = _mask_of(mask, q, k, causal, sliding_window)
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        mask = _mask_of(module, mask, q, k, causal, sliding_window)
     k, v = k[:, : mask.keys], v[:, : mask.keys]
     options = dict(
         causal=mask.causal, window=mask.window, chunk=mask.chunk, scale=scaling, softcap=softcap or 0.0,
@@ -193,12 +193,14 @@ def _want_rows(mask, q, k):
         )
 
 
-def _mask_of(padding, q, k, causal, sliding_window):
+def _mask_of(module, padding, q, k, causal, sliding_window):
     """The mask of a call whose model built none, or padding ``(batch, keys)`` alone."""
     keys = k.shape[1]
+    if padding is not None and padding.dim() != 2:
+        refuse(**{f"attention_mask of {padding.dim()} dimensions": padding})
+    if causal is None:
+        refuse(**{f"is_causal: neither given nor said by {type(module).__name__}, beside no mask": True})
     if padding is not None:
-        if padding.dim() != 2:
-            refuse(**{f"attention_mask of {padding.dim()} dimensions": padding})
         keys, padding = padding.shape[1], padding.bool()
     left = -1 if sliding_window is None or sliding_window >= keys else sliding_window - 1
     return Mask(q.shape[1], k.shape[1], keys, causal, (left, left), 0, padding)
