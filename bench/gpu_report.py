@@ -3,7 +3,7 @@
 cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3, FlashInfer and
 cuDNN's frontend, those that are installed, and what calls of PyTorch cost the host.
 
-    python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json
+    python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json.gz
 
 bf16, inputs from the standard normal distribution: a grid of 16k tokens with a hidden size of 2048, and
 shapes off it, of the forward and of the backward pass. All candidates of a shape take turns in bursts (25 ms
@@ -34,6 +34,7 @@ from fulgur_c import Fulgur  # noqa: E402
 from gpu_case import DEVICE, Case, inputs  # noqa: E402
 from gpu_peers import flash3_module, in_words, peers_of  # noqa: E402
 from gpu_table import KERNELS  # noqa: E402
+import report_file  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
@@ -241,7 +242,7 @@ def main():
         "checks": pathlib.Path(args.checks).read_text().splitlines() if args.checks else [],
     }
     if args.add:
-        there = json.loads(pathlib.Path(args.json).read_text())
+        there = report_file.read(args.json)
         if there["gpu"] != report["gpu"]:
             sys.exit(f"gpu_report.py: --json: got a report of {there['gpu']} to add to, want one of {report['gpu']}")
         report = there | {"checks": report["checks"] or there["checks"]}
@@ -264,7 +265,7 @@ def main():
             report["decode_peers"] = gpu_decode_peers.versions()
         if "decode_grid" in args.parts:
             report["decode_grid"] = decode_grid_report(fulgur, generator, args.seed, args.seconds)
-    pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    report_file.write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 `curves` trains one model after the other, from the same weights on the same batches, and prints
 their losses side by side. `speed` trains one model whose attention changes every few steps, so that
 all are measured on the same clock, and prints tokens per second, TFLOP/s and MFU. `report` makes
-docs/performance/training.json of both, for an H100 or H200, and its table and pictures; shapes that
+docs/performance/training.json.gz of both, for an H100 or H200, and its table and pictures; shapes that
 are in the file already are kept, so that it may be stopped and started again.
 
 Model FLOPs are those of FlashAttention-2's paper (section 4.2): 6 s N + 12 L h s^2 for a sequence
@@ -303,23 +303,25 @@ def main():
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     torch.set_float32_matmul_precision("high")
     if args.what == "report" and args.json is None:
-        args.json = ROOT / "docs/performance/training.json"
+        args.json = ROOT / "docs/performance/training.json.gz"
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     result = {"device": device, "dtype": "bf16" if args.bf16 else "f32", "torch": torch.__version__,
               "date": str(datetime.date.today()), "curves": [], "speed": []}  # fmt: skip
 
+    if args.json is not None:
+        sys.path.insert(0, str(ROOT / "tools"))
+        import report_file
+        from training_table import write
+
     def keep():
         if args.json is None:
             return
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-        sys.path.insert(0, str(ROOT / "tools"))
-        from training_table import write
-
+        report_file.write(args.json, result)
         write(args.json)
 
     if args.what == "report":
         if args.json.exists():
-            result |= {k: v for k, v in json.loads(args.json.read_text()).items() if k in ("curves", "speed", "note")}
+            result |= {k: v for k, v in report_file.read(args.json).items() if k in ("curves", "speed", "note")}
         if args.note:
             result["note"] = args.note
         report(args, result, keep)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
-# sanitizers, measures, and writes docs/performance/h100.{json,md,svg} or h200.*, by the card.
+# sanitizers, measures, and writes docs/performance/h100.{json.gz,md,svg} or h200.*, by the card.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
 # GPU_REPORT_DECODE: the PYTHONPATH of what decode calls are measured beside, if it is another one.
 # GPU_REPORT_WHEEL: a wheel of fulgur for this python3, of which the seconds to a result are measured.
@@ -17,7 +17,7 @@ if [ $# = 0 ]; then
 fi
 mkdir -p "$to"
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader | sed -n '1s/^NVIDIA \(H[0-9]*\).*/\1/p' | tr H h)
-report=$to/${card:?nvidia-smi names no H100 or H200}.json
+report=$to/${card:?nvidia-smi names no H100 or H200}.json.gz
 checks=$to/checks.txt
 if [ -d "$packed/cubins" ]; then
   FULGUR_CACHE_DIR=$(cd "$packed/cubins" && pwd)

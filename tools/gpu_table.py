@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""The tables and the plots of GPU reports, made from docs/performance/h100.json and h200.json.
+"""The tables and the plots of GPU reports, made from docs/performance/h100.json.gz and h200.json.gz.
 
-Checks that the .md and the .svg beside each are those of the json: exit status 1 if they are not. 77,
-which CTest shows as skipped, says that the kernels have changed since, or that there is no report.
+Checks that the .md and the .svg with each, and the table in README.md, are those of the reports: exit status 1 if
+not. 77, which CTest shows as skipped, says that the kernels have changed since, or that there is no report.
 With --write, makes the files.
 """
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import report_file  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
+from marked import put  # noqa: E402
 
 FORWARD = ("sm90/forward/forward.cu", "common/copy_rows.cu", "common/padding.cu")
 BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
@@ -379,12 +380,29 @@ def svg(report):
             f"{lines}\n</g>\n</svg>\n")
 
 
+def summary(report):
+    """A line for each pass, mask and dim at 8k: TFLOP/s of everybody."""
+    lines = []
+    for name, rows in (("forward", report["results"]), ("backward", report["backward"]["results"])):
+        names = measured(rows)
+        for r in rows:
+            if r["s"] == 8192:
+                figures = {n: r[f"{n}_tflops"] for n in names if f"{n}_tflops" in r}
+                cells = [f"**{figures[n]:.0f}**" if n == max(figures, key=figures.get) else f"{figures[n]:.0f}"
+                         if n in figures else "" for n in ("fulgur", "flash3", "cudnn", "flash2")]
+                lines.append([name, mask(r["causal"]), str(r["d"]), *cells])
+    card = report["gpu"].removeprefix("NVIDIA ")
+    head = [f"{card}, 8k", "mask", "d", "fulgur", "FlashAttention-3", "cuDNN", "FlashAttention-2"]
+    lines = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def check(path, write):
     """Whether the table and the plot of a report are not its own, and whether it is of other kernels than ours."""
-    report = json.loads(path.read_text())
+    report = report_file.read(path)
     wrong = False
     for suffix, text in ((".md", markdown(report)), (".svg", svg(report))):
-        made = path.with_suffix(suffix)
+        made = report_file.page(path, suffix)
         if write:
             made.write_text(text)
         elif not made.exists() or made.read_text() != text:
@@ -404,12 +422,14 @@ def main():
     parser.add_argument("json", nargs="*", type=pathlib.Path, help="default: those of docs/performance")
     parser.add_argument("--write", action="store_true", help="make the tables and the plots")
     args = parser.parse_args()
-    reports = args.json or sorted((ROOT / "docs/performance").glob("h[0-9]*.json"))
+    reports = args.json or sorted((ROOT / "docs/performance").glob("h[0-9]*.json.gz"))
     if not reports:
         print("not measured yet; run `make gpu-report` on a machine with a GPU")
         return 77
     found = [check(path, args.write) for path in reports]
-    if any(wrong for wrong, _ in found):
+    newest = max(map(report_file.read, reports), key=lambda report: report["dates"]["forward"])
+    same = bool(args.json) or put(ROOT / "README.md", "gpu", summary(newest), args.write)
+    if any(wrong for wrong, _ in found) or not same:
         return 1
     return 77 if any(stale for _, stale in found) and not args.write else 0
 

@@ -8,9 +8,12 @@ results are in build/tests/. Python packages come from PyPI, everything else fro
 
 import argparse
 import concurrent.futures
+import datetime
 import functools
+import json
 import os
 import pathlib
+import random
 import resource
 import shutil
 import subprocess
@@ -29,6 +32,7 @@ COMPILERS = {"CC": "gcc", "CXX": "g++", "CMAKE_C_COMPILER_LAUNCHER": "ccache",
              "CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(ROOT), "CCACHE_DEPEND": "1"}
 # Two programs at a time share the cores: threads that spin while they wait would take them from the other one.
 THREADS = {"OMP_WAIT_POLICY": "passive"}
+EMULATED = 4  # tests of the emulator in a run of every step
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
 FUZZ_SECONDS = 10  # of each target
 FUZZ_BYTES = 1 << 20  # of an input: what only breaks a parser when it is deep or long is in reach
@@ -56,8 +60,8 @@ def build(preset, *settings):
     run("cmake", "--build", "--preset", preset)
 
 
-def ctest(preset, env=None):
-    run("ctest", "--preset", preset, "--output-junit", RESULTS / f"{preset}.xml", env=env)
+def ctest(preset, *arguments, name=None, env=None):
+    run("ctest", "--preset", preset, "--output-junit", RESULTS / f"{name or preset}.xml", *arguments, env=env)
 
 
 def pip_install(*what, python=VENV_PYTHON):
@@ -88,9 +92,22 @@ def install_packages():
 
 
 def release():
-    """The release build: every C++ test, installation, symbols, layers, README.md's C++."""
+    """The release build: every C++ test, installation, symbols, layers, README.md's C++; of the emulator a sample."""
     build("release", "-DFULGUR_TESTS=ON", "-DFULGUR_BENCH=ON")
-    ctest("release")
+    listed = subprocess.run(["ctest", "--preset", "release", "--show-only=json-v1", "-L", "emulator"], cwd=ROOT,
+                            check=True, capture_output=True, text=True).stdout
+    every = [test["name"] for test in json.loads(listed)["tests"]]
+    seed = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
+    left_out = random.Random(seed).sample(every, max(0, len(every) - EMULATED))
+    drawn = f"{len(every) - len(left_out)} of {len(every)} tests of the emulator"
+    print(f"{drawn}, drawn by FULGUR_TEST_SEED={seed}", flush=True)
+    ctest("release", *(["-E", f"^({'|'.join(left_out)})$"] if left_out else []))
+
+
+def emulator():
+    """Every test of the GPU kernels in the emulator; twenty minutes, and only where it is named."""
+    build("release", "-DFULGUR_TESTS=ON", "-DFULGUR_BENCH=ON")
+    ctest("release", "-L", "emulator", name="emulator")
 
 
 def program():
@@ -176,7 +193,7 @@ def arm():
 
 
 EVERY = (release, program, python, static, asan, tsan, fuzz)
-STEPS = {step.__name__: step for step in (*EVERY, arm)}
+STEPS = {step.__name__: step for step in (*EVERY, emulator, arm)}
 
 
 def count(name):

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The page and the pictures of a training report, made from docs/performance/training.json.
+"""The page and the pictures of a training report, made from docs/performance/training.json.gz.
 
 Checks that training.md and training.svg beside it are those of the json: exit status 1 if they are
 not, 77, which CTest shows as skipped, where there is no report. With --write, makes the files.
 """
 
 import argparse
-import json
 import pathlib
 import sys
+
+import report_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = {
@@ -134,14 +135,14 @@ def svg(report):
 
 def write(path):
     """Makes the page and the pictures beside a json."""
-    report = json.loads(path.read_text())
-    path.with_suffix(".md").write_text(markdown(report))
-    path.with_suffix(".svg").write_text(svg(report))
+    report = report_file.read(path)
+    report_file.page(path, ".md").write_text(markdown(report))
+    report_file.page(path, ".svg").write_text(svg(report))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", nargs="?", type=pathlib.Path, default=ROOT / "docs/performance/training.json")
+    parser.add_argument("json", nargs="?", type=pathlib.Path, default=ROOT / "docs/performance/training.json.gz")
     parser.add_argument("--write", action="store_true", help="make the page and the pictures")
     args = parser.parse_args()
     if not args.json.exists():
@@ -149,9 +150,9 @@ def main():
         return 77
     if args.write:
         write(args.json)
-    report = json.loads(args.json.read_text())
+    report = report_file.read(args.json)
     wrong = [suffix for suffix, text in ((".md", markdown(report)), (".svg", svg(report)))
-             if args.json.with_suffix(suffix).read_text() != text]
+             if report_file.page(args.json, suffix).read_text() != text]
     for suffix in wrong:
         print(f"training{suffix} is not that of {args.json.name}; run tools/training_table.py --write")
     return 1 if wrong else 0

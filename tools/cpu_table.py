@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""The CPUs' speed tables, made from docs/performance/cpu/*.json (`fulgur bench --json`).
+"""The CPUs' speed tables, made from docs/performance/cpu/*.json.gz (`fulgur bench --json`).
 
-The folder has a report for each CPU and grid. README.md shows the newest one of the standard grid of each make,
-docs/kernels/cpu_decode.md all of the decode grid. Checks that they do: exit status 1 if not. With --write, puts the
-tables there; with --add, a new report into the folder first.
+The folder has a report for each CPU and grid. docs/performance/cpu.md shows the newest one of the standard grid of each
+make and all of the decode grid, README.md a few figures of the former. Checks that they do: exit status 1 if not. With
+--write, makes them so; with --add, puts a new report into the folder first.
 """
 
 import argparse
-import json
 import pathlib
 import re
 import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import report_file  # noqa: E402
+from marked import put  # noqa: E402
+
 REPORTS = "docs/performance/cpu"
-BEGIN = f"<!-- begin table: {REPORTS} -->\n"
-END = "<!-- end table -->\n"
 
 
 def table(head, rows):
@@ -152,13 +153,43 @@ def render(report):
     return text
 
 
+PAGE = """# CPUs
+
+`make bench` measures the machine it runs on and adds its report. Each cell is GFLOP/s and, in brackets, the share of the
+machine's f32 FMA peak, measured in the same run; bf16 on AMX's tiles and by AVX512-BF16's dot products passes it.
+
+"""
+DECODE_PAGE = """
+## Decode
+
+GB/s of K and V read and the share of the rate at which the machine reads memory, by dtype, query heads of a kv head and
+new tokens of a sequence, for so many sequences and keys (`make bench-decode`).
+
+"""
+
+
+def summary(reports):
+    """A line for each CPU, pass and dtype: GFLOP/s on all its threads, and how many times faster than PyTorch."""
+    lines = []
+    for report in reports:
+        rows = [r for r in report["results"] if r["pass"] != "decode" and r["sq"] == 4096 and not r["causal"]]
+        cells = {}
+        for r in rows:
+            if r["threads"] == report["machine"]["threads"] and r["dtype"] != "f16":
+                text = f"{r['gflop_per_s']:.0f}" + (f" ({r['fulgur_speedup']:.1f}x)" if "fulgur_speedup" in r else "")
+                cells.setdefault((r["pass"], r["dtype"]), {})[r["d"]] = text
+        cpu = re.sub(r"\((R|TM)\)", "", report["machine"]["cpu"])
+        lines += [[cpu, *key, *(at.get(d, "") for d in (64, 128))] for key, at in cells.items()]
+    return table(["CPU", "pass", "dtype", "d 64", "d 128"], lines)
+
+
 def name_of(report):
     """The file name of a report: its CPU, that it multiplied on tiles, where it did, and its grid."""
     machine = report["machine"]
     tiles = "" if "tiles for" not in machine["simd"] else " amx"
     grid = " decode" if report["grid"] == "decode" else ""
     words = re.sub(r"\((r|tm)\)|@.*", "", machine["cpu"].lower() + tiles + grid)
-    return "-".join(re.findall(r"[a-z0-9]+", words)) + ".json"
+    return "-".join(re.findall(r"[a-z0-9]+", words)) + ".json.gz"
 
 
 def newest_of_each_make(reports):
@@ -178,28 +209,24 @@ def main():
     if args.note and not args.add:
         parser.error("--note: got no --add, whose report it belongs to")
     if args.add:
-        report = json.loads(args.add.read_text())
+        report = report_file.read(args.add)
         if args.note:
             report["machine"]["note"] = args.note
-        (ROOT / REPORTS / name_of(report)).write_text(json.dumps(report, indent=1) + "\n")
+        report_file.write(ROOT / REPORTS / name_of(report), report)
 
-    reports = [json.loads(path.read_text()) for path in sorted((ROOT / REPORTS).glob("*.json"))]
+    reports = [report_file.read(path) for path in sorted((ROOT / REPORTS).glob("*.json.gz"))]
     of_decode = [report for report in reports if report["grid"] == "decode"]
     newest = newest_of_each_make(report for report in reports if report["grid"] != "decode")
-    for name, tables in (
-        ("README.md", [render(report) for report in newest]),
-        ("docs/kernels/cpu_decode.md", [render_decode(report) for report in of_decode]),
-    ):
-        text = (ROOT / name).read_text()
-        if text.count(BEGIN) != 1 or text.count(END) != 1:
-            sys.exit(f"{name}: want the lines {BEGIN.strip()} and {END.strip()} once each")
-        before, rest = text.split(BEGIN)
-        old, after = rest.split(END)
-        new = "\n".join(tables)
-        if args.write or args.add:
-            (ROOT / name).write_text(before + BEGIN + new + END + after)
-        elif old != new:
-            sys.exit(f"{name}: its tables are not those of {REPORTS}; run tools/readme_table.py --write")
+    page = PAGE + "\n".join(map(render, newest)) + DECODE_PAGE + "\n".join(map(render_decode, of_decode))
+    write = args.write or args.add is not None
+    path = ROOT / "docs/performance/cpu.md"
+    if write:
+        path.write_text(page)
+    same = path.read_text() == page
+    if not same:
+        print("cpu.md is not that of the reports")
+    if not (put(ROOT / "README.md", "cpu", summary(newest), write) and same):
+        sys.exit("run tools/cpu_table.py --write")
 
 
 if __name__ == "__main__":
