@@ -102,16 +102,11 @@ Device device_named(const std::string& name) {
 
 }  // namespace
 
-View view(const char* name, nb::handle array, bool writable, bool bf16, uintptr_t stream) {
+namespace {
+
+/// A view of what `source` exports, which is `array` or stands for it.
+View imported(const char* name, nb::handle array, nb::handle source, bool writable, bool bf16) {
   View result;
-  if (const ExchangeApi* api = exchange_api(array)) {
-    DLTensor tensor{};
-    if (api->tensor(array.ptr(), &tensor) != 0) throw nb::python_error();
-    result.array = nb::borrow(array);
-    result.tensor = Tensor::from_dlpack(tensor, name);
-    return result;
-  }
-  const nb::object source = exported(array, stream);
   nb::ndarray<> writable_memory;  // asked for first: a capsule can be taken over once
   const bool taken = writable && nb::try_cast(source, writable_memory, false);
   if (taken) result.memory = nb::ndarray<nb::ro>(writable_memory);
@@ -125,6 +120,24 @@ View view(const char* name, nb::handle array, bool writable, bool bf16, uintptr_
   if (bf16) tensor.dtype.code = kDLBfloat;
   result.tensor = Tensor::from_dlpack(tensor, name);
   return result;
+}
+
+}  // namespace
+
+View view(const char* name, nb::handle array, bool writable, uintptr_t stream) {
+  View result;
+  if (const ExchangeApi* api = exchange_api(array)) {
+    DLTensor tensor{};
+    if (api->tensor(array.ptr(), &tensor) != 0) throw nb::python_error();
+    result.array = nb::borrow(array);
+    result.tensor = Tensor::from_dlpack(tensor, name);
+    return result;
+  }
+  return imported(name, array, exported(array, stream), writable, false);
+}
+
+View host_view(const char* name, nb::handle array, bool writable, bool bf16) {
+  return imported(name, array, array, writable, bf16);
 }
 
 View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,

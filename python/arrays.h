@@ -25,10 +25,11 @@ struct View {
   nb::ndarray<nb::ro> memory;
 };
 
-/// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`. A
-/// bfloat16 array of a producer that cannot say so (NumPy) comes as its 16-bit integers, with
-/// `bf16`.
-View view(const char* name, nb::handle array, bool writable, bool bf16, uintptr_t stream);
+/// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`.
+View view(const char* name, nb::handle array, bool writable, uintptr_t stream);
+/// The same of an array of NumPy, whose memory is the host's. A bfloat16 array, which NumPy cannot
+/// say, comes as its 16-bit integers, with `bf16`.
+View host_view(const char* name, nb::handle array, bool writable, bool bf16);
 
 /// A contiguous tensor without memory, to plan with.
 View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,

@@ -8,6 +8,9 @@
 #include <omp.h>
 
 #include <regex>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "api/prepare.h"
 #include "arrays.h"
@@ -32,17 +35,39 @@ using fulgur::python::fail;
 using fulgur::python::View;
 using fulgur::python::WorkspaceView;
 
-/// The tensor of that name in a Python call; None is "not given".
-Tensor tensor(const nb::dict& views, const char* name) {
-  const auto* view = nb::cast<const View*>(views[name]);
-  return view ? view->tensor : Tensor{};
+/// What a dict of a Python call has, by its names. To ask the dict would take a string of Python
+/// for each name, of which a call has dozens.
+class Entries {
+ public:
+  Entries(const nb::dict& entries) {  // NOLINT(google-explicit-constructor)
+    entries_.reserve(entries.size());
+    for (const auto& [name, value] : entries) {
+      entries_.emplace_back(nb::borrow<nb::str>(name).c_str(), value);
+    }
+  }
+  /// Null where there is none.
+  nb::handle operator[](std::string_view name) const {
+    for (const auto& [known, value] : entries_) {
+      if (known == name) return value;
+    }
+    return {};
+  }
+
+ private:
+  std::vector<std::pair<std::string_view, nb::handle>> entries_;
+};
+
+/// The tensor of that name in a Python call; none, or None, is "not given".
+Tensor tensor(const Entries& views, std::string_view name) {
+  const nb::handle view = views[name];
+  return view.is_valid() && !view.is_none() ? nb::cast<const View&>(view).tensor : Tensor{};
 }
 
 template <class Args>
-Args read_args(const nb::dict& views);
+Args read_args(const Entries& views);
 
 template <>
-ForwardArgs read_args(const nb::dict& views) {
+ForwardArgs read_args(const Entries& views) {
   return {.q = tensor(views, "q"),
           .k = tensor(views, "k"),
           .v = tensor(views, "v"),
@@ -65,7 +90,7 @@ ForwardArgs read_args(const nb::dict& views) {
 }
 
 template <>
-BackwardArgs read_args(const nb::dict& views) {
+BackwardArgs read_args(const Entries& views) {
   return {.dout = tensor(views, "dout"),
           .q = tensor(views, "q"),
           .k = tensor(views, "k"),
@@ -87,7 +112,7 @@ BackwardArgs read_args(const nb::dict& views) {
 }
 
 /// The options of _arguments.py, types and integer ranges checked there.
-fulgur::Options read_options(const nb::dict& from) {
+fulgur::Options read_options(const Entries& from) {
   fulgur::Options to;
   to.mask = {.left = nb::cast<int64_t>(from["left"]),
              .right = nb::cast<int64_t>(from["right"]),
@@ -162,7 +187,7 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
   fulgur::merge(parts, {out.tensor, lse.tensor}, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-AppendArgs read_append(const nb::dict& views, bool interleaved) {
+AppendArgs read_append(const Entries& views, bool interleaved) {
   return {.k_cache = tensor(views, "k_cache"),
           .v_cache = tensor(views, "v_cache"),
           .k_new = tensor(views, "k_new"),
@@ -199,7 +224,7 @@ struct AppendForward {
   ForwardArgs args;
   fulgur::Options options;
 
-  AppendForward(const nb::dict& views, const nb::dict& options, bool interleaved)
+  AppendForward(const Entries& views, const Entries& options, bool interleaved)
       : rows(read_append(views, interleaved)),
         args{.q = rows.q,
              .out = tensor(views, "out"),
@@ -308,7 +333,8 @@ NB_MODULE(_fulgur, m) {
       .def_prop_ro("data",
                    [](const View& v) { return reinterpret_cast<uintptr_t>(v.tensor.data); });
   m.def("view", &fulgur::python::view, "name"_a, "array"_a.none(), "writable"_a = false,
-        "bf16"_a = false, "stream"_a = 0);
+        "stream"_a = 0);
+  m.def("host_view", &fulgur::python::host_view);
   m.def("planned", &fulgur::python::planned, "name"_a, "shape"_a, "dtype"_a, "device"_a = "cpu");
   m.def("current_stream", &fulgur::python::current_stream, "array"_a.none());
 

@@ -157,15 +157,14 @@ def attention(
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
-    extras = _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
-    )
-    extras |= _a.forward_extras(
-        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
-        stream,
+    extras = _a.given_views(
+        stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
+        page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
+        tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
     )  # fmt: skip
     return _forward(
-        lambda views: _fulgur.forward(views, options, stream, **random),
+        lambda views: _fulgur.forward(views, options, stream, *random),
         q, k, v, out, None, return_lse, extras, stream,
     )  # fmt: skip
 
@@ -209,11 +208,12 @@ def attention_backward(
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-    extras = _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
-    )
+    extras = _a.given_views(
+        stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+    )  # fmt: skip
     return _backward(
-        lambda views: _fulgur.backward(views, options, stream, **random),
+        lambda views: _fulgur.backward(views, options, stream, *random),
         dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream,
     )  # fmt: skip
 
@@ -267,16 +267,16 @@ def plan(
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
-    views |= _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state
-    )
-    views |= _a.forward_extras(
-        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens
-    )
+    views |= _a.given_views(
+        alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
+        page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
+        tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
+    )  # fmt: skip
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
-        views["lse"] = None
+        del views["lse"]
     return Plan(_fulgur.plan_forward(views, options), return_lse)
 
 
@@ -321,12 +321,12 @@ def plan_backward(
     )  # fmt: skip
     views = _a.planned_views(dtype, device, dout=dout, q=q, k=k, v=v, out=out)
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
-    views |= {"dlse": None, "dsinks": None}
     if dlse is not None:
         views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
-    views |= _a.extras(
-        alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state
-    )
+    views |= _a.given_views(
+        alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+    )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
     results = _backward_results(views, given)
     views |= _a.planned_results(results, given, views["q"].device)
@@ -397,14 +397,14 @@ class Plan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.extras(
-            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
-        ) | _a.forward_extras(
-            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
-            prefix_lens, stream,
+        extras = _a.given_views(
+            stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
+            page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
+            tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
         )  # fmt: skip
         return _forward(
-            lambda views: self._plan.run_forward(views, stream, **random, workspace=workspace),
+            lambda views: self._plan.run_forward(views, stream, *random, workspace),
             q, k, v, out, lse, self._return_lse, extras, stream,
         )  # fmt: skip
 
@@ -441,11 +441,12 @@ class BackwardPlan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.extras(
-            alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state, stream
-        )
+        extras = _a.given_views(
+            stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+        )  # fmt: skip
         return _backward(
-            lambda views: self._plan.run_backward(views, stream, **random, workspace=workspace),
+            lambda views: self._plan.run_backward(views, stream, *random, workspace),
             dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream,
         )  # fmt: skip
 
@@ -516,8 +517,9 @@ def append(
         rotary_seqlens=rotary_seqlens, q=q, cu_seqlens_q=cu_seqlens_q,
     )  # fmt: skip
     if q is None:
-        written = None if q_out is None else _a.view("q_out", q_out, True, stream)
-        _fulgur.append(views | {"q_out": written}, options, interleaved, stream)
+        if q_out is not None:
+            views["q_out"] = _a.view("q_out", q_out, True, stream)
+        _fulgur.append(views, options, interleaved, stream)
         return None
     (turned,) = _a.filled(
         {"q_out": (views["q"].shape, views["q"].dtype)},
@@ -574,8 +576,8 @@ def append_attention(
         rotary_seqlens=rotary_seqlens, q=q, cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes,
         sinks=sinks, seqused_q=seqused_q, leftpad_k=leftpad_k, tree_mask=tree_mask,
         prefix_groups=prefix_groups, prefix_lens=prefix_lens,
-    ) | {"q_out": None, "lse": None}  # fmt: skip
-    if views["q"] is None:
+    )  # fmt: skip
+    if q is None:
         raise TypeError("q: got None, want an array")
     results = _a.forward_results(views["q"], views["v_cache"])
     if not return_lse:
@@ -597,8 +599,10 @@ def _append_views(
         "k_cache": _a.view("k_cache", k_cache, True, stream),
         "v_cache": _a.view("v_cache", v_cache, True, stream),
         **_a.views(stream, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens),
-        **_a.cache(page_table, page_indptr, cache_batch_idx, None, stream),
-        **{name: _a.optional_view(name, array, stream) for name, array in optional.items()},
+        **_a.given_views(
+            stream, page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
+            **optional,
+        ),
     }
 
 
@@ -746,7 +750,6 @@ def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
     results = _a.forward_results(views["q"], views["v"])
     if not return_lse and lse is None:
         del results["lse"]
-        views["lse"] = None
     arrays = _a.filled(
         results, {"out": out, "lse": lse}, q, lambda written: compute(views | written), stream
     )
@@ -756,7 +759,8 @@ def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
 def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream):
     """The results of ``compute``, which takes all views by name."""
     views = _a.views(stream, dout=dout, q=q, k=k, v=v, out=out, lse=lse) | extras
-    views |= {"dlse": _a.optional_view("dlse", dlse, stream), "dsinks": None}
+    if dlse is not None:
+        views["dlse"] = _a.view("dlse", dlse, stream=stream)
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
     results = _backward_results(views, given)
     return _a.filled(results, given, q, lambda written: compute(views | written), stream)
@@ -764,9 +768,10 @@ def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras
 
 def _backward_results(views, given):
     """(shape, dtype) of every gradient by name."""
-    if views["sinks"] is None and given["dsinks"] is not None:
+    sinks = views.get("sinks")
+    if sinks is None and given["dsinks"] is not None:
         raise ValueError("dsinks: given without sinks")
-    return _a.backward_results(views["q"], views["k"], views["v"], views["sinks"])
+    return _a.backward_results(views["q"], views["k"], views["v"], sinks)
 
 
 # A forked child has none of its parent's OpenMP threads and would wait for them forever; without
