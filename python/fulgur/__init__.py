@@ -157,16 +157,22 @@ def attention(
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
-    extras = _a.given_views(
+    views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(
         stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
-        page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
-        tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
+        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+        page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
+        leftpad_k=leftpad_k, tree_mask=tree_mask, prefix_groups=prefix_groups,
+        prefix_lens=prefix_lens,
     )  # fmt: skip
-    return _forward(
-        lambda views: _fulgur.forward(views, options, stream, *random),
-        q, k, v, out, None, return_lse, extras, stream,
+    results = _a.forward_results(views["q"], views["v"])
+    if not return_lse:
+        del results["lse"]
+    arrays = _a.filled(
+        results, {"out": out, "lse": None}, q,
+        lambda written: _fulgur.forward(views | written, options, stream, *random),
+        stream,
     )  # fmt: skip
+    return arrays if return_lse else arrays[0]
 
 
 def attention_backward(
@@ -276,8 +282,8 @@ def plan(
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
     if not return_lse:
-        del views["lse"]
-    return Plan(_fulgur.plan_forward(views, options), return_lse)
+        del results["lse"], views["lse"]
+    return Plan(_fulgur.plan_forward(views, options), results)
 
 
 def plan_backward(
@@ -361,12 +367,12 @@ class Plan(_AnyPlan):
     write to each other's arrays.
     """
 
-    __slots__ = ("_return_lse",)
+    __slots__ = ("_results",)  # (shape, dtype) of what a run returns, by name
     __class_getitem__ = classmethod(GenericAlias)  # the stubs' Plan[Literal[True]]: with return_lse
 
-    def __init__(self, plan, return_lse):
+    def __init__(self, plan, results):
         super().__init__(plan)
-        self._return_lse = return_lse
+        self._results = results
 
     def run(
         self, q, k, v, *, alibi_slopes=None, sinks=None, seed=0, offset=0, rng_state=None,
@@ -397,16 +403,21 @@ class Plan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.given_views(
+        views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(
             stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
-            page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
-            tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
+            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+            page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
+            leftpad_k=leftpad_k, tree_mask=tree_mask, prefix_groups=prefix_groups,
+            prefix_lens=prefix_lens,
         )  # fmt: skip
-        return _forward(
-            lambda views: self._plan.run_forward(views, stream, *random, workspace),
-            q, k, v, out, lse, self._return_lse, extras, stream,
+        if lse is not None and "lse" not in self._results:  # for the plan to refuse
+            views["lse"] = _a.view("lse", lse, True, stream)
+        arrays = _a.filled(
+            self._results, {"out": out, "lse": lse}, q,
+            lambda written: self._plan.run_forward(views | written, stream, *random, workspace),
+            stream,
         )  # fmt: skip
+        return arrays if len(arrays) > 1 else arrays[0]
 
 
 class BackwardPlan(_AnyPlan):
@@ -742,18 +753,6 @@ def install_as(name):
     from fulgur import _drop_in  # which imports PyTorch
 
     return _drop_in.install_as(name)
-
-
-def _forward(compute, q, k, v, out, lse, return_lse, extras, stream):
-    """The results of ``compute``, which takes all views by name."""
-    views = _a.views(stream, q=q, k=k, v=v) | extras
-    results = _a.forward_results(views["q"], views["v"])
-    if not return_lse and lse is None:
-        del results["lse"]
-    arrays = _a.filled(
-        results, {"out": out, "lse": lse}, q, lambda written: compute(views | written), stream
-    )
-    return arrays if return_lse else arrays[0]
 
 
 def _backward(compute, dout, q, k, v, out, lse, dlse, dq, dk, dv, dsinks, extras, stream):

@@ -15,10 +15,17 @@ inline int thread_count(int threads) { return threads > 0 ? threads : omp_get_ma
 inline int thread_index() { return omp_get_thread_num(); }
 
 /// Calls body(i) for every i of [0, n), handed out one by one in order, on `threads` threads.
-/// The first exception thrown by a body is rethrown here once all threads are done.
+/// The first exception thrown by a body is rethrown here once all threads are done; one thread
+/// stops there.
 template <class Body>
 void parallel_for(int64_t n, int threads, const Body& body) {
   const int used = static_cast<int>(std::clamp<int64_t>(n, 1, thread_count(threads)));
+  // A team of one thread costs as much as a small call: memory and a system call. It is needed
+  // where a caller's own team has numbers of threads.
+  if (used == 1 && omp_in_parallel() == 0) {
+    for (int64_t i = 0; i < n; ++i) body(i);
+    return;
+  }
   std::exception_ptr error;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(used) if (used > 1)
   for (int64_t i = 0; i < n; ++i) {
