@@ -157,12 +157,9 @@ def attention(
     )  # fmt: skip
     random = _a.random_numbers(seed, offset)
     return_lse, stream = _a.flag("return_lse", return_lse), _a.run_stream(q, stream)
-    views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(
-        stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
-        page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
-        leftpad_k=leftpad_k, tree_mask=tree_mask, prefix_groups=prefix_groups,
-        prefix_lens=prefix_lens,
+    views = _a.views(stream, q=q, k=k, v=v) | _a.extras(
+        stream, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
     )  # fmt: skip
     results = _a.forward_results(views["q"], views["v"])
     if not return_lse:
@@ -214,9 +211,8 @@ def attention_backward(
         invariant, threads, engine, max_workspace,
     )  # fmt: skip
     random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-    extras = _a.given_views(
-        stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+    extras = _a.extras(
+        stream, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
     )  # fmt: skip
     return _backward(
         lambda views: _fulgur.backward(views, options, stream, *random),
@@ -273,11 +269,9 @@ def plan(
     )  # fmt: skip
     return_lse = _a.flag("return_lse", return_lse)
     views = _a.planned_views(dtype, device, q=q, k=k, v=v)
-    views |= _a.given_views(
-        alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, page_table=page_table,
-        page_indptr=page_indptr, cache_batch_idx=cache_batch_idx, leftpad_k=leftpad_k,
-        tree_mask=tree_mask, prefix_groups=prefix_groups, prefix_lens=prefix_lens,
+    views |= _a.extras(
+        0, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
+        page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
     )  # fmt: skip
     results = _a.forward_results(views["q"], views["v"])
     views |= _a.planned_results(results, {"out": out, "lse": None}, views["q"].device)
@@ -329,9 +323,8 @@ def plan_backward(
     views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, lse=lse)
     if dlse is not None:
         views |= _a.planned_views(_a.lse_dtype(views["q"].dtype), device, dlse=dlse)
-    views |= _a.given_views(
-        alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+    views |= _a.extras(
+        0, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
     )  # fmt: skip
     given = {"dq": dq, "dk": dk, "dv": dv, "dsinks": dsinks}
     results = _backward_results(views, given)
@@ -403,12 +396,10 @@ class Plan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(
-            stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
-            page_table=page_table, page_indptr=page_indptr, cache_batch_idx=cache_batch_idx,
-            leftpad_k=leftpad_k, tree_mask=tree_mask, prefix_groups=prefix_groups,
-            prefix_lens=prefix_lens,
+        views = _a.views(stream, q=q, k=k, v=v) | _a.extras(
+            stream, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            rng_state, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
+            prefix_groups, prefix_lens,
         )  # fmt: skip
         if lse is not None and "lse" not in self._results:  # for the plan to refuse
             views["lse"] = _a.view("lse", lse, True, stream)
@@ -452,9 +443,9 @@ class BackwardPlan(_AnyPlan):
             fulgur.Error: the engine failed.
         """
         random, stream = _a.random_numbers(seed, offset), _a.run_stream(q, stream)
-        extras = _a.given_views(
-            stream, alibi_slopes=alibi_slopes, sinks=sinks, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state,
+        extras = _a.extras(
+            stream, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            rng_state,
         )  # fmt: skip
         return _backward(
             lambda views: self._plan.run_backward(views, stream, *random, workspace),

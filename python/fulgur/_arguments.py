@@ -58,11 +58,11 @@ def options(
     invariant, threads, engine, max_workspace=0,
 ):  # fmt: skip
     """fulgur::Options."""
-    if window is None:
-        window = (-1, -1)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window: got {window!r}, want None or (left, right)")
-    left, right = (integer("window", side, -1, INT64[1]) for side in window)
+    left = right = -1
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window: got {window!r}, want None or (left, right)")
+        left, right = (integer("window", side, -1, INT64[1]) for side in window)
     if flag("causal", causal):
         right = 0
     if not isinstance(engine, str):
@@ -172,8 +172,25 @@ def views(stream=0, **arrays):
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-def given_views(stream=0, **arrays):
+# What a call may take besides, in the order of `extras`; of a backward pass the first row.
+_EXTRAS = (
+    "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state",
+    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
+    "prefix_lens",
+)  # fmt: skip
+
+
+def extras(stream, *arrays):
     """Views of those arrays that are given, by name."""
+    return {
+        name: view(name, array, stream=stream)
+        for name, array in zip(_EXTRAS, arrays)
+        if array is not None
+    }
+
+
+def given_views(stream, **arrays):
+    """Views of further arrays that are given, by name."""
     return {
         name: view(name, array, stream=stream)
         for name, array in arrays.items()
