@@ -16,8 +16,9 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 """
 
 import torch
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import _add_batch_dim, get_unwrapped, is_batchedtensor
 from torch._functorch import config as functorch_config
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, proxy_call
@@ -75,7 +76,7 @@ for _schema in (
 ):
     _library.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 _library.define(
-    "random_numbers(Tensor q) -> Tensor",
+    "random_numbers(*, Device device) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
 )
 _fulgur.register_torch_ops()
@@ -423,23 +424,31 @@ class _FunctionalAttention(torch.autograd.Function):
         return _gradients(ctx, dout, dlse)
 
 
-@torch.library.impl(_random_numbers._name, "CompositeExplicitAutograd", lib=_library)
-def _draw(q):
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+@torch.library.impl(_random_numbers._name, "BackendSelect", lib=_library)
+def _draw(*, device):
+    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 @torch.library.register_fake(_random_numbers._name, lib=_library)
-def _fake_random_numbers(q):
-    return q.new_empty((2,), dtype=torch.int64)
+def _fake_random_numbers(*, device):
+    return torch.empty((2,), dtype=torch.int64, device=device)
 
 
-@torch.library.register_vmap(_random_numbers._name, lib=_library)
-def _vmap_random_numbers(info, in_dims, q):
-    if info.randomness == "error":
+_VMAP_MODE = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
+
+
+@torch.library.impl(_random_numbers._name, "FuncTorchVmapMode", lib=_library)
+def _vmap_random_numbers(*, device):
+    """Decides by the randomness of vmap alone, as PyTorch's random operators do, whatever is mapped."""
+    vmap = retrieve_current_functorch_interpreter()
+    randomness = vmap.randomness()
+    if randomness == "error":
         raise RuntimeError("dropout_p: vmap(randomness='error'); want 'different'")
-    if info.randomness == "same":
-        return _random_numbers(q), None
-    return torch.stack([_random_numbers(q) for _ in range(info.batch_size)]), 0
+    with torch._C._ExcludeDispatchKeyGuard(_VMAP_MODE):
+        if randomness == "same":
+            return _random_numbers(device=device)
+        numbers = torch.stack([_random_numbers(device=device) for _ in range(vmap.batch_size())])
+    return _add_batch_dim(numbers, 0, vmap.level())
 
 
 def _trace_random_numbers(mode, func, types, args, kwargs):
@@ -450,7 +459,7 @@ def _trace_random_numbers(mode, func, types, args, kwargs):
     operators too, unless they are marked so; under a budget of 0 it does not read the mark, so the
     budget becomes the smallest one under which it does.
     """
-    numbers = proxy_call(mode, func, False, args, kwargs or {})
+    numbers = proxy_call(mode, func, mode.pre_dispatch, args, kwargs)
     node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is func)
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if functorch_config.activation_memory_budget == 0:
@@ -465,7 +474,7 @@ torch.library.register_torch_dispatch(
 
 def random_numbers(q):
     """Seed and offset of dropout, int64 ``(2,)``, from PyTorch's generator of q's device."""
-    return _random_numbers(q)
+    return _random_numbers(device=q.device)
 
 
 def rng_state_of(q, dropout_p):
@@ -651,10 +660,10 @@ def attention(
         q = q.to(dtype)
         if not cached:
             k, v = k.to(dtype), v.to(dtype)
+    q = whole_rows("q", q)
     if dropout_p:
         numbers["dropout_p"] = dropout_p
         tensors["rng_state"] = random_numbers(q)
-    q = whole_rows("q", q)
     if not cached:
         k, v = whole_rows("k", k), whole_rows("v", v)
     functional = torch._C._are_functorch_transforms_active()

@@ -702,13 +702,42 @@ class TestFunc:
         with pytest.raises(Exception, match="q: requires grad outside of vmap"):
             compiled(torch.stack([q, q]).requires_grad_())
 
-    def test_dropout(self):
-        q, k, v = make_qkv()
-        call = lambda q: attention(q, k, v, dropout_p=0.5)  # noqa: E731
-        out = torch.vmap(call, randomness="different")(torch.stack([q, q]))
+    @pytest.mark.parametrize("name", ["q", "k", "v", None])
+    def test_dropout(self, name):
+        """What is mapped, if anything, makes no difference."""
+        given = dict(zip("qkv", make_qkv()))
+        x = given.get(name, given["q"])
+
+        def call(x):
+            return attention(**given | ({} if name is None else {name: x}), dropout_p=0.5)
+
+        out = torch.vmap(call, randomness="different")(torch.stack([x, x]))
         assert not torch.equal(out[0], out[1])
-        with pytest.raises(NotImplementedError, match="^dropout_p: vmap"):
-            torch.vmap(call, randomness="same")(torch.stack([q, q]))
+        with pytest.raises(RuntimeError, match=r"^dropout_p: vmap\(randomness='error'\)"):
+            torch.vmap(call)(torch.stack([x, x]))
+        if name is None:
+            out = torch.vmap(call, randomness="same")(torch.stack([x, x]))
+            assert torch.equal(out[0], out[1])
+        else:
+            with pytest.raises(NotImplementedError, match=r"^dropout_p: vmap\(randomness='same'\)"):
+                torch.vmap(call, randomness="same")(torch.stack([x, x]))
+
+    def test_dropout_of_nested_calls(self):
+        q, k, v = make_qkv()
+        x = torch.stack([q, q])
+        call = lambda q: attention(q, k, v, dropout_p=0.5)  # noqa: E731
+        inner = torch.vmap(call, randomness="different")
+        flat = torch.vmap(inner, randomness="different")(torch.stack([x, x])).flatten(0, 1)
+        assert len({tuple(each.flatten().tolist()) for each in flat}) == 4
+
+    def test_dropout_is_compiled(self):
+        q, k, v = make_qkv()
+        call = torch.vmap(lambda k: attention(q, k, v, dropout_p=0.5), randomness="different")
+        results = []
+        for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            torch.manual_seed(3)
+            results.append(function(torch.stack([k, k])))
+        assert torch.equal(*results)
 
     def test_packed_sequences_are_refused(self):
         q, k, v = inputs(ENDS)
@@ -849,10 +878,11 @@ class TestWrongArguments:
             (dict(k=torch.zeros(2, 9, 2, 8, device="meta")), ValueError, "^k: got a tensor on meta, want cpu as q"),
         ],
     )
-    def test_wrong_kinds(self, change, error, message):
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+    def test_wrong_kinds(self, change, error, message, dropout_p):
         q, k, v = make_qkv()
         with pytest.raises(error, match=message):
-            attention(**{**dict(q=q, k=k, v=v), **change})
+            attention(**{**dict(q=q, k=k, v=v, dropout_p=dropout_p), **change})
 
     @pytest.mark.parametrize("name", ["q", "v", "alibi_slopes", "sinks"])
     @pytest.mark.parametrize("kind, message", [
@@ -868,7 +898,7 @@ class TestWrongArguments:
         for grad in (False, True):
             given["k"].requires_grad_(grad)
             with pytest.raises(TypeError, match=f"^{name}: {message.format(name)}"):
-                attention(**given | {name: kind(torch.zeros(2, 9, 2, 8))})
+                attention(**given | {name: kind(torch.zeros(2, 9, 2, 8))}, dropout_p=0.5 if grad else 0.0)
 
     @pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "seqused_k", "leftpad_k", "tree_mask"])
     def test_one_tensor_on_meta(self, name):
