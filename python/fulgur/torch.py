@@ -257,52 +257,56 @@ def _vmap_backward(info, in_dims, *args):
     return _batched(_backward, _HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 
 
-def _lengths(x, otherwise):
-    """The numbers in x, or `otherwise` where a fake tensor or one on meta has none."""
-    return otherwise if is_fake(x) or x.is_meta else x.tolist()
-
-
-def _packed_lengths(cu_seqlens, rows):
-    """The lengths of packed sequences; all the same where nobody knows them."""
-    batch = cu_seqlens.shape[0] - 1
-    return _lengths(cu_seqlens.diff(), [rows // max(batch, 1)] * batch)
+def _triangle(n):
+    n = torch.sym_max(n, 0)
+    return n * (n + 1) // 2
 
 
 def _visible_scores(
     q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, window_left=-1,
-    window_right=-1, chunk=0, leftpad_k=None, **_,
+    window_right=-1, chunk=0, leftpad_k=None, page_table=None, **_,
 ):  # fmt: skip
-    """How many scores the mask shows in all sequences of all heads."""
+    """How many scores the mask shows in all sequences of all heads. Where fake tensors, or those on meta,
+    do not tell the lengths, packed sequences are equally long, and all others as long as they may be."""
 
-    def of_row(diagonal, sk):
-        start, end = 0, sk  # behind the last key
-        if window_left >= 0:
-            start = max(start, diagonal - window_left)
-        if window_right >= 0:
-            end = min(end, diagonal + window_right + 1)
-        if chunk > 0:
-            start = max(start, diagonal // chunk * chunk)
-            end = min(end, (diagonal // chunk + 1) * chunk)
-        return max(end - start, 0)
+    def in_band(sq, sk):
+        def up_to(right):  # key i + sk - sq + right of query i
+            right += sk - sq
+            corners = (right + sq, 1), (right, -1), (right + sq - sk, -1), (right - sk, 1)
+            return sum(sign * _triangle(n) for n, sign in corners)
+
+        count = sq * sk if window_right < 0 else up_to(window_right)
+        return count if window_left < 0 else count - up_to(-window_left - 1)
 
     def visible(sq, sk):
-        return sum(of_row(i + sk - sq, sk) for i in range(sq))
+        if chunk == 0:
+            return in_band(sq, sk)
+        count = 0
+        for start in range(0, sk, chunk):
+            end = min(start + chunk, sk)
+            count += in_band(max(end - max(start, sk - sq), 0), end - start)
+        return count
 
     heads = q.shape[-2]
-    if cu_seqlens_q is None and seqused_q is None and seqused_k is None:
-        return heads * q.shape[0] * visible(q.shape[1], k.shape[1])
-    if cu_seqlens_q is None:
-        queries = [q.shape[1]] * q.shape[0]
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    sequences = torch.sym_max(batch, 1)
+    sq = q.shape[1] if cu_seqlens_q is None else q.shape[0] // sequences
+    if page_table is not None:
+        sk = page_table.numel() // sequences * k.shape[1]
     else:
-        queries = _packed_lengths(cu_seqlens_q, q.shape[0])
-    if cu_seqlens_k is None:
-        keys = [k.shape[1]] * len(queries)
-    else:
-        keys = _packed_lengths(cu_seqlens_k, k.shape[0])
-    if seqused_q is not None:
-        queries = _lengths(seqused_q, queries)
-    if seqused_k is not None:
-        keys = _lengths(seqused_k if leftpad_k is None else seqused_k - leftpad_k, keys)
+        sk = k.shape[1] if cu_seqlens_k is None else k.shape[0] // sequences
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k
+    lengths = [x for x in lengths if x is not None]
+    if not lengths or any(is_fake(x) or x.is_meta for x in lengths):
+        return heads * batch * visible(sq, sk)
+
+    def numbers(used, cu_seqlens, otherwise):
+        used = cu_seqlens.diff() if used is None and cu_seqlens is not None else used
+        return [otherwise] * batch if used is None else used.tolist()
+
+    if seqused_k is not None and leftpad_k is not None:
+        seqused_k = seqused_k - leftpad_k
+    queries, keys = numbers(seqused_q, cu_seqlens_q, sq), numbers(seqused_k, cu_seqlens_k, sk)
     return heads * sum(map(visible, queries, keys))
 
 

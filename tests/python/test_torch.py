@@ -1,6 +1,8 @@
 """fulgur.torch on CPU tensors: the operators, their gradients, and what PyTorch builds on them."""
 
 import contextlib
+import itertools
+
 import numpy as np
 import pytest
 import reference
@@ -783,6 +785,44 @@ def test_flops_are_counted():
     assert count(dict(chunk=4, causal=True)) == 2 * (3 + 4 + 1 + 2 + 3 + 4 + 1) * of_pair
     assert count(ENDS) == (3 * 5 + 4 * 4) * of_pair
     assert count(ENDS | dict(causal=True)) == (3 + 4 + 5 + 1 + 2 + 3 + 4) * of_pair
+
+
+@pytest.mark.parametrize("sq, sk", [(0, 4), (1, 6), (6, 1), (4, 7), (7, 4), (5, 5)])
+def test_flops_of_bands_are_counted(sq, sk):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k = torch.empty(1, sq, 1, 1, device="meta"), torch.empty(1, sk, 1, 1, device="meta")
+    places, keys = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
+    for left, right, chunk in itertools.product([-1, 0, 1, 3, 9], [-1, 0, 2, 9], [0, 1, 2, 3, 9]):
+        seen = (left < 0) | (keys >= places - left)
+        seen = seen & ((right < 0) | (keys <= places + right))
+        if chunk > 0:
+            seen = seen & (keys // chunk == places // chunk)
+        with FlopCounterMode(display=False) as counter:
+            attention(q, k, k, window=(left, right), chunk=chunk)
+        assert counter.get_total_flops() == 4 * seen.sum(), (left, right, chunk)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flops_of_symbolic_sizes_are_counted(packed):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    from torch.utils.flop_counter import FlopCounterMode
+
+    env = ShapeEnv()
+    fake = FakeTensorMode(shape_env=env)
+    tensors = [*(x.requires_grad_() for x in inputs(ENDS if packed else {})), *(ENDS.values() if packed else ())]
+    q, k, v, *ends = (
+        fake.from_tensor(x, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * x.dim()))
+        for x in tensors
+    )
+    options = dict(zip(ENDS, ends)) | (dict(max_seqlen_q=4, max_seqlen_k=5) if packed else {})
+    with fake, FlopCounterMode(display=False) as counter:
+        attention(q, k, v, causal=True, **options)
+    guards = len(env.guards)
+    scores = 2 * (2 + 3 + 4) if packed else 2 * sum(range(3, 10))  # packed: of 3 queries and 4 keys each
+    assert counter.get_total_flops() == scores * 4 * 2 * (8 + 16)
+    assert guards == 0
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,22 @@ def test_flops(kind, packed):
 
 @each_packing
 @each_kind
+def test_flops_of_unknown_lengths(kind, packed):
+    """Sequences have all the keys that there is room for, or an equal share of it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v, options, _ = make(kind, packed)
+    q, k, v = (x.to("meta") for x in (q, k, v))
+    options = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, **options)
+    sq, sk = 1 if packed else 2, 3 * PAGE if "pages" in kind else PAGE
+    visible = 3 * sum(i + sk - sq + 1 for i in range(sq))
+    assert counter.get_total_flops() == visible * HQ * 2 * (D + DV)
+
+
+@each_packing
+@each_kind
 def test_chunks(kind, packed):
     q, k, v, options, sequences = make(kind, packed)
     out = attention(q, k, v, chunk=3, **options)
