@@ -263,7 +263,7 @@ def combine(out_partial, lse_partial, out=None, out_dtype=None):
     if lse_partial.shape != out_partial.shape[:-1]:
         got, want = tuple(lse_partial.shape), tuple(out_partial.shape[:-1])
         raise ValueError(f"lse_partial: got shape {got}, want {want} as out_partial")
-    lse_partial = lse_partial.float()
+    lse_partial = lse_partial.to(torch.promote_types(lse_partial.dtype, torch.float32))
     # Rounded, so that what the weights add up to is not 1: that is divided by, and added to the LSE.
     shift = torch.logsumexp(lse_partial, 0)
     weights = (lse_partial - shift).exp().masked_fill(lse_partial.isneginf(), 0)

@@ -865,6 +865,10 @@ class TestFlashAttention3:
         for scale in (0.0, -1e5, -1e6, 1e6):  # whose LSE is rounded by more than the weights may be
             ones, equal = torch.ones(3, 1, 2, 1, 8), torch.full((3, 1, 2, 1), scale)
             torch.testing.assert_close(combine(ones, equal)[0], ones[0], atol=1e-6, rtol=0)
+        exact = [torch.stack([x[i].double() for x in parts]) for i in (0, 1)]
+        torch.testing.assert_close(
+            combine(exact[0], exact[1].mT)[0], torch.as_tensor(fulgur.merge(*exact)[0]), atol=1e-14, rtol=0
+        )
         with pytest.raises(ValueError, match="^lse_partial: got shape .3, 2, 4, 5., want .3, 2, 5, 4. as out_partial"):
             combine(torch.stack(outs), torch.stack(lses))
 
@@ -1369,6 +1373,12 @@ class TestRotaryEmbedding:
         want, _ = exact(q.clone(), kv.clone(), seqlen_offset=5000)
         got, _ = call(q.clone(), kv.clone(), seqlen_offset=5000)
         assert torch.equal(got, want)
+
+    @pytest.mark.parametrize("scale_base", [None, 16])
+    def test_rows_in_bfloat16_are_rounded_once(self, scale_base):
+        qkv = make((2, 5, 3, 2, 8))[0].bfloat16()
+        want = rotary.RotaryEmbedding(8, scale_base=scale_base)(qkv.float())
+        assert torch.equal(rotary.RotaryEmbedding(8, scale_base=scale_base)(qkv.clone()), want.bfloat16())
 
     def test_wrong_arguments(self):
         with pytest.raises(ValueError, match="^dim: got 7, want an even number from 2 on"):

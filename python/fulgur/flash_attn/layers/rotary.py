@@ -132,8 +132,9 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables_of(self, seqlen, like):
         """(cos, sin) of q and of k for so many places; a tensor of offsets takes what is there."""
+        exact = torch.promote_types(like.dtype, torch.float32)  # rows are rounded once, when they are turned
         there = self._tables[0][0] if self._tables else None
-        fits = there is not None and (there.device, there.dtype) == (like.device, like.dtype)
+        fits = there is not None and (there.device, there.dtype) == (like.device, exact)
         fits = fits and (seqlen is None or seqlen <= len(there))
         if fits and not (self.training and there.is_inference()):
             return self._tables
@@ -149,7 +150,7 @@ class RotaryEmbedding(torch.nn.Module):
             powers = (places - seqlen // 2) / self.scale_base
             growth = self.scale.to(like.device, torch.float32) ** powers[:, None]
             pairs = [tuple(t * factor for t in pairs[0]) for factor in (growth, 1 / growth)]
-        self._tables = [tuple(t.to(like.dtype) for t in pair) for pair in pairs]
+        self._tables = [tuple(t.to(exact) for t in pair) for pair in pairs]
         return self._tables
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
