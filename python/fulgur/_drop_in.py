@@ -107,11 +107,13 @@ def sides(window_size, name="window_size"):
 
 def longest(max_seqlen, packed):
     """An upper bound of lengths; where it is a tensor on a device, the rows there are, instead of a wait
-    for it. At least 1: callers say 0 where all sequences are empty, and fulgur.torch reads it as not given."""
+    for it, and likewise in a graph, which cannot read it. At least 1: callers say 0 where all sequences
+    are empty, and fulgur.torch reads it as not given."""
     if max_seqlen is None:
         max_seqlen = packed.shape[0]
     elif isinstance(max_seqlen, torch.Tensor):
-        max_seqlen = int(max_seqlen) if max_seqlen.device.type == "cpu" else packed.shape[0]
+        readable = max_seqlen.device.type == "cpu" and not torch.compiler.is_compiling()
+        max_seqlen = int(max_seqlen) if readable else packed.shape[0]
     return torch.sym_max(max_seqlen, 1)  # max() would ask torch.compile for the value of a symbol
 
 

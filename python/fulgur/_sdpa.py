@@ -159,9 +159,11 @@ def _cuda_shared(
     options |= _given(seqused_k=seqused_k, alibi_slopes=alibi_slopes)
     if cum_seq_q is None:
         return options
+    # PyTorch says 0 where all sequences are empty, which our operators read as not given.
     return options | _given(
-        cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=max_q, max_seqlen_k=max_k
-    )
+        cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k, max_seqlen_q=max(max_q, 1),
+        max_seqlen_k=max(max_k, 1),
+    )  # fmt: skip
 
 
 def _cuda_shared_of_forward(

@@ -294,7 +294,7 @@ def _to_check(arrays, v, options):
     views |= _a.planned_results(results, {"out": None, "lse": None}, "cpu")
     for name in ("q", "k"):
         if views[f"cu_seqlens_{name}"] is not None:  # whose values are not there yet
-            longest = options[f"max_seqlen_{name}"] or arrays[name].shape[0]
+            longest = options[f"max_seqlen_{name}"] or max(arrays[name].shape[0], 1)  # 0 is not given
             options = options | {f"max_seqlen_{name}": longest}
     # How much memory a plan wants depends on the device and its threads, which are not known yet.
     return views, options | {"max_workspace": min(options["max_workspace"], 0)}

@@ -1136,11 +1136,11 @@ class TestNothing:
         )
         assert out.shape == x.shape and not out.any()
 
-    def test_no_cache(self, module):
-        if module is fa4:
-            pytest.skip("it has no flash_attn_with_kvcache")
-        q, cache = torch.empty(0, 1, 2, 16), torch.empty(0, 8, 2, 16)
-        assert results_of(module.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=3)).shape == q.shape
+
+@pytest.mark.parametrize("module", [fa2, fa3])
+def test_caches_of_no_sequence(module):
+    q, cache = torch.empty(0, 1, 2, 16), torch.empty(0, 8, 2, 16)
+    assert module.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=3).shape == q.shape
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8)])
@@ -1149,6 +1149,22 @@ def test_padding_of_empty_batches(shape):
     assert (rows.shape, ends.tolist(), longest) == ((0, *shape[2:]), [0] * (shape[0] + 1), 0)
     assert used.tolist() == [0] * shape[0]
     assert bert_padding.pad_input(rows, indices, *shape[:2]).shape == shape
+
+
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+def test_longest_lengths_in_tensors_are_exported(module):
+    """Nothing reads them while a graph is made."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x, ends, longest):
+            return results_of(
+                module.flash_attn_varlen_func(
+                    x, x, x, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest
+                )
+            )
+
+    inputs = make((7, 2, 8))[0], int32(0, 3, 7), torch.tensor(4)
+    assert torch.equal(torch.export.export(Module(), inputs).module()(*inputs), Module()(*inputs))
 
 
 @pytest.mark.parametrize("module", [fa2, fa3, fa4])

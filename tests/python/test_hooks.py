@@ -110,6 +110,12 @@ class TestSdpa:
             backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
             backward(q[:, :, :8].detach(), q, k, v, *forward(q, k, v), 0.0, False)
 
+    def test_sequences_that_are_all_empty(self):
+        """PyTorch says on a GPU that the longest has 0 rows, which our operators would read as not given."""
+        ends = torch.zeros(3, dtype=torch.int32)
+        shared = _sdpa._cuda_shared(ends, ends, 0, 0, 0.0, None, False, None, None, None)
+        assert (shared["max_seqlen_q"], shared["max_seqlen_k"]) == (1, 1)
+
     def test_is_listed(self):
         assert "fulgur" in torch_attention.list_flash_attention_impls()
 

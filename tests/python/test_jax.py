@@ -303,6 +303,15 @@ def test_contract(case, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_packed_sequences_that_are_all_empty(rows):
+    ends = jnp.zeros(3, jnp.int32)
+    call = partial(attention, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    (x,) = arrays((rows, 2, 8))
+    (dx,) = jax.jit(lambda x: jax.vjp(lambda x: call(x, x, x), x)[1](x))(x)
+    assert call(x, x, x).shape == dx.shape == x.shape and not dx.any()
+
+
 @pytest.mark.parametrize("case", ["causal", "slopes of each", "used", "packed"])
 def test_gradient_of_sinks(case):
     options, sinks = CASES[case], jnp.asarray([0.5, -1.0, 2.0, -jnp.inf], jnp.float32)
