@@ -530,7 +530,8 @@ def dot_product_attention(
         query_seq_lengths: int32 ``(B,)``: later rows of the result are 0.
         key_value_seq_lengths: int32 ``(B,)``: later keys are not there.
         local_window_size: ``(left, right)`` or one number for both: query i sees the keys from
-            i - left to i + right.
+            i - left to i + right. As in jax.nn either may be negative, and -1 does not mean that a
+            side is unbounded: a number that is at least max(T, S) does.
         implementation: None.
         return_residual: return ``(out, lse)``.
 
@@ -585,14 +586,19 @@ def dot_product_attention(
 
     # Keys that no query sees, and queries that see no key, are cut off. What is left has a band
     # that can be said from the other corner, where fulgur's masks are aligned.
+    first_seen, first_seeing = max(0, -(left or 0)), max(0, -(right or 0))
     seen = S if right is None else min(S, T + right)
     seeing = T if left is None else min(T, seen + left)
-    q, k, v = q[:, :seeing], k[:, :seen], v[:, :seen]
-    shift = seen - seeing
-    window = (-1 if left is None else left + shift, -1 if right is None else right - shift)
+    window = (
+        -1 if left is None else left + seen - seeing, -1 if right is None else right - seen + seeing
+    )  # fmt: skip
+    if first_seen >= seen or first_seeing >= seeing or None not in (left, right) and left < -right:
+        first_seen = seen = first_seeing = seeing = 0
+        window = (-1, -1)
+    q, k, v = q[:, first_seeing:seeing], k[:, first_seen:seen], v[:, first_seen:seen]
     out, lse = attention(q, k, v, window=window, **options)
     lse = jnp.swapaxes(lse, 1, 2)
-    missing = [(0, 0), (0, T - seeing), (0, 0)]
+    missing = [(0, 0), (first_seeing, T - seeing), (0, 0)]
     out, lse = jnp.pad(out, [*missing, (0, 0)]), jnp.pad(lse, missing, constant_values=-jnp.inf)
     if keys is not None:
         some = _sees_a_key(keys, T, left, right)
@@ -615,8 +621,10 @@ def _band(local_window_size, is_causal):
             sides = (sides, sides)
         if len(sides) != 2:
             raise ValueError(f"local_window_size: got {sides!r}, want (left, right) or a number")
-        left, right = (_a.integer("local_window_size", n, 0, _a.INT32[1]) for n in sides)
-    return left, 0 if is_causal else right
+        left, right = (_a.integer("local_window_size", n, *_a.INT32) for n in sides)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
 
 
 def _before(name, lengths, batch, most):

@@ -154,13 +154,17 @@ BANDS = [
     *((*shape, causal, window) for shape in [(5, 12), (12, 5)] for causal in (False, True)
       for window in (None, (0, 0), (3, 1))),
     (7, 7, False, 2), (7, 7, True, (1, 20)), (1, 9, True, None), (9, 1, False, (0, 3)),
+    (4, 9, False, (-1, 2)), (9, 4, False, (3, -2)), (7, 7, True, (3, -1)), (7, 7, False, (-3, 3)),
+    (7, 7, False, (20, -8)), (9, 4, False, (-5, 20)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("T, S, causal, window", BANDS)
 def test_bands_start_top_left(T, S, causal, window):
     left, right = (window, window) if isinstance(window, int) else window or (None, None)
-    seen = np.repeat(band(T, S, left, 0 if causal else right), 2, axis=0)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    seen = np.repeat(band(T, S, left, right), 2, axis=0)
     check_dot_product(qkv(T=T, S=S, H=8), seen, is_causal=causal, local_window_size=window)
 
 
@@ -764,7 +768,7 @@ def test_max_workspace():
         (dict(mask=jnp.ones((1, 1, 1, 19))), ValueError, "mask: got float32, want bool"),
         (dict(implementation="cudnn"), NotImplementedError, "implementation: got 'cudnn'"),
         (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: got"),
-        (dict(local_window_size=-1), ValueError, "local_window_size: got -1"),
+        (dict(local_window_size=2**31), ValueError, "local_window_size: got 2147483648"),
         (dict(local_window_size=1.5), TypeError, "local_window_size: got 1.5"),
         (dict(query_seq_lengths=jnp.zeros(3, jnp.int32)), ValueError, "query_seq_lengths: got int32"),
         (dict(key_value_seq_lengths=jnp.zeros(2)), ValueError, "key_value_seq_lengths: got float32"),
