@@ -5,12 +5,13 @@ import importlib
 import operator
 import sys
 from collections import Counter
+from contextlib import nullcontext
 
 import torch
 from torch.nn.functional import pad
 
 from fulgur._names import OPTIONS, named
-from fulgur.torch import append, append_attention, attention
+from fulgur.torch import append, append_attention, attention, autocasts, cast_to_cache
 
 # The modules of this package by the names that they stand in for, parents first.
 _STANDS_IN = {
@@ -252,10 +253,14 @@ def with_kvcache(
         if options["scale"] is None:
             options["scale"] = q.shape[-1] ** -0.5
         q, k_cache, v_cache = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k_cache, v_cache))
-    out, lse = named(
-        _NAMES_OF_KEYS, attention, q, k_cache, v_cache, seqused_k=cache_seqlens,
-        leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **places, **queries, **options,
-    )  # fmt: skip
+    # A cache is not cast, which would copy it: q is, to its dtype.
+    as_it_is = torch.autocast(q.device.type, enabled=False) if autocasts(q) else nullcontext()
+    (q,) = cast_to_cache(k_cache, q)
+    with as_it_is:
+        out, lse = named(
+            _NAMES_OF_KEYS, attention, q, k_cache, v_cache, seqused_k=cache_seqlens,
+            leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **places, **queries, **options,
+        )  # fmt: skip
     return out[..., :dv], lse
 
 

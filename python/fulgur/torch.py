@@ -504,7 +504,7 @@ def _apart(tensors):
     return [x.view_as(x) if any(x is y for y in tensors[:i]) else x for i, x in enumerate(tensors)]
 
 
-def _autocasts(q):
+def autocasts(q):
     """Whether autocast casts a call with these queries."""
     if not torch._C._is_any_autocast_enabled():
         return False
@@ -512,9 +512,9 @@ def _autocasts(q):
     return kind != "meta" and torch.is_autocast_enabled(kind) and q.dtype != torch.float64
 
 
-def _cast_to_cache(k_cache, *rows):
+def cast_to_cache(k_cache, *rows):
     """Rows that go with a cache, under autocast in its dtype: what lies in the cache stays as it is."""
-    return [x.to(k_cache.dtype) if x is not None and _autocasts(x) else x for x in rows]
+    return [x.to(k_cache.dtype) if x is not None and autocasts(x) else x for x in rows]
 
 
 def _sides(window):
@@ -659,7 +659,7 @@ def attention(
         cache["prefix_lens"] = prefix_lens
     if cache:
         _want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
-    if _autocasts(q):
+    if autocasts(q):
         dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
         q = q.to(dtype)
         if not cached:
@@ -718,7 +718,7 @@ def append(
     if causal:
         window_right = 0
     _want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
-    q, k_new, v_new = _cast_to_cache(k_cache, q, k_new, v_new)
+    q, k_new, v_new = cast_to_cache(k_cache, q, k_new, v_new)
     k_new, v_new = whole_rows("k_new", k_new), whole_rows("v_new", v_new)
     if q is not None:
         q = whole_rows("q", q)
@@ -758,7 +758,7 @@ def append_attention(
     _want_no_gradient(
         q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=sinks,
     )  # fmt: skip
-    q, k_new, v_new = _cast_to_cache(k_cache, q, k_new, v_new)
+    q, k_new, v_new = cast_to_cache(k_cache, q, k_new, v_new)
     out, lse = _append_forward(
         whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new),
         whole_rows("v_new", v_new), cache_seqlens, sinks, cu_seqlens_q, None, seqused_q, None,

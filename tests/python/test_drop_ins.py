@@ -1138,6 +1138,28 @@ class TestNothing:
 
 
 @pytest.mark.parametrize("module", [fa2, fa3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_autocast_casts_to_the_dtype_of_caches(module, dtype, appends, paged):
+    q, new = make((2, 1, 2, 16), (2, 1, 2, 16))
+    cache = make((2, 8, 2, 16))[0].to(dtype)
+    table = {"block_table" if module is fa2 else "page_table": int32(1, 0)[:, None]} if paged else {}
+
+    def call(q, new):
+        caches = cache.clone(), cache.clone()
+        rows = (new, new) if appends else ()
+        return module.flash_attn_with_kvcache(q, *caches, *rows, cache_seqlens=int32(3, 4), **table), *caches
+
+    torch.compiler.reset()
+    for function in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = function(q, new)
+        assert got[0].dtype == dtype
+        assert all(map(torch.equal, got, call(q.to(dtype), new.to(dtype))))
+
+
+@pytest.mark.parametrize("module", [fa2, fa3])
 def test_caches_of_no_sequence(module):
     q, cache = torch.empty(0, 1, 2, 16), torch.empty(0, 8, 2, 16)
     assert module.flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=3).shape == q.shape
