@@ -93,7 +93,8 @@ def attention_forward(
 
     Raises:
         NotImplementedError: an argument that fulgur does not know, a mask of four dimensions, a
-            mask for other rows than query and key have, or attention weights that are wanted.
+            mask for other rows than query and key have, padding beside packed sequences, or attention
+            weights that are wanted.
     """
     _refuse_others(others)
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
@@ -113,10 +114,13 @@ def attention_forward(
         causal=mask.causal, window=mask.window, chunk=mask.chunk, scale=scaling, softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(), dropout_p=dropout, deterministic=bool(deterministic),
     )  # fmt: skip
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got only one of them, want both or none")
     if mask.padding is not None:
+        refuse(**{"cu_seq_lens_q beside padding": cu_seq_lens_q, "packed sequences beside padding": mask.packed})
         return _padded(q, k, v, mask.padding, options), None
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    if any(x is None for x in lengths):
+    if cu_seq_lens_q is None:
         packed = _numbers(position_ids, q, k) if mask.packed is None and mask.causal else mask.packed
         ends = _ends(packed, position_ids is not None)
         if ends is None:
@@ -135,8 +139,8 @@ def attention_mask(
 
     Raises:
         NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
-            other both ways, queries beyond the last key, and chunks of several queries beside a cache; or the model never asks for an attention implementation and would take
-            the mask for its own.
+            other both ways, queries beyond the last key, and chunks of several queries beside a cache;
+            or the model never asks for an attention implementation and would take the mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)
     if isinstance(attention_mask, Mask):
@@ -201,8 +205,14 @@ def _mask_of(module, padding, q, k, causal, sliding_window):
     if causal is None:
         refuse(**{f"is_causal: neither given nor said by {type(module).__name__}, beside no mask": True})
     if padding is not None:
+        refuse(**{f"attention_mask of {padding.dtype}, which is added": padding.is_floating_point()})
+        if padding.shape[0] != k.shape[0] or padding.shape[1] > keys:
+            want = f"({k.shape[0]}, {keys} or less) = (batch, keys)"
+            raise ValueError(f"attention_mask: got shape {tuple(padding.shape)}, want {want}")
         keys, padding = padding.shape[1], padding.bool()
     left = -1 if sliding_window is None or sliding_window >= keys else sliding_window - 1
+    if padding is not None and left != -1:
+        _want_one_piece(padding)
     return Mask(q.shape[1], k.shape[1], keys, causal, (left, left), 0, padding)
 
 
@@ -269,6 +279,9 @@ def _overlays(function):
         yield type(function).__name__, {}
         return
     name = function.__qualname__.split(".")[0]
+    if function.__module__ != causal_mask_function.__module__:  # A model may give its own the same name.
+        yield f"{function.__module__}.{name}", {}
+        return
     cells = function.__closure__ or ()
     inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
     if name == "and_masks":

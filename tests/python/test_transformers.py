@@ -1,4 +1,4 @@
-"""Every family of transformers' models, tiny and random: fulgur gives what eager attention gives, or says by name why not.
+"""Every family of transformers, tiny and random: fulgur gives what eager attention gives, or says by name why not.
 
 A run takes a sample of the families, another one each day (``FULGUR_SWEEP_SEED`` draws the same again);
 ``FULGUR_SWEEP=all`` takes every one, and prints what became of it.
@@ -215,3 +215,37 @@ def test_equals_eager_or_is_refused(family):
     if verdict == "unknown":
         pytest.skip(words[:200])
     assert verdict in ("equal", "refused"), words
+
+
+def test_what_two_arguments_say_of_visibility():
+    """None is left out in silence: half of cu_seq_lens, packed rows beside padding, masks that are added."""
+    module = torch.nn.Module()
+    module.is_causal = True
+    tensors = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    padding = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    call = fulgur.transformers.attention_forward
+    both = dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    assert call(module, *tensors, None, **both)[0].shape == (1, 6, 4, 8)
+    with pytest.raises(ValueError, match="^cu_seq_lens_q, cu_seq_lens_k: got only one of them"):
+        call(module, *tensors, None, cu_seq_lens_q=ends)
+    with pytest.raises(NotImplementedError, match="^cu_seq_lens_q beside padding: "):
+        call(module, *tensors, padding, **both)
+    packed = fulgur.transformers.Mask(6, 6, 6, True, padding=padding.bool(), packed=torch.tensor([[0, 0, 1, 1, 1, 1]]))
+    with pytest.raises(NotImplementedError, match="^packed sequences beside padding: "):
+        call(module, *tensors, packed)
+    with pytest.raises(NotImplementedError, match="^attention_mask of torch.float32, which is added: "):
+        call(module, *tensors, torch.zeros(1, 6))
+    with pytest.raises(ValueError, match=r"^attention_mask: got shape \(6, 6\), want \(1, 6 or less\)"):
+        call(module, *tensors, torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="^padding between the tokens of a sequence"):
+        call(module, *tensors, torch.tensor([[1, 1, 0, 1, 1, 1]]), sliding_window=3)
+
+
+def test_functions_of_masks_are_known_by_more_than_their_names():
+    def causal_mask_function(batch_idx, head_idx, q_idx, kv_idx):
+        return kv_idx < q_idx
+
+    causal_mask_function.__qualname__ = "causal_mask_function"
+    with pytest.raises(NotImplementedError, match=f"^{__name__}.causal_mask_function in a mask: "):
+        fulgur.transformers.attention_mask(1, 6, 6, mask_function=causal_mask_function)
