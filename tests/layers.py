@@ -37,7 +37,7 @@ FOLDERS = {
     "cpu/kernels": [*CALL, "cpu/kernels/simd", "cpu/kernels/bf16"],
     "cpu/kernels/simd": CALL,
     "cpu/kernels/bf16": [*CALL, "cpu/kernels/simd"],
-    "cuda/driver": [PUBLIC],
+    "cuda/driver": [PUBLIC, "base"],
     "cuda/jit": [PUBLIC, "cuda/driver"],
     "cuda/device": [PUBLIC, "base", "cuda/driver", "cuda/jit"],
     "cuda/common": CUDA_COMMON,

@@ -1,4 +1,5 @@
 #include "api/prepare.h"
+#include "base/fork_mutex.h"
 #include "base/parallel.h"
 #include "call/make_problem.h"
 #include "fulgur/attention.h"
@@ -16,7 +17,8 @@ constexpr size_t kMostPlans = 1024;
 template <class Args>
 std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& options,
                                                const Run* run) {
-  static auto& cache = *new PlanCache(kMostPlans);  // other threads may call while the process ends
+  static constinit MadeOnce<PlanCache> made;
+  PlanCache& cache = made.get([] { return PlanCache(kMostPlans); });
   Problem problem = make_problem(args, options);
   const PlanCache::Key key{problem, options.engine, thread_count(checked_threads(options))};
   std::shared_ptr<const Plan::Impl> plan = cache.find(key);

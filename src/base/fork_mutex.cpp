@@ -1,52 +1,53 @@
 #include "base/fork_mutex.h"
 
-#include <pthread.h>
-
 #include <thread>
-#include <vector>
 
 namespace fulgur {
-namespace {
 
-/// Every ForkMutex of the process.
-struct Registry {
-  std::mutex mutex;  // of the list; fork() holds it, too
-  std::vector<ForkMutex*> all;
+/// Those of the process that were ever locked.
+struct ForkMutexes {
+  static constinit std::mutex mutex;  ///< of the list
+  static constinit ForkMutex* first;
 
-  Registry() { pthread_atfork(hold_all, release_all, release_all); }
-
-  static Registry& here() {
-    static Registry& kHere = *new Registry;  // threads may compute while the process ends
-    return kHere;
-  }
-
-  /// Holds the first mutexes up to one that is taken; false if there is such a one. Whoever holds it
-  /// may wait for one of the others: to wait for it while they are held could be forever.
-  bool try_hold_all() {
-    for (size_t i = 0; i < all.size(); ++i) {
-      if (all[i]->try_lock()) continue;
-      while (i-- > 0) all[i]->unlock();
+  /// Holds all but those of this thread; false, and holds none, where another thread has one. That
+  /// thread may wait for another one: to wait for it while others are held could be forever.
+  static bool try_hold_all() {
+    mutex.lock();
+    for (ForkMutex* m = first; m != nullptr; m = m->next_) {
+      if (pthread_equal(m->owner_.load(std::memory_order_relaxed), pthread_self()) != 0) continue;
+      m->held_by_fork_ = m->mutex_.try_lock();
+      if (m->held_by_fork_) continue;
+      release_all();
       return false;
     }
     return true;
   }
-
   static void hold_all() {
-    here().mutex.lock();
-    while (!here().try_hold_all()) std::this_thread::yield();
+    while (!try_hold_all()) std::this_thread::yield();
   }
   static void release_all() {
-    for (ForkMutex* mutex : here().all) mutex->unlock();
-    here().mutex.unlock();
+    for (ForkMutex* m = first; m != nullptr; m = m->next_) {
+      if (m->held_by_fork_) m->mutex_.unlock();
+      m->held_by_fork_ = false;
+    }
+    mutex.unlock();
+  }
+
+  /// Before any thread can lock one.
+  [[gnu::constructor]] static void watch_forks() {
+    pthread_atfork(hold_all, release_all, release_all);
   }
 };
 
-}  // namespace
+constinit std::mutex ForkMutexes::mutex;
+constinit ForkMutex* ForkMutexes::first = nullptr;
 
-ForkMutex::ForkMutex() {
-  Registry& registry = Registry::here();
-  const std::scoped_lock lock(registry.mutex);
-  registry.all.push_back(this);
+void ForkMutex::list() {
+  const std::scoped_lock lock(ForkMutexes::mutex);
+  if (listed_.load(std::memory_order_relaxed)) return;
+  next_ = ForkMutexes::first;
+  ForkMutexes::first = this;
+  listed_.store(true, std::memory_order_release);
 }
 
 }  // namespace fulgur

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
 #include <mutex>
 
 namespace fulgur {
@@ -7,20 +10,55 @@ namespace fulgur {
 /// A mutex that is free in a child of fork(). Only the thread that forks lives on in the child: a
 /// plain mutex that another thread held stays locked there forever. fork() therefore waits until
 /// it holds every ForkMutex, and parent and child release them, so that what they guard is whole.
-/// A section under one is short: fork() waits for it. A ForkMutex lives as long as the process.
+/// The thread that forks keeps those that it holds: it goes on with its sections in both processes.
+/// A ForkMutex lives as long as the process, and needs no initialization at run time.
 class ForkMutex {
  public:
-  ForkMutex();
-  ~ForkMutex() = default;
+  constexpr ForkMutex() = default;
   ForkMutex(const ForkMutex&) = delete;
   ForkMutex& operator=(const ForkMutex&) = delete;
 
-  void lock() { mutex_.lock(); }
-  bool try_lock() { return mutex_.try_lock(); }
-  void unlock() { mutex_.unlock(); }
+  void lock() {
+    if (!listed_.load(std::memory_order_acquire)) list();
+    mutex_.lock();
+    owner_.store(pthread_self(), std::memory_order_relaxed);
+  }
+  void unlock() {
+    owner_.store(pthread_t{}, std::memory_order_relaxed);
+    mutex_.unlock();
+  }
 
  private:
+  friend struct ForkMutexes;
+
+  void list();
+
   std::mutex mutex_;
+  std::atomic<pthread_t> owner_ = pthread_t{};
+  std::atomic<bool> listed_ = false;  ///< fork() knows it
+  bool held_by_fork_ = false;
+  ForkMutex* next_ = nullptr;  ///< of those that fork() knows
+};
+
+/// What a process makes once, at first use. A function's static has a guard that stays locked in a
+/// child where another thread was about to make it; fork() waits for this one. It is never
+/// destroyed, as threads may compute while the process ends. A variable of this type is static.
+template <class T>
+class MadeOnce {
+ public:
+  template <class Make>
+  T& get(const Make& make) {
+    if (T* made = made_.load(std::memory_order_acquire); made != nullptr) return *made;
+    const std::scoped_lock lock(making_);
+    if (made_.load(std::memory_order_relaxed) == nullptr) {
+      made_.store(new T(make()), std::memory_order_release);
+    }
+    return *made_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<T*> made_ = nullptr;
+  ForkMutex making_;
 };
 
 }  // namespace fulgur

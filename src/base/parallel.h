@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 
@@ -27,13 +28,14 @@ void parallel_for(int64_t n, int threads, const Body& body) {
     return;
   }
   std::exception_ptr error;
+  // Instead of a critical section, whose lock may stay taken in a child of fork().
+  std::atomic<bool> failed = false;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(used) if (used > 1)
   for (int64_t i = 0; i < n; ++i) {
     try {
       body(i);
     } catch (...) {
-#pragma omp critical(fulgur_parallel_for)
-      if (!error) error = std::current_exception();
+      if (!failed.exchange(true)) error = std::current_exception();
     }
   }
   if (error) std::rethrow_exception(error);

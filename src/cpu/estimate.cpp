@@ -96,9 +96,10 @@ Cost cost_of(const CpuPlan& plan, const Kernels& k, const Problem& p,
 }
 
 Peaks peaks_of(int threads) {
-  static auto& mutex = *new ForkMutex;
-  static std::map<int, Peaks> known;
+  static constinit ForkMutex mutex;
+  static constinit MadeOnce<std::map<int, Peaks>> made;
   const std::lock_guard lock(mutex);
+  auto& known = made.get([] { return std::map<int, Peaks>(); });
   const auto found = known.find(threads);
   if (found != known.end()) return found->second;
   const double fma = fma_rate(machine().vectors.fma_rounds, threads, kBrief) / threads;

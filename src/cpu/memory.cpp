@@ -24,8 +24,8 @@ struct Kept {
 };
 
 Kept& kept() {
-  static auto& kKept = *new Kept;  // threads may compute while the process ends
-  return kKept;
+  static constinit MadeOnce<Kept> made;
+  return made.get([] { return Kept(); });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "base/fork_mutex.h"
 #include "cpu/engine.h"
 #include "cuda/engine/cuda_engine.h"
 #include "reference/reference_engine.h"
@@ -9,9 +10,9 @@
 namespace fulgur {
 
 std::span<const Engine* const> all_engines() {
-  static const std::array<const Engine*, 3> kEngines = {&cuda::engine(), &cpu::engine(),
-                                                        &reference::engine()};
-  return kEngines;
+  using Engines = std::array<const Engine*, 3>;
+  static constinit MadeOnce<const Engines> made;
+  return made.get([] { return Engines{&cuda::engine(), &cpu::engine(), &reference::engine()}; });
 }
 
 }  // namespace fulgur

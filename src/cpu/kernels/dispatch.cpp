@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "base/fork_mutex.h"
 #include "cpu/kernels/amx.h"
 #include "fulgur/error.h"
 
@@ -256,8 +257,8 @@ Machine select() {
 }  // namespace
 
 const Machine& machine() {
-  static const Machine kMachine = select();
-  return kMachine;
+  static constinit MadeOnce<const Machine> made;
+  return made.get(select);
 }
 
 }  // namespace fulgur::cpu

@@ -26,6 +26,7 @@ int gpu_count() {
 }
 
 Gpu& Gpu::at(int index) {
+  driver();  // throws in a child of fork(), which may wait forever for the mutexes of a Gpu
   static std::mutex mutex;
   static auto& gpus = *new std::map<int, std::unique_ptr<Gpu>>;  // outlives every plan
   const std::scoped_lock lock(mutex);
@@ -59,6 +60,7 @@ Gpu::Gpu(int index) {
 }
 
 CUcontext Gpu::context() {
+  driver();  // throws in a child of fork(), as at() does
   std::call_once(context_made_, [&] {
     check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
   });

@@ -1,12 +1,12 @@
 #include "cuda/driver/driver.h"
 
 #include <fmt/format.h>
-
 #include <pthread.h>
 
 #include <array>
 #include <atomic>
 
+#include "base/fork_mutex.h"
 #include "cuda/driver/shared_library.h"
 #include "fulgur/error.h"
 
@@ -19,6 +19,9 @@ std::atomic<bool> forked = false;
 struct Loaded {
   Driver driver;
   std::string unavailable;
+  std::string in_child =
+      "this process was forked from one that had used CUDA, which does not work in a child; want a "
+      "new process (in Python, the start method \"spawn\")";
 
   Loaded() {
     // The loader's path, then where containers mount the driver without telling the loader.
@@ -56,17 +59,14 @@ struct Loaded {
 };
 
 const Loaded& loaded() {
-  static const Loaded kLoaded;
-  return kLoaded;
+  static constinit MadeOnce<const Loaded> made;
+  return made.get([] { return Loaded(); });
 }
 
 }  // namespace
 
 const std::string& driver_unavailable() {
-  static const std::string kForked =
-      "this process was forked from one that had used CUDA, which does not work in a child; want a "
-      "new process (in Python, the start method \"spawn\")";
-  return forked ? kForked : loaded().unavailable;
+  return forked ? loaded().in_child : loaded().unavailable;
 }
 
 const Driver& driver() {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "base/fork_mutex.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/jit/nvrtc.h"
 #include "fulgur/error.h"
@@ -48,8 +49,8 @@ void Machine::find_devices() {
 }
 
 const Machine& Machine::here() {
-  static const Machine kMachine;
-  return kMachine;
+  static constinit MadeOnce<const Machine> made;
+  return made.get([] { return Machine(); });
 }
 
 Gpu& usable_gpu(int index) {
