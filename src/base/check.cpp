@@ -29,15 +29,16 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
     empty |= t.shape[i] == 0;
   }
   if (empty) return;
+  const auto fits = [](int64_t size) { return size >= -kMostBytes && size <= kMostBytes; };
   for (int i = 0; i < rank; ++i) {
     int64_t reach = 0;
     const int64_t stride = t.strides[i] < 0 ? -std::max(t.strides[i], -INT64_MAX) : t.strides[i];
     if (__builtin_mul_overflow(bytes, t.shape[i], &bytes) ||
         __builtin_mul_overflow(stride, t.shape[i] - 1, &reach) ||
         __builtin_mul_overflow(reach, size_of(t.dtype), &reach) ||
-        __builtin_add_overflow(extent, reach, &extent)) {
-      fail(name, "shape {} with strides {} needs more than 2^63 bytes", list(t, t.shape),
-           list(t, t.strides));
+        __builtin_add_overflow(extent, reach, &extent) || !fits(bytes) || !fits(extent)) {
+      fail(name, "shape {} with strides {} is of more than 2^47 bytes, which no process addresses",
+           list(t, t.shape), list(t, t.strides));
     }
   }
   if (t.shape[rank - 1] > 1 && t.strides[rank - 1] != 1) {

@@ -1,8 +1,17 @@
 #include "call/mask.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
+#include "fulgur/error.h"
+
 namespace fulgur {
+namespace {
+
+constexpr int64_t kMostTiles = int64_t{1} << 31;  // of a map, a byte each
+
+}  // namespace
 
 Mask window_around(const Mask& mask) {
   if (mask.chunk == 0) return mask;
@@ -36,6 +45,11 @@ KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i_begin, int6
 
 TileMap tile_map(const Mask& mask, const Sequence& s, int64_t Br, int64_t Bc) {
   TileMap map{Br, Bc, (s.sq + Br - 1) / Br, (s.sk + Bc - 1) / Bc, {}};
+  if (map.cols > 0 && map.rows > kMostTiles / map.cols) {
+    throw Error(
+        Status::kUnsupported,
+        fmt::format("tiles: the map has {} x {} of them, want at most 2^31", map.rows, map.cols));
+  }
   map.tiles.resize(map.rows * map.cols, Tile::kEmpty);
   for (int64_t r = 0; r < map.rows; ++r) {
     // Both ends of what a row sees grow with the row.

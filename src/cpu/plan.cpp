@@ -90,7 +90,10 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
   const auto few = [&](int64_t block_rows, int64_t tasks) {
-    return plan.threads > 1 && heads * ceil_div(rows, block_rows) < tasks * plan.threads;
+    // A double, as so many packed sequences may be empty but one.
+    return plan.threads > 1 &&
+           static_cast<double>(heads) * static_cast<double>(ceil_div(rows, block_rows)) <
+               static_cast<double>(tasks * plan.threads);
   };
   plan.block_rows = most_rows;
   if (!p.alike()) {
@@ -152,7 +155,7 @@ std::string describe_pages(const CpuPlan& plan, const Problem& p) {
   std::string s =
       fmt::format("pages: a tile of K lies at {} places or more, {} rows of {} bytes each",
                   ceil_div(kBc, p.cache.page), rows, heads * p.d * size);
-  if (rows > 1) s += fmt::format(", {} bytes apart", p.k.row * size);
+  if (rows > 1 && p.total_k > 0) s += fmt::format(", {} bytes apart", p.k.row * size);
   if (rows * heads * p.d * size < kStreamedBytes) {
     s += "; so short ones are read more slowly than contiguous keys";
   }

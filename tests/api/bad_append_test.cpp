@@ -145,7 +145,7 @@ const std::vector<WrongAppend>& wrongs() {
        "v_new: on cuda:0, want cpu as k_cache"},
       {"new_null", table, to([](A& a) { a.v_new.data = nullptr; }), "v_new: data is null"},
       {"new_too_long", table, to([](A& a) { a.k_new.shape[1] = kHuge; }),
-       "k_new: shape .* needs more than 2\\^63 bytes"},
+       "k_new: shape .* is of more than 2\\^47 bytes"},
       {"cu_of_i64", table,
        to([](A& a) { a.cu_seqlens_k_new = as(a.cu_seqlens_k_new, DType::kI64); }),
        "cu_seqlens_k_new: got i64, want i32", true},

@@ -13,7 +13,7 @@ namespace {
 
 using Index = CacheShape::Index;
 
-constexpr int64_t kHuge = int64_t{1} << 59;
+constexpr int64_t kHuge = int64_t{1} << 43;
 
 struct Wrong {
   const char* what;
@@ -71,7 +71,7 @@ const std::vector<Wrong>& wrongs() {
       {"v_of_fewer_rows", batch, [](Call& c) { c.v.shape[0] = 4; },
        "v: got shape \\(4, 20, 2, 24\\), want \\(5, 20, 2, 24\\)"},
       {"strides_of_k", table, [](Call& c) { c.k.strides[0] = INT64_MAX / 4; },
-       "k: shape .* needs more than 2\\^63 bytes"},
+       "k: shape .* is of more than 2\\^47 bytes"},
       {"last_stride_of_v", table, [](Call& c) { c.v.strides[3] = 2; },
        "v: last stride is 2, want 1"},
       // The table.
@@ -90,7 +90,7 @@ const std::vector<Wrong>& wrongs() {
       {"table_is_out", table, [](Call& c) { c.page_table.data = c.out.data; },
        "out: .*memory.* page_table"},
       {"table_too_large", table, [](Call& c) { c.page_table.shape[1] = kHuge; },
-       "page_table: got i32 \\(2, 576460752303423488\\), want sequences of less than 2\\^63"},
+       "page_table: got i32 \\(2, 8796093022208\\), want sequences of at most 2\\^47"},
       {"id_negative", table, [](Call& c) { set(c.page_table, 1, -1); },
        "page_table: got -1 as page 1 of sequence 0, want one of the 10 pages of k"},
       {"id_too_large", table, [](Call& c) { set(c.page_table, 9 + 2, 10); },

@@ -170,6 +170,13 @@ const std::vector<Wrong>& wrongs() {
          c.q = resized(c.q, {kHuge, kHuge, 4, 16});
        },
        "q: .*1099511627776.*bytes"},
+      {"more_bytes_than_are_addressed",
+       [](Call& c) {
+         c.k.shape[1] = kHuge;  // all of them in one place
+         c.k.strides[1] = 0;
+         c.k.shape[3] = 512;
+       },
+       "k: shape .*1099511627776.* is of more than 2\\^47 bytes"},
       {"overflow_of_strides", [](Call& c) { c.k.strides[0] = INT64_MAX; },
        "k: .*9223372036854775807.*bytes"},
       {"overflow_of_negative_strides", [](Call& c) { c.k.strides[1] = INT64_MIN; },
@@ -539,6 +546,85 @@ TEST(BadInputs, AreBadByTheirChangeAlone) {
 
 INSTANTIATE_TEST_SUITE_P(, BadInput, testing::ValuesIn(wrongs()),
                          [](const auto& info) { return std::string(info.param.what); });
+
+/// The numbers of a plan's explanation and workspace, none of which may have overflowed.
+void expect_sizes(const Plan& plan) {
+  EXPECT_GE(plan.workspace().bytes, 0);
+  EXPECT_EQ(plan.explain().find(" -"), std::string::npos) << plan.explain();
+}
+
+// Sizes at the bound, times threads, heads and sequences.
+TEST(HugeInputs, HaveSizes) {
+  const auto tensor = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, dtype, shape);
+  };
+  const auto f32 = [&](std::initializer_list<int64_t> shape) { return tensor(DType::kF32, shape); };
+  const auto i32 = [&](int64_t size) { return tensor(DType::kI32, {size}); };
+  for (const char* engine : {"cpu", "reference"}) {
+    for (const bool invariant : {false, true}) {
+      Options options{.threads = 2, .engine = engine};  // whose peaks are measured
+      options.invariant = invariant;
+      SCOPED_TRACE(engine);
+      const Tensor q = f32({1, 1, 1, 1}), k = f32({1, int64_t{1} << 45, 1, 1});
+      expect_sizes(plan(ForwardArgs{.q = q, .k = k, .v = k, .out = q}, options));
+
+      // Packed, all rows perhaps in one sequence.
+      const int64_t rows = int64_t{1} << 44;
+      const Tensor packed = f32({rows, 1, 1}), lse = f32({1, rows}), cu = i32(rows + 1);
+      options.max_seqlen_q = options.max_seqlen_k = rows;
+      options.threads = 1024;
+      expect_sizes(plan(ForwardArgs{.q = packed,
+                                    .k = packed,
+                                    .v = packed,
+                                    .out = packed,
+                                    .lse = lse,
+                                    .cu_seqlens_q = cu,
+                                    .cu_seqlens_k = cu},
+                        options));
+      expect_sizes(plan(BackwardArgs{.dout = packed,
+                                     .q = packed,
+                                     .k = packed,
+                                     .v = packed,
+                                     .out = packed,
+                                     .lse = lse,
+                                     .dq = packed,
+                                     .dk = packed,
+                                     .dv = packed,
+                                     .cu_seqlens_q = cu,
+                                     .cu_seqlens_k = cu},
+                        options));
+
+      // Lists of pages, all of which may be one sequence's, in one group.
+      const int64_t batch = int64_t{1} << 30;
+      const Tensor queries = f32({batch, 1, 1, 8}), pages = f32({16, 1, 1, 8});
+      options.max_seqlen_q = options.max_seqlen_k = 0;
+      expect_sizes(plan(ForwardArgs{.q = queries,
+                                    .k = pages,
+                                    .v = pages,
+                                    .out = queries,
+                                    .seqused_k = i32(batch),
+                                    .page_table = i32(batch),
+                                    .page_indptr = i32(batch + 1),
+                                    .prefix_groups = i32(2),
+                                    .prefix_lens = i32(1)},
+                        options));
+    }
+  }
+}
+
+TEST(HugeInputs, HaveNoMap) {
+  const Tensor q = Tensor::contiguous(nullptr, DType::kF32, {1, int64_t{1} << 30, 1, 1});
+  const Tensor k = Tensor::contiguous(nullptr, DType::kF32, {1, int64_t{1} << 40, 1, 1});
+  const Plan made = plan(ForwardArgs{.q = q, .k = k, .v = k, .out = q}, {.engine = "reference"});
+  try {
+    made.tiles();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), Status::kUnsupported);
+    EXPECT_STREQ(error.what(),
+                 "tiles: the map has 16777216 x 17179869184 of them, want at most 2^31");
+  }
+}
 
 }  // namespace
 }  // namespace fulgur::test

@@ -150,6 +150,30 @@ static void plan_of_changing_lengths(void) {
   fulgur_plan_free(plan);
 }
 
+/* Sizes up to the bound of a tensor are explained, and those above it an error. */
+static void huge_sizes(void) {
+  int64_t q_shape[] = {1, 1, 1, 1}, k_shape[] = {1, (int64_t)1 << 45, 1, 1};
+  const DLTensor tq = tensor(NULL, 4, q_shape), tk = tensor(NULL, 4, k_shape);
+  const fulgur_forward_args args = {
+      .struct_size = sizeof args, .q = &tq, .k = &tk, .v = &tk, .out = &tq};
+  for (int reference = 0; reference < 2; ++reference) {
+    fulgur_options options;
+    CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+    options.engine = reference ? "reference" : "cpu";
+    options.threads = 2;
+    fulgur_plan* plan = NULL;
+    CHECK(fulgur_plan_forward(&args, &options, &plan) == FULGUR_OK);
+    char text[4096];
+    CHECK(fulgur_plan_explain(plan, text, sizeof text, NULL) == FULGUR_OK);
+    CHECK(strstr(text, " -") == NULL);
+    fulgur_plan_free(plan);
+  }
+  ++k_shape[1];
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_forward(&args, NULL, &plan) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "k: ", 3) == 0 && plan == NULL);
+}
+
 /* Texts: the length first, then all of it, then what fits. */
 static void texts(const fulgur_forward_args* args) {
   fulgur_plan* plan = NULL;
@@ -585,6 +609,7 @@ int main(void) {
 
   plan_of_changing_lengths();
   texts(&args);
+  huge_sizes();
   plan_in_threads(&args);
   functions_of_gpus(&args, &gradient);
   device_memory();

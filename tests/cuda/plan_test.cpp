@@ -7,7 +7,9 @@
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/shape_class.h"
+#include "cuda/sm90/backward_plan.h"
 #include "cuda/sm90/common.h"
+#include "cuda/sm90/decode_plan.h"
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_cost.h"
 #include "cuda/sm90/forward_family.h"
@@ -785,6 +787,22 @@ TEST(TensorMaps, CopiesHaveAddressableRows) {
   EXPECT_EQ(copied(odd).dim, 17);
   EXPECT_GE(copied_bytes(odd), 2 * 100 * 4 * 24 * 2);
   EXPECT_EQ(copied_bytes(odd) % 256, 0);
+}
+
+// Beside no rows of q: their products with anything are not numbers of 64 bits.
+TEST(AnyPlan, AnyNumberOfHeads) {
+  Problem p;
+  p.dtype = DType::kBF16;
+  p.packed = p.packed_k = true;
+  p.batch = 1 << 20;
+  p.hq = p.hk = int64_t{1} << 44;
+  p.sk = p.total_k = p.total_keys = 64;
+  p.d = p.dv = 64;
+  EXPECT_NE(hopper_decode_rejects_few(p).find("up to 2^31 tiles"), std::string::npos);
+  p.hk = 1;
+  EXPECT_NE(hopper_forward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
+  p.pass = Pass::kBackward;
+  EXPECT_NE(hopper_backward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
 }
 
 }  // namespace

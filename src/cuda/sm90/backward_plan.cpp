@@ -665,11 +665,13 @@ std::string hopper_backward_rejects(const Problem& p) {
     }
   }
   // The kernels number blocks and the rows of statistics with ints.
-  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  constexpr double kMost = std::numeric_limits<int>::max();
   const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
-  if (p.batch * p.hq * blocks > kMost || p.batch * ((p.sq + 127) / 128) * 128 > kMost) {
-    return fmt::format("computes up to 2^31 blocks of rows, got {} heads of {}", p.batch * p.hq,
-                       blocks);
+  // Doubles, as beside no rows of q there may be any number of its heads.
+  const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
+  if (heads * static_cast<double>(blocks) > kMost ||
+      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMost) {
+    return fmt::format("computes up to 2^31 blocks of rows, got {:.0f} heads of {}", heads, blocks);
   }
   return {};
 }

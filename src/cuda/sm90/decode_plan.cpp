@@ -318,8 +318,10 @@ std::string hopper_decode_rejects_few(const Problem& p) {
   }
   // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
   const int64_t least_rows = p.invariant ? kFewRows : 16;
+  // Doubles, as beside no rows of q there may be any number of its heads.
+  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), least_rows), 1);
   const double lines =
-      static_cast<double>(p.batch * p.hk) * ceil_div(rows_of_kv_head(p), least_rows);
+      static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
   const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
   if (units > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", least_rows,

@@ -285,9 +285,10 @@ std::string hopper_forward_rejects(const Problem& p) {
   }
   // The least rows of a block bound the count of items; the kernel numbers them with ints.
   const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
-  if (p.batch * p.hq * blocks * kMostParts > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^28 row blocks, got {} heads of {}", p.batch * p.hq,
-                       blocks);
+  // Doubles, as beside no rows of q there may be any number of its heads.
+  const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
+  if (heads * static_cast<double>(blocks) * kMostParts > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^28 row blocks, got {:.0f} heads of {}", heads, blocks);
   }
   return {};
 }
