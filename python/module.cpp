@@ -363,5 +363,10 @@ NB_MODULE(_fulgur, m) {
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   m.def("jax_handlers", &jax_handlers);
   m.def("run_program", &run_program, "arguments"_a);
+  // Daemon threads keep what they compute with: at the end of the process that is no leak.
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {
+    const auto threads = nb::module_::import_("threading").attr("active_count")();
+    if (nb::cast<int>(threads) > 1) nb::set_leak_warnings(false);
+  }));
   m.def("stop_threads", [] { omp_pause_resource_all(omp_pause_hard); });
 }

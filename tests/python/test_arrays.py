@@ -234,7 +234,8 @@ for _ in range(4):
 time.sleep(0.1)
 """
     for _ in range(3):  # each of which aborted where the threads were unwound
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        ended = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stderr=subprocess.PIPE, text=True)
+        assert ended.stderr == ""
 
 
 def test_repeated_calls_leak_nothing():

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -1017,3 +1019,22 @@ import fulgur.torch
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: fulgur.torch: got PyTorch 2.10.1+cpu, want 2.11 or newer" in done.stderr
+
+
+def test_workers_of_a_loader_compute():
+    """They are forked from a process that has computed on several threads, and have several of their own."""
+    code = """
+import numpy as np, torch, fulgur
+q = np.ones((1, 300, 4, 32), np.float32)
+fulgur.attention(q, q, q, threads=2)
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return fulgur.attention(q, q, i * q, threads=2)
+loader = torch.utils.data.DataLoader(Data(), num_workers=2, timeout=60, multiprocessing_context="fork")
+for i, out in enumerate(loader):
+    torch.testing.assert_close(out[0], i * torch.from_numpy(q))
+assert i == 7
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
