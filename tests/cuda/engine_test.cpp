@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <set>
@@ -174,6 +176,36 @@ void expect_map(const TensorMapBlob& blob, const ConstTensor& t, unsigned box_ro
   EXPECT_EQ(map.box[3], 1u);
   EXPECT_EQ(map.type, type);
   EXPECT_EQ(map.swizzle, 3);
+}
+
+/// Whether a call says that CUDA does not work in a child of fork().
+bool refused(const std::function<void()>& call) {
+  try {
+    call();
+    return false;
+  } catch (const Error& error) {
+    return error.status() == Status::kUnavailable &&
+           std::string(error.what()).find("forked") != std::string::npos;
+  }
+}
+
+TEST_F(OnFakeGpu, RefusesAChildOfTheProcess) {
+  ForwardCall call = forward_call({.sq = 1000, .sk = 900});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const ForwardArgs args = placed(call.args, kBase);
+  fulgur::forward(args, call.options, call.run);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    const bool all = refused([&] { plan.run(args, call.run); }) &&
+                     refused([&] { fulgur::forward(args, call.options, call.run); }) &&
+                     refused([&] { fulgur::plan(args, call.options); });
+    _exit(all && cuda_engine().unavailable.find("forked") != std::string::npos ? 0 : 1);
+  }
+  int status = 1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  fulgur::forward(args, call.options, call.run);  // the parent goes on
 }
 
 TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
