@@ -43,6 +43,7 @@ constexpr int64_t kMostAppendRounds = 8;
 // Measured on an H200.
 constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
 constexpr double kStartCycles = 2000;        // lengths, first loads, merges
+constexpr double kManyRowsCycles = 6000;     // more, where a line has more than 64 rows
 constexpr double kProductFlops = 2000;       // a cycle, where products bind
 constexpr double kMegahertz = 1755;          // while it reads
 constexpr double kLaunchMicroseconds = 5.5;  // with what waits for the last part
@@ -238,7 +239,8 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int mult
   const KeyCycles key = key_cycles(plan, p);
   const double keys =
       static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
-  return kStartCycles + keys * std::max(key.reading, key.products);
+  const double start = kStartCycles + (plan.block_rows() > kFewRows ? kManyRowsCycles : 0);
+  return start + keys * std::max(key.reading, key.products);
 }
 
 }  // namespace

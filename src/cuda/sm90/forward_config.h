@@ -29,6 +29,8 @@ struct HopperForwardKey : HopperAnyForwardKey {
 /// How it is launched.
 struct HopperForwardLaunch {
   int shared_bytes = 0;
+  int residents = 1;     ///< thread blocks that fit a multiprocessor
+  bool shares = false;   ///< and there are so many that some share one
   kernels::Work work{};  ///< how rows, heads and keys are cut into items
   int grid = 0;          ///< thread blocks
   bool operator==(const HopperForwardLaunch&) const = default;

@@ -35,7 +35,9 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout;
   const double rate = slow ? kTransformScores : kSoftmaxScores;
-  const double alone = slow ? kTransformScores : kSoftmaxAlone;
+  // A warpgroup that has the multiprocessor to itself waits for no other.
+  const bool waits = plan.consumers > 1 || plan.shares;
+  const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
   const double copy = 2 * plan.block_keys * dims / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);

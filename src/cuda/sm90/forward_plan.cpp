@@ -35,7 +35,8 @@ struct Registers {
   int producer, consumer;
 };
 constexpr Registers registers_of(int consumers) {
-  return consumers == 4   ? Registers{32, 112}
+  return consumers == 1   ? Registers{40, 208}
+         : consumers == 4 ? Registers{32, 112}
          : consumers == 3 ? Registers{32, 160}
                           : Registers{40, 232};
 }
@@ -60,10 +61,18 @@ constexpr Tile kTiles[] = {
     {64, 96, 96, 3, 96, kUndropped},
     {96, 128, 128, 3, 80, kUndropped},
     {64, 128, 128, 3, 64, kAny},
+    {32, 128, 128, 1, 128, kAny},
     {64, 192, 128, 2, 128, kAny},
     {128, 192, 192, 2, 80, kAny},
     {128, 256, 256, 2, 64, kAny},
 };
+
+/// What each of the thread blocks of a multiprocessor may have: of all, each but one takes some for
+/// the system.
+int shared_bytes_of(int residents, const Target& target) {
+  constexpr int kReservedBytes = 1024;
+  return target.shared_bytes / residents - kReservedBytes * (residents - 1);
+}
 
 constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
@@ -175,22 +184,25 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
   divide_heads(plan, p, target.multiprocessors);
   const int blocks = kernels::blocks_of(work);
   work.first_split = work.end_split = work.items = blocks;
+  // Where each block has a multiprocessor of its own, none shares one.
+  plan.shares = plan.residents > 1 && blocks > target.multiprocessors;
+  const int at_once = target.multiprocessors * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
-  double best = predicted_cycles(cost, blocks, blocks, 1, target.multiprocessors);
+  double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
   // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
   const bool no_registers = plan.page > 0 && plan.value_dim > kMostCutPagesDim;
   if (!p.invariant && !plan.packed && !no_registers) {
     HopperForwardPlan cut = plan;
     const double cycles = plan.has_left || plan.has_right
-                              ? cut_longest_blocks(cut, cost, target.multiprocessors, best)
-                              : cut_last_blocks(cut, p, cost, target.multiprocessors, best);
+                              ? cut_longest_blocks(cut, cost, at_once, best)
+                              : cut_last_blocks(cut, p, cost, at_once, best);
     if (p.has_room(workspace_of(p, cut).end)) {
       plan = cut;
       best = cycles;
     }
   }
-  plan.grid = std::min(target.multiprocessors, work.items);
+  plan.grid = std::min(at_once, work.items);
   return best;
 }
 
@@ -309,7 +321,10 @@ std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Targ
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
     t.plan.producer_registers = registers_of(tile.consumers).producer;
     t.plan.consumer_registers = registers_of(tile.consumers).consumer;
-    if (!derive_stages(t.plan, target.shared_bytes)) {
+    for (t.plan.residents = tile.consumers == 1 ? 2 : 1; t.plan.residents > 0; --t.plan.residents) {
+      if (derive_stages(t.plan, shared_bytes_of(t.plan.residents, target))) break;
+    }
+    if (t.plan.residents == 0) {
       rejected->push_back(
           fmt::format("tile {}: two stages of K and V do not fit {} bytes of shared memory",
                       t.plan.tile().text(), target.shared_bytes));

@@ -11,7 +11,7 @@
 //   kKStages        buffers of K
 //   kVStages        buffers of V
 //   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
-//                   2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
+//                   1 consumer 40/208, 2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
 //   kHasLeft        1: window_left bounds the keys
 //   kHasRight       1: window_right does (causal: window_right = 0)
 //   kHasChunk       1: a row sees its chunk's keys alone; needs both bounds
@@ -37,8 +37,8 @@
 //   kSplitTail      1: some blocks are cut into parts (host_device/work_tiles.h)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A
-// launch is min(multiprocessors, items) thread blocks of 128 * (kConsumers + 1) threads; sm90/forward_layout says how
-// much shared memory each has.
+// launch is as many thread blocks as the multiprocessors hold, or as there are items, of 128 * (kConsumers + 1) threads;
+// sm90/forward_layout says how much shared memory each has.
 #pragma once
 #include "host_device/attention_params.h"
 #include "sm90/common/tensor_map.h"
