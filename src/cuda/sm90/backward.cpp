@@ -10,7 +10,7 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kRowsThreads = 384, kRoundThreads = 128, kRepairThreads = 256;
+constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
 constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kJoinColumns = 32;
 constexpr int kMostPairs = 65535;  // of a grid's y
 
@@ -280,7 +280,8 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     }
   }
   if (plan_.sums) {
-    launch(stream, queries_, &p, {chunks_, pairs_}, kRoundThreads, 0,
+    const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
+    launch(stream, queries_, &p, {chunks_, pairs_}, threads, 0,
            "launching the kernel that rounds dQ");
   }
   if (plan_.joins()) {

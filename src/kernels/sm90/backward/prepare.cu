@@ -50,12 +50,15 @@ __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, in
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
+__device__ __forceinline__ float load_row_number(const StridedRows& rows, int batch, int row, int head) {
+  return rows.data[batch * rows.batch + head * rows.head + row];
+}
+
 // p_log2 - LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row whose LSE is -inf is data.
-__device__ __forceinline__ void store_statistics(const BackwardParams& p, int batch, int row, int head, float product,
-                                                 long long at) {
-  const float lse = p.lse.data[batch * p.lse.batch + head * p.lse.head + row];
+__device__ __forceinline__ void store_statistics(const BackwardParams& p, int batch, int row, int head, float lse,
+                                                 float product, long long at) {
   const bool counts = lse != -infinity();
-  const float dlse = kHasDlse && counts ? p.dlse.data[batch * p.dlse.batch + head * p.dlse.head + row] : 0;
+  const float dlse = kHasDlse && counts ? load_row_number(p.dlse, batch, row, head) : 0;
   p.shift[at] = counts ? __fmaf_rn(-lse, 1.4426950408889634f, p.p_log2) : -infinity();
   p.delta[at] = counts ? dlse - product : 0;
 }
@@ -90,12 +93,14 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     for (int first = 64 * blockIdx.x; first < end; first += 64 * gridDim.x) {
       Columns out[kTurns];
       Columns dout[kTurns];
+      float lse[kTurns];
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {
         const int row = first + turn * kRowsAtOnce + int(threadIdx.x / kLanes);
         const int count = row < n.sq ? p.dv - column : 0;
         out[turn] = load_columns(row_of(p.out, batch, n.q_start + row, head) + column, count);
         dout[turn] = load_columns(row_of(p.dout, batch, n.q_start + row, head) + column, count);
+        lse[turn] = lane == 0 && row < n.sq ? load_row_number(p.lse, batch, n.q_start + row, head) : 0;
       }
       bool clears = kSums;
       if (kOrdered) {
@@ -117,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         const float product = row_product(out[turn], dout[turn]);
         if (lane != 0) continue;
         if (row < n.sq) {
-          store_statistics(p, batch, n.q_start + row, head, product, at + row);
+          store_statistics(p, batch, n.q_start + row, head, lse[turn], product, at + row);
         } else {
           p.shift[at + row] = -infinity();
           p.delta[at + row] = 0;

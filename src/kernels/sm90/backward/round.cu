@@ -4,8 +4,14 @@
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
 
-// A thread block takes 64 rows. Grid: (row chunks of the longest sequence, batch * hq).
-extern "C" __global__ void __launch_bounds__(128) fulgur_backward_round(const __grid_constant__ BackwardParams p) {
+enum : int { kRoundThreads = 128 * kHeadPanels };
+
+// A thread block takes 64 rows, a warpgroup a panel of their columns. Grid: (row chunks of the longest sequence,
+// batch * hq).
+extern "C" __global__ void __launch_bounds__(kRoundThreads)
+    fulgur_backward_round(const __grid_constant__ BackwardParams p) {
+  const int panel = threadIdx.x / 128;
+  const int eights = least(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
   // The last pair first, whose sums L2 still holds.
   for (int pair = gridDim.y - 1 - blockIdx.y; pair < p.batch * p.hq; pair += gridDim.y) {
     const int batch = pair / p.hq;
@@ -17,25 +23,21 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_backward_round(const __
       const float4* sums = reinterpret_cast<const float4*>(p.dq_sums + (at + first) * (64 * kHeadPanels));
       const int row = first + int(warp_row() + thread_row());
       unsigned short* dq = row_of(p.dq, batch, n.q_start + row, head);
+      float dQ[32] = {};
 #pragma unroll
-      for (int panel = 0; panel < kHeadPanels; ++panel) {
-        float dQ[32] = {};
-        const int eights = least(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (j >= eights) break;
-          const int place = int(threadIdx.x) / 32 * eights + j;
-          const float4 x = sums[panel * (kUnitFloats / 4) + place * 32 + threadIdx.x % 32];
-          dQ[4 * j] = x.x;
-          dQ[4 * j + 1] = x.y;
-          dQ[4 * j + 2] = x.z;
-          dQ[4 * j + 3] = x.w;
-        }
-        Finite finite;
-        store_global_fragment<64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ, p.scale,
-                                             p.scale, finite);
-        finite.report(p.not_finite);
+      for (int j = 0; j < 8; ++j) {
+        if (j >= eights) break;
+        const int place = int(threadIdx.x) % 128 / 32 * eights + j;
+        const float4 x = sums[panel * (kUnitFloats / 4) + place * 32 + threadIdx.x % 32];
+        dQ[4 * j] = x.x;
+        dQ[4 * j + 1] = x.y;
+        dQ[4 * j + 2] = x.z;
+        dQ[4 * j + 3] = x.w;
       }
+      Finite finite;
+      store_global_fragment<64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ, p.scale,
+                                           p.scale, finite);
+      finite.report(p.not_finite);
     }
   }
 }
