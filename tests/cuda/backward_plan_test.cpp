@@ -581,6 +581,39 @@ TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
 // Groups of q heads are divided where they leave multiprocessors idle, but not where the batch
 // would decide it for a sequence. Their kernel depends on what is written, not on how it was
 // computed.
+// Measured on an H100: blocks that walk down eight long q heads each fall behind one another, and
+// L2 keeps the rows of none.
+TEST(HopperBackwardPlan, LongGroupsInTurnsAreDivided) {
+  const auto parts_of_turns = [](int64_t s, int64_t hk) {
+    const ForwardShape shape = {.batch = 2, .sq = s, .sk = s, .hq = 64, .hk = hk, .d = 128};
+    return plans(backward_problem(shape, {.deterministic = true})).at(0).parts;
+  };
+  EXPECT_EQ(parts_of_turns(4096, 8), 1);
+  EXPECT_EQ(parts_of_turns(8192, 8), 1);
+  EXPECT_EQ(parts_of_turns(16384, 8), 8);
+  EXPECT_EQ(parts_of_turns(16384, 64), 1);
+}
+
+// Measured on an H100, batch 1 and 2: a kernel that rounds is shorter than one by rows, and nobody
+// waits for a turn.
+TEST(HopperBackwardPlan, ShortCallsSumUpInNoOrder) {
+  for (const Mask& mask : {full(), causal()}) {
+    for (const int64_t d : {64, 128}) {
+      for (const int64_t s : {128, 256, 512, 1024}) {
+        for (const int64_t heads : {8, 16, 32}) {
+          std::vector<std::string> rejected;
+          const auto tiles = hopper_backward_tiles(
+              backward_problem(
+                  {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}),
+              {}, &rejected);
+          const auto best = std::ranges::min_element(tiles, {}, &HopperBackwardTile::cycles);
+          EXPECT_EQ(best->plan.tile().family, "sm90_backward_sums") << s << " " << heads;
+        }
+      }
+    }
+  }
+}
+
 TEST(HopperBackwardPlan, GroupsAreDivided) {
   const auto parts = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::set<int64_t> found;

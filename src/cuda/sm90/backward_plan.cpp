@@ -34,8 +34,10 @@ constexpr BackwardRegisters registers_of_backward(bool sums) {
 }
 constexpr int kMostBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
+constexpr double kL2Bytes = 32 << 20;    // that stay in L2 beside what passes through it
 constexpr double kLaunchCycles = 10000;
-constexpr double kCarry = 15000;  // cycles of a block whose sums come from memory, or go there
+constexpr double kRowsCycles = 5000;  // that the kernel by rows takes longer than that which rounds
+constexpr double kCarry = 15000;      // cycles of a block whose sums come from memory, or go there
 constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go and come beside others
 constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
 
@@ -211,7 +213,7 @@ class Divider {
       best.cycles = predict(runs_of(best.row_waves), best.pairs, pairs);
     }
     set_waves(plan, best);
-    return best.cycles;
+    return best.cycles + kRowsCycles;
   }
 
  private:
@@ -234,7 +236,8 @@ class Divider {
       }
     }
     const auto floats = static_cast<double>(p_.hq * plan.statistics_rows * plan.head_dim);
-    return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / kBytesPerCycle;
+    const double rate = (sizeof(float) * floats <= kL2Bytes ? 2 : 1) * kBytesPerCycle;
+    return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / rate;
   }
 
   /// Whether blocks of keys have the same length and come in rounds, of which the last one is
@@ -264,12 +267,15 @@ class Divider {
 
   /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a
   /// pair that have the same length begin at the same row, and follow each other a step apart.
+  /// Others wait about a step, too.
   double first_turns() const {
     const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
     const bool same = plan_.has_left || !plan_.has_right;
-    if (!plan_.ordered || !same || blocks.order != kFirstBlockFirst) return 0;
-    const int together = std::min(blocks.blocks, ceil_div(multiprocessors_, blocks.bunch));
-    return (together - 1) * step_cycles();
+    if (!plan_.ordered) return 0;
+    const int together = same && blocks.order == kFirstBlockFirst
+                             ? std::min(blocks.blocks, ceil_div(multiprocessors_, blocks.bunch))
+                             : 1;
+    return std::max(together - 1, 1) * step_cycles();
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -391,7 +397,11 @@ class Divider {
       return narrow ? (shared ? 1.0 : 1.1) : 1.08;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
-    return narrow ? 1.0 : in_line ? 1.25 : 1.04;
+    if (narrow || in_line) return narrow ? 1.0 : 1.25;
+    // While a block walks down several q heads, it falls behind those beside it, and their rows
+    // leave L2: the more rounds of blocks a bunch has, the more of them.
+    const int rounds = ceil_div(blocks.bunch * blocks.blocks, multiprocessors_);
+    return 1.04 + (plan_.pair_heads > 1 ? 0.06 * (rounds - 1) : 0);
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them
@@ -478,10 +488,9 @@ class Divider {
 
   /// Whether L2 holds the rows of so many pairs: Q, dO and the sums of dQ.
   bool in_l2(int pairs) const {
-    constexpr double kBytes = 32 << 20;
     const double row_bytes = 2.0 * (p_.d + p_.dv) + 4.0 * p_.d;
     return static_cast<double>(pairs * plan_.pair_heads) * static_cast<double>(p_.sq) * row_bytes <=
-           kBytes;
+           kL2Bytes;
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {
@@ -546,11 +555,12 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
   constexpr int kMostRowParts = 64;
   const auto enough = static_cast<double>(kFewBlocks * target.multiprocessors);
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);
-  const bool from_diagonals = plan.ordered && plan.has_right && !plan.has_left;
+  const bool in_turns = plan.ordered && !plan.has_left;
+  const bool from_diagonals = in_turns && plan.has_right;
   for (int heads = 1; heads <= p.group(); ++heads) {
     if (p.group() % heads != 0) continue;
-    // Fewer heads of a pair are also rows that L2 holds, which turns from diagonals want.
-    if (heads > 1 && (blocks < enough || from_diagonals)) all.emplace_back(heads, 1);
+    // Fewer heads of a pair are also rows that L2 holds, which turns want.
+    if (heads > 1 && (blocks < enough || in_turns)) all.emplace_back(heads, 1);
     for (int rows = 2; rows <= kMostRowParts; rows += rows < 4 ? 1 : rows) {
       const bool worth = rows * plan.block_rows <= p.sq && blocks * heads * rows <= enough;
       if (!plan.sums || p.packed || from_diagonals || !worth) break;
