@@ -814,7 +814,8 @@ TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
                mine, need.bytes);
 }
 
-// What pairs that share a head of k and v leave is added up behind them, and before the repair.
+// What pairs that share a head of k and v leave is added up behind them, and before what rounds dQ
+// and repairs.
 TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
   const BackwardCall call = backward_call(
       {.batch = 1, .sq = 4096, .sk = 4096, .hq = 16, .hk = 2, .d = 80, .mask = causal()});
@@ -824,15 +825,14 @@ TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   const BackwardArgs args = placed(call.args, kBase);
   plan.run(args, {.workspace = {mine, need.bytes}});
-  ASSERT_EQ(state_->launches.size(), 5u);
+  ASSERT_EQ(state_->launches.size(), 4u);
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
-  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_round");
-  EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_join");
-  EXPECT_STREQ(state_->launches[4].kernel, "fulgur_backward_repair");
-  EXPECT_EQ(state_->launches[3].grid, 32u * (3 + 3));  // blocks of 128 keys, chunks of 32 columns
-  EXPECT_EQ(state_->launches[3].grid_y, 2u);
-  EXPECT_EQ(state_->launches[3].block, 256u);
-  const auto p = params<BackwardParams>(3);
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_join");
+  EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_round");
+  EXPECT_EQ(state_->launches[2].grid, 32u * (3 + 3));  // blocks of 128 keys, chunks of 32 columns
+  EXPECT_EQ(state_->launches[2].grid_y, 2u);
+  EXPECT_EQ(state_->launches[2].block, 256u);
+  const auto p = params<BackwardParams>(2);
   EXPECT_EQ(p.parts * p.pair_heads, p.group * p.row_parts);
   EXPECT_EQ(p.key_blocks.pairs, 2 * p.parts);
   EXPECT_GE(p.part_tiles * p.row_parts * 64, 4096);

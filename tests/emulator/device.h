@@ -63,6 +63,7 @@ template <class T>
 void execute(const char* text, ...);
 
 void synchronize_block();
+bool vote_of_block(bool vote);  ///< whether a thread of the block votes for it
 void synchronize_warp(unsigned mask);
 unsigned shuffle(unsigned mask, unsigned bits, int from);  ///< the value of lane `from`
 unsigned ballot(unsigned mask, bool vote);
@@ -103,6 +104,7 @@ To bits_of(From x) {
 #define gridDim (emulator::place->blocks)
 
 inline void __syncthreads() { emulator::synchronize_block(); }
+inline int __syncthreads_or(int vote) { return emulator::vote_of_block(vote != 0); }
 inline void __syncwarp(unsigned mask = 0xffffffff) { emulator::synchronize_warp(mask); }
 inline void __threadfence() {}
 inline unsigned lane_() { return threadIdx.x % 32; }

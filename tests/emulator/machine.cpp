@@ -377,6 +377,16 @@ void synchronize_block() {
   current->learn(barrier.views.passed);
 }
 
+bool vote_of_block(bool vote) {
+  bool& voted = current->block->voted;
+  synchronize_block();  // all have read the vote before
+  voted = false;
+  synchronize_block();
+  voted = voted || vote;
+  synchronize_block();
+  return voted;
+}
+
 void synchronize_warp(unsigned mask) {
   meet(mask, nullptr, [](void* const*, uint32_t) {});
 }

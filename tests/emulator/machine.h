@@ -140,6 +140,7 @@ struct Block {
   size_t shared_bytes;        ///< of the launch
   size_t all_bytes;           ///< variables are behind them
   size_t variable_bytes = 0;  ///< used
+  bool voted = false;         ///< by a thread, in the vote under way
   std::vector<unsigned char> storage;
   unsigned char* shared;
   std::map<uint32_t, Mbarrier> mbarriers;

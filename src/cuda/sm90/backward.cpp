@@ -66,9 +66,13 @@ KernelUse rows_kernel(const HopperBackwardPlan& plan) {
 
 KernelUse round_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key;
+  if (plan.repairs()) {
+    static_cast<HopperKey&>(key) = plan;
+    key.dropout = plan.dropout;
+  }
   key.dtype = plan.dtype;
   key.head_dim = round_up(plan.head_dim, kPanelColumns);
-  key.has_right = plan.repairs();  // which bound it is does not matter
+  key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.packed = plan.packed;
   key.seqused_q = plan.seqused_q;
   key.elements = plan.elements;
@@ -119,7 +123,7 @@ std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.joins()) kernels.push_back(join_kernel(plan));
-  if (plan.repairs()) kernels.push_back(repair_kernel(plan));
+  if (plan.repairs_apart()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(kCopyKernel);
   return kernels;
 }
@@ -139,7 +143,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   queries_ = gpu_.kernel(queries_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
   if (plan_.joins()) join_ = gpu_.kernel(join_kernel(plan_)).function;
-  if (plan_.repairs()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
+  if (plan_.repairs_apart()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
 }
 
@@ -279,11 +283,6 @@ void HopperBackward::run(const Call& call, const Run& run) const {
              "launching the backward kernel by rows");
     }
   }
-  if (plan_.sums) {
-    const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
-    launch(stream, queries_, &p, {chunks_, pairs_}, threads, 0,
-           "launching the kernel that rounds dQ");
-  }
   if (plan_.joins()) {
     const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
@@ -291,7 +290,12 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
            "launching the kernel that joins dK and dV");
   }
-  if (plan_.repairs()) {
+  if (plan_.sums) {
+    const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
+    launch(stream, queries_, &p, {chunks_, pairs_}, threads, 0,
+           "launching the kernel that rounds dQ");
+  }
+  if (plan_.repairs_apart()) {
     launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,
            "launching the kernel that repairs gradients");
   }

@@ -401,7 +401,7 @@ class Divider {
     // While a block walks down several q heads, it falls behind those beside it, and their rows
     // leave L2: the more rounds of blocks a bunch has, the more of them.
     const int rounds = ceil_div(blocks.bunch * blocks.blocks, multiprocessors_);
-    return 1.04 + (plan_.pair_heads > 1 ? 0.06 * (rounds - 1) : 0);
+    return 1.04 + (plan_.pair_heads > 1 ? 0.1 * (rounds - 1) : 0);
   }
 
   /// Waves of so many pairs take turns: one lasts as long as its longest block, and as all of them

@@ -72,6 +72,8 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   }
   /// Whether a mask hides what products touch.
   bool repairs() const { return has_left || has_right; }
+  /// By a kernel of its own: the one that rounds dQ does it otherwise.
+  bool repairs_apart() const { return repairs() && !sums; }
   int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
   /// Floats of the sums of dQ.
   int64_t sums_floats(int64_t hq) const;

@@ -62,7 +62,7 @@ struct BackwardParams : BackwardMaps, CallParams {
 
   // Memory of the launch.
   int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
-  int* not_finite;    // behind them: some gradient is not; left 0 by sm90/backward/repair.cu
+  int* not_finite;    // behind them: some gradient is not; left 0 by what repairs them
   float* shift;       // [hq][statistics_rows]: p_log2 - LSE log2(e); -inf where LSE is -inf and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x its columns as accumulators lie], kSums

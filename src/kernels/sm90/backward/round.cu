@@ -1,14 +1,16 @@
-// dQ from its sums: scaled, rounded, stored.
+// dQ from its sums: scaled, rounded, stored. And, as the last kernel of a call, what a mask hides but NaN or infinity has
+// come from is repaired: rows of dQ by the thread block that has rounded them, dK and dV by all.
 #include "sm90/common/fragment_store.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
+#include "sm90/backward/repair.cuh"
 #include "sm90/backward/params.h"
 
-enum : int { kRoundThreads = 128 * kHeadPanels };
+enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHasLeft || kHasRight };
 
 // A thread block takes 64 rows, a warpgroup a panel of their columns. Grid: (row chunks of the longest sequence,
 // batch * hq).
-extern "C" __global__ void __launch_bounds__(kRoundThreads)
+extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   const int panel = threadIdx.x / 128;
   const int eights = least(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
@@ -37,7 +39,16 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads)
       Finite finite;
       store_global_fragment<64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ, p.scale,
                                            p.scale, finite);
-      finite.report(p.not_finite);
+      if constexpr (kRepairs)
+        if (__syncthreads_or(finite.trace != 0))
+          for (int i = threadIdx.x / 32; i < 64; i += kRoundThreads / 32) repair_query(p, batch, head, first + i);
     }
+  }
+  if constexpr (kRepairs) {
+    if (*p.not_finite == 0) return;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x;
+    const int blocks = gridDim.x * gridDim.y;
+    repair_keys(p, (block * kRoundThreads + int(threadIdx.x)) / 32, blocks * (kRoundThreads / 32));
+    forget_not_finite(p, blocks);
   }
 }

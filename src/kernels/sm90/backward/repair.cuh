@@ -1,0 +1,159 @@
+// Gradients that NaN or infinity has reached from where the mask hides it: P and dS are 0 there, but 0 * NaN is NaN,
+// and one product serves 64 rows or keys. The kernels that store gradients say when one is not finite; then every row
+// of dQ, dK and dV that is not is computed again from the definition, slowly, over what it sees alone.
+#pragma once
+#include "sm90/common/dropout.cuh"
+#include "sm90/common/fragment_store.cuh"
+#include "device/transform.cuh"
+#include "sm90/backward/layout.cuh"
+#include "sm90/backward/params.h"
+
+enum : int { kHeadShare = (kHeadDim + 31) / 32, kValueShare = (kValueDim + 31) / 32 };
+
+// A lane's share of a row: every 32nd column.
+template <int share>
+__device__ __forceinline__ void load_row(const unsigned short* row, int dims, float (&x)[share]) {
+#pragma unroll
+  for (int i = 0; i < share; ++i) {
+    const int column = threadIdx.x % 32 + 32 * i;
+    x[i] = column < dims ? to_float(row[column]) : 0;
+  }
+}
+template <int share>
+__device__ __forceinline__ void store_row(unsigned short* row, int dims, const float (&x)[share], float scale) {
+#pragma unroll
+  for (int i = 0; i < share; ++i) {
+    const int column = threadIdx.x % 32 + 32 * i;
+    if (column < dims) row[column] = static_cast<unsigned short>(pack(x[i] * scale, 0));
+  }
+}
+template <int share>
+__device__ __forceinline__ bool row_is_finite(const unsigned short* row, int dims) {
+  float x[share];
+  load_row(row, dims, x);
+  bool finite = true;
+#pragma unroll
+  for (int i = 0; i < share; ++i) finite = finite && fabsf(x[i]) < infinity();
+  return __all_sync(0xffffffff, finite);
+}
+template <int share>
+__device__ __forceinline__ float dot(const float (&x)[share], const float (&y)[share]) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < share; ++i) sum += x[i] * y[i];
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+  return sum;
+}
+template <int share>
+__device__ __forceinline__ void add(float (&to)[share], float weight, const float (&x)[share]) {
+#pragma unroll
+  for (int i = 0; i < share; ++i) to[i] += weight * x[i];
+}
+// NaN all over, and so it stays.
+template <int share>
+__device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < share; ++i) all = all && (int(threadIdx.x % 32 + 32 * i) >= dims || x[i] != x[i]);
+  return __all_sync(0xffffffff, all);
+}
+
+// P and 2^p_log2 dS of one score. `kept`: 1 / (1 - p) where dropout keeps it, 0 where not; 1 without dropout.
+struct Weights {
+  float p, ds;
+};
+__device__ __forceinline__ Weights weights_of(const BackwardParams& p, float score, float dp, float kept, float shift,
+                                              float delta, float alibi, int distance) {
+  const float exponent = kSoftcap || kAlibi ? transform_score(p, score, alibi, float(distance)) : score * p.scale_log2;
+  const float probability = exp2_fast(exponent + shift);
+  const float slope = kSoftcap ? softcap_slope(p, score) : 1;
+  return {probability * p.p_scale * kept, probability * (dp * kept + delta) * slope};
+}
+
+__device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutMask& dropout, int batch, int head,
+                                         int row, int key) {
+  if (!kDropout) return 1;
+  return dropout.keeps(batch * p.hq + head, row, key) ? p.keep_scale : 0;
+}
+
+// Where the statistics of a sequence's head lie.
+__device__ __forceinline__ long long statistics_of(const BackwardParams& p, const Lengths& n, int batch, int head) {
+  return head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
+}
+
+__device__ __forceinline__ void repair_query(const BackwardParams& p, int batch, int head, int row) {
+  const Lengths n = lengths_of(p, batch);
+  if (row >= n.sq) return;
+  unsigned short* dq = row_of(p.dq, batch, n.q_start + row, head);
+  if (row_is_finite<kHeadShare>(dq, p.d)) return;
+  float q[kHeadShare];
+  float dout[kValueShare];
+  float sum[kHeadShare] = {};
+  load_row(row_of(p.q, batch, n.q_start + row, head), p.d, q);
+  load_row(row_of(p.dout, batch, n.q_start + row, head), p.dv, dout);
+  const long long at = statistics_of(p, n, batch, head) + row;
+  const float alibi = kAlibi ? alibi_slope(p, batch, head) : 0;
+  const KeyRange keys = visible_keys(band_of(p), n, row);
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
+#pragma unroll 1
+  for (int key = keys.begin; key < keys.end && !lost(sum, p.d); ++key) {
+    float k[kHeadShare];
+    float v[kValueShare];
+    load_row(row_of(p.k, batch, n.k_start + key, head / p.group), p.d, k);
+    load_row(row_of(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
+    const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, head, row, key),
+                                       p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+    add(sum, weights.ds, k);
+  }
+  store_row(dq, p.d, sum, p.scale);
+}
+
+__device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, int head, int key) {
+  const Lengths n = lengths_of(p, batch);
+  if (key >= n.sk) return;
+  unsigned short* dk = row_of(p.dk, batch, n.k_start + key, head);
+  unsigned short* dv = row_of(p.dv_grad, batch, n.k_start + key, head);
+  if (row_is_finite<kHeadShare>(dk, p.d) && row_is_finite<kValueShare>(dv, p.dv)) return;
+  float k[kHeadShare];
+  float v[kValueShare];
+  float sum_k[kHeadShare] = {};
+  float sum_v[kValueShare] = {};
+  load_row(row_of(p.k, batch, n.k_start + key, head), p.d, k);
+  load_row(row_of(p.v, batch, n.k_start + key, head), p.dv, v);
+  const Band band = band_of(p);
+  const RowTiles rows = row_tiles(band, n, 1, key, 1);
+  const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
+#pragma unroll 1
+  for (int row = rows.begin; row < rows.end && !(lost(sum_k, p.d) && lost(sum_v, p.dv)); ++row) {
+#pragma unroll 1
+    for (int g = head * p.group; g < (head + 1) * p.group; ++g) {
+      float q[kHeadShare];
+      float dout[kValueShare];
+      load_row(row_of(p.q, batch, n.q_start + row, g), p.d, q);
+      load_row(row_of(p.dout, batch, n.q_start + row, g), p.dv, dout);
+      const long long at = statistics_of(p, n, batch, g) + row;
+      const float alibi = kAlibi ? alibi_slope(p, batch, g) : 0;
+      const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
+                                         p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+      add(sum_k, weights.ds, q);
+      add(sum_v, weights.p, dout);
+    }
+  }
+  store_row(dk, p.d, sum_k, p.scale);
+  store_row(dv, p.dv, sum_v, 1);
+}
+
+// Rows of dK and dV, each of which `warps` warps takes its share of; this one is `warp`.
+__device__ __forceinline__ void repair_keys(const BackwardParams& p, int warp, int warps) {
+  const int hk = p.hq / p.group;
+  const long long keys = (long long)(p.batch) * hk * p.sk;
+  for (long long i = warp; i < keys; i += warps) repair_key(p, int(i / p.sk / hk), int(i / p.sk % hk), int(i % p.sk));
+}
+
+// After the repair: the last of `blocks` thread blocks to finish forgets it for the next launch.
+__device__ __forceinline__ void forget_not_finite(const BackwardParams& p, u32 blocks) {
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), blocks - 1) == blocks - 1)
+    *p.not_finite = 0;
+}
