@@ -4,7 +4,7 @@ attention in two calls, attention alone, and FlashAttention-3's flash_attn_with_
 
     python3 bench/gpu_append.py --library libfulgur.so
 
-bf16, 32 heads of 8 kv heads, d 128, causal, one new token behind 8k - 1 keys, keys and queries turned. As decode calls
+bf16, 32 heads of 8 kv heads, d 128, causal, one new token after 8k - 1 keys, keys and queries turned. As decode calls
 of gpu_report.py: in CUDA graphs, over copies of the cache that are together larger than L2, all candidates in turns.
 """
 

@@ -1,4 +1,4 @@
-"""Decode calls that a GPU report measures: few query tokens beside caches, fulgur and its peers in turns.
+"""Decode calls that a GPU report measures: few query tokens with caches, fulgur and its peers in turns.
 
 A burst goes through copies of the cache that are together larger than L2, so that every call reads memory. Bytes are
 exact: live K and V, q and out.
@@ -212,7 +212,7 @@ def grid_rows(fulgur, seed, seconds, generator, difference, turns):
             break
         micros, *_ = times_of(fulgur, case, generator, difference, turns, {"flash3": PEERS["flash3"]})
         if "flash3_us" not in micros:
-            raise RuntimeError("the grid is measured beside FlashAttention-3, which is not installed")
+            raise RuntimeError("the grid is measured with FlashAttention-3, which is not installed")
         torch.cuda.empty_cache()  # the next case has tensors of other sizes
         named = ("batch", "keys", "heads", "kv_heads", "d", "queries", "page")
         rows.append([*(getattr(case, name) for name in named), bool(case.lengths),

@@ -1,4 +1,4 @@
-"""What decode calls are measured beside: FlashAttention-3, FlashInfer and cuDNN, where python3 has their packages.
+"""What decode calls are measured with: FlashAttention-3, FlashInfer and cuDNN, where python3 has their packages.
 
 A peer is a function of a case and of its tensors, those of each copy of the cache (gpu_decode.py). It returns a
 function that gives the out of a copy on the current stream, or None where the package is missing or does not compute

@@ -1,4 +1,4 @@
-"""What calls of PyTorch cost the host: fulgur.torch beside PyTorch's SDPA and FlashAttention-3, in microseconds.
+"""What calls of PyTorch cost the host: fulgur.torch with PyTorch's SDPA and FlashAttention-3, in microseconds.
 
 bf16 and causal, of shapes so small that the device waits for the host; no time has a wait for the device in it. `calls`
 are those whose shape was seen before, medians of some thousand in groups, for which the candidates take turns.

@@ -1,4 +1,4 @@
-"""What fulgur is measured beside on a GPU: PyTorch's SDPA by cuDNN and by FlashAttention-2, and FlashAttention-3.
+"""What fulgur is measured with on a GPU: PyTorch's SDPA by cuDNN and by FlashAttention-2, and FlashAttention-3.
 
 A peer is a function of a case and its tensors (gpu_case.py) that returns a function: the forward pass, which gives out,
 or the backward pass, which gives dq, dk and dv, on the current stream. What it does not compute it refuses with
@@ -96,7 +96,7 @@ def calls_backward(module, case, tensors):
     return lambda: (run(), grads)[1]
 
 
-# Modules that may have FlashAttention-3, and how each is called: built from its sources, from PyPI, and behind ctypes.
+# Modules that may have FlashAttention-3, and how each is called: built from its sources, from PyPI, and after ctypes.
 FLASH3 = {
     "forward": {"flash_attn_interface": flash3_forward, "fa3_fwd_interface": flash3_forward,
                 "fa3_peer": calls_forward},

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times fulgur on a GPU beside PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
-cuBLAS product, in one run, and measures the errors of gradients; decode calls beside FlashAttention-3, FlashInfer and
+"""Times fulgur on a GPU with PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
+cuBLAS product, in one run, and measures the errors of gradients; decode calls with FlashAttention-3, FlashInfer and
 cuDNN's frontend, those that are installed, and what calls of PyTorch cost the host.
 
     python3 bench/gpu_report.py --library libfulgur.so --json docs/performance/h200.json.gz

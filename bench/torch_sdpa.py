@@ -78,7 +78,7 @@ def measure(rows):
 
 
 def replace(path, text):
-    """Writes beside the file, then renames: it is never half there."""
+    """Writes with the file, then renames: it is never half there."""
     folder = os.path.dirname(os.path.abspath(path))
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
         file.write(text)

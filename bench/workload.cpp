@@ -316,11 +316,11 @@ void Workload::copy(void* to, const void* from, int64_t bytes) const {
 }
 
 Tensor Workload::filled(Tensor tensor) {
-  constexpr int64_t kMostRandom = 1 << 20;  // larger tensors repeat themselves
+  constexpr int64_t kMaxRandom = 1 << 20;  // larger tensors repeat themselves
   const int64_t bytes = tensor.numel() * size_of(tensor.dtype);
   tensor.data = take(bytes);
   const std::vector<uint16_t> some = random_elements(
-      tensor.dtype, std::min(tensor.numel(), kMostRandom), static_cast<uint32_t>(memory_.size()));
+      tensor.dtype, std::min(tensor.numel(), kMaxRandom), static_cast<uint32_t>(memory_.size()));
   int64_t done = static_cast<int64_t>(some.size() * sizeof(uint16_t));
   copy(tensor.data, some.data(), done);
   while (done < bytes) {

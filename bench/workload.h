@@ -31,12 +31,12 @@ struct Case {
 };
 
 /// Shapes for the CPU. "standard" is the whole table: forward and backward, f32, bf16 and f16, d 64
-/// and 128, N 1k to 8k, 1 and all threads; of f32 and bf16 causal beside full at 8k, decode over
+/// and 128, N 1k to 8k, 1 and all threads; of f32 and bf16 causal with full at 8k, decode over
 /// 16k keys with groups of 4 and 8, forward of N 128 to 512 with 1 to 16 heads. "quick" is a part
 /// of it for a first look. `threads` is the number meant by "all".
 std::vector<Case> cpu_grid(const std::string& name, int threads);
 
-/// Decode on the CPU over pages, beside the same over contiguous keys.
+/// Decode on the CPU over pages, with the same over contiguous keys.
 std::vector<Case> cache_grid(int threads);
 
 /// Shapes for a GPU, bf16. "standard": forward and backward, d 64, 128 and 256, N 1k to 16k, full

@@ -25,7 +25,7 @@ int main(void) {
       .struct_size = sizeof args, .q = &tq, .k = &tk, .v = &tv, .out = &to};
   fulgur_options options;
   fulgur_options_init(&options, sizeof options);
-  options.window_right = 0; /* no key behind the query: causal */
+  options.window_right = 0; /* no key after the query: causal */
 
   fulgur_plan* plan;
   if (fulgur_plan_forward(&args, &options, &plan) != FULGUR_OK) {

@@ -10,7 +10,7 @@
 namespace {
 
 constexpr float kSigma = 0.1f;  // of the noise; the brightest value is 1
-constexpr int kLeast = 16, kMost = 1024;
+constexpr int kMin = 16, kMax = 1024;
 
 /// Denoises a scene of n x n pixels and writes the pictures; false if it has become no better.
 bool run(const std::filesystem::path& folder, int n) {
@@ -35,7 +35,7 @@ int parse_size(const char* text) {
   int n = 0;
   const char* end = text + std::strlen(text);
   const auto [rest, error] = std::from_chars(text, end, n);
-  return error == std::errc{} && rest == end && n >= kLeast && n <= kMost ? n : 0;
+  return error == std::errc{} && rest == end && n >= kMin && n <= kMax ? n : 0;
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ int main(int argc, char** argv) {
   for (int i = 2; i < argc; ++i) {
     sizes.push_back(parse_size(argv[i]));
     if (sizes.back() == 0) {
-      std::fprintf(stderr, "denoise: size: got '%s', want %d to %d\n", argv[i], kLeast, kMost);
+      std::fprintf(stderr, "denoise: size: got '%s', want %d to %d\n", argv[i], kMin, kMax);
       return 2;
     }
   }

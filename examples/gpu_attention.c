@@ -1,5 +1,5 @@
 /* Attention on a GPU from C, in a program that has no CUDA of its own: memory, a plan, a workspace,
-   a run on a stream, and the result beside that of the CPU. Without a usable GPU it says so and
+   a run on a stream, and the result with that of the CPU. Without a usable GPU it says so and
    ends with 77. */
 #include <fulgur/c.h>
 #include <math.h>
@@ -64,7 +64,7 @@ int main(void) {
       .struct_size = sizeof args, .q = &gq, .k = &gk, .v = &gv, .out = &go};
   fulgur_options options;
   check(fulgur_options_init(&options, sizeof options));
-  options.window_right = 0; /* no key behind the query: causal */
+  options.window_right = 0; /* no key after the query: causal */
 
   /* Once for each shape: check, choose, compile. Every thread may run the plan, on every stream. */
   fulgur_plan* plan;

@@ -1,5 +1,5 @@
 // Attention on a GPU in a program that has no CUDA of its own: memory, a plan, a workspace, a run
-// on a stream, and the result beside that of the CPU. Without a usable GPU it says so and ends
+// on a stream, and the result with that of the CPU. Without a usable GPU it says so and ends
 // with 77.
 #include <fulgur/cuda.h>
 #include <fulgur/fulgur.h>

@@ -1,4 +1,4 @@
-"""Writes the sample tensors q.npy, k.npy, v.npy, dout.npy beside this file.
+"""Writes the sample tensors q.npy, k.npy, v.npy, dout.npy with this file.
 
 Attention of 512 positions, 8 query heads that share 2 key/value heads, 64 dimensions, float16.
 """

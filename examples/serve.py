@@ -134,7 +134,7 @@ class Server:
         ends = np.cumsum([0, *new], dtype=np.int32)
         lengths = np.array([r.cached for r in requests], np.int32)
         used = lengths + np.array(new, np.int32)
-        # A row of ids for each sequence; -1 stands behind its last page.
+        # A row of ids for each sequence; -1 stands after its last page.
         table = np.full((len(requests), max(len(r.pages) for r in requests)), -1, np.int32)
         for row, request in zip(table, requests):
             row[: len(request.pages)] = request.pages

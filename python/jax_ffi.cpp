@@ -17,7 +17,7 @@ namespace {
 
 using xla::DataType;
 
-/// The operands that a call may have behind those it must have, in this order: bits of the number
+/// The operands that a call may have after those it must have, in this order: bits of the number
 /// that says which are there. fulgur/jax.py has the same list.
 enum Given {
   kCuSeqlensQ,
@@ -211,7 +211,7 @@ struct Pass {
     const bool packed = shared.has(kCuSeqlensQ);
     Mapped mapped(q, packed ? 3 : 4);
     // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
-    // has one sink for each head; and tables name places of the cache beside them.
+    // has one sink for each head; and tables name places of the cache with them.
     mapped.folded = mapped.dims > 0 && !packed && !shared.has(kRngState) && !shared.has(kSinks) &&
                     !shared.has(kPageTable) && !shared.has(kCacheBatchIdx);
     return mapped;
@@ -237,7 +237,7 @@ void read_tables(Args& args, const Shared& shared, View& next) {
   if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = next("cache_batch_idx");
 }
 
-/// What the forward pass alone takes behind them.
+/// What the forward pass alone takes after them.
 template <class View>
 void read_others(ForwardArgs& args, const Shared& shared, View& next) {
   if (shared.has(kLeftpadK)) args.leftpad_k = next("leftpad_k");

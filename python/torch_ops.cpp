@@ -229,7 +229,7 @@ Run run_on(Device device, Options& options) {
   return run;
 }
 
-/// What both passes take behind their tensors, in the order of the schemas in fulgur/torch.py.
+/// What both passes take after their tensors, in the order of the schemas in fulgur/torch.py.
 struct Shared {
   Handle cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, rng_state;
   Options options;

@@ -65,7 +65,7 @@ def short(rows):
 
 
 def causal(rows):
-    """Causal beside full, where both were measured."""
+    """Causal with full, where both were measured."""
 
     def key(r):
         return r["pass"], r["dtype"], r["d"], r["sq"], r["threads"]

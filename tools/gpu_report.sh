@@ -2,7 +2,7 @@
 # On a machine with an H100 or H200, PyTorch and compute-sanitizer: runs the GPU tests and the
 # sanitizers, measures, and writes docs/performance/h100.{json.gz,md,svg} or h200.*, by the card.
 #   tools/gpu_report.sh [PACKED]     a folder that tools/gpu_pack.sh made; builds one by default
-# GPU_REPORT_DECODE: the PYTHONPATH of what decode calls are measured beside, if it is another one.
+# GPU_REPORT_DECODE: the PYTHONPATH of what decode calls are measured with, if it is another one.
 # GPU_REPORT_WHEEL: a wheel of fulgur for this python3, of which the seconds to a result are measured.
 # GPU_REPORT_TO names another folder for the report. What the tests and the sanitizers said goes to its checks.txt;
 # GPU_REPORT_CHECKS names that file of an earlier run of the same kernels, and they are not run again.
@@ -25,7 +25,7 @@ if [ -d "$packed/cubins" ]; then
 fi
 with_libraries() { LD_LIBRARY_PATH="$packed:${LD_LIBRARY_PATH:-}" "$@"; }
 
-# What a test's last words say beside that it passed.
+# What a test's last words say with that it passed.
 remarks() { sed -n 's/^host time: /; /p; s/^\[  SKIPPED \] \([0-9]*\) tests*\.$/, \1 skipped/p' "$1"; }
 
 # check NAME COMMAND...: runs it, keeps its last words for the report, and fails with it.

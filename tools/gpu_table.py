@@ -102,7 +102,7 @@ def forward(report):
         "",
         *on_grid(rows, gemm=True),
         "",
-        "Too few heads for every multiprocessor, and value heads of another size:",
+        "Too few heads for every SM, and value heads of another size:",
         "",
         *table(report["shapes"], ("batch", "S", "heads", "d", "dv"),
                lambda r: (r["batch"], length(r["s"]), r["heads"], r["d"], r["dv"]),
@@ -212,9 +212,9 @@ def decode(report):
     return [
         "## Decode",
         "",
-        "Few query tokens beside caches, causal, lengths on the device; TB/s of exact bytes: live K and V, q and out."
+        "Few query tokens with caches, causal, lengths on the device; TB/s of exact bytes: live K and V, q and out."
         " Every call reads memory, as the copies of a cache are together larger than L2." + faster,
-        *(["", f"Also beside {versions}. A peer that does not compute a call has no entry; FlashInfer takes pages."]
+        *(["", f"Also with {versions}. A peer that does not compute a call has no entry; FlashInfer takes pages."]
           if others else []),
         "",
         *lines_of(head, [line(r) for r in rows]),

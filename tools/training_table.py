@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The page and the pictures of a training report, made from docs/performance/training.json.gz.
 
-Checks that training.md and training.svg beside it are those of the json: exit status 1 if they are
+Checks that training.md and training.svg with it are those of the json: exit status 1 if they are
 not, 77, which CTest shows as skipped, where there is no report. With --write, makes the files.
 """
 
@@ -134,7 +134,7 @@ def svg(report):
 
 
 def write(path):
-    """Makes the page and the pictures beside a json."""
+    """Makes the page and the pictures with a json."""
     report = report_file.read(path)
     report_file.page(path, ".md").write_text(markdown(report))
     report_file.page(path, ".svg").write_text(svg(report))

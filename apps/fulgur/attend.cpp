@@ -322,7 +322,7 @@ void add_attend(CLI::App& app) {
   file("alibi-slopes", "ALiBi slopes, float32 (hq) or (batch, hq)");
   auto* cu_q = file("cu-seqlens-q",
                     "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences; of "
-                    "q alone beside a cache");
+                    "q alone with a cache");
   file("cu-seqlens-k", "The same for k and v")->needs(cu_q);
   file("seqused-q", "int32 (batch): only so many queries of each sequence exist");
   file("seqused-k", "int32 (batch): only so many keys of each sequence exist");

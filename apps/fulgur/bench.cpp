@@ -41,15 +41,15 @@ double timed(const bench::Workload& workload, int runs) {
 /// host, their mean.
 double burst_seconds(const bench::Workload& workload, Device device) {
   constexpr double kSeconds = 0.1;
-  constexpr int kMostRuns = 1000;
+  constexpr int kMaxRuns = 1000;
   timed(workload, 1);
   if (device.type == DeviceType::kCuda) {
     return timed(workload,
-                 std::clamp(static_cast<int>(kSeconds / timed(workload, 1)), 1, kMostRuns));
+                 std::clamp(static_cast<int>(kSeconds / timed(workload, 1)), 1, kMaxRuns));
   }
   std::vector<double> seconds;
   double sum = 0;
-  while (seconds.empty() || (sum < kSeconds && seconds.size() < kMostRuns)) {
+  while (seconds.empty() || (sum < kSeconds && seconds.size() < kMaxRuns)) {
     seconds.push_back(timed(workload, 1));
     sum += seconds.back();
   }
@@ -353,7 +353,7 @@ void run_bench(const BenchRequest& r) {
 void add_bench(CLI::App& app) {
   auto r = std::make_shared<BenchRequest>();
   auto* command = app.add_subcommand(
-      "bench", "The speed of the engine beside the peaks of this machine, measured in the run");
+      "bench", "The speed of the engine with the peaks of this machine, measured in the run");
   command->add_option("--grid", r->grid, "Which shapes; default quick")
       ->check(CLI::IsMember({"quick", "standard", "decode"}))
       ->type_name("G");

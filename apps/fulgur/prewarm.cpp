@@ -117,7 +117,7 @@ void add_prewarm(CLI::App& app) {
   auto* backward = command->add_flag("--backward", r->backward, "The kernels of the gradient");
   command->add_flag("--dlse", r->dlse, "The gradient of LSE is given")->needs(backward);
   command->add_flag("--packed", r->packed,
-                    "Packed sequences (cu_seqlens); beside a cache those of q alone");
+                    "Packed sequences (cu_seqlens); with a cache those of q alone");
   command->add_flag("--alibi", r->alibi, "ALiBi slopes");
   command->add_flag("--sinks", r->sinks, "Attention sinks");
   command->add_flag("--seqused-q", r->seqused_q, "Lengths of the queries in use");

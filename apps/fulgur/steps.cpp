@@ -78,7 +78,7 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
 }
 
 /// A step of a server: keys that lie elsewhere than their queries, in pages, in other rows, or
-/// beside packed queries; or drafts, which are short.
+/// with packed queries; or drafts, which are short.
 bool serves(const ForwardArgs& a) {
   return a.page_table.given() || a.cache_batch_idx.given() || a.leftpad_k.given() ||
          a.k.rank != a.q.rank || a.tree_mask.given();

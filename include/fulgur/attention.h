@@ -28,7 +28,7 @@ struct Options {
   /// ones are scaled by 1 / (1 - p). Run says which random numbers.
   double dropout_p = 0;
   /// Upper bounds of the packed sequence lengths, which no call may exceed. 0 = the longest in the
-  /// cu_seqlens that are planned for (in host memory only). max_seqlen_k may bound seqused_k beside
+  /// cu_seqlens that are planned for (in host memory only). max_seqlen_k may bound seqused_k with
   /// a page_table, too: 0 = as many keys as the table has room for.
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool deterministic = false;  ///< backward gives the same bits in every run
@@ -60,7 +60,7 @@ struct ForwardArgs {
   /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
   /// i32 (batch): only the first seqused_q[b] queries of sequence b exist. Its rows begin where
-  /// they do without; those behind are padding, with out = 0 and lse = -inf.
+  /// they do without; those after are padding, with out = 0 and lse = -inf.
   ConstTensor seqused_q{};
   ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
@@ -73,7 +73,7 @@ struct ForwardArgs {
 
   /// Pages: k is (pages, page, hk, d), v (pages, page, hk, dv), and key j of sequence b is row
   /// j % page of page page_table[b, j / page]. i32 (batch, max_pages) with any stride between rows;
-  /// ids behind those that seqused_k[b] keys need are not looked at. seqused_k must be given,
+  /// ids after those that seqused_k[b] keys need are not looked at. seqused_k must be given,
   /// cu_seqlens_k must not.
   ConstTensor page_table{};
   /// i32 (batch + 1), non-decreasing, first 0, last <= the number of ids: page_table is then i32
@@ -81,7 +81,7 @@ struct ForwardArgs {
   /// + 1] - 1].
   ConstTensor page_indptr{};
   /// i32 (batch): sequence b is row cache_batch_idx[b] of k and v, which may have more or fewer
-  /// rows than q has sequences. Not looked at where a sequence has no keys. Not beside page_table.
+  /// rows than q has sequences. Not looked at where a sequence has no keys. Not with page_table.
   ConstTensor cache_batch_idx{};
   /// i32 (batch): the first leftpad_k[b] keys of sequence b do not exist, so that those in
   /// [leftpad_k[b], seqused_k[b]) do. Masks and ALiBi know of no others.
@@ -101,7 +101,7 @@ struct ForwardArgs {
   /// Shared prefixes: i32 (groups + 1), non-decreasing, first 0, last = batch. The sequences of
   /// group g, prefix_groups[g] .. prefix_groups[g+1]-1, begin with the same keys and values, in the
   /// same pages or in others of the same content: that of all of them is read through the pages of
-  /// the first, once, where that pays. Says where keys are read, not what is computed. Beside
+  /// the first, once, where that pays. Says where keys are read, not what is computed. With
   /// page_table alone. Both or none.
   ConstTensor prefix_groups{};
   /// i32 (groups): so many keys, no more than each sequence of the group has in front of its
@@ -131,7 +131,7 @@ struct BackwardArgs {
   ConstTensor rng_state{};  ///< as in ForwardArgs, with the values that the forward pass had
   /// As in ForwardArgs. dq, dk and dv know of them by lse.
   ConstTensor sinks{};
-  Tensor dsinks{};  ///< f32 (hq), the gradient of the sinks; optional, and beside them alone
+  Tensor dsinks{};  ///< f32 (hq), the gradient of the sinks; optional, and with them alone
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

@@ -16,7 +16,7 @@
 ///
 /// Versions. Each struct begins with its size, as the caller was compiled to know it. A newer
 /// library takes an older, shorter struct: what it lacks is not given. An older library refuses a
-/// longer one if anything behind what it knows is not 0. Fields are only ever added at the end.
+/// longer one if anything after what it knows is not 0. Fields are only ever added at the end.
 
 #include <dlpack/dlpack.h>
 #include <stddef.h>
@@ -57,7 +57,7 @@ typedef struct fulgur_options {
 FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size);
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
-/// Null tensors are "not given". Beside tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
+/// Null tensors are "not given". With tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
 /// seqused_q, seqused_k, leftpad_k, prefix_groups, prefix_lens), alibi_slopes and sinks may lie on
 /// the CPU.
 typedef struct fulgur_forward_args {
@@ -70,14 +70,14 @@ typedef struct fulgur_forward_args {
   const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
   /// Caches of K and V; q may be packed by cu_seqlens_q alone. With a page_table k is (pages, page,
   /// hk, d) and seqused_k must be given.
-  const DLTensor* page_table;       ///< i32 (batch, max_pages); beside page_indptr i32 (ids)
+  const DLTensor* page_table;       ///< i32 (batch, max_pages); with page_indptr i32 (ids)
   const DLTensor* page_indptr;      ///< i32 (batch + 1): where the ids of each sequence begin
   const DLTensor* cache_batch_idx;  ///< i32 (batch): the row of k and v of each sequence
   const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
   const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
   const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
   const DLTensor* seqused_q;  ///< i32 (batch): so many first queries of each sequence exist
-  /// i32 (groups + 1), i32 (groups), beside a page_table: so many first keys are the same for all
+  /// i32 (groups + 1), i32 (groups), with a page_table: so many first keys are the same for all
   /// sequences from prefix_groups[g] to prefix_groups[g + 1] - 1; both or none.
   const DLTensor *prefix_groups, *prefix_lens;
   /// New keys and values that the call appends before it attends (fulgur::ForwardArgs::append).
@@ -206,7 +206,7 @@ FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const fulgur_run* run);
 
 /// What goes into caches of K and V (fulgur::AppendArgs): all 0 but struct_size, then what you
-/// need. Beside caches on a GPU the lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens,
+/// need. With caches on a GPU the lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens,
 /// cu_seqlens_q) may lie on the CPU.
 typedef struct fulgur_append_args {
   size_t struct_size;                 ///< sizeof(fulgur_append_args)

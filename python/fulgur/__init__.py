@@ -100,13 +100,13 @@ def attention(
             of both numbers.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none, or ``cu_seqlens_q`` alone
-            beside a cache, whose k and v have four dimensions.
+            with a cache, whose k and v have four dimensions.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
-            Beside a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
+            With a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
-            the rows behind are padding, with out 0, lse -inf and gradients 0.
+            the rows after are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
-            Beside arrays on a GPU lengths (leftpad_k, prefix_groups and prefix_lens, too),
+            With arrays on a GPU lengths (leftpad_k, prefix_groups and prefix_lens, too),
             alibi_slopes and sinks may lie on the CPU.
         page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page,
             hk, dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j //
@@ -119,7 +119,7 @@ def attention(
             query. The last sq keys of a sequence are the tokens of its queries, and bit j says
             whether a query sees the jth of them, where the mask shows it, too (drafts of
             speculative decoding). Earlier keys are as without it. It has no gradient.
-        prefix_groups, prefix_lens: int32 ``(groups + 1,)`` and ``(groups,)``, beside a page_table:
+        prefix_groups, prefix_lens: int32 ``(groups + 1,)`` and ``(groups,)``, with a page_table:
             sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
             ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are
             read once, through the pages of the first sequence, where that pays. Both or none.
@@ -188,7 +188,7 @@ def attention_backward(
         causal, ..., engine: as given to :func:`attention`.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
-        dsinks: where to write, float32 ``(hq,)``; beside sinks alone.
+        dsinks: where to write, float32 ``(hq,)``; with sinks alone.
         stream: as for :func:`attention`.
 
     Returns:
@@ -297,7 +297,7 @@ def plan_backward(
         causal, ..., engine: as for :func:`plan`.
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv, dsinks: given if runs will give ones with other strides than fresh arrays have;
-            dsinks beside sinks alone.
+            dsinks with sinks alone.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -432,7 +432,7 @@ class BackwardPlan(_AnyPlan):
             dout, q, k, v, out, lse: as planned; the values may be others.
             alibi_slopes, ..., seqused_k: as for :meth:`Plan.run`, and as they were there.
             dlse: the gradient of lse; as planned, given if it was.
-            dq, dk, dv, dsinks: where to write; dsinks beside sinks alone.
+            dq, dk, dv, dsinks: where to write; dsinks with sinks alone.
             workspace, stream: as for :meth:`Plan.run`.
 
         Returns:
@@ -481,7 +481,7 @@ def append(
         interleaved: columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
         rotary_seqlens: int32 ``(batch,)``: the position of each sequence's first new token; default
             cache_seqlens.
-        q: queries to turn beside, ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with
+        q: queries to turn with, ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)`` with
             cu_seqlens_q. As FlashAttention has it, query i turns to the position of the first new
             token + i if ``causal``, ``window`` or ``chunk`` hides keys, else all to that of the
             first.
@@ -494,7 +494,7 @@ def append(
             tokens without a place there are not written.
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:

@@ -140,7 +140,7 @@ class _BesidePages(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise NotImplementedError(
-            f"{ctx.name}: fulgur has no gradients beside pages; want torch.no_grad() or detached inputs"
+            f"{ctx.name}: fulgur has no gradients with pages; want torch.no_grad() or detached inputs"
         )
 
 
@@ -164,7 +164,7 @@ def want_tensors(**given):
 
 
 def want_parts(name, x, parts, rows="batch, seqlen"):
-    """Raises where x is not kv or qkv of so many parts, one beside the other in their dimension."""
+    """Raises where x is not kv or qkv of so many parts, one with the other in their dimension."""
     want_tensors(**{name: x})
     if x.dim() != rows.count(",") + 4 or x.shape[-3] != parts:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, want ({rows}, {parts}, heads, dim)")

@@ -1,4 +1,4 @@
-"""fulgur behind ``torch.nn.functional.scaled_dot_product_attention``, as one of PyTorch's flash
+"""fulgur after ``torch.nn.functional.scaled_dot_product_attention``, as one of PyTorch's flash
 attention implementations: ``torch.nn.attention.activate_flash_attention_impl("fulgur")``.
 
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,

@@ -184,7 +184,7 @@ def _compiled(options, with_lse, tensors, extras):
 
 @partial(jax.jit, static_argnums=0)
 def _append(options, operands, extras):
-    """The caches, and q if it is there, as they are behind the call."""
+    """The caches, and q if it is there, as they are after the call."""
     operands = jax.tree.leaves(operands)
     results = tuple(_result(x.shape, x.dtype, x) for x in operands[:-3])
     return _call(_APPEND, results, options, operands, extras)
@@ -192,7 +192,7 @@ def _append(options, operands, extras):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _append_forward(options, with_lse, operands, extras):
-    """The caches as they are behind the call, and the results of attention."""
+    """The caches as they are after the call, and the results of attention."""
     k_cache, v_cache, q = operands[:3]
     caches = tuple(_result(x.shape, x.dtype, x) for x in (k_cache, v_cache))
     results = (*caches, *_results(q, v_cache, with_lse))
@@ -365,7 +365,7 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
             the CPU only.
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
-            the rows behind are padding, with out 0, lse -inf and gradients 0.
+            the rows after are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
@@ -373,7 +373,7 @@ def attention(
             query sees the jth of the last sq keys, the drafted tokens. NumPy has int64, JAX under
             ``jax_enable_x64`` alone, and may give the low and the high half of each word instead:
             uint32 ``(batch, sq, 2)`` or ``(total_q, 2)``.
-        prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
+        prefix_groups, prefix_lens: sequences that share their first keys, with a page_table, as
             :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -434,7 +434,7 @@ def append(
 
     Returns:
         (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
-        are as they were, and so are packed queries behind the last sequence.
+        are as they were, and so are packed queries after the last sequence.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -658,7 +658,7 @@ def _key_mask(mask, batch, keys):
 def _push_away(q, k, v, keys, scale):
     """q, k, v and scale with which keys that are not in `keys` get no weight.
 
-    They are told by dimensions behind the others, in which the product with every query is so far
+    They are told by dimensions after the others, in which the product with every query is so far
     below 0 that exp gives 0; so the band is not moved as seqused_k would move it, and keys may lack
     anywhere. A power of two, the product is exact in every dtype.
     """
@@ -671,12 +671,12 @@ def _push_away(q, k, v, keys, scale):
     far = 2.0**exponent
     if abs(scale) * far * far < 2**14:
         raise NotImplementedError(
-            f"scale: got {scale} in {q.dtype.name} beside keys that are hidden, want 2e-5 at least"
+            f"scale: got {scale} in {q.dtype.name} with keys that are hidden, want 2e-5 at least"
         )
     more = 16 // q.dtype.itemsize  # rows stay at multiples of 16 bytes
     if q.shape[3] + more > 512:
         raise NotImplementedError(
-            f"query: got head dim {q.shape[3]} beside keys that are hidden, want {512 - more} at most"
+            f"query: got head dim {q.shape[3]} with keys that are hidden, want {512 - more} at most"
         )
     ends = [(0, 0)] * 3 + [(0, more)]
     q = jnp.pad(q, ends).at[..., -more].set(far)

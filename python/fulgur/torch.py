@@ -34,7 +34,7 @@ if torch.__version__ < (2, 11):
     raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
 
 _library = torch.library.Library("fulgur", "DEF")
-# What both passes take behind their tensors; python/torch_ops.cpp reads it in this order. All has a
+# What both passes take after their tensors; python/torch_ops.cpp reads it in this order. All has a
 # default, as an argument that a call leaves out costs half of one that it passes, 0.1 to 0.2 us.
 _SHARED = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -43,7 +43,7 @@ _SHARED = (
     "SymInt window_right=-1, SymInt chunk=0, float? scale=None, float softcap=0.0, "
     "float dropout_p=0.0, bool invariant=False, SymInt max_workspace=0"
 )
-# What the forward pass alone takes behind them, and has no gradient.
+# What the forward pass alone takes after them, and has no gradient.
 _CACHE = (
     "Tensor? page_table=None, Tensor? page_indptr=None, Tensor? cache_batch_idx=None, "
     "Tensor? leftpad_k=None, Tensor? tree_mask=None, Tensor? prefix_groups=None, "
@@ -95,7 +95,7 @@ def by_name(op, arguments):
     return dict(zip((argument.name for argument in op._schema.arguments), arguments))
 
 
-# What lies where the first tensor of a call does; the others may be on the CPU beside a GPU.
+# What lies where the first tensor of a call does; the others may be on the CPU with a GPU.
 _BESIDE_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
 
 
@@ -583,13 +583,13 @@ def attention(
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, on
             the CPU only.
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:
-            the rows behind are padding, with out 0, lse -inf and gradients 0.
+            the rows after are padding, with out 0, lse -inf and gradients 0.
         seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
         page_table, page_indptr, cache_batch_idx, leftpad_k: where the sequences of a cache lie, as
             :func:`fulgur.attention` has it; q may be packed by cu_seqlens_q alone there.
         tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a
             query sees the jth of the last sq keys, the drafted tokens.
-        prefix_groups, prefix_lens: sequences that share their first keys, beside a page_table, as
+        prefix_groups, prefix_lens: sequences that share their first keys, with a page_table, as
             :func:`fulgur.attention` has it.
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
@@ -618,7 +618,7 @@ def attention(
     if softcap:
         _want_constant("softcap", softcap)
         numbers["softcap"] = softcap
-    # Beside lengths they may be numbers that torch.compile does not know, and does not compare.
+    # With lengths they may be numbers that torch.compile does not know, and does not compare.
     if cu_seqlens_q is not None or max_seqlen_q:
         numbers["max_seqlen_q"] = max_seqlen_q
     if cu_seqlens_k is not None or page_table is not None or max_seqlen_k:
@@ -707,7 +707,7 @@ def append(
     k_new and v_new are cast to the dtype of the caches.
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows behind
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:

@@ -89,11 +89,11 @@ def attention_forward(
 
     Args:
         attention_mask: a :class:`Mask`, which alone says what a query sees; or None or padding
-            ``(batch, keys)``, beside which is_causal, or else the module, and sliding_window say it.
+            ``(batch, keys)``, with which is_causal, or else the module, and sliding_window say it.
 
     Raises:
         NotImplementedError: an argument that fulgur does not know, a mask of four dimensions, a
-            mask for other rows than query and key have, padding beside packed sequences, or attention
+            mask for other rows than query and key have, padding with packed sequences, or attention
             weights that are wanted.
     """
     _refuse_others(others)
@@ -117,7 +117,7 @@ def attention_forward(
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got only one of them, want both or none")
     if mask.padding is not None:
-        refuse(**{"cu_seq_lens_q beside padding": cu_seq_lens_q, "packed sequences beside padding": mask.packed})
+        refuse(**{"cu_seq_lens_q with padding": cu_seq_lens_q, "packed sequences with padding": mask.packed})
         return _padded(q, k, v, mask.padding, options), None
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if cu_seq_lens_q is None:
@@ -139,7 +139,7 @@ def attention_mask(
 
     Raises:
         NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
-            other both ways, queries beyond the last key, and chunks of several queries beside a cache;
+            other both ways, queries beyond the last key, and chunks of several queries with a cache;
             or the model never asks for an attention implementation and would take the mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)
@@ -203,7 +203,7 @@ def _mask_of(module, padding, q, k, causal, sliding_window):
     if padding is not None and padding.dim() != 2:
         refuse(**{f"attention_mask of {padding.dim()} dimensions": padding})
     if causal is None:
-        refuse(**{f"is_causal: neither given nor said by {type(module).__name__}, beside no mask": True})
+        refuse(**{f"is_causal: neither given nor said by {type(module).__name__}, with no mask": True})
     if padding is not None:
         refuse(**{f"attention_mask of {padding.dtype}, which is added": padding.is_floating_point()})
         if padding.shape[0] != k.shape[0] or padding.shape[1] > keys:
@@ -230,7 +230,7 @@ def _padding_of(mask, kv_offset, keys):
 def _want_one_piece(padding):
     """Raises where keys are missing between others: windows and chunks would count without them."""
     if (padding.int().diff(dim=1) != 0).sum(1).max() > 2 or (padding[:, 0] & padding[:, -1] & ~padding.all(1)).any():
-        refuse(**{"padding between the tokens of a sequence, beside a window or chunks": True})
+        refuse(**{"padding between the tokens of a sequence, with a window or chunks": True})
 
 
 def _chunks(chunks, batch_size, q_length, keys, kv_offset, padding, packed, places):
@@ -244,11 +244,11 @@ def _chunks(chunks, batch_size, q_length, keys, kv_offset, padding, packed, plac
     if packed is not None and places is not None:
         starts = torch.nn.functional.pad(packed.diff(dim=1) != 0, (1, 0), value=True)
         if places[starts].any():
-            refuse(**{"chunks beside position_ids that do not begin at 0": True})
+            refuse(**{"chunks with position_ids that do not begin at 0": True})
     if q_length == keys:
         return size, padding
     if q_length > 1:
-        refuse(**{"chunked_overlay of several queries beside a cache": True})
+        refuse(**{"chunked_overlay of several queries with a cache": True})
     first = chunks["left_padding"][:, None]
     if padding is None:
         padding = first.new_ones(batch_size, keys, dtype=torch.bool)
@@ -295,7 +295,7 @@ def _overlays(function):
 
 
 def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options):
-    """A batch of rows that are several sequences each, one behind the other."""
+    """A batch of rows that are several sequences each, one after the other."""
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out = named(
         _NAMES, attention, *rows, cu_seqlens_q=cu_seqlens_q.int(), cu_seqlens_k=cu_seqlens_k.int(),

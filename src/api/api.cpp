@@ -10,7 +10,7 @@
 namespace fulgur {
 namespace {
 
-constexpr size_t kMostPlans = 1024;
+constexpr size_t kMaxPlans = 1024;
 
 /// The plan of a call: that of an earlier one of this shape, or a new one. `run`: of the call that
 /// waits for it, if one does.
@@ -18,7 +18,7 @@ template <class Args>
 std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& options,
                                                const Run* run) {
   static constinit MadeOnce<PlanCache> made;
-  PlanCache& cache = made.get([] { return PlanCache(kMostPlans); });
+  PlanCache& cache = made.get([] { return PlanCache(kMaxPlans); });
   Problem problem = make_problem(args, options);
   const PlanCache::Key key{problem, options.engine, thread_count(checked_threads(options))};
   std::shared_ptr<const Plan::Impl> plan = cache.find(key);

@@ -63,12 +63,12 @@ fulgur_status guarded(Call call) noexcept {
 }
 
 // The sizes of the structs in version 0.1.0, the first: no caller has shorter ones.
-constexpr size_t kLeastOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
-constexpr size_t kLeastForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
-constexpr size_t kLeastBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
-constexpr size_t kLeastAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
-constexpr size_t kLeastRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
-constexpr size_t kLeastNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
+constexpr size_t kMinOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
+constexpr size_t kMinForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kMinBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
+constexpr size_t kMinAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
+constexpr size_t kMinRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
+constexpr size_t kMinNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
 
 template <class T>
 T optional(const DLTensor* t, const char* name) {
@@ -94,7 +94,7 @@ void set_extras(const Given& given, Args& args) {
 }
 
 AppendArgs convert(const fulgur_append_args* given, const char* name = "args") {
-  const fulgur_append_args a = read_struct(name, given, kLeastAppend);
+  const fulgur_append_args a = read_struct(name, given, kMinAppend);
   return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
           .v_cache = required<Tensor>(a.v_cache, "v_cache"),
           .k_new = required<ConstTensor>(a.k_new, "k_new"),
@@ -149,11 +149,11 @@ class ForwardCall {
 };
 
 ForwardCall convert(const fulgur_forward_args* given) {
-  return ForwardCall(read_struct("args", given, kLeastForward));
+  return ForwardCall(read_struct("args", given, kMinForward));
 }
 
 BackwardArgs convert(const fulgur_backward_args* given) {
-  const fulgur_backward_args a = read_struct("args", given, kLeastBackward);
+  const fulgur_backward_args a = read_struct("args", given, kMinBackward);
   BackwardArgs args{.dout = required<ConstTensor>(a.dout, "dout"),
                     .q = required<ConstTensor>(a.q, "q"),
                     .k = required<ConstTensor>(a.k, "k"),
@@ -178,7 +178,7 @@ fulgur_options defaults() {
 
 Options convert(const fulgur_options* given) {
   const fulgur_options o =
-      given == nullptr ? defaults() : read_struct("options", given, kLeastOptions, defaults());
+      given == nullptr ? defaults() : read_struct("options", given, kMinOptions, defaults());
   Options options;
   options.mask = {o.window_left, o.window_right, o.chunk};
   if (o.scale != nullptr) options.scale = *o.scale;
@@ -196,7 +196,7 @@ Options convert(const fulgur_options* given) {
 
 Run convert(const fulgur_run* given) {
   if (given == nullptr) return {};
-  const fulgur_run r = read_struct("run", given, kLeastRun);
+  const fulgur_run r = read_struct("run", given, kMinRun);
   return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
 }
 
@@ -252,9 +252,9 @@ fulgur_status tune(const Args* args, const fulgur_options* options, const fulgur
 fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
   return guarded([&] {
     if (options == nullptr) fail("options", "got null, want a struct");
-    if (!is_struct_size<fulgur_options>(struct_size, kLeastOptions)) {
+    if (!is_struct_size<fulgur_options>(struct_size, kMinOptions)) {
       fail("struct_size", "got {}, want sizeof(fulgur_options), at least {} and a multiple of {}",
-           struct_size, kLeastOptions, alignof(fulgur_options));
+           struct_size, kMinOptions, alignof(fulgur_options));
     }
     write_struct(options, struct_size, defaults());
   });
@@ -296,11 +296,11 @@ fulgur_status fulgur_plan_workspace(const fulgur_plan* plan, fulgur_workspace_ne
   return guarded([&] {
     if (need == nullptr) fail("need", "got null, want a struct");
     const size_t size = need->struct_size;
-    if (!is_struct_size<fulgur_workspace_need>(size, kLeastNeed)) {
+    if (!is_struct_size<fulgur_workspace_need>(size, kMinNeed)) {
       fail(
           "need",
           "struct_size is {}, want sizeof(fulgur_workspace_need), at least {} and a multiple of {}",
-          size, kLeastNeed, alignof(fulgur_workspace_need));
+          size, kMinNeed, alignof(fulgur_workspace_need));
     }
     const fulgur::WorkspaceNeed n = required(plan).workspace();
     write_struct(need, size, {size, n.bytes, n.alignment, n.zeroed_bytes});

@@ -31,7 +31,7 @@ Struct read_struct(const char* name, const Struct* given, size_t least, Struct d
   if (size > sizeof(Struct) &&
       std::any_of(bytes + sizeof(Struct), bytes + size, [](unsigned char b) { return b != 0; })) {
     fail(name,
-         "struct_size is {}, this library knows {}, and what is behind is not 0: it is newer than "
+         "struct_size is {}, this library knows {}, and what is after is not 0: it is newer than "
          "the library",
          size, sizeof(Struct));
   }

@@ -11,8 +11,8 @@ void check_float(const char* name, const ConstTensor& t) {
 }
 
 int64_t checked_dim(const char* name, int64_t dim) {
-  if (dim < 1 || dim > AppendCall::kMostDim)
-    fail(name, "got head dim {}, want 1 to {}", dim, AppendCall::kMostDim);
+  if (dim < 1 || dim > AppendCall::kMaxDim)
+    fail(name, "got head dim {}, want 1 to {}", dim, AppendCall::kMaxDim);
   return dim;
 }
 

@@ -11,13 +11,13 @@ namespace fulgur {
 struct AppendCall {
   /// What the call names the tensor whose dtype, device and heads the others have.
   static constexpr const char* kLike = "k_cache";
-  static constexpr int64_t kMostDim = 512;
+  static constexpr int64_t kMaxDim = 512;
 
   const AppendArgs& args;
   Problem p{};  ///< of the caches as k and v, and of the rows of q
   CacheTensors tables{};
   bool packed_new = false;
-  int64_t tokens = 0;  ///< rows of k_new, those behind the last sequence included
+  int64_t tokens = 0;  ///< rows of k_new, those after the last sequence included
   int64_t hq = 0;
   int64_t pairs = 0;     ///< of columns that turn
   bool advance = false;  ///< each query has a position of its own

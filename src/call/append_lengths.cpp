@@ -6,7 +6,7 @@
 namespace fulgur {
 namespace {
 
-constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();  // of what seqused_k can say
+constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();  // of what seqused_k can say
 
 /// The values of a vector that the host can read, or null.
 const int32_t* readable(const ConstTensor& t) {
@@ -46,10 +46,10 @@ void AppendLengths::check_room(const AppendCall& c, const Sequences& sequences) 
       fail("cache_seqlens", "got {} at {}, with {} new rows {}, want at most the {} of its cache",
            s.k_begin, b, s.sk, s.k_begin + s.sk, room);
     }
-    if (s.k_begin + s.sk > kMostKeys) {
+    if (s.k_begin + s.sk > kMaxKeys) {
       fail("cache_seqlens",
            "got {} at {}, with {} new rows {}, want at most {}, as lengths are i32", s.k_begin, b,
-           s.sk, s.k_begin + s.sk, kMostKeys);
+           s.sk, s.k_begin + s.sk, kMaxKeys);
     }
   }
 }

@@ -7,7 +7,7 @@
 
 namespace fulgur {
 
-/// The rows of all sequences one behind the other: where those of each begin. Packed ones whose
+/// The rows of all sequences one after the other: where those of each begin. Packed ones whose
 /// lengths are on a device are taken for none.
 class Tokens {
  public:
@@ -33,13 +33,13 @@ class Tokens {
 /// The lengths of a call of append that lie in the host's memory, where they stay.
 class AppendLengths {
  public:
-  /// Checks that they divide the rows, that new rows fit behind the old ones, and that there are
+  /// Checks that they divide the rows, that new rows fit after the old ones, and that there are
   /// angles for their positions. Throws Error(kInvalidArgument).
   explicit AppendLengths(const AppendCall& call);
 
   const Tokens& tokens() const { return tokens_; }
   const Tokens& queries() const { return queries_; }
-  /// New rows as keys of a sequence: those behind the ones that it has.
+  /// New rows as keys of a sequence: those after the ones that it has.
   Sequence new_keys(int64_t b) const { return {.k_begin = old_[b], .sk = tokens_.of(b)}; }
   /// The position of the first new token of sequence b.
   int64_t first_position(int64_t b) const { return first_[b]; }

@@ -10,7 +10,7 @@ namespace fulgur {
 namespace {
 
 /// Rows of queries that were turned begin at multiples of 16 bytes.
-int64_t turned_head(int64_t d) { return d > AppendCall::kMostDim ? d : (d + 7) / 8 * 8; }
+int64_t rotated_head(int64_t d) { return d > AppendCall::kMaxDim ? d : (d + 7) / 8 * 8; }
 
 void check_said_once(const ForwardArgs& args) {
   const AppendArgs& a = *args.append;
@@ -19,12 +19,12 @@ void check_said_once(const ForwardArgs& args) {
         std::tuple{"page_table", &args.page_table, "page_table"},
         std::tuple{"page_indptr", &args.page_indptr, "page_indptr"},
         std::tuple{"cache_batch_idx", &args.cache_batch_idx, "cache_batch_idx"}}) {
-    if (t->given()) fail(name, "given beside append, want {} of it alone", there);
+    if (t->given()) fail(name, "given with append, want {} of it alone", there);
   }
   for (const auto& [name, t] :
        {std::pair{"cu_seqlens_k", &args.cu_seqlens_k}, std::pair{"seqused_k", &args.seqused_k}}) {
     if (t->given()) {
-      fail(name, "given beside append, want none: sequences have cache_seqlens and the new rows");
+      fail(name, "given with append, want none: sequences have cache_seqlens and the new rows");
     }
   }
   const ConstTensor q_out = a.q_out;
@@ -34,7 +34,7 @@ void check_said_once(const ForwardArgs& args) {
   }
 }
 
-/// Queries as append may take them, and as the attention behind it will.
+/// Queries as append may take them, and as the attention after it will.
 void check_queries(const ForwardArgs& args) {
   const ConstTensor &q = args.q, &k = args.append->k_cache;
   const bool packed = args.cu_seqlens_q.given();
@@ -66,7 +66,7 @@ AppendArgs rows_of(const ForwardArgs& args) {
   to.shape = args.q.shape;
   if (to.rank < 3) return rows;  // which append refuses
   to.strides[to.rank - 1] = 1;
-  to.strides[to.rank - 2] = turned_head(to.shape[to.rank - 1]);
+  to.strides[to.rank - 2] = rotated_head(to.shape[to.rank - 1]);
   for (int i = to.rank - 3; i >= 0; --i) {  // where they overflow, append finds rows that overlap
     const auto stride = static_cast<uint64_t>(to.strides[i + 1]);
     to.strides[i] = static_cast<int64_t>(stride * static_cast<uint64_t>(to.shape[i + 1]));
@@ -90,12 +90,12 @@ ForwardArgs attention_of(const ForwardArgs& args) {
 
 }  // namespace
 
-Appending::Appending(const ForwardArgs& args, const Mask& mask)
+AppendThenAttend::AppendThenAttend(const ForwardArgs& args, const Mask& mask)
     : rows_(rows_of(args)), call_(checked_append(rows_, mask)), attention_(attention_of(args)) {
   set_lengths();
 }
 
-void Appending::set_lengths() {
+void AppendThenAttend::set_lengths() {
   const auto readable = [](const ConstTensor& t) { return on_host(t) && t.data != nullptr; };
   for (const auto& [name, t] : {std::pair{"cu_seqlens_k_new", &rows_.cu_seqlens_k_new},
                                 std::pair{"cache_seqlens", &rows_.cache_seqlens},
@@ -116,18 +116,18 @@ void Appending::set_lengths() {
   attention_.seqused_k = ConstTensor::contiguous(lengths_.data(), DType::kI32, {call_.p.batch});
 }
 
-void Appending::turn_into(void* memory) {
+void AppendThenAttend::rotate_into(void* memory) {
   if (!turns()) return;
   rows_.q_out.data = memory;
   attention_.q = rows_.q_out;
 }
 
-void Appending::attend_to(const int32_t* lengths) {
+void AppendThenAttend::attend_to(const int32_t* lengths) {
   attention_.seqused_k =
       ConstTensor::contiguous(lengths, DType::kI32, {call_.p.batch}, call_.p.device);
 }
 
-Problem::Append append_of(const Appending& a) {
+Problem::Append append_of(const AppendThenAttend& a) {
   Problem::Append append{true, a.call().pairs > 0, a.call().p.batch, a.call().tokens, 0};
   if (a.call().p.device.type == DeviceType::kCpu) return append;
   const AppendArgs& rows = a.rows();
@@ -140,15 +140,15 @@ Problem::Append append_of(const Appending& a) {
 
 Problem without_append(Problem p) {
   if (p.append.turns && p.total_q > 0) {
-    const int64_t head = turned_head(p.d), row = p.hq * head;
+    const int64_t head = rotated_head(p.d), row = p.hq * head;
     p.q = {p.packed ? 0 : p.sq * row, row, head, true};
   }
   p.append = {};
   return p;
 }
 
-int64_t turned_bytes(const Problem& p) {
-  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * turned_head(p.d) * size_of(p.dtype)
+int64_t rotated_bytes(const Problem& p) {
+  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtype)
                                          : 0;
 }
 

@@ -12,13 +12,13 @@ namespace fulgur {
 
 /// A forward call that brings new rows (ForwardArgs::append) in two: what is appended, and the
 /// attention that follows.
-class Appending {
+class AppendThenAttend {
  public:
   /// Checks that each thing is said once, the shapes of what is appended, and the lengths that the
   /// host can read. Throws Error(kInvalidArgument).
-  Appending(const ForwardArgs& args, const Mask& mask);
-  Appending(const Appending&) = delete;
-  Appending& operator=(const Appending&) = delete;
+  AppendThenAttend(const ForwardArgs& args, const Mask& mask);
+  AppendThenAttend(const AppendThenAttend&) = delete;
+  AppendThenAttend& operator=(const AppendThenAttend&) = delete;
 
   const AppendCall& call() const { return call_; }
   const AppendArgs& rows() const { return rows_; }
@@ -28,7 +28,7 @@ class Appending {
 
   bool turns() const { return rows_.q.given(); }
   /// The queries that were turned, in memory of the call: what append writes, and attention reads.
-  void turn_into(void* memory);
+  void rotate_into(void* memory);
   /// The lengths attended, in memory of the device.
   void attend_to(const int32_t* lengths);
 
@@ -42,12 +42,12 @@ class Appending {
 };
 
 /// What a problem says of them.
-Problem::Append append_of(const Appending& appending);
+Problem::Append append_of(const AppendThenAttend& appending);
 
 /// The problem of the attention that follows.
 Problem without_append(Problem problem);
 
 /// Bytes of the queries that were turned; 0 where none turn.
-int64_t turned_bytes(const Problem& problem);
+int64_t rotated_bytes(const Problem& problem);
 
 }  // namespace fulgur

@@ -39,7 +39,7 @@ void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstT
               false);
   if (tensors.page_indptr.given()) {
     p.cache.pages = Pages::kLists;
-    check_tensor("page_table", table, "(ids), as beside page_indptr", 1, false);
+    check_tensor("page_table", table, "(ids), as with page_indptr", 1, false);
     check_indices("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device,
                   names.like);
   } else {
@@ -68,13 +68,13 @@ void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlen
   if (tensors.page_indptr.given() && !paged)
     fail("page_table", "not given, want the ids that page_indptr divides");
   if (paged && tensors.cache_batch_idx.given())
-    fail("cache_batch_idx", "given beside page_table, want one of both");
+    fail("cache_batch_idx", "given with page_table, want one of both");
   if (paged && !seqused_k.given())
-    fail("seqused_k", "not given, want the lengths of the sequences beside page_table");
+    fail("seqused_k", "not given, want the lengths of the sequences with page_table");
   for (const auto& [name, t] : {std::pair{"page_table", &tensors.page_table},
                                 std::pair{"cache_batch_idx", &tensors.cache_batch_idx}}) {
     if (t->given() && cu_seqlens_k.given())
-      fail("cu_seqlens_k", "given beside {}, want seqused_k to say the lengths", name);
+      fail("cu_seqlens_k", "given with {}, want seqused_k to say the lengths", name);
   }
 }
 

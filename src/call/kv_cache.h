@@ -28,7 +28,7 @@ struct CacheNames {
   const char *k = "k", *v = "v", *like = "q";
 };
 
-/// Checks which of them are given together, and beside what else.
+/// Checks which of them are given together, and with what else.
 void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlens_k,
                        const ConstTensor& seqused_k);
 

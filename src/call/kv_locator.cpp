@@ -2,21 +2,21 @@
 
 namespace fulgur {
 
-KeyPlaces::KeyPlaces(const Problem& problem, const CacheTensors& tensors, const char* k)
+KvLocator::KvLocator(const Problem& problem, const CacheTensors& tensors, const char* k)
     : p_(&problem),
       k_(k),
       batch_idx_(static_cast<const int32_t*>(tensors.cache_batch_idx.data)),
       table_(static_cast<const int32_t*>(tensors.page_table.data)),
       indptr_(static_cast<const int32_t*>(tensors.page_indptr.data)) {}
 
-KeyPlaces::KeyPlaces(const Problem& problem, const Sequences& sequences,
+KvLocator::KvLocator(const Problem& problem, const Sequences& sequences,
                      const CacheTensors& tensors)
-    : KeyPlaces(problem, tensors, "k") {
+    : KvLocator(problem, tensors, "k") {
   if (!problem.cache.paged() && !problem.cache.batch_idx) return;
   for (int64_t b = 0; b < problem.batch; ++b) check(b, sequences[b]);
 }
 
-void KeyPlaces::check(int64_t b, const Sequence& s) const {
+void KvLocator::check(int64_t b, const Sequence& s) const {
   if (s.sk == 0) return;
   if (p_->cache.paged()) {
     check_pages(b, s);
@@ -26,11 +26,11 @@ void KeyPlaces::check(int64_t b, const Sequence& s) const {
   }
 }
 
-const int32_t* KeyPlaces::pages(int64_t b) const {
+const int32_t* KvLocator::pages(int64_t b) const {
   return table_ + (indptr_ != nullptr ? indptr_[b] : b * p_->cache.table_stride);
 }
 
-void KeyPlaces::check_pages(int64_t b, const Sequence& s) const {
+void KvLocator::check_pages(int64_t b, const Sequence& s) const {
   const int32_t* const ids = pages(b);
   const int64_t page = p_->cache.page, end = (s.k_begin + s.sk + page - 1) / page;
   for (int64_t i = s.k_begin / page; i < end; ++i) {
@@ -41,7 +41,7 @@ void KeyPlaces::check_pages(int64_t b, const Sequence& s) const {
   }
 }
 
-KeyRows KeyPlaces::of(int64_t b, const Sequence& s) const {
+KvSpan KvLocator::of(int64_t b, const Sequence& s) const {
   if (p_->cache.paged()) return {s.k_begin, 0, pages(b), p_->cache.page};
   return {s.k_begin, p_->cache.batch_idx ? batch_idx_[b] : b};
 }

@@ -9,7 +9,7 @@
 namespace fulgur {
 
 /// Where the keys of a sequence lie in K and V: in rows of one entry of the batch, or of pages.
-struct KeyRows {
+struct KvSpan {
   int64_t begin = 0;               ///< the row of its first key
   int64_t entry = 0;               ///< of the batch
   const int32_t* pages = nullptr;  ///< row r is row r % page of pages[r / page]; null without pages
@@ -18,9 +18,9 @@ struct KeyRows {
 
 /// A walk over keys [j, j + n) of a sequence in runs, whose rows lie at one stride: the rows [row,
 /// row + count) of an entry of the batch, or of a page.
-class KeyRuns {
+class KvRuns {
  public:
-  KeyRuns(const KeyRows& keys, int64_t j, int64_t n) : page_(keys.page), left_(n) {
+  KvRuns(const KvSpan& keys, int64_t j, int64_t n) : page_(keys.page), left_(n) {
     row = keys.begin + j;
     count = n;
     entry = keys.entry;
@@ -51,24 +51,24 @@ class KeyRuns {
 };
 
 /// The keys of the sequences of one call whose tables are in the host's memory, where they stay.
-class KeyPlaces {
+class KvLocator {
  public:
   /// Checks the entries of the tables that the keys of the sequences need. Throws
   /// Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
   template <class Args>
-  KeyPlaces(const Problem& problem, const Sequences& sequences, const Args& args)
-      : KeyPlaces(problem, sequences, cache_of(args)) {}
+  KvLocator(const Problem& problem, const Sequences& sequences, const Args& args)
+      : KvLocator(problem, sequences, cache_of(args)) {}
 
   /// Nothing is checked yet. `k`: what the call names the cache of K.
-  KeyPlaces(const Problem& problem, const CacheTensors& tensors, const char* k);
+  KvLocator(const Problem& problem, const CacheTensors& tensors, const char* k);
 
   /// Checks the entries of the tables that the keys of sequence b need, which is `s`.
   void check(int64_t b, const Sequence& s) const;
   /// Of sequence b, which is `s`.
-  KeyRows of(int64_t b, const Sequence& s) const;
+  KvSpan of(int64_t b, const Sequence& s) const;
 
  private:
-  KeyPlaces(const Problem& problem, const Sequences& sequences, const CacheTensors& tensors);
+  KvLocator(const Problem& problem, const Sequences& sequences, const CacheTensors& tensors);
 
   /// The first page id of sequence b.
   const int32_t* pages(int64_t b) const;

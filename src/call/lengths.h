@@ -31,7 +31,7 @@ class Sequences {
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
-  /// First row and count of the packed rows behind the last sequence, or of no rows.
+  /// First row and count of the packed rows after the last sequence, or of no rows.
   Sequence padding() const;
   /// The rows of sequence b that tensors have room for, seqused or not.
   int64_t room_q(int64_t b) const;

@@ -16,8 +16,8 @@
 namespace fulgur {
 namespace {
 
-constexpr int kMostThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
-                                    // it cannot start one
+constexpr int kMaxThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
+                                   // it cannot start one
 
 /// The longest sequence of packed tensors: what the user says, or what host memory says.
 int64_t longest(const char* name, const ConstTensor& cu, const char* things, int64_t total,
@@ -82,8 +82,8 @@ void check_per_head(const char* name, const ConstTensor& t, const Problem& p, bo
 void set_prefixes(const ForwardArgs& args, Problem& p) {
   const ConstTensor &groups = args.prefix_groups, &lens = args.prefix_lens;
   if (!groups.given() && !lens.given()) return;
-  if (!groups.given()) fail("prefix_groups", "not given, want it beside prefix_lens");
-  if (!lens.given()) fail("prefix_lens", "not given, want it beside prefix_groups");
+  if (!groups.given()) fail("prefix_groups", "not given, want it with prefix_lens");
+  if (!lens.given()) fail("prefix_lens", "not given, want it with prefix_groups");
   if (!p.cache.paged()) fail("prefix_groups", "given without page_table");
   if (groups.rank != 1 || groups.shape[0] < 2) {
     fail("prefix_groups", "got {}, want i32 (groups + 1) of at least one group", groups.describe());
@@ -117,7 +117,7 @@ Problem make_shared(const Args& args, const Options& options) {
   const CacheTensors cache = cache_of(args);
   check_cache_given(cache, cu_k, args.seqused_k);
   p.packed = cu_q.given() || cu_k.given();
-  // Packed queries may stand beside a cache, whose rows are no packed ones.
+  // Packed queries may stand with a cache, whose rows are no packed ones.
   const bool may_be_cache = std::is_same_v<Args, ForwardArgs> && (cache.given() || k.rank == 4);
   p.packed_k = cu_k.given() || (cu_q.given() && !may_be_cache);
   const auto dims = [](bool packed) {
@@ -149,8 +149,8 @@ Problem make_shared(const Args& args, const Options& options) {
   if (p.d < 1 || p.d > 512) fail("q", "got head dim {}, want 1 to 512", p.d);
   if (p.dv < 1 || p.dv > 512) fail("v", "got head dim {}, want 1 to 512", p.dv);
 
-  if (p.packed && !cu_q.given()) fail("cu_seqlens_q", "not given, want it beside cu_seqlens_k");
-  if (p.packed_k && !cu_k.given()) fail("cu_seqlens_k", "not given, want it beside cu_seqlens_q");
+  if (p.packed && !cu_q.given()) fail("cu_seqlens_q", "not given, want it with cu_seqlens_k");
+  if (p.packed_k && !cu_k.given()) fail("cu_seqlens_k", "not given, want it with cu_seqlens_q");
   set_queries(q, cu_q, options, p);
   if (p.packed_k) set_packed_keys(k, v, cu_k, options, p);
   check_cache(cache, k, v, options.max_seqlen_k, p);
@@ -219,8 +219,8 @@ void check_tree(const ConstTensor& t, const Problem& p) {
   }
   check_dtype("tree_mask", t, DType::kI64, "a bit for each of 64 tokens");
   check_device("tree_mask", t, p.device);
-  if (p.sq > kMostTreeTokens) {
-    fail("tree_mask", "given for sequences of {} queries, want at most {}", p.sq, kMostTreeTokens);
+  if (p.sq > kMaxTreeTokens) {
+    fail("tree_mask", "given for sequences of {} queries, want at most {}", p.sq, kMaxTreeTokens);
   }
 }
 
@@ -253,7 +253,7 @@ Layout check_lse(const char* name, const ConstTensor& t, const Problem& p, bool 
   return lse_layout(t);
 }
 
-/// Nothing but dsinks is written: no sequence is left, as the sizes beside a 0 may be too large to
+/// Nothing but dsinks is written: no sequence is left, as the sizes with a 0 may be too large to
 /// walk.
 void drop_sequences(Problem& p) {
   if (p.packed) return;
@@ -353,7 +353,7 @@ template <class Args>
 void check_random_numbers_of(const Args& args, const Run& run) {
   if (args.rng_state.given() && (run.dropout_seed != 0 || run.dropout_offset != 0)) {
     fail("rng_state",
-         "given beside a dropout_seed of {} and a dropout_offset of {}, want one of both ways",
+         "given with a dropout_seed of {} and a dropout_offset of {}, want one of both ways",
          run.dropout_seed, run.dropout_offset);
   }
 }
@@ -385,15 +385,15 @@ Mask checked_mask(const Options& options) {
 }
 
 int checked_threads(const Options& options) {
-  if (options.threads < 0 || options.threads > kMostThreads) {
-    fail("threads", "got {}, want >= 0 (0 = all) and <= {}", options.threads, kMostThreads);
+  if (options.threads < 0 || options.threads > kMaxThreads) {
+    fail("threads", "got {}, want >= 0 (0 = all) and <= {}", options.threads, kMaxThreads);
   }
   return options.threads;
 }
 
 Problem make_problem(const ForwardArgs& args, const Options& options) {
   if (args.append != nullptr) {
-    const Appending appending(args, checked_mask(options));
+    const AppendThenAttend appending(args, checked_mask(options));
     Problem p = make_problem(appending.attention(), options);
     p.append = append_of(appending);
     p.host.seqused_k = false;  // they are computed where the caches lie

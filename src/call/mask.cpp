@@ -9,7 +9,7 @@
 namespace fulgur {
 namespace {
 
-constexpr int64_t kMostTiles = int64_t{1} << 31;  // of a map, a byte each
+constexpr int64_t kMaxTiles = int64_t{1} << 31;  // of a map, a byte each
 
 }  // namespace
 
@@ -45,7 +45,7 @@ KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i_begin, int6
 
 TileMap tile_map(const Mask& mask, const Sequence& s, int64_t Br, int64_t Bc) {
   TileMap map{Br, Bc, (s.sq + Br - 1) / Br, (s.sk + Bc - 1) / Bc, {}};
-  if (map.cols > 0 && map.rows > kMostTiles / map.cols) {
+  if (map.cols > 0 && map.rows > kMaxTiles / map.cols) {
     throw Error(
         Status::kUnsupported,
         fmt::format("tiles: the map has {} x {} of them, want at most 2^31", map.rows, map.cols));

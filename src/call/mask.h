@@ -33,7 +33,7 @@ struct KeyTile {
 /// the rows are, so that the sums of a row do not depend on the block that it is in.
 class KeyTiles {
  public:
-  static constexpr int64_t kEnd = INT64_MAX;  ///< tile().j behind the last tile
+  static constexpr int64_t kEnd = INT64_MAX;  ///< tile().j after the last tile
 
   KeyTiles() = default;
   /// The tiles of `keys`, which begin at a multiple of Bc: some row sees `any`, every row `all`.

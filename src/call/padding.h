@@ -5,7 +5,7 @@
 namespace fulgur {
 
 // What the contract says of rows that belong to no sequence, for tensors in host memory: packed
-// rows behind the last sequence, and queries past seqused_q, get out = 0, lse = -inf and zero
+// rows after the last sequence, and queries past seqused_q, get out = 0, lse = -inf and zero
 // gradients; keys past seqused_k get dk = dv = 0.
 
 void write_padding(const Problem& problem, const Sequences& sequences, const ForwardArgs& args);

@@ -10,9 +10,9 @@ namespace fulgur {
 namespace {
 
 /// Of sequences with more rows of a kv head products bind, not reading, and on GPUs the kernel that
-/// computes them best cannot begin behind a prefix.
-constexpr int64_t kMostRows = 128;
-constexpr int64_t kMostNumber = std::numeric_limits<int>::max();
+/// computes them best cannot begin after a prefix.
+constexpr int64_t kMaxRows = 128;
+constexpr int64_t kMaxNumber = std::numeric_limits<int>::max();
 
 bool packs(const Problem& p) {
   return p.packed || p.sq == 1 || p.batch == 1 || p.q.batch == p.sq * p.q.row;
@@ -83,12 +83,12 @@ std::string undivided(const Problem& p) {
   if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {
     return "the rows of page_table do not lie one after the other";
   }
-  if (std::max({p.total_q, ids_of(p), p.sk, p.batch, p.prefix_groups}) >= kMostNumber) {
+  if (std::max({p.total_q, ids_of(p), p.sk, p.batch, p.prefix_groups}) >= kMaxNumber) {
     return "rows, keys or ids are too many for int32";
   }
-  if (const int64_t rows = p.sq * p.group(); rows > kMostRows) {
+  if (const int64_t rows = p.sq * p.group(); rows > kMaxRows) {
     return fmt::format("{} rows of a kv head in a sequence, and reading keys binds up to {}", rows,
-                       kMostRows);
+                       kMaxRows);
   }
   return {};
 }

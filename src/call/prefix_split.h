@@ -17,7 +17,7 @@ std::string undivided(const Problem& problem);
 
 /// All rows of each group over its prefix.
 Problem prefix_part(Problem problem);
-/// Each sequence over the keys behind its group's prefix.
+/// Each sequence over the keys after its group's prefix.
 Problem rest_part(Problem problem);
 
 /// Results of a part in the workspace: rows of all sequences one after the other, those of a head

@@ -42,11 +42,11 @@ struct Problem {
   };
 
   /// Which lengths, slopes and sinks lie in the host's memory, though q lies on a device.
-  struct HostNumbers {
+  struct HostMetadata {
     bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_q = false, seqused_k = false;
     bool leftpad_k = false, alibi_slopes = false, sinks = false;
     bool prefix_groups = false, prefix_lens = false;
-    bool operator==(const HostNumbers&) const = default;
+    bool operator==(const HostMetadata&) const = default;
   };
 
   Pass pass = Pass::kForward;
@@ -63,7 +63,7 @@ struct Problem {
   int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
   bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
   Append append;
-  HostNumbers host;
+  HostMetadata host;
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
   Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)

@@ -7,7 +7,7 @@
 
 namespace fulgur {
 
-constexpr int64_t kMostTreeTokens = 64;  // bits of a word
+constexpr int64_t kMaxTreeTokens = 64;  // bits of a word
 
 inline ConstTensor tree_mask_of(const ForwardArgs& args) { return args.tree_mask; }
 inline ConstTensor tree_mask_of(const BackwardArgs&) { return {}; }

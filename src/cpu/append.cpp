@@ -16,7 +16,7 @@ namespace {
 
 /// Checks that no row of the cache takes two new rows.
 void check_places_differ(const AppendCall& c, const AppendLengths& lengths,
-                         const KeyPlaces& places) {
+                         const KvLocator& places) {
   if (!c.p.cache.paged() && !c.p.cache.batch_idx) return;
   struct Rows {
     int64_t entry, row, count, b;
@@ -26,7 +26,7 @@ void check_places_differ(const AppendCall& c, const AppendLengths& lengths,
   for (int64_t b = 0; b < c.p.batch; ++b) {
     const Sequence s = lengths.new_keys(b);
     if (s.sk == 0) continue;
-    for (KeyRuns runs(places.of(b, s), 0, s.sk); !runs.done(); runs.next())
+    for (KvRuns runs(places.of(b, s), 0, s.sk); !runs.done(); runs.next())
       all.push_back({runs.entry, runs.row, runs.count, b});
   }
   std::sort(all.begin(), all.end());
@@ -44,7 +44,7 @@ void check_places_differ(const AppendCall& c, const AppendLengths& lengths,
 /// The cos and sin of a position.
 template <class T>
 struct Angles {
-  std::array<T, AppendCall::kMostDim / 2> cos, sin;
+  std::array<T, AppendCall::kMaxDim / 2> cos, sin;
 
   Angles(const AppendCall& c, int64_t position) {
     const auto load = [&](const ConstTensor& t, T* to) {
@@ -85,7 +85,7 @@ template <class T>
 void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
   const Angles<T> angles(c, position);
   const int64_t turned = 2 * c.pairs, element = size_of(c.p.dtype);
-  std::array<T, AppendCall::kMostDim> x, y;
+  std::array<T, AppendCall::kMaxDim> x, y;
   for (int64_t h = 0; h < rows.heads; ++h) {
     const std::byte* const from = rows.from + h * rows.from_head;
     std::byte* const to = rows.to + h * rows.to_head;
@@ -100,7 +100,7 @@ void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
 
 /// Writes all rows. T is what angles are multiplied in.
 template <class T>
-void write_rows(const AppendCall& c, const AppendLengths& lengths, const KeyPlaces& places,
+void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocator& places,
                 int threads) {
   const AppendArgs& a = c.args;
   const Tokens &tokens = lengths.tokens(), &queries = lengths.queries();
@@ -112,7 +112,7 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KeyPlac
       return;
     }
     const Tokens::Token t = tokens[n];
-    const KeyRuns place(places.of(t.b, lengths.new_keys(t.b)), t.i, 1);
+    const KvRuns place(places.of(t.b, lengths.new_keys(t.b)), t.i, 1);
     const HeadRows k(a.k_new, c.k_new, t.b, t.row, a.k_cache, c.p.k, place.entry, place.row, c.p.hk,
                      c.p.d);
     const HeadRows v(a.v_new, c.v_new, t.b, t.row, a.v_cache, c.p.v, place.entry, place.row, c.p.hk,
@@ -130,7 +130,7 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KeyPlac
 
 void append(const AppendCall& c, int threads) {
   const AppendLengths lengths(c);
-  const KeyPlaces places(c.p, c.tables, AppendCall::kLike);
+  const KvLocator places(c.p, c.tables, AppendCall::kLike);
   for (int64_t b = 0; b < c.p.batch; ++b) places.check(b, lengths.new_keys(b));
   check_places_differ(c, lengths, places);
   if (c.p.dtype == DType::kF64) {

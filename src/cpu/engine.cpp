@@ -109,7 +109,7 @@ class Work {
     parallel_for(n, plan_.threads, body);
   }
 
-  /// Calls add(task) for every kv head of every sequence of which something is written: beside no
+  /// Calls add(task) for every kv head of every sequence of which something is written: with no
   /// rows there may be any number of heads.
   template <class Add>
   void each_head(const Add& add) const {
@@ -225,7 +225,7 @@ class Work {
   const CpuPlan& plan_;
   const Args& args_;
   Sequences sequences_;
-  KeyPlaces keys_;
+  KvLocator keys_;
   Given given_;
   float *scratch_, *shared_;
 };

@@ -109,7 +109,7 @@ Peaks peaks_of(int threads) {
 std::string expectation(const Cost& cost, const Peaks& peaks) {
   const double products = cost.as_fma / (peaks.fma * peaks.threads);
   const double reading = cost.bytes / peaks.read;
-  // Reads hide behind products, and these behind reads, the less the nearer they are to each other;
+  // Reads overlap with products, and these after reads, the less the nearer they are to each other;
   // decoding was measured to take about this.
   const double seconds = std::hypot(products, reading);
   const std::string takes =

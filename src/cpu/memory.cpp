@@ -13,8 +13,8 @@
 namespace fulgur::cpu {
 namespace {
 
-constexpr int64_t kMostKept = int64_t{64} << 20;
-constexpr int64_t kMostWaste = 4;  // a block serves no run that needs less than this part of it
+constexpr int64_t kMaxKept = int64_t{64} << 20;
+constexpr int64_t kMaxWaste = 4;  // a block serves no run that needs less than this part of it
 
 /// Blocks that no run uses.
 struct Kept {
@@ -37,7 +37,7 @@ ScratchMemory::ScratchMemory(int64_t bytes) {
     Kept& k = kept();
     const std::scoped_lock lock(k.mutex);
     const auto found = k.by_bytes.lower_bound(bytes_);
-    if (found != k.by_bytes.end() && found->first <= kMostWaste * bytes_) {
+    if (found != k.by_bytes.end() && found->first <= kMaxWaste * bytes_) {
       bytes_ = found->first;
       data_ = found->second;
       k.bytes -= bytes_;
@@ -55,12 +55,12 @@ ScratchMemory::~ScratchMemory() {
   if (data_ == nullptr) return;
   Kept& k = kept();
   const std::scoped_lock lock(k.mutex);
-  if (bytes_ > kMostKept) {
+  if (bytes_ > kMaxKept) {
     std::free(data_);
     return;
   }
   // The largest go first: they come back least often.
-  while (k.bytes + bytes_ > kMostKept) {
+  while (k.bytes + bytes_ > kMaxKept) {
     const auto largest = std::prev(k.by_bytes.end());
     k.bytes -= largest->first;
     std::free(largest->second);

@@ -13,11 +13,11 @@
 namespace fulgur::cpu {
 namespace {
 
-constexpr int64_t kLeastPartKeys = 4 * kBc;  // below, merging costs more than it gains
+constexpr int64_t kMinPartKeys = 4 * kBc;  // below, merging costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
-constexpr double kMostBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
-constexpr int64_t kMostDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
-constexpr int64_t kStreamedBytes = 4096;   // the hardware's prefetching keeps up with such runs
+constexpr double kMaxBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
+constexpr int64_t kMaxDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
+constexpr int64_t kStreamedBytes = 4096;  // the hardware's prefetching keeps up with such runs
 
 /// At most so many sequences have a query: where packed ones are empty there may be any number.
 int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total_q); }
@@ -27,15 +27,15 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   // Heads that lie side by side are read together, in the order of memory.
   if (std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
     plan.decode_heads = p.hk;
-    while (plan.decode_heads > kMostDecodeHeads && plan.decode_heads % 2 == 0) {
+    while (plan.decode_heads > kMaxDecodeHeads && plan.decode_heads % 2 == 0) {
       plan.decode_heads /= 2;
     }
   }
   if (p.invariant) {
-    plan.least_part = kInvariantPartKeys;
+    plan.min_part = kInvariantPartKeys;
   } else {
     // Several tasks a thread, so that a slow one does not keep the others waiting.
-    plan.least_part = kLeastPartKeys;
+    plan.min_part = kMinPartKeys;
     plan.parts = 8 * plan.threads;
   }
   plan.scratch = std::max(plan.scratch, k.decode_scratch(p, plan.decode_heads, rows));
@@ -43,12 +43,12 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   // but for chunks, of which that may have seen the first key alone.
   const int64_t queries = std::min(p.sq, rows / p.group());
   const KeyRange longest = decoded_keys(window_around(p.mask), {0, 0, queries, p.sk});
-  const int64_t most_keys =
+  const int64_t max_keys =
       std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
   const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);
   const int64_t keys =
-      runs * (sequences > p.total_keys / most_keys ? p.total_keys : sequences * most_keys);
-  int64_t parts = keys / plan.least_part;
+      runs * (sequences > p.total_keys / max_keys ? p.total_keys : sequences * max_keys);
+  int64_t parts = keys / plan.min_part;
   if (plan.parts > 0) parts = std::min(parts, plan.parts);
   parts += sequences * runs;  // the last part of each may be shorter
   plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
@@ -85,7 +85,7 @@ double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t b
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
-  const int64_t most_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
+  const int64_t max_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
   // Fewer panels a block where blocks would be too few to share out evenly; one thread shares
   // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
@@ -95,21 +95,21 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
            static_cast<double>(heads) * static_cast<double>(ceil_div(rows, block_rows)) <
                static_cast<double>(tasks * plan.threads);
   };
-  plan.block_rows = most_rows;
+  plan.block_rows = max_rows;
   if (!p.alike()) {
     while (plan.block_rows > k.panel_rows && few(plan.block_rows, 4)) plan.block_rows /= 2;
-  } else if (few(most_rows, 4)) {
-    double least = time_of_blocks(p, k, plan.threads, most_rows);
-    for (int64_t r = most_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
+  } else if (few(max_rows, 4)) {
+    double least = time_of_blocks(p, k, plan.threads, max_rows);
+    for (int64_t r = max_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
       const double time = time_of_blocks(p, k, plan.threads, r);
       if (time >= least) continue;
       least = time;
       plan.block_rows = r;
     }
   }
-  if (plan.block_rows < most_rows) {
+  if (plan.block_rows < max_rows) {
     rejected->push_back(
-        fmt::format("blocks of {} rows: too few to keep {} threads busy", most_rows, plan.threads));
+        fmt::format("blocks of {} rows: too few to keep {} threads busy", max_rows, plan.threads));
   }
   plan.scratch = std::max(plan.scratch, k.forward_scratch(p));
 }
@@ -117,10 +117,10 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
   plan.decode_rows = k.decode_rows;
-  // Packed sequences may be short beside a long one, and so may those of seqused_q.
+  // Packed sequences may be short with a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
-  const int64_t least_rows = p.packed || p.seqused_q ? p.group() : rows;
-  const bool decode = least_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
+  const int64_t min_rows = p.packed || p.seqused_q ? p.group() : rows;
+  const bool decode = min_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
   if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
   if (blocks) plan_blocks(p, k, rejected, plan);
   if (!blocks) {
@@ -128,7 +128,7 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
   }
   if (!decode) {
     rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
-                                    least_rows, plan.decode_rows));
+                                    min_rows, plan.decode_rows));
   }
 }
 
@@ -165,7 +165,7 @@ std::string describe_pages(const CpuPlan& plan, const Problem& p) {
 }  // namespace
 
 int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
-  const int64_t most = parts == 0 ? least_part : std::max(least_part, ceil_div(all_keys, parts));
+  const int64_t most = parts == 0 ? min_part : std::max(min_part, ceil_div(all_keys, parts));
   const int64_t count = std::max<int64_t>(1, ceil_div(keys, most));
   return ceil_div(ceil_div(keys, count), kBc) * kBc;  // as even as tiles let them be
 }
@@ -189,7 +189,7 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
       why = path.unavailable;
     } else if (kernels_of(path) == nullptr) {
       why = "a product of f16 is three of theirs, slower than vectors";
-    } else if (std::fabs(p.scale) > kMostBf16Scale) {
+    } else if (std::fabs(p.scale) > kMaxBf16Scale) {
       why = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
     } else if (chosen != nullptr) {
       why = fmt::format("{} multiply bf16 faster", chosen->name);
@@ -209,7 +209,7 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
                   std::vector<std::string>* rejected) {
   CpuPlan plan;
   plan.threads = thread_count(threads);
-  // A tile holds at most all queries of a head, beside those of the other heads of its group.
+  // A tile holds at most all queries of a head, with those of the other heads of its group.
   plan.Br = std::clamp<int64_t>(p.sq, 1, k.panel_rows);
   const int64_t written = p.total_q + (p.pass == Pass::kBackward ? p.total_k : 0);
   if (written == 0) return plan;  // other sizes may be too large to multiply
@@ -227,7 +227,7 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
                   k.target, plan.Br, plan.Bc)};
   if (!k.vectors) {
     const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
-    all.push_back(fmt::format("vectors compute key tiles {}with what is not finite beside a mask",
+    all.push_back(fmt::format("vectors compute key tiles {}with what is not finite with a mask",
                               denormal ? "with denormal numbers in v, and those " : ""));
   }
   if (p.pass == Pass::kBackward) {
@@ -237,14 +237,14 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
         plan.threads, plan.splits));
     return all;
   }
-  if (plan.least_part > 0) {
+  if (plan.min_part > 0) {
     all.push_back(fmt::format(
         "decode, of at most {} rows a kv head{}: keys in {}, merged by LSE", plan.decode_rows,
         k.decode_on_vectors > 0 ? fmt::format(", of fewer than {} on vectors", k.decode_on_vectors)
                                 : "",
         plan.parts == 0
-            ? fmt::format("parts of {} whatever batch and threads are", plan.least_part)
-            : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.least_part)));
+            ? fmt::format("parts of {} whatever batch and threads are", plan.min_part)
+            : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.min_part)));
   }
   if (plan.block_rows > 0) {
     all.push_back(fmt::format("blocks of {} rows over all their keys", plan.block_rows));

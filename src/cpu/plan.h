@@ -24,8 +24,8 @@ struct CpuPlan {
   int64_t block_rows = 0;    ///< forward: rows of a block, a number of panels
   int64_t decode_rows = 0;   ///< forward: the most rows a kv head of a sequence that is decoded
   int64_t decode_heads = 1;  ///< kv heads of a task of a sequence that is decoded
-  int64_t least_part = 0;    ///< the fewest keys of such a task
-  int64_t parts = 0;         ///< so many such tasks are wanted; 0: all have least_part keys
+  int64_t min_part = 0;      ///< the fewest keys of such a task
+  int64_t parts = 0;         ///< so many such tasks are wanted; 0: all have min_part keys
   int64_t splits = 1;        ///< backward: tasks of a kv head
   int64_t scratch = 0;       ///< floats of a thread
   int64_t shared = 0;        ///< floats of decoded states, or of D and dQ accumulators

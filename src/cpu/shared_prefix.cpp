@@ -24,7 +24,7 @@ class CpuPrefixSteps final : public PrefixSteps {
     compute(own ? memory.data() : run.workspace.data);
   }
 
-  int64_t numbers_bytes() const override { return 0; }
+  int64_t metadata_bytes() const override { return 0; }
   ForwardArgs moved(const ForwardArgs& args, const Run&, void*) const override { return args; }
 
   void divide(const kernels::SharedPrefixParams& p, const Run&) const override {

@@ -54,7 +54,7 @@ class PrefixSteps {
   virtual void with_workspace(const WorkspaceNeed& need, const Run& run,
                               const std::function<void(void*)>& compute) const = 0;
   /// Bytes of the workspace for numbers in the host's memory, and the call with those moved there.
-  virtual int64_t numbers_bytes() const = 0;
+  virtual int64_t metadata_bytes() const = 0;
   virtual ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const = 0;
   /// Writes what the parts are told, where the engine computes.
   virtual void divide(const kernels::SharedPrefixParams& params, const Run& run) const = 0;

@@ -22,11 +22,11 @@ namespace {
 /// that fails.
 void check_attention(const Problem& p, const ForwardArgs& args) {
   const Sequences sequences(p, args);
-  if (p.device.type == DeviceType::kCpu) const KeyPlaces checked(p, sequences, args);
+  if (p.device.type == DeviceType::kCpu) const KvLocator checked(p, sequences, args);
   check_prefixes(p, args);
 }
 
-/// Where things lie in the workspace, behind that of the attention.
+/// Where things lie in the workspace, after that of the attention.
 struct Places {
   int64_t turned, lengths, numbers, end;
 
@@ -35,17 +35,17 @@ struct Places {
     const auto take = [&](int64_t bytes) {
       return std::exchange(end, end + workspace_aligned(bytes));
     };
-    turned = take(turned_bytes(p));
+    turned = take(rotated_bytes(p));
     const bool on_cpu = p.device.type == DeviceType::kCpu;  // which keeps lengths itself
     lengths = take(on_cpu ? 0 : p.append.batch * int64_t{sizeof(int32_t)});
     numbers = take(p.append.host_numbers * int64_t{sizeof(int32_t)});
   }
 };
 
-class AppendFirst final : public Executable {
+class AppendFirstExecutable final : public Executable {
  public:
-  AppendFirst(const Problem& p, int threads, std::string sentence,
-              std::unique_ptr<const Executable> attention)
+  AppendFirstExecutable(const Problem& p, int threads, std::string sentence,
+                        std::unique_ptr<const Executable> attention)
       : p_(p),
         follows_(without_append(p)),
         threads_(threads),
@@ -54,13 +54,13 @@ class AppendFirst final : public Executable {
         at_(p, begin_of(p, attention_->workspace())) {}
 
   void run(const Call& call, const Run& run) const override {
-    Appending appending(*std::get<const ForwardArgs*>(call), p_.mask);
+    AppendThenAttend appending(*std::get<const ForwardArgs*>(call), p_.mask);
     check_attention(follows_, appending.attention());
     if (p_.device.type == DeviceType::kCpu) {
       const bool own = run.workspace.data == nullptr;
       const cpu::ScratchMemory memory(own ? at_.end : 0);
       auto* const bytes = static_cast<std::byte*>(own ? memory.data() : run.workspace.data);
-      appending.turn_into(bytes + at_.turned);
+      appending.rotate_into(bytes + at_.turned);
       cpu::append(appending.call(), threads_);
       attend(appending, run, bytes);
       return;
@@ -68,7 +68,7 @@ class AppendFirst final : public Executable {
     cuda::with_workspace(p_.device, at_.end, run, [&](void* memory) {
       auto* const bytes = static_cast<std::byte*>(memory);
       auto* const lengths = reinterpret_cast<int32_t*>(bytes + at_.lengths);
-      appending.turn_into(bytes + at_.turned);
+      appending.rotate_into(bytes + at_.turned);
       cuda::append(appending.call(), {bytes + at_.numbers, lengths}, run);
       appending.attend_to(lengths);
       attend(appending, run, bytes);
@@ -102,7 +102,7 @@ class AppendFirst final : public Executable {
     return p.device.type == DeviceType::kCpu ? attention.bytes : cuda::free_from(attention);
   }
 
-  void attend(const Appending& appending, const Run& run, std::byte* memory) const {
+  void attend(const AppendThenAttend& appending, const Run& run, std::byte* memory) const {
     Run part = run;
     if (at_.end > 0) part.workspace = {memory, attention_->workspace().bytes};
     attention_->run(&appending.attention(), part);
@@ -126,7 +126,7 @@ std::unique_ptr<const Executable> plan_append(const Problem& p, const Engine& en
   if (!on_cpu) rejected->push_back(fmt::format("append by the kernel that attends: {}", why_not));
   Problem follows = without_append(p);
   if (follows.max_workspace > 0) {
-    const int64_t left = follows.max_workspace - AppendFirst::bytes_besides(p);
+    const int64_t left = follows.max_workspace - AppendFirstExecutable::bytes_besides(p);
     follows.max_workspace = std::max<int64_t>(left, 1);
   }
   std::string sentence =
@@ -134,8 +134,8 @@ std::unique_ptr<const Executable> plan_append(const Problem& p, const Engine& en
                   p.append.turns ? ", keys and queries turned" : "",
                   on_cpu ? "and are attended then" : "by a launch of their own");
   if (!on_cpu) cuda::prepare_append(p.device, p.dtype, p.append.host_numbers > 0);
-  return std::make_unique<AppendFirst>(p, threads, std::move(sentence),
-                                       plan_attention(follows, rejected));
+  return std::make_unique<AppendFirstExecutable>(p, threads, std::move(sentence),
+                                                 plan_attention(follows, rejected));
 }
 
 }  // namespace fulgur

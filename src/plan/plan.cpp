@@ -50,7 +50,7 @@ void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
 template <class Args>
 std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (args.append != nullptr) return lengths_of(p, Appending(args, p.mask).attention());
+    if (args.append != nullptr) return lengths_of(p, AppendThenAttend(args, p.mask).attention());
   }
   if (!lengths_on_host(args)) return std::nullopt;
   const Sequences sequences(p, args);

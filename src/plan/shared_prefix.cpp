@@ -25,13 +25,13 @@ int64_t part_out_bytes(const Problem& p) { return p.total_q * part_out(p).row * 
 int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
 /// Bytes of K and V that a call reads less at most: all sequences are one group, of the longest or
 /// of as many as there are keys for.
-int64_t most_saved(const Problem& p) {
+int64_t max_saved(const Problem& p) {
   if (p.sk == 0) return 0;
   return std::min(p.batch - 1, p.total_keys / p.sk) * p.sk * key_bytes(p);
 }
 
 /// Bytes that a divided call must save: its parts' results are written, read and merged, too.
-int64_t least_saved(const Problem& p, const PrefixSteps& steps) {
+int64_t min_saved(const Problem& p, const PrefixSteps& steps) {
   return steps.cost_bytes() + 3 * (part_out_bytes(p) + part_lse_bytes(p));
 }
 
@@ -50,7 +50,7 @@ class SharedPrefixes final : public Executable {
     const auto take = [&](int64_t bytes) {
       return std::exchange(end, end + workspace_aligned(bytes));
     };
-    at_.host_numbers = take(steps_->numbers_bytes());
+    at_.host_numbers = take(steps_->metadata_bytes());
     at_.group_rows = take((groups() + 1) * int64_t{sizeof(int)});
     at_.group_keys = take(groups() * int64_t{sizeof(int)});
     at_.group_ids = take((groups() + 1) * int64_t{sizeof(int)});
@@ -64,7 +64,7 @@ class SharedPrefixes final : public Executable {
   void run(const Call& call, const Run& run) const override {
     const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
     // The members' own ids of their prefix, too, read or not: what is right depends on no plan.
-    if (on_host(args.page_table)) const KeyPlaces checked(p_, Sequences(p_, args), args);
+    if (on_host(args.page_table)) const KvLocator checked(p_, Sequences(p_, args), args);
     steps_->with_workspace(workspace(), run, [&](void* memory) {
       compute(args, run, static_cast<std::byte*>(memory));
     });
@@ -76,7 +76,7 @@ class SharedPrefixes final : public Executable {
         {fmt::format("shared prefixes: all rows of a group over its prefix, which saves reading up "
                      "to {} bytes of K and V where {} are worth it, then each sequence over the "
                      "rest, and their merge; a group of less than {} keys to save has no prefix",
-                     most_saved(p_), least_saved(p_, *steps_), int{kernels::kLeastSavedKeys})},
+                     max_saved(p_), min_saved(p_, *steps_), int{kernels::kMinSavedKeys})},
         {},
         rest.Br,
         rest.Bc};
@@ -176,7 +176,7 @@ class SharedPrefixes final : public Executable {
   struct {
     int64_t host_numbers, group_rows, group_keys, group_ids, leftpad_k;
     int64_t prefix_out, prefix_lse, rest_lse, end;
-  } at_{};  ///< places in the workspace, behind that of the parts
+  } at_{};  ///< places in the workspace, after that of the parts
 };
 
 }  // namespace
@@ -217,7 +217,7 @@ std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& p, const E
   std::string& why = *why_not;
   why = steps == nullptr ? "not by this engine" : undivided(p);
   if (!why.empty()) return nullptr;
-  if (const int64_t most = most_saved(p), least = least_saved(p, *steps); most < least) {
+  if (const int64_t most = max_saved(p), least = min_saved(p, *steps); most < least) {
     why =
         fmt::format("at most {} bytes of K and V are read less, {} would be worth it", most, least);
     return nullptr;

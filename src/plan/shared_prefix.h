@@ -16,7 +16,7 @@ namespace fulgur {
 void check_prefixes(const Problem& problem, const ForwardArgs& args);
 
 /// Plans a call that reads shared prefixes once (Hydragen, arXiv 2402.05099): attention of
-/// all rows of a group over its prefix, of each sequence over the keys behind, and their merge.
+/// all rows of a group over its prefix, of each sequence over the keys after, and their merge.
 /// Null where that cannot be or does not pay; `why_not` then says so.
 std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& problem, const Engine& engine,
                                                        int threads, std::string* why_not);

@@ -52,7 +52,7 @@ inline Matrix scores(const Head& h, Range I, Range J) {
   return S;
 }
 
-/// All keys of J lie in chunks before or behind those of the queries of I.
+/// All keys of J lie in chunks before or after those of the queries of I.
 inline bool in_other_chunks(const Head& h, Range I, Range J) {
   const Band& band = h.rule.band;
   const int64_t diagonal = h.sk - h.sq;  // of query 0

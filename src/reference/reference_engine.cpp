@@ -30,11 +30,11 @@ std::vector<double> gather(const ConstTensor& t, const Layout& layout, int64_t b
 }
 
 /// The keys of a sequence of one head of K or V, dense.
-std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout, const KeyRows& keys,
+std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout, const KvSpan& keys,
                                 int64_t sk, int64_t kv, int64_t dim) {
   std::vector<double> dense;
   dense.reserve(sk * dim);
-  for (KeyRuns run(keys, 0, sk); !run.done(); run.next()) {
+  for (KvRuns run(keys, 0, sk); !run.done(); run.next()) {
     const auto rows = gather(t, layout, run.entry, run.row, run.count, kv, dim);
     dense.insert(dense.end(), rows.begin(), rows.end());
   }
@@ -63,7 +63,7 @@ class Work {
         dropout_(dropout_of(problem, args, run)) {}
 
   void forward() const {
-    if (p_.total_q == 0) return;  // beside no rows there may be any number of heads
+    if (p_.total_q == 0) return;  // with no rows there may be any number of heads
     parallel_for(p_.batch * p_.hq, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
       const Sequence s = sequences_[b];
@@ -157,7 +157,7 @@ class Work {
   int threads_;
   const Args& args_;
   Sequences sequences_;
-  KeyPlaces keys_;
+  KvLocator keys_;
   kernels::DropoutMask dropout_;
 };
 

@@ -245,7 +245,7 @@ TEST_P(Adversarial, RowsWithoutKeysAreExactlyZero) {
 }
 
 // What out, lse and their gradients hold in rows that do not exist is not data, as in q: neither
-// behind used queries, nor behind the last packed sequence.
+// after used queries, nor after the last packed sequence.
 TEST_P(Adversarial, PoisonInRowsThatDoNotExist) {
   for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
     for (const DType dtype : kDtypes) {
@@ -287,7 +287,7 @@ TEST_P(Adversarial, PoisonInRowsThatDoNotExist) {
   }
 }
 
-// Sinks of every size and no size, each beside a common one and one that is none. The first rows
+// Sinks of every size and no size, each with a common one and one that is none. The first rows
 // see no key.
 TEST_P(Adversarial, SinksOfEverySize) {
   const Case cases[] = {

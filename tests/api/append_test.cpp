@@ -1,5 +1,5 @@
-// Appending to caches of K and V: new rows, and queries, as a model in double precision turns them,
-// nothing else of a cache touched, and attention on what was stored.
+// AppendThenAttend to caches of K and V: new rows, and queries, as a model in double precision
+// turns them, nothing else of a cache touched, and attention on what was stored.
 #include "fulgur/append.h"
 
 #include <gtest/gtest.h>
@@ -158,7 +158,7 @@ class OneCall : public Append {
     ASSERT_TRUE(two.check());
     two.cached.run_forward();
     ASSERT_EQ(outputs(one.w), outputs(two.w));
-    fused_ += explain(one).find("by the thread blocks that read them") != std::string::npos;
+    fused_ += explain(one).find("by the CTAs that read them") != std::string::npos;
     ASSERT_TRUE(one.check_rows());
     if (two.w.total_q == 0) return;
     ASSERT_TRUE(forward_is_right(two.w, expect_forward(two.w)));
@@ -219,7 +219,7 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
-  // Fewer in the emulator, on whose few multiprocessors more calls have lines by turns.
+  // Fewer in the emulator, on whose few SMs more calls have lines by turns.
   EXPECT_TRUE(engine() != "cuda" || fused_ > 20) << fused_;
 }
 
@@ -324,7 +324,7 @@ TEST_P(Append, InAnyChunks) {
   }
 }
 
-// Nothing to write: nothing is looked at but shapes, however large the sizes beside a 0 are.
+// Nothing to write: nothing is looked at but shapes, however large the sizes with a 0 are.
 TEST_P(Append, MayBeEmpty) {
   const Dense k(DType::kF32, {2, 4, 1, 8}), old(DType::kI32, {2});
   const Dense v(DType::kF32, {2, 4, 1, 8});

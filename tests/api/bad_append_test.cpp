@@ -36,7 +36,7 @@ std::function<void(AppendTensors&, Options&)> to(Change change) {
 
 using A = AppendTensors;
 
-// The base: 10 keys of 2 sequences, the first behind 5 that do not exist; the last 4 of each are
+// The base: 10 keys of 2 sequences, the first after 5 that do not exist; the last 4 of each are
 // new. q (2, 8, 4, 16), k_new (2, 4, 2, 16), v_new (2, 4, 2, 24), cache_seqlens (11, 6), cos and
 // sin (n, 6) with a row for every position.
 //   pages   k_cache (10, 4, 2, 16), v_cache (10, 4, 2, 24), page_table (2, 6) with 9 ids from row
@@ -161,7 +161,7 @@ const std::vector<WrongAppend>& wrongs() {
        "cu_seqlens_k_new: ends with 1000, want at most .* \\(rows of k_new\\)", true},
       // Tables.
       {"two_indices", table, to([](A& a) { a.cache_batch_idx = a.cache_seqlens; }),
-       "cache_batch_idx: given beside page_table, want one of both"},
+       "cache_batch_idx: given with page_table, want one of both"},
       {"lists_without_ids", lists, to([](A& a) { a.page_table = {}; }),
        "page_table: not given, want the ids"},
       {"table_of_i64", table, to([](A& a) { a.page_table = as(a.page_table, DType::kI64); }),

@@ -27,7 +27,7 @@ void PrintTo(const Wrong& wrong, std::ostream* os) { *os << wrong.what; }
 
 void set(const Tensor& t, int64_t at, double value) { store(t.data, DType::kI32, at, value); }
 
-// The base: q (2, 8, 4, 16), and of each sequence 10 keys, of the first behind 5 that do not exist.
+// The base: q (2, 8, 4, 16), and of each sequence 10 keys, of the first after 5 that do not exist.
 //   pages   k (10, 4, 2, 16), v (10, 4, 2, 24), seqused_k (15, 10), page_table (2, 6) with 9 ids
 //           from row to row; or page_table (9) with page_indptr (0, 4, 9)
 //   batch   k (5, 20, 2, 16), v (5, 20, 2, 24), cache_batch_idx (2)
@@ -38,15 +38,15 @@ const std::vector<Wrong>& wrongs() {
       // What is given together.
       {"no_lengths", table, [](Call& c) { c.seqused_k = {}; }, "seqused_k: not given.*page_table"},
       {"packed_keys", table, [](Call& c) { c.cu_seqlens_k = c.seqused_k; },
-       "cu_seqlens_k: given beside page_table, want seqused_k"},
+       "cu_seqlens_k: given with page_table, want seqused_k"},
       {"packed_keys_of_packed_queries", table, [](Call& c) { c.cu_seqlens_k = c.cu_seqlens_q; },
-       "cu_seqlens_k: given beside page_table, want seqused_k", true},
+       "cu_seqlens_k: given with page_table, want seqused_k", true},
       {"two_indices", table, [](Call& c) { c.cache_batch_idx = c.seqused_k; },
-       "cache_batch_idx: given beside page_table, want one of both"},
+       "cache_batch_idx: given with page_table, want one of both"},
       {"lists_without_ids", lists, [](Call& c) { c.page_table = {}; },
        "page_table: not given, want the ids"},
       {"packed_keys_by_index", batch, [](Call& c) { c.cu_seqlens_k = c.seqused_k; },
-       "cu_seqlens_k: given beside cache_batch_idx, want seqused_k"},
+       "cu_seqlens_k: given with cache_batch_idx, want seqused_k"},
       {"longest_of_no_pages", batch, [](Call& c) { c.options.max_seqlen_k = 20; },
        "max_seqlen_k: given without cu_seqlens_k or page_table"},
       // K and V.
@@ -167,9 +167,9 @@ const std::vector<Wrong>& wrongs() {
        "leftpad_k: data is null"},
       // Shared prefixes.
       {"groups_alone", table, [](Call& c) { c.prefix_lens = {}; },
-       "prefix_lens: not given, want it beside prefix_groups"},
+       "prefix_lens: not given, want it with prefix_groups"},
       {"prefixes_alone", table, [](Call& c) { c.prefix_groups = {}; },
-       "prefix_groups: not given, want it beside prefix_lens"},
+       "prefix_groups: not given, want it with prefix_lens"},
       {"prefixes_without_pages", batch,
        [](Call& c) {
          c.prefix_groups = c.seqused_k;

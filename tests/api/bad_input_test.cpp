@@ -227,9 +227,9 @@ const std::vector<Wrong>& wrongs() {
        "rng_state: on cuda:0, want cpu"},
       {"null_rng_state", [](Call& c) { c.rng_state.data = nullptr; }, "rng_state: data is null"},
       {"rng_state_and_seed", [](Call& c) { c.run.dropout_seed = 5; },
-       "rng_state: given beside a dropout_seed of 5 .*want one"},
+       "rng_state: given with a dropout_seed of 5 .*want one"},
       {"rng_state_and_offset", [](Call& c) { c.run.dropout_offset = 6; },
-       "rng_state: given beside .* a dropout_offset of 6.*want one"},
+       "rng_state: given with .* a dropout_offset of 6.*want one"},
       {"out_is_rng_state", [](Call& c) { c.rng_state.data = c.out.data; },
        "out: .*memory.* rng_state", kForwardOnly},
       // Strides.

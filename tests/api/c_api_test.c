@@ -119,7 +119,7 @@ static void plan_of_changing_lengths(void) {
     memset(out, 0x7f, sizeof out);
     CHECK(fulgur_plan_run_forward(plan, &args, &run) == FULGUR_OK);
     double want[kTotalQ * kDim] = {0}, want_lse[kTotalQ];
-    for (int i = 0; i < kTotalQ; ++i) want_lse[i] = -INFINITY; /* rows behind the last sequence */
+    for (int i = 0; i < kTotalQ; ++i) want_lse[i] = -INFINITY; /* rows after the last sequence */
     for (int b = 0; b < kBatch; ++b) {
       expected_of(q + cu_q[b] * kDim, cu_q[b + 1] - cu_q[b], k + cu_k[b] * kDim, v + cu_k[b] * kDim,
                   cu_k[b + 1] - cu_k[b], 1, want + cu_q[b] * kDim, want_lse + cu_q[b]);

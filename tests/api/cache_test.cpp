@@ -43,7 +43,7 @@ Bits bits_of(const Workload& w, size_t b) {
   return {bits(out), bits(lse)};
 }
 
-// A batch to decode beside one of more rows than decoding takes.
+// A batch to decode with one of more rows than decoding takes.
 std::vector<Case> serving_cases() {
   std::vector<Case> all;
   for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16}) {
@@ -463,7 +463,7 @@ TEST_P(Cache, LongSequencesInAnyBatch) {
   }
 }
 
-// As many lines as an H200 has multiprocessors, or more where there are fewer: of equal lengths
+// As many lines as an H200 has SMs, or more where there are fewer: of equal lengths
 // they may be taken whole, of others not.
 TEST_P(Cache, ManyLines) {
   for (const auto& [sq, unequal] :
@@ -533,7 +533,7 @@ TEST_P(Cache, SequencesMayShareKeys) {
   EXPECT_EQ(bits_of(w.forward), want);
 }
 
-// Packed queries beside a cache whose rows are those of the batch.
+// Packed queries with a cache whose rows are those of the batch.
 TEST_P(Cache, PackedQueriesTakeAContiguousCache) {
   Workload w({.dtype = DType::kBF16,
               .sq = 30,

@@ -1,4 +1,4 @@
-// Lengths, slopes and sinks in the host's memory, on every engine: beside tensors on a device, too.
+// Lengths, slopes and sinks in the host's memory, on every engine: with tensors on a device, too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -102,7 +102,7 @@ class HostCall {
   std::deque<std::vector<int32_t>> arrays_;
 };
 
-class HostNumbers : public EveryEngine {
+class HostMetadata : public EveryEngine {
  protected:
   /// A workload for this engine, which gives the same bits in every run.
   void prepare(Workload& w) const {
@@ -127,7 +127,7 @@ std::vector<Bits> backward_bits(const Workload& w) {
   return all;
 }
 
-void HostNumbers::expect_the_bits_with(Workload& w, const std::vector<unsigned>& all) const {
+void HostMetadata::expect_the_bits_with(Workload& w, const std::vector<unsigned>& all) const {
   const auto forward = forward_bits(w), backward = backward_bits(w);
   const Options longest = EngineMemory(engine()).options(w.forward, w.options);
   for (const unsigned which : all) {
@@ -173,7 +173,7 @@ std::vector<Case> cases() {
   return all;
 }
 
-TEST_P(HostNumbers, GiveTheBitsOfLengthsBesideTheTensors) {
+TEST_P(HostMetadata, GiveTheBitsOfLengthsBesideTheTensors) {
   for (const Case& c : cases()) {
     SCOPED_TRACE(c.name());
     Workload w(c, 1);
@@ -189,7 +189,7 @@ TEST_P(HostNumbers, GiveTheBitsOfLengthsBesideTheTensors) {
 }
 
 // One slope of a head, and one of each head of each sequence, whose rows lie apart.
-TEST_P(HostNumbers, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
+TEST_P(HostMetadata, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
   for (const Alibi alibi : {Alibi::kHeads, Alibi::kBatchHeads}) {
     for (const bool packed : {false, true}) {
       for (const int64_t sq : {2, 100}) {
@@ -215,7 +215,7 @@ TEST_P(HostNumbers, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
 }
 
 // With the caller's workspace, and without being told the longest sequences.
-TEST_P(HostNumbers, AreReadForTheLongest) {
+TEST_P(HostMetadata, AreReadForTheLongest) {
   Workload w(cases()[3], 1);
   prepare(w);
   if (!runs(w)) return;
@@ -235,7 +235,7 @@ TEST_P(HostNumbers, AreReadForTheLongest) {
   EXPECT_EQ(forward_bits(w), forward);
 }
 
-TEST_P(HostNumbers, OfCaches) {
+TEST_P(HostMetadata, OfCaches) {
   using Index = CacheShape::Index;
   for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
     for (const bool leftpad : {false, true}) {
@@ -266,7 +266,7 @@ TEST_P(HostNumbers, OfCaches) {
 }
 
 // More of them than one launch takes.
-TEST_P(HostNumbers, OfManySequences) {
+TEST_P(HostMetadata, OfManySequences) {
   std::vector<Rows> lengths;
   for (int64_t b = 0; b < 400; ++b) lengths.push_back({0, 0, b % 3, b % 5});
   Workload w({.dtype = DType::kBF16,
@@ -290,7 +290,7 @@ TEST_P(HostNumbers, OfManySequences) {
 }
 
 // Each is named as on the CPU, and nothing is written.
-TEST_P(HostNumbers, AreCheckedInEveryRun) {
+TEST_P(HostMetadata, AreCheckedInEveryRun) {
   Workload w({.dtype = DType::kBF16,
               .sq = 50,
               .sk = 60,
@@ -360,7 +360,7 @@ std::vector<Bits> appended_bits(const AppendTensors& t) {
   return {bits(t.k_cache), bits(t.v_cache), bits(t.q_out)};
 }
 
-TEST_P(HostNumbers, OfAppend) {
+TEST_P(HostMetadata, OfAppend) {
   for (const AppendCase& c : append_cases()) {
     SCOPED_TRACE(c.name());
     Appended beside(c, 1);
@@ -380,7 +380,7 @@ TEST_P(HostNumbers, OfAppend) {
 }
 
 // More of them than one launch takes.
-TEST_P(HostNumbers, OfAnAppendToManySequences) {
+TEST_P(HostMetadata, OfAnAppendToManySequences) {
   AppendCase c = append_cases()[1];
   c.c.batch = 600;
   c.c.sk = 5;
@@ -391,7 +391,7 @@ TEST_P(HostNumbers, OfAnAppendToManySequences) {
   EXPECT_TRUE(a.check());
 }
 
-TEST_P(HostNumbers, AreCheckedInEveryAppend) {
+TEST_P(HostMetadata, AreCheckedInEveryAppend) {
   const AppendCase c = append_cases()[3];
   const struct {
     size_t array, at;
@@ -418,7 +418,7 @@ TEST_P(HostNumbers, AreCheckedInEveryAppend) {
   }
 }
 
-FULGUR_EVERY_ENGINE(HostNumbers);
+FULGUR_EVERY_ENGINE(HostMetadata);
 
 }  // namespace
 }  // namespace fulgur::test

@@ -301,7 +301,7 @@ TEST_P(Memory, WorkspaceIsLinear) {
   }
 }
 
-// Beside a size of 0 there may be any number of heads and sequences: nothing walks over them.
+// With a size of 0 there may be any number of heads and sequences: nothing walks over them.
 TEST_P(Memory, NothingToDoTakesNoTime) {
   if (device_of(engine()).type != DeviceType::kCpu)
     GTEST_SKIP() << "of tensors in the CPU's memory";

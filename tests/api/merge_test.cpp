@@ -114,7 +114,7 @@ TEST_P(Merge, IsTheSum) {
   int n = 0;
   for (const int count : {1, 2, 3, 17, 64}) {
     for (const Shape& s : shapes) {
-      // All of one dtype; of two; f32 beside the result's; f64, which GPUs do not take.
+      // All of one dtype; of two; f32 with the result's; f64, which GPUs do not take.
       for (int mixture = 0; mixture < 4; ++mixture, ++n) {
         SCOPED_TRACE("case " + std::to_string(n));
         std::deque<Storage> memory;

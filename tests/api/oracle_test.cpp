@@ -153,7 +153,7 @@ TEST_F(Oracle, RejectsAnotherProblem) {
 
 TEST_F(Oracle, SeesWritesBetweenTheRows) {
   Tensor t = w.forward.out;
-  t.data = static_cast<std::byte*>(t.data) + c.dv * size_of(t.dtype);  // behind the first row
+  t.data = static_cast<std::byte*>(t.data) + c.dv * size_of(t.dtype);  // after the first row
   t.rank = 1;
   t.shape = {1};
   t.strides = {1};

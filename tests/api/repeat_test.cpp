@@ -344,7 +344,7 @@ struct Batch {
   Dense q, k, v, out, dout, dq, dk, dv, lse;
 };
 
-// out, dq, dk, dv, lse of each sequence of a packed batch with rows behind the last; nothing where
+// out, dq, dk, dv, lse of each sequence of a packed batch with rows after the last; nothing where
 // the engine refuses.
 std::vector<std::vector<Bits>> run_packed(const Recipe& s, const std::vector<Sample>& samples,
                                           int threads) {
@@ -444,19 +444,19 @@ TEST_P(Repeat, InvariantToNeighbours) {
     if (round % 3 == 0) s.sinks = sinks;
 
     const bool packed = round % 4 != 3;  // else a padded batch
-    int64_t most_rows = 0, most_keys = 0;
+    int64_t max_rows = 0, max_keys = 0;
     std::vector<Sample> samples;
     for (uint64_t n = 2 + random() % 5; n > 0; --n) {
       const int64_t sq = random() % 8 == 0 ? 0 : pick(kQueries);
       const int64_t most = sq > 33 || engine() == "reference" ? 400 : 2500;
       const auto sk = static_cast<int64_t>(random()) & INT64_MAX;
       samples.push_back(s.sample(sq, sk % 8 == 0 ? 0 : sk % most, pick(kSizes), random));
-      most_rows = std::max(most_rows, sq);
-      most_keys = std::max(most_keys, samples.back().sk);
+      max_rows = std::max(max_rows, sq);
+      max_keys = std::max(max_keys, samples.back().sk);
     }
     const auto threads = [&] { return 1 + static_cast<int>(random() % 4); };
     const auto whole = packed ? run_packed(s, samples, threads())
-                              : run_padded(s, samples, most_rows + 6, most_keys + 13, threads());
+                              : run_padded(s, samples, max_rows + 6, max_keys + 13, threads());
     if (whole.empty()) continue;
     ++computed;
     for (size_t b = 0; b < samples.size(); ++b) {
@@ -477,8 +477,8 @@ TEST_P(Repeat, InvariantToNeighbours) {
   if (computed == 0) GTEST_SKIP() << "the engine refuses every round";
 }
 
-// Few queries beside many keys are what engines have other kernels for, and whose keys they share
-// out: by the sequence's own rows and keys, whatever stands beside it. Here by none, by one that
+// Few queries with many keys are what engines have other kernels for, and whose keys they share
+// out: by the sequence's own rows and keys, whatever stands with it. Here by none, by one that
 // has too many rows for that, by any number of others, and in memory that nobody reads 16 bytes at
 // once.
 TEST_P(Repeat, FewQueriesInAnyBatch) {

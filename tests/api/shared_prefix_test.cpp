@@ -150,7 +150,7 @@ TEST_P(SharedPrefix, GroupsAndLengthsChangeBetweenRunsOfAPlan) {
   }
 }
 
-// Beside tensors on a GPU: each number may lie on the host, where those that are wrong are named.
+// With tensors on a GPU: each number may lie on the host, where those that are wrong are named.
 TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
   if (device_of(engine()).type == DeviceType::kCpu) GTEST_SKIP() << "of tensors on a GPU";
   const Setting setting = settings()[2];  // packed

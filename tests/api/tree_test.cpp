@@ -1,4 +1,4 @@
-// Tree masks beside the case list: what hidden tokens hold, chains, words that change, and that
+// Tree masks with the case list: what hidden tokens hold, chains, words that change, and that
 // neighbours and layouts do not.
 #include <gtest/gtest.h>
 

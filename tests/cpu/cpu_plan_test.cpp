@@ -7,13 +7,13 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kPanelRows = 32, kMostRows = 32 * kPanelRows;
+constexpr int64_t kPanelRows = 32, kMaxRows = 32 * kPanelRows;
 
 /// Rows of a block where packing its keys takes as long as 64 rows.
 int64_t block_rows(const ForwardShape& shape, int threads) {
   cpu::Kernels kernels = {};
   kernels.panel_rows = kPanelRows;
-  kernels.panels = kMostRows / kPanelRows;
+  kernels.panels = kMaxRows / kPanelRows;
   kernels.packing_rows = 64;
   kernels.forward_scratch = [](const Problem&) { return int64_t{1}; };
   std::vector<std::string> rejected;
@@ -26,32 +26,32 @@ ForwardShape of(int64_t n, int64_t heads) {
 // Blocks as large as can be, whose keys are packed once for all of their rows, unless threads would
 // end apart.
 TEST(CpuPlan, BlocksKeepThreadsBusy) {
-  EXPECT_EQ(block_rows(of(1024, 2), 2), kMostRows);
-  EXPECT_EQ(block_rows(of(2048, 2), 2), kMostRows);
-  EXPECT_EQ(block_rows(of(1024, 3), 2), kMostRows / 2);  // of three blocks one thread had two
-  EXPECT_EQ(block_rows(of(1024, 1), 2), kMostRows / 2);
-  EXPECT_EQ(block_rows(of(1024, 1), 4), kMostRows / 4);
+  EXPECT_EQ(block_rows(of(1024, 2), 2), kMaxRows);
+  EXPECT_EQ(block_rows(of(2048, 2), 2), kMaxRows);
+  EXPECT_EQ(block_rows(of(1024, 3), 2), kMaxRows / 2);  // of three blocks one thread had two
+  EXPECT_EQ(block_rows(of(1024, 1), 2), kMaxRows / 2);
+  EXPECT_EQ(block_rows(of(1024, 1), 4), kMaxRows / 4);
   EXPECT_EQ(block_rows(of(128, 1), 64), kPanelRows);
-  EXPECT_EQ(block_rows(of(1024, 3), 1), kMostRows);
-  EXPECT_EQ(block_rows(of(8192, 1), 2), kMostRows);  // four blocks a thread
+  EXPECT_EQ(block_rows(of(1024, 3), 1), kMaxRows);
+  EXPECT_EQ(block_rows(of(8192, 1), 2), kMaxRows);  // four blocks a thread
 }
 
 // Under a causal mask later blocks are longer: of one head's two the second has more than half.
 TEST(CpuPlan, CausalBlocksKeepThreadsBusy) {
   ForwardShape shape = of(2048, 2);
   shape.mask = causal();
-  EXPECT_EQ(block_rows(shape, 2), kMostRows);
+  EXPECT_EQ(block_rows(shape, 2), kMaxRows);
   shape = of(2048, 1);
   shape.mask = causal();
-  EXPECT_LT(block_rows(shape, 2), kMostRows);
+  EXPECT_LT(block_rows(shape, 2), kMaxRows);
 }
 
 // Where lengths are not known yet, four blocks a thread.
 TEST(CpuPlan, BlocksOfUnknownLengthsAreMany) {
   ForwardShape shape = of(1024, 2);
   shape.seqused = true;
-  EXPECT_EQ(block_rows(shape, 2), kMostRows / 4);
-  EXPECT_EQ(block_rows(shape, 1), kMostRows);
+  EXPECT_EQ(block_rows(shape, 2), kMaxRows / 4);
+  EXPECT_EQ(block_rows(shape, 1), kMaxRows);
 }
 
 // What products of bf16 would compute otherwise falls to vectors, as `explain` says.
@@ -68,7 +68,7 @@ TEST(CpuPlan, SaysWhatFallsToVectors) {
     }
     return std::string();
   };
-  const std::string not_finite = "with what is not finite beside a mask";
+  const std::string not_finite = "with what is not finite with a mask";
   EXPECT_EQ(said(true, DType::kBF16, Pass::kForward), "");
   EXPECT_EQ(said(false, DType::kBF16, Pass::kForward),
             "vectors compute key tiles with denormal numbers in v, and those " + not_finite);

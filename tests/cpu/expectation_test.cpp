@@ -34,7 +34,7 @@ Options on_two_threads() {
   return options;
 }
 
-/// What `explain` says behind "expects"; nothing where it expects nothing.
+/// What `explain` says after "expects"; nothing where it expects nothing.
 template <class Args>
 std::string expected(const Args& args, const Options& options = on_two_threads()) {
   const std::string text = plan(args, options).explain();

@@ -306,7 +306,7 @@ class Scratch {
 template <class Products, int kParts>
 void run_forward(const Problem& p, const Given& given, const ForwardArgs& args, int64_t block) {
   const Sequences sequences(p, args);
-  const KeyPlaces keys(p, sequences, args);
+  const KvLocator keys(p, sequences, args);
   const Scratch scratch(tile_forward_scratch<kParts>(p));
   write_padding(p, sequences, args);
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
@@ -322,7 +322,7 @@ void run_forward(const Problem& p, const Given& given, const ForwardArgs& args, 
 template <class Products, int kParts>
 void run_backward(const Problem& p, const Given& given, const BackwardArgs& args) {
   const Sequences sequences(p, args);
-  const KeyPlaces keys(p, sequences, args);
+  const KvLocator keys(p, sequences, args);
   const Scratch scratch(tile_backward_scratch<kParts>(p));
   write_padding(p, sequences, args);
   for (int64_t i = 0; i < p.batch * p.hk; ++i) {
@@ -347,7 +347,7 @@ template <class Decode>
 void run_decode(const Problem& p, const Given& given, const ForwardArgs& args, int64_t scratch_size,
                 const Decode& decode) {
   const Sequences sequences(p, args);
-  const KeyPlaces keys(p, sequences, args);
+  const KvLocator keys(p, sequences, args);
   const Scratch scratch(scratch_size);
   write_padding(p, sequences, args);
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -573,7 +573,7 @@ TEST_F(Tiles, PartsOfF16) {
   }
 }
 
-// P and dS, which are f32, beside f16: on either side rounded to a quarter of f16's half ulp.
+// P and dS, which are f32, with f16: on either side rounded to a quarter of f16's half ulp.
 TEST_F(Tiles, PartsOfF32) {
   for (int round = 0; round < 20000; ++round) {
     float x[16], y[16];
@@ -624,7 +624,7 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
       {.sq = 40, .sk = 97, .hq = 3, .d = 1, .dv = 24, .alibi = Alibi::kHeads, .dropout = 0.25},
       // The slope of such a cap sees any error of small scores.
       {.sq = 70, .sk = 333, .hq = 2, .hk = 1, .softcap = 1e-4},
-      // Beside such a one they are denormal numbers on the way.
+      // With such a one they are denormal numbers on the way.
       {.sq = 40, .sk = 70, .softcap = 1e37},
       {.sq = 90, .sk = 70, .hq = 4, .hk = 2, .mask = causal(), .sinks = true},
       {.sq = 33, .sk = 65, .d = 512, .dv = 512, .mask = causal()},
@@ -654,7 +654,7 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
 /// The ways to decode bf16, and the most rows a kv head that they take.
 struct Decoding {
   const char* name;
-  int64_t most_rows;
+  int64_t max_rows;
   void (*run)(const Problem&, const cpu::Given&, const ForwardArgs&);
 };
 class Decodings : public Tiles, public testing::WithParamInterface<Decoding> {};
@@ -688,7 +688,7 @@ TEST_P(Decodings, OnTheModelFollowTheReference) {
       {.sq = 3, .sk = 100, .hq = 4, .hk = 2, .mask = causal(), .tree = Tree::kRandom},
   };
   for (Case c : cases) {
-    if (c.hq / c.hk * c.sq > GetParam().most_rows) continue;
+    if (c.hq / c.hk * c.sq > GetParam().max_rows) continue;
     c.dtype = DType::kBF16;
     for (const bool denormal : {false, true}) {
       SCOPED_TRACE(c.name() + (denormal ? " denormal" : ""));
@@ -742,7 +742,7 @@ TEST_P(Decodings, WhatIsNotFiniteStaysHidden) {
 }
 
 // Scores that spread over hundreds of powers of two: rows outgrow their maximum in either half of a
-// tile, beside rows that do not, and with values that vectors add.
+// tile, with rows that do not, and with values that vectors add.
 TEST_P(Paths, RowsOutgrowTheirMaximum) {
   const Case cases[] = {
       {.sq = 70, .sk = 300, .d = 64, .dv = 80},

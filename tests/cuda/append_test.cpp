@@ -18,8 +18,8 @@ using AppendOnGpu = OnGpu;
 using Index = CacheShape::Index;
 using Values = std::vector<double>;
 
-constexpr double kMost = std::numeric_limits<int32_t>::max();
-constexpr double kLeast = std::numeric_limits<int32_t>::min();
+constexpr double kMax = std::numeric_limits<int32_t>::max();
+constexpr double kMin = std::numeric_limits<int32_t>::min();
 constexpr int64_t kEntries = 24, kIds = 6, kPage = 8, kRows = kIds * kPage, kPositions = 120;
 
 /// What a call reads besides numbers.
@@ -40,7 +40,7 @@ std::vector<Places> wild_places() {
     (p.*which).assign(values.begin(), values.begin() + static_cast<int64_t>((p.*which).size()));
     all.push_back(p);
   };
-  add(&Places::old, {46, 47, 48, 49});  // the last of 48 rows, and behind it
+  add(&Places::old, {46, 47, 48, 49});  // the last of 48 rows, and after it
   add(&Places::old, {40, 44, 45, 47});
   add(&Places::first, {117, 118, 119, 120});
   add(&Places::first, {119, -1, 120, 0});
@@ -50,8 +50,8 @@ std::vector<Places> wild_places() {
   std::mt19937_64 random(1);
   for (Values Places::*which : {&Places::old, &Places::first, &Places::cu_new, &Places::cu_q,
                                 &Places::ids, &Places::indptr, &Places::rows}) {
-    add(which, Values(kEntries, kMost));
-    add(which, Values(kEntries, kLeast));
+    add(which, Values(kEntries, kMax));
+    add(which, Values(kEntries, kMin));
     add(which, Values(kEntries, -1));
     for (int n = 0; n < 3; ++n) {
       Values values;
@@ -264,7 +264,7 @@ TEST_F(AppendOnGpu, PlacesOfTwoTokens) {
 }
 
 // Nor by a call that attends what it appends, which reads no key but of a place: by the kernel that
-// attends where a mask hides no key behind the queries, else before it.
+// attends where a mask hides no key after the queries, else before it.
 TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWrittenByCallsThatAttend) {
   for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
     for (const Mask& mask : {causal(), window(3, 0)}) {

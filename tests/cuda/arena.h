@@ -1,4 +1,4 @@
-/// Device memory in which what is written beside tensors shows.
+/// Device memory in which what is written with tensors shows.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 namespace fulgur::test {
 
-/// One allocation in which tensors lie far apart, so that what is written beside them is seen.
+/// One allocation in which tensors lie far apart, so that what is written with them is seen.
 class Arena {
  public:
   /// Each of the tensors has so many bytes of room.

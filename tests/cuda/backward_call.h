@@ -5,10 +5,10 @@
 
 namespace fulgur::test {
 
-/// What a backward call has beside what the forward call of a shape has.
+/// What a backward call has with what the forward call of a shape has.
 struct BackwardOptions {
   bool deterministic = false, dlse = false;
-  bool dsinks = false;  ///< beside the sinks of the shape
+  bool dsinks = false;  ///< with the sinks of the shape
 };
 
 struct BackwardCall {

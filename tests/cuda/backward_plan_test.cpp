@@ -23,7 +23,7 @@ using test::ForwardShape;
 
 std::vector<HopperBackwardPlan> plans(const Problem& p, std::vector<std::string>* rejected) {
   std::vector<HopperBackwardPlan> all;
-  for (const HopperBackwardTile& tile : hopper_backward_tiles(p, {}, rejected)) {
+  for (const HopperBackwardTile& tile : backward_candidates(p, {}, rejected)) {
     EXPECT_GT(tile.cycles, 0);
     all.push_back(tile.plan);
   }
@@ -215,7 +215,7 @@ TEST(HopperBackwardPlan, DerivesStages) {
   EXPECT_EQ(stages(64, 128, false), (std::array{3, 2, 2, 4}));
   EXPECT_EQ(stages(64, 128, true), (std::array{4, 4, 2, 4}));
   EXPECT_EQ(stages(64, 256, false), (std::array{3, 2, 1, 4}));
-  // Few blocks of rows are smaller, so that all multiprocessors have one.
+  // Few blocks of rows are smaller, so that all SMs have one.
   EXPECT_EQ(stages(1, 64, true)[2], 1);
   EXPECT_EQ(stages(1, 128, true)[2], 1);
 }
@@ -235,14 +235,14 @@ TEST(HopperBackwardPlan, DsFitsTheWorkspace) {
   for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
     for (const Problem& p : problems) {
       const HopperBackwardPlan plan = stored(p);
-      EXPECT_TRUE(plan.ds_bytes <= most_ds_bytes(p) || is_least(plan))
+      EXPECT_TRUE(plan.ds_bytes <= max_ds_bytes(p) || is_least(plan))
           << plan.ds_bytes << " bytes; " << p.batch << " x " << p.sq << " x " << p.sk << ", heads "
           << p.hq << " " << p.hk << ", d " << p.d << ", mask " << p.mask.left << " "
           << p.mask.right;
       EXPECT_EQ(plan.carries,
                 plan.waves[0].wave.tiles * plan.block_rows < std::max<int64_t>(p.sq, 1));
       cut += plan.carries;
-      least += is_least(plan) && plan.ds_bytes > most_ds_bytes(p);
+      least += is_least(plan) && plan.ds_bytes > max_ds_bytes(p);
     }
   }
   EXPECT_GT(cut, 20);
@@ -252,7 +252,7 @@ TEST(HopperBackwardPlan, DsFitsTheWorkspace) {
 TEST(HopperBackwardPlan, DsOfOneBlockOfRowsIsTheLeast) {
   const Problem p = backward_problem({.batch = 1, .sq = 1, .sk = 1 << 20, .hq = 64, .hk = 1});
   const HopperBackwardPlan plan = stored(p);
-  EXPECT_GT(plan.ds_bytes, most_ds_bytes(p));
+  EXPECT_GT(plan.ds_bytes, max_ds_bytes(p));
   EXPECT_EQ(plan.ds_bytes, int64_t{64} * (1 << 20) * 64 * 2);
 }
 
@@ -267,7 +267,7 @@ Problem within(Problem p, int64_t bytes) {
 }
 
 /// The least that the plan that stores dS may have, which it takes where nothing fits.
-int64_t least_bytes(const Problem& p) { return bytes_of(p, stored(within(p, 1))); }
+int64_t min_bytes(const Problem& p) { return bytes_of(p, stored(within(p, 1))); }
 
 /// Problems whose max_workspace is the least, and some more.
 std::vector<Problem> tight_problems() {
@@ -275,7 +275,7 @@ std::vector<Problem> tight_problems() {
   for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
     for (size_t i = 0; i < problems.size(); i += 3) {
       const Problem& p = problems[i];
-      const int64_t least = least_bytes(p);
+      const int64_t least = min_bytes(p);
       all.push_back(within(p, least));
       all.push_back(within(p, (least + bytes_of(p, stored(p))) / 2));
     }
@@ -292,7 +292,7 @@ TEST(HopperBackwardPlan, WavesFitMaxWorkspace) {
     EXPECT_GE(tight.waves.size(), roomy.waves.size());
     // Right at what it wants nothing changes, below the least nothing is smaller.
     EXPECT_EQ(stored(within(p, wanted)), roomy);
-    EXPECT_EQ(stored(within(p, least_bytes(p) - 1)), stored(within(p, 1)));
+    EXPECT_EQ(stored(within(p, min_bytes(p) - 1)), stored(within(p, 1)));
     fewer_pairs += tight.waves.size() > roomy.waves.size() && !tight.carries;
     fewer_rows += tight.carries && !roomy.carries;
   }
@@ -306,9 +306,9 @@ TEST(HopperBackwardPlan, SmallerWavesAreSlower) {
       backward_problem({.batch = 4, .sq = 2048, .sk = 2048, .hk = 8, .mask = causal()});
   std::vector<std::string> rejected;
   const auto tile = [&](int64_t bytes) {
-    return hopper_backward_tiles(within(p, bytes), {}, &rejected).at(2);
+    return backward_candidates(within(p, bytes), {}, &rejected).at(2);
   };
-  const int64_t least = least_bytes(p), most = bytes_of(p, stored(p));
+  const int64_t least = min_bytes(p), most = bytes_of(p, stored(p));
   ASSERT_LT(least, most / 4);
   double cycles = tile(most).cycles;
   for (int64_t bytes = most / 2; bytes >= least; bytes /= 2) {
@@ -517,7 +517,7 @@ TEST(ScoreTiles, EachHasAPlaceInLessWorkspace) {
             .batch = 3, .sq = 1500, .sk = 700, .hq = 8, .hk = 2, .d = d, .mask = mask};
         shape.packed = packed;
         const Problem p = backward_problem(shape, {.deterministic = true});
-        shape.max_workspace = least_bytes(p);
+        shape.max_workspace = min_bytes(p);
         check_places(shape, false);
         shape.max_workspace = bytes_of(p, stored(p)) - 1;
         check_places(shape, packed);
@@ -579,7 +579,7 @@ TEST(HopperBackwardPlan, RoundingIsSharedBetweenPlans) {
   EXPECT_NE(header({.d = 64, .mask = causal()}), plain);
 }
 
-// Measured on an H100: blocks that walk down eight long q heads each fall behind one another, and
+// Measured on an H100: blocks that walk down eight long q heads each fall after one another, and
 // L2 keeps the rows of none.
 TEST(HopperBackwardPlan, LongGroupsInTurnsAreDivided) {
   const auto parts_of_turns = [](int64_t s, int64_t hk) {
@@ -600,7 +600,7 @@ TEST(HopperBackwardPlan, ShortCallsSumUpInNoOrder) {
       for (const int64_t s : {128, 256, 512, 1024}) {
         for (const int64_t heads : {8, 16, 32}) {
           std::vector<std::string> rejected;
-          const auto tiles = hopper_backward_tiles(
+          const auto tiles = backward_candidates(
               backward_problem(
                   {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}),
               {}, &rejected);
@@ -612,7 +612,7 @@ TEST(HopperBackwardPlan, ShortCallsSumUpInNoOrder) {
   }
 }
 
-// Groups of q heads are divided where they leave multiprocessors idle, but not where the batch
+// Groups of q heads are divided where they leave SMs idle, but not where the batch
 // would decide it for a sequence. Their kernel depends on what is written, not on how it was
 // computed.
 TEST(HopperBackwardPlan, GroupsAreDivided) {
@@ -735,7 +735,7 @@ TEST(HopperBackwardPlan, SinksAreAKernelMore) {
   const auto kernels = [](const ForwardShape& shape, bool dsinks) {
     std::set<std::string> texts;
     const Problem p = backward_problem(shape, {.dsinks = dsinks});
-    EXPECT_EQ(hopper_backward_rejects(p), "");
+    EXPECT_EQ(backward_rejects(p), "");
     for (const KernelUse& use : hopper_backward_kernels(plans(p).at(0)))
       texts.insert(use.request.source + use.request.kernel_config);
     return texts;
@@ -808,7 +808,7 @@ TEST(HopperBackwardPlan, TakesTheFastestFormThatFits) {
     return all.at(0);
   };
   const int64_t sums = bytes_of(p, plans(p).at(0)), most = bytes_of(p, stored(p));
-  const int64_t least = least_bytes(p);
+  const int64_t least = min_bytes(p);
   ASSERT_LT(least, sums);
   ASSERT_LT(sums, most);
   const auto says = [&](const std::string& what) {
@@ -836,7 +836,7 @@ TEST(HopperBackwardPlan, TakesTheFastestFormThatFits) {
 
 TEST(HopperBackwardPlan, RejectsWhatItDoesNotCompute) {
   const auto why = [](const ForwardShape& shape) {
-    return hopper_backward_rejects(backward_problem(shape));
+    return backward_rejects(backward_problem(shape));
   };
   EXPECT_EQ(why({}), "");
   EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");

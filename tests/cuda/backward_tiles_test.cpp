@@ -30,7 +30,7 @@ TEST_P(BackwardTiles, FollowReference) {
 INSTANTIATE_TEST_SUITE_P(Small, BackwardTiles, testing::ValuesIn(chosen(small_cases())), name);
 INSTANTIATE_TEST_SUITE_P(Large, BackwardTiles, testing::ValuesIn(chosen(large_cases())), name);
 
-// Heads of k and v whole, as where there are enough blocks of keys for the multiprocessors that are
+// Heads of k and v whole, as where there are enough blocks of keys for the SMs that are
 // planned for, and in parts of their q heads and rows, as where there are not.
 TEST_F(BackwardParts, HeadsWholeAndInParts) {
   const Case group{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 8, .hk = 2};
@@ -49,15 +49,14 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
   cases[4].d = cases[4].dv = 80;
   cases[4].seqused_q = true;
   std::set<std::string> seen;
-  for (const int multiprocessors : {2, 132}) {
+  for (const int sms : {2, 132}) {
     for (const Case& c : cases) {
       Workload w(c, c.seed());
       w.options.engine = "cuda";
-      run_backward_tiles(w, expect(w), multiprocessors);
+      run_backward_tiles(w, expect(w), sms);
       std::vector<std::string> rejected;
-      for (const auto& [plan, cycles] :
-           cuda::hopper_backward_tiles(make_problem(w.backward, w.options),
-                                       {.multiprocessors = multiprocessors}, &rejected)) {
+      for (const auto& [plan, cycles] : cuda::backward_candidates(
+               make_problem(w.backward, w.options), {.sms = sms}, &rejected)) {
         const std::string way = plan.tile().family;
         seen.insert(way + (plan.joins() ? " in parts" : " whole"));
         if (plan.row_parts > 1) seen.insert(way + " by rows");
@@ -72,12 +71,11 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
   EXPECT_TRUE(seen.contains("sm90_backward_turns by rows"));
 }
 
-constexpr int kFew = 3;  // multiprocessors that calls are planned for whose last blocks are cut
+constexpr int kFew = 3;  // SMs that calls are planned for whose last blocks are cut
 
 std::vector<cuda::HopperBackwardTile> tiles_of(const Workload& w) {
   std::vector<std::string> rejected;
-  return cuda::hopper_backward_tiles(make_problem(w.backward, w.options), {.multiprocessors = kFew},
-                                     &rejected);
+  return cuda::backward_candidates(make_problem(w.backward, w.options), {.sms = kFew}, &rejected);
 }
 
 /// dK and dV by the first tile, exactly.

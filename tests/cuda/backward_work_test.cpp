@@ -127,7 +127,7 @@ TEST(BackwardWork, SumOfQuotients) {
 }
 
 // Under a right bound alone a row tile has room for the tiles in front of its diagonal: for all
-// that it sees, and for no more than one tile of rows behind it does.
+// that it sees, and for no more than one tile of rows after it does.
 TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
   for (const ScoreTile each : {ScoreTile{2, 2}, {3, 3}, {2, 4}}) {
     for_small([&](const Band& band, const Lengths& n) {
@@ -189,7 +189,7 @@ TEST(BackwardWork, EveryBlockIsTakenOnce) {
 }
 
 // Each tile of rows of each block is in one item. First parts come before the others and are never
-// empty, second parts behind them, the longer ones first.
+// empty, second parts after them, the longer ones first.
 TEST(BackwardWork, EveryTileIsInOneItem) {
   for (int pairs = 1; pairs <= 5; ++pairs) {
     const Blocks blocks = {7, pairs, std::min(pairs, 2), std::max(pairs / 2, 1), kFirstBlockFirst};
@@ -198,7 +198,7 @@ TEST(BackwardWork, EveryTileIsInOneItem) {
       for (const int tiles : {1, 2, 5, 64}) {
         std::vector<std::vector<int>> times(all, std::vector<int>(tiles));
         std::vector<int> next(all);  // the tile at which a block goes on
-        int seconds = 0, most_left = tiles;
+        int seconds = 0, max_left = tiles;
         ASSERT_EQ(items_of(blocks, cut), all + cut);
         for (int item = 0; item < items_of(blocks, cut); ++item) {
           const int number = number_of_item(blocks, cut, item);
@@ -211,8 +211,8 @@ TEST(BackwardWork, EveryTileIsInOneItem) {
           ASSERT_TRUE(of.begin < of.end || (second && of.begin == tiles));
           ASSERT_TRUE(first || of.end == tiles);
           if (second) {
-            ASSERT_LE(of.end - of.begin, most_left);
-            most_left = of.end - of.begin;
+            ASSERT_LE(of.end - of.begin, max_left);
+            max_left = of.end - of.begin;
             ++seconds;
           }
           next.at(number) = of.end;
@@ -226,7 +226,7 @@ TEST(BackwardWork, EveryTileIsInOneItem) {
   }
 }
 
-// Thread blocks that take items in their order end within a tile of each other.
+// CTAs that take items in their order end within a tile of each other.
 TEST(BackwardWork, ItemsEndTogether) {
   for (const int thread_blocks : {2, 5, 33, 132}) {
     for (int number = 2 * thread_blocks; number < 4 * thread_blocks; ++number) {
@@ -252,7 +252,7 @@ TEST(BackwardWork, ItemsEndTogether) {
   }
 }
 
-// The statistics of packed sequences of any lengths, in a tensor with padding behind them.
+// The statistics of packed sequences of any lengths, in a tensor with padding after them.
 TEST(BackwardWork, StatisticsOfSequencesLieApart) {
   const std::vector<std::vector<int>> lengths = {
       {1, 1, 1}, {0, 0, 0}, {128, 128, 1}, {127, 129, 0, 1}, {300, 1, 0, 0, 77}, {1000, 128}};

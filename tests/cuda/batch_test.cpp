@@ -64,7 +64,7 @@ std::vector<Rows> random_lengths(std::mt19937_64& random) {
   constexpr int64_t kQueries[] = {0, 1, 2, 16, 63, 64, 65, 128, 191, 192, 193, 300, 700};
   constexpr int64_t kKeys[] = {0, 1, 63, 64, 80, 112, 113, 128, 500, 2000};
   const auto pick = [&](const auto& values) { return values[random() % std::size(values)]; };
-  // Fewer tiles than multiprocessors, about as many, and more.
+  // Fewer tiles than SMs, about as many, and more.
   constexpr size_t kSizes[] = {2, 5, 40};
   std::vector<Rows> lengths;
   for (size_t n = pick(kSizes); n > 0; --n) {

@@ -9,9 +9,9 @@
 
 namespace fulgur::test {
 
-/// As many heads of k and v as make more lines of the sequences than there are thread blocks.
+/// As many heads of k and v as make more lines of the sequences than there are CTAs.
 inline int64_t enough_heads(size_t sequences) {
-  return cuda::Gpu::at(0).multiprocessors() / static_cast<int64_t>(sequences) + 1;
+  return cuda::Gpu::at(0).sms() / static_cast<int64_t>(sequences) + 1;
 }
 
 /// Whether the plan of the workload's forward pass has its lines by turns.
@@ -19,7 +19,7 @@ inline bool goes_by_turns(const Workload& w) {
   EngineMemory memory("cuda");
   const ForwardTensors there = memory.at(w.forward);
   const std::string how = plan(there, memory.options(w.forward, w.options)).explain();
-  return how.find("thread blocks take turns at") != std::string::npos;
+  return how.find("CTAs take turns at") != std::string::npos;
 }
 
 }  // namespace fulgur::test

@@ -1,5 +1,5 @@
 // The cache folder, its kernels and its tunings: what is kept, when it is rebuilt or ignored, and
-// what is left behind.
+// what is left after.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // NVRTC on a machine without a GPU: every kernel that the engine can ask for compiles without
-// spills and without serialized wgmma, and a failure leaves nothing behind.
+// spills and without serialized wgmma, and a failure leaves nothing after.
 #include "cuda/jit/compile.h"
 
 #include <fmt/format.h>
@@ -239,7 +239,7 @@ std::vector<Problem> decode_problems() {
     add({.d = d, .mask = causal(), .seqused = true},
         [](Problem& p) { p.q.aligned = p.out.aligned = false; });
   }
-  add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two thread blocks a multiprocessor
+  add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two CTAs an SM
   add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
     p.cache = {};
@@ -341,7 +341,7 @@ bool outside_loops(const std::string& line) {
   return std::regex_match(line, kOutside);
 }
 
-/// What compiling a kernel shows: its loops, and what is outside of them beside every constant.
+/// What compiling a kernel shows: its loops, and what is outside of them with every constant.
 std::set<std::string> shown_by(const KernelRequest& request) {
   std::vector<std::string> lines;
   std::istringstream header(request.kernel_config);
@@ -401,9 +401,9 @@ TEST(Enough, ShowsWhatAllDo) {
   std::vector<KernelRequest> all = two;
   EXPECT_EQ(enough_of(all).size(), 2u);  // each is the only one with its loop
   all.push_back(request("64", 0, 1));
-  EXPECT_EQ(enough_of(all).size(), 3u);  // kPacked 0 beside kHasLse 1
+  EXPECT_EQ(enough_of(all).size(), 3u);  // kPacked 0 with kHasLse 1
   all.push_back(request("64", 1, 0));
-  all.push_back(request("64", 0, 0));  // now every two have met beside 64
+  all.push_back(request("64", 0, 0));  // now every two have met with 64
   const std::vector<KernelRequest> enough = enough_of(all);
   EXPECT_EQ(enough.size(), 4u);
   EXPECT_EQ(std::ranges::count(enough, request("64", 0, 0)), 0);
@@ -423,9 +423,9 @@ std::vector<KernelRequest> requests_of_plans() {
   std::vector<KernelRequest> reachable;
   std::set<std::string> seen;
   std::vector<Problem> all = problems();
-  for (const Problem& problem : all) EXPECT_EQ(hopper_forward_rejects(problem), "");
+  for (const Problem& problem : all) EXPECT_EQ(forward_rejects(problem), "");
   for (const Problem& problem : backward_problems()) {
-    EXPECT_EQ(hopper_backward_rejects(problem), "");
+    EXPECT_EQ(backward_rejects(problem), "");
     all.push_back(problem);
   }
   const auto add = [&](const Candidate& candidate) {
@@ -442,8 +442,8 @@ std::vector<KernelRequest> requests_of_plans() {
     });
   }
   for (const Problem& problem : decode_problems()) {
-    EXPECT_EQ(hopper_decode_rejects(problem), "");
-    const HopperDecodeCandidate candidate(problem, hopper_decode_tile(problem, {}));
+    EXPECT_EQ(decode_rejects(problem), "");
+    const HopperDecodeCandidate candidate(problem, decode_candidate(problem, {}));
     add(candidate);
     std::string why_not;
     const auto fused = candidate.fused({.given = true, .turns = true}, &why_not);
@@ -510,7 +510,7 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
 TEST_F(Compile, KernelsOfNoTileAreClean) {
   for (const CallKernel kernel :
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32, CallKernel::kMerge,
-        CallKernel::kStore, CallKernel::kDivide}) {
+        CallKernel::kUpload, CallKernel::kDivide}) {
     const KernelRequest request = use_of(kernel).request;
     const Cubin cubin = compile(request);
     EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;

@@ -36,7 +36,7 @@ class TestCuPy(unittest.TestCase):
                 self.assert_close(x, y)
 
     def test_the_current_stream(self):
-        """Inputs that are still being made, and results read behind them, on a stream that waits for no other."""
+        """Inputs that are still being made, and results read after them, on a stream that waits for no other."""
         q, k, v = make_qkv()
         want = dense(*map(cp.asnumpy, (q, k, v)))[0]
         late, busy = cp.full_like(q, cp.nan), cp.ones(1 << 20, cp.float16)

@@ -1,4 +1,4 @@
-// What the host decides for the decode kernel, and the formulas by which its thread blocks share
+// What the host decides for the decode kernel, and the formulas by which its CTAs share
 // out the keys.
 #include "cuda/sm90/decode_plan.h"
 
@@ -102,10 +102,10 @@ TEST(Shares, EveryPieceOfALineHasOne) {
     for (const int count : lines) {
       const kernels::Pieces pieces = kernels::pieces_of(count);
       ASSERT_GE(pieces.count, 1);
-      ASSERT_LE(pieces.count, kernels::most_pieces(count));
+      ASSERT_LE(pieces.count, kernels::max_pieces(count));
       ASSERT_LT((pieces.count - 1) * pieces.units, std::max(count, 1));  // none is empty
       ASSERT_GE(pieces.count * pieces.units, count);
-      ASSERT_LE(kernels::most_pieces(count), kernels::most_pieces(count + 1));
+      ASSERT_LE(kernels::max_pieces(count), kernels::max_pieces(count + 1));
       int next = 0;
       for (int share = 0; share < shares.count; ++share) {
         const int end = kernels::share_begin(shares, share + 1);
@@ -120,7 +120,7 @@ TEST(Shares, EveryPieceOfALineHasOne) {
 }
 
 HopperDecodePlan plan_of(const test::ForwardShape& shape) {
-  return hopper_decode_tile(forward_problem(shape), {}).plan;
+  return decode_candidate(forward_problem(shape), {}).plan;
 }
 
 TEST(DecodePlan, FitsTheMachine) {
@@ -188,14 +188,14 @@ TEST(DecodePlan, PiecesOfFewLinesAreOfWarpgroups) {
     p.cache.pages = Problem::Cache::Pages::kTable;
     p.cache.page = page;
     p.cache.leftpad = leftpad;
-    return hopper_decode_tile(p, {}).plan.block_rows();
+    return decode_candidate(p, {}).plan.block_rows();
   };
   EXPECT_EQ(by_lanes(16, false), 64);
   EXPECT_EQ(by_lanes(1, false), 16);
   EXPECT_EQ(by_lanes(16, true), 16);
 }
 
-// Few lines are cut into as many pieces as there are thread blocks.
+// Few lines are cut into as many pieces as there are CTAs.
 TEST(DecodePlan, FewLinesFillTheCard) {
   const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
     return plan_of(
@@ -206,7 +206,7 @@ TEST(DecodePlan, FewLinesFillTheCard) {
   EXPECT_EQ(pieces(4, 16), kernels::kFillingPieces);
   EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
   EXPECT_EQ(pieces(8, 16), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as thread blocks
+  EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as CTAs
   EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
   EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
   EXPECT_EQ(pieces(4, 1), kernels::kFillingPieces);
@@ -243,13 +243,13 @@ TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
   EXPECT_TRUE(whole(64, 1));
-  EXPECT_TRUE(whole(16, 16));   // 128, four thread blocks idle
+  EXPECT_TRUE(whole(16, 16));   // 128, four CTAs idle
   EXPECT_FALSE(whole(15, 16));  // twelve
   EXPECT_FALSE(whole(64, 40));  // two blocks of rows
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
 
-// By turns: of wide teams where there are more than thread blocks, of narrow ones where they are
+// By turns: of wide teams where there are more than CTAs, of narrow ones where they are
 // long.
 TEST(DecodePlan, LinesGoByTurns) {
   const auto turns = [](int64_t batch, int64_t sq, int64_t sk = 1024) {
@@ -269,7 +269,7 @@ TEST(DecodePlan, LinesGoByTurns) {
 // block; no line that goes whole is longer than an eighth more than what each has, and three units;
 // and no piece is shorter than the least.
 TEST(Shares, PiecesByTurnsHaveRoom) {
-  constexpr int kLeast = 4;
+  constexpr int kMin = 4;
   std::mt19937 random(1);
   const auto upto = [&](int from, int to) {
     return std::uniform_int_distribution(from, to)(random);
@@ -278,18 +278,18 @@ TEST(Shares, PiecesByTurnsHaveRoom) {
     const int blocks = upto(1, 264);
     std::vector<int> units(upto(1, 2000));
     const int longest = 1 << upto(2, 14);
-    for (int& x : units) x = upto(kLeast, longest);
+    for (int& x : units) x = upto(kMin, longest);
     if (run % 2 == 0) units[0] *= 20;
     int all = 0;
     for (const int x : units) all += x + kernels::kEntryUnits;
-    const int most = kernels::turn_units(all, blocks, 2 * kLeast);
+    const int most = kernels::turn_units(all, blocks, 2 * kMin);
     int cut = 0;
     for (const int x : units) {
       const int pieces = kernels::turn_pieces(x, most);
       if (pieces > 1) {
         cut += pieces;
-        EXPECT_GE(x / pieces, kLeast);
-      } else if (x > 3 * kLeast) {
+        EXPECT_GE(x / pieces, kMin);
+      } else if (x > 3 * kMin) {
         EXPECT_LE(8.0 * x, 9.0 * all / blocks + 24) << blocks;
       }
     }
@@ -297,7 +297,7 @@ TEST(Shares, PiecesByTurnsHaveRoom) {
   }
 }
 
-// 160 lines for 132 thread blocks: the last 28, of four sequences, are cut in four; 192 are not.
+// 160 lines for 132 CTAs: the last 28, of four sequences, are cut in four; 192 are not.
 TEST(Shares, ALastRoundOfFewLinesIsCut) {
   using kernels::last_pieces;
   using kernels::last_round;
@@ -361,7 +361,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
   const auto plan = [](int64_t batch, int64_t sq) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.cache.batch_idx = true;
-    HopperDecodePlan made = hopper_decode_tile(p, {}).plan;
+    HopperDecodePlan made = decode_candidate(p, {}).plan;
     EXPECT_EQ(made.pieces, kernels::kOwnPieces);
     return kernel_config(made);
   };
@@ -378,7 +378,7 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
   for (const KernelUse& use :
        ranked(p, architectures()[0].families, {}, {}, &reasons)[0]->kernels())
     if (use.request.source.starts_with("sm90/")) sources.insert(use.request.source);
-  return {sources, hopper_decode_tile(p, {}).plan.few_queries};
+  return {sources, decode_candidate(p, {}).plan.few_queries};
 }
 
 // A sequence's own rows decide: by the shape where all have as many, on the device where some may
@@ -429,8 +429,8 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
     const auto tile = [&](auto change) {
       Problem p = forward_problem(shape);
       change(p);
-      EXPECT_EQ(hopper_decode_rejects(p), "");
-      const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+      EXPECT_EQ(decode_rejects(p), "");
+      const HopperDecodePlan plan = decode_candidate(p, {}).plan;
       return std::array{plan.team_warps, plan.teams, plan.block_keys};
     };
     const auto side_by_side = tile([](Problem&) {});
@@ -451,7 +451,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
 TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
   const auto bytes = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
-    return workspace_of(p, hopper_decode_tile(p, {}).plan).end - 8192;
+    return workspace_of(p, decode_candidate(p, {}).plan).end - 8192;
   };
   constexpr int64_t kKeys = int64_t{64} * 8192, kBytesOfKeys = kKeys * 2 * 2 * 128 * 2;
   test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .packed = true, .invariant = true};
@@ -467,7 +467,7 @@ TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
   EXPECT_EQ(bytes(shape), 0);
 }
 
-// Pieces that fill the thread blocks are never more than these, whatever lines there are.
+// Pieces that fill the CTAs are never more than these, whatever lines there are.
 TEST(Shares, FillingPiecesAreNoMoreThanThreadBlocks) {
   std::mt19937 random(5);
   for (int round = 0; round < 1000; ++round) {
@@ -491,8 +491,8 @@ TEST(Shares, FillingPiecesAreNoMoreThanThreadBlocks) {
 
 // Of few long pieces none is much shorter than the others.
 TEST(Shares, FillingPiecesAreEven) {
-  const auto pieces = [](int units, int most_units) {
-    const kernels::Pieces p = kernels::filling_pieces(units, most_units);
+  const auto pieces = [](int units, int max_units) {
+    const kernels::Pieces p = kernels::filling_pieces(units, max_units);
     return std::pair{p.count, p.units};
   };
   EXPECT_EQ(pieces(128, 121), (std::pair{2, 64}));
@@ -537,7 +537,7 @@ TEST(Shares, PiecesOfPackedLinesHaveRoomOfTheirOwn) {
 // Sinks change a constant of kernel_config.h, and nothing else of a plan.
 TEST(DecodePlan, SinksAreAConstant) {
   const auto plan = [](bool sinks) {
-    return hopper_decode_tile(forward_problem({.sq = 1, .seqused = true, .sinks = sinks}), {}).plan;
+    return decode_candidate(forward_problem({.sq = 1, .seqused = true, .sinks = sinks}), {}).plan;
   };
   HopperDecodePlan with = plan(true);
   EXPECT_NE(kernel_config(with).find("kHasSinks = 1,"), std::string::npos);
@@ -550,7 +550,7 @@ TEST(DecodePlan, SaysWhatItExpects) {
   const auto said = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
     std::string text;
-    for (const std::string& sentence : describe(hopper_decode_tile(p, {}).plan, p))
+    for (const std::string& sentence : describe(decode_candidate(p, {}).plan, p))
       text += sentence + "\n";
     return text;
   };
@@ -569,7 +569,7 @@ TEST(DecodePlan, SaysWhatItExpects) {
                   "V binds\n"));
   shape.sq = 16;
   EXPECT_TRUE(has(shape,
-                  "132 thread blocks take turns at all keys, of the lengths that the call has when "
+                  "132 CTAs take turns at all keys, of the lengths that the call has when "
                   "it runs: 512 lines, of a kv head and its rows, the longest first, each by the "
                   "one that comes to it first; cut where they are longer than what each has in "
                   "all\n"));
@@ -598,11 +598,11 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         const Candidates all = ranked(p, architectures()[0].families, {}, {}, &reasons);
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
-        const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+        const HopperDecodePlan plan = decode_candidate(p, {}).plan;
         EXPECT_EQ(plan.pieces == kernels::kOwnPieces, invariant);
         EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
         p.has_tree = false;
-        EXPECT_NE(kernel_config(hopper_decode_tile(p, {}).plan).find("  kTree = 0,\n"),
+        EXPECT_NE(kernel_config(decode_candidate(p, {}).plan).find("  kTree = 0,\n"),
                   std::string::npos);
       }
     }
@@ -621,7 +621,7 @@ Problem appending(ForwardShape shape, int64_t tokens) {
 }
 
 std::string not_fused(const Problem& p) {
-  return hopper_decode_not_fused(p, hopper_decode_tile(p, {}).plan);
+  return hopper_decode_not_fused(p, decode_candidate(p, {}).plan);
 }
 
 // Few new rows are appended by the kernel that attends, where a launch would take longer.
@@ -647,10 +647,10 @@ TEST(DecodePlan, AppendsFewNewRows) {
   refused(copied, "k and v are copied first");
 }
 
-// What it does besides are constants behind all others, which stay as they are.
+// What it does besides are constants after all others, which stay as they are.
 TEST(DecodePlan, AppendingIsAConstant) {
   const auto header = [](const Problem& p, bool fused) {
-    const HopperDecodePlan plan = hopper_decode_tile(p, {}).plan;
+    const HopperDecodePlan plan = decode_candidate(p, {}).plan;
     return kernel_config(fused ? fused_plan(p, plan) : plan);
   };
   Problem p = appending({.sq = 1, .mask = causal()}, 2);
@@ -675,7 +675,7 @@ TEST(DecodePlan, Rejects) {
   const auto why = [](const test::ForwardShape& shape, auto change) {
     Problem p = forward_problem(shape);
     change(p);
-    return hopper_decode_rejects(p);
+    return decode_rejects(p);
   };
   const auto as_is = [](Problem&) {};
   EXPECT_EQ(why({}, as_is), "");
@@ -687,7 +687,7 @@ TEST(DecodePlan, Rejects) {
             "queries of 4 heads");
   EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.cache.batch_idx = true; }), "");
   EXPECT_EQ(why({.sq = 1, .invariant = true}, [](Problem& p) { p.k.head = 12; }), "");
-  EXPECT_EQ(hopper_forward_rejects(forward_problem({.sq = 16, .invariant = true})),
+  EXPECT_EQ(forward_rejects(forward_problem({.sq = 16, .invariant = true})),
             "computes `invariant` calls from 65 rows of a kv head on, got 16 queries of 4 heads");
   EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12; }),
             "computes contiguous keys in rows of multiples of 16 bytes: k has a stride of 12 "
@@ -715,7 +715,7 @@ TEST(DecodePlan, Rejects) {
 TEST(DecodePlan, GivesWayWhereItsWorkspaceDoesNotFit) {
   test::ForwardShape shape{.batch = 8, .sq = 1, .sk = 65536, .hq = 32, .hk = 8};
   const Problem p = forward_problem(shape);
-  shape.max_workspace = workspace_of(p, hopper_decode_tile(p, {}).plan).end;
+  shape.max_workspace = workspace_of(p, decode_candidate(p, {}).plan).end;
   EXPECT_EQ(chosen(shape), "sm90_decode");
   --shape.max_workspace;
   EXPECT_EQ(chosen(shape), "sm90_forward");

@@ -139,7 +139,7 @@ class DeviceTensor {
   Tensor tensor_;
 };
 
-/// The tensors of a forward call in bf16 on a device; beside pages of so many keys, lists of them
+/// The tensors of a forward call in bf16 on a device; with pages of so many keys, lists of them
 /// in a random order.
 struct DeviceCall {
   DeviceTensor q, k, v, out, lse;

@@ -73,7 +73,7 @@ TEST_F(OnGpu, LongBlocksOfABandSplitOverKeys) {
             {.dtype = DType::kBF16, .sq = sq, .sk = sk, .hq = 2, .d = d, .dv = d, .mask = mask}));
       }
     }
-    // More parts than multiprocessors: a thread block takes several.
+    // More parts than SMs: a CTA takes several.
     for (const int64_t sk : {900, 3000}) {
       EXPECT_TRUE(right({.dtype = DType::kBF16,
                          .sq = 700,

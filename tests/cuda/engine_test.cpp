@@ -283,7 +283,7 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   EXPECT_EQ(status_of([&] { plan.tiles(); }), Status::kUnsupported);  // lengths are on the device
 }
 
-// Of prefill and of decoding, in as many thread blocks as fill the device.
+// Of prefill and of decoding, in as many CTAs as fill the device.
 TEST_F(OnFakeGpu, UsedQueriesLaunchThePaddingToo) {
   for (const int64_t sq : {1, 1024}) {
     SCOPED_TRACE(sq);
@@ -411,7 +411,7 @@ TEST_F(OnFakeGpu, CallsOfAShapeArePlannedOnce) {
   EXPECT_EQ(state_->contexts, 1);
 }
 
-// Launches on one stream follow each other and share memory; those on others may run beside them.
+// Launches on one stream follow each other and share memory; those on others may run with them.
 TEST_F(OnFakeGpu, EachStreamHasItsWorkspace) {
   const ForwardCall call = forward_call({.d = 64});
   const ForwardArgs args = placed(call.args, kBase);
@@ -753,7 +753,7 @@ TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
   EXPECT_EQ(params<BackwardParams>(3).dsinks, args.dsinks.data);
 }
 
-// Beside no rows there is a gradient of the sinks, which is 0.
+// With no rows there is a gradient of the sinks, which is 0.
 TEST_F(OnFakeGpu, SinksOfNoRowsHaveAGradient) {
   const BackwardCall call = backward_call({.sq = 0, .sk = 0, .sinks = true}, {.dsinks = true});
   plan(call.args, call.options).run(placed(call.args, kBase));
@@ -774,7 +774,7 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
   EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_round");
   EXPECT_EQ(state_->launches[1].block, 512u);
-  for (const int i : {0, 2}) {  // 64 rows of a head a thread block
+  for (const int i : {0, 2}) {  // 64 rows of a head a CTA
     EXPECT_EQ(state_->launches[i].grid, 16u);
     EXPECT_EQ(state_->launches[i].grid_y, 16u);
   }
@@ -814,7 +814,7 @@ TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
                mine, need.bytes);
 }
 
-// What pairs that share a head of k and v leave is added up behind them, and before what rounds dQ
+// What pairs that share a head of k and v leave is added up after them, and before what rounds dQ
 // and repairs.
 TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
   const BackwardCall call = backward_call(
@@ -974,8 +974,8 @@ TEST_F(OnFakeGpu, LengthsOfTheHostGoAheadOfTheKernels) {
     const auto p = params<ForwardParams>(stores);
     std::vector<int32_t> launched;
     for (size_t i = 0; i < stores; ++i) {
-      const auto store = params<StoreNumbersParams>(i);
-      EXPECT_STREQ(state_->launches[i].kernel, "fulgur_store_numbers");
+      const auto store = params<UploadMetadataParams>(i);
+      EXPECT_STREQ(state_->launches[i].kernel, "fulgur_upload_metadata");
       EXPECT_EQ(store.to, p.cu_seqlens_q + launched.size());
       EXPECT_GE(state_->launches[i].grid * state_->launches[i].block,
                 static_cast<unsigned>(store.count));
@@ -996,7 +996,7 @@ TEST_F(OnFakeGpu, LengthsOfTheHostStayInsideOfTheWorkspace) {
   const Plan plan = fulgur::plan(c.call.args, c.call.options);
   const int64_t bytes = plan.workspace().bytes;
   plan.run(placed(c.call.args, kBase), {.workspace = {reinterpret_cast<void*>(kBase), bytes}});
-  const auto store = params<StoreNumbersParams>(0);
+  const auto store = params<UploadMetadataParams>(0);
   const auto begin = reinterpret_cast<std::uintptr_t>(store.to);
   EXPECT_GE(begin, kBase + cuda::LaunchMemory::kZeroed);
   EXPECT_EQ(begin % 4, 0u);
@@ -1005,7 +1005,7 @@ TEST_F(OnFakeGpu, LengthsOfTheHostStayInsideOfTheWorkspace) {
 }
 
 /// The numbers that a launch stores, as floats.
-std::vector<float> stored_floats(const StoreNumbersParams& store) {
+std::vector<float> stored_floats(const UploadMetadataParams& store) {
   std::vector<float> floats(static_cast<size_t>(store.count));
   std::memcpy(floats.data(), store.numbers, floats.size() * sizeof(float));
   return floats;
@@ -1042,7 +1042,7 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoSideBySide) {
       std::fill(memory.begin(), memory.end(), -1.0f);
       std::fill(sinks.begin(), sinks.end(), -1.0f);
       ASSERT_EQ(state_->launches.size(), 2u);
-      const auto store = params<StoreNumbersParams>(0);
+      const auto store = params<UploadMetadataParams>(0);
       EXPECT_EQ(stored_floats(store), numbers);
       const auto expect = [&](const auto& p) {
         EXPECT_EQ(static_cast<const void*>(p.alibi_slopes), store.to);
@@ -1069,7 +1069,7 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoToTheGradients) {
   const int64_t bytes = plan.workspace().bytes;
   plan.run(args, {.workspace = {reinterpret_cast<void*>(2 * kBase), bytes}});
   ASSERT_EQ(state_->launches.size(), 5u);
-  const auto store = params<StoreNumbersParams>(0);
+  const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored_floats(store),
             (std::vector<float>{1, 2, 3, 4, 5, 6, 7, 8, 8, 7, 6, 5, 4, 3, 2, 1}));
   const auto begin = reinterpret_cast<std::uintptr_t>(store.to);
@@ -1094,7 +1094,7 @@ TEST_F(OnFakeGpu, SinksOfTheHostBesideNoRows) {
   args.sinks = ConstTensor::of<const float>(std::span(sinks), {8});
   plan(args, call.options).run(args);
   ASSERT_FALSE(state_->launches.empty());
-  const auto store = params<StoreNumbersParams>(0);
+  const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored_floats(store), sinks);
   for (size_t i = 1; i < state_->launches.size(); ++i) {
     EXPECT_EQ(static_cast<const void*>(params<BackwardParams>(i).sinks), store.to);
@@ -1160,12 +1160,12 @@ TEST_F(OnFakeGpu, CapturedLengthsOfTheHostHaveTheMemoryOfTheirGraph) {
   const Plan plan = fulgur::plan(args, c.call.options);
   plan.run(args, run);
   const FakeState before = *state_;
-  const int* const of_stream = params<StoreNumbersParams>(0).to;
+  const int* const of_stream = params<UploadMetadataParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     c.used[0] = i;
     plan.run(args, run);
-    const auto store = params<StoreNumbersParams>(state_->launches.size() - 3);
+    const auto store = params<UploadMetadataParams>(state_->launches.size() - 3);
     EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(store.numbers[12], i);
   }
@@ -1182,12 +1182,12 @@ TEST_F(OnFakeGpu, CapturedSlopesOfTheHostAreThoseOfTheirCapture) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   const Plan plan = fulgur::plan(args, call.options);
   plan.run(args, run);
-  const int* const of_stream = params<StoreNumbersParams>(0).to;
+  const int* const of_stream = params<UploadMetadataParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     slopes[7] = static_cast<float>(i);
     plan.run(args, run);
-    const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
+    const auto store = params<UploadMetadataParams>(state_->launches.size() - 2);
     EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(stored_floats(store)[7], static_cast<float>(i));
   }
@@ -1378,7 +1378,7 @@ class Tune : public OnFakeGpu {
 
 std::vector<cuda::HopperForwardTile> tiles_of(const ForwardShape& shape) {
   std::vector<std::string> rejected;
-  return cuda::hopper_forward_tiles(forward_problem(shape), {}, &rejected);
+  return cuda::forward_candidates(forward_problem(shape), {}, &rejected);
 }
 
 bool contains(const std::string& text, const std::string& part) {
@@ -1441,7 +1441,7 @@ TEST_F(Tune, OtherProcessesFindItOnThisDeviceWithTheseKernels) {
   EXPECT_EQ(found(key).size(), tuned.tiles.size());
   EXPECT_EQ(cuda::Tunings::here().path(key), tuned.path);
   for (const std::string& part :
-       {std::string("Fake GPU"), std::string("132 multiprocessors"), std::string("232448 bytes"),
+       {std::string("Fake GPU"), std::string("132 sms"), std::string("232448 bytes"),
         cuda::digest(cuda::kernel_sources()), cuda::nvrtc_identity(), std::string(FULGUR_VERSION),
         tuned.shape_class}) {
     std::string other = key;
@@ -1859,7 +1859,7 @@ TEST_F(OnFakeGpu, FewRowsAreAppendedWhereTheyAreRead) {
   const AppendingCall c({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
   const Plan plan = fulgur::plan(c.call.args, c.call.options);
   const std::string text = plan.explain();
-  EXPECT_NE(text.find("new rows of k and v, 3 in all, go to their caches by the thread blocks that "
+  EXPECT_NE(text.find("new rows of k and v, 3 in all, go to their caches by the CTAs that "
                       "read them, keys and queries turned"),
             std::string::npos)
       << text;
@@ -1905,7 +1905,7 @@ TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
                        Why{{.batch = 64, .sq = 1, .sk = 8192},
                            300,
                            "fulgur_decode",
-                           "append by the kernel that attends: a thread block would write"}}) {
+                           "append by the kernel that attends: a CTA would write"}}) {
     state_->launches.clear();
     const AppendingCall c(w.shape, w.fresh);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);
@@ -1952,7 +1952,7 @@ struct AppendOfHostLengths {
   }
 };
 
-std::vector<int> stored(const StoreNumbersParams& store) {
+std::vector<int> stored(const UploadMetadataParams& store) {
   return {store.numbers, store.numbers + store.count};
 }
 
@@ -1964,18 +1964,18 @@ TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheMemoryOfTheirGraph) {
   state_->launches.clear();
   state_->capturing = run.stream;
   EXPECT_EQ(message_of([&] { append(c.args, {}, run); }),
-            "stream: is being captured, and this is the first launch of fulgur_store_numbers on "
+            "stream: is being captured, and this is the first launch of fulgur_upload_metadata on "
             "the device, which loads it; make such a call before the capture");
   EXPECT_TRUE(state_->launches.empty());
   state_->capturing = nullptr;
   append(c.args, {}, run);
   const FakeState before = *state_;
-  const int* const of_stream = params<StoreNumbersParams>(0).to;
+  const int* const of_stream = params<UploadMetadataParams>(0).to;
   state_->capturing = run.stream;
   for (int i = 0; i < 3; ++i) {
     c.old[0] = i;
     append(c.args, {}, run);
-    const auto store = params<StoreNumbersParams>(state_->launches.size() - 2);
+    const auto store = params<UploadMetadataParams>(state_->launches.size() - 2);
     EXPECT_NE(store.to, of_stream);
     EXPECT_EQ(store.numbers[4], i);
   }
@@ -1992,10 +1992,10 @@ TEST_F(OnFakeGpu, RowsOfHostLengthsAreAppendedFirst) {
   c.rows.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
   fulgur::forward(c.call.args, c.call.options);
   ASSERT_EQ(state_->launches.size(), 3u);
-  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_store_numbers");
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_upload_metadata");
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_append");
   EXPECT_STREQ(state_->launches[2].kernel, "fulgur_decode");
-  EXPECT_EQ(params<AppendParams>(1).cache_seqlens, params<StoreNumbersParams>(0).to);
+  EXPECT_EQ(params<AppendParams>(1).cache_seqlens, params<UploadMetadataParams>(0).to);
   EXPECT_EQ(params<DecodeParams>(2).seqused_k, params<AppendParams>(1).lengths);
   EXPECT_NE(fulgur::plan(c.call.args, c.call.options).explain().find("in the host's memory"),
             std::string::npos);
@@ -2012,12 +2012,12 @@ TEST_F(OnFakeGpu, AppendStoresLengthsOfTheHost) {
   append(c.args, {}, {.stream = stream});
   for (auto* const lengths : {&c.cu_new, &c.old, &c.first, &c.cu_q}) lengths->assign(3, -1);
   ASSERT_EQ(state_->launches.size(), 2u);
-  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_store_numbers");
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_upload_metadata");
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_append");
   for (const FakeLaunch& launch : state_->launches) EXPECT_EQ(launch.stream, stream);
-  const auto store = params<StoreNumbersParams>(0);
+  const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored(store), (std::vector{0, 20, 20, 50, 5, 9, 0, 7, 0, 3, 0, 30, 40, 60}));
-  // Behind what every launch leaves zero.
+  // After what every launch leaves zero.
   const auto lease = cuda::Gpu::at(0).launch_memory().take(static_cast<cuda::CUstream>(stream), 1);
   EXPECT_GE(reinterpret_cast<char*>(store.to), lease.data + cuda::LaunchMemory::kZeroed);
   const auto p = params<AppendParams>(1);
@@ -2037,7 +2037,7 @@ TEST_F(OnFakeGpu, AppendStoresSomeLengthsOfTheHost) {
   c.args.cu_seqlens_q = there.cu_seqlens_q;
   c.args.rotary_seqlens = {};
   append(c.args);
-  const auto store = params<StoreNumbersParams>(0);
+  const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored(store), (std::vector{5, 9, 0}));
   const auto p = params<AppendParams>(1);
   EXPECT_EQ(p.cache_seqlens, store.to);

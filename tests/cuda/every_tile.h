@@ -17,15 +17,15 @@
 namespace fulgur::test {
 
 /// Runs a call with each tile of its families that was not `seen` before, on fresh outputs that
-/// `prepare` may write to, and checks it. `multiprocessors`: for how many it is planned; 0: for
+/// `prepare` may write to, and checks it. `SMs`: for how many it is planned; 0: for
 /// all.
 template <class Args, class Tensors>
 void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
                const std::function<void()>& prepare,
-               const std::function<testing::AssertionResult()>& is_right, int multiprocessors = 0) {
+               const std::function<testing::AssertionResult()>& is_right, int sms = 0) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   cuda::Target target = cuda::target_of(gpu);
-  if (multiprocessors > 0) target.multiprocessors = multiprocessors;
+  if (sms > 0) target.sms = sms;
   EngineMemory memory("cuda");
   const Args args = memory.at(tensors);
   const Problem problem = make_problem(args, memory.options(tensors, w.options));
@@ -44,11 +44,10 @@ void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
 }
 
 /// The gradients of a workload, whose outputs of the forward pass are `e`'s, by each tile.
-inline void run_backward_tiles(Workload& w, const Expected& e, int multiprocessors = 0) {
+inline void run_backward_tiles(Workload& w, const Expected& e, int sms = 0) {
   std::set<std::string> seen;
   run_tiles<BackwardArgs>(
-      w, w.backward, seen, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); },
-      multiprocessors);
+      w, w.backward, seen, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); }, sms);
 }
 
 }  // namespace fulgur::test

@@ -26,7 +26,7 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {"fulgur_append", sizeof(AppendParams)},
     {"fulgur_merge", sizeof(MergeParams)},
-    {"fulgur_store_numbers", sizeof(StoreNumbersParams)},
+    {"fulgur_upload_metadata", sizeof(UploadMetadataParams)},
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::SharedPrefixParams)},
     {"fulgur_forward", sizeof(ForwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more

@@ -1,4 +1,4 @@
-// How far gradients of bf16 tensors are from those in double precision, beside what their dtype
+// How far gradients of bf16 tensors are from those in double precision, with what their dtype
 // costs in any case: a computation that rounds dS, P for dV, and the gradients.
 #include <algorithm>
 #include <cmath>
@@ -69,7 +69,7 @@ double rms_error(const std::vector<double>& got, const std::vector<double>& want
 // P that is rounded to bf16 before it is multiplied by dP - D, as that of narrow heads is, costs dQ
 // and dK 1.2 times the error, with outliers up to 1.41 times.
 TEST_F(GradientErrors, AreThoseOfRounding) {
-  constexpr double kMost = 1.12, kMostOfNarrow = 1.5;
+  constexpr double kMax = 1.12, kMaxOfNarrow = 1.5;
   const Case plain{.dtype = DType::kBF16, .batch = 4, .sq = 200, .sk = 200};
   std::vector<Case> cases = {plain, plain, plain, plain};
   cases[0].mask = causal();
@@ -94,7 +94,7 @@ TEST_F(GradientErrors, AreThoseOfRounding) {
         const auto check = [&](const char* name, const Tensor& got, const std::vector<double>& want,
                                const std::vector<double>& of_rounding) {
           const double ratio = rms_error(read(got), want) / rms_error(of_rounding, want);
-          if (ratio < (c.d > 192 ? kMost : kMostOfNarrow)) return;
+          if (ratio < (c.d > 192 ? kMax : kMaxOfNarrow)) return;
           if (result) result = testing::AssertionFailure() << (outliers ? "with outliers" : "");
           result << " " << name << " has " << ratio << " times the error";
         };

@@ -1,4 +1,4 @@
-// Captured launches: what they need of the plan, of the memory and of the streams beside them.
+// Captured launches: what they need of the plan, of the memory and of the streams with them.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -14,7 +14,7 @@ namespace {
 
 using Graphs = OnGpu;
 
-// Runs that share the keys of tiles out, and runs with more tiles than multiprocessors.
+// Runs that share the keys of tiles out, and runs with more tiles than SMs.
 DeviceCall few_tiles(uint64_t seed) { return {1, 1, 9000, 8, 128, seed}; }
 DeviceCall many_tiles(uint64_t seed) { return {2, 777, 777, 20, 128, seed}; }
 
@@ -99,7 +99,7 @@ TEST_F(Graphs, ReplayBesideRunsOfTheirPlan) {
     stream.synchronize();
     other.synchronize();
     ASSERT_EQ(call.result(), result) << "replay " << i;
-    ASSERT_EQ(beside.result(), result_beside) << "beside replay " << i;
+    ASSERT_EQ(beside.result(), result_beside) << "with replay " << i;
   }
 }
 

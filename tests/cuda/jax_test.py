@@ -77,7 +77,7 @@ class TestJax(unittest.TestCase):
             self.assert_close(call(words[..., None].view(np.uint32)), want)
 
     def test_append(self):
-        """Beside fulgur on the CPU; a token without a place is not written."""
+        """With fulgur on the CPU; a token without a place is not written."""
         k_cache, v_cache, k, v, q = make(*[(12, 16, 2, 64)] * 2, *[(3, 2, 2, 64)] * 2, (3, 2, 8, 64))
         angles = np.random.default_rng(1).uniform(0, 6, (48, 32))
         options = dict(
@@ -95,7 +95,7 @@ class TestJax(unittest.TestCase):
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(k_cache, np.float32))
 
     def test_append_attention(self):
-        """Beside append and attention, the same bits; lengths change from call to call."""
+        """With append and attention, the same bits; lengths change from call to call."""
         k_cache, v_cache, k, v, q = make(*[(12, 16, 2, 64)] * 2, *[(3, 2, 2, 64)] * 2, (3, 2, 8, 64))
         angles = np.random.default_rng(1).uniform(0, 6, (48, 32))
         where = dict(page_table=np.array([[3, 9, 0], [5, 4, 1], [7, 2, 6]], np.int32), causal=True)

@@ -12,8 +12,8 @@ namespace {
 
 using Lengths = OnGpu;
 
-constexpr double kMost = std::numeric_limits<int32_t>::max();
-constexpr double kLeast = std::numeric_limits<int32_t>::min();
+constexpr double kMax = std::numeric_limits<int32_t>::max();
+constexpr double kMin = std::numeric_limits<int32_t>::min();
 
 struct Wild {
   std::vector<double> cu_q, cu_k, used_q, used_k;
@@ -35,16 +35,16 @@ std::vector<Wild> wild_lengths() {
       {{-50, 80, 80, 200, 300}, k, uq, uk},  // negative
       {q, {-70, 100, 200, 300, 400}, uq, uk},
       {{0, -80, 80, 200, 300}, {0, -100, 200, -300, 400}, uq, uk},
-      {{0, 80, 80, 200, kMost}, {0, 100, 200, 300, kMost}, uq, uk},  // differences that overflow
-      {{kLeast, 80, kMost, 200, 300}, {kLeast, 100, kMost, kLeast, kMost}, uq, uk},
-      {{0, 80, 200, kLeast, 300}, k, uq, uk},
-      {q, {0, 100, 200, kLeast, 400}, uq, uk},
-      {{kMost, kMost, kMost, kMost, kMost}, k, uq, uk},
-      {{kLeast, kLeast, kLeast, kLeast, kLeast}, k, uq, uk},
+      {{0, 80, 80, 200, kMax}, {0, 100, 200, 300, kMax}, uq, uk},  // differences that overflow
+      {{kMin, 80, kMax, 200, 300}, {kMin, 100, kMax, kMin, kMax}, uq, uk},
+      {{0, 80, 200, kMin, 300}, k, uq, uk},
+      {q, {0, 100, 200, kMin, 400}, uq, uk},
+      {{kMax, kMax, kMax, kMax, kMax}, k, uq, uk},
+      {{kMin, kMin, kMin, kMin, kMin}, k, uq, uk},
       {q, k, {5000, 101, -1, 100}, uk},  // of the queries
-      {q, k, {kMost, kLeast, kMost, kLeast}, uk},
+      {q, k, {kMax, kMin, kMax, kMin}, uk},
       {q, k, uq, {5000, 101, -1, 100}},  // of the keys
-      {q, k, uq, {kMost, kLeast, kMost, kLeast}}};
+      {q, k, uq, {kMax, kMin, kMax, kMin}}};
   std::mt19937_64 random(1);
   for (int n = 0; n < 8; ++n) {
     Wild any = kRight;

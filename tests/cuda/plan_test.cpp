@@ -52,7 +52,7 @@ HopperForwardPlan plan_of(const Problem& problem, const Target& target = {}) {
 std::vector<HopperForwardPlan> fitting(const Problem& problem) {
   std::vector<std::string> rejected;
   std::vector<HopperForwardPlan> plans;
-  for (const HopperForwardTile& tile : hopper_forward_tiles(problem, {}, &rejected))
+  for (const HopperForwardTile& tile : forward_candidates(problem, {}, &rejected))
     plans.push_back(tile.plan);
   return plans;
 }
@@ -82,7 +82,7 @@ TEST(HopperPlan, FitsTheMachine) {
       EXPECT_GE(plan.v_stages, 2);
       EXPECT_EQ(plan.block_keys % 16, 0);
       EXPECT_LE(plan.block_keys, 256);
-      // All registers of a multiprocessor, as setmaxnreg shares them out.
+      // All registers of an SM, as setmaxnreg shares them out.
       EXPECT_LE(128 * (plan.producer_registers + plan.consumers * plan.consumer_registers), 65536);
       EXPECT_LE(plan.counters() * 4, LaunchMemory::kZeroed);
     }
@@ -298,7 +298,7 @@ TEST(HopperPlan, TakesTheMeasuredTiles) {
 }
 
 // Batch 1 and 2 of short sequences, on an H100: a warpgroup alone with its rows, two of them on a
-// multiprocessor where there are more than 132 and their memory fits, and larger blocks where there
+// SM where there are more than 132 and their memory fits, and larger blocks where there
 // is more to do.
 TEST(HopperPlan, SmallBlocksWhereThereAreFew) {
   const auto tile = [](int64_t d, int64_t s, int64_t heads, const Mask& mask) {
@@ -367,7 +367,7 @@ TEST(HopperPlan, FewTilesAreSplit) {
   EXPECT_FALSE(invariant.split_tail);
 }
 
-// Less blocks than multiprocessors, some of them long: the longest are cut, so that no item is.
+// Less blocks than SMs, some of them long: the longest are cut, so that no item is.
 TEST(HopperPlan, FewBlocksUnderABandAreCut) {
   const auto plan = [](int64_t s, int64_t heads, const Mask& mask, bool invariant = false) {
     return plan_of(forward_problem({.batch = 1,
@@ -459,7 +459,7 @@ TEST(HopperModel, IsSane) {
   EXPECT_LT(causal_16k, 0.60 * full_16k);
   EXPECT_NEAR(cycles({.batch = 2, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16}) / full_16k, 2,
               0.1);
-  // Never faster than the tensor cores: 4096 flops a cycle on 132 multiprocessors.
+  // Never faster than the tensor cores: 4096 flops a cycle on 132 SMs.
   EXPECT_GT(full_16k, 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
   EXPECT_LT(full_16k, 1.2 * 4.0 * 16 * 16384 * 16384 * 128 / 4096 / 132);
   // Too few tiles for the machine take as long as one.
@@ -470,7 +470,7 @@ TEST(HopperModel, IsSane) {
   EXPECT_NEAR(predicted_cycles({50, 90, 10}, 264, 264, 1, 132), 105, 1e-9);
 }
 
-// Multiprocessors that take each item when the one before it ends.
+// SMs that take each item when the one before it ends.
 TEST(HopperModel, PredictsItemsTakenOneByOne) {
   for (const int64_t d : {64, 128, 256}) {
     for (const int64_t s : {1024, 4096, 8192, 16384}) {
@@ -514,7 +514,7 @@ TEST(HopperModel, ShortBlocksComeFirst) {
   EXPECT_NEAR((causal_cost.longest - causal_cost.mean) / key_tile, 16 - mean_tiles, 1e-6);
 }
 
-// All heads at once under a band only where enough multiprocessors share each.
+// All heads at once under a band only where enough SMs share each.
 TEST(HopperPlan, HeadsInOneSection) {
   const auto bulk = [](int64_t s, int64_t hk, const Mask& mask) {
     return plan_of(forward_problem({.batch = 16384 / s,
@@ -535,7 +535,7 @@ TEST(HopperPlan, HeadsInOneSection) {
 
 TEST(HopperRejects, NamesWhatAndWhatInstead) {
   const auto why = [](const test::ForwardShape& shape) {
-    return hopper_forward_rejects(forward_problem(shape));
+    return forward_rejects(forward_problem(shape));
   };
   EXPECT_EQ(why({}), "");
   EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");
@@ -550,7 +550,7 @@ TEST(HopperRejects, Caches) {
   const auto why = [](auto change) {
     Problem p = forward_problem({});
     change(p);
-    return hopper_forward_rejects(p);
+    return forward_rejects(p);
   };
   for (const auto pages : {Problem::Cache::Pages::kTable, Problem::Cache::Pages::kLists}) {
     const auto paged = [&](int64_t page, bool invariant) {
@@ -575,7 +575,7 @@ TEST(HopperRejects, Caches) {
       p.cache.page = 16;
       p.cache.entries = 100;
       p.cache.ids = 50;
-      return hopper_forward_rejects(p);
+      return forward_rejects(p);
     };
     EXPECT_EQ(chunks(192), "");
     EXPECT_EQ(chunks(200), "computes chunks over pages with d and dv up to 192, got 200 and 200");
@@ -585,7 +585,7 @@ TEST(HopperRejects, Caches) {
   EXPECT_EQ(why([](Problem& p) { p.cache.leftpad = true; }),
             "computes keys from the first on: not with a leftpad_k");
   EXPECT_EQ(why([](Problem& p) { p.packed = true; }),
-            "computes packed queries beside packed keys or pages alone");
+            "computes packed queries with packed keys or pages alone");
 }
 
 // Boxes of a key tile lie inside one page each, and begin where the swizzle does.
@@ -597,7 +597,7 @@ TEST(HopperForwardTiles, BoxesOfPages) {
       p.cache.page = page;
       p.cache.entries = p.cache.ids = 1000;
       std::vector<std::string> rejected;
-      const auto tiles = hopper_forward_tiles(p, {}, &rejected);
+      const auto tiles = forward_candidates(p, {}, &rejected);
       ASSERT_FALSE(tiles.empty()) << d;
       for (const HopperForwardTile& tile : tiles) {
         const int box = tile.plan.box_keys;
@@ -614,7 +614,7 @@ TEST(HopperForwardTiles, BoxesOfPages) {
 TEST(HopperForwardPlan, SinksAreAConstant) {
   std::vector<std::string> rejected;
   const auto plans = [&](bool sinks) {
-    return hopper_forward_tiles(forward_problem({.mask = causal(), .sinks = sinks}), {}, &rejected);
+    return forward_candidates(forward_problem({.mask = causal(), .sinks = sinks}), {}, &rejected);
   };
   const auto without = plans(false), with = plans(true);
   ASSERT_EQ(with.size(), without.size());
@@ -630,14 +630,14 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
 TEST(HopperRejects, TreeMasks) {
   Problem p = forward_problem({});
   p.has_tree = true;
-  EXPECT_EQ(hopper_forward_rejects(p), "computes without tree masks");
+  EXPECT_EQ(forward_rejects(p), "computes without tree masks");
 }
 
 // The kernel counts rows and diagonals with ints.
 TEST(HopperRejects, SequencesThatIntsCannotCount) {
   const int64_t most = (int64_t{1} << 29) - 1;
   const auto why = [](int64_t sq, int64_t sk, bool packed) {
-    return hopper_forward_rejects(
+    return forward_rejects(
         forward_problem({.batch = 1, .sq = sq, .sk = sk, .hq = 1, .hk = 1, .packed = packed}));
   };
   for (const bool packed : {false, true}) {
@@ -647,7 +647,7 @@ TEST(HopperRejects, SequencesThatIntsCannotCount) {
     EXPECT_EQ(why(5, most + 1, packed),
               "computes sequences of less than 2^29 rows, got 5 of q and 536870912 of k");
   }
-  // At the limits every sum of the walk fits: the last strip's rows behind the end included.
+  // At the limits every sum of the walk fits: the last strip's rows after the end included.
   const Mask widest = window(int64_t{1} << 60, int64_t{1} << 60);
   const Problem p = forward_problem(
       {.batch = 1, .sq = most, .sk = most, .hq = 1, .hk = 1, .mask = widest, .invariant = true});
@@ -811,7 +811,7 @@ TEST(TensorMaps, CopiesHaveAddressableRows) {
   EXPECT_EQ(copied_bytes(odd) % 256, 0);
 }
 
-// Beside no rows of q: their products with anything are not numbers of 64 bits.
+// With no rows of q: their products with anything are not numbers of 64 bits.
 TEST(AnyPlan, AnyNumberOfHeads) {
   Problem p;
   p.dtype = DType::kBF16;
@@ -822,9 +822,9 @@ TEST(AnyPlan, AnyNumberOfHeads) {
   p.d = p.dv = 64;
   EXPECT_NE(hopper_decode_rejects_few(p).find("up to 2^31 tiles"), std::string::npos);
   p.hk = 1;
-  EXPECT_NE(hopper_forward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
+  EXPECT_NE(forward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
   p.pass = Pass::kBackward;
-  EXPECT_NE(hopper_backward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
+  EXPECT_NE(backward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
 }
 
 }  // namespace

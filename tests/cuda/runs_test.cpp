@@ -15,7 +15,7 @@ using ManyRuns = OnGpu;
 
 constexpr int kRuns = 200;
 
-// Another call on a stream of its own, so that the runs beside it meet other neighbours each time.
+// Another call on a stream of its own, so that the runs with it meet other neighbours each time.
 class Neighbour {
  public:
   Neighbour() : plan_(plan(call_.args(), {.engine = "cuda"})) {}
@@ -105,7 +105,7 @@ TEST_F(ManyRuns, KeepTheBitsOfDecode) {
 }
 
 // Pages in a random order: few lines of few and many rows, of more sequences than a warp has lanes,
-// as many lines as thread blocks, and lines of unequal lengths.
+// as many lines as CTAs, and lines of unequal lengths.
 TEST_F(ManyRuns, KeepTheBitsOfDecodeOverPages) {
   struct Shape {
     int64_t batch, sq, hk;
@@ -138,7 +138,7 @@ TEST_F(ManyRuns, KeepTheBitsOfDecodeOverPages) {
   }
 }
 
-// Lines by turns, narrow teams' and wide ones', beside one that is cut into many pieces: whoever
+// Lines by turns, narrow teams' and wide ones', with one that is cut into many pieces: whoever
 // has a piece, and puts the line together. The bits are right, too.
 TEST_F(ManyRuns, KeepTheBitsOfLinesByTurns) {
   for (const int64_t sq : {1, 16}) {

@@ -66,7 +66,7 @@ TEST_F(Sanitize, SplitTiles) {
 TEST_F(Sanitize, SplitBlocksOfABand) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 1200, .hq = 2, .mask = causal()}));
 }
-TEST_F(Sanitize, Packed) {  // with tails, empty sequences and rows behind the last
+TEST_F(Sanitize, Packed) {  // with tails, empty sequences and rows after the last
   EXPECT_TRUE(both_right({.dtype = kBf16,
                           .sq = 150,
                           .sk = 170,
@@ -112,7 +112,7 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// Few lines in as many pieces as there are thread blocks, of as many keys as each has; of 33
+// Few lines in as many pieces as there are CTAs, of as many keys as each has; of 33
 // sequences lanes have two.
 TEST_F(Sanitize, PiecesThatFillTheCard) {
   for (const auto& [batch, group, d] : {std::array<int64_t, 3>{1, 4, 64},
@@ -153,7 +153,7 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
   }
 }
 /// Runs packed sequences of so many keys and `sq` queries, the sixth without any, of more lines
-/// than thread blocks. False, and nothing is run, where they do not go by turns.
+/// than CTAs. False, and nothing is run, where they do not go by turns.
 bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
   std::vector<Rows> rows;
   for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
@@ -179,7 +179,7 @@ bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, i
   return true;
 }
 
-// More lines than thread blocks, which take them by turns: of equal lengths, and beside one that is
+// More lines than CTAs, which take them by turns: of equal lengths, and with one that is
 // cut, one too short for turns, and one each without keys and without queries.
 TEST_F(Sanitize, LinesByTurns) {
   const std::vector<int64_t> equal(14, 800);
@@ -192,7 +192,7 @@ TEST_F(Sanitize, LinesByTurns) {
     EXPECT_TRUE(run_by_turns(mixed, sq, group, d));
   }
 }
-// Those of narrow teams go by turns where they are long, as they are beside few multiprocessors;
+// Those of narrow teams go by turns where they are long, as they are with few SMs;
 // runs_test has longer ones.
 TEST_F(Sanitize, LinesOfFewRowsByTurns) {
   std::vector<int64_t> keys(10, 800);
@@ -201,8 +201,8 @@ TEST_F(Sanitize, LinesOfFewRowsByTurns) {
   if (!run_by_turns(keys, 1, 4, 128)) GTEST_SKIP() << "these lines are too short for this card";
   EXPECT_TRUE(run_by_turns(keys, 1, 16, 64));
 }
-// A line of so many parts that all thread blocks put it together, and a last round of few lines,
-// which are cut. The emulator runs it with 16 multiprocessors.
+// A line of so many parts that all CTAs put it together, and a last round of few lines,
+// which are cut. The emulator runs it with 16 SMs.
 TEST_F(Sanitize, PartsOfLinesByTurns) {
   std::vector<int64_t> uneven(24, 600);
   uneven[7] = 40000;
@@ -235,7 +235,7 @@ TEST_F(Sanitize, LinesByTurnsOverPages) {
     }
   }
 }
-// All that scores may, beside heads that leave few registers, and parts that are put together.
+// All that scores may, with heads that leave few registers, and parts that are put together.
 TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
   for (const int64_t sq : {1, 12}) {
     EXPECT_TRUE(right({.dtype = kF16,
@@ -253,7 +253,7 @@ TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
                        .sinks = true}));
   }
 }
-// Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, beside
+// Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, with
 // one that is another kernel's.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {
   for (const int64_t d : {64, 36}) {

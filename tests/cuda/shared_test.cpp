@@ -34,7 +34,7 @@ TEST(Strips, EachIsInOneBlock) {
             << "and come first";
         strip = next;
       }
-      // A few short blocks may have empty strips behind the end.
+      // A few short blocks may have empty strips after the end.
       ASSERT_EQ(strip, std::max(kernels::strips_of(rows), (block_strips - 1) * blocks));
     }
   }
@@ -173,7 +173,7 @@ TEST(KeyWalk, MeetsTheTilesOfTheMask) {
 /// The plan of the tile that the cost model likes best.
 HopperForwardPlan plan_of(const Problem& p) {
   std::vector<std::string> rejected;
-  const std::vector<HopperForwardTile> tiles = hopper_forward_tiles(p, {}, &rejected);
+  const std::vector<HopperForwardTile> tiles = forward_candidates(p, {}, &rejected);
   return std::min_element(tiles.begin(), tiles.end(),
                           [](const auto& x, const auto& y) { return x.cycles < y.cycles; })
       ->plan;
@@ -238,7 +238,7 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
     for (const int64_t dv : {int64_t{16}, d, int64_t{256}}) {
       std::vector<std::string> rejected;
       for (const auto& [plan, cycles, tuned_only] :
-           hopper_forward_tiles(forward_problem({.d = d, .dv = dv}), {}, &rejected)) {
+           forward_candidates(forward_problem({.d = d, .dv = dv}), {}, &rejected)) {
         const kernels::ForwardLayout map =
             kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
                                      plan.q_stages, plan.k_stages, plan.v_stages});

@@ -270,7 +270,7 @@ class TestServe(OnGpu):
 
 
 class TestAppend(OnGpu):
-    """Beside the same on the CPU, bit for bit."""
+    """With the same on the CPU, bit for bit."""
 
     def test_append_and_merge(self):
         k, v, q = make((2, 3, 2, 64), (2, 3, 2, 64), (2, 3, 8, 64))

@@ -45,7 +45,7 @@ struct Place {
 };
 extern const Place* place;
 
-/// An operand of inline PTX behind its constraint: the address of a variable that is written, or
+/// An operand of inline PTX after its constraint: the address of a variable that is written, or
 /// the bits of a value.
 template <class T>
 [[gnu::always_inline]] inline uint64_t variable(T& x) {
@@ -58,7 +58,7 @@ template <class T>
   return bits;
 }
 
-/// Executes inline PTX. Behind the text: a constraint and an operand, in turns, and then perhaps
+/// Executes inline PTX. After the text: a constraint and an operand, in turns, and then perhaps
 /// clobbers.
 void execute(const char* text, ...);
 
@@ -68,7 +68,7 @@ void synchronize_warp(unsigned mask);
 unsigned shuffle(unsigned mask, unsigned bits, int from);  ///< the value of lane `from`
 unsigned ballot(unsigned mask, bool vote);
 
-/// Shared memory of the thread block: the launch's own, and variables by their line.
+/// Shared memory of the CTA: the launch's own, and variables by their line.
 unsigned char* dynamic_shared();
 void* static_shared(int line, size_t bytes);
 size_t shared_address(const void* at);
@@ -132,7 +132,7 @@ inline bool __all_sync(unsigned mask, bool vote) { return emulator::ballot(mask,
 
 inline size_t __cvta_generic_to_shared(const void* at) { return emulator::shared_address(at); }
 
-// Thread blocks take turns in one thread of the host.
+// CTAs take turns in one thread of the host.
 inline int atomicAdd(int* at, int x) {
   const int before = *at;
   *at += x;

@@ -492,7 +492,7 @@ void multiply_warp(Context& c, const Instruction& i) {
 }
 
 /// Calls act(row or column n, k, address) for each 8 elements of a 64 x 16 or 16 x N operand that
-/// lie beside each other in shared memory, `count` rows or columns beside k. `across`: k counts
+/// lie with each other in shared memory, `count` rows or columns with k. `across`: k counts
 /// rows of 128 bytes, and n their elements.
 template <class Act>
 void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
@@ -520,7 +520,7 @@ void read_operand(Block& block, uint64_t descriptor, int count, bool across, Wid
   });
 }
 
-constexpr int kMostColumns = 256;
+constexpr int kMaxColumns = 256;
 
 /// What a thread brings to a product of its warpgroup.
 struct Share {
@@ -534,7 +534,7 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
   for (const Share& share : shares)
     if (share.B != shares[0].B || share.A != shares[0].A)
       fail("threads of a product name different operands");
-  float a[16][64], b[16][kMostColumns];
+  float a[16][64], b[16][kMaxColumns];
   if (A_shared) {
     read_operand(block, shares[0].A, 64, A_across, wide, a[0], 64);
   } else {
@@ -546,9 +546,9 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
             wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
       }
   }
-  read_operand(block, shares[0].B, N, B_across, wide, b[0], kMostColumns);
+  read_operand(block, shares[0].B, N, B_across, wide, b[0], kMaxColumns);
   for (int row = 0; row < 64; ++row) {
-    float sums[kMostColumns] = {};
+    float sums[kMaxColumns] = {};
     for (int j = 0; j < 16; ++j)
       for (int column = 0; column < N; ++column) sums[column] += a[j][row] * b[j][column];
     // Four threads hold a row, two columns of each eight.
@@ -700,7 +700,7 @@ class Program {
       if (std::isdigit(static_cast<unsigned char>(number[0])))
         operands_ = std::max(operands_, size_t{std::strtoul(number.c_str(), nullptr, 10)} + 1);
     }
-    if (operands_ > kMostOperands) fail("too many operands of a text");
+    if (operands_ > kMaxOperands) fail("too many operands of a text");
     for (size_t k = 0; k < operands_; ++k) {
       constraints_.emplace_back(va_arg(operands, const char*));
       va_arg(operands, uint64_t);
@@ -718,7 +718,7 @@ class Program {
   }
 
   void run(va_list arguments) const {
-    uint64_t operands[kMostOperands];
+    uint64_t operands[kMaxOperands];
     for (size_t k = 0; k < operands_; ++k) {
       va_arg(arguments, const char*);
       operands[k] = va_arg(arguments, uint64_t);
@@ -806,7 +806,7 @@ class Program {
     return {Atom::kRegister, number_of(bar == std::string::npos ? word : word.substr(bar + 1))};
   }
 
-  static constexpr size_t kMostOperands = 160;
+  static constexpr size_t kMaxOperands = 160;
 
   size_t operands_ = 0;
   std::vector<std::string> constraints_;

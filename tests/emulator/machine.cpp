@@ -98,7 +98,7 @@ std::unique_ptr<Block> start_block(const Launch& launch, unsigned number) {
 Thread* current = nullptr;
 const Place* place = nullptr;
 
-int multiprocessors() {
+int sms() {
   const char* const text = std::getenv("FAKE_CUDA_MULTIPROCESSORS");
   return text == nullptr ? 132 : std::atoi(text);
 }
@@ -246,7 +246,7 @@ void wait(bool (*ready)(const void*), const void* waiting) {
 namespace {
 
 /// A warp's accesses to shared memory happen in the order of its instructions, so that those before
-/// lanes come together happen before those behind.
+/// lanes come together happen before those after.
 void order(Thread* lanes, uint32_t present) {
   const auto for_lanes = [&](const auto& act) {
     for (int i = 0; i < 32; ++i)
@@ -314,7 +314,7 @@ void run(const Launch& work) {
   unsigned next = 0;
   std::vector<std::unique_ptr<Block>> blocks;
   for (;;) {
-    while (next < count && blocks.size() < static_cast<size_t>(multiprocessors()))
+    while (next < count && blocks.size() < static_cast<size_t>(sms()))
       blocks.push_back(start_block(work, next++));
     if (blocks.empty()) break;
     bool progress = false;

@@ -1,4 +1,4 @@
-/// A multiprocessor's threads, as fibers of one thread of the host: a thread runs until it must
+/// An SM's threads, as fibers of one thread of the host: a thread runs until it must
 /// wait, and then another one that need not wait runs, in an order that a seed decides. Copies and
 /// products that a thread starts and waits for later happen at some time between, which the seed
 /// decides, too.
@@ -80,7 +80,7 @@ struct Thread {
   const void* waiting = nullptr;
   Groups copies{"a copy"};  ///< cp.async
   Groups stores{"a bulk store"};
-  std::vector<uint64_t> product_groups;  ///< number behind the last product of each group
+  std::vector<uint64_t> product_groups;  ///< number after the last product of each group
   uint64_t products = 0;
   Views views;
   uint32_t accesses = 1;  ///< number of the next; one number for all up to a barrier or a fence
@@ -138,7 +138,7 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   size_t shared_bytes;        ///< of the launch
-  size_t all_bytes;           ///< variables are behind them
+  size_t all_bytes;           ///< variables are after them
   size_t variable_bytes = 0;  ///< used
   bool voted = false;         ///< by a thread, in the vote under way
   std::vector<unsigned char> storage;
@@ -187,9 +187,9 @@ struct Launch {
   size_t shared_bytes;
   std::function<void()> kernel;
 };
-/// Runs all thread blocks, as many at a time as there are multiprocessors.
+/// Runs all CTAs, as many at a time as there are SMs.
 void run(const Launch& launch);
 
-int multiprocessors();
+int sms();
 
 }  // namespace emulator

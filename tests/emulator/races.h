@@ -4,7 +4,7 @@
 /// happened before its next one. Views pass through barriers. An access is a race where another one
 /// to the same bytes is not in its actor's view and one of the two writes (FastTrack, Flanagan and
 /// Freund, PLDI 2009). Besides threads there are actors for what they start and wait for later:
-/// copies and products happen beside the thread, from their start until somebody has waited.
+/// copies and products happen with the thread, from their start until somebody has waited.
 #pragma once
 
 #include <cstddef>
@@ -30,9 +30,9 @@ class View {
 };
 
 /// Tensor cores and bulk copies access memory through a proxy of their own (PTX ISA, "Proxies"):
-/// they see what threads wrote behind a fence alone, and may overtake loads in flight. A thread
+/// they see what threads wrote after a fence alone, and may overtake loads in flight. A thread
 /// arrives at an mbarrier without waiting for its loads (seen on an H200): what it has loaded may
-/// be overwritten by a bulk copy when it has used what came, or behind a fence.
+/// be overwritten by a bulk copy when it has used what came, or after a fence.
 struct Views {
   View seen;    ///< by loads and stores
   View fenced;  ///< by the asynchronous proxy, too
@@ -60,7 +60,7 @@ struct Access {
   uint32_t number = 0;  ///< 0: there was none
 };
 
-/// The accesses to the shared memory of a thread block.
+/// The accesses to the shared memory of a CTA.
 class Races {
  public:
   explicit Races(size_t bytes) : cells_((bytes + kCellBytes - 1) / kCellBytes) {}

@@ -74,7 +74,7 @@ struct Order {
 };
 
 const Order kOrders[] = {
-    {"a barrier of the thread block", 64,
+    {"a barrier of the CTA", 64,
      [](bool ordered) {
        if (me() == 40) store(0);
        if (ordered) synchronize_block();

@@ -6,7 +6,7 @@
 namespace emulator {
 namespace {
 
-/// The operands of an asm statement whose parenthesis is in front of `at`, which moves behind them:
+/// The operands of an asm statement whose parenthesis is in front of `at`, which moves after them:
 /// colons are commas.
 std::string separated(const std::string& text, size_t& at) {
   std::string out;

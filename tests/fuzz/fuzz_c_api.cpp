@@ -16,8 +16,8 @@
 
 namespace {
 
-constexpr int64_t kPositions = 80;                      // of cos and sin
-constexpr int64_t kPages = 4, kIds = 3, kMostPage = 9;  // of a cache; ids of a sequence
+constexpr int64_t kPositions = 80;                     // of cos and sin
+constexpr int64_t kPages = 4, kIds = 3, kMaxPage = 9;  // of a cache; ids of a sequence
 constexpr int64_t kMaxBytes = 1 << 20, kMaxNumel = 1 << 16, kMaxWorkspace = 1 << 26;
 
 /// Reads the input front to back; zeros follow its end.
@@ -166,7 +166,7 @@ void fill_ints(Owned& o, Reader& in, bool wild, int64_t step) {
   }
 }
 
-/// A struct of the API, and what a newer version may have behind it.
+/// A struct of the API, and what a newer version may have after it.
 template <class Struct>
 struct Newer {
   Struct known{};
@@ -304,7 +304,7 @@ void fuzz(Reader& in) {
     kCount
   };
   const auto keys = [&](int64_t dim) {
-    return pages     ? Owned(dtype, {kPages, 1 + sk % kMostPage, hk, dim})
+    return pages     ? Owned(dtype, {kPages, 1 + sk % kMaxPage, hk, dim})
            : cache   ? Owned(dtype, {kPages, sk, hk, dim})
            : appends ? Owned(dtype, {batch, sk, hk, dim})
                      : rows(sk, hk, dim);

@@ -168,7 +168,7 @@ def c_api_seeds():
         yield f"append_{name}_wild", call(
             3, flags=1 | 8 | 16 | 32, how=cache | LEFT_PADDED
         ) + b"\x3c" + struct.pack("<12i", 0, 3, 0, 2, 2, 3, 1, -1, 0, 3, 1, 7)
-    # Change 9 is to a struct: which (options, run, args), its size, a byte behind it.
+    # Change 9 is to a struct: which (options, run, args), its size, a byte after it.
     yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
     yield "options_newer", call(changes=[bytes([9, 0, 112, 0, 0])])
     yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 112, 0, 1])])

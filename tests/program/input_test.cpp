@@ -456,8 +456,8 @@ TEST(GoodInput, LongestLengthsBeyondTheRows) {
 
 // Sizes beyond all memory are fine where another size is 0: nothing to do, and done at once.
 TEST(GoodInput, HugeSizesOfEmptyTensors) {
-  constexpr int64_t kMost = int64_t{1} << 62;
-  for (const auto& [batch, s] : {std::pair{kMost, int64_t{0}}, {int64_t{0}, kMost}}) {
+  constexpr int64_t kMax = int64_t{1} << 62;
+  for (const auto& [batch, s] : {std::pair{kMax, int64_t{0}}, {int64_t{0}, kMax}}) {
     auto rows = [&, batch = batch, s = s](int64_t heads) {
       return Tensor::contiguous(nullptr, DType::kF32, {batch, s, heads, 8});
     };

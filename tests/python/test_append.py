@@ -1,4 +1,4 @@
-"""Appending to caches of K and V in Python, beside the same in NumPy."""
+"""AppendThenAttend to caches of K and V in Python, with the same in NumPy."""
 
 import numpy as np
 import pytest

@@ -128,11 +128,11 @@ WRONG = [
     (dict(page_indptr=int32([0, 1, 2, 3])), "page_table: got 2 dimensions .*want 1"),
     (dict(page_table=int32([3, 9]), page_indptr=int32([0, 1, 1, 3])), "page_indptr: ends with 3"),
     (dict(page_table=None, page_indptr=int32([0, 1, 2, 3])), "page_table: not given"),
-    (dict(cache_batch_idx=int32([0, 1, 2])), "cache_batch_idx: given beside page_table"),
+    (dict(cache_batch_idx=int32([0, 1, 2])), "cache_batch_idx: given with page_table"),
     (dict(page_table=None, seqused_k=None, cache_batch_idx=int32([0, 12, 2])),
      "cache_batch_idx: got 12 at 1, want one of the 12 rows of k"),
     (dict(leftpad_k=int32([12, 0, 0])), "leftpad_k: got 12 at 0, want 0 to 11"),
-    (dict(cu_seqlens_k=int32([0, 1, 2, 3])), "cu_seqlens_k: given beside page_table"),
+    (dict(cu_seqlens_k=int32([0, 1, 2, 3])), "cu_seqlens_k: given with page_table"),
 ]  # fmt: skip
 
 

@@ -365,7 +365,7 @@ def turned(x, cos, sin, interleaved):
 
 
 class TestCaches:
-    """flash_attn_with_kvcache beside its own words in PyTorch, one sequence at a time."""
+    """flash_attn_with_kvcache with its own words in PyTorch, one sequence at a time."""
 
     PAGE, BATCH, HQ, HK, D = 4, 3, 4, 2, 16
 
@@ -621,7 +621,7 @@ class TestCaches:
             want, leaf = call(q), q.clone().requires_grad_()
             got = call(leaf)
             assert torch.equal(got, want) and got.requires_grad
-            with pytest.raises(NotImplementedError, match=f"^{name}: fulgur has no gradients beside pages"):
+            with pytest.raises(NotImplementedError, match=f"^{name}: fulgur has no gradients with pages"):
                 got.sum().backward()
             with torch.no_grad():
                 assert not call(leaf).requires_grad
@@ -701,7 +701,7 @@ class TestFlashAttention3:
     @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(2, 1))])
     @pytest.mark.parametrize("chunk", [1, 3, 20])
     def test_chunks(self, options, chunk):
-        """Keys from the diagonal's multiple of the chunk on, and less than a chunk behind it."""
+        """Keys from the diagonal's multiple of the chunk on, and less than a chunk after it."""
         q, k, v = make_qkv(grad=True)
         out, lse = fa3.flash_attn_func(q, k, v, attention_chunk=chunk, return_attn_probs=True, **options)
         i, j = torch.arange(5)[:, None] + 2, torch.arange(7)
@@ -1236,7 +1236,7 @@ def test_splits_beside_pages_raise():
         )[0]
 
     assert torch.equal(call(), call(num_splits=1))
-    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported beside a block_table"):
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported with a block_table"):
         call(num_splits=2)
 
 
@@ -1367,7 +1367,7 @@ class TestRotary:
         for heads, error in errors.items():
             with pytest.raises(ValueError, match=f"^num_heads_q: {error}"):
                 call(qkv, angles, angles, num_heads_q=heads)
-        with pytest.raises(ValueError, match="^sin_k: got None, want it beside cos_k"):
+        with pytest.raises(ValueError, match="^sin_k: got None, want it with cos_k"):
             call(qkv, angles, angles, cos_k=angles, num_heads_q=3)
         for name, call in (("qkv", call), ("kv", rotary.apply_rotary_emb_kv_)):
             with pytest.raises(ValueError, match=f"^{name}: got shape .1, 4, 7, 1, 8., want .batch, seqlen, [23]"):

@@ -84,7 +84,7 @@ def decode_row(**us):
 
 
 def test_decode_table():
-    """A peer has a column where some call was measured beside it, and an entry where that call was."""
+    """A peer has a column where some call was measured with it, and an entry where that call was."""
     import gpu_table
 
     alone = gpu_table.decode({"decode": [decode_row(flash3_us=1000.0)]})
@@ -95,7 +95,7 @@ def test_decode_table():
     rows[1]["not_captured"] = {"flashinfer": "why"}
     text = gpu_table.decode({"decode": rows, "decode_peers": {"FlashInfer": "0.7", "cuDNN's frontend": "1.3"}})
     assert text[2].endswith(" in 1 of the 1 lines, FlashInfer in 0 of the 1 lines, cuDNN in 1 of the 2 lines.")
-    assert text[4].startswith("Also beside FlashInfer 0.7, cuDNN's frontend 1.3.")
+    assert text[4].startswith("Also with FlashInfer 0.7, cuDNN's frontend 1.3.")
     assert text[6].endswith("| its time / ours | FlashInfer, us | cuDNN, us |")
     assert text[8].endswith("| 1000.0 | 1.25 |  | 900.0 |") and text[9].endswith("|  |  | 790.0 | 790.5 |")
     assert text[-1] == "Timed as loops of launches, as no graph could be captured: FlashInfer."

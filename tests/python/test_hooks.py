@@ -304,7 +304,7 @@ class TestTransformers:
             model(tokens, attention_mask=mask if padded else torch.ones_like(mask))
 
     def test_masks_that_are_missing_raise(self):
-        """Tokens that see each other both ways, and chunks of several queries beside a cache."""
+        """Tokens that see each other both ways, and chunks of several queries with a cache."""
         masks = pytest.importorskip("transformers.masking_utils")
         ids = torch.zeros(1, 6, dtype=torch.long)
         both_ways = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
@@ -314,7 +314,7 @@ class TestTransformers:
         with pytest.raises(NotImplementedError, match="^partial in a mask: "):
             fulgur.transformers.attention_mask(1, 6, 6, mask_function=masks.and_masks(unknown))
         chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-        with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries beside a cache: "):
+        with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries with a cache: "):
             fulgur.transformers.attention_mask(1, 2, 6, q_offset=4, mask_function=chunks)
         assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks).chunk == 4
         one = fulgur.transformers.attention_mask(1, 1, 6, q_offset=5, mask_function=chunks)

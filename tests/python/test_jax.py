@@ -1,4 +1,4 @@
-"""fulgur.jax beside jax.nn, NumPy in float64 and fulgur itself; its handlers without a GPU."""
+"""fulgur.jax with jax.nn, NumPy in float64 and fulgur itself; its handlers without a GPU."""
 
 import ctypes
 import inspect

@@ -1,4 +1,4 @@
-"""Caches of K and V in fulgur.jax, beside fulgur.attention of NumPy's arrays."""
+"""Caches of K and V in fulgur.jax, with fulgur.attention of NumPy's arrays."""
 
 from functools import partial
 
@@ -109,14 +109,14 @@ def test_there_is_no_gradient(kind):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(seqused_k=None), "seqused_k: not given, want the lengths of the sequences beside page_table"),
+        (dict(seqused_k=None), "seqused_k: not given, want the lengths of the sequences with page_table"),
         (dict(page_table=TABLE[:2]), r"page_table: got shape \(2, 3\), want \(3, 3\)"),
         (dict(page_table=TABLE.astype(np.float32)), "page_table: got f32, want i32"),
         (dict(page_indptr=int32(0, 3, 3, 5)), "page_table: got 2 dimensions"),
-        (dict(cache_batch_idx=USED), "cache_batch_idx: given beside page_table, want one of both"),
+        (dict(cache_batch_idx=USED), "cache_batch_idx: given with page_table, want one of both"),
         (dict(leftpad_k=USED[:2]), "leftpad_k: got shape"),
-        (dict(prefix_lens=USED), "prefix_groups: not given, want it beside prefix_lens"),
-        (dict(prefix_groups=USED), "prefix_lens: not given, want it beside prefix_groups"),
+        (dict(prefix_lens=USED), "prefix_groups: not given, want it with prefix_lens"),
+        (dict(prefix_groups=USED), "prefix_lens: not given, want it with prefix_groups"),
         (dict(max_seqlen_k=-1), "max_seqlen_k: got -1, want >= 0"),
     ],
 )
@@ -351,7 +351,7 @@ def test_there_is_no_gradient_of_append():
         (dict(cache_seqlens=np.zeros(3, np.float32)), ValueError, "cache_seqlens: got f32, want i32"),
         (dict(page_table=GROWING[:2]), ValueError, r"page_table: got shape \(2, 3\), want \(3, 3\)"),
         (dict(page_indptr=int32(0, 3, 3, 5)), ValueError, "page_table: got 2 dimensions"),
-        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given beside page_table"),
+        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given with page_table"),
         (dict(cu_seqlens_k_new=ENDS), ValueError, "k_new: got 4 dimensions"),
         (dict(sin=None), ValueError, "sin: not given"),
         (dict(cos=None, sin=None), ValueError, "q: given without cos and sin"),
@@ -477,7 +477,7 @@ def test_append_attention_of_float64():
 
 
 def test_append_attention_to_padded_and_shared_pages():
-    """Padded on the left, and beside a prefix that two sequences have."""
+    """Padded on the left, and with a prefix that two sequences have."""
     tensors, options, numbers = make_both("pages", "turned, queries")
     padded = options | dict(leftpad_k=int32(2, 0, 1))
     assert_equal(append_attention(*tensors, **padded, **numbers), both(tensors, padded, numbers))
@@ -560,7 +560,7 @@ def test_there_is_no_gradient_of_append_attention():
         (dict(v_cache=np.zeros((PAGES, PAGE, HK, DV), np.float16)), ValueError, "v_cache: got f16, want f32"),
         (dict(cache_seqlens=np.zeros(3, np.float32)), ValueError, "cache_seqlens: got f32, want i32"),
         (dict(page_table=GROWING[:2]), ValueError, r"page_table: got shape \(2, 3\), want \(3, 3\)"),
-        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given beside page_table"),
+        (dict(cache_batch_idx=OLD), ValueError, "cache_batch_idx: given with page_table"),
         (dict(cu_seqlens_k_new=ENDS), ValueError, "k_new: got 4 dimensions"),
         (dict(cu_seqlens_q=ENDS), ValueError, "q: got 4 dimensions"),
         (dict(sin=None), ValueError, "sin: not given"),

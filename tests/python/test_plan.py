@@ -159,7 +159,7 @@ def test_random_numbers_by_an_array():
             np.testing.assert_allclose(gradient, exact, atol=1e-5)
     with pytest.raises(ValueError, match="^rng_state: got no tensor.*as planned"):
         plan.run(q, k, v)
-    with pytest.raises(ValueError, match="^rng_state: given beside a dropout_seed of 3"):
+    with pytest.raises(ValueError, match="^rng_state: given with a dropout_seed of 3"):
         plan.run(q, k, v, rng_state=state, seed=3)
 
 

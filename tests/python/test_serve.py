@@ -28,7 +28,7 @@ def test_tokens_are_those_of_dense_attention(shape, device):
     )
     numbers = re.search(pattern, done.stdout)
     tokens, steps, mixed, pages, taken, same, doubtful = map(int, numbers.groups())
-    # Requests did share steps, chunks of prompts stood beside decoding, and pages were used again.
+    # Requests did share steps, chunks of prompts stood with decoding, and pages were used again.
     assert steps < tokens and mixed > 3 and taken > pages
     # Rounding to float16 may decide a few tokens, to float32 none of these.
     assert same + doubtful == tokens and doubtful <= (0.05 * tokens if device else 0)

@@ -6,7 +6,7 @@ import pytest
 import fulgur
 
 PAGES, PAGE, HQ, HK, D = 40, 16, 8, 2, 64
-SHARED, OWN = 20, 3  # pages of the prefix, and of each of five sequences behind it
+SHARED, OWN = 20, 3  # pages of the prefix, and of each of five sequences after it
 
 
 def int32(*values):
@@ -72,7 +72,7 @@ def test_tensors_of_torch(call):
 @pytest.mark.parametrize(
     "prefixes, message",
     [
-        (dict(prefix_groups=int32(0, 5)), "prefix_lens: not given, want it beside prefix_groups"),
+        (dict(prefix_groups=int32(0, 5)), "prefix_lens: not given, want it with prefix_groups"),
         (dict(prefix_groups=int32(0, 4), prefix_lens=int32(1)), "prefix_groups: ends with 4, want 5"),
         (dict(prefix_groups=int32(0, 5), prefix_lens=int32(321)), "prefix_lens: got 321 at 0, want 0 to 320"),
     ],

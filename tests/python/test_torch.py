@@ -949,7 +949,7 @@ class TestWrongArguments:
         with pytest.raises(ValueError, match=f"^{name}: got a tensor on meta, want cpu as q"):
             attention(*tensors, **{name: torch.zeros(4, device="meta")})
         tensors = [x.to("meta") for x in tensors]
-        assert attention(*tensors, **{name: torch.zeros(4)}).is_meta  # which may be on the CPU beside a GPU
+        assert attention(*tensors, **{name: torch.zeros(4)}).is_meta  # which may be on the CPU with a GPU
 
     @pytest.mark.parametrize(
         "name, x", [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))]

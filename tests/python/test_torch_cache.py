@@ -1,5 +1,5 @@
 """Caches of K and V in fulgur.torch: the operators that read and write them, in eager mode and in
-graphs, beside dense attention of each sequence."""
+graphs, with dense attention of each sequence."""
 
 import pytest
 
@@ -241,7 +241,7 @@ def test_gradients_are_refused(name):
     (dict(page_table=TABLE + 5), "page_table: got 14 as page 1 of sequence 0"),
     (dict(page_table=TABLE.long()), "page_table: got i64, want i32"),
     (dict(seqused_k=None), "seqused_k: not given"),
-    (dict(cache_batch_idx=int32(0, 1, 2)), "cache_batch_idx: given beside page_table"),
+    (dict(cache_batch_idx=int32(0, 1, 2)), "cache_batch_idx: given with page_table"),
     (dict(page_table=None, page_indptr=int32(0, 1, 2, 3)), "page_table: not given"),
     (dict(leftpad_k=int32(12, 0, 0)), "leftpad_k: got 12 at 0, want 0 to 11"),
 ])  # fmt: skip
@@ -294,7 +294,7 @@ class TestAppend:
     @pytest.mark.parametrize("packed, rotated", BOTH)
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_step_in_one_graph(self, packed, rotated, backend):
-        """Rows are written before the attention behind them reads."""
+        """Rows are written before the attention after them reads."""
         def step(k_cache, v_cache, q, *given):
             turned = append(k_cache, v_cache, *given, **options)
             new = ENDS.diff() if packed else 2

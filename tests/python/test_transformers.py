@@ -321,7 +321,7 @@ def test_equals_eager_or_is_refused(family):
 
 
 def test_what_two_arguments_say_of_visibility():
-    """None is left out in silence: half of cu_seq_lens, packed rows beside padding, masks that are added."""
+    """None is left out in silence: half of cu_seq_lens, packed rows with padding, masks that are added."""
     module = torch.nn.Module()
     module.is_causal = True
     tensors = [torch.zeros(1, heads, 6, 8) for heads in (4, 2, 2)]
@@ -332,10 +332,10 @@ def test_what_two_arguments_say_of_visibility():
     assert call(module, *tensors, None, **both)[0].shape == (1, 6, 4, 8)
     with pytest.raises(ValueError, match="^cu_seq_lens_q, cu_seq_lens_k: got only one of them"):
         call(module, *tensors, None, cu_seq_lens_q=ends)
-    with pytest.raises(NotImplementedError, match="^cu_seq_lens_q beside padding: "):
+    with pytest.raises(NotImplementedError, match="^cu_seq_lens_q with padding: "):
         call(module, *tensors, padding, **both)
     packed = fulgur.transformers.Mask(6, 6, 6, True, padding=padding.bool(), packed=torch.tensor([[0, 0, 1, 1, 1, 1]]))
-    with pytest.raises(NotImplementedError, match="^packed sequences beside padding: "):
+    with pytest.raises(NotImplementedError, match="^packed sequences with padding: "):
         call(module, *tensors, packed)
     with pytest.raises(NotImplementedError, match="^attention_mask of torch.float32, which is added: "):
         call(module, *tensors, torch.zeros(1, 6))

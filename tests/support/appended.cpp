@@ -10,7 +10,7 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kTail = 2;  // packed rows behind the last sequence
+constexpr int64_t kTail = 2;  // packed rows after the last sequence
 
 // One row of a tensor: row r of entry b, or of a packed tensor, as doubles.
 struct Row {
@@ -242,7 +242,7 @@ testing::AssertionResult Appended::check_queries() {
       }
     }
   }
-  // Rows behind the last sequence are not written, neither here nor there.
+  // Rows after the last sequence are not written, neither here nor there.
   for (size_t row = 0; row < written.size(); ++row) {
     for (int64_t c = 0; c < width && !written[row]; ++c) {
       const double was = q_[row * static_cast<size_t>(width) + static_cast<size_t>(c)];

@@ -10,7 +10,7 @@ namespace fulgur::test {
 namespace {
 
 constexpr int64_t kFree = 3;   // entries of the cache that belong to no sequence
-constexpr int64_t kExtra = 2;  // ids of a sequence behind those that it needs
+constexpr int64_t kExtra = 2;  // ids of a sequence after those that it needs
 constexpr int64_t kGap = 5;    // rows of an entry of the batch that no sequence reaches
 
 }  // namespace

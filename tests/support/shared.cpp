@@ -8,8 +8,8 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kLeastSaved = 256;  // keys, for which a group reads its prefix apart
-constexpr int64_t kRoom = 400'000;    // keys of a table
+constexpr int64_t kMinSaved = 256;  // keys, for which a group reads its prefix apart
+constexpr int64_t kRoom = 400'000;  // keys of a table
 
 const Tensor& vector(std::optional<Dense>& to, const std::vector<int64_t>& values) {
   to.emplace(DType::kI32, std::initializer_list<int64_t>{static_cast<int64_t>(values.size())});
@@ -36,7 +36,7 @@ Shared::Shared(Workload& w, const CacheShape& shape, std::vector<int64_t> groups
 void Shared::poison() {
   const int64_t page = cached_->shape.page;
   each_member([&](size_t g, int64_t b) {
-    if ((groups_[g + 1] - groups_[g] - 1) * lens_[g] < kLeastSaved) return;
+    if ((groups_[g + 1] - groups_[g] - 1) * lens_[g] < kMinSaved) return;
     for (const Tensor& t : {forward.k, forward.v}) {
       for (int64_t j = 0; j < lens_[g]; ++j) {
         const int64_t at =
@@ -76,7 +76,7 @@ void Shared::copy_keys(const Tensor& t, int64_t from, int64_t to, int64_t keys) 
   write(t, all);
 }
 
-// Ids behind those that are needed.
+// Ids after those that are needed.
 void Shared::make_room(const CacheShape& shape) {
   const Tensor small = forward.page_table;
   const int64_t ids = kRoom / shape.page, last = small.rank - 1;

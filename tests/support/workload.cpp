@@ -12,7 +12,7 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kPackedPadding = 3;  // rows behind the last packed sequence
+constexpr int64_t kPackedPadding = 3;  // rows after the last packed sequence
 
 // Packed sequences: the longest, one without queries, one without keys, a short one.
 std::vector<Rows> packed_lengths(const Case& c) {

@@ -23,7 +23,7 @@ class InputFile {
   Bytes bytes_;
 };
 
-/// Output files that appear complete, and all or none: add() writes each to a temporary file beside
+/// Output files that appear complete, and all or none: add() writes each to a temporary file with
 /// its target, commit() renames them once all are on disk. Without commit() nothing stays.
 class OutputFiles {
  public:
@@ -44,7 +44,7 @@ class OutputFiles {
 };
 
 /// Fails as OutputFiles would for a target that cannot be written, so that a long computation
-/// does not end in such an error. Leaves nothing behind.
+/// does not end in such an error. Leaves nothing after.
 void check_writable(const std::string& path);
 
 }  // namespace fulgur::io

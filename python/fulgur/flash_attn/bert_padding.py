@@ -44,7 +44,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
 
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """Rows of ``(batch, seqlen, ...)`` that hold several sequences each, one behind the other.
+    """Rows of ``(batch, seqlen, ...)`` that hold several sequences each, one after the other.
 
     ``attention_mask_in_length`` ``(batch, seqlen)`` begins with the lengths of a row's sequences;
     the rest is 0. Returns (rows, their indices, cu_seqlens, the longest sequence).

@@ -192,10 +192,10 @@ def _flash_attn_varlen_forward(
     return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     num_splits=0,
 ):  # fmt: skip
-    """The same of packed sequences, or of queries packed beside the pages of a block_table."""
+    """The same of packed sequences, or of queries packed with the pages of a block_table."""
     refuse(return_softmax=return_softmax, leftpad_k=leftpad_k)
     if block_table is not None and num_splits > 1:
-        raise RuntimeError("num_splits > 1 is not supported beside a block_table; want 0 or 1")
+        raise RuntimeError("num_splits > 1 is not supported with a block_table; want 0 or 1")
     q = whole_rows("q", q)
     rng_state = rng_state_of(q, dropout_p)
     where = keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table)

@@ -53,7 +53,7 @@ def flash_attn_varlen_func(
     scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
     gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
 ):  # fmt: skip
-    """(out, lse) of packed sequences, or of a batch with ``seqused_q`` and ``seqused_k``; beside
+    """(out, lse) of packed sequences, or of a batch with ``seqused_q`` and ``seqused_k``; with
     ``page_table`` that says how many keys the pages have, and the backward pass raises."""
     refuse(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,

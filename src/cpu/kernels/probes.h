@@ -94,9 +94,9 @@ inline uint64_t read_lines(const uint64_t* words, int64_t n) {
 
 /// Bytes per second that `threads` threads read from memory.
 inline double read_rate(int threads, const Effort& effort) {
-  constexpr int64_t kLeast = 1 << 15;  // words of a run: streams of 64 KiB
+  constexpr int64_t kMin = 1 << 15;  // words of a run: streams of 64 KiB
   const int64_t wanted = effort.read_bytes / (int64_t{sizeof(uint64_t)} * kProbeRuns * threads);
-  const int64_t words = std::max(kLeast, wanted / kLeast * kLeast), all = kProbeRuns * words;
+  const int64_t words = std::max(kMin, wanted / kMin * kMin), all = kProbeRuns * words;
   const auto data = std::make_unique_for_overwrite<uint64_t[]>(threads * all);
   const auto prepare = [&](int thread) {
     // Written, so that every page exists, near the thread that will read it.

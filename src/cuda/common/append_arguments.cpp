@@ -68,8 +68,8 @@ AppendParams append_params(const AppendCall& c) {
   p.ids = cache.ids;
   p.room = c.p.sk;
   p.entries = cache.entries;
-  constexpr int64_t kMostPage = std::numeric_limits<unsigned>::max();  // beyond any length
-  p.page = static_cast<unsigned>(std::clamp(cache.page, int64_t{1}, kMostPage));
+  constexpr int64_t kMaxPage = std::numeric_limits<unsigned>::max();  // beyond any length
+  p.page = static_cast<unsigned>(std::clamp(cache.page, int64_t{1}, kMaxPage));
   p.cos = a.cos.data;
   p.sin = a.sin.data;
   p.cos_row = a.cos.strides[0];

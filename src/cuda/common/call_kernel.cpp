@@ -19,8 +19,8 @@ static_assert(kernels::kF16 == static_cast<int>(DType::kF16) &&
 
 KernelUse use_of(CallKernel kernel) {
   if (kernel == CallKernel::kMerge) return {{"common/merge.cu", "", "sm_90a"}, "fulgur_merge", 0};
-  if (kernel == CallKernel::kStore)
-    return {{"common/upload_metadata.cu", "", "sm_90a"}, "fulgur_store_numbers", 0};
+  if (kernel == CallKernel::kUpload)
+    return {{"common/upload_metadata.cu", "", "sm_90a"}, "fulgur_upload_metadata", 0};
   if (kernel == CallKernel::kDivide)
     return {{"common/shared_prefix.cu", "", "sm_90a"}, "fulgur_shared_prefix", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
@@ -53,12 +53,12 @@ CUfunction load(CallKernel kernel, Gpu& gpu) {
 void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
             int heads, int lanes_log2) {
   const CurrentContext current(gpu.context());
-  constexpr int64_t kMostX = std::numeric_limits<int>::max(), kMostY = 65535;
+  constexpr int64_t kMaxX = std::numeric_limits<int>::max(), kMaxY = 65535;
   constexpr int64_t kWarp = 32;
   const int64_t lanes = (int64_t{heads} << lanes_log2) + kWarp - 1;
   const int64_t threads = std::min<int64_t>(lanes / kWarp * kWarp, kernels::kHeadThreads);
-  const Grid grid{static_cast<int>(std::min(tokens, kMostX)),
-                  static_cast<int>(std::min((lanes - kWarp) / threads + 1, kMostY))};
+  const Grid grid{static_cast<int>(std::min(tokens, kMaxX)),
+                  static_cast<int>(std::min((lanes - kWarp) / threads + 1, kMaxY))};
   launch(stream, loaded(kernel, gpu, stream), params, grid, static_cast<int>(threads), 0,
          kernel == CallKernel::kMerge ? "launching the kernel of merge"
                                       : "launching the kernel of append");
@@ -71,10 +71,10 @@ void refuse_f64(const char* name, const ConstTensor& tensor, const char* call) {
 }
 
 int counted(const char* name, int64_t count, const char* of_what, const char* call) {
-  constexpr int64_t kMost = (int64_t{1} << 30) - 1;
-  if (count <= kMost) return static_cast<int>(count);
+  constexpr int64_t kMax = (int64_t{1} << 30) - 1;
+  if (count <= kMax) return static_cast<int>(count);
   throw Error(Status::kUnsupported, fmt::format("{}: got {} {}, {} on cuda takes at most {}", name,
-                                                count, of_what, call, kMost));
+                                                count, of_what, call, kMax));
 }
 
 bool rows_aligned(const Layout& rows, DType dtype) {

@@ -8,9 +8,9 @@ namespace fulgur::cuda {
 // The kernels of calls without a plan, append and merge, and others that are the same for all
 // plans.
 
-/// Append has one for each dtype. kStore writes numbers of its arguments to memory, of plans, too;
+/// Append has one for each dtype. kUpload writes numbers of its arguments to memory, of plans, too;
 /// kDivide what the parts of a plan over shared prefixes are told.
-enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kStore, kDivide };
+enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kUpload, kDivide };
 
 KernelUse use_of(CallKernel kernel);
 
@@ -24,7 +24,7 @@ CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream);
 /// Loads it for calls to come, which a capture may then be of.
 CUfunction load(CallKernel kernel, Gpu& gpu);
 
-/// Puts a kernel on the stream whose thread blocks take a token each, and groups of 2^lanes_log2
+/// Puts a kernel on the stream whose CTAs take a token each, and groups of 2^lanes_log2
 /// lanes a head.
 void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
             int heads, int lanes_log2);

@@ -14,8 +14,8 @@ namespace fulgur::cuda {
 
 /// What planning must know of a device. The default is an H100 or H200.
 struct Target {
-  int multiprocessors = 132;
-  int shared_bytes = 232448;  ///< at most, of a thread block
+  int sms = 132;
+  int shared_bytes = 232448;  ///< at most, of a CTA
   bool operator==(const Target&) const = default;
 };
 
@@ -39,7 +39,7 @@ class Candidate {
   virtual ~Candidate() = default;
 
   TileId tile;
-  double cycles = 0;       ///< of a multiprocessor, as the cost model predicts
+  double cycles = 0;       ///< of an SM, as the cost model predicts
   int64_t workspace = 0;   ///< bytes that a run wants
   std::string tuned_only;  ///< why the model may not take it; empty when it may
 

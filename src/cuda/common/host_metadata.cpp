@@ -22,7 +22,7 @@ constexpr int kStoreThreads = 256;
 
 /// Those tensors of a call that lie on the host. `Args` may be const.
 template <class Args, class Take>
-void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
+void for_each(const Problem::HostMetadata& host, Args& args, const Take& take) {
   if (host.cu_seqlens_q) take(args.cu_seqlens_q);
   if (host.cu_seqlens_k) take(args.cu_seqlens_k);
   if (host.seqused_q) take(args.seqused_q);
@@ -39,7 +39,7 @@ void for_each(const Problem::HostNumbers& host, Args& args, const Take& take) {
 /// Those of append.
 template <class Args, class Take>
 requires std::is_same_v<std::remove_const_t<Args>, AppendArgs>
-void for_each(const Problem::HostNumbers&, Args& args, const Take& take) {
+void for_each(const Problem::HostMetadata&, Args& args, const Take& take) {
   for (auto* const lengths :
        {&args.cu_seqlens_k_new, &args.cache_seqlens, &args.rotary_seqlens, &args.cu_seqlens_q}) {
     if (lengths->given() && on_host(*lengths)) take(*lengths);
@@ -49,7 +49,7 @@ void for_each(const Problem::HostNumbers&, Args& args, const Take& take) {
 /// Those of a problem: calls take(name, count).
 template <class Take>
 void for_each_name(const Problem& problem, const Take& take) {
-  const Problem::HostNumbers& host = problem.host;
+  const Problem::HostMetadata& host = problem.host;
   const int64_t batch = problem.batch, hq = problem.hq;
   if (host.cu_seqlens_q) take("cu_seqlens_q", batch + 1);
   if (host.cu_seqlens_k) take("cu_seqlens_k", batch + 1);
@@ -75,32 +75,32 @@ void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
 
 }  // namespace
 
-int64_t host_numbers_bytes(const Problem& problem) {
+int64_t host_metadata_bytes(const Problem& problem) {
   int64_t numbers = 0;
   for_each_name(problem, [&](const char*, int64_t count) { numbers += count; });
   return numbers * int64_t{sizeof(int)};
 }
 
-HostNumbers::HostNumbers(const Problem& problem, Gpu& gpu) : problem_(problem) {
+HostMetadata::HostMetadata(const Problem& problem, Gpu& gpu) : problem_(problem) {
   for_each_name(problem, [&](const char* name, int64_t count) {
     names_.push_back(name);
     count_ += count;
   });
-  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kStore)).function;
+  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kUpload)).function;
 }
 
-HostNumbers::HostNumbers(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {
+HostMetadata::HostMetadata(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {
   for_each(problem_.host, call.args, [&](const ConstTensor& t) { count_ += t.numel(); });
-  if (count_ > 0) kernel_ = loaded(CallKernel::kStore, gpu, stream);
+  if (count_ > 0) kernel_ = loaded(CallKernel::kUpload, gpu, stream);
 }
 
 template <class Args>
-void HostNumbers::check(const Args& args) const {
+void HostMetadata::check(const Args& args) const {
   if (count_ > 0) const Sequences checked(problem_, args);
 }
 
 template <class Args>
-Args HostNumbers::moved(Args args, void* to) const {
+Args HostMetadata::moved(Args args, void* to) const {
   auto* at = static_cast<int*>(to);
   for_each(problem_.host, args, [&](ConstTensor& numbers) {
     const auto shape = std::span(numbers.shape).first(static_cast<size_t>(numbers.rank));
@@ -111,12 +111,12 @@ Args HostNumbers::moved(Args args, void* to) const {
 }
 
 template <class Args>
-void HostNumbers::store(const Args& args, CUstream stream, void* to) const {
+void HostMetadata::store(const Args& args, CUstream stream, void* to) const {
   std::vector<std::byte> bytes;
   bytes.reserve(static_cast<size_t>(this->bytes()));
   for_each(problem_.host, args, [&](const ConstTensor& numbers) { append(numbers, bytes); });
   for (int64_t at = 0; at < count_; at += kStoredNumbers) {
-    StoreNumbersParams params{};
+    UploadMetadataParams params{};
     params.to = static_cast<int*>(to) + at;
     params.count = static_cast<int>(std::min<int64_t>(count_ - at, kStoredNumbers));
     std::memcpy(params.numbers, bytes.data() + at * sizeof(int), params.count * sizeof(int));
@@ -125,7 +125,7 @@ void HostNumbers::store(const Args& args, CUstream stream, void* to) const {
   }
 }
 
-void HostNumbers::describe(std::vector<std::string>& decisions) const {
+void HostMetadata::describe(std::vector<std::string>& decisions) const {
   if (count_ == 0) return;
   const int64_t launches = (count_ - 1) / kStoredNumbers + 1;
   decisions.push_back(fmt::format("{} on the host: each run puts {} numbers on the device by {} {}",
@@ -133,13 +133,13 @@ void HostNumbers::describe(std::vector<std::string>& decisions) const {
                                   launches == 1 ? "launch" : "launches"));
 }
 
-template void HostNumbers::check(const ForwardArgs&) const;
-template void HostNumbers::check(const BackwardArgs&) const;
-template ForwardArgs HostNumbers::moved(ForwardArgs, void*) const;
-template BackwardArgs HostNumbers::moved(BackwardArgs, void*) const;
-template AppendArgs HostNumbers::moved(AppendArgs, void*) const;
-template void HostNumbers::store(const ForwardArgs&, CUstream, void*) const;
-template void HostNumbers::store(const BackwardArgs&, CUstream, void*) const;
-template void HostNumbers::store(const AppendArgs&, CUstream, void*) const;
+template void HostMetadata::check(const ForwardArgs&) const;
+template void HostMetadata::check(const BackwardArgs&) const;
+template ForwardArgs HostMetadata::moved(ForwardArgs, void*) const;
+template BackwardArgs HostMetadata::moved(BackwardArgs, void*) const;
+template AppendArgs HostMetadata::moved(AppendArgs, void*) const;
+template void HostMetadata::store(const ForwardArgs&, CUstream, void*) const;
+template void HostMetadata::store(const BackwardArgs&, CUstream, void*) const;
+template void HostMetadata::store(const AppendArgs&, CUstream, void*) const;
 
 }  // namespace fulgur::cuda

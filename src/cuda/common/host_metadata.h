@@ -12,17 +12,17 @@
 namespace fulgur::cuda {
 
 /// Bytes that they take in the workspace of a problem's runs, 0 where there are none.
-int64_t host_numbers_bytes(const Problem& problem);
+int64_t host_metadata_bytes(const Problem& problem);
 
 /// The lengths, slopes and sinks of a problem that lie in the host's memory. A run reads them,
 /// checks the lengths, and launches them to its workspace, where its kernels find them: it does not
 /// wait, its caller may change them once it has returned, and a graph keeps those of its capture.
-class HostNumbers {
+class HostMetadata {
  public:
   /// Loads the kernel, if there are such numbers.
-  HostNumbers(const Problem& problem, Gpu& gpu);
+  HostMetadata(const Problem& problem, Gpu& gpu);
   /// The same of a call without a plan, in the device's context.
-  HostNumbers(const AppendCall& call, Gpu& gpu, CUstream stream);
+  HostMetadata(const AppendCall& call, Gpu& gpu, CUstream stream);
 
   /// Bytes that they take in the workspace, 0 where there are none.
   int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }

@@ -30,13 +30,13 @@ ForwardPaddingParams padding_params(const Problem& p) {
 }
 
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
-                    int multiprocessors) {
-  constexpr int kThreads = 256, kBlocks = 8, kMostSequences = 65535;  // blocks a multiprocessor
-  // Behind the last packed sequence there are few rows, behind used ones as many as in them.
-  Grid grid{multiprocessors, 1};
+                    int sms) {
+  constexpr int kThreads = 256, kBlocks = 8, kMaxSequences = 65535;  // blocks an SM
+  // After the last packed sequence there are few rows, after used ones as many as in them.
+  Grid grid{sms, 1};
   if (params.seqused_q != nullptr) {
-    grid.y = std::clamp(params.batch, 1, kMostSequences);
-    grid.x = (kBlocks * multiprocessors + grid.y - 1) / grid.y;
+    grid.y = std::clamp(params.batch, 1, kMaxSequences);
+    grid.x = (kBlocks * sms + grid.y - 1) / grid.y;
   }
   launch(stream, kernel, &params, grid, kThreads, 0, "launching the kernel of padding rows");
 }

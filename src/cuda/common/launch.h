@@ -10,7 +10,7 @@ namespace fulgur::cuda {
 
 // What executables of all families do to start their kernels.
 
-/// Thread blocks of a launch.
+/// CTAs of a launch.
 struct Grid {
   int x = 1, y = 1;
 };
@@ -24,6 +24,6 @@ extern const KernelUse kPaddingKernel;
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
-                    int multiprocessors);
+                    int sms);
 
 }  // namespace fulgur::cuda

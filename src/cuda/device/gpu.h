@@ -35,7 +35,7 @@ class Gpu {
   const std::string& name() const { return name_; }
   /// Compute capability: 90 is 9.0.
   int capability() const { return capability_; }
-  int multiprocessors() const { return multiprocessors_; }
+  int sms() const { return sms_; }
   int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
   /// The primary context, made on first use: it takes time and device memory.
   CUcontext context();
@@ -65,7 +65,7 @@ class Gpu {
 
   CUdevice device_ = 0;
   std::string name_;
-  int capability_ = 0, multiprocessors_ = 0, shared_bytes_ = 0;
+  int capability_ = 0, sms_ = 0, shared_bytes_ = 0;
   CUcontext context_ = nullptr;
   std::once_flag context_made_;
   std::mutex mutex_;

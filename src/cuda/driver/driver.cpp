@@ -51,7 +51,7 @@ struct Loaded {
     }
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
     driver.cuDriverGetVersion(&driver.version);
-    if (driver.version < kLeastVersion) {
+    if (driver.version < kMinVersion) {
       unavailable = fmt::format("driver {} supports CUDA {}; want 12.0 or newer",
                                 library.path.string(), version_text(driver.version));
     }

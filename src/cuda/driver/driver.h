@@ -106,7 +106,7 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 inline const CUstream CU_STREAM_PER_THREAD = reinterpret_cast<CUstream>(2);
 
 /// 12.0, as the driver counts: the first CUDA with tensor maps and cuStreamGetId.
-inline constexpr int kLeastVersion = 12000;
+inline constexpr int kMinVersion = 12000;
 
 /// The driver's functions.
 struct Driver {

@@ -11,7 +11,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Rows that thread blocks take one by one.
+/// Rows that CTAs take one by one.
 int64_t rows_of(const AppendParams& p) { return int64_t{p.tokens.count} + p.queries.count; }
 
 void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const AppendParams& params) {
@@ -31,7 +31,7 @@ void append(const AppendCall& call, const Run& run) {
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
   loaded(append_kernel(call.p.dtype), gpu, stream);  // before anything is launched, as it may throw
-  const HostNumbers numbers(call, gpu, stream);
+  const HostMetadata numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
   void* there = nullptr;
   if (numbers.bytes() > 0) {
@@ -48,7 +48,7 @@ void append(const AppendCall& call, const AppendMemory& memory, const Run& run) 
   if (params.batch == 0) return;
   Gpu& gpu = usable_gpu(call.p.device.index);
   const auto stream = static_cast<CUstream>(run.stream);
-  const HostNumbers numbers(call, gpu, stream);
+  const HostMetadata numbers(call, gpu, stream);
   set_lengths(numbers.moved(call.args, memory.numbers), params);
   params.lengths = memory.lengths;
   numbers.store(call.args, stream, memory.numbers);
@@ -63,7 +63,7 @@ void prepare(const AppendCall& call) {
 void prepare_append(Device device, DType dtype, bool host_numbers) {
   Gpu& gpu = usable_gpu(device.index);
   load(append_kernel(dtype), gpu);
-  if (host_numbers) load(CallKernel::kStore, gpu);
+  if (host_numbers) load(CallKernel::kUpload, gpu);
 }
 
 void with_workspace(Device device, int64_t bytes, const Run& run,

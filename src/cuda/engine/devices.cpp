@@ -61,6 +61,6 @@ Gpu& usable_gpu(int index) {
   return gpu;
 }
 
-Target target_of(const Gpu& gpu) { return {gpu.multiprocessors(), gpu.shared_bytes()}; }
+Target target_of(const Gpu& gpu) { return {gpu.sms(), gpu.shared_bytes()}; }
 
 }  // namespace fulgur::cuda

@@ -74,7 +74,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
     add(use_of(CallKernel::kMerge));
   }
   if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks) {
-    add(use_of(CallKernel::kStore));
+    add(use_of(CallKernel::kUpload));
   }
   return requests;
 }

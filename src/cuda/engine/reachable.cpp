@@ -24,7 +24,7 @@ void for_lengths(Problem p, const Target& target,
   if (p.mask.chunk > 0) keys.insert(keys.end(), {p.mask.chunk, p.mask.chunk + 1});
   std::set<int64_t> batches = {1, 4, 16, 32, 64, 256, 1024};
   // The most lines, of a kv head of a sequence, for each way in which the decode kernel cuts them.
-  const int64_t blocks = target.multiprocessors;
+  const int64_t blocks = target.sms;
   for (const int64_t lines : {blocks / 9, blocks / 8, blocks / 5, blocks / 2,
                               (16 * blocks - 1) / 17, blocks, (32 * blocks - 1) / 17})
     batches.insert(std::max<int64_t>(lines / p.hk, 1));

@@ -44,7 +44,7 @@ class CudaPrefixSteps final : public PrefixSteps {
     compute(lease.data);
   }
 
-  int64_t numbers_bytes() const override { return numbers_.bytes(); }
+  int64_t metadata_bytes() const override { return numbers_.bytes(); }
   ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const override {
     numbers_.check(args);
     numbers_.store(args, static_cast<CUstream>(run.stream), numbers);
@@ -62,7 +62,7 @@ class CudaPrefixSteps final : public PrefixSteps {
 
  private:
   Gpu& gpu_;
-  HostNumbers numbers_;
+  HostMetadata numbers_;
   int64_t cost_bytes_;
   CUfunction divide_kernel_ = nullptr;
 };

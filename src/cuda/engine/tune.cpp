@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRounds = 7;
 constexpr double kBurstMicroseconds = 20000;  // long enough for the clock to follow the load
-constexpr double kMostRuns = 1000;
+constexpr double kMaxRuns = 1000;
 
 class Event {
  public:
@@ -78,7 +78,7 @@ std::vector<double> measure(const Stopwatch& stopwatch,
   std::vector<int> runs;
   for (const auto& plan : plans) {
     const double once = std::max(1.0, stopwatch.burst(*plan, 1));
-    runs.push_back(static_cast<int>(std::clamp(kBurstMicroseconds / once, 1.0, kMostRuns)));
+    runs.push_back(static_cast<int>(std::clamp(kBurstMicroseconds / once, 1.0, kMaxRuns)));
   }
   std::vector<std::vector<double>> times(plans.size());
   for (int round = 0; round < kRounds; ++round) {

@@ -60,10 +60,9 @@ std::vector<MeasuredTile> tiles_of(const std::string& text) {
 }  // namespace
 
 std::string tuning_key(const Gpu& gpu, const Problem& problem) {
-  return fmt::format(
-      "device {}, {} multiprocessors, {} bytes of shared memory\nfulgur {}, kernels {}\n{}\n",
-      gpu.name(), gpu.multiprocessors(), gpu.shared_bytes(), FULGUR_VERSION, kernels_identity(),
-      shape_class(problem));
+  return fmt::format("device {}, {} sms, {} bytes of shared memory\nfulgur {}, kernels {}\n{}\n",
+                     gpu.name(), gpu.sms(), gpu.shared_bytes(), FULGUR_VERSION, kernels_identity(),
+                     shape_class(problem));
 }
 
 uint64_t Tunings::generation() { return kept; }

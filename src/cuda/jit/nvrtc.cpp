@@ -59,7 +59,7 @@ std::string refused(const SharedLibrary& library, int driver_version) {
   const std::string where = library.path.string();
   if (api.missing != nullptr) return fmt::format("{} lacks {}", where, api.missing);
   const int version = api.version();
-  if (version < kLeastVersion) {
+  if (version < kMinVersion) {
     return fmt::format("{} is {}; want 12.0 or newer", where, version_text(version));
   }
   if (driver_version != 0 && version / 1000 > driver_version / 1000) {

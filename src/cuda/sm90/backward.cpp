@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
 constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kJoinColumns = 32;
-constexpr int kMostPairs = 65535;  // of a grid's y
+constexpr int kMaxPairs = 65535;  // of a grid's y
 
 // Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
 // it. Of head dims some see only how many lanes or panels of columns they take.
@@ -175,7 +175,7 @@ void HopperBackward::set_params(const Problem& p) {
   to.first_carry = plan_.first_cut_pair;
   to.statistics_rows = plan_.statistics_rows;
   chunks_ = std::max(ceil_div(p.sq, 64), 1);
-  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMostPairs));
+  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxPairs));
 }
 
 void HopperBackward::set_inputs(const Problem& p) {
@@ -257,7 +257,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     ForwardCopyParams copy = in.copy;
     copy.from = static_cast<const unsigned short*>((args.*in.argument).data);
     copy.to = workspace + in.offset;
-    launch(stream, copy_, &copy, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+    launch(stream, copy_, &copy, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
   }
   if (!plan_.waves.empty())
@@ -286,7 +286,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   if (plan_.joins()) {
     const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
-    const int pairs = std::min(p.batch * (p.hq / p.group), kMostPairs);
+    const int pairs = std::min(p.batch * (p.hq / p.group), kMaxPairs);
     launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
            "launching the kernel that joins dK and dV");
   }
@@ -296,7 +296,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
            "launching the kernel that rounds dQ");
   }
   if (plan_.repairs_apart()) {
-    launch(stream, repair_, &p, {gpu_.multiprocessors()}, kRepairThreads, 0,
+    launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,
            "launching the kernel that repairs gradients");
   }
 }

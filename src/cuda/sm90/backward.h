@@ -13,7 +13,7 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the kernel by keys first, if there is work, then those beside it.
+/// What a plan launches: the kernel by keys first, if there is work, then those with it.
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan);
 
 /// The host's half of sm90/backward_*.cu: a plan with its compiled kernels on a device.
@@ -45,7 +45,7 @@ class HopperBackward final : public Executable {
   Gpu& gpu_;
   HopperBackwardPlan plan_;
   Reasons reasons_;
-  HostNumbers numbers_;
+  HostMetadata numbers_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
              join_ = nullptr, repair_ = nullptr, copy_ = nullptr;
   int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows

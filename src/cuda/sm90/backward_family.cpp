@@ -8,13 +8,11 @@ namespace {
 class HopperBackwardFamily final : public Family {
  public:
   Pass pass() const override { return Pass::kBackward; }
-  std::string rejects(const Problem& problem) const override {
-    return hopper_backward_rejects(problem);
-  }
+  std::string rejects(const Problem& problem) const override { return backward_rejects(problem); }
   Candidates candidates(const Problem& problem, const Target& target,
                         std::vector<std::string>* rejected) const override {
     Candidates result;
-    for (const HopperBackwardTile& tile : hopper_backward_tiles(problem, target, rejected)) {
+    for (const HopperBackwardTile& tile : backward_candidates(problem, target, rejected)) {
       result.push_back(std::make_shared<HopperBackwardCandidate>(problem, tile));
     }
     return result;

@@ -32,14 +32,14 @@ struct BackwardRegisters {
 constexpr BackwardRegisters registers_of_backward(bool sums) {
   return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
 }
-constexpr int kMostBuffers = 6;
-constexpr double kBytesPerCycle = 2450;  // of memory, by all multiprocessors
-constexpr double kL2Bytes = 32 << 20;    // that stay in L2 beside what passes through it
+constexpr int kMaxBuffers = 6;
+constexpr double kBytesPerCycle = 2450;  // of memory, by all SMs
+constexpr double kL2Bytes = 32 << 20;    // that stay in L2 with what passes through it
 constexpr double kLaunchCycles = 10000;
 constexpr double kRowsCycles = 5000;  // that the kernel by rows takes longer than that which rounds
 constexpr double kCarry = 15000;      // cycles of a block whose sums come from memory, or go there
-constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go and come beside others
-constexpr int64_t kFewBlocks = 4;  // of keys, a multiprocessor
+constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go and come with others
+constexpr int64_t kFewBlocks = 4;  // of keys, an SM
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
   return {key.head_dim,   key.value_dim, kConsumers,     key.block_rows,
@@ -94,9 +94,9 @@ bool needs_wide(const HopperBackwardPlan& plan) {
   return plan.head_dim > (plan.softcap || plan.dropout ? 128 : 192) || plan.value_dim > 128;
 }
 
-/// The most d and dv for which a warpgroup holds dK and dV where another sums up dQ, beside the
+/// The most d and dv for which a warpgroup holds dK and dV where another sums up dQ, with the
 /// same.
-int most_sums_dim(const HopperBackwardPlan& plan) {
+int max_sums_dim(const HopperBackwardPlan& plan) {
   return plan.softcap ? 64 : plan.dropout ? 96 : 128;
 }
 
@@ -123,11 +123,11 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
   if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
   for (bool grown = true; grown;) {
     grown = false;
-    if (q_stages <= o_stages && q_stages < kMostBuffers &&
+    if (q_stages <= o_stages && q_stages < kMaxBuffers &&
         keys_bytes(q_stages + 1, o_stages) <= shared_bytes) {
       ++q_stages;
       grown = true;
-    } else if (o_stages < kMostBuffers && keys_bytes(q_stages, o_stages + 1) <= shared_bytes) {
+    } else if (o_stages < kMaxBuffers && keys_bytes(q_stages, o_stages + 1) <= shared_bytes) {
       ++o_stages;
       grown = true;
     }
@@ -138,14 +138,14 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
 
 /// The same for the kernel by rows.
 bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
-  for (plan.row_stages = kMostBuffers; plan.row_stages >= 2; --plan.row_stages) {
+  for (plan.row_stages = kMaxBuffers; plan.row_stages >= 2; --plan.row_stages) {
     plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
     if (plan.rows_shared_bytes <= shared_bytes) return true;
   }
   return false;
 }
 
-/// Divides a call into waves whose dS fits most_ds_bytes().
+/// Divides a call into waves whose dS fits max_ds_bytes().
 class Divider {
  public:
   Divider(const Problem& problem, const HopperBackwardPlan& plan, const Target& target)
@@ -154,7 +154,7 @@ class Divider {
         each_(plan.score_tile()),
         band_(band_of(plan, problem.mask)),
         lengths_(planned_lengths(problem)),
-        multiprocessors_(target.multiprocessors),
+        sms_(target.sms),
         row_tiles_(ceil_div(p_.sq, each_.rows)),
         key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
         heads_(static_cast<int>(p_.hk * plan.parts)),
@@ -165,19 +165,19 @@ class Divider {
   double divide(HopperBackwardPlan& plan, int64_t max_workspace) {
     if (plan.sums) return one_wave(plan, max_workspace);
     plan.score_tiles.pitch = pitch();
-    // Packed sequences lie behind each other, if all rows of a head fit: else each has as much room
+    // Packed sequences lie after each other, if all rows of a head fit: else each has as much room
     // as the longest.
     const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
                                  (kernels::kStatisticsRows / each_.rows);
     const int64_t packed_tiles = rows_of_head * pitch();
-    // Bytes of all but dS, and those that dS may have beside them.
+    // Bytes of all but dS, and those that dS may have with them.
     const auto others = [&](bool carries) {
       plan.carries = carries;
       plan.ds_bytes = 0;
       return workspace_of(p_, plan).end;
     };
     const auto room = [&](bool carries) {
-      const int64_t most = most_ds_bytes(p_);
+      const int64_t most = max_ds_bytes(p_);
       return max_workspace == 0 ? most : std::min(most, max_workspace - others(carries));
     };
     compact_ = p_.packed && bytes_of(packed_tiles) <= room(false);
@@ -185,9 +185,9 @@ class Divider {
     const int pairs = static_cast<int>(compact_ ? heads_ : p_.batch * heads_);
     constexpr int kManyRowWaves = 64;
     Division best, smallest;
-    int64_t least_bytes = std::numeric_limits<int64_t>::max();
+    int64_t min_bytes = std::numeric_limits<int64_t>::max();
     for (int row_waves = 1;; row_waves *= 2) {
-      const int64_t bytes = bytes_of(compact_ ? packed_tiles : most_tiles(row_waves));
+      const int64_t bytes = bytes_of(compact_ ? packed_tiles : max_tiles(row_waves));
       const bool carries = rows_of_wave(row_waves) < row_tiles_;
       Division division{1, row_waves, 0};
       if (const int64_t fit = room(carries) / std::max<int64_t>(bytes, 1); fit >= 1) {
@@ -198,8 +198,8 @@ class Divider {
           division.cycles = predict(runs, division.pairs, pairs);
           if (best.cycles == 0 || division.cycles < best.cycles) best = division;
         }
-      } else if (others(carries) + bytes < least_bytes) {
-        least_bytes = others(carries) + bytes;
+      } else if (others(carries) + bytes < min_bytes) {
+        min_bytes = others(carries) + bytes;
         smallest = division;
       }
       // More launches than that only where nothing else fits.
@@ -223,8 +223,7 @@ class Divider {
     const Division all{static_cast<int>(p_.batch * heads_), 1, 0};
     set_waves(plan, all);
     plan.ds_bytes = 0;
-    const bool few =
-        !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * multiprocessors_;
+    const bool few = !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * sms_;
     double products =
         few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
     if (may_cut(all.pairs) && cycles_of_cut(all.pairs) < products) {
@@ -246,23 +245,22 @@ class Divider {
   bool may_cut(int pairs) const {
     const bool equal = !plan_.has_left && !plan_.has_right && !p_.packed;
     const int64_t blocks = int64_t{key_blocks_} * pairs;
-    return equal && !plan_.ordered && plan_.parts == 1 && row_tiles_ > 0 &&
-           blocks >= 2 * multiprocessors_ && blocks % multiprocessors_ != 0 &&
-           in_l2(key_blocks_of(pairs).bunch);
+    return equal && !plan_.ordered && plan_.parts == 1 && row_tiles_ > 0 && blocks >= 2 * sms_ &&
+           blocks % sms_ != 0 && in_l2(key_blocks_of(pairs).bunch);
   }
 
-  /// Each multiprocessor but one begins with a first part, and each but one ends with a second
+  /// Each SM but one begins with a first part, and each but one ends with a second
   /// part, of the length that it then lacks.
   void cut_last(HopperBackwardPlan& plan, int pairs) const {
     const Blocks blocks = key_blocks_of(pairs);
-    plan.cut_blocks = multiprocessors_ - 1;
+    plan.cut_blocks = sms_ - 1;
     plan.first_cut_pair =
         blocks.bunch * bunch_of(blocks, blocks.blocks * blocks.pairs - plan.cut_blocks);
   }
   double cycles_of_cut(int pairs) const {
     const double whole = block_cycles(0, row_tiles_);
-    const double all = int64_t{key_blocks_} * pairs * whole + (multiprocessors_ - 1) * kCut;
-    return kLaunchCycles + all / multiprocessors_ + plan_.pair_heads * step_cycles();
+    const double all = int64_t{key_blocks_} * pairs * whole + (sms_ - 1) * kCut;
+    return kLaunchCycles + all / sms_ + plan_.pair_heads * step_cycles();
   }
 
   /// Cycles until the last of the blocks that start at once has had its first turn: blocks of a
@@ -273,7 +271,7 @@ class Divider {
     const bool same = plan_.has_left || !plan_.has_right;
     if (!plan_.ordered) return 0;
     const int together = same && blocks.order == kFirstBlockFirst
-                             ? std::min(blocks.blocks, ceil_div(multiprocessors_, blocks.bunch))
+                             ? std::min(blocks.blocks, ceil_div(sms_, blocks.bunch))
                              : 1;
     return std::max(together - 1, 1) * step_cycles();
   }
@@ -283,7 +281,7 @@ class Divider {
   }
   int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * plan_.pair_heads; }
 
-  /// Room for key tiles beside a row tile: 0 where the right bound alone decides. Fewer rows may
+  /// Room for key tiles with a row tile: 0 where the right bound alone decides. Fewer rows may
   /// see more tiles, so that only where all sequences have the same it counts them.
   int pitch() const {
     if (plan_.has_right && !plan_.has_left && !p_.packed && !p_.seqused_q) return 0;
@@ -300,7 +298,7 @@ class Divider {
   }
 
   /// Of dS of a q head of a sequence, in the wave of rows that has the most.
-  int64_t most_tiles(int row_waves) const {
+  int64_t max_tiles(int row_waves) const {
     const int rows = rows_of_wave(row_waves);
     int64_t most = 0;
     for (int first = 0; first < row_tiles_; first += rows) {
@@ -319,12 +317,12 @@ class Divider {
                                       : heads_ * even(p_.batch, pairs / heads_);
   }
 
-  /// Blocks of keys of a pair beside a run of rows: cycles of the longest, and of all together.
+  /// Blocks of keys of a pair with a run of rows: cycles of the longest, and of all together.
   struct RowRun {
     double longest = 0, all = 0, scores = 0;
   };
 
-  /// Cycles of a block of keys beside row tiles [begin, end).
+  /// Cycles of a block of keys with row tiles [begin, end).
   double block_cycles(int begin, int end) const {
     const bool stored = !plan_.sums && !plan_.wide();
     const double ends = plan_.k_stages > 1 ? 2700 : stored ? 6000 : 4000;
@@ -358,7 +356,7 @@ class Divider {
     return runs;
   }
 
-  /// Cycles until the last block of keys has ended, where multiprocessors take them in their order,
+  /// Cycles until the last block of keys has ended, where SMs take them in their order,
   /// each one as soon as it is free.
   double end_of_all(int pairs) const {
     const int tiles = std::max(ceil_div(row_tiles_, plan_.row_parts), 1);
@@ -371,7 +369,7 @@ class Divider {
       }
     }
     const Blocks blocks = key_blocks_of(pairs);
-    std::vector<double> free(static_cast<size_t>(multiprocessors_), 0.0);  // the next one first
+    std::vector<double> free(static_cast<size_t>(sms_), 0.0);  // the next one first
     double end = 0;
     for (int number = 0; number < blocks.blocks * pairs; ++number) {
       const kernels::BlockOfPair at = block_of(blocks, number);
@@ -385,7 +383,7 @@ class Divider {
   }
 
   /// What turns cost: what they are waited for. Under a right bound alone it is less where more
-  /// blocks share a bunch than there are multiprocessors, and more where L2 does not hold the rows
+  /// blocks share a bunch than there are SMs, and more where L2 does not hold the rows
   /// of a bunch, so that blocks have to stay side by side.
   double turns() const {
     if (!plan_.ordered) return 1;
@@ -393,14 +391,14 @@ class Divider {
     const Blocks blocks = key_blocks_of(static_cast<int>(p_.batch * heads_));
     if (blocks.order == kAlternating) {
       constexpr double kShared = 1.5;
-      const bool shared = blocks.bunch * blocks.blocks >= kShared * multiprocessors_;
+      const bool shared = blocks.bunch * blocks.blocks >= kShared * sms_;
       return narrow ? (shared ? 1.0 : 1.1) : 1.08;
     }
     const bool in_line = plan_.has_right && !plan_.has_left && blocks.order == kFirstBlockFirst;
     if (narrow || in_line) return narrow ? 1.0 : 1.25;
-    // While a block walks down several q heads, it falls behind those beside it, and their rows
+    // While a block walks down several q heads, it falls after those with it, and their rows
     // leave L2: the more rounds of blocks a bunch has, the more of them.
-    const int rounds = ceil_div(blocks.bunch * blocks.blocks, multiprocessors_);
+    const int rounds = ceil_div(blocks.bunch * blocks.blocks, sms_);
     return 1.04 + (plan_.pair_heads > 1 ? 0.1 * (rounds - 1) : 0);
   }
 
@@ -420,7 +418,7 @@ class Divider {
     for (const RowRun& run : runs) {
       const auto wave = [&](int count) {
         if (count == 0) return 0.0;
-        const double blocks = run.all * count * sequences / multiprocessors_;
+        const double blocks = run.all * count * sequences / sms_;
         // Equal blocks come in rounds; unequal ones fill the gaps.
         const double rounds = std::ceil(blocks / std::max(run.longest, 1.0)) * run.longest;
         const bool equal = !plan_.has_left && !plan_.has_right;
@@ -437,10 +435,10 @@ class Divider {
     return cycles;
   }
 
-  /// The multiprocessors share the rows of Q, or the keys, of a bunch of pairs: a block each, and
-  /// few are left over, so that the bunch behind begins with them.
+  /// The SMs share the rows of Q, or the keys, of a bunch of pairs: a block each, and
+  /// few are left over, so that the bunch after begins with them.
   Blocks blocks_of(int blocks, int pairs, BlockOrder order) const {
-    const int bunch = multiprocessors_ / std::max(blocks, 1);
+    const int bunch = sms_ / std::max(blocks, 1);
     return with_bunch({blocks, pairs, 1, 1, order}, std::min(bunch, pairs));
   }
 
@@ -453,9 +451,9 @@ class Divider {
     if (!plan_.has_right || plan_.has_left) {
       // Blocks of the same length that take turns follow each other: more pairs share them, so that
       // fewer wait for one.
-      constexpr int kLeastPairs = 4;
+      constexpr int kMinPairs = 4;
       const bool same = plan_.ordered && !left_alone;
-      return same && all.bunch < kLeastPairs ? with_bunch(all, std::min(kLeastPairs, pairs)) : all;
+      return same && all.bunch < kMinPairs ? with_bunch(all, std::min(kMinPairs, pairs)) : all;
     }
     // Parts of rows have blocks of about the same length, but for those that see few of them.
     if (plan_.row_parts > 1) return with_bunch(all, pairs);
@@ -463,7 +461,7 @@ class Divider {
       if (plan_.ordered) all.order = kLastBlockFirst;
       return all;
     }
-    // Not in L2: the first round of blocks stays in line, the second one fills in behind it.
+    // Not in L2: the first round of blocks stays in line, the second one fills in after it.
     if (!in_l2(all.bunch)) {
       return plan_.ordered ? with_bunch(all, std::min(2 * all.bunch, pairs)) : all;
     }
@@ -472,8 +470,8 @@ class Divider {
     all.order = kAlternating;
     int bunch = std::min(all.bunch, pairs / 2);
     if (plan_.ordered) {  // the more pairs share a bunch, the more time there is for turns
-      constexpr int kMostPairs = 8;
-      while (bunch < std::min(kMostPairs, pairs / 2) && in_l2(bunch + 1)) ++bunch;
+      constexpr int kMaxPairs = 8;
+      while (bunch < std::min(kMaxPairs, pairs / 2) && in_l2(bunch + 1)) ++bunch;
     }
     all = with_bunch(all, bunch);
     all.bunches -= all.bunches % 2;
@@ -511,14 +509,14 @@ class Divider {
     }
     const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
                                  (kernels::kStatisticsRows / each_.rows);
-    most = compact_ ? rows_of_head * pitch() : most_tiles(d.row_waves);
+    most = compact_ ? rows_of_head * pitch() : max_tiles(d.row_waves);
     plan.score_tiles.unit = static_cast<int>(most);
     plan.ds_bytes = bytes_of(most) * heads * (compact_ ? 1 : batches);
     plan.carries = rows < row_tiles_;
     share_rows(plan);
   }
 
-  /// Large blocks of rows read K less often, but all multiprocessors should have one; how many
+  /// Large blocks of rows read K less often, but all SMs should have one; how many
   /// there are depends on the batch, which an invariant call's kernel must not.
   void share_rows(HopperBackwardPlan& plan) const {
     const auto row_blocks = [&](const Wave& wave) {
@@ -531,7 +529,7 @@ class Divider {
     const auto too_few = [&] {
       if (p_.invariant || plan.waves.empty()) return false;
       const Blocks blocks = row_blocks(plan.waves.at(0).wave);
-      return int64_t{blocks.blocks} * blocks.pairs < multiprocessors_;
+      return int64_t{blocks.blocks} * blocks.pairs < sms_;
     };
     while (plan.row_tiles > 1 && too_few()) plan.row_tiles /= 2;
     for (BackwardWave& wave : plan.waves) wave.row_blocks = row_blocks(wave.wave);
@@ -542,7 +540,7 @@ class Divider {
   ScoreTile each_;
   kernels::Band band_;
   kernels::Lengths lengths_;
-  int multiprocessors_, row_tiles_, key_blocks_, heads_, unit_tiles_;
+  int sms_, row_tiles_, key_blocks_, heads_, unit_tiles_;
   bool compact_ = false;
 };
 
@@ -552,8 +550,8 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
   std::vector<std::pair<int, int>> all = {{1, 1}};
   // The order of a sum over parts, and with it its last bits, would depend on the batch.
   if (p.invariant || p.sq == 0 || p.sk == 0) return all;
-  constexpr int kMostRowParts = 64;
-  const auto enough = static_cast<double>(kFewBlocks * target.multiprocessors);
+  constexpr int kMaxRowParts = 64;
+  const auto enough = static_cast<double>(kFewBlocks * target.sms);
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);
   const bool in_turns = plan.ordered && !plan.has_left;
   const bool from_diagonals = in_turns && plan.has_right;
@@ -561,7 +559,7 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
     if (p.group() % heads != 0) continue;
     // Fewer heads of a pair are also rows that L2 holds, which turns want.
     if (heads > 1 && (blocks < enough || in_turns)) all.emplace_back(heads, 1);
-    for (int rows = 2; rows <= kMostRowParts; rows += rows < 4 ? 1 : rows) {
+    for (int rows = 2; rows <= kMaxRowParts; rows += rows < 4 ? 1 : rows) {
       const bool worth = rows * plan.block_rows <= p.sq && blocks * heads * rows <= enough;
       if (!plan.sums || p.packed || from_diagonals || !worth) break;
       all.emplace_back(heads, rows);
@@ -577,8 +575,8 @@ double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
   // Of memory, an element of a sum: it takes nearly twice as long as a write and a read would.
   constexpr double kJoinBytes = 14;
   HopperBackwardPlan best;
-  double least_cycles = 0;
-  int64_t least_bytes = -1;  // of a plan that does not fit
+  double min_cycles = 0;
+  int64_t min_bytes = -1;  // of a plan that does not fit
   for (const auto& [head_parts, row_parts] : parts_of(p, plan, target)) {
     HopperBackwardPlan divided = plan;
     divided.parts = head_parts * row_parts;
@@ -591,15 +589,15 @@ double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
     }
     const int64_t bytes = workspace_of(p, divided).end;
     const bool fits = max_workspace == 0 || bytes <= max_workspace;
-    const bool better = least_cycles == 0 || (fits ? least_bytes >= 0 || cycles < least_cycles
-                                                   : least_bytes >= 0 && bytes < least_bytes);
+    const bool better = min_cycles == 0 || (fits ? min_bytes >= 0 || cycles < min_cycles
+                                                 : min_bytes >= 0 && bytes < min_bytes);
     if (!better) continue;
     best = std::move(divided);
-    least_cycles = cycles;
-    least_bytes = fits ? -1 : bytes;
+    min_cycles = cycles;
+    min_bytes = fits ? -1 : bytes;
   }
   plan = std::move(best);
-  return least_cycles;
+  return min_cycles;
 }
 
 }  // namespace
@@ -641,7 +639,7 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
                copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout)};
-  at.numbers = take(host_numbers_bytes(p));
+  at.numbers = take(host_metadata_bytes(p));
   return at;
 }
 
@@ -658,12 +656,12 @@ int HopperBackwardKey::tile_bytes() const {
          kernels::kPieceBytes;
 }
 
-std::string hopper_backward_rejects(const Problem& p) {
+std::string backward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.d > kMostDim || p.dv > kMostDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
-  if (std::max(p.sq, p.sk) >= kMostRows) {
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
   }
@@ -675,23 +673,23 @@ std::string hopper_backward_rejects(const Problem& p) {
     }
   }
   // The kernels number blocks and the rows of statistics with ints.
-  constexpr double kMost = std::numeric_limits<int>::max();
+  constexpr double kMax = std::numeric_limits<int>::max();
   const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
-  // Doubles, as beside no rows of q there may be any number of its heads.
+  // Doubles, as with no rows of q there may be any number of its heads.
   const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
-  if (heads * static_cast<double>(blocks) > kMost ||
-      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMost) {
+  if (heads * static_cast<double>(blocks) > kMax ||
+      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMax) {
     return fmt::format("computes up to 2^31 blocks of rows, got {:.0f} heads of {}", heads, blocks);
   }
   return {};
 }
 
-int64_t most_ds_bytes(const Problem& p) {
+int64_t max_ds_bytes(const Problem& p) {
   return std::max(int64_t{256} << 20, static_cast<int64_t>(bytes(p)));
 }
 
-std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Target& target,
-                                                      std::vector<std::string>* rejected) {
+std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Target& target,
+                                                    std::vector<std::string>* rejected) {
   std::vector<HopperBackwardTile> tiles;
   for (const Way way : {Way::kSums, Way::kTurns, Way::kStored}) {
     HopperBackwardTile tile{common_plan(p), 0};
@@ -701,7 +699,7 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     plan.ordered = way == Way::kTurns;
     plan.block_keys = needs_wide(plan) ? 64 : 128;
     plan.block_rows = is_narrow(plan) && !plan.softcap && !plan.dropout ? 128 : 64;
-    if (const int most = most_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
+    if (const int most = max_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
       if (plan.ordered) continue;  // said of both
       rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}{}, got {} and {}",
                                       most,
@@ -726,7 +724,7 @@ std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& p, const Ta
     const int64_t rows = kernels::kStatisticsRows;
     plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
                                                      : p.batch * ceil_div(p.sq, rows) * rows);
-    plan.grid = target.multiprocessors;
+    plan.grid = target.sms;
     HopperBackwardPlan roomy = plan;
     tile.cycles = divide(plan, p, target, p.max_workspace);
     if (!derive_row_stages(plan, target.shared_bytes)) continue;
@@ -790,10 +788,9 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
       fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
                   plan.o_stages, plan.ds_stages, plan.keys_shared_bytes)};
   if (plan.sums) {
-    sentences.push_back(
-        fmt::format("dQ as sums in f32, by a warpgroup beside those of dK and dV: {}",
-                    plan.ordered ? "blocks of keys add in turns, deterministic"
-                                 : "in no fixed order, not deterministic"));
+    sentences.push_back(fmt::format("dQ as sums in f32, by a warpgroup with those of dK and dV: {}",
+                                    plan.ordered ? "blocks of keys add in turns, deterministic"
+                                                 : "in no fixed order, not deterministic"));
   } else if (!plan.waves.empty()) {
     sentences.push_back(fmt::format(
         "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
@@ -819,7 +816,7 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
   if (plan.cut_blocks > 0) {
     sentences.push_back(fmt::format(
         "the rows of the last {} blocks of keys are cut: a part of each comes before all other "
-        "blocks and the rest behind them, so that multiprocessors end together",
+        "blocks and the rest after them, so that sms end together",
         plan.cut_blocks));
   }
   for (const auto& [name, why] :
@@ -828,8 +825,7 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
     if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
   }
   if (plan.dsinks) {
-    sentences.emplace_back(
-        "dsinks by a kernel of its own, a thread block a head, in f64: deterministic");
+    sentences.emplace_back("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
   }
   if (plan.elements) {
     sentences.emplace_back("gradients are stored by elements: rows are no multiples of 16 bytes");

@@ -18,7 +18,7 @@ struct HopperBackwardKey : HopperKey {
   int block_rows = 0;  ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, sums_stages = 0;
-  bool sums = false;  ///< dQ is summed up in f32 beside dK and dV; otherwise it is computed from dS
+  bool sums = false;  ///< dQ is summed up in f32 with dK and dV; otherwise it is computed from dS
   bool ordered = false;  ///< blocks of keys add to the sums in turns: the same bits in every run
   int row_tiles = 0, row_stages = 0;
   bool dropout = false, has_dlse = false;
@@ -47,13 +47,13 @@ struct HopperBackwardLaunch {
   std::vector<BackwardWave> waves;
   int statistics_rows = 0;  ///< of a head
   int64_t ds_bytes = 0;     ///< of the largest wave
-  /// Pairs that share a head of k and v, so that more thread blocks have work: each has an equal
+  /// Pairs that share a head of k and v, so that more CTAs have work: each has an equal
   /// part of the group's q heads, and with sums one of the row tiles.
   int parts = 1, pair_heads = 1, row_parts = 1;
   bool carries = false;  ///< waves cut sequences of q: sums of dK and dV pass from one to the next
   /// The last blocks of keys, whose rows are taken in two parts; the first pair that has any.
   int cut_blocks = 0, first_cut_pair = 0;
-  int grid = 0;  ///< thread blocks, at most
+  int grid = 0;  ///< CTAs, at most
   bool operator==(const HopperBackwardLaunch&) const = default;
 };
 
@@ -79,11 +79,11 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   int64_t sums_floats(int64_t hq) const;
   /// Units of dQ at which blocks of keys take turns.
   int64_t turns(int64_t hq) const { return ordered ? sums_floats(hq) / kernels::kUnitFloats : 0; }
-  bool joins() const { return parts > 1; }  ///< dK and dV of parts are added up behind all waves
+  bool joins() const { return parts > 1; }  ///< dK and dV of parts are added up after all waves
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
 };
 
-/// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is
+/// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
 struct HopperBackwardWorkspace {
   int64_t shift = 0, delta = 0;        ///< statistics of rows
@@ -98,7 +98,7 @@ HopperBackwardWorkspace workspace_of(const Problem& problem, const HopperBackwar
 
 /// Why sm90/backward_*.cu do not compute a backward problem, and what they do compute; empty when
 /// they do.
-std::string hopper_backward_rejects(const Problem& problem);
+std::string backward_rejects(const Problem& problem);
 
 /// A plan with one of the tiles.
 struct HopperBackwardTile {
@@ -109,12 +109,12 @@ struct HopperBackwardTile {
 /// A plan for every tile that fits, with the stages that the shared memory has room for, and with
 /// the fastest waves that max_workspace has room for; where it has for none, with those that want
 /// the least. `rejected` takes the others and why.
-std::vector<HopperBackwardTile> hopper_backward_tiles(const Problem& problem, const Target& target,
-                                                      std::vector<std::string>* rejected);
+std::vector<HopperBackwardTile> backward_candidates(const Problem& problem, const Target& target,
+                                                    std::vector<std::string>* rejected);
 
 /// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take;
 /// but a block of rows of one head of k and v has room, however long its keys are.
-int64_t most_ds_bytes(const Problem& problem);
+int64_t max_ds_bytes(const Problem& problem);
 
 /// The text of kernel_config.h.
 std::string kernel_config(const HopperBackwardKey& key);

@@ -13,8 +13,7 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int64_t kMostBound =
-    (int64_t{1} << 30) - 1024;  // fits ints beside diagonals, out of reach
+constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
 
 }  // namespace
 
@@ -76,7 +75,7 @@ HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
 
 kernels::Band band_of(const HopperKey& key, const Mask& mask) {
   const auto bound = [](bool has, int64_t keys) {
-    return has ? static_cast<int>(std::min(keys, kMostBound)) : 0;
+    return has ? static_cast<int>(std::min(keys, kMaxBound)) : 0;
   };
   const Mask around = window_around(mask);
   return {key.has_left, key.has_right, bound(key.has_left, around.left),
@@ -110,11 +109,11 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
   if (p.softcap > 0) {
     // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
-    constexpr double kMost = std::numeric_limits<float>::max();
+    constexpr double kMax = std::numeric_limits<float>::max();
     const double scale = 2 * kLog2e * p.scale / p.softcap;
-    params.softcap_scale = static_cast<float>(std::clamp(scale, -kMost, kMost));
+    params.softcap_scale = static_cast<float>(std::clamp(scale, -kMax, kMax));
     params.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
-    params.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMost / 2));
+    params.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMax / 2));
   }
   return params;
 }

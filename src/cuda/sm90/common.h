@@ -11,8 +11,8 @@ namespace fulgur::cuda {
 // What the plans of all kernels for Hopper have in common.
 
 /// d and dv; rows of a sequence, which the kernels count with ints.
-inline constexpr int kMostDim = 256;
-inline constexpr int64_t kMostRows = int64_t{1} << 29;
+inline constexpr int kMaxDim = 256;
+inline constexpr int64_t kMaxRows = int64_t{1} << 29;
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 

@@ -58,7 +58,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk);
   params_.pages = key_pages(p);
-  params_.most_pieces = plan.most_pieces;
+  params_.max_pieces = plan.max_pieces;
   params_.piece_floats = plan.piece_floats();
   if (plan.pieces == kernels::kFillingPieces) {
     params_.to_fill = kernels::divisor(plan.grid);
@@ -123,7 +123,7 @@ void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& pa
     ForwardCopyParams p = copy.params;
     p.from = static_cast<const unsigned short*>(from.data);
     p.to = to;
-    launch(stream, copy_kernel_, &p, {kCopyBlocks * gpu_.multiprocessors()}, kCopyThreads, 0,
+    launch(stream, copy_kernel_, &p, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
   };
   launch_copy(copy_k_, args.k, params.k.data);
@@ -140,11 +140,11 @@ void HopperDecode::run(const Call& call, const Run& run) const {
     const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
     return this->run(args, {}, lease.data, stream);
   }
-  Appending appending(args, problem_.mask);
+  AppendThenAttend appending(args, problem_.mask);
   numbers_.check(appending.attention());
   const CurrentContext current(gpu_.context());
   const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
-  appending.turn_into(lease.data + workspace_.turned);
+  appending.rotate_into(lease.data + workspace_.turned);
   AppendParams append = append_params(appending.call());
   set_lengths(appending.rows(), append);
   this->run(appending.attention(), append, lease.data, stream);
@@ -159,7 +159,7 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
     launch_copies(args, params, stream);
     launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
            "launching the decode kernel");
-    if (plan_.merges_later() && plan_.most_pieces > 1) {
+    if (plan_.merges_later() && plan_.max_pieces > 1) {
       launch(stream, merge_kernel_, &params,
              {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
              32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
@@ -171,7 +171,7 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
   padding.lse = params.lse;
   padding.cu_seqlens_q = params.cu_seqlens_q;
   padding.seqused_q = params.seqused_q;
-  launch_padding(stream, padding_kernel_, padding, gpu_.multiprocessors());
+  launch_padding(stream, padding_kernel_, padding, gpu_.sms());
 }
 
 Explanation HopperDecode::explain() const {

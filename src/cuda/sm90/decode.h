@@ -13,7 +13,7 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the decode kernel first, then those beside it.
+/// What a plan launches: the decode kernel first, then those with it.
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
 
 /// The host's half of sm90/decode/decode.cu: a plan with its compiled kernels on a device.
@@ -47,7 +47,7 @@ class HopperDecode final : public Executable {
   Reasons reasons_;
   ForwardMaps maps_;
   bool no_keys_;  ///< no row of k
-  HostNumbers numbers_;
+  HostMetadata numbers_;
   HopperDecodeWorkspace workspace_;
   CUfunction kernel_ = nullptr, merge_kernel_ = nullptr;
   CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;

@@ -8,12 +8,10 @@ namespace {
 class HopperDecodeFamily final : public Family {
  public:
   Pass pass() const override { return Pass::kForward; }
-  std::string rejects(const Problem& problem) const override {
-    return hopper_decode_rejects(problem);
-  }
+  std::string rejects(const Problem& problem) const override { return decode_rejects(problem); }
   Candidates candidates(const Problem& problem, const Target& target,
                         std::vector<std::string>*) const override {
-    return {std::make_shared<HopperDecodeCandidate>(problem, hopper_decode_tile(problem, target))};
+    return {std::make_shared<HopperDecodeCandidate>(problem, decode_candidate(problem, target))};
   }
 };
 

@@ -20,28 +20,28 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kSwizzledRows = 8;
-constexpr int kMostBoxKeys = 16;  // lest the memory close the rows before their next panel comes
+constexpr int kMaxBoxKeys = 16;   // lest the memory close the rows before their next panel comes
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
-constexpr int kMostWarps = 8;
-constexpr int64_t kLongShare = 32;     // units of keys, of a multiprocessor
-constexpr int kReservedBytes = 1024;   // of shared memory, for each thread block but the first
+constexpr int kMaxWarps = 8;
+constexpr int64_t kLongShare = 32;     // units of keys, of an SM
+constexpr int kReservedBytes = 1024;   // of shared memory, for each CTA but the first
 constexpr int64_t kNarrowRows = 16;    // of a kv head: a warp's
-constexpr int64_t kLongTurns = 49152;  // keys of a thread block, by turns
+constexpr int64_t kLongTurns = 49152;  // keys of a CTA, by turns
 constexpr int64_t kLanes = 32;
-/// Lines of more rows are cut into as many pieces as there are thread blocks where each would have
+/// Lines of more rows are cut into as many pieces as there are CTAs where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
 constexpr int64_t kSomeParts = 2;
 /// Those of narrow teams, where each has so many parts, which hardly differ in length.
 constexpr int64_t kEvenParts = 8;
 /// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
-constexpr int64_t kMostRowsForModel = 128;
+constexpr int64_t kMaxRowsForModel = 128;
 
-/// Rows that a group of lanes of a thread block may write one after the other before it attends:
+/// Rows that a group of lanes of a CTA may write one after the other before it attends:
 /// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
-constexpr int64_t kMostAppendRounds = 8;
+constexpr int64_t kMaxAppendRounds = 8;
 
 // Measured on an H200.
-constexpr double kDecodeBytes = 19;          // of K and V a cycle and multiprocessor
+constexpr double kDecodeBytes = 19;          // of K and V a cycle and SM
 constexpr double kStartCycles = 2000;        // lengths, first loads, merges
 constexpr double kManyRowsCycles = 6000;     // more, where a line has more than 64 rows
 constexpr double kProductFlops = 2000;       // a cycle, where products bind
@@ -76,7 +76,7 @@ std::string not_whole(const Layout& strides) {
 /// The keys of a tile that TMA brings at once, of one page; 0 where it cannot.
 int box_keys_of(const Problem& p, int block_keys) {
   const int page = static_cast<int>(p.cache.page);
-  const int box = std::gcd(std::gcd(page, block_keys), kMostBoxKeys);
+  const int box = std::gcd(std::gcd(page, block_keys), kMaxBoxKeys);
   const ForwardMaps maps = forward_maps(p, box);
   for (const TensorMapShape* shape : {&maps.k, &maps.v}) {
     if (!map_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
@@ -85,7 +85,7 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Whether each line is computed by many thread blocks, `parts` or more.
+/// Whether each line is computed by many CTAs, `parts` or more.
 bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
   return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
 }
@@ -100,7 +100,7 @@ bool pieces_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
   return some && (rows > kNarrowRows / 4 || !long_shares);
 }
 
-/// Whether lines, taken whole, leave few of the thread blocks idle: whole_lines_do says how few.
+/// Whether lines, taken whole, leave few of the CTAs idle: whole_lines_do says how few.
 bool has_enough_lines(const Problem& p, int blocks) { return 17 * p.batch * p.hk >= 16 * blocks; }
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
@@ -110,23 +110,22 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
-  const bool long_shares = units >= kLongShare * target.multiprocessors;
+  const bool long_shares = units >= kLongShare * target.sms;
   // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
   // pieces fill the card.
-  const bool wide_pays = long_shares || has_few_lines(p, target.multiprocessors);
+  const bool wide_pays = long_shares || has_few_lines(p, target.sms);
   const bool boxes = box_keys_of(p, kernels::kUnitKeys) > 0;
   const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 && !(wide_pays && boxes);
   const bool narrow =
-      rows <= kNarrowRows && !(boxes && pieces_pay(p, target.multiprocessors, rows, long_shares));
-  plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMostWarps;
+      rows <= kNarrowRows && !(boxes && pieces_pay(p, target.sms, rows, long_shares));
+  plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
   plan.line_rows = plan.team_warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
-  // Two thread blocks hide each other's page ids, but they double the parts that lines have.
-  const bool a_line_each =
-      has_enough_lines(p, target.multiprocessors) && p.batch * p.hk <= target.multiprocessors;
+  // Two CTAs hide each other's page ids, but they double the parts that lines have.
+  const bool a_line_each = has_enough_lines(p, target.sms) && p.batch * p.hk <= target.sms;
   const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares &&
-                   !a_line_each && !has_few_lines(p, target.multiprocessors, kEvenParts);
+                   !a_line_each && !has_few_lines(p, target.sms, kEvenParts);
   plan.residents = two ? 2 : 1;
-  plan.teams = kMostWarps / plan.team_warps / plan.residents;
+  plan.teams = kMaxWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
   if (wide) {
@@ -136,8 +135,8 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
     const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
-    if (plan.team_warps == kMostWarps && !plan.tree && keeps_up) plan.block_keys = large;
-    // Beside the widest heads what scores need besides has no registers where lanes copy; invariant
+    if (plan.team_warps == kMaxWarps && !plan.tree && keeps_up) plan.block_keys = large;
+    // With the widest heads what scores need besides has no registers where lanes copy; invariant
     // calls have one tile wherever keys lie.
     const bool more_scores = plan.transforms_scores || plan.has_left;
     const bool no_registers = more_scores && (p.invariant || !by_boxes);
@@ -178,7 +177,7 @@ int64_t many_parts(const HopperDecodePlan& plan) { return plan.team_warps + 1; }
 /// For how many pieces there is room in the workspace.
 int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
   if (plan.pieces == kernels::kFillingPieces) return plan.grid;
-  return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.most_pieces) * p.hk;
+  return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.max_pieces) * p.hk;
 }
 
 /// How lines are cut.
@@ -188,23 +187,23 @@ int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
   const int64_t lines = p.batch * p.hk;
   // Two lines of narrow teams have shares, which measure 11.1 us where pieces of them take 14.2.
   const bool few = has_few_lines(p, plan.grid, wide ? kSomeParts : kEvenParts) &&
-                   (wide || lines == 1 || kernels::kMostPieces * lines >= plan.grid);
+                   (wide || lines == 1 || kernels::kMaxPieces * lines >= plan.grid);
   const bool fills =
       few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
   return fills ? kernels::kFillingPieces : kernels::kNoPieces;
 }
 
-/// Whether thread blocks may take lines one after the other, instead of shares that cut them:
-/// each sequence has one line a kv head, and there are enough for all thread blocks.
+/// Whether CTAs may take lines one after the other, instead of shares that cut them:
+/// each sequence has one line a kv head, and there are enough for all CTAs.
 bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
-  // Narrow teams have no registers for it beside all that a tree mask takes.
+  // Narrow teams have no registers for it with all that a tree mask takes.
   if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
   return plan.pieces == kernels::kNoPieces && !p.of_groups &&
          rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
 }
 
-/// Whether lines go by turns: of wide teams where some thread block has two, of narrow ones
-/// where what a share of so many keys takes longer on one multiprocessor than on another is more
+/// Whether lines go by turns: of wide teams where some CTA has two, of narrow ones
+/// where what a share of so many keys takes longer on one SM than on another is more
 /// than turns cost.
 bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
   if (!plan.whole_lines || p.batch > kernels::kTurnSequences) return false;
@@ -216,14 +215,14 @@ bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
 /// Of `lines`, in words.
 std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
   if (plan.pieces == kernels::kFillingPieces) {
-    return fmt::format("cut so that each thread block has about one piece, which {} merges",
+    return fmt::format("cut so that each CTA has about one piece, which {} merges",
                        plan.merges_later() ? "another kernel" : "the last one at a line");
   }
-  if (plan.most_pieces > 1) {
+  if (plan.max_pieces > 1) {
     return fmt::format(
         "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
         "merges",
-        plan.most_pieces);
+        plan.max_pieces);
   }
   if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
   if (plan.turns) {
@@ -235,10 +234,9 @@ std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
       plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
 }
 
-double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int multiprocessors) {
+double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms) {
   const KeyCycles key = key_cycles(plan, p);
-  const double keys =
-      static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / multiprocessors;
+  const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / sms;
   const double start = kStartCycles + (plan.block_rows() > kFewRows ? kManyRowsCycles : 0);
   return start + keys * std::max(key.reading, key.products);
 }
@@ -266,7 +264,7 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
   int64_t floats = 0;  // that parts leave
   if (plan.pieces == kernels::kNoPieces)
     floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
-  else if (plan.most_pieces > 1)
+  else if (plan.max_pieces > 1)
     floats = room_for_pieces(p, plan) * plan.piece_floats();
   const ForwardMaps maps = forward_maps(p, plan.block_keys);
   HopperDecodeWorkspace at;
@@ -278,15 +276,15 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
   };
   at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
   at.turned = at.end;
-  at.end += turned_bytes(p);
+  at.end += rotated_bytes(p);
   at.partial = at.end;
   at.end += floats * int64_t{sizeof(float)};
   at.numbers = at.end;
-  at.end += host_numbers_bytes(p);
+  at.end += host_metadata_bytes(p);
   return at;
 }
 
-std::string hopper_decode_rejects(const Problem& p) {
+std::string decode_rejects(const Problem& p) {
   const std::string why = hopper_decode_rejects_few(p);
   if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
   return fmt::format(
@@ -297,8 +295,8 @@ std::string hopper_decode_rejects(const Problem& p) {
 
 std::string hopper_decode_rejects_few(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.d > kMostDim || p.dv > kMostDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
   // Other rows are copied, which the forward kernel does, too, where it takes the call.
@@ -310,7 +308,7 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     }
   }
   const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
-  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMostRows) {
+  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMaxRows) {
     return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
                        total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
   }
@@ -319,20 +317,20 @@ std::string hopper_decode_rejects_few(const Problem& p) {
                        p.cache.entries, p.cache.page, p.cache.ids);
   }
   // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
-  const int64_t least_rows = p.invariant ? kFewRows : 16;
-  // Doubles, as beside no rows of q there may be any number of its heads.
-  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), least_rows), 1);
+  const int64_t min_rows = p.invariant ? kFewRows : 16;
+  // Doubles, as with no rows of q there may be any number of its heads.
+  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
   const double lines =
       static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
   const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
   if (units > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", least_rows,
+    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
                        int{kernels::kUnitKeys}, units);
   }
   return {};
 }
 
-HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
+HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
   HopperDecodePlan plan;
   static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
@@ -345,7 +343,7 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   plan.copies_k = not_whole(p.k);
   plan.copies_v = not_whole(p.v);
   set_tile(plan, p, target);
-  plan.grid = std::min(target.multiprocessors * plan.residents, int{kernels::kMostShares});
+  plan.grid = std::min(target.sms * plan.residents, int{kernels::kMaxShares});
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
   plan.turns = has_turns(p, plan);
@@ -353,8 +351,8 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
   if (plan.pieces != kernels::kNoPieces) {
     const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
     const bool own = plan.pieces == kernels::kOwnPieces;
-    plan.most_pieces = own ? kernels::most_pieces(static_cast<int>(units))
-                           : static_cast<int>(std::min<int64_t>(units, plan.grid));
+    plan.max_pieces = own ? kernels::max_pieces(static_cast<int>(units))
+                          : static_cast<int>(std::min<int64_t>(units, plan.grid));
     if (plan.pieces == kernels::kFillingPieces && many_parts(plan) * p.batch * p.hk > plan.grid) {
       plan.merge_eights = 4;
     }
@@ -364,11 +362,11 @@ HopperDecodeTile hopper_decode_tile(const Problem& p, const Target& target) {
       plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
     }
   }
-  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.multiprocessors), {}};
+  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.sms), {}};
   // Groups have few lines with many keys, which the forward kernel does not cut where lengths
   // differ.
-  if (!p.of_groups && rows_of_kv_head(p) > kMostRowsForModel && hopper_forward_rejects(p).empty()) {
-    tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMostRowsForModel);
+  if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel && forward_rejects(p).empty()) {
+    tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
   }
   return tile;
 }
@@ -379,25 +377,23 @@ std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& pl
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
-  if (plan.turns)
-    return "its thread blocks may take lines by turns, and must know before which they write";
+  if (plan.turns) return "its CTAs may take lines by turns, and must know before which they write";
   if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
-    return "narrow teams have no registers for it beside a softcap or ALiBi and a window";
+    return "narrow teams have no registers for it with a softcap or ALiBi and a window";
   }
   const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
-  const int64_t items = plan.pieces == kernels::kFillingPieces
-                            ? 1
-                            : ceil_div(lines * plan.most_pieces, plan.grid) + 1;
+  const int64_t items =
+      plan.pieces == kernels::kFillingPieces ? 1 : ceil_div(lines * plan.max_pieces, plan.grid) + 1;
   const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
   const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
   const int64_t rows = items * (new_rows + (p.append.turns ? queries : 0));
   const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
   const int64_t rounds = ceil_div(rows, groups);
-  if (rounds <= kMostAppendRounds) return {};
+  if (rounds <= kMaxAppendRounds) return {};
   return fmt::format(
-      "a thread block would write {} rows before it attends, {} at a time, in {} rounds, which up "
+      "a CTA would write {} rows before it attends, {} at a time, in {} rounds, which up "
       "to {} take less than a launch",
-      rows, groups, rounds, kMostAppendRounds);
+      rows, groups, rounds, kMaxAppendRounds);
 }
 
 HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
@@ -468,7 +464,7 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
                       : "whose rows lanes copy",
                   plan.shared_bytes),
-      fmt::format("{} thread blocks take {} all keys, of the lengths that the call has when it "
+      fmt::format("{} CTAs take {} all keys, of the lengths that the call has when it "
                   "runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
                   how_lines_are_cut(plan, lines)),
@@ -482,7 +478,7 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
   }
   if (plan.appends) {
     sentences.push_back(fmt::format(
-        "new rows of k and v, {} in all, go to their caches by the thread blocks that read them{}",
+        "new rows of k and v, {} in all, go to their caches by the CTAs that read them{}",
         p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
   }
   if (plan.page > 0) {

@@ -17,7 +17,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   int block_keys = 0;                     ///< Bc
   int k_stages = 0, v_stages = 0;         ///< buffers of a team
   int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
-  int residents = 0;                      ///< thread blocks of a multiprocessor
+  int residents = 0;                      ///< CTAs of an SM
   int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
   int group = 0;                          ///< hq / hk
   int pieces = 0;                         ///< how lines are cut (kernels/host_device/stream_k.h)
@@ -30,8 +30,8 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool batch_idx = false, leftpad = false;
   bool tree = false;         ///< a tree mask hides some of the last sq keys
   bool appends = false;      ///< new rows of K and V, before it attends
-  bool turns_q = false;      ///< and turns q beside them
-  bool unread_rows = false;  ///< perhaps no thread block reads all of them
+  bool turns_q = false;      ///< and turns q with them
+  bool unread_rows = false;  ///< perhaps no CTA reads all of them
   bool operator==(const HopperDecodeKey&) const = default;
 
   /// Whether it sees to rows of q that belong to no sequence.
@@ -41,8 +41,8 @@ struct HopperDecodeKey : HopperAnyForwardKey {
 /// Every decision about a forward pass by sm90/decode/decode.cu.
 struct HopperDecodePlan : HopperDecodeKey {
   int shared_bytes = 0;
-  int grid = 0;                         ///< thread blocks: shares of the work
-  int most_pieces = 1, piece_rows = 0;  ///< of a line
+  int grid = 0;                        ///< CTAs: shares of the work
+  int max_pieces = 1, piece_rows = 0;  ///< of a line
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
   bool operator==(const HopperDecodePlan&) const = default;
@@ -52,7 +52,7 @@ struct HopperDecodePlan : HopperDecodeKey {
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int piece_floats() const;
-  /// Whether sm90/decode/combine.cu puts the pieces of lines together, not the last thread block at
+  /// Whether sm90/decode/combine.cu puts the pieces of lines together, not the last CTA at
   /// each.
   bool merges_later() const;
   /// Of a line: what each warp of sm90/decode/combine.cu takes one of, columns or rows.
@@ -61,7 +61,7 @@ struct HopperDecodePlan : HopperDecodeKey {
   int counters() const { return 3 * grid + 1; }
 };
 
-/// Where things begin in the workspace, in bytes, behind the counters. All 0 where nothing is
+/// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
 struct HopperDecodeWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
@@ -73,7 +73,7 @@ HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePla
 
 /// Why sm90/decode/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what
 /// it does compute; empty when it does.
-std::string hopper_decode_rejects(const Problem& problem);
+std::string decode_rejects(const Problem& problem);
 /// The same of its part of a problem that takes_both.
 std::string hopper_decode_rejects_few(const Problem& problem);
 
@@ -83,7 +83,7 @@ struct HopperDecodeTile {
   double cycles = 0;       ///< predicted
   std::string tuned_only;  ///< why the cost model may not take it; empty when it may
 };
-HopperDecodeTile hopper_decode_tile(const Problem& problem, const Target& target);
+HopperDecodeTile decode_candidate(const Problem& problem, const Target& target);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
 std::string hopper_decode_not_fused(const Problem& problem, const HopperDecodePlan& plan);

@@ -115,7 +115,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
 void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
   for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!inputs_[i].copied) continue;
-    cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.multiprocessors()},
+    cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
                  kCopyThreads, 0, "launching the kernel that copies rows");
   }
   if (plan_.work.items > 0) {
@@ -123,7 +123,7 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
                  plan_.shared_bytes, "launching the forward kernel");
   }
   if (plan_.has_padding()) {
-    launch_padding(stream, padding_kernel_, arguments.padding, gpu_.multiprocessors());
+    launch_padding(stream, padding_kernel_, arguments.padding, gpu_.sms());
   }
 }
 

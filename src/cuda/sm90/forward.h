@@ -14,7 +14,7 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the forward kernel first, if there is work, then those beside it.
+/// What a plan launches: the forward kernel first, if there is work, then those with it.
 std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan);
 
 /// The host's half of sm90/forward/forward.cu: a plan with its compiled kernels on a device.
@@ -54,7 +54,7 @@ class HopperForward final : public Executable {
   HopperForwardPlan plan_;
   Reasons reasons_;
   ForwardMaps maps_;
-  HostNumbers numbers_;
+  HostMetadata numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   HopperForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common

@@ -41,7 +41,7 @@ std::string kernel_config(const HopperForwardKey& plan) {
   header.add("kHasLse", plan.has_lse);
   header.add("kFewQueries", plan.few_queries);
   header.add("kSplitTail", plan.split_tail);
-  header.add("kStore", static_cast<int>(plan.store));
+  header.add("kUpload", static_cast<int>(plan.store));
   return header.text();
 }
 

@@ -29,10 +29,10 @@ struct HopperForwardKey : HopperAnyForwardKey {
 /// How it is launched.
 struct HopperForwardLaunch {
   int shared_bytes = 0;
-  int residents = 1;     ///< thread blocks that fit a multiprocessor
+  int residents = 1;     ///< CTAs that fit an SM
   bool shares = false;   ///< and there are so many that some share one
   kernels::Work work{};  ///< how rows, heads and keys are cut into items
-  int grid = 0;          ///< thread blocks
+  int grid = 0;          ///< CTAs
   bool operator==(const HopperForwardLaunch&) const = default;
 };
 

@@ -11,11 +11,11 @@ namespace {
 
 // Measured on an H200.
 constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
-constexpr double kSoftmaxScores = 11.2;   // scores a cycle beside busy tensor cores, all warpgroups
+constexpr double kSoftmaxScores = 11.2;   // scores a cycle with busy tensor cores, all warpgroups
 constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
 constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
 constexpr double kCopyBytes = 43;         // from L2 a cycle
-constexpr double kReadBytes = 18;         // from memory a cycle, of a multiprocessor's share
+constexpr double kReadBytes = 18;         // from memory a cycle, of an SM's share
 constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
 constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
 constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
@@ -35,7 +35,7 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout;
   const double rate = slow ? kTransformScores : kSoftmaxScores;
-  // A warpgroup that has the multiprocessor to itself waits for no other.
+  // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
   const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
   const double copy = 2 * plan.block_keys * dims / kCopyBytes;
@@ -48,9 +48,9 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
 }
 
 /// Items of `all` cycles together, the longest taken first. Each is taken when the one before it
-/// ends, and so multiprocessors wait for each other half a short item on average.
-double longest_first(double longest, double shortest, double all, int multiprocessors) {
-  return std::max(longest, all / multiprocessors + 0.5 * shortest);
+/// ends, and so SMs wait for each other half a short item on average.
+double longest_first(double longest, double shortest, double all, int sms) {
+  return std::max(longest, all / sms + 0.5 * shortest);
 }
 
 /// Keys of the longest sequence, less those of a chunk that has just begun where others may be
@@ -90,11 +90,10 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
 
 double reading_cycles(const Problem& p, const Target& target) {
   const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk);
-  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadBytes * target.multiprocessors);
+  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadBytes * target.sms);
 }
 
-double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts,
-                                 int multiprocessors) {
+double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms) {
   const int blocks = static_cast<int>(cost.key_tiles.size());
   double all = 0, longest = 0;
   for (int block = 0; block < blocks; ++block) {
@@ -105,18 +104,16 @@ double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int 
     longest = std::max(longest, cost.end + most * cost.key_tile + (pieces + 1) * leave);
   }
   const int items = heads * (blocks + cut * (parts - 1));
-  if (items <= multiprocessors) return kSplitLoop * longest;
-  return kSplitLoop * longest_first(longest, cost.shortest, all, multiprocessors);
+  if (items <= sms) return kSplitLoop * longest;
+  return kSplitLoop * longest_first(longest, cost.shortest, all, sms);
 }
 
-double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
-                        int multiprocessors) {
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts, int sms) {
   const bool equal = cost.longest <= cost.mean * 1.0001;
-  if (!equal)
-    return longest_first(cost.longest, cost.shortest, blocks * cost.mean, multiprocessors);
+  if (!equal) return longest_first(cost.longest, cost.shortest, blocks * cost.mean, sms);
   const int split = blocks - first_split;
-  const double waves = std::ceil(static_cast<double>(first_split) / multiprocessors);
-  const double part_waves = std::ceil(static_cast<double>(split) * parts / multiprocessors);
+  const double waves = std::ceil(static_cast<double>(first_split) / sms);
+  const double part_waves = std::ceil(static_cast<double>(split) * parts / sms);
   const double part = cost.mean / parts + (parts > 1 ? (parts + 1) * cost.leave_part : 0);
   return waves * cost.mean * (parts > 1 ? kSplitLoop : 1) + part_waves * part;
 }

@@ -6,11 +6,11 @@
 
 namespace fulgur::cuda {
 
-/// Multiprocessor cycles of the row blocks of one head.
+/// SM cycles of the row blocks of one head.
 struct BlockCost {
   double mean = 0, longest = 0, shortest = 0;
   double leave_part = 0;         ///< to leave one part of a split block, or to add one up
-  double end = 0, key_tile = 0;  ///< of a block beside its key tiles, and of one of these
+  double end = 0, key_tile = 0;  ///< of a block with its key tiles, and of one of these
   std::vector<int> key_tiles{};  ///< of each row block of a head, in the order they are taken
 };
 
@@ -19,16 +19,14 @@ struct BlockCost {
 /// the ends of a block the tensor cores' work overlaps with nothing, where they bind.
 BlockCost block_cost(const HopperForwardPlan& plan, const Problem& problem);
 
-/// Cycles in which K and V come from memory once, spread over all multiprocessors: what binds where
+/// Cycles in which K and V come from memory once, spread over all SMs: what binds where
 /// rows are few.
 double reading_cycles(const Problem& problem, const Target& target);
 
 /// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `parts`.
-double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts,
-                        int multiprocessors);
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts, int sms);
 
 /// Predicts a launch of unequal row blocks of `heads` heads, the first `cut` of each in `parts`.
-double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts,
-                                 int multiprocessors);
+double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms);
 
 }  // namespace fulgur::cuda

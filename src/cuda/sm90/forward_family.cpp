@@ -44,13 +44,13 @@ class HopperForwardFamily final : public Family {
  public:
   Pass pass() const override { return Pass::kForward; }
   std::string rejects(const Problem& problem) const override {
-    const std::string why = hopper_forward_rejects(problem);
+    const std::string why = forward_rejects(problem);
     return why.empty() && takes_both(problem) ? hopper_decode_rejects_few(problem) : why;
   }
   Candidates candidates(const Problem& problem, const Target& target,
                         std::vector<std::string>* rejected) const override {
     Candidates result;
-    for (const HopperForwardTile& tile : hopper_forward_tiles(problem, target, rejected)) {
+    for (const HopperForwardTile& tile : forward_candidates(problem, target, rejected)) {
       result.push_back(std::make_shared<HopperForwardCandidate>(problem, target, tile));
     }
     return result;
@@ -67,7 +67,7 @@ HopperForwardCandidate::HopperForwardCandidate(const Problem& problem, const Tar
   workspace = workspace_of(problem, plan_).end;
   tuned_only = fitting.tuned_only;
   if (!takes_both(problem)) return;
-  few_ = hopper_decode_tile(problem, target).plan;
+  few_ = decode_candidate(problem, target).plan;
   workspace = std::max(workspace, workspace_of(problem, *few_).end);
 }
 

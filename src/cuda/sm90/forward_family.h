@@ -11,7 +11,7 @@ namespace fulgur::cuda {
 /// sm90/forward/forward.cu.
 const Family& hopper_forward_family();
 
-/// A tile of it, and beside it what decode.cu has of a problem that takes_both.
+/// A tile of it, and with it what decode.cu has of a problem that takes_both.
 class HopperForwardCandidate final : public Candidate {
  public:
   HopperForwardCandidate(const Problem& problem, const Target& target,

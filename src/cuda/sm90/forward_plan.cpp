@@ -16,12 +16,12 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kMostParts = 8;  // more have not been measured
-constexpr int kMostCutPagesDim = 192, kMostChunkPagesDim = 192;
+constexpr int kMaxParts = 8;  // more have not been measured
+constexpr int kMaxCutPagesDim = 192, kMaxChunkPagesDim = 192;
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
-constexpr int kSharers = 4;  // multiprocessors at the same K and V, or memory binds
-constexpr int kMostStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
+constexpr int kSharers = 4;                      // SMs at the same K and V, or memory binds
+constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
 using kernels::Work;
 
@@ -43,12 +43,12 @@ constexpr Registers registers_of(int consumers) {
 
 constexpr int kPageRegisters = 40;  // of a producer that looks up pages
 
-/// Tiles for d and dv up to most_dim, and dv up to most_value_dim. The compiler keeps their S, O
+/// Tiles for d and dv up to max_dim, and dv up to max_value_dim. The compiler keeps their S, O
 /// and P in registers whatever the other options; with more keys or dims it would spill. The model
 /// was fitted to those above above_dim; for less only tuning takes them.
 struct Tile {
   enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4 };  // the last two take registers
-  int above_dim, most_dim, most_value_dim, consumers, block_keys;
+  int above_dim, max_dim, max_value_dim, consumers, block_keys;
   int scores;  ///< kDropped: transformed or not
 };
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
@@ -67,7 +67,7 @@ constexpr Tile kTiles[] = {
     {128, 256, 256, 2, 64, kAny},
 };
 
-/// What each of the thread blocks of a multiprocessor may have: of all, each but one takes some for
+/// What each of the CTAs of an SM may have: of all, each but one takes some for
 /// the system.
 int shared_bytes_of(int residents, const Target& target) {
   constexpr int kReservedBytes = 1024;
@@ -102,7 +102,7 @@ HopperForwardPlan common(const Problem& p) {
 bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
   plan.q_stages = plan.k_stages = plan.v_stages = 0;
   const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
-  const int most = std::min(kMostStages, kKeysAhead / plan.block_keys);
+  const int most = std::min(kMaxStages, kKeysAhead / plan.block_keys);
   // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
     const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
@@ -117,16 +117,15 @@ bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
 }
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
-/// that K and V come to L2 once and little by little, beside the copies of other heads. The last
-/// one is as long as it takes to leave the multiprocessors with short blocks at the end. Under a
-/// band all heads may be in it, if enough multiprocessors share the K and V of each.
-void divide_heads(HopperForwardPlan& plan, const Problem& p, int multiprocessors) {
+/// that K and V come to L2 once and little by little, with the copies of other heads. The last
+/// one is as long as it takes to leave the SMs with short blocks at the end. Under a
+/// band all heads may be in it, if enough SMs share the K and V of each.
+void divide_heads(HopperForwardPlan& plan, const Problem& p, int sms) {
   const bool band = plan.has_left || plan.has_right;
-  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // a multiprocessor
-  const int64_t heads =
-      ceil_div(int64_t{blocks} * multiprocessors, std::max(plan.work.row_blocks, 1));
+  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // an SM
+  const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
   const int64_t last = ceil_div(heads, p.group()) * p.group();
-  const bool shared = p.batch * p.hk * kSharers <= multiprocessors;
+  const bool shared = p.batch * p.hk * kSharers <= sms;
   Work& work = plan.work;
   work.section_heads = static_cast<int>(p.group());
   work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
@@ -141,13 +140,13 @@ void cut_blocks(HopperForwardPlan& plan, int first, int end, int parts) {
   plan.work.items = kernels::blocks_of(plan.work) + (end - first) * (parts - 1);
 }
 
-/// Cuts the last blocks, all as long, where they leave multiprocessors idle. Returns the cycles.
-double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost,
-                       int multiprocessors, double best) {
-  const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % multiprocessors;
-  const int most = std::min(kMostParts, ceil_div(p.sk, plan.block_keys));
+/// Cuts the last blocks, all as long, where they leave SMs idle. Returns the cycles.
+double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
+                       double best) {
+  const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % sms;
+  const int most = std::min(kMaxParts, ceil_div(p.sk, plan.block_keys));
   for (int parts = 2; parts <= most && first < blocks; ++parts) {
-    const double cycles = predicted_cycles(cost, blocks, first, parts, multiprocessors);
+    const double cycles = predicted_cycles(cost, blocks, first, parts, sms);
     if (cycles >= best) continue;
     best = cycles;
     cut_blocks(plan, first, blocks, parts);
@@ -155,20 +154,19 @@ double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCos
   return best;
 }
 
-/// Under a band, where there are less blocks than multiprocessors, cuts those that are longer than
+/// Under a band, where there are less blocks than SMs, cuts those that are longer than
 /// a part of the longest: they come first. Returns the cycles.
-double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int multiprocessors,
-                          double best) {
+double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const Work whole = plan.work;
-  if (kernels::blocks_of(whole) >= multiprocessors || whole.bulk_heads > 0) return best;
+  if (kernels::blocks_of(whole) >= sms || whole.bulk_heads > 0) return best;
   const std::vector<int>& tiles = cost.key_tiles;
   const int longest = tiles.empty() ? 0 : *std::max_element(tiles.begin(), tiles.end());
   double least = kWorthCutting * best;
-  for (int parts = 2; parts <= std::min(kMostParts, longest); ++parts) {
+  for (int parts = 2; parts <= std::min(kMaxParts, longest); ++parts) {
     const auto is_short = [&](int count) { return count * parts <= longest; };
     const int cut =
         static_cast<int>(std::find_if(tiles.begin(), tiles.end(), is_short) - tiles.begin());
-    const double cycles = predicted_cycles_of_parts(cost, whole.heads, cut, parts, multiprocessors);
+    const double cycles = predicted_cycles_of_parts(cost, whole.heads, cut, parts, sms);
     if (cycles >= least) continue;
     best = least = cycles;
     cut_blocks(plan, 0, whole.heads * cut, parts);
@@ -181,17 +179,17 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
   work.split_parts = 1;
-  divide_heads(plan, p, target.multiprocessors);
+  divide_heads(plan, p, target.sms);
   const int blocks = kernels::blocks_of(work);
   work.first_split = work.end_split = work.items = blocks;
-  // Where each block has a multiprocessor of its own, none shares one.
-  plan.shares = plan.residents > 1 && blocks > target.multiprocessors;
-  const int at_once = target.multiprocessors * (plan.shares ? plan.residents : 1);
+  // Where each block has an SM of its own, none shares one.
+  plan.shares = plan.residents > 1 && blocks > target.sms;
+  const int at_once = target.sms * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
   // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
-  const bool no_registers = plan.page > 0 && plan.value_dim > kMostCutPagesDim;
+  const bool no_registers = plan.page > 0 && plan.value_dim > kMaxCutPagesDim;
   if (!p.invariant && !plan.packed && !no_registers) {
     HopperForwardPlan cut = plan;
     const double cycles = plan.has_left || plan.has_right
@@ -216,7 +214,7 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) 
   one.batch = 1;
   one.sq = one.sk = 8192;
   HopperForwardPlan other = plan;
-  other.work.heads = target.multiprocessors;
+  other.work.heads = target.sms;
   return schedule(other, one, target);
 }
 
@@ -232,10 +230,10 @@ std::string pages_rejected(const Problem& p) {
     return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
                        p.cache.ids, p.cache.page);
   }
-  // Beside the ids of pages the widest heads leave no registers for chunks.
-  if (chunk_binds(p) && std::max(p.d, p.dv) > kMostChunkPagesDim) {
+  // With the ids of pages the widest heads leave no registers for chunks.
+  if (chunk_binds(p) && std::max(p.d, p.dv) > kMaxChunkPagesDim) {
     return fmt::format("computes chunks over pages with d and dv up to {}, got {} and {}",
-                       kMostChunkPagesDim, p.d, p.dv);
+                       kMaxChunkPagesDim, p.d, p.dv);
   }
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"k", &maps.k}, std::pair{"v", &maps.v}}) {
@@ -261,15 +259,15 @@ HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& p
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
                copy(maps.v, plan.copies_v)};
   at.numbers = at.end;
-  at.end += host_numbers_bytes(p);
+  at.end += host_metadata_bytes(p);
   return at;
 }
 
-std::string hopper_forward_rejects(const Problem& p) {
+std::string forward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
   if (p.has_tree) return "computes without tree masks";
-  if (p.d > kMostDim || p.dv > kMostDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMostDim, p.d, p.dv);
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
   if (rows_decide(p) && p.sq <= few_queries(p)) {
     return fmt::format(
@@ -282,9 +280,9 @@ std::string hopper_forward_rejects(const Problem& p) {
   if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
   if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
   if (p.packed != p.packed_k && !p.cache.paged()) {
-    return "computes packed queries beside packed keys or pages alone";
+    return "computes packed queries with packed keys or pages alone";
   }
-  if (std::max(p.sq, p.sk) >= kMostRows) {
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
   }
@@ -297,22 +295,22 @@ std::string hopper_forward_rejects(const Problem& p) {
   }
   // The least rows of a block bound the count of items; the kernel numbers them with ints.
   const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
-  // Doubles, as beside no rows of q there may be any number of its heads.
+  // Doubles, as with no rows of q there may be any number of its heads.
   const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
-  if (heads * static_cast<double>(blocks) * kMostParts > std::numeric_limits<int>::max()) {
+  if (heads * static_cast<double>(blocks) * kMaxParts > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {:.0f} heads of {}", heads, blocks);
   }
   return {};
 }
 
-std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& p, const Target& target,
-                                                    std::vector<std::string>* rejected) {
+std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Target& target,
+                                                  std::vector<std::string>* rejected) {
   std::vector<HopperForwardTile> tiles;
   const auto scores = p.dropout_p > 0 ? Tile::kDropped
                       : transforms(p) ? Tile::kTransformed
                                       : Tile::kPlain;
   for (const Tile& tile : kTiles) {
-    const bool fits = std::max(p.d, p.dv) <= tile.most_dim && p.dv <= tile.most_value_dim;
+    const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
     if (!fits || (tile.scores & scores) == 0) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     HopperForwardTile t{common(p), 0, {}};
@@ -351,11 +349,10 @@ std::vector<std::string> describe(const HopperForwardPlan& plan) {
                   plan.value_dim),
       fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format(
-          "{} thread blocks take {} blocks of rows{}, in sections of {} heads and a last one of {}",
-          plan.grid, kernels::blocks_of(work),
-          plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
-          work.heads - work.bulk_heads)};
+      fmt::format("{} CTAs take {} blocks of rows{}, in sections of {} heads and a last one of {}",
+                  plan.grid, kernels::blocks_of(work),
+                  plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
+                  work.heads - work.bulk_heads)};
   if (plan.split_tail) {
     sentences.push_back(fmt::format(
         "{} blocks, {}, are cut into {} parts of their keys", kernels::split_blocks(work),

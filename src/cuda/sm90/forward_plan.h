@@ -11,7 +11,7 @@
 
 namespace fulgur::cuda {
 
-/// Where things begin in the workspace, in bytes: behind the counters and tickets and what parts of
+/// Where things begin in the workspace, in bytes: after the counters and tickets and what parts of
 /// split blocks leave. All 0 where nothing is launched.
 struct HopperForwardWorkspace {
   std::array<int64_t, 3> copies{};  ///< of q, k and v
@@ -21,7 +21,7 @@ HopperForwardWorkspace workspace_of(const Problem& problem, const HopperForwardP
 
 /// Why sm90/forward/forward.cu does not compute a forward problem, and what it does compute; empty
 /// when it does.
-std::string hopper_forward_rejects(const Problem& problem);
+std::string forward_rejects(const Problem& problem);
 
 /// A plan with one of the tiles.
 struct HopperForwardTile {
@@ -32,8 +32,8 @@ struct HopperForwardTile {
 
 /// A plan for every tile that fits, with the stages that the shared memory has room for. `rejected`
 /// takes the others and why.
-std::vector<HopperForwardTile> hopper_forward_tiles(const Problem& problem, const Target& target,
-                                                    std::vector<std::string>* rejected);
+std::vector<HopperForwardTile> forward_candidates(const Problem& problem, const Target& target,
+                                                  std::vector<std::string>* rejected);
 
 /// The plan in sentences.
 std::vector<std::string> describe(const HopperForwardPlan& plan);

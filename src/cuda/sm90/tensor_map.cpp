@@ -11,8 +11,8 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int64_t kElementBytes = 2;
-constexpr int64_t kMostStrideBytes = int64_t{1} << 40;
-constexpr int64_t kMostExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
+constexpr int64_t kMaxExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
 
 constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
 
@@ -61,7 +61,7 @@ BackwardMaps backward_maps(const Problem& p) {
 std::string map_unsupported(const TensorMapShape& shape) {
   if (shape.empty()) return {};
   for (const Dimension& d : outer(shape)) {
-    if (d.extent >= kMostExtent) {
+    if (d.extent >= kMaxExtent) {
       return fmt::format("has {} of {}, want less than 2^31", d.name, d.extent);
     }
   }
@@ -73,7 +73,7 @@ std::string not_addressable(const TensorMapShape& shape) {
   for (const Dimension& d : outer(shape)) {
     if (d.extent == 1) continue;  // its stride is never used
     const int64_t bytes = d.stride * kElementBytes;
-    if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMostStrideBytes) {
+    if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMaxStrideBytes) {
       return fmt::format("a stride of {} elements between {} is no positive multiple of 16 bytes",
                          d.stride, d.name);
     }

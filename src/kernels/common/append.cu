@@ -1,5 +1,5 @@
-// New rows of K and V to their places in caches, keys turned by rotary position embedding, and queries turned beside. A
-// thread block takes a token, a group of lanes a head of it.
+// New rows of K and V to their places in caches, keys turned by rotary position embedding, and queries turned with. A
+// CTA takes a token, a group of lanes a head of it.
 #include "kernel_config.h"
 #include "device/append.cuh"
 #include "host_device/heads.h"

@@ -14,7 +14,7 @@ struct AppendRows {
 
 // How rows of sequences follow each other.
 struct AppendTokens {
-  int count;              // in all, those behind the last sequence included
+  int count;              // in all, those after the last sequence included
   int each;               // of a sequence, where there are no cu_seqlens
   const int* cu_seqlens;  // [batch + 1] or null
 };

@@ -1,5 +1,5 @@
 // Attention over disjoint parts of the keys to attention over all of them, in f64 as on the CPU: parts are added in
-// their order. A thread block takes a row of the batch, a group of lanes a head of it.
+// their order. A CTA takes a row of the batch, a group of lanes a head of it.
 #include "common/merge_params.h"
 #include "device/elements.cuh"
 #include "host_device/heads.h"

@@ -1,4 +1,4 @@
-// Rows that belong to no sequence, and so to no block: packed ones behind the last sequence, and queries that seqused_q
+// Rows that belong to no sequence, and so to no block: packed ones after the last sequence, and queries that seqused_q
 // says do not exist. O = 0 and LSE = -inf.
 #include "common/padding_params.h"
 #include "device/lengths.cuh"

@@ -1,6 +1,6 @@
 // Arguments of shared_prefix.cu, the same for the host and the device, and what both compute with them: a call is
 // divided at the ends of its groups' prefixes into attention of all rows of a group over its prefix, and of each
-// sequence over the keys behind. Nobody has checked what lengths and tables on the device hold: numbers made of them
+// sequence over the keys after. Nobody has checked what lengths and tables on the device hold: numbers made of them
 // stay inside the tensors, as far as the kernels of attention do not see to it themselves.
 #pragma once
 #include "host_device/host_device.h"
@@ -8,7 +8,7 @@
 namespace fulgur::kernels {
 
 // A prefix is read apart where so many fewer keys are read: a few tiles, below which another item costs more.
-enum : int { kLeastSavedKeys = 256 };
+enum : int { kMinSavedKeys = 256 };
 
 struct SharedPrefixParams {
   int groups, batch;
@@ -32,7 +32,7 @@ struct SharedPrefixParams {
 };
 
 // x where it is in [0, bound], else the bound next to it.
-FULGUR_SHARED int within(int x, int bound) { return most(0, least(x, bound)); }
+FULGUR_SHARED int within(int x, int bound) { return max_of(0, min_of(x, bound)); }
 
 // The first sequence of a group, and so the end of the group before. Each sequence is some group's.
 FULGUR_SHARED int first_member(const SharedPrefixParams& p, int group) {
@@ -45,7 +45,7 @@ FULGUR_SHARED int first_row(const SharedPrefixParams& p, int b) {
   return p.cu_seqlens_q == nullptr ? b * p.sq : within(p.cu_seqlens_q[b], p.total_q);
 }
 
-// The place of a sequence's first page id among all. The list of a group may end anywhere behind its prefix.
+// The place of a sequence's first page id among all. The list of a group may end anywhere after its prefix.
 FULGUR_SHARED int first_id(const SharedPrefixParams& p, int b) {
   if (p.page_indptr != nullptr) return p.page_indptr[b];
   return b == p.batch ? p.ids : static_cast<int>(b * p.table_stride);
@@ -58,7 +58,7 @@ FULGUR_SHARED int keys_in_front(const SharedPrefixParams& p, int b) {
 
 // How many keys are read once for the members of a group that have `keys` in common: all or none.
 FULGUR_SHARED int shared_keys(int members, int keys) {
-  return keys > 0 && (members - 1LL) * keys >= kLeastSavedKeys ? keys : 0;
+  return keys > 0 && (members - 1LL) * keys >= kMinSavedKeys ? keys : 0;
 }
 
 }  // namespace fulgur::kernels

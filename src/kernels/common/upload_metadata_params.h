@@ -3,7 +3,7 @@
 
 constexpr int kStoredNumbers = 1000;  // at most, since all arguments of a kernel are no more than 4096 bytes
 
-struct StoreNumbersParams {
+struct UploadMetadataParams {
   int* to;
   int count;
   int numbers[kStoredNumbers];

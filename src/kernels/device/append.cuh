@@ -39,7 +39,7 @@ __device__ __forceinline__ int packed_sequence_of(const int* cu_seqlens, int bat
     const u32 before = __ballot_sync(~0u, probe < count && cu_seqlens[first + probe] <= row);
     const int last = before == 0 ? 0 : 31 - __clz(before);
     first += last * step;
-    count = least(step, count - last * step);
+    count = min_of(step, count - last * step);
   }
   return first;
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void turn_pairs(const AppendParams& p, const T* x, T*
   store_pack(y + high, d);
 }
 
-// The lanes of a row: turns its pairs and copies the columns behind them, N elements a lane and step.
+// The lanes of a row: turns its pairs and copies the columns after them, N elements a lane and step.
 template <Element kType, int N, class T>
 __device__ __forceinline__ void write_row(const AppendParams& p, const T* x, T* y, int dim, int pairs,
                                           long long position, int lane) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/warp.cuh"
 
-// Past the first-level cache: what another multiprocessor wrote to global memory during this launch.
+// Past the first-level cache: what another SM wrote to global memory during this launch.
 __device__ __forceinline__ float load_global_fresh(const float* at) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
@@ -23,7 +23,7 @@ __device__ __forceinline__ float4 load_global_fresh4(const float* at) {
   return x;
 }
 
-// Counts to `last` and starts again from 0. What the thread block wrote before its last barrier is there for whoever
+// Counts to `last` and starts again from 0. What the CTA wrote before its last barrier is there for whoever
 // sees the count.
 __device__ __forceinline__ int take_ticket(int* tickets, int last) {
   int before;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
                : "memory");
 }
 
-// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays behind them.
+// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays after them.
 __device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
 
 // A struct of ints, 16 bytes at a time.

@@ -1,4 +1,4 @@
-// Turns: thread blocks change the same global memory in an order, each behind the one that passes the turn on to it.
+// Turns: CTAs change the same global memory in an order, each after the one that passes the turn on to it.
 #pragma once
 #include "host_device/host_device.h"
 

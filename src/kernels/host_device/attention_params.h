@@ -46,7 +46,7 @@ struct CallParams {
   unsigned dropout_threshold;  // as in host_device/dropout.h
   float keep_scale;            // 1 / (1 - p)
 
-  alignas(16) int chunk;  // > 0 where kHasChunk; what is behind stays as aligned as without it
+  alignas(16) int chunk;  // > 0 where kHasChunk; what is after stays as aligned as without it
   const int* seqused_q;   // [b], kSeqUsedQ
 };
 

@@ -33,11 +33,11 @@ FULGUR_SHARED int chunk_begin(const Band& band, int key) {
 
 // The keys of `sk` that a row on the diagonal of key `diagonal` sees.
 FULGUR_SHARED KeyRange keys_seen_from(const Band& band, int sk, int diagonal) {
-  KeyRange keys = {band.has_left ? most(0, diagonal - band.left) : 0,
-                   band.has_right ? least(sk, diagonal + band.right + 1) : sk};
+  KeyRange keys = {band.has_left ? max_of(0, diagonal - band.left) : 0,
+                   band.has_right ? min_of(sk, diagonal + band.right + 1) : sk};
   if (band.chunk > 0) {
     const int begin = chunk_begin(band, diagonal);
-    keys = {most(keys.begin, begin), least(keys.end, begin + band.chunk)};
+    keys = {max_of(keys.begin, begin), min_of(keys.end, begin + band.chunk)};
   }
   return keys;
 }
@@ -58,7 +58,7 @@ FULGUR_SHARED RowRange rows_seeing(const Band& band, const Lengths& n, int key) 
   RowRange rows = {key - offset - band.right, key - offset + band.left + 1};
   if (band.chunk > 0) {
     const int begin = chunk_begin(band, key) - offset;
-    rows = {most(rows.begin, begin), least(rows.end, begin + band.chunk)};
+    rows = {max_of(rows.begin, begin), min_of(rows.end, begin + band.chunk)};
   }
   return rows;
 }

@@ -1,9 +1,9 @@
-// How kernels share out rows that are computed one by one: a thread block takes a token, a group of lanes a head of it.
+// How kernels share out rows that are computed one by one: a CTA takes a token, a group of lanes a head of it.
 #pragma once
 
 namespace fulgur::kernels {
 
-constexpr int kHeadThreads = 256;  // of a thread block at most
+constexpr int kHeadThreads = 256;  // of a CTA at most
 
 }  // namespace fulgur::kernels
 

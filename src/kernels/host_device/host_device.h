@@ -13,8 +13,8 @@ namespace fulgur::kernels {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-FULGUR_SHARED int least(int a, int b) { return a < b ? a : b; }
-FULGUR_SHARED int most(int a, int b) { return a > b ? a : b; }
+FULGUR_SHARED int min_of(int a, int b) { return a < b ? a : b; }
+FULGUR_SHARED int max_of(int a, int b) { return a > b ? a : b; }
 
 }  // namespace fulgur::kernels
 

@@ -9,7 +9,7 @@ namespace fulgur::kernels {
 FULGUR_SHARED KeyTiles item_key_tiles(const Work& work, const Band& band, const Lengths& n, int block_strips,
                                       int tile_keys, bool splits, const Item& item) {
   const int begin = kStripRows * first_strip(n.sq, block_strips, item.block);
-  const int end = least(kStripRows * first_strip(n.sq, block_strips, item.block + 1), n.sq);
+  const int end = min_of(kStripRows * first_strip(n.sq, block_strips, item.block + 1), n.sq);
   const KeyTiles all = key_tiles(band, n, tile_keys, begin, end - 1);
   return splits && item.part >= 0 ? tiles_of_part(work, all, item.part) : all;
 }
@@ -20,7 +20,7 @@ FULGUR_SHARED KeyTiles item_key_tiles(const Work& work, const Band& band, const 
 struct KeyWalk {
   int tile;                    // the walk is here
   int last;                    // and ends after this one
-  int skip_front, skip_back;   // tiles of the item before and behind those, of which the strip sees nothing
+  int skip_front, skip_back;   // tiles of the item before and after those, of which the strip sees nothing
   int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows
   int sk;
   int diagonal;  // of the first row
@@ -41,12 +41,12 @@ FULGUR_SHARED KeyWalk walk_of_item(const KeyTiles& item) { return {item.end - 1,
 
 // The walk of the strip that begins at `row`; empty where there are no such rows.
 FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile_keys, const KeyTiles& item, int row) {
-  KeyTiles mine = key_tiles(band, n, tile_keys, row, least(row + kStripRows, n.sq) - 1);
-  mine.end = least(mine.end, item.end);
-  mine.begin = most(mine.begin, item.begin);
+  KeyTiles mine = key_tiles(band, n, tile_keys, row, min_of(row + kStripRows, n.sq) - 1);
+  mine.end = min_of(mine.end, item.end);
+  mine.begin = max_of(mine.begin, item.begin);
   if (mine.end <= mine.begin) mine.begin = mine.end = item.begin;
   const int diagonal = diagonal_of(n, row);
-  const int full_end = most(keys_seen_from(band, n.sk, diagonal).end, 0) / tile_keys;
+  const int full_end = max_of(keys_seen_from(band, n.sk, diagonal).end, 0) / tile_keys;
   const int full_begin = (keys_seen_from(band, n.sk, diagonal + kStripRows - 1).begin + tile_keys - 1) / tile_keys;
   return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full_begin, full_end, n.sk, diagonal};
 }

@@ -1,4 +1,4 @@
-// Rows: a sequence is cut into strips of 64 rows, and a block is as many consecutive strips of it as a thread block has
+// Rows: a sequence is cut into strips of 64 rows, and a block is as many consecutive strips of it as a CTA has
 // consumer warpgroups.
 #pragma once
 #include "host_device/host_device.h"
@@ -18,7 +18,7 @@ FULGUR_SHARED int blocks_of(int rows, int block_strips) {
 // or two short blocks the last strips may be empty.
 FULGUR_SHARED int first_strip(int rows, int block_strips, int block) {
   const int missing = (block_strips - strips_of(rows) % block_strips) % block_strips;
-  return block_strips * block - least(block, missing);
+  return block_strips * block - min_of(block, missing);
 }
 
 }  // namespace fulgur::kernels

@@ -1,12 +1,12 @@
-// Work: the items that thread blocks take from a counter, one after another. An item is a block of rows of one head, or
+// Work: the items that CTAs take from a counter, one after another. An item is a block of rows of one head, or
 // a part of one: a run of its key tiles.
 //
 // Blocks are numbered by sections of consecutive heads (batch * hq + head); inside a section row blocks are outermost
 // and heads innermost. A section is as many heads as share K and V, so that these come to L2 once, little by little,
-// beside the loads of the sections before. All heads from bulk_heads on are the last section, which is long enough to
-// leave the multiprocessors with short blocks at the end.
+// with the loads of the sections before. All heads from bulk_heads on are the last section, which is long enough to
+// leave the SMs with short blocks at the end.
 //
-// Some blocks may be cut into parts: under a full mask the last ones, too few to fill the multiprocessors; under a
+// Some blocks may be cut into parts: under a full mask the last ones, too few to fill the SMs; under a
 // band, where all are too few, the first and longest. Each part leaves its O and its row statistics in global memory,
 // and the one that finishes last combines them in order.
 #pragma once
@@ -80,7 +80,7 @@ FULGUR_SHARED KeyTiles tiles_of_part(const Work& work, KeyTiles all, int part) {
 FULGUR_SHARED int blocks_of(const Work& work) { return work.row_blocks * work.heads; }
 FULGUR_SHARED int split_blocks(const Work& work) { return work.end_split - work.first_split; }
 
-// Of the scheduler: items given out, and thread blocks that have finished.
+// Of the scheduler: items given out, and CTAs that have finished.
 enum : int { kSchedulerCounters = 2 };
 
 // What a part leaves of a strip: of each of the warpgroup's 128 threads its share of O, two shifts and two sums.

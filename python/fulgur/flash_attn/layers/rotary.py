@@ -40,7 +40,7 @@ def apply_rotary_emb(
     """x ``(batch, seqlen, heads, dim)`` or packed ``(total, heads, dim)``, each row turned by the
     angles of its place in its sequence plus ``seqlen_offsets``, a number or int ``(batch,)``.
 
-    cos and sin are ``(longest, rotary_dim / 2)``; places behind them, which offsets in a tensor may
+    cos and sin are ``(longest, rotary_dim / 2)``; places after them, which offsets in a tensor may
     have, turn as the last. ``inplace`` writes to x and returns it.
     """
     positions, columns = cos.shape
@@ -59,7 +59,7 @@ def apply_rotary_emb(
     else:
         rows = torch.arange(x.shape[0], device=x.device)
         sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
-        sequence = sequence.clamp(max=len(cu_seqlens) - 2)  # rows behind the last are padding
+        sequence = sequence.clamp(max=len(cu_seqlens) - 2)  # rows after the last are padding
         places = rows - cu_seqlens[sequence] + (offsets[sequence] if offsets.dim() else offsets)
     places = places.clamp(max=positions - 1)
     turned = apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
@@ -86,7 +86,7 @@ def apply_rotary_emb_qkv_(
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
     if (cos_k is None) != (sin_k is None):
         given, lacking = ("cos_k", "sin_k") if sin_k is None else ("sin_k", "cos_k")
-        raise ValueError(f"{lacking}: got None, want it beside {given}")
+        raise ValueError(f"{lacking}: got None, want it with {given}")
     turn = functools.partial(
         apply_rotary_emb, interleaved=interleaved, inplace=True, seqlen_offsets=seqlen_offsets
     )
@@ -155,9 +155,9 @@ class RotaryEmbedding(torch.nn.Module):
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
         """qkv as `apply_rotary_emb_qkv_` takes it, turned in place and returned; or q ``(batch, seqlen, heads,
-        dim)`` beside kv ``(batch, seqlen, 2, heads, dim)``: both, turned in place.
+        dim)`` with kv ``(batch, seqlen, 2, heads, dim)``: both, turned in place.
 
-        ``seqlen_offset`` is a number or int ``(batch,)``; beside a tensor ``max_seqlen`` says how long the
+        ``seqlen_offset`` is a number or int ``(batch,)``; with a tensor ``max_seqlen`` says how long the
         tables must be.
         """
         longest = max_seqlen

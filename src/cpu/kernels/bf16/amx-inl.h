@@ -2,7 +2,7 @@
 // are packed, for dot-inl.h, too. A product step is C [16][16] += A [16][32] B [32][16]. A tile of
 // A is row-major. A tile of B has the rows of B in pairs, since 32 bits hold two values of the
 // summed index: [16 pairs][16 columns][2]. The parts of elements (parts-inl.h) have tiles of their
-// own, one behind the other along the summed index, so that a product of f16 is one of bf16 with
+// own, one after the other along the summed index, so that a product of f16 is one of bf16 with
 // three times the steps.
 #if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_INL_H_
@@ -301,7 +301,7 @@ HWY_INLINE __mmask32 first_halves(int64_t n) {
   return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
 }
 
-/// Rows of 16-bit elements, of which `count` are there; rows and columns behind the last read as 0.
+/// Rows of 16-bit elements, of which `count` are there; rows and columns after the last read as 0.
 template <class RowAt>
 struct Rows {
   RowAt at;  // at(i): the address of row i
@@ -357,7 +357,7 @@ HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
 }
 
-/// Four rows from `row` on and four behind the next four.
+/// Four rows from `row` on and four after the next four.
 HWY_INLINE void store_half_tile(const __m512i* r, int64_t row, uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 8; ++i) {
     _mm512_store_si512(to + (row + i / 4 * 8 + i % 4) * kTileDepth, r[i]);

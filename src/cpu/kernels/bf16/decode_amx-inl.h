@@ -32,10 +32,10 @@ struct TileDecodeHeads {
   Task first;
   int64_t index, count;
   DecodeRows rows;
-  uint16_t* Q;  // columns of B, summed over d: each head's behind those of the one before
+  uint16_t* Q;  // columns of B, summed over d: each head's after those of the one before
 
   TileDecodeHeads(const Task& task, int64_t index, int64_t heads, int64_t each, Arena& arena)
-      : first(task.behind(index)),
+      : first(task.kv_head_after(index)),
         index(index),
         count(std::min(heads_of_vector(each), heads - index)),
         rows(task.problem, count * each, arena),
@@ -51,8 +51,8 @@ struct TileDecodeHeads {
     rows.start(first);
     for (int64_t j = 0; j < count; ++j) {
       Census unused;
-      pack_columns<kPartsOfBF16>(query_rows(first.behind(j), args.q, p.q, p.d, 0, each), each,
-                                 Q + j * q_size(p, each), &unused);
+      pack_columns<kPartsOfBF16>(query_rows(first.kv_head_after(j), args.q, p.q, p.d, 0, each),
+                                 each, Q + j * q_size(p, each), &unused);
     }
   }
 };
@@ -72,7 +72,7 @@ struct TileDecodeScratch {
 /// A tile of keys of K or V.
 struct TileKeys {
   const char* at[kBc];  // rows of the first head
-  int64_t n;            // 0 behind the last tile
+  int64_t n;            // 0 after the last tile
   int64_t head;         // bytes from a row to that of the next head
   int64_t stride = 0;   // bytes from a row to the next; 0 where that differs
   int64_t columns;
@@ -97,7 +97,7 @@ struct TileKeys {
   }
 };
 
-/// Asks for the next tile of K and of V while the present one is computed, some lines beside each
+/// Asks for the next tile of K and of V while the present one is computed, some lines with each
 /// part of the work and in the order of memory: all at once they would keep the CPU waiting.
 class TilesAhead {
  public:

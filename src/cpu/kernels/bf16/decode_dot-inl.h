@@ -88,7 +88,7 @@ struct ValuePairs {
 
 /// O[row][c] += sum of P V of kCount pairs of keys, for 16 kVectors columns of which `columns` are
 /// there. odd[s] may be null. P: the keys' lanes of the head, the even ones `step` floats apart and
-/// the odd ones `lds` behind. `weights`: P in pairs.
+/// the odd ones `lds` after. `weights`: P in pairs.
 template <int kVectors, int kCount, class Dot>
 HWY_INLINE void add_pairs(const char* const (&even)[kCount], const char* const (&odd)[kCount],
                           int64_t columns, const uint32_t (&weights)[kCount][16],

@@ -29,7 +29,7 @@ constexpr int64_t kChunk = 8;
 
 constexpr int64_t kTileSteps = kBc / kTileDepth, kChunkSteps = kChunk * kTileSteps;
 
-/// Key tiles of a group, whose P is kept. Beside each of the next group, a block of rows of O^T
+/// Key tiles of a group, whose P is kept. With each of the next group, a block of rows of O^T
 /// takes all of it, so that sums are loaded and stored once a group.
 constexpr int64_t group_of(int64_t dv) { return std::min(kChunk, (blocks_of(dv) + 1) / 2); }
 
@@ -161,7 +161,7 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
 }
 
 /// P = 2^(factor S - m) of a key tile, packed for tiles or not, and its sums; needs Flushing. A
-/// step of the products is made beside each kTurns pairs of keys.
+/// step of the products is made with each kTurns pairs of keys.
 template <int kParts, int kVectors, int kTurns, class To, class Products>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
@@ -335,7 +335,7 @@ class TileForward {
  private:
   /// A row keeps its maximum until P of a key tile sums up to more: then tiles need not be searched
   /// for theirs.
-  static constexpr float kMostSum = 256;
+  static constexpr float kMaxSum = 256;
 
   /// A key tile that panel i visits, and its place in the chunk.
   struct Visit {
@@ -358,7 +358,7 @@ class TileForward {
     return j;
   }
 
-  /// The next visit of panel i or one behind it, up to key `end`.
+  /// The next visit of panel i or one after it, up to key `end`.
   Visit visit(int64_t i, int64_t end) {
     while (i < count_ && tiles_[i].tile().j >= end) ++i;
     if (i == count_) return {i, 0, KeyTile()};
@@ -562,7 +562,7 @@ class TileForward {
     const F32 f;
     bool any = false;
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-      any |= !hn::AllFalse(f, hn::Gt(sum[v], hn::Set(f, kMostSum)));
+      any |= !hn::AllFalse(f, hn::Gt(sum[v], hn::Set(f, kMaxSum)));
     }
     return any;
   }
@@ -578,7 +578,7 @@ class TileForward {
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
       float *const m = s_.m[i] + v * kLanes, *const l = s_.l[i] + v * kLanes;
       const V32 old = hn::Load(f, m);
-      const auto above = hn::Gt(sum[v], hn::Set(f, kMostSum));
+      const auto above = hn::Gt(sum[v], hn::Set(f, kMaxSum));
       const V32 now = hn::IfThenElse(above, highest[v], old);
       const V32 rescale = exp2_short(hn::Sub(old, highest[v]));
       const V32 alpha = hn::IfThenElse(above, rescale, hn::Set(f, 1.0f));

@@ -108,7 +108,7 @@ struct DecodeRows {
     S = arena.take(kBc * width + kLanes);  // a vector may begin at any row
   }
 
-  /// Those of a kv head come first, and behind them those of the next.
+  /// Those of a kv head come first, and after them those of the next.
   void start(const Task& task) {
     panels.resize((count + kPanelRows - 1) / kPanelRows);
     for (int64_t row = 0; row < count; row += kPanelRows) {
@@ -221,12 +221,12 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
   }
 }
 
-/// Calls body(count, r) for blocks of rows from r on: of kMost, a power of 2, then of fewer.
-template <int kMost, class Body>
+/// Calls body(count, r) for blocks of rows from r on: of kMax, a power of 2, then of fewer.
+template <int kMax, class Body>
 HWY_INLINE void for_rows(int64_t rows, const Body& body, int64_t r = 0) {
-  for (; r + kMost <= rows; r += kMost) body(std::integral_constant<int, kMost>(), r);
-  if constexpr (kMost > 1) {
-    if (r < rows) for_rows<kMost / 2>(rows, body, r);
+  for (; r + kMax <= rows; r += kMax) body(std::integral_constant<int, kMax>(), r);
+  if constexpr (kMax > 1) {
+    if (r < rows) for_rows<kMax / 2>(rows, body, r);
   }
 }
 
@@ -236,8 +236,8 @@ HWY_INLINE void dot_rows(const char* const (&K)[kCount], int64_t d,
                          const typename Products::Element* HWY_RESTRICT Q, int64_t ldq,
                          float factor, int64_t rows, float* HWY_RESTRICT S, int64_t lds) {
   // Where there are registers for it, eight rows share a load of K, two keys at a time.
-  constexpr int kMost = kCount == 4 ? 8 : 4;
-  for_rows<kMost>(rows, [&](auto count, int64_t r) HWY_ATTR {
+  constexpr int kMax = kCount == 4 ? 8 : 4;
+  for_rows<kMax>(rows, [&](auto count, int64_t r) HWY_ATTR {
     constexpr int kRows = decltype(count)::value;
     constexpr int kKeys = kRows == 8 ? 2 : kCount;
     for (int k = 0; k < kCount; k += kKeys) {
@@ -333,7 +333,7 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
   for (int64_t jj = 0; jj < tile.n; ++jj) {
     for (int64_t r = begin * rows; r < end * rows; ++r) {
       if (r % rows == 0) {
-        load_keys(first.behind(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
+        load_keys(first.kv_head_after(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
       }
       if (!all.panels[r / kPanelRows].sees(r % kPanelRows, tile.j + jj)) continue;
       const V32 weight = hn::Set(f, all.S[jj * all.width + r]);

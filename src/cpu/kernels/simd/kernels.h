@@ -28,14 +28,14 @@ struct Task {
   const Problem& problem;
   const Given& given;
   Sequence s;
-  KeyRows keys;
+  KvSpan keys;
   int64_t b, kv;
 
   int64_t rows() const { return problem.group() * s.sq; }
   int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }
   int64_t query(int64_t r) const { return r % s.sq; }
-  /// That of the i-th kv head behind this one.
-  Task behind(int64_t i) const { return {problem, given, s, keys, b, kv + i}; }
+  /// That of the i-th kv head after this one.
+  Task kv_head_after(int64_t i) const { return {problem, given, s, keys, b, kv + i}; }
   /// Slope of q head h, 0 without ALiBi.
   float slope(int64_t h) const {
     return given.slopes == nullptr

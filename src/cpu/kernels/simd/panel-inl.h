@@ -42,7 +42,7 @@ class Arena {
 
 /// What each row of a panel needs to know about itself.
 struct Panel {
-  int64_t count = 0;    ///< rows; the lanes behind them compute what nobody reads
+  int64_t count = 0;    ///< rows; the lanes after them compute what nobody reads
   int64_t vectors = 0;  ///< vectors that hold them
   KeyRange any, all;    ///< keys that some row sees; keys that every row sees
   int64_t begin[kPanelRows], end[kPanelRows];  ///< keys that each row sees
@@ -50,7 +50,7 @@ struct Panel {
   HWY_ALIGN float slope[kPanelRows];           ///< ALiBi, in log2 units
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
   int64_t tree;                                ///< keys from this one on have bits; INT64_MAX: none
-  HWY_ALIGN int32_t tree_word[2][kPanelRows];  ///< those of keys tree to tree + 31, and behind
+  HWY_ALIGN int32_t tree_word[2][kPanelRows];  ///< those of keys tree to tree + 31, and after
 
   int64_t width() const { return vectors * kLanes; }
   bool sees(int64_t lane, int64_t j) const {
@@ -268,7 +268,7 @@ inline void* address(const Tensor& t, int64_t offset) {
 HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld) {
   bool finite = true;
-  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+  for (KvRuns run(task.keys, j, n); !run.done(); run.next()) {
     const void* from = address(t, layout.offset(run.entry, run.row, task.kv));
     finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
     dst += run.count * ld;
@@ -281,7 +281,7 @@ inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& 
                           int64_t n, const char** to) {
   const int64_t size = size_of(t.dtype), entry = layout.batch * size, row = layout.row * size;
   const char* const head = static_cast<const char*>(t.data) + task.kv * layout.head * size;
-  for (KeyRuns run(task.keys, j, n); !run.done(); run.next()) {
+  for (KvRuns run(task.keys, j, n); !run.done(); run.next()) {
     const char* const from = head + run.entry * entry + run.row * row;
     for (int64_t i = 0; i < run.count; ++i) to[i] = from + i * row;
     to += run.count;
@@ -293,7 +293,7 @@ inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {
   return layout.offset(task.b, task.s.q_begin + task.query(r), task.head(r));
 }
 
-/// Rows [row, row + count) of q, out or dout, widened to dst [width][ld], the rows behind them
+/// Rows [row, row + count) of q, out or dout, widened to dst [width][ld], the rows after them
 /// zero; whether all are finite.
 HWY_INLINE bool load_queries(const Task& task, const ConstTensor& t, const Layout& layout,
                              int64_t dim, int64_t row, int64_t count, int64_t width,

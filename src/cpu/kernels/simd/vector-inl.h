@@ -203,7 +203,7 @@ HWY_INLINE bool load_rows_of(const void* src, int64_t stride, int64_t rows, int6
 }
 
 /// Widens `rows` x `cols` elements with row stride `stride` (in elements) to dst[rows][ld], the
-/// columns behind `cols` zero. Returns whether all of them are finite.
+/// columns after `cols` zero. Returns whether all of them are finite.
 HWY_NOINLINE inline bool load_rows(DType dtype, const void* src, int64_t stride, int64_t rows,
                                    int64_t cols, float* HWY_RESTRICT dst, int64_t ld) {
   switch (dtype) {

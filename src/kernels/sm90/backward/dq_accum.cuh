@@ -1,5 +1,5 @@
-// dQ = dS K as sums in global memory, by a warpgroup beside those that own keys: it takes each step's dS from shared
-// memory, and warps beside the producer add its product to what the blocks of other keys have left: in no fixed
+// dQ = dS K as sums in global memory, by a warpgroup with those that own keys: it takes each step's dS from shared
+// memory, and warps with the producer add its product to what the blocks of other keys have left: in no fixed
 // order, or, with kOrdered, in that in which blocks are taken, of which the first stores.
 #pragma once
 #include "device/semaphore.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ void sum_unit(SumsBuffers& sums, u32 ds, u32 k, SumUn
   wgmma_fence();
 #pragma unroll
   for (int part = 0; part < kBlockKeys / 16; ++part) {
-    // The pieces of a warpgroup's 64 keys lie behind each other, then come those of the next.
+    // The pieces of a warpgroup's 64 keys lie after each other, then come those of the next.
     const int piece = part / 4 * kKeysLayout.ds_bytes + part % 4 * 16 * 128;
     Wgmma<kColumns>::template multiply<kAcrossK, kAcrossK>(dQ, ds + (piece >> 4), k + (part * 16 * 128 >> 4), part);
   }

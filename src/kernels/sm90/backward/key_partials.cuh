@@ -1,6 +1,6 @@
 // dK and dV of a block of keys as the sums that threads hold: where they begin, and where they go. They are the
 // gradient once all rows and all q heads of the group have been met; until then they wait in memory, for the next wave,
-// for the thread block that takes the other part of the rows, or for sm90/backward/reduce.cu.
+// for the CTA that takes the other part of the rows, or for sm90/backward/reduce.cu.
 #pragma once
 #include "sm90/common/fragment_store.cuh"
 #include "device/schedule.cuh"
@@ -63,7 +63,7 @@ __device__ __forceinline__ void leave_first_part(const BackwardParams& p) {
   if (threadIdx.x % 32 == 0) take_ticket(p.first_parts, warps_of_first_parts(p));
 }
 
-// Waits until all are. Thread blocks that run have taken the first parts, this one among them: what it has of them it
+// Waits until all are. CTAs that run have taken the first parts, this one among them: what it has of them it
 // has left before its consumers come here, and its producer waits for nobody else.
 __device__ __forceinline__ void wait_for_first_parts(const BackwardParams& p) {
   while (load_turn(p.first_parts) < warps_of_first_parts(p)) {

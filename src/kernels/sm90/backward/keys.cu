@@ -1,7 +1,7 @@
 // Attention backward for Hopper, by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
 // dS = P o (dO V^T - D) computed again from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
 //
-// A thread block takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
+// A CTA takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
 // the tiles of Br rows that see them. One producer warp feeds rings of Q and dO by TMA. Each consumer warpgroup owns 64
 // keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK straight from registers. dS
 // goes to a warpgroup that adds dQ to sums in global memory (sm90/backward/dq_accum.cuh), or, where the same bits are
@@ -10,16 +10,16 @@
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
 
-// What is measured to be faster where dQ is summed up, but for wide heads in turns: arithmetic on scores beside the
+// What is measured to be faster where dQ is summed up, but for wide heads in turns: arithmetic on scores with the
 // second of two products, where the derivative of softcap leaves registers for it; and as much of K and V in registers
 // as gradients, scores and P leave, less what the compiler wants. 16 dims take four.
 enum : int {
-  kOverlaps = kSums && !(kOrdered && most(kHeadDim, kValueDim) > 96),
-  kBeside = kOverlaps && !kSoftcap,  // products that run beside arithmetic
+  kOverlaps = kSums && !(kOrdered && max_of(kHeadDim, kValueDim) > 96),
+  kBeside = kOverlaps && !kSoftcap,  // products that run with arithmetic
   kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kSoftcap + kDropout),
-  kFrontSteps = kOverlaps ? most(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
-  kFrontOfK = least(kFrontSteps, kHeadDim / 16),
-  kFrontOfV = least(kFrontSteps - kFrontOfK, kValueDim / 16),
+  kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
+  kFrontOfK = min_of(kFrontSteps, kHeadDim / 16),
+  kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / 16),
 };
 
 // The producer's side.
@@ -41,7 +41,7 @@ struct KeysLoader : StepLoader {
     if (kKStages == 1) load_values(block, n);
   }
 
-  // V. With two buffers of K it is free later than they are, and comes behind the first tile of Q.
+  // V. With two buffers of K it is free later than they are, and comes after the first tile of Q.
   __device__ __forceinline__ void load_values(const KeyBlock& block, const Lengths& n) {
     v.wait_empty();
     load_keys_into<kValuePanels>(v, &p.v_map, block, n);
@@ -116,7 +116,7 @@ struct OwnKeys {
 };
 __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
 
-// S^T = K Q^T of a block's first tile. `meanwhile` runs beside the product.
+// S^T = K Q^T of a block's first tile. `meanwhile` runs with the product.
 template <class Meanwhile>
 __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, OwnKeys& own,
                                              float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q
   register_fence(X);
 }
 
-// The next block, if there is one. With two buffers of K its first scores come beside what is done `meanwhile`.
+// The next block, if there is one. With two buffers of K its first scores come with what is done `meanwhile`.
 template <class Meanwhile>
 __device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, OwnKeys& own,
                                                float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
     begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
     Kept<kBlockRows> kept;
-    const auto decide_dropout = [&](const Step& of) {  // beside the products
+    const auto decide_dropout = [&](const Step& of) {  // with the products
       if (kDropout) kept = kept_of_step(p, k, of, 64 * consumer() + warp_row());
     };
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       exponentiate();
       pack_scores(X, P);
       for (;;) {
-        // dP^T - D = V dO^T - D and, behind it, dV += P^T dO. Dropped entries are not in dV, but D counts for them.
+        // dP^T - D = V dO^T - D and, after it, dV += P^T dO. Dropped entries are not in dV, but D counts for them.
         o.wait_full();
         const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
         if (!kDropout) start_from_delta(X, delta);

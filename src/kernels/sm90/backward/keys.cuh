@@ -59,7 +59,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const int item = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
     return __shfl_sync(0xffffffff, item, 0);
   };
-  // A block waits for the turns of those in front of it alone, or for first parts: thread blocks that run have taken
+  // A block waits for the turns of those in front of it alone, or for first parts: CTAs that run have taken
   // them.
   const bool waits = kOrdered || cut_blocks(p) > 0;
   const int given = waits ? 0 : gridDim.x;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       }
     }
   }
-  // The last thread block to finish clears the counters for the next launch.
+  // The last CTA to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
     p.counters[0] = 0;
 }
@@ -123,10 +123,10 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
 template <int dim, int front_steps>
 struct KeyOperand {
   enum : int { kSteps = dim / 16, kFront = front_steps };
-  u32 front[most(4 * kFront, 1)];
+  u32 front[max_of(4 * kFront, 1)];
   u32 rest;
 
-  // From where the first steps lie, and those behind them.
+  // From where the first steps lie, and those after them.
   __device__ __forceinline__ void load(u32 front_buffer, u32 rest_buffer) {
     const u32 lane = threadIdx.x % 32;
     const u32 line = front_buffer + (warp_row() + lane % 16) * 128;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
   }
 }
 
-// What dropout keeps of a step of the block that is announced beside K. `key`: the warp's first, in the block.
+// What dropout keeps of a step of the block that is announced with K. `key`: the warp's first, in the block.
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);

@@ -1,7 +1,7 @@
 // Attention backward for Hopper, by keys, for wide heads: what sm90/backward/keys.cu computes, where dK and dV of 64 keys do
 // not fit the registers of one warpgroup.
 //
-// A thread block takes blocks of Bc = 64 keys and walks down the tiles of Br = 64 rows that see them. One warpgroup
+// A CTA takes blocks of Bc = 64 keys and walks down the tiles of Br = 64 rows that see them. One warpgroup
 // computes S^T, P^T and dV, the other dP^T, dS^T and dK, and P^T goes from the first to the second through two buffers
 // of shared memory. Each issues two products a step, one after the other, and computes on scores in between:
 //
@@ -25,7 +25,7 @@ static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64);
 static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == 2);
 static_assert(kKeysLayout.bytes <= 232448);
 
-// K and V behind the panels for registers have the same barriers.
+// K and V after the panels for registers have the same barriers.
 using VRest = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, 1>;
 
 // The producer's side.
@@ -67,7 +67,7 @@ struct KeysLoader : StepLoader {
 };
 
 // Of 16 dims each, in the panels for registers.
-__device__ constexpr int most_front_steps(int dim) { return least(dim / 16, 4 * panels_in_registers(dim)); }
+__device__ constexpr int max_front_steps(int dim) { return min_of(dim / 16, 4 * panels_in_registers(dim)); }
 
 // Values of P^T on their way between the warpgroups: f16 has more bits than bf16, and of 2^p_log2 P the range, too.
 __device__ __forceinline__ u32 pack_factors(float low, float high) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     float dV[kValueDim / 2];
     begin_sums<kValueDim>(p, dV, block, 0, p.carry_dv);
     Kept<kBlockRows> kept;
-    const auto decide_dropout = [&] {  // of the next step, beside the products
+    const auto decide_dropout = [&] {  // of the next step, with the products
       if (!kDropout) return;
       const Step step = load_shared_struct_uniform<Step>(step_of(q));
       kept = kept_of_step(p, k, step, warp_row());
@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      KeyOperand<kHeadDim, most_front_steps(kHeadDim)> K;
+      KeyOperand<kHeadDim, max_front_steps(kHeadDim)> K;
       q.wait_full();
       K.load(q.address(), k.address());
       q.release_loaded(leader);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
     begin_sums<kHeadDim>(p, dK, block, 0, p.carry_dk);
 
     if (block.state & kHasSteps) {
-      KeyOperand<kValueDim, most_front_steps(kValueDim)> V;
+      KeyOperand<kValueDim, max_front_steps(kValueDim)> V;
       o.wait_full();
       V.load(o.address(), VRest(smem, 0).address());
       o.release_loaded(leader);

@@ -9,7 +9,7 @@ enum : int { kBackwardPanelBytes = 64 * 128 };  // 64 rows of a panel of 64 colu
 FULGUR_SHARED int panels_of_columns(int dim) { return (dim + 63) / 64; }
 
 // Panels of K or V that sm90/backward/keys_wide.cu holds in registers.
-FULGUR_SHARED int panels_in_registers(int dim) { return least(panels_of_columns(dim), 2); }
+FULGUR_SHARED int panels_in_registers(int dim) { return min_of(panels_of_columns(dim), 2); }
 
 // What the maps depend on: constants of kernel_config.h.
 struct BackwardTile {
@@ -19,7 +19,7 @@ struct BackwardTile {
 
 enum : int {
   kUnitFloats = 64 * 64,   // of dQ that leave at once, at most
-  kFirstTurn = 1 << 30,  // beside the block that adds first, and so stores
+  kFirstTurn = 1 << 30,  // with the block that adds first, and so stores
 };
 
 // What the producer tells the consumers of a block of keys.
@@ -33,7 +33,7 @@ enum KeyBlockState : int {
   kHasSteps = 1,   // some row sees its keys in this wave
   kCarryIn = 2,    // an earlier wave has left sums, or the first part of its rows
   kCarryOut = 4,   // a later wave wants them, the second part of its rows, or sm90/backward/reduce.cu
-  kNextBehind = 8,  // the next block that is taken of its pair has the keys behind its own, not those in front
+  kNextBehind = 8,  // the next block that is taken of its pair has the keys after its own, not those in front
   kFirstPart = 16,  // it is the first part of its rows: second parts wait until its sums are there
 };
 
@@ -62,10 +62,10 @@ struct SumUnit {
 struct KeysLayout {
   int k_bytes, v_bytes, q_bytes, o_bytes, p_bytes, ds_bytes;  // ds_bytes: of 64 keys
   int k, v, q, o, p, ds, sums;
-  int shift, delta;  // statistics of a tile of rows beside each buffer of q and o
-  int step, ds_step;  // a Step beside each buffer of q, and of dS
-  int block;         // a KeyBlock beside each buffer of k
-  int sum_unit;      // a SumUnit beside each buffer of sums
+  int shift, delta;  // statistics of a tile of rows with each buffer of q and o
+  int step, ds_step;  // a Step with each buffer of q, and of dS
+  int block;         // a KeyBlock with each buffer of k
+  int sum_unit;      // a SumUnit with each buffer of sums
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
   int dropout_key;
   int bytes;

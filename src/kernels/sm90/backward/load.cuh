@@ -19,7 +19,7 @@ __device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
   return load_shared_struct_uniform<KeyBlock>(block_of(k));
 }
 
-// What lies beside a buffer of Q or dO: its step, and the statistics of its rows.
+// What lies with a buffer of Q or dO: its step, and the statistics of its rows.
 __device__ __forceinline__ u32 step_of(const QBuffers& q) {
   return q.smem + kKeysLayout.step + int(sizeof(Step)) * q.ring.stage();
 }

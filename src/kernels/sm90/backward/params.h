@@ -7,7 +7,7 @@
 //   kConsumers      consumer warpgroups: 2
 //   kBlockRows      Br: rows of Q that a step of sm90/backward/keys.cu takes, 64 or 128
 //   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of sm90/backward/keys_wide.cu 64, as Br
-//   kKStages        buffers of K; with two, the next block begins beside the last products of the one before
+//   kKStages        buffers of K; with two, the next block begins with the last products of the one before
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
 //   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of sm90/backward/keys.cu, and rounded by
 //                   sm90/backward/round.cu. 0: dS is stored, and sm90/backward/rows.cu computes dQ from it
@@ -61,8 +61,8 @@ struct BackwardParams : BackwardMaps, CallParams {
   int statistics_rows;  // of a head
 
   // Memory of the launch.
-  int* counters;      // 2, zero before a launch and after it: blocks given out, thread blocks that have finished
-  int* not_finite;    // behind them: some gradient is not; left 0 by what repairs them
+  int* counters;      // 2, zero before a launch and after it: blocks given out, CTAs that have finished
+  int* not_finite;    // after them: some gradient is not; left 0 by what repairs them
   float* shift;       // [hq][statistics_rows]: p_log2 - LSE log2(e); -inf where LSE is -inf and where there is no row
   float* delta;       // [hq][statistics_rows]: -(D - dLSE), 0 where there is no row
   float* dq_sums;     // [hq][statistics_rows / 64][panels of 64 columns][64 x its columns as accumulators lie], kSums

@@ -11,7 +11,7 @@ enum : int {
   kPrepareThreads = 256,
   kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // of a row, 8 columns each
   kRowsAtOnce = kPrepareThreads / kLanes,
-  kTurns = 64 / kRowsAtOnce,  // of a thread: a thread block takes 64 rows
+  kTurns = 64 / kRowsAtOnce,  // of a thread: a CTA takes 64 rows
 };
 
 // 8 columns from `column` on, of which `count` exist.

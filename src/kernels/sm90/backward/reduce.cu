@@ -4,7 +4,7 @@
 
 enum : int {
   kJoinThreads = 2 * kBlockKeys,  // those that own keys in the kernel by keys
-  kJoinColumns = 32,              // of a thread block, so that few blocks of keys fill the card, too
+  kJoinColumns = 32,              // of a CTA, so that few blocks of keys fill the card, too
   kHeadChunks = (kHeadDim + kJoinColumns - 1) / kJoinColumns,
   kChunks = kHeadChunks + (kValueDim + kJoinColumns - 1) / kJoinColumns,
 };

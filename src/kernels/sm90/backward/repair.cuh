@@ -151,7 +151,7 @@ __device__ __forceinline__ void repair_keys(const BackwardParams& p, int warp, i
   for (long long i = warp; i < keys; i += warps) repair_key(p, int(i / p.sk / hk), int(i / p.sk % hk), int(i % p.sk));
 }
 
-// After the repair: the last of `blocks` thread blocks to finish forgets it for the next launch.
+// After the repair: the last of `blocks` CTAs to finish forgets it for the next launch.
 __device__ __forceinline__ void forget_not_finite(const BackwardParams& p, u32 blocks) {
   __syncthreads();
   if (threadIdx.x == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), blocks - 1) == blocks - 1)

@@ -1,5 +1,5 @@
 // dQ from its sums: scaled, rounded, stored. And, as the last kernel of a call, what a mask hides but NaN or infinity has
-// come from is repaired: rows of dQ by the thread block that has rounded them, dK and dV by all.
+// come from is repaired: rows of dQ by the CTA that has rounded them, dK and dV by all.
 #include "sm90/common/fragment_store.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
@@ -8,12 +8,12 @@
 
 enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHasLeft || kHasRight };
 
-// A thread block takes 64 rows, a warpgroup a panel of their columns. Grid: (row chunks of the longest sequence,
+// A CTA takes 64 rows, a warpgroup a panel of their columns. Grid: (row chunks of the longest sequence,
 // batch * hq).
 extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   const int panel = threadIdx.x / 128;
-  const int eights = least(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
+  const int eights = min_of(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
   // The last pair first, whose sums L2 still holds.
   for (int pair = gridDim.y - 1 - blockIdx.y; pair < p.batch * p.hq; pair += gridDim.y) {
     const int batch = pair / p.hq;

@@ -1,7 +1,7 @@
 // Attention backward for Hopper, by rows: dQ = scale dS K (FlashAttention-2, algorithm 2, line 15), from dS as
 // sm90/backward/keys.cu left it.
 //
-// A thread block takes blocks of rows; each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows while it walks
+// A CTA takes blocks of rows; each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows while it walks
 // over the keys that the block sees, 64 at a time. One producer warp feeds a ring of K and of pieces of dS. A piece
 // that no step wrote, since none of its rows sees one of its keys, is a piece of zeros.
 #include "sm90/common/ring.cuh"
@@ -102,7 +102,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
-  // The last thread block to finish clears the counters for the next launch.
+  // The last CTA to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
     p.counters[0] = 0;
 }

@@ -12,7 +12,7 @@ __device__ __forceinline__ float sink_probability(float sink, float lse) {
   return sink == lse ? 1 : exp2_fast((sink - lse) * 1.4426950408889634f);
 }
 
-// A thread block takes a head, a warp of it so many rows of a sequence at a time as statistics are aligned to. The sums
+// A CTA takes a head, a warp of it so many rows of a sequence at a time as statistics are aligned to. The sums
 // are f64, in an order that lengths alone decide. Grid: hq.
 extern "C" __global__ void __launch_bounds__(kSinksThreads)
     fulgur_backward_sinks(const __grid_constant__ BackwardParams p) {

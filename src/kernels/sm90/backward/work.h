@@ -24,24 +24,24 @@ struct RowTiles {
 
 FULGUR_SHARED RowTiles row_tiles(const Band& band, const Lengths& n, int tile_rows, int first, int count) {
   const int all = count_of(n.sq, tile_rows);
-  const int last = least(first + count, n.sk);  // behind the keys
+  const int last = min_of(first + count, n.sk);  // after the keys
   if (first >= n.sk) return {0, 0};
   RowTiles tiles = {0, all};
   if (band.has_right) {
     const int row = rows_seeing(band, n, first).begin;  // the first that sees a key
     if (row >= n.sq) return {0, 0};
-    tiles.begin = most(row, 0) / tile_rows;
+    tiles.begin = max_of(row, 0) / tile_rows;
   }
   if (band.has_left) {
-    const int end = rows_seeing(band, n, last - 1).end;  // behind the last row that sees a key
-    tiles.end = end <= 0 ? 0 : least(all, count_of(end, tile_rows));
+    const int end = rows_seeing(band, n, last - 1).end;  // after the last row that sees a key
+    tiles.end = end <= 0 ? 0 : min_of(all, count_of(end, tile_rows));
   }
   return tiles.end > tiles.begin ? tiles : RowTiles{0, 0};
 }
 
 // Whether every row of the tile that begins at `row` sees all keys [first, first + count).
 FULGUR_SHARED bool all_visible(const Band& band, const Lengths& n, int tile_rows, int row, int first, int count) {
-  const int last = least(row + tile_rows, n.sq) - 1;
+  const int last = min_of(row + tile_rows, n.sq) - 1;
   const KeyRange seen_first = visible_keys(band, n, row);
   const KeyRange seen_last = visible_keys(band, n, last);
   return first >= seen_last.begin && first + count <= seen_first.end;
@@ -60,7 +60,7 @@ struct Wave {
 // In which order the blocks of a pair are taken. Alternating: the last first in every second bunch, from bunch 0 on.
 enum BlockOrder : int { kFirstBlockFirst, kLastBlockFirst, kAlternating };
 
-// Blocks of pairs of a head and a sequence, which thread blocks take by their number. Pairs are taken in bunches, in
+// Blocks of pairs of a head and a sequence, which CTAs take by their number. Pairs are taken in bunches, in
 // which blocks are outermost.
 struct Blocks {
   int blocks;  // of a pair
@@ -77,11 +77,11 @@ struct BlockOfPair {
 
 FULGUR_SHARED bool first_block_first(const Blocks& blocks, int pair) {
   if (blocks.order != kAlternating) return blocks.order == kFirstBlockFirst;
-  return least(pair / blocks.bunch, blocks.bunches - 1) % 2 == 1;
+  return min_of(pair / blocks.bunch, blocks.bunches - 1) % 2 == 1;
 }
 
 FULGUR_SHARED int bunch_of(const Blocks& blocks, int number) {
-  return least(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
+  return min_of(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
 }
 
 FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
@@ -94,9 +94,9 @@ FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
   return {first_block_first(blocks, pair) ? block : blocks.blocks - 1 - block, pair};
 }
 
-// The items that thread blocks take of blocks of keys. The last `cut` blocks are two items each, parts of their rows:
-// the first parts come before all other blocks, each longer than the one before, and the second parts behind them, so
-// that thread blocks which start by parts of different lengths end at the same time.
+// The items that CTAs take of blocks of keys. The last `cut` blocks are two items each, parts of their rows:
+// the first parts come before all other blocks, each longer than the one before, and the second parts after them, so
+// that CTAs which start by parts of different lengths end at the same time.
 FULGUR_SHARED int items_of(const Blocks& blocks, int cut) { return blocks.blocks * blocks.pairs + cut; }
 
 FULGUR_SHARED bool is_first_part(int cut, int item) { return item < cut; }
@@ -152,7 +152,7 @@ FULGUR_SHARED long long tiles_before(const ScoreTiles& store, const Band& band, 
 // Key tiles [begin, end) that a row tile sees.
 FULGUR_SHARED KeyTiles key_tiles_of(const Band& band, const Lengths& n, const ScoreTile& each, int tile) {
   const int row = tile * each.rows;
-  return key_tiles(band, n, each.keys, row, least(row + each.rows, n.sq) - 1);
+  return key_tiles(band, n, each.keys, row, min_of(row + each.rows, n.sq) - 1);
 }
 
 // The tile of dS of a row tile and a key tile that it sees; `head` counts q heads of the wave.

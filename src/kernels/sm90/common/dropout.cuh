@@ -77,7 +77,7 @@ __device__ __forceinline__ Kept<columns> kept_of_calls(const CallParams& p, u32 
   Kept<columns> kept;
 #pragma unroll
   for (int u = 0; u < (columns + 63) / 64; ++u) {
-    const int end = least(columns / 8, 8 * u + 8);
+    const int end = min_of(columns / 8, 8 * u + 8);
     u32 bits = 0;
 #pragma unroll 1
     for (int call = 8 * u; call < end; ++call) decide(bits, load_dropout(p, dropout_key), call);

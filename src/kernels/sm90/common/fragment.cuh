@@ -4,7 +4,7 @@
 #pragma once
 #include "host_device/host_device.h"
 
-__device__ __forceinline__ u32 consumer() { return threadIdx.x / 128 - 1; }           // behind the producer
+__device__ __forceinline__ u32 consumer() { return threadIdx.x / 128 - 1; }           // after the producer
 __device__ __forceinline__ u32 warp_row() { return threadIdx.x % 128 / 32 * 16; }     // the warp's first
 __device__ __forceinline__ u32 thread_row() { return threadIdx.x % 32 / 4; }          // r
 __device__ __forceinline__ u32 thread_column() { return threadIdx.x % 4 * 2; }        // 2q

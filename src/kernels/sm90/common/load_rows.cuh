@@ -10,7 +10,7 @@ struct Source {
   int head, batch;
 };
 
-// Fills a buffer of panels of `rows` rows, from panel `first` and a sequence's `row` on. Where rows behind its end are
+// Fills a buffer of panels of `rows` rows, from panel `first` and a sequence's `row` on. Where rows after its end are
 // not TMA's zeros but a neighbour's or padding, they are cleared: they would meet P = 0 or dS = 0, and 0 * NaN is NaN.
 // `tail` is a barrier of the warp's own. The barrier `full` has been told of the bytes unless this returns true: then
 // it is for the caller to arrive.

@@ -59,7 +59,7 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
   rows.sum[1] *= factor1;
 }
 
-// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag behind. No new one is computed
+// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag after. No new one is computed
 // until the sum of some row of the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf)
 // and non-finite scores always say so.
 template <bool first>

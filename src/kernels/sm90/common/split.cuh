@@ -4,7 +4,7 @@
 #include "sm90/common/softmax.cuh"
 #include "sm90/common/work_tiles.cuh"
 
-// In units of floats, 128 apart, behind each other: O, two shifts, two sums.
+// In units of floats, 128 apart, after each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };
 
 // Leaves this strip's part. True in the part that finishes last, with all of them in `rows` and `O`. `barrier` is a

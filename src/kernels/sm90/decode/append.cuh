@@ -1,7 +1,7 @@
-// New rows of K and V, and queries turned, before the teams attend (kAppends). A thread block writes to the caches what
+// New rows of K and V, and queries turned, before the teams attend (kAppends). A CTA writes to the caches what
 // its own items read of the new rows, and waits for nobody else. Others may write the same rows, as all blocks of rows
 // of a kv head read the same keys, and turn the same queries, as all parts of a line do. All write the same bits, so
-// that whoever comes first or last, a row holds these from the thread block's own write on.
+// that whoever comes first or last, a row holds these from the CTA's own write on.
 #pragma once
 #include "device/append.cuh"
 #include "device/semaphore.cuh"

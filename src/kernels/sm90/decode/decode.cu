@@ -1,7 +1,7 @@
 // Attention forward where K and V are read from memory for few rows of Q, or from a cache: O = softmax(scale Q K^T) V
 // and LSE, exact, fp32 accumulation.
 //
-// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each thread block
+// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each CTA
 // computes an equal share of all keys (host_device/stream_k.h). Its teams of warps take turns at the tiles of an item, each
 // with its own state of the online softmax; every warp has 16 rows. Loads run ahead of them over the ends of items, so
 // that memory never waits for products, barriers and merges: narrow teams start them themselves, and wide ones, whose

@@ -1,28 +1,28 @@
-// Pieces of lines by turns (kTurns): each thread block asks for its next one while it is at the one before. A
-// multiprocessor in four reads memory a third faster than the others, and so has more of them. Longest first, what each
-// thread block does last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Lines are cut where they
-// are longer than what a thread block has in all; who has a piece changes no bit of it.
+// Pieces of lines by turns (kTurns): each CTA asks for its next one while it is at the one before. A
+// SM in four reads memory a third faster than the others, and so has more of them. Longest first, what each
+// CTA does last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Lines are cut where they
+// are longer than what a CTA has in all; who has a piece changes no bit of it.
 #pragma once
 #include "sm90/decode/q_blocks.cuh"
 
 enum : int {
   // Tiles of its team before the end of a piece where the warp that asks says what the answer is; it asks so many
-  // earlier. Who asks sooner takes a piece that another thread block would begin before it.
+  // earlier. Who asks sooner takes a piece that another CTA would begin before it.
   kAnswerTiles = 3,
   kAskingWarp = kWide ? kWarps : 0,  // the first one that loads
-  // Of a piece, at least: loads that run ahead of the products are in the piece behind it at most. All tiles of the
-  // last unit but one may be behind the keys.
-  kLeastTurnTiles = kTeams * (most(kKStages, kAnswerTiles) + 1),
-  kLeastTurnUnits = ((kLeastTurnTiles - 1) * kBlockKeys + kShareUnitKeys - 1) / kShareUnitKeys + 1,
+  // Of a piece, at least: loads that run ahead of the products are in the piece after it at most. All tiles of the
+  // last unit but one may be after the keys.
+  kMinTurnTiles = kTeams * (max_of(kKStages, kAnswerTiles) + 1),
+  kMinTurnUnits = ((kMinTurnTiles - 1) * kBlockKeys + kShareUnitKeys - 1) / kShareUnitKeys + 1,
 };
 
 // How lines go by turns. Sequences have ranks, by the lengths of their lines.
 struct TurnLines {
   int sequences;  // that have such lines
   int pieces;     // of these lines
-  int first_cut;  // the first sequence whose lines may have more than one; those behind it may, too
+  int first_cut;  // the first sequence whose lines may have more than one; those after it may, too
   int ends;       // sequences whose lines have more than kFewParts
-  int shorter;    // sequences behind them: thread block i takes their lines i, i + grid, and so on
+  int shorter;    // sequences after them: CTA i takes their lines i, i + grid, and so on
 };
 
 // A piece of a line, mostly all of it.
@@ -76,7 +76,7 @@ class Turns {
     return {uniform(x.x), uniform(x.y), parts >> 16, parts & 0xffff, uniform(x.w)};
   }
 
-  // Asks for the number of a piece, by a warp whose first lane has the answer. The first one of a thread block is its
+  // Asks for the number of a piece, by a warp whose first lane has the answer. The first one of a CTA is its
   // own, and each that has it asks until there are no more: so the count of all answers is known, and the last one
   // leaves a zero.
   static __device__ __forceinline__ int ask(const DecodeParams& p, const TurnLines& lines) {
@@ -180,26 +180,26 @@ __device__ __forceinline__ void begin_turns(const DecodeParams& p, unsigned char
 #pragma unroll 1
     for (int rank = first; rank < last; ++rank) {
       const int of_line = ranked[rank].x;
-      const bool has_turns = of_line >= kLeastTurnUnits;
-      units += most(of_line + kEntryUnits, 0);
+      const bool has_turns = of_line >= kMinTurnUnits;
+      units += max_of(of_line + kEntryUnits, 0);
       kinds += has_turns ? 1 : of_line >= 0 ? 1 << 16 : 0;
     }
     units = sum_of_lanes(units).all;
     kinds = sum_of_lanes(kinds).all;
     const int sequences = kinds & 0xffff;
-    const int most_units = turn_units(p.hk * units, gridDim.x, 2 * kLeastTurnUnits);
+    const int max_units = turn_units(p.hk * units, gridDim.x, 2 * kMinTurnUnits);
     // Where no line is too long, all may be about as long as each other.
     const int longest = uniform(threadIdx.x == 0 ? ranked[0].x : 0);
-    const bool cuts_longest = turn_pieces(longest, most_units) > 1;
+    const bool cuts_longest = turn_pieces(longest, max_units) > 1;
     const int cut_last = cuts_longest ? 0 : last_round(sequences, p.hk, gridDim.x);
     int pieces = 0;  // of a kv head, and 2^20 times sequences whose lines are put together at the end
 #pragma unroll 1
     for (int rank = first; rank < last; ++rank) {
       int count = 0;
       if (rank < sequences - cut_last)
-        count = turn_pieces(ranked[rank].x, most_units);
+        count = turn_pieces(ranked[rank].x, max_units);
       else if (rank < sequences)
-        count = last_pieces(ranked[rank].x, most_units, 2 * kLeastTurnUnits, cut_last * p.hk, gridDim.x);
+        count = last_pieces(ranked[rank].x, max_units, 2 * kMinTurnUnits, cut_last * p.hk, gridDim.x);
       ranked[rank].x = count;
       pieces += count > kFewParts ? count + (1 << 20) : count;
     }

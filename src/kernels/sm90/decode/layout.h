@@ -8,8 +8,8 @@ enum : int {
   kWarpRows = 16,
   kWideTeam = 4,  // warps of a team, from which on products are those of warpgroups, and other warps load for it
   kLoadWarps = 4,  // of all such teams
-  kMergeWarps = 8,  // of a thread block of sm90/decode/combine.cu, a row each
-  kTurnSlots = 4,        // of the turns that some warp of a thread block may be at
+  kMergeWarps = 8,  // of a CTA of sm90/decode/combine.cu, a row each
+  kTurnSlots = 4,        // of the turns that some warp of a CTA may be at
   kTurnSequences = 256,  // most, of lines that go by turns
 };
 
@@ -21,7 +21,7 @@ struct DecodeTile {
 // Whether teams are warpgroups.
 FULGUR_SHARED bool is_wide(const DecodeTile& tile) { return tile.team_warps >= kWideTeam; }
 
-// Warps of a thread block.
+// Warps of a CTA.
 FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
   return tile.teams * tile.team_warps + (is_wide(tile) ? int(kLoadWarps) : 0);
 }
@@ -39,7 +39,7 @@ struct DecodeLayout {
   int k_bytes, v_bytes;  // of a stage
   int k, v;              // [stage], of a team
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a wide team
-  int v_tail;            // a barrier: the last V of a sequence is there, before what is behind it is cleared
+  int v_tail;            // a barrier: the last V of a sequence is there, before what is after it is cleared
   int team_bytes;        // from one team's buffers to the next one's
   int q;                 // [panel][row][64 columns], swizzled
   int q_full, q_empty;   // barriers of Q of wide teams
@@ -47,7 +47,7 @@ struct DecodeLayout {
   int stats;             // [team][row]{shift, sum}, then {factor, sum}
   int totals;            // [row]{shift, sum}
   int items;             // 16 ints a warp: the item at hand
-  int share;             // 16 ints: the share of the thread block, or how lines go by turns
+  int share;             // 16 ints: the share of the CTA, or how lines go by turns
   int turns;             // [slot]{16 bytes}: pieces by turns, then barriers, then barriers
   int ranks;             // [kTurnSequences]: an int for each sequence, in the order of their lengths
   int scan;              // two ints a warp: sums over sequences, and the longest line; later a flag

@@ -11,7 +11,7 @@ enum : int {
   // Rows that a lane copies of, every fourth one: eight lanes copy 128 bytes of a row.
   kLoadRows = kBlockKeys / (4 * kTileWarps),
   // Of these, so many are in one page for certain, and equally far apart in memory.
-  kRunRows = kPage == 0 ? int(kLoadRows) : kPage % 16 == 0 && !kLeftPad ? least(kLoadRows, 4) : 1,
+  kRunRows = kPage == 0 ? int(kLoadRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kLoadRows, 4) : 1,
 };
 
 // Of a wide team, from its first byte on.
@@ -72,7 +72,7 @@ class LaneLoader {
     const int* const ids = page_ids(p_, tiles_.item());
 #pragma unroll
     for (int i = 0; i < kLoadRows; i += kRunRows)
-      ids_[i / kRunRows] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / most(kPage, 1)] : -1;
+      ids_[i / kRunRows] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / max_of(kPage, 1)] : -1;
   }
 
   // Where the lane's i-th row lies in K or V.
@@ -80,7 +80,7 @@ class LaneLoader {
     const DecodeItem& item = tiles_.item();
     const DecodeSequence& s = item.sequence;
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
-    const int row = kPage > 0 ? (s.n.k_start + key(i)) % most(kPage, 1) : s.n.k_start + key(i);
+    const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
     return t.data + entry * t.batch + row * t.row + item.head * t.head + column_;
   }
 
@@ -148,7 +148,7 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader 
   }
 }
 
-// The ids of the pages of an item as a warp reads them, far ahead: what it asks for lies behind all that TMA has been
+// The ids of the pages of an item as a warp reads them, far ahead: what it asks for lies after all that TMA has been
 // asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the next
 // 32.
 class PageIds {
@@ -157,12 +157,12 @@ class PageIds {
   __device__ __forceinline__ void begin(const DecodeParams& p, const DecodeItem& item, int page) {
     const DecodeSequence& s = item.sequence;
     ids_ = page_ids(p, item);
-    count_ = (s.n.k_start + s.n.sk + kPage - 1) / most(kPage, 1);
+    count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
     first_ = page / 32 * 32;
     here_ = load(first_);
     next_ = load(first_ + 32);
   }
-  // That of a page of a tile, which each lane may choose: none behind the last one. The tile has keys of the pages
+  // That of a page of a tile, which each lane may choose: none after the last one. The tile has keys of the pages
   // `first` to `last`; both grow, by less than 32.
   __device__ __forceinline__ int id(int page, int first, int last) {
     if (first >= first_ + 32) {
@@ -211,7 +211,7 @@ class BoxLoader {
   }
 
  private:
-  enum : int { kBoxes = kBlockKeys / most(kBoxKeys, 1) };
+  enum : int { kBoxes = kBlockKeys / max_of(kBoxKeys, 1) };
   static_assert(kBoxKeys == 0 || kBoxes * panels <= 32);
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -225,10 +225,10 @@ class BoxLoader {
     entry_ = kPackedK ? 0 : s.entry;
     if (kPage == 0) return;
     const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
-    if (begins) ids_.begin(p_, tiles_.item(), from / most(kPage, 1));
-    const int id = ids_.id(row_ / most(kPage, 1), from / most(kPage, 1), (from + kBlockKeys - 1) / most(kPage, 1));
+    if (begins) ids_.begin(p_, tiles_.item(), from / max_of(kPage, 1));
+    const int id = ids_.id(row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
     entry_ = key < s.n.sk ? id : -1;
-    row_ %= most(kPage, 1);
+    row_ %= max_of(kPage, 1);
   }
 
   const DecodeParams& p_;
@@ -258,7 +258,7 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
     if (kTileWarps == 2 && load.tiles().begins_item() && load.tiles().team() == 0)
       query.begin_item(p, load.tiles(), threadIdx.x % 32);
     values.wait_empty();
-    // Rows of V behind the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+    // Rows of V after the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
     const int valid = load.tiles().item().sequence.n.sk - load.tiles().tile() * kBlockKeys;
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     load.copy(p.v_map, values.address(), clear ? tail : values.full());

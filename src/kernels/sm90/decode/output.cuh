@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float f
   sum.w += factor * x.w;
 }
 
-// Of a row of a part, behind its O.
+// Of a row of a part, after its O.
 __device__ __forceinline__ void store_stats(float* row, float shift, float sum) {
   *reinterpret_cast<float2*>(row + kValueDim) = {shift, sum};
 }
@@ -47,12 +47,12 @@ __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
 
-// The thread block that has a part of an item's line; kTurns: the number of the piece.
+// The CTA that has a part of an item's line; kTurns: the number of the piece.
 __device__ __forceinline__ int block_of(const DecodeParams& p, const DecodeItem& item, int part) {
   return item.first_share + (kPieces == kFillingPieces || kTurns ? part * p.hk : part);
 }
 
-// The number of a part of an item's line among all parts. A thread block has at most two: of the line in which its
+// The number of a part of an item's line among all parts. A CTA has at most two: of the line in which its
 // share begins, and of the one in which it ends. By turns, lines that are cut come first.
 __device__ __forceinline__ int slot_of(const DecodeParams& p, const DecodeItem& item, int part) {
   return kTurns ? block_of(p, item, part) : 2 * block_of(p, item, part) + (part == 0);
@@ -65,13 +65,13 @@ __device__ __forceinline__ float* partial_of(const DecodeParams& p, const Decode
   if (kPieces == kOwnPieces) {
     const long long first = kPackedK ? item.head * (long long)(p.total_k / kPackedPieceKeys) +
                                            item.sequence.n.k_start / kPackedPieceKeys
-                                     : ((long long)(item.batch) * p.hk + item.head) * p.most_pieces;
+                                     : ((long long)(item.batch) * p.hk + item.head) * p.max_pieces;
     return p.partial + (first + part) * p.piece_floats;
   }
   return p.partial + (long long)(slot_of(p, item, part)) * (kLineRows * partial_row_floats(kValueDim));
 }
 
-// What the one team of a thread block has of an item leaves as it is: O, or this part of it.
+// What the one team of a CTA has of an item leaves as it is: O, or this part of it.
 __device__ __forceinline__ void store_team(const DecodeParams& p, const DecodeItem& item, const Rows& rows,
                                            const float (&O)[kValueDim / 2]) {
   const ItemRows of_item = rows_of_item(p, item);
@@ -177,7 +177,7 @@ __device__ __forceinline__ float* piece_stats(float* piece, int row) {
   return piece + kBlockRows * kValueDim + 2 * row;
 }
 
-// Leaves what the teams have of such a piece, which is all that the thread block computes. The second team hands over
+// Leaves what the teams have of such a piece, which is all that the CTA computes. The second team hands over
 // what it has, if it had a tile, where its keys were.
 static_assert(kPieces != kFillingPieces || !kWide || kTeams == 1 ||
               (kTeams == 2 && kLayout.k_full >= int(kBlockRows) * (kValueDim + 2) * 4));
@@ -312,8 +312,8 @@ __device__ __forceinline__ void merge_pieces(const DecodeParams& p, const Decode
   }
 }
 
-// Parts that a thread block puts together at once: more of them, and more rows, would take it too long.
-enum : int { kMostParts = 64, kMostPartRows = 512 };
+// Parts that a CTA puts together at once: more of them, and more rows, would take it too long.
+enum : int { kMaxParts = 64, kMaxPartRows = 512 };
 
 // So many of them are a group of `count`: groups are put together side by side, and then what they leave.
 __device__ __forceinline__ int group_parts(int count) { return count <= 24 ? 4 : count <= 80 ? 8 : 16; }
@@ -391,7 +391,7 @@ __device__ __forceinline__ void merge_rows(const DecodeParams& p, const DecodeIt
         else
           *reinterpret_cast<float4*>(part_row(0, row + i) + column) = x[i];
       }
-      // Behind the last columns, as the first part's may be where they go.
+      // After the last columns, as the first part's may be where they go.
       if (column - 4 * lane + 128 >= kValueDim && lane % kLanes == 0 && row_of_lane < of_item.count) {
         if (whole)
           store_lse(p, item, of_item.first + row_of_lane, shift, sum);
@@ -414,7 +414,7 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, const DecodeI
     merge_rows<4, 4>(p, item, parts, whole, warp, kWarps);
 }
 
-// Whether this thread block is the last of `count` that come here, after all that it has written.
+// Whether this CTA is the last of `count` that come here, after all that it has written.
 __device__ __forceinline__ bool is_last(int* ticket, int count, unsigned char* shared) {
   int* const flag = reinterpret_cast<int*>(shared + kLayout.scan);
   sync_teams();
@@ -430,7 +430,7 @@ enum : int {
 static_assert(!kMergesAtEnd || kEndUnits <= 16);
 constexpr u32 kUnitBit = 1 << 16;  // of the first unit, in the ticket of a line
 
-// Adds to the ticket of a line, after all that the thread block has written: what the ticket was, for all threads. The
+// Adds to the ticket of a line, after all that the CTA has written: what the ticket was, for all threads. The
 // last part or unit leaves a zero.
 __device__ __forceinline__ u32 come_to_line(const DecodeParams& p, const DecodeItem& item, u32 x,
                                             unsigned char* shared) {
@@ -451,7 +451,7 @@ __device__ __forceinline__ void merge_end_unit(const DecodeParams& p, const Deco
 }
 
 // Puts together the lines of many parts, which began first, once there are no more pieces: then no loads wait for that.
-// Thread blocks share out their rows, and wait for nobody: where parts are missing, whoever brings the last one does
+// CTAs share out their rows, and wait for nobody: where parts are missing, whoever brings the last one does
 // these rows, too. A ticket counts the parts of a line that are there, and has a bit for each of its units whose thread
 // block came.
 __device__ __forceinline__ void merge_at_end(const DecodeParams& p, const TurnLines& lines, unsigned char* shared) {
@@ -482,7 +482,7 @@ __device__ __forceinline__ void end_turn(const DecodeParams& p, const DecodeItem
 __device__ __forceinline__ void end_part(const DecodeParams& p, const DecodeItem& item, unsigned char* shared) {
   if (kMergesAtEnd && item.parts > kFewParts) return end_turn(p, item, shared);
   Parts parts = {0, 1, item.parts};
-  if (item.parts > kMostParts || item.parts * rows_of_item(p, item).count > kMostPartRows) {
+  if (item.parts > kMaxParts || item.parts * rows_of_item(p, item).count > kMaxPartRows) {
     const int each = group_parts(item.parts);
     const int first = item.part / each * each;
     const Parts group = {first, 1, min(item.parts - first, each)};

@@ -21,7 +21,7 @@ enum : int {
   kBlockRows = kWarpRows * kTeamWarps,
   kTeamThreads = 32 * kTeamWarps,
   kWide = is_wide(kTile),
-  // sm90/decode/combine.cu puts the parts of lines together, in place of the last thread block at each.
+  // sm90/decode/combine.cu puts the parts of lines together, in place of the last CTA at each.
   kMergesLater = kPieces == kOwnPieces || (kPieces == kFillingPieces && kWide),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kWide && kBlockWarps == 12,
@@ -45,7 +45,7 @@ __device__ __forceinline__ const AppendParams& append_of(const DecodeParams& p) 
 }
 
 // Barriers by number: those of each team, then where the two warpgroups of a team take turns, where all teams meet that
-// are not the thread block, and where the warps that load wait until the teams have asked for their first Q.
+// are not the CTA, and where the warps that load wait until the teams have asked for their first Q.
 enum : int { kOfTeam = 1, kTurn = 8, kOfTeams = 10, kFirstQuery = 11 };
 
 // A barrier of a team. Of numbers that are no constants the compiler assumes all 16.

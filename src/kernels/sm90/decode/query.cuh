@@ -1,5 +1,5 @@
 // Q of the items on its way into shared memory: of narrow teams through registers, before its place is free; of wide
-// ones by warps that load, behind their backs.
+// ones by warps that load, while they compute.
 #pragma once
 #include "device/cp_async.cuh"
 #include "sm90/common/ring.cuh"
@@ -14,7 +14,7 @@ enum : int {
   kQueryWarps = kBoxKeys == 0 ? int(kTileWarps) : kTileWarps == 4 ? 2 : 1,
 };
 
-// Of a wide team's thread block.
+// Of a wide team's CTA.
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
 
 // Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
@@ -97,7 +97,7 @@ template <bool wide>
 class Queries;
 
 // All threads bring it, through registers: ahead of its place, or when that is free where registers are full, which
-// elements need, and all that scores may beside the widest heads.
+// elements need, and all that scores may with the widest heads.
 template <>
 class Queries<false> {
  public:
@@ -143,7 +143,7 @@ class Queries<true> {
       : buffer_(u32(__cvta_generic_to_shared(raw)), 0), is_there_(more && item.has_keys()) {
     if (is_there_) copy_query<kThreads>(p, item, threadIdx.x);
     async_copy_commit();
-    // It is asked for before K and V, behind which it would come late.
+    // It is asked for before K and V, after which it would come late.
     named_barrier_arrive(kFirstQuery, kBlockThreads);
     async_copy_wait<0>();
     sync_teams();

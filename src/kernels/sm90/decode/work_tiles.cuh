@@ -1,4 +1,4 @@
-// Which lines, and which keys of them, a thread block computes: from lengths on the device, by every warp for itself.
+// Which lines, and which keys of them, a CTA computes: from lengths on the device, by every warp for itself.
 #pragma once
 #include "sm90/decode/dynamic.cuh"
 
@@ -20,13 +20,13 @@ __device__ __forceinline__ int sequence_units(const DecodeParams& p, int batch) 
   return p.hk * head_units(p, sequence_of(p, batch).n);
 }
 
-// The share of this thread block, and the sequence in which it begins.
+// The share of this CTA, and the sequence in which it begins.
 struct Share {
   Shares all;
   int begin, end;
   int batch;
   int at;  // where that sequence stands
-  bool whole_lines;  // kWholeLines: thread block i takes the lines i, i + grid, and so on, in place of a share
+  bool whole_lines;  // kWholeLines: CTA i takes the lines i, i + grid, and so on, in place of a share
   TurnLines turns;   // kTurns, in place of both
 };
 static_assert(sizeof(Share) <= 64);  // decode_layout
@@ -87,7 +87,7 @@ __device__ __forceinline__ bool find_share(const DecodeParams& p, unsigned char*
   return true;
 }
 
-// Keys of a line that this thread block computes.
+// Keys of a line that this CTA computes.
 struct DecodeItem {
   int batch, head, block;  // of k, of rows
   DecodeSequence sequence;
@@ -148,11 +148,11 @@ __device__ __forceinline__ int sum_of_sequences(const DecodeParams& p, int x) {
   return uniform(x);
 }
 
-// The least units of a piece of a line that has so many. Where another kernel merges a line has up to kMostPieces, and
-// beside 128 rows, whose parts take longer than a second unit, two units each where that makes eight pieces or more.
-__device__ __forceinline__ int least_piece(int units) {
+// The least units of a piece of a line that has so many. Where another kernel merges a line has up to kMaxPieces, and
+// with 128 rows, whose parts take longer than a second unit, two units each where that makes eight pieces or more.
+__device__ __forceinline__ int min_piece(int units) {
   if (!kMergesLater) return 1;
-  return most((units + kMostPieces - 1) / kMostPieces, kBlockRows == 128 && units > 16 ? 2 : 1);
+  return max_of((units + kMaxPieces - 1) / kMaxPieces, kBlockRows == 128 && units > 16 ? 2 : 1);
 }
 
 __device__ __forceinline__ FillingLines filling_lines_of_lane(const DecodeParams& p) {
@@ -170,18 +170,18 @@ __device__ __forceinline__ FillingLines filling_lines_of_lane(const DecodeParams
     units_of_lane += units[i];
   }
   const int all = p.hk * sum_of_sequences(p, units_of_lane);
-  int most_units = filling_units(all, p.to_fill);
+  int max_units = filling_units(all, p.to_fill);
 #pragma unroll 1
   for (;;) {
     int pieces = 0;
 #pragma unroll
     for (int i = 0; i < kLaneSequences; ++i) {
       if (lines.of[i].sequence.n.sq == 0) continue;
-      lines.of[i].pieces = filling_pieces(units[i], most(most_units, least_piece(units[i])));
+      lines.of[i].pieces = filling_pieces(units[i], max_of(max_units, min_piece(units[i])));
       pieces += lines.of[i].pieces.count;
     }
     if (p.hk * sum_of_sequences(p, pieces) <= p.to_fill.by) break;
-    most_units = filling_units(all, p.to_fit);
+    max_units = filling_units(all, p.to_fit);
   }
   int first = 0;
 #pragma unroll
@@ -210,7 +210,7 @@ __device__ __forceinline__ FillingLine filling_line_of(const FillingLines& lines
           get(line.first)};
 }
 
-// kFillingPieces: the piece of this thread block, by every warp for itself. False where there is none.
+// kFillingPieces: the piece of this CTA, by every warp for itself. False where there is none.
 __device__ __forceinline__ bool find_piece(const DecodeParams& p, DecodeItem& item) {
   const FillingLines lines = filling_lines_of_lane(p);
   item.batch = -1;
@@ -238,16 +238,16 @@ __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const Deco
   return p.pages.table + (kPageLists ? item.sequence.entry : item.batch * p.pages.table_stride);
 }
 
-// The items of a thread block, one after the other: 16 ints, which a warp may leave in shared memory.
+// The items of a CTA, one after the other: 16 ints, which a warp may leave in shared memory.
 struct DecodeItems {
   DecodeItem item;
   int at, units;  // where the item's line stands, and how long it is; kWholeLines: its number; kTurns: the turn,
-                  // -1 behind the last one, and the number of the next shorter line
+                  // -1 after the last one, and the number of the next shorter line
   int blocks;     // of rows, of its sequence
 
   // Goes on to the next one; false when there are no more. `ahead`: for the loads of a warp that goes there again.
   __device__ __forceinline__ bool next(const DecodeParams& p, const Share& share, bool ahead = false) {
-    if (kPieces == kFillingPieces) return false;  // a thread block has one
+    if (kPieces == kFillingPieces) return false;  // a CTA has one
     if (kTurns) return next_turn(p, share.turns, ahead);
     return kWholeLines && share.whole_lines ? next_line(p) : next_of_share(p, share);
   }
@@ -282,7 +282,7 @@ struct DecodeItems {
     }
   }
 
-  // Goes to the next line that has queries, a grid of thread blocks further on; all that run then read the same
+  // Goes to the next line that has queries, a grid of CTAs further on; all that run then read the same
   // sequences.
   __device__ __forceinline__ bool next_line(const DecodeParams& p) {
     do {
@@ -300,7 +300,7 @@ struct DecodeItems {
     return true;
   }
 
-  // Goes to the piece of the next turn, and behind the last one to the next line that is too short for turns.
+  // Goes to the piece of the next turn, and after the last one to the next line that is too short for turns.
   __device__ __forceinline__ bool next_turn(const DecodeParams& p, const TurnLines& lines, bool ahead) {
     TurnPiece piece = {0, 0, 0, 0, 0};
     if (at >= 0) {

@@ -1,6 +1,6 @@
 // Attention forward for Hopper: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation.
 //
-// A thread block takes items: blocks of Br = 64 * kConsumers rows of Q, whose keys it walks from right to left in tiles
+// A CTA takes items: blocks of Br = 64 * kConsumers rows of Q, whose keys it walks from right to left in tiles
 // of Bc. One producer warp feeds rings of K and V by TMA. Each consumer warpgroup owns a strip of 64 rows; it issues
 // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
@@ -42,11 +42,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         load.load_v(source, walk.tile);
       }
     }
-    // Not earlier, lest a thread block with a long item hold another one, too. The consumers still have full buffers.
+    // Not earlier, lest a CTA with a long item hold another one, too. The consumers still have full buffers.
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
-  // The last thread block to finish clears the counters for the next launch.
+  // The last CTA to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
     p.counters[0] = 0;
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
   wgmma_commit();
 }
 
-// Rows of a box of Q behind the end of a sequence may be the next sequence's, or padding. They become the zeros
+// Rows of a box of Q after the end of a sequence may be the next sequence's, or padding. They become the zeros
 // that TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend
 // on the other rows of its warp. Zeros depend on nothing but where the sequence ends.
 __device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if (walk.masked(band_of(p), rightmost)) mask_scores(S, visible, walk.tile);
     };
     Kept<kBlockKeys> kept;
-    const auto decide_dropout = [&] {  // beside the products
+    const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
       const Place at = load_place(view);
       kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, at.batch * p.hq + at.head, at.row + warp_row(),
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_forwar
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
-    if (kStore == kStoreTiles) tma_prefetch_map(&p.o_map);
+    if (kUpload == kStoreTiles) tma_prefetch_map(&p.o_map);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

@@ -9,7 +9,7 @@ static_assert(kLayout.end <= kLayout.bytes);
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),
-  kResidents = kConsumers == 1 ? 2 : 1,  // thread blocks that the registers of a multiprocessor hold
+  kResidents = kConsumers == 1 ? 2 : 1,  // CTAs that the registers of an SM hold
   kHeadPanels = panels_of(kHeadDim),
   kValuePanels = panels_of(kValueDim),
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V

@@ -33,7 +33,7 @@ struct ForwardLayout {
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
-  map.strip_bytes = kStripPanelBytes * most(panels_of(tile.head_dim), panels_of(tile.value_dim));
+  map.strip_bytes = kStripPanelBytes * max_of(panels_of(tile.head_dim), panels_of(tile.value_dim));
   map.q_bytes = tile.consumers * map.strip_bytes;
   map.k_bytes = panels_of(tile.head_dim) * tile.block_keys * kPanelRowBytes;
   map.v_bytes = panels_of(tile.value_dim) * tile.block_keys * kPanelRowBytes;

@@ -29,7 +29,7 @@
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kDropout        1: dropout of P
 //   kHasLse         1: write LSE
-//   kStore          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
+//   kUpload          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
 //                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
@@ -37,7 +37,7 @@
 //   kSplitTail      1: some blocks are cut into parts (host_device/work_tiles.h)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A
-// launch is as many thread blocks as the multiprocessors hold, or as there are items, of 128 * (kConsumers + 1) threads;
+// launch is as many CTAs as the SMs hold, or as there are items, of 128 * (kConsumers + 1) threads;
 // sm90/forward_layout says how much shared memory each has.
 #pragma once
 #include "host_device/attention_params.h"

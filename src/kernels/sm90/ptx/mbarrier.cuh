@@ -15,7 +15,7 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives where `on` is set, without a branch: a divergent branch beside wgmmas in flight would serialize them.
+// Arrives where `on` is set, without a branch: a divergent branch with wgmmas in flight would serialize them.
 __device__ __forceinline__ void mbarrier_arrive_if(u32 barrier, u32 on) {
   asm volatile(
       "{.reg .pred p;\n"

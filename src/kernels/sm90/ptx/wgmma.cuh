@@ -74,7 +74,7 @@ struct Wgmma;
 #define FULGUR_O128 FULGUR_O120, FULGUR_O(120)
 
 #define FULGUR_MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." FULGUR_INPUT "." FULGUR_INPUT " {"
-// R = N / 2 accumulators; a to g: the numbers of the operands behind them. `keep` = 0 starts the sum from zero.
+// R = N / 2 accumulators; a to g: the numbers of the operands after them. `keep` = 0 starts the sum from zero.
 #define FULGUR_WGMMA(N, R, a, b, c, d, e, f, g)                                                                        \
   template <>                                                                                                          \
   struct Wgmma<N> {                                                                                                    \
