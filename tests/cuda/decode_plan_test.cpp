@@ -707,7 +707,7 @@ TEST(DecodePlan, Rejects) {
     EXPECT_NE(why({}, [&](Problem& p) { p.cache.*size = int64_t{1} << 31; }).find("2^31 pages"),
               std::string::npos);
   }
-  EXPECT_NE(why({.batch = 1 << 20, .sk = 1 << 20}, as_is).find("up to 2^31 tiles"),
+  EXPECT_NE(why({.batch = 1 << 19, .sk = 1 << 18}, as_is).find("up to 2^31 tiles"),
             std::string::npos);
 }
 

@@ -40,8 +40,9 @@ struct FakeUserObject {
 struct FakeState {
   int encoded = 0, allocated = 0, freed = 0, loaded = 0, contexts = 0;
   bool record = true;
-  double clock_ms = 0;                     ///< as events see it
-  unsigned fast_block = 0, fast_keys = 0;  ///< threads and Bc of launches that take half as long
+  double clock_ms = 0;  ///< as events see it
+  unsigned fast_block = 0,
+           fast_keys = 0;  ///< threads and Bc of launches that take a quarter as long
   std::vector<FakeLaunch> launches;
   const void* capturing = nullptr;   ///< the stream that is being captured, into one graph
   unsigned long long capture = 1;    ///< the number of that graph
