@@ -131,7 +131,7 @@ def main():
                 print(f"FAILED {name}({values}): {why}", flush=True)
         counts += of_test
         print(f"{name}: {', '.join(f'{n} {what}' for what, n in sorted(of_test.items()))}", flush=True)
-    for what, n in missing.max_common():
+    for what, n in missing.most_common():
         print(f"missing: {what} in {n} cases")
     print(f"{args.suite}, seed {args.seed}: {counts['passed']} passed, {counts['failed']} failed, "
           f"{counts['skipped']} skipped by the suite, {counts['missing']} want what is missing")

@@ -23,11 +23,11 @@ int64_t key_bytes(const Problem& p) { return p.hk * (p.d + p.dv) * size_of(p.dty
 
 int64_t part_out_bytes(const Problem& p) { return p.total_q * part_out(p).row * size_of(p.dtype); }
 int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
-/// Bytes of K and V that a call reads less at most: all sequences are one group, of the longest or
-/// of as many as there are keys for.
+/// Bytes of K and V that a call reads less at most: all sequences are one group, as long as the
+/// longest may be. A list of pages may be one sequence, and many of these are more than there is.
 int64_t max_saved(const Problem& p) {
-  if (p.sk == 0) return 0;
-  return std::min(p.batch - 1, p.total_keys / p.sk) * p.sk * key_bytes(p);
+  int64_t saved = 0;
+  return __builtin_mul_overflow(p.batch - 1, p.sk * key_bytes(p), &saved) ? INT64_MAX : saved;
 }
 
 /// Bytes that a divided call must save: its parts' results are written, read and merged, too.
