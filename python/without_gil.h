@@ -17,7 +17,8 @@ class WithoutGil {
   ~WithoutGil() { restore(state_); }
 
  private:
-  /// A function of its own: in a destructor, which may not throw, the compiler leaves out the handler.
+  /// A function of its own: in a destructor, which may not throw, the compiler leaves out the
+  /// handler.
   [[gnu::noinline]] static void restore(PyThreadState* state) {
     pthread_cleanup_push(stay, nullptr);
     PyEval_RestoreThread(state);

@@ -11,8 +11,8 @@
 
 namespace fulgur {
 
-/// The plans of calls made without one: the latest of them, by all that a plan depends on. It lives as
-/// long as the process.
+/// The plans of calls made without one: the latest of them, by all that a plan depends on. It lives
+/// as long as the process.
 class PlanCache {
  public:
   /// What calls with equal keys share.
