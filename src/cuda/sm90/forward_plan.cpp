@@ -314,6 +314,7 @@ std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Target
     if (!fits || (tile.scores & scores) == 0) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     HopperForwardTile t{common(p), 0, {}};
+    if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
