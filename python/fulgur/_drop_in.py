@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.functional import pad
 
 from fulgur._names import OPTIONS, named
@@ -115,7 +116,7 @@ def longest(max_seqlen, packed):
     elif isinstance(max_seqlen, torch.Tensor):
         readable = max_seqlen.device.type == "cpu" and not torch.compiler.is_compiling()
         max_seqlen = int(max_seqlen) if readable else packed.shape[0]
-    return torch.sym_max(max_seqlen, 1)  # max() would ask torch.compile for the value of a symbol
+    return 1 if guard_or_false(max_seqlen == 0) else max_seqlen  # a graph may know a symbol alone, which is not 0
 
 
 def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):

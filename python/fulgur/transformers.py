@@ -17,6 +17,11 @@ from types import FunctionType
 from typing import ClassVar
 
 import torch
+import transformers
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 6):
+    raise ImportError(f"fulgur.transformers: got transformers {transformers.__version__}, want 5.6 or newer")
+
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.masking_utils import causal_mask_function

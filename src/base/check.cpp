@@ -29,7 +29,9 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
     empty |= t.shape[i] == 0;
   }
   if (empty) return;
-  const auto fits = [](int64_t size) { return size >= -kMostBytes && size <= kMostBytes; };
+  const auto fits = [](int64_t size) {
+    return size >= -kMaxTensorBytes && size <= kMaxTensorBytes;
+  };
   for (int i = 0; i < rank; ++i) {
     int64_t reach = 0;
     const int64_t stride = t.strides[i] < 0 ? -std::max(t.strides[i], -INT64_MAX) : t.strides[i];

@@ -27,9 +27,9 @@ std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kM
 /// The most bytes that a tensor may have, counted once or at each place (a stride may be 0): what a
 /// process addresses on x86-64, and so few that sizes of tensors times numbers of threads and heads
 /// do not overflow.
-inline constexpr int64_t kMostBytes = int64_t{1} << 47;
+inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 47;
 
-/// Rank, sizes >= 0, at most kMostBytes, the last stride 1. A `written` tensor must
+/// Rank, sizes >= 0, at most kMaxTensorBytes, the last stride 1. A `written` tensor must
 /// not overlap itself. `dims` names the dimensions: "(batch, seqlen, heads, dim)".
 void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank, bool written);
 

@@ -23,7 +23,7 @@ void PlanCache::keep(const Key& key, std::shared_ptr<const Plan::Impl> plan) {
   if (by_key_.contains(key)) return;  // another thread was faster
   entries_.push_front({key, std::move(plan)});
   by_key_.emplace(key, entries_.begin());
-  if (entries_.size() <= most_) return;
+  if (entries_.size() <= max_plans_) return;
   by_key_.erase(entries_.back().key);
   entries_.pop_back();
 }

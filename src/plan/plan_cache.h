@@ -23,7 +23,7 @@ class PlanCache {
     bool operator==(const Key&) const = default;
   };
 
-  explicit PlanCache(size_t most) : most_(most) {}
+  explicit PlanCache(size_t max_plans) : max_plans_(max_plans) {}
 
   /// The plan of a key; null when there is none, or one that is out of date.
   std::shared_ptr<const Plan::Impl> find(const Key& key);
@@ -38,7 +38,7 @@ class PlanCache {
     size_t operator()(const Key& key) const { return HashOfProblem()(key.problem); }
   };
 
-  size_t most_;
+  size_t max_plans_;
   ForkMutex mutex_;
   std::list<Entry> entries_;  ///< the last used first
   std::unordered_map<Key, std::list<Entry>::iterator, HashOfKey> by_key_;

@@ -448,7 +448,7 @@ class Paths : public Tiles, public testing::WithParamInterface<tiles::Path> {
     return m;
   }
   /// `size`: of the terms of a sum.
-  double most_error(double size) const { return dtype_ == DType::kBF16 ? 0 : 0x1p-21 * size; }
+  double error_bound(double size) const { return dtype_ == DType::kBF16 ? 0 : 0x1p-21 * size; }
 };
 INSTANTIATE_TEST_SUITE_P(, Paths, testing::ValuesIn(tiles::kPaths),
                          [](const auto& info) { return std::string(info.param.name); });
@@ -494,7 +494,7 @@ TEST_P(Paths, ProductsAlongRows) {
         want += term;
         size += std::fabs(term);
       }
-      ASSERT_NEAR(C[i / n * ldc + i % n], want, most_error(size)) << m << " x " << n << " x " << k;
+      ASSERT_NEAR(C[i / n * ldc + i % n], want, error_bound(size)) << m << " x " << n << " x " << k;
     }
   }
 }
@@ -516,7 +516,7 @@ TEST_P(Paths, ProductsAlongColumns) {
         want += term;
         size += std::fabs(term);
       }
-      ASSERT_NEAR(C[i / n * ldc + i % n], want, most_error(size)) << m << " x " << n << " x " << k;
+      ASSERT_NEAR(C[i / n * ldc + i % n], want, error_bound(size)) << m << " x " << n << " x " << k;
     }
   }
 }

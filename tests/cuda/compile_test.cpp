@@ -1,5 +1,5 @@
 // NVRTC on a machine without a GPU: every kernel that the engine can ask for compiles without
-// spills and without serialized wgmma, and a failure leaves nothing after.
+// spills and without serialized wgmma, and a failure leaves nothing in the cache.
 #include "cuda/jit/compile.h"
 
 #include <fmt/format.h>

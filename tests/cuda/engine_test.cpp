@@ -1441,7 +1441,7 @@ TEST_F(Tune, OtherProcessesFindItOnThisDeviceWithTheseKernels) {
   EXPECT_EQ(found(key).size(), tuned.tiles.size());
   EXPECT_EQ(cuda::Tunings::here().path(key), tuned.path);
   for (const std::string& part :
-       {std::string("Fake GPU"), std::string("132 sms"), std::string("232448 bytes"),
+       {std::string("Fake GPU"), std::string("132 SMs"), std::string("232448 bytes"),
         cuda::digest(cuda::kernel_sources()), cuda::nvrtc_identity(), std::string(FULGUR_VERSION),
         tuned.shape_class}) {
     std::string other = key;

@@ -1,6 +1,8 @@
 """fulgur inside PyTorch's scaled_dot_product_attention and inside transformers' models."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 
@@ -248,6 +250,15 @@ class TestTransformers:
         torch.testing.assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, want)
         with pytest.raises(RuntimeError, match=message):
             compiled(tokens, position_ids=places % 6, use_cache=False)
+
+    def test_an_old_version_is_refused(self):
+        code = """
+import transformers
+transformers.__version__ = "5.5.4"
+import fulgur.transformers
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "ImportError: fulgur.transformers: got transformers 5.5.4, want 5.6 or newer" in done.stderr
 
     def test_mixed_dtypes(self):
         """Norms in float32, as fine-tuning libraries have them."""

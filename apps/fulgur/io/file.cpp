@@ -32,7 +32,7 @@ class Descriptor {
   int fd_;
 };
 
-/// Where `path` leads: a symbolic link is followed, so that the file after it is replaced.
+/// Where `path` leads: a symbolic link is followed, so that the file that it points to is replaced.
 std::string target_of(const std::string& path) {
   if (path.empty()) fail("output", "the path is empty");
   std::error_code error;

@@ -44,7 +44,7 @@ class OutputFiles {
 };
 
 /// Fails as OutputFiles would for a target that cannot be written, so that a long computation
-/// does not end in such an error. Leaves nothing after.
+/// does not end in such an error. Leaves no file of its own.
 void check_writable(const std::string& path);
 
 }  // namespace fulgur::io

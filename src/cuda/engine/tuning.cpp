@@ -60,7 +60,7 @@ std::vector<MeasuredTile> tiles_of(const std::string& text) {
 }  // namespace
 
 std::string tuning_key(const Gpu& gpu, const Problem& problem) {
-  return fmt::format("device {}, {} sms, {} bytes of shared memory\nfulgur {}, kernels {}\n{}\n",
+  return fmt::format("device {}, {} SMs, {} bytes of shared memory\nfulgur {}, kernels {}\n{}\n",
                      gpu.name(), gpu.sms(), gpu.shared_bytes(), FULGUR_VERSION, kernels_identity(),
                      shape_class(problem));
 }

@@ -816,7 +816,7 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
   if (plan.cut_blocks > 0) {
     sentences.push_back(fmt::format(
         "the rows of the last {} blocks of keys are cut: a part of each comes before all other "
-        "blocks and the rest after them, so that sms end together",
+        "blocks and the rest after them, so that SMs end together",
         plan.cut_blocks));
   }
   for (const auto& [name, why] :
