@@ -28,9 +28,9 @@ Flash1Forward flash1_forward(const Head& h, int64_t M, Traffic* traffic) {
         std::vector<double> PV(h.dv);
         for (int64_t j = J.begin; j < J.end; ++j) {
           if (S_i[j - J.begin] == -kInf) continue;
-          const double P = std::exp(S_i[j - J.begin] - m_tile);      // Alg. 2, line 12
-          l_tile += P;                                               // Alg. 2, line 12
-          add_scaled(h.dv, P * Z(i, j), h.v + j * h.dv, PV.data());  // Alg. 2, line 14
+          const double P = std::exp(S_i[j - J.begin] - m_tile);     // Alg. 2, line 12
+          l_tile += P;                                              // Alg. 2, line 12
+          add_scaled(h.dv, Z(i, j, P), h.v + j * h.dv, PV.data());  // Alg. 2, line 14
         }
         const double m_new = maximum(m[i], m_tile);  // Alg. 2, line 13
         const double a = std::exp(m[i] - m_new) * l[i];
@@ -81,13 +81,12 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const Outp
           const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
           const auto [S, dS_dqk] = score(h, i, j);  // Alg. 4, lines 11, 12
           if (S == -kInf) continue;
-          const double P = std::exp(S - m[i]) / l[i];    // Alg. 4, line 13
-          const double z = Z(i, j);                      // Alg. 4, line 14
-          add_scaled(h.dv, P * z, dO_i, &dV[j * h.dv]);  // Alg. 4, lines 15, 16
-          const double dP = z * dot(h.dv, dO_i, v_j);    // Alg. 4, lines 17, 18
-          const double dS = P * (dP - D_i) * dS_dqk;     // Alg. 4, line 20
-          add_scaled(h.d, dS, k_j, &dQ[i * h.d]);        // Alg. 4, line 21
-          add_scaled(h.d, dS, q_i, &dK[j * h.d]);        // Alg. 4, line 22
+          const double P = std::exp(S - m[i]) / l[i];         // Alg. 4, line 13
+          add_scaled(h.dv, Z(i, j, P), dO_i, &dV[j * h.dv]);  // Alg. 4, lines 14 to 16
+          const double dP = Z(i, j, dot(h.dv, dO_i, v_j));    // Alg. 4, lines 17, 18
+          const double dS = P * (dP - D_i) * dS_dqk;          // Alg. 4, line 20
+          add_scaled(h.d, dS, k_j, &dQ[i * h.d]);             // Alg. 4, line 21
+          add_scaled(h.d, dS, q_i, &dK[j * h.d]);             // Alg. 4, line 22
         }
       }
       store(traffic, I.size() * h.d);  // Alg. 4, line 21: dQ_i

@@ -38,9 +38,9 @@ Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, i
         for (int64_t c = 0; c < h.dv; ++c) O[r][c] *= rescale;  // Alg. 1, line 10
         for (int64_t j = J.begin; j < J.end; ++j) {
           if (S[r][j - J.begin] == -kInf) continue;
-          const double P = std::exp(S[r][j - J.begin] - m_new);           // Alg. 1, line 9
-          l[r] += P;                                                      // Alg. 1, line 9
-          add_scaled(h.dv, P * Z(I.begin + r, j), h.v + j * h.dv, O[r]);  // Alg. 1, line 10
+          const double P = std::exp(S[r][j - J.begin] - m_new);          // Alg. 1, line 9
+          l[r] += P;                                                     // Alg. 1, line 9
+          add_scaled(h.dv, Z(I.begin + r, j, P), h.v + j * h.dv, O[r]);  // Alg. 1, line 10
         }
       }
     }
@@ -83,13 +83,12 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
           const double *k_j = h.k + j * h.d, *v_j = h.v + j * h.dv;
           const auto [S, dS_dqk] = score(h, i, j);  // Alg. 2, line 10
           if (S == -kInf) continue;
-          const double P = std::exp(S - L[i]);  // Alg. 2, line 11
-          const double z = Z(i, j);
-          add_scaled(h.dv, P * z, dO_i, &dV[j * h.dv]);  // Alg. 2, line 12
-          const double dP = z * dot(h.dv, dO_i, v_j);    // Alg. 2, line 13
-          const double dS = P * (dP - D[i]) * dS_dqk;    // Alg. 2, line 14
-          add_scaled(h.d, dS, k_j, &dQ[i * h.d]);        // Alg. 2, line 15
-          add_scaled(h.d, dS, q_i, &dK[j * h.d]);        // Alg. 2, line 16
+          const double P = std::exp(S - L[i]);                // Alg. 2, line 11
+          add_scaled(h.dv, Z(i, j, P), dO_i, &dV[j * h.dv]);  // Alg. 2, line 12
+          const double dP = Z(i, j, dot(h.dv, dO_i, v_j));    // Alg. 2, line 13
+          const double dS = P * (dP - D[i]) * dS_dqk;         // Alg. 2, line 14
+          add_scaled(h.d, dS, k_j, &dQ[i * h.d]);             // Alg. 2, line 15
+          add_scaled(h.d, dS, q_i, &dK[j * h.d]);             // Alg. 2, line 16
         }
       }
       store(traffic, I.size() * h.d);  // Alg. 2, line 15: dQ_i

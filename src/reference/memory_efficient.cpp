@@ -28,7 +28,7 @@ Forward memory_efficient_forward(const Head& h, Traffic* traffic) {
     for (int64_t j = 0; j < h.sk; ++j) {  // Eq. 2: o_i = sum_j exp(q_i . k_j) / L_i v_j
       const double S = score(h, i, j).S;
       if (S == -kInf) continue;
-      add_scaled(h.dv, std::exp(S - out.lse[i]) * Z(i, j), h.v + j * h.dv, o_i);
+      add_scaled(h.dv, Z(i, j, std::exp(S - out.lse[i])), h.v + j * h.dv, o_i);
     }
     store(traffic, h.dv + 1);
   }
@@ -51,8 +51,8 @@ Backward memory_efficient_backward(const Head& h, const Forward& forward,
       const auto [S, dS_dqk] = score(h, i, j);
       if (S == -kInf) continue;
       const double P = std::exp(S - forward.lse[i]);
-      add_scaled(h.dv, P * Z(i, j), dO_i, &grad.dv[j * h.dv]);  // Eq. 3
-      const double dP = Z(i, j) * dot(h.dv, dO_i, v_j);
+      add_scaled(h.dv, Z(i, j, P), dO_i, &grad.dv[j * h.dv]);  // Eq. 3
+      const double dP = Z(i, j, dot(h.dv, dO_i, v_j));
       const double dS = P * (dP - D_i) * dS_dqk;
       add_scaled(h.d, dS, k_j, &grad.dq[i * h.d]);  // Eq. 5
       add_scaled(h.d, dS, q_i, &grad.dk[j * h.d]);  // Eq. 6

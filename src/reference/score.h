@@ -43,13 +43,13 @@ inline Score score(const Head& h, int64_t i, int64_t j) {
   return {S - rule.slope * static_cast<double>(std::abs(distance)), dS_dqk};
 }
 
-/// Z_ij: 1 / (1 - p) for a kept entry of P, 0 for a dropped one. FlashAttention, Alg. 4, line 14.
+/// Z_ij x: x / (1 - p) for a kept entry, 0 for a dropped one, also if x is NaN. FlashAttention, Alg. 4, line 14.
 class DropoutFactor {
  public:
   explicit DropoutFactor(const Rule& rule) : dropout_(rule.dropout), head_index_(rule.head_index) {}
-  double operator()(int64_t i, int64_t j) const {
-    if (dropout_.p == 0) return 1;
-    return dropout_.mask.keeps(head_index_, i, j) ? 1 / (1 - dropout_.p) : 0;
+  double operator()(int64_t i, int64_t j, double x) const {
+    if (dropout_.p == 0) return x;
+    return dropout_.mask.keeps(head_index_, i, j) ? x / (1 - dropout_.p) : 0;
   }
 
  private:

@@ -44,7 +44,7 @@ Forward standard_forward(const Head& h, Traffic* traffic) {
   for (int64_t i = 0; i < h.sq; ++i) {
     for (int64_t j = 0; j < h.sk; ++j) {
       if (S[i][j] == -kInf) continue;
-      add_scaled(h.dv, P[i][j] * Z(i, j), h.v + j * h.dv, &out.o[i * h.dv]);
+      add_scaled(h.dv, Z(i, j, P[i][j]), h.v + j * h.dv, &out.o[i * h.dv]);
     }
   }
   store(traffic, h.sq * h.dv);
@@ -70,13 +70,13 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
 
   load(traffic, h.sq * h.sk + h.sq * h.dv);  // Alg. 3, line 1: load P, dO; store dV = P^T dO
   for_each_visible([&](int64_t i, int64_t j) {
-    add_scaled(h.dv, P[i][j] * Z(i, j), dout.o + i * h.dv, &grad.dv[j * h.dv]);
+    add_scaled(h.dv, Z(i, j, P[i][j]), dout.o + i * h.dv, &grad.dv[j * h.dv]);
   });
   store(traffic, h.sk * h.dv);
 
   load(traffic, h.sq * h.dv + h.sk * h.dv);  // Alg. 3, line 2: load dO, V; store dP = dO V^T
   for_each_visible([&](int64_t i, int64_t j) {
-    dP[i][j] = Z(i, j) * dot(h.dv, dout.o + i * h.dv, h.v + j * h.dv);
+    dP[i][j] = Z(i, j, dot(h.dv, dout.o + i * h.dv, h.v + j * h.dv));
   });
   store(traffic, h.sq * h.sk);
 

@@ -155,7 +155,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
       if (hidden[j]) continue;
-      const T p = round(P[j] * Z[j]);
+      const T p = Z[j] == 0 ? T{0} : round(P[j] * Z[j]);  // a dropped NaN is 0
       for (int64_t c = 0; c < dv; ++c) row[c] += p * v[j * dv + c];
     }
     T D = 0, size_of_d = 0, squares_of_d = 0;
@@ -173,7 +173,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     sizes->dsink += p_sink * (size_of_d + std::fabs(dlse));
     sizes->dsink_squares += p_sink * p_sink * squares_of_d;
     for (int64_t j = begin; j < end; ++j) {
-      const T p = round(P[j] * Z[j]);
+      const T p = Z[j] == 0 ? T{0} : round(P[j] * Z[j]);  // a dropped NaN is 0
       for (int64_t c = 0; c < dv; ++c) dV[j * dv + c] += p * dout[i * dv + c];
     }
     std::fill(dP.begin(), dP.end(), T{0});
@@ -182,7 +182,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     }
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
-      const T dp = round(dP[j]) * Z[j];
+      const T dp = Z[j] == 0 ? T{0} : round(dP[j]) * Z[j];
       const T dS = round(round(P[j] * (dp - (D - dlse))) * jacobian[j]);
       sizes->ds =
           std::max<double>(sizes->ds, P[j] * (std::fabs(dp) + std::fabs(D) + std::fabs(dlse)));

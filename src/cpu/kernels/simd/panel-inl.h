@@ -215,8 +215,8 @@ HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* hig
   *high = hn::OddEven(hn::BitCast(u, odd), hn::BitCast(u, hn::ShiftRight<32>(even)));
 }
 
-/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped. j % 4 == 0.
-/// Where P and `second` are both given, both are treated alike. Philox runs lane by lane
+/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped, also if P is NaN. j
+/// % 4 == 0. Where P and `second` are both given, both are treated alike. Philox runs lane by lane
 /// (kernels/host_device/dropout.h).
 HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
@@ -244,12 +244,11 @@ HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const P
       }
       const hn::Vec<U32> words[kernels::kDropoutKeys] = {c0, c1, c2, c3};
       for (int64_t w = 0; w < std::min<int64_t>(kernels::kDropoutKeys, n - jj); ++w) {
-        const V32 factor =
-            hn::IfThenElseZero(hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold))), kept);
+        const auto keeps = hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold)));
         for (float* values : {P, second}) {
           if (values == nullptr) continue;
           float* at = values + (jj + w) * ld + v * kLanes;
-          hn::Store(hn::Mul(hn::Load(f, at), factor), f, at);
+          hn::Store(hn::IfThenElseZero(keeps, hn::Mul(hn::Load(f, at), kept)), f, at);
         }
       }
     }

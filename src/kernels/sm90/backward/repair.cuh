@@ -68,7 +68,9 @@ __device__ __forceinline__ Weights weights_of(const BackwardParams& p, float sco
   const float exponent = kSoftcap || kAlibi ? transform_score(p, score, alibi, float(distance)) : score * p.scale_log2;
   const float probability = exp2_fast(exponent + shift);
   const float slope = kSoftcap ? softcap_slope(p, score) : 1;
-  return {probability * p.p_scale * kept, probability * (dp * kept + delta) * slope};
+  // A dropped entry is 0 even where P or dP is NaN.
+  const bool dropped = kDropout && kept == 0;
+  return {dropped ? 0 : probability * p.p_scale * kept, probability * ((dropped ? 0 : dp * kept) + delta) * slope};
 }
 
 __device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutMask& dropout, int batch, int head,
