@@ -1,4 +1,4 @@
-"""Includes point one way: api -> plan -> cpu, cuda, reference -> engine -> call -> base -> kernels.
+"""Includes point one way: api -> plan -> cpu, cuda, reference -> host -> engine -> call -> base -> kernels.
 
 Each folder of src/ names the folders that its files may include; the folders that a folder does not
 name, it does not know. Inside a folder no two files (a source with its header is one) include each
@@ -31,9 +31,10 @@ FOLDERS = {
     PUBLIC: [],
     "base": [PUBLIC],
     "call": [PUBLIC, "base", *HOST_DEVICE],
-    "engine": [*CALL, "kernels/common"],
-    "reference": [*CALL, "engine"],
-    "cpu": [*CALL, "engine", "kernels/common", "cpu/kernels"],
+    "engine": CALL,
+    "host": [*CALL, "engine"],
+    "reference": [*CALL, "engine", "host"],
+    "cpu": [*CALL, "engine", "host", "cpu/kernels"],
     "cpu/kernels": [*CALL, "cpu/kernels/simd", "cpu/kernels/bf16"],
     "cpu/kernels/simd": CALL,
     "cpu/kernels/bf16": [*CALL, "cpu/kernels/simd"],
@@ -43,8 +44,8 @@ FOLDERS = {
     "cuda/common": CUDA_COMMON,
     "cuda/sm90": [*CUDA_COMMON, "cuda/common", *SM90_PARAMS],
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/sm90"],
-    "plan": [*CALL, "engine", "kernels/common", "reference", "cpu", "cuda/engine"],
-    "api": [*CALL, "engine", "plan", "cpu", "cuda/engine"],
+    "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
+    "api": [*CALL, "engine", "plan"],
     "kernels/host_device": [],
     "kernels/common": KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "base/check.h"
 #include "call/problem.h"
 #include "fulgur/attention.h"
 
@@ -14,6 +15,10 @@ struct CacheTensors {
   bool given() const {
     return page_table.given() || page_indptr.given() || cache_batch_idx.given() ||
            leftpad_k.given();
+  }
+  /// Whether the host can read where rows lie.
+  bool readable() const {
+    return on_host(page_table) && on_host(page_indptr) && on_host(cache_batch_idx);
   }
 };
 

@@ -14,10 +14,11 @@
 #include "call/sinks.h"
 #include "cpu/estimate.h"
 #include "cpu/kernels/dispatch.h"
-#include "cpu/memory.h"
 #include "cpu/plan.h"
-#include "cpu/shared_prefix.h"
 #include "fulgur/error.h"
+#include "host/host_engine.h"
+#include "host/memory.h"
+#include "host/prefix_steps.h"
 
 namespace fulgur::cpu {
 namespace {
@@ -239,7 +240,7 @@ class CpuExecutable final : public Executable {
 
   void run(const Call& call, const Run& run) const override {
     const bool own = run.workspace.data == nullptr;
-    const ScratchMemory memory(own ? plan_.workspace_bytes() : 0);
+    const host::ScratchMemory memory(own ? plan_.workspace_bytes() : 0);
     auto* const floats = static_cast<float*>(own ? memory.data() : run.workspace.data);
     if (p_.pass == Pass::kForward) {
       Work(p_, k_, plan_, *std::get<const ForwardArgs*>(call), run, floats).forward();
@@ -260,7 +261,7 @@ class CpuExecutable final : public Executable {
   }
 
   WorkspaceNeed workspace() const override {
-    return {plan_.workspace_bytes(), ScratchMemory::kAlignment, 0};
+    return {plan_.workspace_bytes(), host::ScratchMemory::kAlignment, 0};
   }
 
  private:
@@ -270,7 +271,7 @@ class CpuExecutable final : public Executable {
   CpuPlan plan_;
 };
 
-class CpuEngine final : public Engine {
+class CpuEngine final : public host::HostEngine {
  public:
   std::string name() const override { return "cpu"; }
   std::string description() const override {
@@ -302,8 +303,8 @@ class CpuEngine final : public Engine {
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
     return std::make_unique<CpuExecutable>(problem, threads);
   }
-  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int threads) const override {
-    return cpu::prefix_steps(threads);
+  std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const override {
+    return host::prefix_steps();
   }
 };
 

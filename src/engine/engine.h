@@ -8,11 +8,12 @@
 #include <variant>
 #include <vector>
 
+#include "call/append_call.h"
 #include "call/lengths.h"
 #include "call/merge_call.h"
 #include "call/problem.h"
 #include "fulgur/attention.h"
-#include "kernels/common/shared_prefix_params.h"
+#include "kernels/host_device/prefix_split.h"
 
 namespace fulgur {
 
@@ -43,29 +44,40 @@ class Executable {
   virtual WorkspaceNeed workspace() const = 0;
 };
 
+/// The append of a forward call that brings new rows of K and V, before its attention, for one
+/// problem. Runs may overlap.
+class AppendStep {
+ public:
+  virtual ~AppendStep() = default;
+  /// What a run wants of the workspace.
+  virtual int64_t bytes() const = 0;
+  /// Appends, with so many bytes of `memory`. Returns the keys that each sequence has afterwards,
+  /// where they are in that memory, and null where the host has them.
+  virtual const int32_t* append(const AppendCall& call, void* memory, const Run& run) const = 0;
+};
+
 /// What an engine does besides attention where a call is divided at the ends of shared prefixes
-/// (shared_prefix.h), for one problem. Runs may overlap.
+/// (plan/shared_prefix.h), for one problem. Runs may overlap.
 class PrefixSteps {
  public:
   virtual ~PrefixSteps() = default;
   /// Bytes of K and V that a call which is not divided reads in the time that dividing it takes.
   virtual int64_t cost_bytes() const = 0;
-  /// Calls `compute` with memory for a run: the caller's, or its own, as `need` says.
-  virtual void with_workspace(const WorkspaceNeed& need, const Run& run,
-                              const std::function<void(void*)>& compute) const = 0;
   /// Bytes of the workspace for numbers in the host's memory, and the call with those moved there.
   virtual int64_t metadata_bytes() const = 0;
   virtual ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const = 0;
-  /// Writes what the parts are told, where the engine computes.
-  virtual void divide(const kernels::SharedPrefixParams& params, const Run& run) const = 0;
-  virtual void merge(const MergeCall& call, const Run& run) const = 0;
+  /// Writes the arguments of both parts to memory of the device.
+  virtual void divide(const kernels::PrefixSplit& split, const Run& run) const = 0;
 };
 
-/// One way to compute attention on one kind of device.
+/// One way to compute attention on one kind of device, and what else a call does there: appending
+/// to KV caches, merging partial results, and memory for the runs of composite plans. `threads`: as
+/// Options says.
 class Engine {
  public:
   virtual ~Engine() = default;
   virtual std::string name() const = 0;
+  virtual DeviceType device() const = 0;
   virtual std::string description() const = 0;
   /// Why the engine cannot be used on this machine; empty when it can.
   virtual std::string unavailable() const = 0;
@@ -73,15 +85,27 @@ class Engine {
   virtual std::string rejects(const Problem& problem) const = 0;
   /// Why it is left to users who name the engine; empty when it is not.
   virtual std::string only_by_name(const Problem&) const { return {}; }
-  /// `threads`: as Options says.
   virtual std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const = 0;
   /// The plan of a problem whose new rows the kernel that attends appends, too; null where it does
   /// not, and why.
   virtual std::unique_ptr<const Executable> plan_fused(const Problem&, std::string*) const {
     return {};
   }
-  /// Null where it does not read shared prefixes once. `threads`: as Options says.
+  /// The step that appends the new rows of a problem by itself.
+  virtual std::unique_ptr<const AppendStep> append_step(const Problem& problem,
+                                                        int threads) const = 0;
+  /// Null where it does not read shared prefixes once.
   virtual std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const { return {}; }
+  /// Calls `compute` with memory for a run on the device: the caller's, or the engine's own, as
+  /// `need` says.
+  virtual void with_workspace(Device device, const WorkspaceNeed& need, const Run& run,
+                              const std::function<void(void*)>& compute) const = 0;
+  /// Appends rows to caches, or gets ready for such calls. Throws Error: kUnsupported for what it
+  /// does not take, kUnavailable without a device.
+  virtual void append(const AppendCall& call, int threads, const Run& run) const = 0;
+  virtual void prepare(const AppendCall&) const {}
+  /// Merges partial results. Throws Error likewise.
+  virtual void merge(const MergeCall& call, int threads, const Run& run) const = 0;
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
   virtual void check_plannable(const Problem&, const Run&) const {}
   /// Plans made under another number are out of date.

@@ -9,9 +9,6 @@
 #include "call/append_then_attend.h"
 #include "call/kv_locator.h"
 #include "call/lengths.h"
-#include "cpu/append.h"
-#include "cpu/memory.h"
-#include "cuda/engine/append.h"
 #include "engine/workspace.h"
 #include "plan/shared_prefix.h"
 
@@ -22,62 +19,55 @@ namespace {
 /// that fails.
 void check_attention(const Problem& p, const ForwardArgs& args) {
   const Sequences sequences(p, args);
-  if (p.device.type == DeviceType::kCpu) const KvLocator checked(p, sequences, args);
+  if (cache_of(args).readable()) const KvLocator checked(p, sequences, args);
   check_prefixes(p, args);
 }
 
 /// Where things lie in the workspace, after that of the attention.
 struct Places {
-  int64_t turned, lengths, numbers, end;
+  int64_t rotated, step, end;
 
-  Places(const Problem& p, int64_t begin) {
-    end = workspace_aligned(begin);
-    const auto take = [&](int64_t bytes) {
-      return std::exchange(end, end + workspace_aligned(bytes));
-    };
-    turned = take(rotated_bytes(p));
-    const bool on_cpu = p.device.type == DeviceType::kCpu;  // which keeps lengths itself
-    lengths = take(on_cpu ? 0 : p.append.batch * int64_t{sizeof(int32_t)});
-    numbers = take(p.append.host_numbers * int64_t{sizeof(int32_t)});
+  Places(const Problem& p, const AppendStep& append, int64_t begin) {
+    Arena arena(begin);
+    rotated = arena.take(rotated_bytes(p));
+    step = arena.take(append.bytes());
+    end = arena.end();
   }
 };
 
 class AppendFirstExecutable final : public Executable {
  public:
-  AppendFirstExecutable(const Problem& p, int threads, std::string sentence,
+  AppendFirstExecutable(const Problem& p, const Engine& engine,
+                        std::unique_ptr<const AppendStep> append,
                         std::unique_ptr<const Executable> attention)
       : p_(p),
         follows_(without_append(p)),
-        threads_(threads),
-        sentence_(std::move(sentence)),
+        engine_(engine),
+        append_(std::move(append)),
         attention_(std::move(attention)),
-        at_(p, begin_of(p, attention_->workspace())) {}
+        at_(p, *append_, attention_->workspace().bytes) {}
 
   void run(const Call& call, const Run& run) const override {
     AppendThenAttend appending(*std::get<const ForwardArgs*>(call), p_.mask);
     check_attention(follows_, appending.attention());
-    if (p_.device.type == DeviceType::kCpu) {
-      const bool own = run.workspace.data == nullptr;
-      const cpu::ScratchMemory memory(own ? at_.end : 0);
-      auto* const bytes = static_cast<std::byte*>(own ? memory.data() : run.workspace.data);
-      appending.rotate_into(bytes + at_.turned);
-      cpu::append(appending.call(), threads_);
-      attend(appending, run, bytes);
-      return;
-    }
-    cuda::with_workspace(p_.device, at_.end, run, [&](void* memory) {
+    engine_.with_workspace(p_.device, workspace(), run, [&](void* memory) {
       auto* const bytes = static_cast<std::byte*>(memory);
-      auto* const lengths = reinterpret_cast<int32_t*>(bytes + at_.lengths);
-      appending.rotate_into(bytes + at_.turned);
-      cuda::append(appending.call(), {bytes + at_.numbers, lengths}, run);
-      appending.attend_to(lengths);
-      attend(appending, run, bytes);
+      appending.rotate_into(bytes + at_.rotated);
+      const int32_t* const lengths = append_->append(appending.call(), bytes + at_.step, run);
+      if (lengths != nullptr) appending.attend_to(lengths);
+      Run attend = run;
+      if (at_.end > 0) attend.workspace = {bytes, attention_->workspace().bytes};
+      attention_->run(&appending.attention(), attend);
     });
   }
 
   Explanation explain() const override {
     Explanation e = attention_->explain();
-    e.decisions.insert(e.decisions.begin(), sentence_);
+    e.decisions.insert(
+        e.decisions.begin(),
+        fmt::format("new rows of k and v, {} in all, go to their caches first{}, and are attended "
+                    "then",
+                    p_.append.tokens, p_.append.turns ? ", keys and queries turned" : ""));
     return e;
   }
 
@@ -94,23 +84,10 @@ class AppendFirstExecutable final : public Executable {
     return need;
   }
 
-  /// Bytes that a call wants besides those of its attention.
-  static int64_t bytes_besides(const Problem& p) { return Places(p, 0).end + kWorkspaceAlignment; }
-
  private:
-  static int64_t begin_of(const Problem& p, const WorkspaceNeed& attention) {
-    return p.device.type == DeviceType::kCpu ? attention.bytes : cuda::free_from(attention);
-  }
-
-  void attend(const AppendThenAttend& appending, const Run& run, std::byte* memory) const {
-    Run part = run;
-    if (at_.end > 0) part.workspace = {memory, attention_->workspace().bytes};
-    attention_->run(&appending.attention(), part);
-  }
-
   Problem p_, follows_;
-  int threads_;
-  std::string sentence_;
+  const Engine& engine_;
+  std::unique_ptr<const AppendStep> append_;
   std::unique_ptr<const Executable> attention_;
   Places at_;
 };
@@ -120,21 +97,18 @@ class AppendFirstExecutable final : public Executable {
 std::unique_ptr<const Executable> plan_append(const Problem& p, const Engine& engine, int threads,
                                               const PlanAttention& plan_attention,
                                               std::vector<std::string>* rejected) {
-  const bool on_cpu = p.device.type == DeviceType::kCpu;
   std::string why_not;
   if (auto fused = engine.plan_fused(p, &why_not)) return fused;
-  if (!on_cpu) rejected->push_back(fmt::format("append by the kernel that attends: {}", why_not));
+  if (!why_not.empty()) {
+    rejected->push_back(fmt::format("append by the kernel that attends: {}", why_not));
+  }
+  auto append = engine.append_step(p, threads);
   Problem follows = without_append(p);
   if (follows.max_workspace > 0) {
-    const int64_t left = follows.max_workspace - AppendFirstExecutable::bytes_besides(p);
-    follows.max_workspace = std::max<int64_t>(left, 1);
+    const int64_t besides = Places(p, *append, 0).end + kWorkspaceAlignment;
+    follows.max_workspace = std::max<int64_t>(follows.max_workspace - besides, 1);
   }
-  std::string sentence =
-      fmt::format("new rows of k and v, {} in all, go to their caches first{}, {}", p.append.tokens,
-                  p.append.turns ? ", keys and queries turned" : "",
-                  on_cpu ? "and are attended then" : "by a launch of their own");
-  if (!on_cpu) cuda::prepare_append(p.device, p.dtype, p.append.host_numbers > 0);
-  return std::make_unique<AppendFirstExecutable>(p, threads, std::move(sentence),
+  return std::make_unique<AppendFirstExecutable>(p, engine, std::move(append),
                                                  plan_attention(follows, rejected));
 }
 

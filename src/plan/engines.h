@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 
 #include "engine/engine.h"
 
@@ -8,5 +9,9 @@ namespace fulgur {
 
 /// Every engine, in the order of preference.
 std::span<const Engine* const> all_engines();
+
+/// The engine of calls that are no attention: of the device of the tensor `like`, the first one or
+/// the one of this name. Throws Error(kInvalidArgument) where there is none of that name.
+const Engine& engine_on(Device device, const std::string& name, const char* like);
 
 }  // namespace fulgur

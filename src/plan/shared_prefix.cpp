@@ -12,12 +12,10 @@
 #include "call/merge_call.h"
 #include "call/prefix_split.h"
 #include "engine/workspace.h"
-#include "kernels/common/shared_prefix_params.h"
+#include "kernels/host_device/prefix_split.h"
 
 namespace fulgur {
 namespace {
-
-using Params = kernels::SharedPrefixParams;
 
 int64_t key_bytes(const Problem& p) { return p.hk * (p.d + p.dv) * size_of(p.dtype); }
 
@@ -40,32 +38,31 @@ class SharedPrefixes final : public Executable {
   SharedPrefixes(const Problem& p, std::unique_ptr<const PrefixSteps> steps, const Engine& engine,
                  int threads)
       : p_(p),
+        engine_(engine),
+        threads_(threads),
         steps_(std::move(steps)),
         prefix_(engine.plan(prefix_part(p), threads)),
         rest_(engine.plan(rest_part(p), threads)),
         part_need_{std::max(prefix_->workspace().bytes, rest_->workspace().bytes),
                    std::max(prefix_->workspace().alignment, rest_->workspace().alignment),
                    std::max(prefix_->workspace().zeroed_bytes, rest_->workspace().zeroed_bytes)} {
-    int64_t end = workspace_aligned(part_need_.bytes);
-    const auto take = [&](int64_t bytes) {
-      return std::exchange(end, end + workspace_aligned(bytes));
-    };
-    at_.host_numbers = take(steps_->metadata_bytes());
-    at_.group_rows = take((groups() + 1) * int64_t{sizeof(int)});
-    at_.group_keys = take(groups() * int64_t{sizeof(int)});
-    at_.group_ids = take((groups() + 1) * int64_t{sizeof(int)});
-    at_.leftpad_k = take(p_.batch * int64_t{sizeof(int)});
-    at_.prefix_out = take(part_out_bytes(p_));
-    at_.prefix_lse = take(part_lse_bytes(p_));
-    at_.rest_lse = take(p_.want_lse ? 0 : part_lse_bytes(p_));
-    at_.end = end;
+    Arena arena(part_need_.bytes);
+    at_.host_numbers = arena.take(steps_->metadata_bytes());
+    at_.group_rows = arena.take((groups() + 1) * int64_t{sizeof(int)});
+    at_.group_keys = arena.take(groups() * int64_t{sizeof(int)});
+    at_.group_ids = arena.take((groups() + 1) * int64_t{sizeof(int)});
+    at_.leftpad_k = arena.take(p_.batch * int64_t{sizeof(int)});
+    at_.prefix_out = arena.take(part_out_bytes(p_));
+    at_.prefix_lse = arena.take(part_lse_bytes(p_));
+    at_.rest_lse = arena.take(p_.want_lse ? 0 : part_lse_bytes(p_));
+    at_.end = arena.end();
   }
 
   void run(const Call& call, const Run& run) const override {
     const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
     // The members' own ids of their prefix, too, read or not: what is right depends on no plan.
-    if (on_host(args.page_table)) const KvLocator checked(p_, Sequences(p_, args), args);
-    steps_->with_workspace(workspace(), run, [&](void* memory) {
+    if (cache_of(args).readable()) const KvLocator checked(p_, Sequences(p_, args), args);
+    engine_.with_workspace(p_.device, workspace(), run, [&](void* memory) {
       compute(args, run, static_cast<std::byte*>(memory));
     });
   }
@@ -100,49 +97,49 @@ class SharedPrefixes final : public Executable {
 
   void compute(const ForwardArgs& args, const Run& run, std::byte* memory) const {
     const ForwardArgs here = steps_->moved(args, run, memory + at_.host_numbers);
-    const Params params = params_of(here, memory);
-    steps_->divide(params, run);
+    const kernels::PrefixSplit split = split_of(here, memory);
+    steps_->divide(split, run);
     Run part = run;
     part.workspace = {memory, part_need_.bytes};
 
     // Their problems know how tensors lie: of the call's they take the data.
     ForwardArgs rest = here;
-    rest.leftpad_k = vector(params.leftpad_k, p_.batch);
+    rest.leftpad_k = vector(split.leftpad_k, p_.batch);
     if (!args.lse.given()) rest.lse = lse_at(memory + at_.rest_lse);
     ForwardArgs prefix = here;
     prefix.out = out_at(memory + at_.prefix_out);
     prefix.lse = lse_at(memory + at_.prefix_lse);
-    prefix.cu_seqlens_q = vector(params.group_rows, groups() + 1);
-    prefix.seqused_k = vector(params.group_keys, groups());
-    prefix.page_indptr = vector(params.group_ids, groups() + 1);
+    prefix.cu_seqlens_q = vector(split.group_rows, groups() + 1);
+    prefix.seqused_k = vector(split.group_keys, groups());
+    prefix.page_indptr = vector(split.group_ids, groups() + 1);
     prefix_->run(&prefix, part);
     rest_->run(&rest, part);
 
     const std::array<Partial, 2> parts{{{prefix.out, prefix.lse}, {rest.out, rest.lse}}};
-    steps_->merge(checked_merge(parts, {args.out, args.lse}), run);
+    engine_.merge(checked_merge(parts, {args.out, args.lse}), threads_, run);
   }
 
-  Params params_of(const ForwardArgs& args, std::byte* memory) const {
+  kernels::PrefixSplit split_of(const ForwardArgs& args, std::byte* memory) const {
     const auto ints = [](const ConstTensor& t) { return static_cast<const int*>(t.data); };
     const auto at = [&](int64_t offset) { return reinterpret_cast<int*>(memory + offset); };
-    Params params{};
-    params.groups = static_cast<int>(groups());
-    params.batch = static_cast<int>(p_.batch);
-    params.sq = static_cast<int>(p_.sq);
-    params.total_q = static_cast<int>(p_.total_q);
-    params.sk = static_cast<int>(p_.sk);
-    params.ids = static_cast<int>(ids_of(p_));
-    params.table_stride = p_.cache.table_stride;
-    params.prefix_groups = ints(args.prefix_groups);
-    params.prefix_lens = ints(args.prefix_lens);
-    params.cu_seqlens_q = ints(args.cu_seqlens_q);
-    params.seqused_k = ints(args.seqused_k);
-    params.page_indptr = ints(args.page_indptr);
-    params.group_rows = at(at_.group_rows);
-    params.group_keys = at(at_.group_keys);
-    params.group_ids = at(at_.group_ids);
-    params.leftpad_k = at(at_.leftpad_k);
-    return params;
+    kernels::PrefixSplit split{};
+    split.groups = static_cast<int>(groups());
+    split.batch = static_cast<int>(p_.batch);
+    split.sq = static_cast<int>(p_.sq);
+    split.total_q = static_cast<int>(p_.total_q);
+    split.sk = static_cast<int>(p_.sk);
+    split.ids = static_cast<int>(ids_of(p_));
+    split.table_stride = p_.cache.table_stride;
+    split.prefix_groups = ints(args.prefix_groups);
+    split.prefix_lens = ints(args.prefix_lens);
+    split.cu_seqlens_q = ints(args.cu_seqlens_q);
+    split.seqused_k = ints(args.seqused_k);
+    split.page_indptr = ints(args.page_indptr);
+    split.group_rows = at(at_.group_rows);
+    split.group_keys = at(at_.group_keys);
+    split.group_ids = at(at_.group_ids);
+    split.leftpad_k = at(at_.leftpad_k);
+    return split;
   }
 
   Tensor vector(int* data, int64_t size) const {
@@ -170,6 +167,8 @@ class SharedPrefixes final : public Executable {
   }
 
   Problem p_;
+  const Engine& engine_;
+  int threads_;
   std::unique_ptr<const PrefixSteps> steps_;
   std::unique_ptr<const Executable> prefix_, rest_;
   WorkspaceNeed part_need_;  ///< of both, one after the other

@@ -11,6 +11,7 @@
 #include "call/kv_locator.h"
 #include "call/padding.h"
 #include "call/tree.h"
+#include "host/host_engine.h"
 #include "reference/algorithms.h"
 
 namespace fulgur::reference {
@@ -191,7 +192,7 @@ class ReferenceExecutable final : public Executable {
   int threads_;
 };
 
-class ReferenceEngine final : public Engine {
+class ReferenceEngine final : public host::HostEngine {
  public:
   std::string name() const override { return "reference"; }
   std::string description() const override { return "the papers' algorithms in double precision"; }

@@ -16,7 +16,7 @@
 #include "call/make_problem.h"
 #include "call/padding.h"
 #include "cpu/kernels/amx.h"
-#include "cpu/memory.h"
+#include "host/memory.h"
 #include "oracle.h"
 #include "workload.h"
 
@@ -190,7 +190,7 @@ auto rows_of(const Matrix& m, int64_t columns) {
 template <class Products, int kParts>
 std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   const int64_t m = A.size() / k, n = B.size() / k, steps = kParts * steps_of(k);
-  const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
+  const host::ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
@@ -216,7 +216,7 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
 template <class Products, int kParts>
 std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t m, int64_t n) {
   const int64_t k = A.size() / m, row_steps = steps_of(k), steps = kParts * row_steps;
-  const ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
+  const host::ScratchMemory memory(2 * (blocks_of(m) + blocks_of(n)) * steps * kTileSize);
   auto* const a = static_cast<uint16_t*>(memory.data());
   auto* const b = a + blocks_of(m) * steps * kTileSize;
   Census census;
@@ -248,8 +248,8 @@ struct Found {
 };
 template <int kParts>
 Found census_of(const Matrix& m, int64_t columns) {
-  const ScratchMemory memory(2 * kParts * kTileSize * blocks_of(m.size() / columns) *
-                             steps_of(columns));
+  const host::ScratchMemory memory(2 * kParts * kTileSize * blocks_of(m.size() / columns) *
+                                   steps_of(columns));
   Census census;
   pack_rows<kParts>(rows_of(m, columns), m.size() / columns, static_cast<uint16_t*>(memory.data()),
                     &census);
@@ -299,7 +299,7 @@ class Scratch {
   float* data() const { return static_cast<float*>(memory_.data()); }
 
  private:
-  const ScratchMemory memory_;
+  const host::ScratchMemory memory_;
 };
 
 /// In blocks of `block` rows.
@@ -329,7 +329,7 @@ void run_backward(const Problem& p, const Given& given, const BackwardArgs& args
     const int64_t b = i / p.hk;
     const Task task{p, given, sequences[b], keys.of(b, sequences[b]), b, i % p.hk};
     const int64_t size = tile_dq_floats(p, task.rows()), block = kTiles * kBc;
-    const ScratchMemory memory(4 * (size + 1));
+    const host::ScratchMemory memory(4 * (size + 1));
     auto* dq = static_cast<float*>(memory.data());
     std::fill_n(dq, size, 0.0f);
     std::vector<float> D(task.rows());

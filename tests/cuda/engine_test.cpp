@@ -1910,7 +1910,7 @@ TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
     const AppendingCall c(w.shape, w.fresh);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);
     const std::string text = plan.explain();
-    EXPECT_NE(text.find("by a launch of their own"), std::string::npos) << text;
+    EXPECT_NE(text.find("go to their caches first"), std::string::npos) << text;
     EXPECT_NE(text.find(w.why), std::string::npos) << text;
     auto* const mine = reinterpret_cast<char*>(2 * kBase);
     const WorkspaceNeed need = plan.workspace();

@@ -7,8 +7,8 @@
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/merge_params.h"
 #include "kernels/common/padding_params.h"
-#include "kernels/common/shared_prefix_params.h"
 #include "kernels/common/upload_metadata_params.h"
+#include "kernels/host_device/prefix_split.h"
 #include "kernels/sm90/backward/params.h"
 #include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
@@ -27,7 +27,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_append", sizeof(AppendParams)},
     {"fulgur_merge", sizeof(MergeParams)},
     {"fulgur_upload_metadata", sizeof(UploadMetadataParams)},
-    {"fulgur_shared_prefix", sizeof(fulgur::kernels::SharedPrefixParams)},
+    {"fulgur_shared_prefix", sizeof(fulgur::kernels::PrefixSplit)},
     {"fulgur_forward", sizeof(ForwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
     {"fulgur_decode_merge", sizeof(DecodeAppendParams)},

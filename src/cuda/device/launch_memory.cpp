@@ -130,9 +130,12 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
   return lease;
 }
 
-LaunchMemory::Lease LaunchMemory::of(const Run& run, int64_t bytes) {
+LaunchMemory::Lease LaunchMemory::of(const Run& run, const WorkspaceNeed& need) {
   if (run.workspace.data != nullptr) return {static_cast<char*>(run.workspace.data)};
-  return take(static_cast<CUstream>(run.stream), bytes);
+  const int64_t kept = need.zeroed_bytes > 0 ? 0 : kZeroed;  // by those that need it zero
+  Lease lease = take(static_cast<CUstream>(run.stream), kept + need.bytes);
+  lease.data += kept;
+  return lease;
 }
 
 }  // namespace fulgur::cuda

@@ -43,8 +43,8 @@ class LaunchMemory {
 
   /// At least `bytes` for launches put on the stream while the lease lasts.
   Lease take(CUstream stream, int64_t bytes);
-  /// The workspace that a run brought, or else one of at least `bytes` for its launches.
-  Lease of(const Run& run, int64_t bytes);
+  /// The workspace that a run brought, or else memory for its launches as `need` says.
+  Lease of(const Run& run, const WorkspaceNeed& need);
 
  private:
   struct Block {

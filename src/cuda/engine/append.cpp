@@ -1,12 +1,14 @@
 #include "cuda/engine/append.h"
 
 #include <algorithm>
+#include <cstddef>
 
 #include "call/append_lengths.h"
 #include "cuda/common/append_arguments.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/engine/devices.h"
+#include "engine/workspace.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -19,6 +21,38 @@ void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const Appe
   launch(append_kernel(call.p.dtype), gpu, stream, &params, blocks,
          std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
 }
+
+class CudaAppendStep final : public AppendStep {
+ public:
+  CudaAppendStep(const Problem& p, Gpu& gpu) : gpu_(gpu) {
+    load(append_kernel(p.dtype), gpu);
+    if (p.append.host_numbers > 0) load(CallKernel::kUpload, gpu);
+    Arena arena;
+    lengths_ = arena.take(p.append.batch * int64_t{sizeof(int32_t)});
+    numbers_ = arena.take(p.append.host_numbers * int64_t{sizeof(int32_t)});
+    bytes_ = arena.end();
+  }
+
+  int64_t bytes() const override { return bytes_; }
+
+  const int32_t* append(const AppendCall& call, void* memory, const Run& run) const override {
+    auto* const bytes = static_cast<std::byte*>(memory);
+    auto* const lengths = reinterpret_cast<int32_t*>(bytes + lengths_);
+    AppendParams params = append_params(call);
+    if (params.batch == 0) return lengths;
+    const auto stream = static_cast<CUstream>(run.stream);
+    const HostMetadata numbers(call, gpu_, stream);
+    set_lengths(numbers.moved(call.args, bytes + numbers_), params);
+    params.lengths = lengths;
+    numbers.store(call.args, stream, bytes + numbers_);
+    launch_append(call, gpu_, stream, params);
+    return lengths;
+  }
+
+ private:
+  Gpu& gpu_;
+  int64_t lengths_ = 0, numbers_ = 0, bytes_ = 0;
+};
 
 }  // namespace
 
@@ -33,25 +67,11 @@ void append(const AppendCall& call, const Run& run) {
   loaded(append_kernel(call.p.dtype), gpu, stream);  // before anything is launched, as it may throw
   const HostMetadata numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
-  void* there = nullptr;
   if (numbers.bytes() > 0) {
-    lease = gpu.launch_memory().take(stream, LaunchMemory::kZeroed + numbers.bytes());
-    there = lease.data + LaunchMemory::kZeroed;
+    lease = gpu.launch_memory().of({.stream = run.stream}, {.bytes = numbers.bytes()});
   }
-  set_lengths(numbers.moved(call.args, there), params);
-  numbers.store(call.args, stream, there);
-  launch_append(call, gpu, stream, params);
-}
-
-void append(const AppendCall& call, const AppendMemory& memory, const Run& run) {
-  AppendParams params = append_params(call);
-  if (params.batch == 0) return;
-  Gpu& gpu = usable_gpu(call.p.device.index);
-  const auto stream = static_cast<CUstream>(run.stream);
-  const HostMetadata numbers(call, gpu, stream);
-  set_lengths(numbers.moved(call.args, memory.numbers), params);
-  params.lengths = memory.lengths;
-  numbers.store(call.args, stream, memory.numbers);
+  set_lengths(numbers.moved(call.args, lease.data), params);
+  numbers.store(call.args, stream, lease.data);
   launch_append(call, gpu, stream, params);
 }
 
@@ -60,22 +80,8 @@ void prepare(const AppendCall& call) {
   load(append_kernel(call.p.dtype), usable_gpu(call.p.device.index));
 }
 
-void prepare_append(Device device, DType dtype, bool host_numbers) {
-  Gpu& gpu = usable_gpu(device.index);
-  load(append_kernel(dtype), gpu);
-  if (host_numbers) load(CallKernel::kUpload, gpu);
-}
-
-void with_workspace(Device device, int64_t bytes, const Run& run,
-                    const std::function<void(void*)>& compute) {
-  Gpu& gpu = usable_gpu(device.index);
-  const CurrentContext current(gpu.context());
-  const LaunchMemory::Lease lease = gpu.launch_memory().of(run, bytes);
-  compute(lease.data);
-}
-
-int64_t free_from(const WorkspaceNeed& attention) {
-  return std::max(attention.bytes, LaunchMemory::kZeroed);
+std::unique_ptr<const AppendStep> append_step(const Problem& problem) {
+  return std::make_unique<CudaAppendStep>(problem, usable_gpu(problem.device.index));
 }
 
 }  // namespace fulgur::cuda

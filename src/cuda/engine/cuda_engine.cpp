@@ -5,10 +5,12 @@
 #include "base/check.h"
 #include "call/append_then_attend.h"
 #include "cuda/driver/driver.h"
+#include "cuda/engine/append.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/devices.h"
-#include "cuda/engine/shared_prefix.h"
+#include "cuda/engine/merge.h"
+#include "cuda/engine/prefix_steps.h"
 #include "cuda/engine/tuning.h"
 #include "fulgur/error.h"
 
@@ -24,6 +26,7 @@ Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
 class CudaEngine final : public Engine {
  public:
   std::string name() const override { return "cuda"; }
+  DeviceType device() const override { return DeviceType::kCuda; }
   std::string description() const override { return Machine::here().description; }
   std::string unavailable() const override {
     const std::string& why = driver_unavailable();
@@ -56,9 +59,24 @@ class CudaEngine final : public Engine {
     }
     return why->empty() ? fused->executable(gpu, std::move(reasons)) : nullptr;
   }
+  std::unique_ptr<const AppendStep> append_step(const Problem& p, int) const override {
+    return cuda::append_step(p);
+  }
   std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
     return cuda::prefix_steps(p, usable_gpu(p.device.index));
   }
+  void with_workspace(Device device, const WorkspaceNeed& need, const Run& run,
+                      const std::function<void(void*)>& compute) const override {
+    Gpu& gpu = usable_gpu(device.index);
+    const CurrentContext current(gpu.context());
+    const LaunchMemory::Lease lease = gpu.launch_memory().of(run, need);
+    compute(lease.data);
+  }
+  void append(const AppendCall& call, int, const Run& run) const override {
+    cuda::append(call, run);
+  }
+  void prepare(const AppendCall& call) const override { cuda::prepare(call); }
+  void merge(const MergeCall& call, int, const Run& run) const override { cuda::merge(call, run); }
   void check_plannable(const Problem& p, const Run& run) const override {
     const CurrentContext current(usable_gpu(p.device.index).context());
     if (!is_capturing(static_cast<CUstream>(run.stream))) return;

@@ -247,7 +247,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
   char* const workspace = lease.data;
   void* const numbers = workspace + workspace_.numbers;
   BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);

@@ -613,33 +613,29 @@ int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
 HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks) return {};
   HopperBackwardWorkspace at;
-  at.end = LaunchMemory::kZeroed;
-  const auto take = [&](int64_t bytes) {
-    const int64_t offset = at.end;
-    at.end += workspace_aligned(bytes);
-    return offset;
-  };
+  Arena arena(LaunchMemory::kZeroed);
   const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
-  at.shift = take(statistics);
-  at.delta = take(statistics);
-  at.dq_sums = take(plan.sums_floats(p.hq) * int64_t{sizeof(float)});
-  at.turns = take(plan.turns(p.hq) * int64_t{sizeof(int)});
-  at.zeros = take(plan.sums ? 0 : kernels::kPieceBytes);
-  at.ds = take(plan.ds_bytes);
+  at.shift = arena.take(statistics);
+  at.delta = arena.take(statistics);
+  at.dq_sums = arena.take(plan.sums_floats(p.hq) * int64_t{sizeof(float)});
+  at.turns = arena.take(plan.turns(p.hq) * int64_t{sizeof(int)});
+  at.zeros = arena.take(plan.sums ? 0 : kernels::kPieceBytes);
+  at.ds = arena.take(plan.ds_bytes);
   const bool waits = plan.carries || plan.joins() || plan.cut_blocks > 0;
   const int64_t pairs = p.batch * p.hk * plan.parts - plan.first_cut_pair;
   const int64_t blocks = waits ? pairs * ceil_div(p.sk, plan.block_keys) : 0;
   const int64_t sums = blocks * plan.block_keys * int64_t{sizeof(float)};
-  at.carry_dk = take(sums * plan.head_dim);
-  at.carry_dv = take(sums * plan.value_dim);
-  at.first_parts = take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
+  at.carry_dk = arena.take(sums * plan.head_dim);
+  at.carry_dv = arena.take(sums * plan.value_dim);
+  at.first_parts = arena.take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
   const BackwardMaps maps = backward_maps(p);
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
-    return take(why.empty() ? 0 : copied_bytes(shape));
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
                copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout)};
-  at.numbers = take(host_metadata_bytes(p));
+  at.numbers = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
   return at;
 }
 

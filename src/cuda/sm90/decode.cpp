@@ -137,13 +137,13 @@ void HopperDecode::run(const Call& call, const Run& run) const {
     numbers_.check(args);
     if (workspace_.end == 0) return;
     const CurrentContext current(gpu_.context());
-    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
     return this->run(args, {}, lease.data, stream);
   }
   AppendThenAttend appending(args, problem_.mask);
   numbers_.check(appending.attention());
   const CurrentContext current(gpu_.context());
-  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
   appending.rotate_into(lease.data + workspace_.turned);
   AppendParams append = append_params(appending.call());
   set_lengths(appending.rows(), append);

@@ -268,19 +268,15 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
     floats = room_for_pieces(p, plan) * plan.piece_floats();
   const ForwardMaps maps = forward_maps(p, plan.block_keys);
   HopperDecodeWorkspace at;
-  at.end = LaunchMemory::kZeroed;
+  Arena arena(LaunchMemory::kZeroed);
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
-    const int64_t offset = at.end;
-    if (!why.empty()) at.end += copied_bytes(shape);
-    return offset;
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
-  at.turned = at.end;
-  at.end += rotated_bytes(p);
-  at.partial = at.end;
-  at.end += floats * int64_t{sizeof(float)};
-  at.numbers = at.end;
-  at.end += host_metadata_bytes(p);
+  at.turned = arena.take(rotated_bytes(p));
+  at.partial = arena.take(floats * int64_t{sizeof(float)});
+  at.numbers = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
   return at;
 }
 

@@ -79,7 +79,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   ForwardParams& p = a.forward;
   p.counters = reinterpret_cast<int*>(workspace);
   p.tickets = p.counters + kernels::kSchedulerCounters;
-  p.partial = reinterpret_cast<float*>(workspace + LaunchMemory::kZeroed);
+  p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
   p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
   p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
   p.seqused_q = a.padding.seqused_q = static_cast<const int*>(args.seqused_q.data);
@@ -133,7 +133,7 @@ void HopperForward::run(const Call& call, const Run& run) const {
   if (maps_.o.empty()) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace_.end);
+  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
   char* const workspace = lease.data;
   void* const numbers = workspace + workspace_.numbers;
   const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);

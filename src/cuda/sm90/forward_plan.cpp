@@ -250,16 +250,15 @@ HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& p
   const ForwardMaps maps = forward_maps(p, plan.box_keys);
   if (maps.o.empty()) return {};
   HopperForwardWorkspace at;
-  at.end = LaunchMemory::kZeroed + plan.partial_floats() * int64_t{sizeof(float)};
+  Arena arena(LaunchMemory::kZeroed);
+  at.partial = arena.take(plan.partial_floats() * int64_t{sizeof(float)});
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
-    const int64_t offset = at.end;
-    if (!why.empty()) at.end += copied_bytes(shape);
-    return offset;
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
                copy(maps.v, plan.copies_v)};
-  at.numbers = at.end;
-  at.end += host_metadata_bytes(p);
+  at.numbers = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
   return at;
 }
 

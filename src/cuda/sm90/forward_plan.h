@@ -11,9 +11,10 @@
 
 namespace fulgur::cuda {
 
-/// Where things begin in the workspace, in bytes: after the counters and tickets and what parts of
-/// split blocks leave. All 0 where nothing is launched.
+/// Where things begin in the workspace, in bytes, after the counters and tickets. All 0 where
+/// nothing is launched.
 struct HopperForwardWorkspace {
+  int64_t partial = 0;              ///< what parts of split blocks leave
   std::array<int64_t, 3> copies{};  ///< of q, k and v
   int64_t numbers = 0, end = 0;     ///< numbers of the host
 };

@@ -89,7 +89,7 @@ TensorMapShape copied(const TensorMapShape& shape) {
 }
 
 int64_t copied_bytes(const TensorMapShape& shape) {
-  return workspace_aligned(shape.batch * copied(shape).strides.batch * kElementBytes);
+  return shape.batch * copied(shape).strides.batch * kElementBytes;
 }
 
 void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map, Promotion promotion) {

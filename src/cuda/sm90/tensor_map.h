@@ -47,7 +47,7 @@ std::string not_addressable(const TensorMapShape& shape);
 
 /// The same tensor in contiguous rows, each a multiple of 16 bytes.
 TensorMapShape copied(const TensorMapShape& shape);
-/// Bytes of that, rounded up for whatever follows.
+/// Bytes of that.
 int64_t copied_bytes(const TensorMapShape& shape);
 
 /// What L2 reads of memory at once, of what it lacks: rows of few columns between those of other

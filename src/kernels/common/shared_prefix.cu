@@ -1,9 +1,9 @@
 // Divides a call at the ends of its groups' shared prefixes: what attention over prefixes and over the rest is told. A
 // warp takes a group.
-#include "common/shared_prefix_params.h"
+#include "host_device/prefix_split.h"
 
 extern "C" __global__ void __launch_bounds__(256)
-    fulgur_shared_prefix(const __grid_constant__ SharedPrefixParams p) {
+    fulgur_shared_prefix(const __grid_constant__ PrefixSplit p) {
   const int group = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (group >= p.groups) return;

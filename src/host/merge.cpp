@@ -1,4 +1,4 @@
-#include "cpu/merge.h"
+#include "host/merge.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,7 +8,7 @@
 #include "base/convert.h"
 #include "base/parallel.h"
 
-namespace fulgur::cpu {
+namespace fulgur::host {
 
 void merge(const MergeCall& call, int threads) {
   parallel_for(call.batch * call.rows, threads, [&](int64_t row) {
@@ -46,4 +46,4 @@ void merge(const MergeCall& call, int threads) {
   });
 }
 
-}  // namespace fulgur::cpu
+}  // namespace fulgur::host

@@ -1,6 +1,5 @@
-// Arguments of shared_prefix.cu, the same for the host and the device, and what both compute with them: a call is
-// divided at the ends of its groups' prefixes into attention of all rows of a group over its prefix, and of each
-// sequence over the keys after. Nobody has checked what lengths and tables on the device hold: numbers made of them
+// The division of a call at the ends of its groups' prefixes, the same for the host and the device: into attention of
+// all rows of a group over its prefix, and of each sequence over the keys after. Nobody has checked what lengths and tables on the device hold: numbers made of them
 // stay inside the tensors, as far as the kernels of attention do not see to it themselves.
 #pragma once
 #include "host_device/host_device.h"
@@ -10,7 +9,7 @@ namespace fulgur::kernels {
 // A prefix is read apart where so many fewer keys are read: a few tiles, below which another item costs more.
 enum : int { kMinSavedKeys = 256 };
 
-struct SharedPrefixParams {
+struct PrefixSplit {
   int groups, batch;
   int sq;                   // of each sequence without cu_seqlens_q
   int total_q;              // rows of q
@@ -35,24 +34,24 @@ struct SharedPrefixParams {
 FULGUR_SHARED int within(int x, int bound) { return max_of(0, min_of(x, bound)); }
 
 // The first sequence of a group, and so the end of the group before. Each sequence is some group's.
-FULGUR_SHARED int first_member(const SharedPrefixParams& p, int group) {
+FULGUR_SHARED int first_member(const PrefixSplit& p, int group) {
   if (group == 0) return 0;
   return group == p.groups ? p.batch : within(p.prefix_groups[group], p.batch);
 }
 
 // The first row of a sequence, and so the end of the sequence before.
-FULGUR_SHARED int first_row(const SharedPrefixParams& p, int b) {
+FULGUR_SHARED int first_row(const PrefixSplit& p, int b) {
   return p.cu_seqlens_q == nullptr ? b * p.sq : within(p.cu_seqlens_q[b], p.total_q);
 }
 
 // The place of a sequence's first page id among all. The list of a group may end anywhere after its prefix.
-FULGUR_SHARED int first_id(const SharedPrefixParams& p, int b) {
+FULGUR_SHARED int first_id(const PrefixSplit& p, int b) {
   if (p.page_indptr != nullptr) return p.page_indptr[b];
   return b == p.batch ? p.ids : static_cast<int>(b * p.table_stride);
 }
 
 // The keys in front of those of a sequence's own queries.
-FULGUR_SHARED int keys_in_front(const SharedPrefixParams& p, int b) {
+FULGUR_SHARED int keys_in_front(const PrefixSplit& p, int b) {
   return within(p.seqused_k[b], p.sk) - (first_row(p, b + 1) - first_row(p, b));
 }
 

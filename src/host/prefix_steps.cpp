@@ -1,33 +1,21 @@
-#include "cpu/shared_prefix.h"
+#include "host/prefix_steps.h"
 
 #include <algorithm>
 
-#include "cpu/memory.h"
-#include "cpu/merge.h"
-
-namespace fulgur::cpu {
+namespace fulgur::host {
 namespace {
 
 /// Threads read about so much from their caches while they start twice more and merge.
 constexpr int64_t kCostBytes = int64_t{8} << 20;
 
-class CpuPrefixSteps final : public PrefixSteps {
+class HostPrefixSteps final : public PrefixSteps {
  public:
-  explicit CpuPrefixSteps(int threads) : threads_(threads) {}
-
   int64_t cost_bytes() const override { return kCostBytes; }
-
-  void with_workspace(const WorkspaceNeed& need, const Run& run,
-                      const std::function<void(void*)>& compute) const override {
-    const bool own = run.workspace.data == nullptr;
-    const ScratchMemory memory(own ? need.bytes : 0);
-    compute(own ? memory.data() : run.workspace.data);
-  }
 
   int64_t metadata_bytes() const override { return 0; }
   ForwardArgs moved(const ForwardArgs& args, const Run&, void*) const override { return args; }
 
-  void divide(const kernels::SharedPrefixParams& p, const Run&) const override {
+  void divide(const kernels::PrefixSplit& p, const Run&) const override {
     for (int group = 0; group < p.groups; ++group) {
       const int begin = first_member(p, group), end = first_member(p, group + 1);
       int keys = p.prefix_lens[group];
@@ -41,17 +29,10 @@ class CpuPrefixSteps final : public PrefixSteps {
     p.group_rows[p.groups] = first_row(p, p.batch);
     p.group_ids[p.groups] = first_id(p, p.batch);
   }
-
-  void merge(const MergeCall& call, const Run&) const override { cpu::merge(call, threads_); }
-
- private:
-  int threads_;
 };
 
 }  // namespace
 
-std::unique_ptr<const PrefixSteps> prefix_steps(int threads) {
-  return std::make_unique<CpuPrefixSteps>(threads);
-}
+std::unique_ptr<const PrefixSteps> prefix_steps() { return std::make_unique<HostPrefixSteps>(); }
 
-}  // namespace fulgur::cpu
+}  // namespace fulgur::host

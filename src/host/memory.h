@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace fulgur::cpu {
+namespace fulgur::host {
 
 /// Uninitialized memory of one run, aligned to kAlignment. What earlier runs gave back is
 /// used again, as fresh pages cost more than many a run; a bounded amount of it is kept.
@@ -23,4 +23,4 @@ class ScratchMemory {
   int64_t bytes_ = 0;
 };
 
-}  // namespace fulgur::cpu
+}  // namespace fulgur::host

@@ -1,4 +1,4 @@
-#include "cpu/memory.h"
+#include "host/memory.h"
 
 #include <fmt/format.h>
 
@@ -10,7 +10,7 @@
 #include "base/fork_mutex.h"
 #include "fulgur/error.h"
 
-namespace fulgur::cpu {
+namespace fulgur::host {
 namespace {
 
 constexpr int64_t kMaxKept = int64_t{64} << 20;
@@ -70,4 +70,4 @@ ScratchMemory::~ScratchMemory() {
   k.bytes += bytes_;
 }
 
-}  // namespace fulgur::cpu
+}  // namespace fulgur::host

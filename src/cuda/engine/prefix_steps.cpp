@@ -1,12 +1,10 @@
-#include "cuda/engine/shared_prefix.h"
+#include "cuda/engine/prefix_steps.h"
 
 #include <cmath>
 
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/launch.h"
-#include "cuda/device/launch_memory.h"
-#include "cuda/engine/merge.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -30,19 +28,12 @@ int64_t cost_bytes_of(const Problem& p) {
 class CudaPrefixSteps final : public PrefixSteps {
  public:
   CudaPrefixSteps(const Problem& problem, Gpu& gpu)
-      : gpu_(gpu), numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
+      : numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
     divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide)).function;
     load(CallKernel::kMerge, gpu);
   }
 
   int64_t cost_bytes() const override { return cost_bytes_; }
-
-  void with_workspace(const WorkspaceNeed& need, const Run& run,
-                      const std::function<void(void*)>& compute) const override {
-    const CurrentContext current(gpu_.context());
-    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, need.bytes);
-    compute(lease.data);
-  }
 
   int64_t metadata_bytes() const override { return numbers_.bytes(); }
   ForwardArgs moved(const ForwardArgs& args, const Run& run, void* numbers) const override {
@@ -51,17 +42,14 @@ class CudaPrefixSteps final : public PrefixSteps {
     return numbers_.moved(args, numbers);
   }
 
-  void divide(const kernels::SharedPrefixParams& params, const Run& run) const override {
+  void divide(const kernels::PrefixSplit& split, const Run& run) const override {
     const int blocks =
-        static_cast<int>((int64_t{params.groups} * kGroupThreads + kThreads - 1) / kThreads);
-    launch(static_cast<CUstream>(run.stream), divide_kernel_, &params, {blocks}, kThreads, 0,
+        static_cast<int>((int64_t{split.groups} * kGroupThreads + kThreads - 1) / kThreads);
+    launch(static_cast<CUstream>(run.stream), divide_kernel_, &split, {blocks}, kThreads, 0,
            "launching the kernel that divides calls at the ends of prefixes");
   }
 
-  void merge(const MergeCall& call, const Run& run) const override { cuda::merge(call, run); }
-
  private:
-  Gpu& gpu_;
   HostMetadata numbers_;
   int64_t cost_bytes_;
   CUfunction divide_kernel_ = nullptr;

@@ -1,4 +1,4 @@
-#include "cpu/append.h"
+#include "host/append.h"
 
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@
 #include "call/append_lengths.h"
 #include "call/kv_locator.h"
 
-namespace fulgur::cpu {
+namespace fulgur::host {
 namespace {
 
 /// Checks that no row of the cache takes two new rows.
@@ -140,4 +140,4 @@ void append(const AppendCall& c, int threads) {
   }
 }
 
-}  // namespace fulgur::cpu
+}  // namespace fulgur::host
