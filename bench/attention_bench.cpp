@@ -3,9 +3,9 @@
 #include <benchmark/benchmark.h>
 #include <fmt/format.h>
 
-#include "bench/probes.h"
-#include "bench/workload.h"
 #include "fulgur/version.h"
+#include "workload/probes.h"
+#include "workload/workload.h"
 
 namespace fulgur::bench {
 namespace {

@@ -8,14 +8,14 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "bench/probes.h"
-#include "bench/workload.h"
 #include "commands.h"
 #include "flags.h"
 #include "fulgur/error.h"
 #include "fulgur/version.h"
 #include "io/file.h"
 #include "progress.h"
+#include "workload/probes.h"
+#include "workload/workload.h"
 
 namespace fulgur::app {
 namespace {

@@ -1,8 +1,8 @@
 #include <fmt/format.h>
 
-#include "bench/probes.h"
 #include "commands.h"
 #include "fulgur/attention.h"
+#include "workload/probes.h"
 
 namespace fulgur::app {
 namespace {
@@ -12,8 +12,8 @@ void print_peaks() {
   const int threads = bench::all_threads();
   fmt::print(
       "{:<23} f32 FMA {:.3g} GFLOP/s a thread, memory read {:.3g} GB/s in all, measured now\n", "",
-      bench::fma_peak(threads, cpu::kBrief) / threads * 1e-9,
-      bench::read_bandwidth(threads, cpu::kBrief) * 1e-9);
+      bench::fma_peak(threads, bench::Effort::kBrief) / threads * 1e-9,
+      bench::read_bandwidth(threads, bench::Effort::kBrief) * 1e-9);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "bench/workload.h"
+#include "workload/workload.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,4 +1,4 @@
-#include "bench/probes.h"
+#include "workload/probes.h"
 
 #include <omp.h>
 
@@ -9,7 +9,7 @@
 #include "src/cpu/kernels/probes.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "bench/probes.cpp"
+#define HWY_TARGET_INCLUDE "workload/probes.cpp"
 #include <hwy/foreach_target.h>
 // Highway wants what it compiles after foreach_target.
 #include "src/cpu/kernels/probes-inl.h"
@@ -33,17 +33,21 @@ namespace {
 HWY_EXPORT(fma_rounds);
 HWY_EXPORT(target_name);
 
+const cpu::Effort& amount_of(Effort effort) {
+  return effort == Effort::kBrief ? cpu::kBrief : cpu::kThorough;
+}
+
 }  // namespace
 
-double fma_peak(int threads, const cpu::Effort& effort) {
+double fma_peak(int threads, Effort effort) {
   const auto rounds_of = [](int64_t rounds, float* sink) {
     return HWY_DYNAMIC_DISPATCH(fma_rounds)(rounds, sink);
   };
-  return cpu::fma_rate(rounds_of, threads, effort);
+  return cpu::fma_rate(rounds_of, threads, amount_of(effort));
 }
 
-double read_bandwidth(int threads, const cpu::Effort& effort) {
-  return cpu::read_rate(threads, effort);
+double read_bandwidth(int threads, Effort effort) {
+  return cpu::read_rate(threads, amount_of(effort));
 }
 
 double copy_bandwidth(int device) {

@@ -3,18 +3,19 @@
 #include <cstdint>
 #include <string>
 
-#include "src/cpu/kernels/probes.h"
-
 namespace fulgur::bench {
+
+/// How long a probe measures: some 20 ms, for one who waits, or ten times as long.
+enum class Effort { kBrief, kThorough };
 
 /// What this machine can do at most, measured; the speed of attention is told against it.
 ///
 /// f32 multiply-adds, counted as 2 flops, per second, of `threads` threads: many independent
 /// chains of FMA in registers, the sum of each thread's median of several short runs.
-double fma_peak(int threads, const cpu::Effort& effort = cpu::kThorough);
+double fma_peak(int threads, Effort effort = Effort::kThorough);
 /// Bytes per second read from memory by `threads` threads that each read several streams of lines
 /// that no cache holds, likewise.
-double read_bandwidth(int threads, const cpu::Effort& effort = cpu::kThorough);
+double read_bandwidth(int threads, Effort effort = Effort::kThorough);
 /// Bytes per second read and written by a CUDA device that copies within its memory, more than its
 /// caches hold; the best of several copies.
 double copy_bandwidth(int device);
