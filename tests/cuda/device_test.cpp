@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "call/make_problem.h"
+#include "cuda/common/launch.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
@@ -349,8 +350,7 @@ TEST_F(OnGpu, HostTime) {
   const double merge = best([&] { fulgur::merge(parts, {merged, {}}); });
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   const cuda::CurrentContext current(gpu.context());
-  const cuda::CUfunction kernel =
-      gpu.kernel({{"common/padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0}).function;
+  const cuda::CUfunction kernel = gpu.kernel(cuda::padding_kernel(gpu.capability())).function;
   const DeviceTensor lengths(DType::kI32, {1}, 1);
   const Tensor& no_rows = lengths;
   fill(no_rows.data, lengths.bytes(), 0);

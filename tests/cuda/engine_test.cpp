@@ -72,11 +72,11 @@ class Unavailable : public testing::Test {
 
 TEST_F(Unavailable, OldGpu) {
   EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "80"),
-            "cuda:0 (Fake GPU) has compute capability 8.0; want 9.0 (Hopper)");
+            "cuda:0 (Fake GPU) has compute capability 8.0; want 9.0 (Hopper) for attention");
 }
 TEST_F(Unavailable, NewGpu) {
   EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "100"),
-            "cuda:0 (Fake GPU) has compute capability 10.0; want 9.0 (Hopper)");
+            "cuda:0 (Fake GPU) has compute capability 10.0; want 9.0 (Hopper) for attention");
 }
 TEST_F(Unavailable, NoGpu) {
   EXPECT_EQ(why("FAKE_CUDA_DEVICES", "0"), "the driver sees no CUDA device");
@@ -112,6 +112,9 @@ class OnFakeGpu : public testing::Test {
     const EngineInfo engine = cuda_engine();
     if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << engine.unavailable;
     ASSERT_EQ(engine.unavailable, "");
+    find_state();
+  }
+  void find_state() {
     void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     ASSERT_NE(driver, nullptr);
     const auto get =
@@ -2147,6 +2150,41 @@ TEST_F(OnFakeGpu, MergeByElements) {
   call.parts[1].out.data = static_cast<const char*>(call.parts[1].out.data) + 4;
   merge(call.parts, call.result);
   EXPECT_EQ(params<MergeParams>(state_->launches.size() - 1).wide, 0);
+}
+
+// A GPU that attention has no kernels for appends and merges all the same.
+class OnOtherGpu : public OnFakeGpu {
+ protected:
+  void SetUp() override {}
+
+  void append_and_merge(const char* capability) {
+    setenv("FAKE_CUDA_CAPABILITY", capability, 1);
+    if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
+    find_state();
+    for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) append(append_args(dtype));
+    append(AppendOfHostLengths(DType::kBF16).args);
+    const MergeCallOnGpu call(2, 64);
+    merge(call.parts, call.result);
+    ASSERT_EQ(state_->launches.size(), 6u);
+    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_append");
+    EXPECT_STREQ(state_->launches[5].kernel, "fulgur_merge");
+    const AppendingCall attends({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
+    const auto forward = [&] { fulgur::forward(attends.call.args, attends.call.options); };
+    EXPECT_EQ(status_of(forward), Status::kUnavailable);
+    EXPECT_NE(message_of(forward).find("want 9.0 (Hopper) for attention"), std::string::npos);
+    EXPECT_EQ(state_->launches.size(), 6u);
+  }
+};
+
+TEST_F(OnOtherGpu, Ampere) { append_and_merge("80"); }
+TEST_F(OnOtherGpu, Ada) { append_and_merge("89"); }
+TEST_F(OnOtherGpu, Blackwell) { append_and_merge("100"); }
+TEST_F(OnOtherGpu, GeForceBlackwell) { append_and_merge("120"); }
+TEST_F(OnOtherGpu, ThatIsTooOld) {
+  setenv("FAKE_CUDA_CAPABILITY", "75", 1);
+  if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
+  EXPECT_EQ(message_of([] { append(append_args(DType::kF16)); }),
+            "cuda:0 (Fake GPU) has compute capability 7.5; want 8.0 or more");
 }
 
 // Calls without a plan load their kernel once, allocate nothing, and cannot begin in a capture.

@@ -30,6 +30,8 @@ int number(const char* name, int otherwise) {
 
 namespace fulgur::test {
 
+int fake_capability() { return number("FAKE_CUDA_CAPABILITY", 90); }
+
 void unsafe_in_capture() {
   state.unsafe_in_capture += state.capturing != nullptr && capture_mode != 2;
 }
@@ -68,7 +70,7 @@ int cuDeviceGetName(char* name, int size, int) {
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
-  const int capability = number("FAKE_CUDA_CAPABILITY", 90);
+  const int capability = fulgur::test::fake_capability();
   *value = attribute == 16   ? number("FAKE_CUDA_MULTIPROCESSORS", 132)
            : attribute == 75 ? capability / 10
            : attribute == 76 ? capability % 10

@@ -55,6 +55,9 @@ struct FakeState {
   }
 };
 
+/// The compute capability of the device: 90 is 9.0.
+int fake_capability();
+
 /// A call that a capture does not bear, unless its thread says that it has nothing to do with it.
 void unsafe_in_capture();
 

@@ -1,4 +1,5 @@
 // The part of the fake driver that loads and launches kernels, which do nothing, in a millisecond.
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -49,7 +50,12 @@ extern "C" {
 
 int cuCtxGetCurrent(void** context);
 
-int cuModuleLoadData(void** module, const void*) {
+int cuModuleLoadData(void** module, const void* image) {
+  // The fake NVRTC's images say what they are for.
+  constexpr char kFor[] = "--gpu-architecture=sm_";
+  const auto* text = static_cast<const char*>(image);
+  const bool fake = std::strncmp(text, kFor, sizeof(kFor) - 1) == 0;
+  if (fake && std::atoi(text + sizeof(kFor) - 1) != fulgur::test::fake_capability()) return 209;
   fulgur::test::unsafe_in_capture();
   ++fulgur_fake_state()->loaded;
   *module = fulgur_fake_state();

@@ -1,15 +1,16 @@
-// An NVRTC for tests on the fake driver, whose kernels do nothing: it makes nothing of any text, at
-// once and without a complaint. libnvrtc.so.12 is 12.0, libnvrtc.so.13 is 13.0, and without a
-// number it is 11.0.
+// An NVRTC for tests on the fake driver, whose kernels do nothing: all that it makes of a text, at
+// once and without a complaint, is the architecture that it was to compile for. libnvrtc.so.12
+// is 12.0, libnvrtc.so.13 is 13.0, and without a number it is 11.0.
 #include <dlfcn.h>
 
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 namespace {
 
-constexpr char kImage[] = "nothing";
+thread_local std::string image;
 constexpr char kLog[] = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
 
 }  // namespace
@@ -32,7 +33,10 @@ int nvrtcCreateProgram(void** program, const char*, const char*, int, const char
   *program = &any;
   return 0;
 }
-int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcCompileProgram(void*, int, const char* const* options) {
+  image = options[0];
+  return 0;
+}
 int nvrtcGetProgramLogSize(void*, size_t* size) {
   *size = sizeof(kLog);
   return 0;
@@ -42,11 +46,11 @@ int nvrtcGetProgramLog(void*, char* log) {
   return 0;
 }
 int nvrtcGetCUBINSize(void*, size_t* size) {
-  *size = sizeof(kImage);
+  *size = image.size() + 1;
   return 0;
 }
-int nvrtcGetCUBIN(void*, char* image) {
-  std::memcpy(image, kImage, sizeof(kImage));
+int nvrtcGetCUBIN(void*, char* to) {
+  std::memcpy(to, image.c_str(), image.size() + 1);
   return 0;
 }
 int nvrtcDestroyProgram(void**) { return 0; }

@@ -4,7 +4,9 @@
 
 namespace fulgur::cuda {
 
-const KernelUse kPaddingKernel{{"common/padding.cu", "", "sm_90a"}, "fulgur_forward_padding", 0};
+KernelUse padding_kernel(int capability) {
+  return {{"common/padding.cu", "", native_architecture(capability)}, "fulgur_forward_padding", 0};
+}
 
 void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
             int shared_bytes, const char* what) {

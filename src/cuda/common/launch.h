@@ -20,7 +20,7 @@ void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, i
             int shared_bytes, const char* what);
 
 /// Writes the rows of outputs that belong to no sequence.
-extern const KernelUse kPaddingKernel;
+KernelUse padding_kernel(int capability);
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,

@@ -81,7 +81,7 @@ void prepare(const AppendCall& call) {
 }
 
 std::unique_ptr<const AppendStep> append_step(const Problem& problem) {
-  return std::make_unique<CudaAppendStep>(problem, usable_gpu(problem.device.index));
+  return std::make_unique<CudaAppendStep>(problem, attending_gpu(problem.device.index));
 }
 
 }  // namespace fulgur::cuda

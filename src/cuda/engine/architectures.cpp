@@ -5,6 +5,7 @@
 #include <array>
 
 #include "cuda/sm90/backward_family.h"
+#include "cuda/sm90/common.h"
 #include "cuda/sm90/decode_family.h"
 #include "cuda/sm90/forward_family.h"
 
@@ -16,7 +17,7 @@ std::span<const Architecture> architectures() {
   // H100 PCIe; every other H100, H200 and GH200.
   static constexpr std::array<Target, 2> kHopperCards = {Target{114, 232448}, Target{132, 232448}};
   static const std::array<Architecture, 1> kArchitectures = {
-      {{90, "Hopper", kHopper, kHopperCards}}};
+      {{kHopperCapability, "Hopper", kHopper, kHopperCards}}};
   return kArchitectures;
 }
 

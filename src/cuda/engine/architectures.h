@@ -7,7 +7,7 @@
 
 namespace fulgur::cuda {
 
-/// What devices of one compute capability need.
+/// What devices of one compute capability attend with. Their kernels may use what later ones lack.
 struct Architecture {
   int capability;    ///< 90 is 9.0
   const char* name;  ///< "Hopper"

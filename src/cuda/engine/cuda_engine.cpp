@@ -37,7 +37,7 @@ class CudaEngine final : public Engine {
     return no_family_computes(p);
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
-    Gpu& gpu = usable_gpu(p.device.index);
+    Gpu& gpu = attending_gpu(p.device.index);
     Reasons reasons;
     const Candidates candidates = candidates_of(p, gpu, &reasons);
     return load_best(candidates, p.invariant, gpu, std::move(reasons));
@@ -47,7 +47,7 @@ class CudaEngine final : public Engine {
       *why = "shared prefixes are given, whose parts are calls of their own";
       return nullptr;
     }
-    Gpu& gpu = usable_gpu(p.device.index);
+    Gpu& gpu = attending_gpu(p.device.index);
     Reasons reasons;
     const auto best = candidates_of(without_append(p), gpu, &reasons).at(0);
     const auto fused = best->fused(p.append, why);
@@ -63,7 +63,7 @@ class CudaEngine final : public Engine {
     return cuda::append_step(p);
   }
   std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
-    return cuda::prefix_steps(p, usable_gpu(p.device.index));
+    return cuda::prefix_steps(p, attending_gpu(p.device.index));
   }
   void with_workspace(Device device, const WorkspaceNeed& need, const Run& run,
                       const std::function<void(void*)>& compute) const override {
@@ -78,7 +78,7 @@ class CudaEngine final : public Engine {
   void prepare(const AppendCall& call) const override { cuda::prepare(call); }
   void merge(const MergeCall& call, int, const Run& run) const override { cuda::merge(call, run); }
   void check_plannable(const Problem& p, const Run& run) const override {
-    const CurrentContext current(usable_gpu(p.device.index).context());
+    const CurrentContext current(attending_gpu(p.device.index).context());
     if (!is_capturing(static_cast<CUstream>(run.stream))) return;
     fail(
         "stream",

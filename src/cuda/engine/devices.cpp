@@ -10,11 +10,15 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Why a device cannot be used; empty when it can.
-std::string unsuitable(const Gpu& gpu, int index) {
+std::string has(const Gpu& gpu, int index) {
+  return fmt::format("cuda:{} ({}) has compute capability {}.{}", index, gpu.name(),
+                     gpu.capability() / 10, gpu.capability() % 10);
+}
+
+/// Why a device does not attend; empty when it does.
+std::string does_not_attend(const Gpu& gpu, int index) {
   if (architecture_of(gpu.capability()) != nullptr) return {};
-  return fmt::format("cuda:{} ({}) has compute capability {}.{}; want {}", index, gpu.name(),
-                     gpu.capability() / 10, gpu.capability() % 10, known_capabilities());
+  return fmt::format("{}; want {} for attention", has(gpu, index), known_capabilities());
 }
 
 }  // namespace
@@ -36,7 +40,7 @@ void Machine::find_devices() {
   if (count == 0) unavailable = "the driver sees no CUDA device";
   for (int index = 0; index < count; ++index) {
     const Gpu& gpu = Gpu::at(index);
-    const std::string why = unsuitable(gpu, index);
+    const std::string why = does_not_attend(gpu, index);
     if (!why.empty()) {
       unavailable += (unavailable.empty() ? "" : "; ") + why;
       continue;
@@ -55,7 +59,16 @@ const Machine& Machine::here() {
 
 Gpu& usable_gpu(int index) {
   Gpu& gpu = Gpu::at(index);
-  if (const std::string why = unsuitable(gpu, index); !why.empty()) {
+  if (gpu.capability() < kMinCapability) {
+    throw Error(Status::kUnavailable, fmt::format("{}; want {}.{} or more", has(gpu, index),
+                                                  kMinCapability / 10, kMinCapability % 10));
+  }
+  return gpu;
+}
+
+Gpu& attending_gpu(int index) {
+  Gpu& gpu = Gpu::at(index);
+  if (const std::string why = does_not_attend(gpu, index); !why.empty()) {
     throw Error(Status::kUnavailable, why);
   }
   return gpu;

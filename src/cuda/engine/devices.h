@@ -7,7 +7,7 @@
 
 namespace fulgur::cuda {
 
-/// The devices of this machine that the engine can use.
+/// The devices of this machine that attention has kernels for.
 struct Machine {
   std::string description = "Hopper kernels compiled at run time";
   std::string unavailable;  ///< why there are none; empty when there are some
@@ -20,8 +20,11 @@ struct Machine {
   void find_devices();
 };
 
-/// Device `index`, where it can compute. Throws Error(kUnavailable) otherwise.
+/// Device `index`, where it runs kernels of no architecture: append, merge. Throws
+/// Error(kUnavailable) otherwise.
 Gpu& usable_gpu(int index);
+/// The same where attention has kernels for it, too.
+Gpu& attending_gpu(int index);
 
 /// What planning must know of it.
 Target target_of(const Gpu& gpu);

@@ -29,7 +29,7 @@ class CudaPrefixSteps final : public PrefixSteps {
  public:
   CudaPrefixSteps(const Problem& problem, Gpu& gpu)
       : numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
-    divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide)).function;
+    divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide, gpu.capability())).function;
     load(CallKernel::kMerge, gpu);
   }
 

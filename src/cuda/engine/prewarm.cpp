@@ -47,12 +47,15 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   const auto add = [&](const KernelUse& use) {
     requests.emplace(cache_key(use.request), use.request);
   };
+  const auto add_of_none = [&](CallKernel kernel) {
+    for (const Architecture& a : architectures()) add(use_of(kernel, a.capability));
+  };
   const Problem::Append append{.given = problem.append.given, .turns = problem.append.turns};
   std::vector<Problem> problems = {without_prefixes(without_append(problem))};
   if (problem.prefix_groups > 0 && undivided(problem).empty()) {
     const Problem follows = without_append(problem);
     problems.insert(problems.end(), {prefix_part(follows), rest_part(follows)});
-    add(use_of(CallKernel::kDivide));
+    add_of_none(CallKernel::kDivide);
   }
   // Every tile, not the best alone: which one that is changes with lengths in between, and where
   // the compiler finds a defect. An invariant call has the first whatever else is.
@@ -70,11 +73,11 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   }
   const bool forward = problem.pass == Pass::kForward;
   if (forward) {
-    add(use_of(append_kernel(problem.dtype)));
-    add(use_of(CallKernel::kMerge));
+    add_of_none(append_kernel(problem.dtype));
+    add_of_none(CallKernel::kMerge);
   }
   if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks) {
-    add(use_of(CallKernel::kUpload));
+    add_of_none(CallKernel::kUpload);
   }
   return requests;
 }

@@ -111,7 +111,7 @@ Tuned tune_call(const Args& args, const Options& options, const Run& run) {
     fail("workspace", "is given, want none: every tile needs another, which tuning takes itself");
   }
   if (problem.nothing_to_do()) fail("q", "got no row, want some: there is nothing to measure");
-  Gpu& gpu = usable_gpu(problem.device.index);
+  Gpu& gpu = attending_gpu(problem.device.index);
   const auto families = architecture_of(gpu.capability())->families;
   const Candidates all = all_candidates(problem, families, target_of(gpu), &rejected);
   Reasons reasons;

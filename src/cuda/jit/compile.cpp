@@ -31,6 +31,8 @@ std::string text_digest(const std::string& source) {
 
 }  // namespace
 
+std::string native_architecture(int capability) { return fmt::format("sm_{}", capability); }
+
 std::string defect_of(const Cubin& cubin) {
   const std::string_view log = cubin.log;
   constexpr std::string_view kSpills = " bytes spill stores";

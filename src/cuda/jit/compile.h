@@ -9,9 +9,9 @@ namespace fulgur::cuda {
 
 /// One kernel to compile.
 struct KernelRequest {
-  std::string source;         ///< its file below src/kernels: "sm90/forward/forward.cu"
-  std::string kernel_config;  ///< the text of kernel_config.h
-  std::string architecture = "sm_90a";
+  std::string source;          ///< its file below src/kernels: "sm90/forward/forward.cu"
+  std::string kernel_config;   ///< the text of kernel_config.h
+  std::string architecture{};  ///< as the compiler names it: "sm_90a"
   bool operator==(const KernelRequest&) const = default;
 };
 
@@ -21,6 +21,11 @@ struct KernelUse {
   const char* entry = nullptr;
   int shared_bytes = 0;
 };
+
+/// The architecture of kernels that are made for none: that of a device's compute capability, which
+/// is `kMinCapability` or more.
+std::string native_architecture(int capability);
+inline constexpr int kMinCapability = 80;  ///< 8.0: cp.async and bf16
 
 /// What the compiler said that makes a kernel slower than its text looks: registers that spill to
 /// memory, products of the tensor cores that wait for each other. Empty when it said nothing such.

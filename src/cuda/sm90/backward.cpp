@@ -22,7 +22,7 @@ constexpr int kPanelColumns = 64, kWarpColumns = 32;
 int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
 KernelUse use(const char* source, const HopperBackwardKey& key, const char* entry, int shared) {
-  return {{source, kernel_config(key), "sm_90a"}, entry, shared};
+  return {{source, kernel_config(key), kHopperArchitecture}, entry, shared};
 }
 
 KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
@@ -124,7 +124,7 @@ std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.joins()) kernels.push_back(join_kernel(plan));
   if (plan.repairs_apart()) kernels.push_back(repair_kernel(plan));
-  if (plan.copies()) kernels.push_back(kCopyKernel);
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -144,7 +144,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
   if (plan_.joins()) join_ = gpu_.kernel(join_kernel(plan_)).function;
   if (plan_.repairs_apart()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
-  if (plan_.copies()) copy_ = gpu_.kernel(kCopyKernel).function;
+  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
 void HopperBackward::set_params(const Problem& p) {

@@ -10,6 +10,9 @@ namespace fulgur::cuda {
 
 // What the plans of all kernels for Hopper have in common.
 
+inline constexpr const char* kHopperArchitecture = "sm_90a";
+inline constexpr int kHopperCapability = 90;
+
 /// d and dv; rows of a sequence, which the kernels count with ints.
 inline constexpr int kMaxDim = 256;
 inline constexpr int64_t kMaxRows = int64_t{1} << 29;

@@ -15,12 +15,15 @@ namespace fulgur::cuda {
 namespace {
 
 KernelUse decode_kernel(const HopperDecodePlan& plan) {
-  return {
-      {"sm90/decode/decode.cu", kernel_config(plan), "sm_90a"}, "fulgur_decode", plan.shared_bytes};
+  return {{"sm90/decode/decode.cu", kernel_config(plan), kHopperArchitecture},
+          "fulgur_decode",
+          plan.shared_bytes};
 }
 
 KernelUse merge_kernel(const HopperDecodePlan& plan) {
-  return {{"sm90/decode/combine.cu", kernel_config(plan), "sm_90a"}, "fulgur_decode_merge", 0};
+  return {{"sm90/decode/combine.cu", kernel_config(plan), kHopperArchitecture},
+          "fulgur_decode_merge",
+          0};
 }
 
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
@@ -32,8 +35,8 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.merges_later()) kernels.push_back(merge_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
-  if (plan.copies()) kernels.push_back(kCopyKernel);
+  if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -67,8 +70,9 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.merges_later()) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
-  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
+  if (plan_.has_padding())
+    padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
 HopperDecode::Copy HopperDecode::copy_of(const TensorMapShape& shape, const std::string& why,

@@ -13,7 +13,7 @@ namespace fulgur::cuda {
 namespace {
 
 KernelUse main_kernel(const HopperForwardPlan& plan) {
-  return {{"sm90/forward/forward.cu", kernel_config(plan), "sm_90a"},
+  return {{"sm90/forward/forward.cu", kernel_config(plan), kHopperArchitecture},
           "fulgur_forward",
           plan.shared_bytes};
 }
@@ -23,8 +23,8 @@ KernelUse main_kernel(const HopperForwardPlan& plan) {
 std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.items > 0) kernels.push_back(main_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(kPaddingKernel);
-  if (plan.copies()) kernels.push_back(kCopyKernel);
+  if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -39,8 +39,9 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
   set_params(problem);
   set_inputs();
   if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
-  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(kPaddingKernel).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(kCopyKernel).function;
+  if (plan_.has_padding())
+    padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
 void HopperForward::set_params(const Problem& p) {

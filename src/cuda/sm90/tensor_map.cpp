@@ -45,7 +45,11 @@ TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int bo
 
 }  // namespace
 
-const KernelUse kCopyKernel{{"common/copy_rows.cu", "", "sm_90a"}, "fulgur_forward_copy", 0};
+KernelUse copy_kernel() {
+  return {{"common/copy_rows.cu", "", native_architecture(kHopperCapability)},
+          "fulgur_forward_copy",
+          0};
+}
 ForwardMaps forward_maps(const Problem& p, int box_keys) {
   return {of_q(p, p.d, p.q, 64), of_k(p, p.d, p.k, box_keys), of_k(p, p.dv, p.v, box_keys),
           of_q(p, p.dv, p.out, 16)};

@@ -64,7 +64,7 @@ void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map,
 void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 /// Copies a tensor that TMA cannot address to rows of multiples of 16 bytes.
-extern const KernelUse kCopyKernel;
+KernelUse copy_kernel();
 inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks an SM
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to);
