@@ -11,8 +11,8 @@
 #include "backward_call.h"
 #include "cuda/engine/choose.h"
 #include "cuda/sm90/backward.h"
-#include "cuda/sm90/backward_family.h"
 #include "cuda/sm90/common.h"
+#include "cuda/sm90/families.h"
 
 namespace fulgur::cuda {
 namespace {

@@ -55,7 +55,7 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
       w.options.engine = "cuda";
       run_backward_tiles(w, expect(w), sms);
       std::vector<std::string> rejected;
-      for (const auto& [plan, cycles] : cuda::backward_candidates(
+      for (const auto& [plan, cycles, tuned_only] : cuda::backward_candidates(
                make_problem(w.backward, w.options), {.sms = sms}, &rejected)) {
         const std::string way = plan.tile().family;
         seen.insert(way + (plan.joins() ? " in parts" : " whole"));

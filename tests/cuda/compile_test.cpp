@@ -27,7 +27,7 @@
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
 #include "cuda/sm90/backward_plan.h"
-#include "cuda/sm90/decode_family.h"
+#include "cuda/sm90/families.h"
 #include "cuda/sm90/forward_plan.h"
 #include "engines.h"
 #include "forward_call.h"

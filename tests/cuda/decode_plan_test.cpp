@@ -620,9 +620,7 @@ Problem appending(ForwardShape shape, int64_t tokens) {
   return p;
 }
 
-std::string not_fused(const Problem& p) {
-  return hopper_decode_not_fused(p, decode_candidate(p, {}).plan);
-}
+std::string not_fused(const Problem& p) { return not_fused(p, decode_candidate(p, {}).plan); }
 
 // Few new rows are appended by the kernel that attends, where a launch would take longer.
 TEST(DecodePlan, AppendsFewNewRows) {

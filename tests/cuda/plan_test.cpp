@@ -10,9 +10,10 @@
 #include "cuda/sm90/backward_plan.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/decode_plan.h"
+#include "cuda/sm90/families.h"
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_cost.h"
-#include "cuda/sm90/forward_family.h"
+#include "cuda/sm90/invariant_by_rows.h"
 #include "engines.h"
 #include "forward_call.h"
 
@@ -402,6 +403,7 @@ TEST(HopperPlan, FewBlocksUnderABandAreCut) {
 }
 
 TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
+  const Family* const families[] = {&hopper_forward_family(), &hopper_invariant_by_rows()};
   const Mask masks[] = {full(),
                         causal(),
                         window(300, 0),
@@ -426,10 +428,11 @@ TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
                                                    .softcap = softcap,
                                                    .packed = packed,
                                                    .invariant = true});
-                const HopperForwardPlan plan = plan_of(p);
-                headers.insert(kernel_config(plan));
+                Reasons reasons;
+                const Candidates ranked_now = ranked(p, families, {}, {}, &reasons);
+                headers.insert(ranked_now.at(0)->kernels().at(0).request.kernel_config);
                 // Bounds are those of the mask, or such that no row reaches: never of the batch.
-                const kernels::Band band = band_of(plan, mask);
+                const kernels::Band band = band_of(hopper_key(p), mask);
                 const int64_t left = mask.chunk > 0 ? mask.chunk - 1 : mask.left,
                               most = (1 << 30) - 1024;
                 EXPECT_EQ(band.left, left < 0 ? 0 : std::min(left, most));

@@ -39,9 +39,10 @@ class Candidate {
   virtual ~Candidate() = default;
 
   TileId tile;
-  double cycles = 0;       ///< of an SM, as the cost model predicts
-  int64_t workspace = 0;   ///< bytes that a run wants
-  std::string tuned_only;  ///< why the model may not take it; empty when it may
+  double cycles = 0;      ///< of an SM, as the cost model predicts
+  int64_t workspace = 0;  ///< bytes that a run wants
+  /// Why the model takes it only where there is no other; empty when it may take it.
+  std::string tuned_only;
 
   /// What it launches, the kernel of the tile first.
   virtual std::vector<KernelUse> kernels() const = 0;
@@ -58,8 +59,9 @@ using Candidates = std::vector<std::shared_ptr<const Candidate>>;
 class Family {
  public:
   virtual ~Family() = default;
-  virtual Pass pass() const = 0;
-  /// Why it does not compute a problem of its pass, and what it does compute; empty when it does.
+  /// Whether it is made for such problems at all.
+  virtual bool is_for(const Problem& problem) const = 0;
+  /// Why it does not compute one of these, and what it does compute; empty when it does.
   virtual std::string rejects(const Problem& problem) const = 0;
   /// Every tile that fits the problem and the target. `rejected` takes the others.
   virtual Candidates candidates(const Problem& problem, const Target& target,

@@ -4,16 +4,16 @@
 
 #include <array>
 
-#include "cuda/sm90/backward_family.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/decode_family.h"
-#include "cuda/sm90/forward_family.h"
+#include "cuda/sm90/families.h"
+#include "cuda/sm90/invariant_by_rows.h"
 
 namespace fulgur::cuda {
 
 std::span<const Architecture> architectures() {
-  static const std::array<const Family*, 3> kHopper = {
-      &hopper_forward_family(), &hopper_decode_family(), &hopper_backward_family()};
+  static const std::array<const Family*, 4> kHopper = {
+      &hopper_forward_family(), &hopper_decode_family(), &hopper_invariant_by_rows(),
+      &hopper_backward_family()};
   // H100 PCIe; every other H100, H200 and GH200.
   static constexpr std::array<Target, 2> kHopperCards = {Target{114, 232448}, Target{132, 232448}};
   static const std::array<Architecture, 1> kArchitectures = {
@@ -32,7 +32,7 @@ std::string no_family_computes(const Problem& problem) {
   std::string reasons;
   for (const Architecture& architecture : architectures()) {
     for (const Family* family : architecture.families) {
-      if (family->pass() != problem.pass) continue;
+      if (!family->is_for(problem)) continue;
       const std::string why = family->rejects(problem);
       if (why.empty()) return {};
       reasons += (reasons.empty() ? "" : "; ") + why;

@@ -63,7 +63,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
                           const Target& target, std::vector<std::string>* rejected) {
   Candidates all;
   for (const Family* family : families) {
-    if (family->pass() != problem.pass) continue;
+    if (!family->is_for(problem)) continue;
     if (const std::string why = family->rejects(problem); !why.empty()) {
       rejected->push_back(why);
       continue;
@@ -76,8 +76,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
 Candidates ranked(const Problem& problem, std::span<const Family* const> families,
                   const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
   Candidates all = all_candidates(problem, families, target, &reasons->rejected);
-  const bool none = std::ranges::all_of(all, [](const auto& c) { return !c->tuned_only.empty(); });
-  if (none) {
+  if (all.empty()) {
     throw Error(Status::kUnsupported, fmt::format("engine cuda: no tile computes this: {}",
                                                   fmt::join(reasons->rejected, "; ")));
   }
@@ -95,14 +94,16 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
     }
     reasons->rejected.push_back("tile tuned on this device: other tiles were measured");
   }
-  std::vector<double> cycles;
-  std::erase_if(all, [&](const std::shared_ptr<const Candidate>& c) {
-    if (c->tuned_only.empty())
-      cycles.push_back(c->cycles);
-    else
+  const auto preferred = [](const auto& candidate) { return candidate->tuned_only.empty(); };
+  if (std::ranges::any_of(all, preferred)) {
+    std::erase_if(all, [&](const auto& c) {
+      if (preferred(c)) return false;
       reasons->rejected.push_back(fmt::format("tile {}: {}", c->tile.text(), c->tuned_only));
-    return !c->tuned_only.empty();
-  });
+      return true;
+    });
+  }
+  std::vector<double> cycles;
+  for (const auto& candidate : all) cycles.push_back(candidate->cycles);
   reasons->decisions.push_back("tile chosen by the cost model");
   return sorted(problem, all, cycles, "predicted", reasons);
 }

@@ -16,7 +16,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
 /// Those that may be taken, the fastest first: as they were `measured`, where all of them were, or
 /// as the cost model predicts. Of those, the ones that max_workspace has room for, or else the one
 /// that wants least, which make_plan() refuses; at least one. `reasons` takes how the first was
-/// chosen, and why not the others. Throws Error(kUnsupported) where the model may take none.
+/// chosen, and why not the others. Throws Error(kUnsupported) where there is none.
 Candidates ranked(const Problem& problem, std::span<const Family* const> families,
                   const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons);
 

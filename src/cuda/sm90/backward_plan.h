@@ -8,6 +8,7 @@
 #include "call/problem.h"
 #include "cuda/common/family.h"
 #include "cuda/sm90/common.h"
+#include "cuda/sm90/planned_family.h"
 #include "kernels/sm90/backward/layout.h"
 #include "kernels/sm90/backward/work.h"
 
@@ -101,10 +102,7 @@ HopperBackwardWorkspace workspace_of(const Problem& problem, const HopperBackwar
 std::string backward_rejects(const Problem& problem);
 
 /// A plan with one of the tiles.
-struct HopperBackwardTile {
-  HopperBackwardPlan plan;
-  double cycles = 0;  ///< predicted
-};
+using HopperBackwardTile = Fitting<HopperBackwardPlan>;
 
 /// A plan for every tile that fits, with the stages that the shared memory has room for, and with
 /// the fastest waves that max_workspace has room for; where it has for none, with those that want

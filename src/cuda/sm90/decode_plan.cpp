@@ -11,7 +11,6 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/forward_plan.h"
 #include "cuda/sm90/tensor_map.h"
 #include "kernels/host_device/stream_k.h"
 #include "kernels/sm90/decode/layout.h"
@@ -33,7 +32,7 @@ constexpr int64_t kLanes = 32;
 constexpr int64_t kSomeParts = 2;
 /// Those of narrow teams, where each has so many parts, which hardly differ in length.
 constexpr int64_t kEvenParts = 8;
-/// Beyond so many rows of a kv head the forward kernel's tiles are faster, where it can have them.
+/// Beyond so many rows of a kv head other kernels are faster, where they can have them.
 constexpr int64_t kMaxRowsForModel = 128;
 
 /// Rows that a group of lanes of a CTA may write one after the other before it attends:
@@ -295,10 +294,10 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
-  // Other rows are copied, which the forward kernel does, too, where it takes the call.
-  const bool forward_takes = !rows_decide(p) && !has_cache(p) && !p.has_tree;
+  // Other rows are copied where no other kernel can take the call.
+  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has_tree;
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
-    if (const std::string why = not_whole(*strides); !why.empty() && forward_takes) {
+    if (const std::string why = not_whole(*strides); !why.empty() && others_take) {
       return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
                          why);
     }
@@ -359,15 +358,14 @@ HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
     }
   }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.sms), {}};
-  // Groups have few lines with many keys, which the forward kernel does not cut where lengths
-  // differ.
-  if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel && forward_rejects(p).empty()) {
+  // Groups have few lines with many keys, which no other kernel cuts where lengths differ.
+  if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
   }
   return tile;
 }
 
-std::string hopper_decode_not_fused(const Problem& p, const HopperDecodePlan& plan) {
+std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
   if (p.batch == 0 || p.total_q == 0) return "there are no queries";
   if (p.append.host_numbers > 0) {
     return "its lengths lie in the host's memory, from where a launch brings them first";

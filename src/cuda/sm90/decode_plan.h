@@ -8,6 +8,7 @@
 #include "call/problem.h"
 #include "cuda/common/family.h"
 #include "cuda/sm90/common.h"
+#include "cuda/sm90/planned_family.h"
 
 namespace fulgur::cuda {
 
@@ -78,15 +79,11 @@ std::string decode_rejects(const Problem& problem);
 std::string hopper_decode_rejects_few(const Problem& problem);
 
 /// A plan for a problem that is not rejected.
-struct HopperDecodeTile {
-  HopperDecodePlan plan;
-  double cycles = 0;       ///< predicted
-  std::string tuned_only;  ///< why the cost model may not take it; empty when it may
-};
+using HopperDecodeTile = Fitting<HopperDecodePlan>;
 HopperDecodeTile decode_candidate(const Problem& problem, const Target& target);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
-std::string hopper_decode_not_fused(const Problem& problem, const HopperDecodePlan& plan);
+std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);
 /// The plan that does.
 HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
 

@@ -8,6 +8,7 @@
 #include "call/problem.h"
 #include "cuda/common/family.h"
 #include "cuda/sm90/forward_config.h"
+#include "cuda/sm90/planned_family.h"
 
 namespace fulgur::cuda {
 
@@ -25,11 +26,7 @@ HopperForwardWorkspace workspace_of(const Problem& problem, const HopperForwardP
 std::string forward_rejects(const Problem& problem);
 
 /// A plan with one of the tiles.
-struct HopperForwardTile {
-  HopperForwardPlan plan;
-  double cycles = 0;       ///< predicted
-  std::string tuned_only;  ///< why the cost model may not take it; empty when it may
-};
+using HopperForwardTile = Fitting<HopperForwardPlan>;
 
 /// A plan for every tile that fits, with the stages that the shared memory has room for. `rejected`
 /// takes the others and why.

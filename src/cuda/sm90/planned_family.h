@@ -1,0 +1,90 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/common/family.h"
+
+namespace fulgur::cuda {
+
+/// A plan that fits a problem and a card.
+template <class Plan>
+struct Fitting {
+  Plan plan;
+  double cycles = 0;         ///< predicted
+  std::string tuned_only{};  ///< as a candidate's
+};
+
+/// A candidate that is a `Plan` whose kernels `kKernels` lists and `Launcher` launches.
+template <class Plan_, class Launcher, std::vector<KernelUse> (*kKernels)(const Plan_&)>
+class PlannedCandidate final : public Candidate {
+ public:
+  using Plan = Plan_;
+
+  PlannedCandidate(const Problem& problem, const Fitting<Plan>& fitting)
+      : problem_(problem), plan_(fitting.plan) {
+    tile = plan_.tile();
+    cycles = fitting.cycles;
+    workspace = workspace_of(problem, plan_).end;
+    tuned_only = fitting.tuned_only;
+  }
+
+  std::vector<KernelUse> kernels() const override { return kKernels(plan_); }
+
+  std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override {
+    return std::make_unique<Launcher>(problem_, gpu, plan_, std::move(reasons));
+  }
+
+  std::shared_ptr<const Candidate> fused(const Problem::Append& append,
+                                         std::string* why_not) const override {
+    Problem problem = problem_;
+    problem.append = append;
+    if constexpr (requires { fused_plan(problem, plan_); }) {
+      *why_not = not_fused(problem, plan_);
+      if (!why_not->empty()) return nullptr;
+      return std::make_shared<PlannedCandidate>(
+          problem, Fitting<Plan>{fused_plan(problem, plan_), cycles, tuned_only});
+    } else {
+      return Candidate::fused(append, why_not);
+    }
+  }
+
+  const Plan& plan() const { return plan_; }
+
+ private:
+  Problem problem_;
+  Plan plan_;
+};
+
+/// A family whose candidates are plans.
+template <class Planned>
+class PlannedFamily final : public Family {
+ public:
+  using Fittings = std::vector<Fitting<typename Planned::Plan>>;
+  using IsFor = bool(const Problem&);
+  using Rejects = std::string(const Problem&);
+  using Plans = Fittings(const Problem&, const Target&, std::vector<std::string>*);
+
+  PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans)
+      : is_for_(is_for), rejects_(rejects), plans_(plans) {}
+
+  bool is_for(const Problem& problem) const override { return is_for_(problem); }
+  std::string rejects(const Problem& problem) const override { return rejects_(problem); }
+  Candidates candidates(const Problem& problem, const Target& target,
+                        std::vector<std::string>* rejected) const override {
+    Candidates result;
+    for (const auto& fitting : plans_(problem, target, rejected)) {
+      result.push_back(std::make_shared<Planned>(problem, fitting));
+    }
+    return result;
+  }
+
+ private:
+  IsFor* is_for_;
+  Rejects* rejects_;
+  Plans* plans_;
+};
+
+}  // namespace fulgur::cuda
