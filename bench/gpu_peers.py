@@ -1,4 +1,4 @@
-"""What fulgur is measured with on a GPU: PyTorch's SDPA by cuDNN and by FlashAttention-2, and FlashAttention-3.
+"""What fulgur is measured with on a GPU: PyTorch's SDPA by cuDNN and by FlashAttention-2, FlashAttention-3 and -4.
 
 A peer is a function of a case and its tensors (gpu_case.py) that returns a function: the forward pass, which gives out,
 or the backward pass, which gives dq, dk and dv, on the current stream. What it does not compute it refuses with
@@ -7,6 +7,7 @@ RuntimeError or ValueError, at once or in its first run.
 
 import functools
 import importlib
+import importlib.metadata
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -76,6 +77,37 @@ def flash3_backward(module, case, tensors):
     return gradients(out, inputs, tensors["dout"])
 
 
+def flash4_out(module, case, tensors, q, k, v, **options):
+    """By FlashAttention-4, which asserts, or fails to compile, where it does not compute a case."""
+    if case.window >= 0:
+        options["window_size"] = (case.window, 0)
+    try:
+        if not case.lengths:
+            out = module.flash_attn_func(q, k, v, causal=case.causal, **options)
+        else:
+            starts = tensors["cu_seqlens_q"]
+            out = module.flash_attn_varlen_func(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=case.s,
+                                                max_seqlen_k=case.s, causal=case.causal, **options)
+    except Exception as error:
+        raise RuntimeError(in_words(error)) from error
+    return out[0] if isinstance(out, tuple) else out
+
+
+def flash4_forward(module, case, tensors):
+    return lambda: flash4_out(module, case, tensors, tensors["q"], tensors["k"], tensors["v"])
+
+
+def flash4_backward(module, case, tensors):
+    inputs = leaves(tensors)
+    run = gradients(flash4_out(module, case, tensors, *inputs, deterministic=case.deterministic), inputs,
+                    tensors["dout"])
+    try:
+        run()  # compiles
+    except Exception as error:
+        raise RuntimeError(in_words(error)) from error
+    return run
+
+
 def call_options(module, case):
     if case.lengths:
         raise ValueError(f"{module.__name__} takes no packed sequences")
@@ -102,6 +134,7 @@ FLASH3 = {
                 "fa3_peer": calls_forward},
     "backward": {"flash_attn_interface": flash3_backward, "fa3_peer": calls_backward},
 }
+FLASH4 = {"forward": flash4_forward, "backward": flash4_backward}
 PYTORCH = {
     "forward": {"cudnn": functools.partial(sdpa_forward, SDPBackend.CUDNN_ATTENTION),
                 "flash2": functools.partial(sdpa_forward, SDPBackend.FLASH_ATTENTION)},
@@ -121,9 +154,24 @@ def flash3_module(which):
     return None
 
 
-def peers_of(which, flash3):
-    """Those of a pass by name; `flash3` is of flash3_module."""
-    peers = dict(PYTORCH[which])
-    if flash3:
+def flash4_module():
+    """FlashAttention-4 where it is installed, or None."""
+    try:
+        return importlib.import_module("flash_attn.cute")
+    except ModuleNotFoundError as error:
+        if error.name not in ("flash_attn", "flash_attn.cute"):
+            raise
+    print("no FlashAttention-4: python3 has no flash_attn.cute", flush=True)
+    return None
+
+
+def peers_of(which):
+    """Those of a pass by name, and by name what is installed of those that do not come with PyTorch."""
+    peers, installed = dict(PYTORCH[which]), {}
+    if flash3 := flash3_module(which):
         peers["flash3"] = functools.partial(FLASH3[which][flash3.__name__], flash3)
-    return peers
+        installed["flash3"] = flash3.__name__
+    if flash4 := flash4_module():
+        peers["flash4"] = functools.partial(FLASH4[which], flash4)
+        installed["flash4"] = f"flash-attn-4 {importlib.metadata.version('flash-attn-4')}"
+    return peers, installed

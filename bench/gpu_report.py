@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times fulgur on a GPU with PyTorch's SDPA, FlashAttention-3 where its Python package is installed, and a
+"""Times fulgur on a GPU with PyTorch's SDPA, FlashAttention-3 and -4 where they are installed, and a
 cuBLAS product, in one run, and measures the errors of gradients; decode calls with FlashAttention-3, FlashInfer and
 cuDNN's frontend, those that are installed, and what calls of PyTorch cost the host.
 
@@ -32,7 +32,7 @@ import gpu_errors  # noqa: E402
 import gpu_host  # noqa: E402
 from fulgur_c import Fulgur  # noqa: E402
 from gpu_case import DEVICE, Case, inputs  # noqa: E402
-from gpu_peers import flash3_module, in_words, peers_of  # noqa: E402
+from gpu_peers import in_words, peers_of  # noqa: E402
 from gpu_table import KERNELS  # noqa: E402
 import report_file  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
@@ -131,8 +131,7 @@ class Bench:
 
     def __init__(self, fulgur, which, generator, beside):
         self.fulgur, self.which, self.generator = fulgur, which, generator
-        self.flash3 = flash3_module(which)
-        self.peers = peers_of(which, self.flash3)
+        self.peers, self.installed = peers_of(which)
         self.beside = beside  # what is no attention, by name: function and flops
 
     def ours(self, case, tensors):
@@ -190,7 +189,7 @@ def forward_report(fulgur, grid, generator):
     bench = Bench(fulgur, "forward", generator, {"gemm": (lambda: a @ b, 2.0 * GEMM**3)})
     shapes = [Case(*shape, causal) for shape in SHAPES for causal in MASKS]
     fulgur.compile(("forward", case) for case in [*grid, *shapes])
-    return {"flash3": bench.flash3.__name__ if bench.flash3 else None, "results": bench.rows(grid),
+    return {"peers": bench.installed, "results": bench.rows(grid),
             "shapes": bench.rows(shapes)}
 
 
@@ -198,13 +197,13 @@ def backward_report(fulgur, grid, generator):
     bench = Bench(fulgur, "backward", generator, {})
     every = [*grid, *(case for cases in BACKWARD_SHAPES.values() for case in cases)]
     fulgur.compile((which, case) for case in every for which in ("forward", "backward"))
-    return {"flash3": bench.flash3.__name__ if bench.flash3 else None, "results": bench.rows(grid),
+    return {"peers": bench.installed, "results": bench.rows(grid),
             "shapes": [{"what": what, **row} for what, cases in BACKWARD_SHAPES.items() for row in bench.rows(cases)]}
 
 
 def errors_report(fulgur, generator):
     fulgur.compile((which, case) for case in gpu_errors.cases() for which in ("forward", "backward"))
-    return gpu_errors.error_rows(fulgur, peers_of("backward", flash3_module("backward")).get("flash3"), generator)
+    return gpu_errors.error_rows(fulgur, peers_of("backward")[0].get("flash3"), generator)
 
 
 def decode_report(fulgur, generator):

@@ -23,9 +23,10 @@ BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
 DECODE = ("sm90/decode/decode.cu", "sm90/decode/combine.cu", "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
            "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
-NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flashinfer": "FlashInfer", "cudnn": "cuDNN",
-         "flash2": "FlashAttention-2"}
-COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
+NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flash4": "FlashAttention-4", "flashinfer": "FlashInfer",
+         "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
+README_NAMES = ("fulgur", "flash3", "flash4", "cudnn", "flash2")  # in the README's table
+COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "flash4": "#8e44ad", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
 
 
 def length(n):
@@ -294,10 +295,13 @@ def host(report):
     return text
 
 
-def flash3_of(report):
-    """Of which modules FlashAttention-3 is, in words."""
-    modules = list(dict.fromkeys(m for m in (report.get("flash3"), report.get("backward", {}).get("flash3")) if m))
-    return f", FlashAttention-3 of {' and '.join(modules)}" if modules else ""
+def peers_of(report):
+    """The packages of the peers that do not come with PyTorch, in words."""
+    every = [part["peers"] for part in (report, report.get("backward", {})) if "peers" in part]
+    text = ""
+    for name in dict.fromkeys(name for peers in every for name in peers):
+        text += f", {NAMES[name]} of {' and '.join(dict.fromkeys(p[name] for p in every if name in p))}"
+    return text
 
 
 def markdown(report):
@@ -309,7 +313,7 @@ def markdown(report):
         f"# {title[0].upper() + title[1:]} on {report['gpu']}, bf16",
         "",
         "TFLOP/s of 16k tokens with a hidden size of 2048; `make gpu-report`, driver"
-        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{flash3_of(report)}, kernels"
+        f" {report['driver']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}{peers_of(report)}, kernels"
         f" {', '.join(kernels)}. All columns of a line were"
         " measured in turns, as CUDA graphs of many launches: the card's clock follows its load, so compare within a"
         " line. GEMM is cuBLAS, 8192 x 8192 x 8192, bf16.",
@@ -383,16 +387,18 @@ def svg(report):
 def summary(report):
     """A line for each pass, mask and dim at 8k: TFLOP/s of everybody."""
     lines = []
-    for name, rows in (("forward", report["results"]), ("backward", report["backward"]["results"])):
+    passes = {"forward": report["results"], "backward": report["backward"]["results"]}
+    columns = [n for n in README_NAMES if n in measured([r for rows in passes.values() for r in rows])]
+    for name, rows in passes.items():
         names = measured(rows)
         for r in rows:
             if r["s"] == 8192:
                 figures = {n: r[f"{n}_tflops"] for n in names if f"{n}_tflops" in r}
                 cells = [f"**{figures[n]:.0f}**" if n == max(figures, key=figures.get) else f"{figures[n]:.0f}"
-                         if n in figures else "" for n in ("fulgur", "flash3", "cudnn", "flash2")]
+                         if n in figures else "" for n in columns]
                 lines.append([name, mask(r["causal"]), str(r["d"]), *cells])
     card = report["gpu"].removeprefix("NVIDIA ")
-    head = [f"{card}, 8k", "mask", "d", "fulgur", "FlashAttention-3", "cuDNN", "FlashAttention-2"]
+    head = [f"{card}, 8k", "mask", "d", *(NAMES[n] for n in columns)]
     lines = [head, ["---"] * len(head), *lines]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
