@@ -14,6 +14,7 @@
 
 #include "api/prepare.h"
 #include "arrays.h"
+#include "call/tensors.h"
 #include "fulgur/append.h"
 #include "jax_ffi.h"
 #include "program.h"
@@ -63,52 +64,13 @@ Tensor tensor(const Entries& views, std::string_view name) {
   return view.is_valid() && !view.is_none() ? nb::cast<const View&>(view).tensor : Tensor{};
 }
 
+/// The tensors of a call by the names that they have in C++.
 template <class Args>
-Args read_args(const Entries& views);
-
-template <>
-ForwardArgs read_args(const Entries& views) {
-  return {.q = tensor(views, "q"),
-          .k = tensor(views, "k"),
-          .v = tensor(views, "v"),
-          .out = tensor(views, "out"),
-          .lse = tensor(views, "lse"),
-          .alibi_slopes = tensor(views, "alibi_slopes"),
-          .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
-          .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
-          .seqused_q = tensor(views, "seqused_q"),
-          .seqused_k = tensor(views, "seqused_k"),
-          .rng_state = tensor(views, "rng_state"),
-          .page_table = tensor(views, "page_table"),
-          .page_indptr = tensor(views, "page_indptr"),
-          .cache_batch_idx = tensor(views, "cache_batch_idx"),
-          .leftpad_k = tensor(views, "leftpad_k"),
-          .sinks = tensor(views, "sinks"),
-          .tree_mask = tensor(views, "tree_mask"),
-          .prefix_groups = tensor(views, "prefix_groups"),
-          .prefix_lens = tensor(views, "prefix_lens")};
-}
-
-template <>
-BackwardArgs read_args(const Entries& views) {
-  return {.dout = tensor(views, "dout"),
-          .q = tensor(views, "q"),
-          .k = tensor(views, "k"),
-          .v = tensor(views, "v"),
-          .out = tensor(views, "out"),
-          .lse = tensor(views, "lse"),
-          .dq = tensor(views, "dq"),
-          .dk = tensor(views, "dk"),
-          .dv = tensor(views, "dv"),
-          .alibi_slopes = tensor(views, "alibi_slopes"),
-          .cu_seqlens_q = tensor(views, "cu_seqlens_q"),
-          .cu_seqlens_k = tensor(views, "cu_seqlens_k"),
-          .seqused_q = tensor(views, "seqused_q"),
-          .seqused_k = tensor(views, "seqused_k"),
-          .dlse = tensor(views, "dlse"),
-          .rng_state = tensor(views, "rng_state"),
-          .sinks = tensor(views, "sinks"),
-          .dsinks = tensor(views, "dsinks")};
+Args read_args(const Entries& views) {
+  Args args;
+  const auto read = [&](const fulgur::TensorRule& rule, auto& t) { t = tensor(views, rule.name); };
+  fulgur::for_each_tensor(read, args);
+  return args;
 }
 
 /// The options of _arguments.py, types and integer ranges checked there.
@@ -188,22 +150,9 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
 }
 
 AppendArgs read_append(const Entries& views, bool interleaved) {
-  return {.k_cache = tensor(views, "k_cache"),
-          .v_cache = tensor(views, "v_cache"),
-          .k_new = tensor(views, "k_new"),
-          .v_new = tensor(views, "v_new"),
-          .cu_seqlens_k_new = tensor(views, "cu_seqlens_k_new"),
-          .cache_seqlens = tensor(views, "cache_seqlens"),
-          .page_table = tensor(views, "page_table"),
-          .page_indptr = tensor(views, "page_indptr"),
-          .cache_batch_idx = tensor(views, "cache_batch_idx"),
-          .cos = tensor(views, "cos"),
-          .sin = tensor(views, "sin"),
-          .interleaved = interleaved,
-          .rotary_seqlens = tensor(views, "rotary_seqlens"),
-          .q = tensor(views, "q"),
-          .q_out = tensor(views, "q_out"),
-          .cu_seqlens_q = tensor(views, "cu_seqlens_q")};
+  AppendArgs args = read_args<AppendArgs>(views);
+  args.interleaved = interleaved;
+  return args;
 }
 
 /// Checks the shapes and options of a call whose arrays are not there yet.
@@ -226,20 +175,13 @@ struct AppendForward {
 
   AppendForward(const Entries& views, const Entries& options, bool interleaved)
       : rows(read_append(views, interleaved)),
-        args{.q = rows.q,
-             .out = tensor(views, "out"),
-             .lse = tensor(views, "lse"),
-             .alibi_slopes = tensor(views, "alibi_slopes"),
-             .cu_seqlens_q = rows.cu_seqlens_q,
-             .seqused_q = tensor(views, "seqused_q"),
-             .leftpad_k = tensor(views, "leftpad_k"),
-             .sinks = tensor(views, "sinks"),
-             .tree_mask = tensor(views, "tree_mask"),
-             .prefix_groups = tensor(views, "prefix_groups"),
-             .prefix_lens = tensor(views, "prefix_lens"),
-             .append = &rows},
+        args(read_args<ForwardArgs>(views)),
         options(read_options(options)) {
+    // Each tensor is said once: the queries are the call's, the caches and their tables are the
+    // rows'.
     rows.q = rows.cu_seqlens_q = {};
+    args.page_table = args.page_indptr = args.cache_batch_idx = {};
+    args.append = &rows;
   }
   AppendForward(const AppendForward&) = delete;
   AppendForward& operator=(const AppendForward&) = delete;

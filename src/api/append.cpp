@@ -2,6 +2,7 @@
 
 #include "api/prepare.h"
 #include "call/append_call.h"
+#include "call/check_tensors.h"
 #include "call/make_problem.h"
 #include "plan/engines.h"
 
@@ -11,7 +12,7 @@ void append(const AppendArgs& args, const Options& options, const Run& run) {
   const AppendCall call = checked_append(args, checked_mask(options));
   const Engine& engine = engine_on(call.p.device, options.engine, AppendCall::kLike);
   const int threads = checked_threads(options);
-  check_pointers(args);
+  check_memory(args);
   engine.append(call, threads, run);
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "api/c_struct.h"
+#include "call/tensors.h"
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/cuda.h"
@@ -81,69 +82,61 @@ T required(const DLTensor* t, const char* name) {
   return T::from_dlpack(*t, name);
 }
 
-/// The tensors that both passes take besides.
-template <class Args, class Given>
-void set_extras(const Given& given, Args& args) {
-  args.alibi_slopes = optional<ConstTensor>(given.alibi_slopes, "alibi_slopes");
-  args.cu_seqlens_q = optional<ConstTensor>(given.cu_seqlens_q, "cu_seqlens_q");
-  args.cu_seqlens_k = optional<ConstTensor>(given.cu_seqlens_k, "cu_seqlens_k");
-  args.seqused_q = optional<ConstTensor>(given.seqused_q, "seqused_q");
-  args.seqused_k = optional<ConstTensor>(given.seqused_k, "seqused_k");
-  args.rng_state = optional<ConstTensor>(given.rng_state, "rng_state");
-  args.sinks = optional<ConstTensor>(given.sinks, "sinks");
+template <class T>
+void read_tensor(const DLTensor* given, const fulgur::TensorRule& rule, T& to) {
+  to = rule.need == fulgur::Need::kRequired ? required<T>(given, rule.name)
+                                            : optional<T>(given, rule.name);
 }
+
+bool must_be_there(fulgur::Need need, bool appends) {
+  return need == fulgur::Need::kRequired || (need == fulgur::Need::kUnlessAppend && !appends);
+}
+
+bool appends(const fulgur_forward_args& a) { return a.append != nullptr; }
+bool appends(const fulgur_backward_args&) { return false; }
+bool appends(const fulgur_append_args&) { return true; }
+
+template <class T>
+T read_tensor(const DLTensor* given, const char* name, bool must) {
+  return must ? required<T>(given, name) : optional<T>(given, name);
+}
+
+// A C struct has the tensors of its table, and what is no tensor.
+static_assert(sizeof(fulgur_forward_args) ==
+              sizeof(size_t) + (fulgur::kForwardTensors + 1) * sizeof(void*));
+static_assert(sizeof(fulgur_backward_args) ==
+              sizeof(size_t) + fulgur::kBackwardTensors * sizeof(void*));
+static_assert(sizeof(fulgur_append_args) ==
+              sizeof(size_t) + (fulgur::kAppendTensors + 1) * sizeof(void*));
+
+/// Reads a row of the tables of tensors: the C structs have their names.
+#define FULGUR_READ(member, arg, need, ...)                           \
+  args.member = read_tensor<decltype(args.member)>(a.member, #member, \
+                                                   must_be_there(fulgur::Need::need, appends(a)));
 
 AppendArgs convert(const fulgur_append_args* given, const char* name = "args") {
   const fulgur_append_args a = read_struct(name, given, kMinAppend);
-  return {.k_cache = required<Tensor>(a.k_cache, "k_cache"),
-          .v_cache = required<Tensor>(a.v_cache, "v_cache"),
-          .k_new = required<ConstTensor>(a.k_new, "k_new"),
-          .v_new = required<ConstTensor>(a.v_new, "v_new"),
-          .cu_seqlens_k_new = optional<ConstTensor>(a.cu_seqlens_k_new, "cu_seqlens_k_new"),
-          .cache_seqlens = required<ConstTensor>(a.cache_seqlens, "cache_seqlens"),
-          .page_table = optional<ConstTensor>(a.page_table, "page_table"),
-          .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
-          .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
-          .cos = optional<ConstTensor>(a.cos, "cos"),
-          .sin = optional<ConstTensor>(a.sin, "sin"),
-          .interleaved = a.interleaved != 0,
-          .rotary_seqlens = optional<ConstTensor>(a.rotary_seqlens, "rotary_seqlens"),
-          .q = optional<ConstTensor>(a.q, "q"),
-          .q_out = optional<Tensor>(a.q_out, "q_out"),
-          .cu_seqlens_q = optional<ConstTensor>(a.cu_seqlens_q, "cu_seqlens_q")};
+  AppendArgs args;
+  FULGUR_APPEND_TENSORS(FULGUR_READ)
+  args.interleaved = a.interleaved != 0;
+  return args;
 }
 
 /// ForwardArgs with the AppendArgs that they point to.
 class ForwardCall {
  public:
-  explicit ForwardCall(const fulgur_forward_args& a)
-      : args_{.q = required<ConstTensor>(a.q, "q"),
-              .k = key(a, a.k, "k"),
-              .v = key(a, a.v, "v"),
-              .out = required<Tensor>(a.out, "out"),
-              .lse = optional<Tensor>(a.lse, "lse"),
-              .page_table = optional<ConstTensor>(a.page_table, "page_table"),
-              .page_indptr = optional<ConstTensor>(a.page_indptr, "page_indptr"),
-              .cache_batch_idx = optional<ConstTensor>(a.cache_batch_idx, "cache_batch_idx"),
-              .leftpad_k = optional<ConstTensor>(a.leftpad_k, "leftpad_k"),
-              .tree_mask = optional<ConstTensor>(a.tree_mask, "tree_mask"),
-              .prefix_groups = optional<ConstTensor>(a.prefix_groups, "prefix_groups"),
-              .prefix_lens = optional<ConstTensor>(a.prefix_lens, "prefix_lens")} {
-    set_extras(a, args_);
+  explicit ForwardCall(const fulgur_forward_args& a) {
+    ForwardArgs& args = args_;
+    FULGUR_FORWARD_TENSORS(FULGUR_READ)
     if (a.append == nullptr) return;
     append_ = convert(a.append, "append");
-    args_.append = &append_;
+    args.append = &append_;
   }
   ForwardCall(const ForwardCall&) = delete;
   ForwardCall& operator=(const ForwardCall&) = delete;
   operator const ForwardArgs&() const { return args_; }
 
  private:
-  /// Where rows are appended, these are their caches.
-  static ConstTensor key(const fulgur_forward_args& a, const DLTensor* t, const char* name) {
-    return a.append == nullptr ? required<ConstTensor>(t, name) : optional<ConstTensor>(t, name);
-  }
-
   ForwardArgs args_;
   AppendArgs append_;
 };
@@ -154,20 +147,12 @@ ForwardCall convert(const fulgur_forward_args* given) {
 
 BackwardArgs convert(const fulgur_backward_args* given) {
   const fulgur_backward_args a = read_struct("args", given, kMinBackward);
-  BackwardArgs args{.dout = required<ConstTensor>(a.dout, "dout"),
-                    .q = required<ConstTensor>(a.q, "q"),
-                    .k = required<ConstTensor>(a.k, "k"),
-                    .v = required<ConstTensor>(a.v, "v"),
-                    .out = required<ConstTensor>(a.out, "out"),
-                    .lse = required<ConstTensor>(a.lse, "lse"),
-                    .dq = required<Tensor>(a.dq, "dq"),
-                    .dk = required<Tensor>(a.dk, "dk"),
-                    .dv = required<Tensor>(a.dv, "dv"),
-                    .dlse = optional<ConstTensor>(a.dlse, "dlse"),
-                    .dsinks = optional<Tensor>(a.dsinks, "dsinks")};
-  set_extras(a, args);
+  BackwardArgs args;
+  FULGUR_BACKWARD_TENSORS(FULGUR_READ)
   return args;
 }
+
+#undef FULGUR_READ
 
 fulgur_options defaults() {
   fulgur_options options{};

@@ -64,7 +64,7 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
 }
 
 void check_shape(const char* name, const ConstTensor& t, const char* dims,
-                 std::initializer_list<int64_t> want, bool written) {
+                 std::span<const int64_t> want, bool written) {
   check_tensor(name, t, dims, static_cast<int>(want.size()), written);
   if (!std::equal(want.begin(), want.end(), t.shape.begin())) {
     fail(name, "got shape {}, want ({}) = {}", list(t, t.shape), fmt::join(want, ", "), dims);

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -35,7 +36,11 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
 
 /// check_tensor, and the shape is `want`.
 void check_shape(const char* name, const ConstTensor& t, const char* dims,
-                 std::initializer_list<int64_t> want, bool written);
+                 std::span<const int64_t> want, bool written);
+inline void check_shape(const char* name, const ConstTensor& t, const char* dims,
+                        std::initializer_list<int64_t> want, bool written) {
+  check_shape(name, t, dims, std::span(want.begin(), want.size()), written);
+}
 
 /// Whether a tensor lies in the host's memory.
 inline bool on_host(const ConstTensor& t) { return t.device.type == DeviceType::kCpu; }

@@ -1,7 +1,6 @@
 #include "call/append_call.h"
 
-#include <array>
-#include <cstddef>
+#include "call/check_tensors.h"
 
 namespace fulgur {
 namespace {
@@ -34,7 +33,8 @@ void check_caches(AppendCall& c) {
   p.dv = checked_dim("v_cache", v.shape[3]);
   if (seqlens.rank != 1) fail("cache_seqlens", "got {}, want i32 (batch)", seqlens.describe());
   p.batch = seqlens.shape[0];
-  check_lengths("cache_seqlens", seqlens, p.batch, "(batch)", p.device, AppendCall::kLike);
+  set_given(c.args, p);
+  check_tensors(c.args, Sizes::kOfCall, p, AppendCall::kLike);
   check_cache_given(c.tables, {}, seqlens);
   check_cache(c.tables, k, v, 0, p, {"k_cache", "v_cache", AppendCall::kLike});
   p.k = rows_layout(k);
@@ -61,10 +61,6 @@ void check_new(AppendCall& c) {
   check_rows("k_new", a.k_new, c, c.packed_new, a.k_new, c.p.hk, c.p.d, false);
   check_rows("v_new", a.v_new, c, c.packed_new, a.k_new, c.p.hk, c.p.dv, false);
   c.tokens = c.packed_new ? a.k_new.shape[0] : c.p.batch * a.k_new.shape[1];
-  if (c.packed_new) {
-    check_lengths("cu_seqlens_k_new", a.cu_seqlens_k_new, c.p.batch + 1, "(batch + 1)", c.p.device,
-                  AppendCall::kLike);
-  }
   c.k_new = rows_layout(a.k_new);
   c.v_new = rows_layout(a.v_new);
 }
@@ -90,29 +86,17 @@ void check_rotary(AppendCall& c) {
     fail("cos", "got {} columns, a rotary_dim of {}, want 2 to the head dim {}", c.pairs,
          2 * c.pairs, c.p.d);
   }
-  if (a.rotary_seqlens.given()) {
-    check_lengths("rotary_seqlens", a.rotary_seqlens, c.p.batch, "(batch)", c.p.device,
-                  AppendCall::kLike);
-  }
 }
 
 void check_queries(AppendCall& c) {
   const AppendArgs& a = c.args;
   Problem& p = c.p;
-  if (!a.q.given()) {
-    if (a.q_out.given()) fail("q", "not given, want what goes to q_out");
-    if (a.cu_seqlens_q.given()) fail("cu_seqlens_q", "given without q");
-    return;
-  }
+  if (!a.q.given()) return;
   p.packed = a.cu_seqlens_q.given();
   c.hq = a.q.shape[p.packed ? 1 : 2];
   check_rows("q", a.q, c, p.packed, a.q, c.hq, p.d, false);
   if (c.hq < 1) fail("q", "got {} heads, want at least 1", c.hq);
   check_rows("q_out", a.q_out, c, p.packed, a.q, c.hq, p.d, true);
-  if (p.packed) {
-    check_lengths("cu_seqlens_q", a.cu_seqlens_q, p.batch + 1, "(batch + 1)", p.device,
-                  AppendCall::kLike);
-  }
   p.total_q = p.packed ? a.q.shape[0] : p.batch * a.q.shape[1];
   p.sq = p.packed ? p.total_q : a.q.shape[1];
   p.q = rows_layout(a.q);
@@ -122,6 +106,10 @@ void check_queries(AppendCall& c) {
 }  // namespace
 
 AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
+  if (!args.q.given()) {
+    if (args.q_out.given()) fail("q", "not given, want what goes to q_out");
+    if (args.cu_seqlens_q.given()) fail("cu_seqlens_q", "given without q");
+  }
   AppendCall c{.args = args, .tables = {args.page_table, args.page_indptr, args.cache_batch_idx}};
   check_caches(c);
   check_new(c);
@@ -129,40 +117,6 @@ AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
   check_queries(c);
   c.advance = mask != full();
   return c;
-}
-
-void check_pointers(const AppendArgs& a) {
-  struct Named {
-    const char* name;
-    ConstTensor tensor;
-    bool written = false;
-  };
-  constexpr size_t kQOut = 2, kQ = 14;
-  const std::array<Named, 15> all{{{"k_cache", a.k_cache, true},
-                                   {"v_cache", a.v_cache, true},
-                                   {"q_out", a.q_out, true},
-                                   {"k_new", a.k_new},
-                                   {"v_new", a.v_new},
-                                   {"cu_seqlens_k_new", a.cu_seqlens_k_new},
-                                   {"cache_seqlens", a.cache_seqlens},
-                                   {"page_table", a.page_table},
-                                   {"page_indptr", a.page_indptr},
-                                   {"cache_batch_idx", a.cache_batch_idx},
-                                   {"cos", a.cos},
-                                   {"sin", a.sin},
-                                   {"rotary_seqlens", a.rotary_seqlens},
-                                   {"cu_seqlens_q", a.cu_seqlens_q},
-                                   {"q", a.q}}};
-  for (const Named& t : all) check_data(t.name, t.tensor);
-  const bool in_place = a.q_out.data == a.q.data && a.q_out.strides == a.q.strides;
-  for (const Named& t : all) {
-    if (!t.written) continue;
-    for (const Named& other : all) {
-      const bool turned = in_place && &t == &all[kQOut] && &other == &all[kQ];
-      if (&t == &other || turned || !share_memory(t.tensor, other.tensor)) continue;
-      fail(t.name, "shares its memory with {}; what is written needs its own", other.name);
-    }
-  }
 }
 
 }  // namespace fulgur

@@ -32,8 +32,4 @@ inline const ConstTensor& first_positions(const AppendArgs& args) {
 /// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument).
 AppendCall checked_append(const AppendArgs& args, const Mask& mask);
 
-/// Checks that all data is there and that what is written lies apart from all else. Queries may be
-/// turned in place: each row is read before it is written.
-void check_pointers(const AppendArgs& args);
-
 }  // namespace fulgur

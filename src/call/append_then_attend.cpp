@@ -130,11 +130,10 @@ void AppendThenAttend::attend_to(const int32_t* lengths) {
 Problem::Append append_of(const AppendThenAttend& a) {
   Problem::Append append{true, a.call().pairs > 0, a.call().p.batch, a.call().tokens, 0};
   if (a.call().p.device.type == DeviceType::kCpu) return append;
-  const AppendArgs& rows = a.rows();
-  for (const ConstTensor* t :
-       {&rows.cu_seqlens_k_new, &rows.cache_seqlens, &rows.rotary_seqlens, &rows.cu_seqlens_q}) {
-    if (t->given() && on_host(*t)) append.host_numbers += t->numel();
-  }
+  const auto count = [&](const TensorRule& rule, const auto& t) {
+    if (rule.place == Place::kHostToo && t.given() && on_host(t)) append.host_numbers += t.numel();
+  };
+  for_each_tensor(count, a.rows());
   return append;
 }
 

@@ -40,8 +40,6 @@ void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstT
   if (tensors.page_indptr.given()) {
     p.cache.pages = Pages::kLists;
     check_tensor("page_table", table, "(ids), as with page_indptr", 1, false);
-    check_indices("page_indptr", tensors.page_indptr, p.batch + 1, "(batch + 1)", p.device,
-                  names.like);
   } else {
     p.cache.pages = Pages::kTable;
     check_tensor("page_table", table, "(batch, max_pages)", 2, false);
@@ -80,22 +78,18 @@ void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlen
 
 void check_cache(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
                  int64_t max_seqlen_k, Problem& p, const CacheNames& names) {
-  p.cache.batch_idx = tensors.cache_batch_idx.given();
-  p.cache.leftpad = tensors.leftpad_k.given();
-  if (p.cache.leftpad) check_lengths("leftpad_k", tensors.leftpad_k, p.batch, "(batch)", p.device);
   if (p.packed_k) return;
   p.cache.entries = k.shape[0];
   if (tensors.page_table.given()) return check_pages(tensors, k, v, max_seqlen_k, p, names);
   if (max_seqlen_k != 0) fail("max_seqlen_k", "given without cu_seqlens_k or page_table");
   p.sk = k.shape[1];
-  if (!p.cache.batch_idx) p.cache.entries = p.batch;
+  if (!p.has(Arg::kCacheBatchIdx)) p.cache.entries = p.batch;
   const int64_t rows = p.cache.entries;
   check_shape(names.k, k, "(batch, sk, hk, d)", {rows, p.sk, p.hk, p.d}, false);
   check_shape(names.v, v, "(batch, sk, hk, dv)", {rows, p.sk, p.hk, p.dv}, false);
   p.total_k = p.total_keys = rows * p.sk;
-  if (!p.cache.batch_idx) return;
+  if (!p.has(Arg::kCacheBatchIdx)) return;
   const ConstTensor& index = tensors.cache_batch_idx;
-  check_indices("cache_batch_idx", index, p.batch, "(batch)", p.device, names.like);
   set_keys("cache_batch_idx", index, p.sk, product("cache_batch_idx", index, p.batch, p.sk), p);
 }
 

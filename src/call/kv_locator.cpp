@@ -12,7 +12,7 @@ KvLocator::KvLocator(const Problem& problem, const CacheTensors& tensors, const 
 KvLocator::KvLocator(const Problem& problem, const Sequences& sequences,
                      const CacheTensors& tensors)
     : KvLocator(problem, tensors, "k") {
-  if (!problem.cache.paged() && !problem.cache.batch_idx) return;
+  if (!problem.cache.paged() && !problem.has(Arg::kCacheBatchIdx)) return;
   for (int64_t b = 0; b < problem.batch; ++b) check(b, sequences[b]);
 }
 
@@ -20,7 +20,8 @@ void KvLocator::check(int64_t b, const Sequence& s) const {
   if (s.sk == 0) return;
   if (p_->cache.paged()) {
     check_pages(b, s);
-  } else if (p_->cache.batch_idx && (batch_idx_[b] < 0 || batch_idx_[b] >= p_->cache.entries)) {
+  } else if (p_->has(Arg::kCacheBatchIdx) &&
+             (batch_idx_[b] < 0 || batch_idx_[b] >= p_->cache.entries)) {
     fail("cache_batch_idx", "got {} at {}, want one of the {} rows of {}", batch_idx_[b], b,
          p_->cache.entries, k_);
   }
@@ -43,7 +44,7 @@ void KvLocator::check_pages(int64_t b, const Sequence& s) const {
 
 KvSpan KvLocator::of(int64_t b, const Sequence& s) const {
   if (p_->cache.paged()) return {s.k_begin, 0, pages(b), p_->cache.page};
-  return {s.k_begin, p_->cache.batch_idx ? batch_idx_[b] : b};
+  return {s.k_begin, p_->has(Arg::kCacheBatchIdx) ? batch_idx_[b] : b};
 }
 
 }  // namespace fulgur

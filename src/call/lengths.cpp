@@ -61,13 +61,13 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
     }
     return used;
   };
-  if (problem.seqused_q && on_host(used_q)) {
+  if (problem.has(Arg::kSeqUsedQ) && on_host(used_q)) {
     used_q_ = read_used("seqused_q", used_q, [&](int64_t b) { return room_q(b); });
   }
-  if (problem.seqused_k && on_host(used_k)) {
+  if (problem.has(Arg::kSeqUsedK) && on_host(used_k)) {
     used_k_ = read_used("seqused_k", used_k, [&](int64_t b) { return room_k(b); });
   }
-  if (problem.cache.leftpad && on_host(cache.leftpad_k)) {
+  if (problem.has(Arg::kLeftpadK) && on_host(cache.leftpad_k)) {
     const int32_t* leftpad = values("leftpad_k", cache.leftpad_k);
     for (int64_t b = 0; b < size(); ++b) {
       const int64_t keys = (*this)[b].sk;

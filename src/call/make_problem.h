@@ -17,14 +17,6 @@ Mask checked_mask(const Options& options);
 /// The threads that options ask for, checked.
 int checked_threads(const Options& options);
 
-/// Checks that the tensors of a call are shaped as those `planned` was made for.
-void check_shapes(const ForwardArgs& planned, const ForwardArgs& args);
-void check_shapes(const BackwardArgs& planned, const BackwardArgs& args);
-
-/// Checks the pointers of a call.
-void check_pointers(const ForwardArgs& args);
-void check_pointers(const BackwardArgs& args);
-
 /// Checks that a call says once which random numbers it uses.
 void check_random_numbers(const ForwardArgs& args, const Run& run);
 void check_random_numbers(const BackwardArgs& args, const Run& run);

@@ -23,7 +23,7 @@ template <class Clear>
 void each_padding_of_q(const Problem& p, const Sequences& sequences, const Clear& clear) {
   const Sequence rest = sequences.padding();
   clear(0, rest.q_begin, rest.sq);
-  if (!p.seqused_q) return;
+  if (!p.has(Arg::kSeqUsedQ)) return;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequences[b];
     clear(b, s.q_begin + s.sq, sequences.room_q(b) - s.sq);
@@ -35,7 +35,7 @@ void each_padding_of_q(const Problem& p, const Sequences& sequences, const Clear
 void write_padding(const Problem& p, const Sequences& sequences, const ForwardArgs& args) {
   each_padding_of_q(p, sequences, [&](int64_t b, int64_t begin, int64_t count) {
     zero_rows(args.out, p.out, b, begin, count, p.hq, p.dv);
-    if (!p.want_lse) return;
+    if (!p.has(Arg::kLse)) return;
     for (int64_t r = begin; r < begin + count; ++r) {
       for (int64_t h = 0; h < p.hq; ++h) {
         store_element(args.lse.data, args.lse.dtype, p.lse.offset(b, r, h),
@@ -52,7 +52,7 @@ void write_padding(const Problem& p, const Sequences& sequences, const BackwardA
   const Sequence rest = sequences.padding();
   zero_rows(args.dk, p.dk, 0, rest.k_begin, rest.sk, p.hk, p.d);
   zero_rows(args.dv, p.dv_grad, 0, rest.k_begin, rest.sk, p.hk, p.dv);
-  if (!p.seqused_k) return;
+  if (!p.has(Arg::kSeqUsedK)) return;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequences[b];
     const int64_t missing = sequences.room_k(b) - s.sk;

@@ -34,7 +34,10 @@ Layout part_lse(const Problem& p) { return {p.packed ? 0 : p.sq, 1, p.total_q, t
 
 Problem without_prefixes(Problem p) {
   p.prefix_groups = 0;
-  p.host.prefix_groups = p.host.prefix_lens = false;
+  for (const Arg a : {Arg::kPrefixGroups, Arg::kPrefixLens}) {
+    p.given.set(a, false);
+    p.on_host.set(a, false);
+  }
   return p;
 }
 
@@ -44,7 +47,7 @@ Problem prefix_part(Problem p) {
   p.out = part_out(p);
   p.lse = part_lse(p);
   p.lse.batch = 0;
-  p.want_lse = true;
+  p.given.set(Arg::kLse, true);
   // Rows of a table are lists that begin at the table's stride.
   p.cache.ids = ids_of(p);
   p.cache.pages = Problem::Cache::Pages::kLists;
@@ -54,18 +57,19 @@ Problem prefix_part(Problem p) {
   p.packed = true;
   p.sq = p.total_q;
   p.mask = full();
-  p.has_sinks = p.has_tree = false;
-  p.host = {};
+  p.given.set(Arg::kSinks, false);
+  p.given.set(Arg::kTreeMask, false);
+  p.on_host = {};
   p.max_workspace = 0;
   return p;
 }
 
 Problem rest_part(Problem p) {
-  if (!p.want_lse) p.lse = part_lse(p);
-  p.want_lse = true;
-  p.prefix_groups = 0;
-  p.cache.leftpad = true;
-  p.host = {};
+  if (!p.has(Arg::kLse)) p.lse = part_lse(p);
+  p.given.set(Arg::kLse, true);
+  p = without_prefixes(p);
+  p.given.set(Arg::kLeftpadK, true);
+  p.on_host = {};
   p.max_workspace = 0;
   return p;
 }
@@ -74,10 +78,11 @@ std::string undivided(const Problem& p) {
   if (p.total_q == 0) return "there are no queries";
   if (p.invariant) return "`invariant`: the bits of a sequence would depend on its group";
   if (p.mask.left >= 0 || p.mask.chunk > 0) return "the mask hides keys of a prefix";
-  if (p.has_alibi()) return "ALiBi biases by the distance of a key, which a part does not know";
+  if (p.has(Arg::kAlibiSlopes))
+    return "ALiBi biases by the distance of a key, which a part does not know";
   if (p.dropout_p > 0) return "dropout draws for each sequence";
-  if (p.cache.leftpad) return "leftpad_k has sequences begin at other keys";
-  if (p.seqused_q) return "seqused_q leaves gaps between the rows of q";
+  if (p.has(Arg::kLeftpadK)) return "leftpad_k has sequences begin at other keys";
+  if (p.has(Arg::kSeqUsedQ)) return "seqused_q leaves gaps between the rows of q";
   if (!packs(p)) return "the sequences of q do not lie one after the other";
   const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
   if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {

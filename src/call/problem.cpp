@@ -18,7 +18,8 @@ double bytes(const Problem& p) {
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
   const double once = q_rows * (d + dv) + k_rows * (d + dv);  // q, out, k, v
   const double gradients = p.pass == Pass::kBackward ? once : 0;
-  const double lse = (p.want_lse + p.has_dlse) * q_rows * (p.dtype == DType::kF64 ? 8 : 4);
+  const double lse =
+      (p.has(Arg::kLse) + p.has(Arg::kDlse)) * q_rows * (p.dtype == DType::kF64 ? 8 : 4);
   return (once + gradients) * static_cast<double>(size_of(p.dtype)) + lse;
 }
 
@@ -32,21 +33,17 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
   };
   add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
-  add(p.packed, p.packed_k, p.seqused_q, p.seqused_k, p.total_q, p.total_k, p.total_keys,
-      p.want_lse, p.has_dlse, p.has_sinks, p.want_dsinks, p.has_tree, p.mask.left, p.mask.right,
-      p.mask.chunk);
+  add(p.packed, p.packed_k, p.total_q, p.total_k, p.total_keys, p.given.bits(), p.on_host.bits(),
+      p.mask.left, p.mask.right, p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
-      p.cache.batch_idx, p.cache.leftpad, p.prefix_groups, p.of_groups);
+      p.prefix_groups, p.of_groups);
   add(p.append.given, p.append.turns, p.append.batch, p.append.tokens, p.append.host_numbers);
-  add(p.host.cu_seqlens_q, p.host.cu_seqlens_k, p.host.seqused_q, p.host.seqused_k,
-      p.host.leftpad_k, p.host.alibi_slopes, p.host.sinks, p.host.prefix_groups,
-      p.host.prefix_lens);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
-  add(p.alibi, p.slopes_batch, p.slopes_head, p.has_rng_state, p.deterministic, p.invariant,
+  add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
       p.max_workspace);
   return hash;
 }

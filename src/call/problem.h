@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/check.h"
+#include "call/tensors.h"
 #include "fulgur/attention.h"
 
 namespace fulgur {
@@ -13,8 +14,6 @@ enum class Pass : uint8_t { kForward, kBackward };
 /// A validated shape of call: everything that is computed, nothing about how, and nothing that may
 /// change from call to call. Immutable once made; equal problems have the same plan.
 struct Problem {
-  enum class Alibi : uint8_t { kNone, kHeads, kBatchHeads };
-
   /// Where the sequences of K and V lie, if not side by side: tables say it when the call runs.
   struct Cache {
     enum class Pages : uint8_t { kNone, kTable, kLists };  ///< (batch, max_pages), page_indptr
@@ -24,7 +23,6 @@ struct Problem {
     int64_t page = 0;          ///< keys of a page
     int64_t ids = 0;           ///< of the table: of a sequence at most, or of all lists
     int64_t table_stride = 0;  ///< from the ids of a sequence to those of the next
-    bool batch_idx = false, leftpad = false;
 
     bool operator==(const Cache&) const = default;
     bool paged() const { return pages != Pages::kNone; }
@@ -41,52 +39,42 @@ struct Problem {
     bool operator==(const Append&) const = default;
   };
 
-  /// Which lengths, slopes and sinks lie in the host's memory, though q lies on a device.
-  struct HostMetadata {
-    bool cu_seqlens_q = false, cu_seqlens_k = false, seqused_q = false, seqused_k = false;
-    bool leftpad_k = false, alibi_slopes = false, sinks = false;
-    bool prefix_groups = false, prefix_lens = false;
-    bool operator==(const HostMetadata&) const = default;
-  };
-
   Pass pass = Pass::kForward;
   DType dtype = DType::kF32;
   Device device;
   int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence that a call may have
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
-  bool packed = false;    ///< q, and what has its rows
-  bool packed_k = false;  ///< k and v; where q is and they are no cache
-  bool seqused_q = false, seqused_k = false;
+  bool packed = false;               ///< q, and what has its rows
+  bool packed_k = false;             ///< k and v; where q is and they are no cache
   int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
   int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
   Cache cache;
   int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
   bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
   Append append;
-  HostMetadata host;
+  TensorSet given;    ///< the tensors that a call has
+  TensorSet on_host;  ///< those of them that lie in the host's memory, though q lies on a device
 
   Layout q, k, v, out, dout, dq, dk, dv_grad;
-  Layout lse;  ///< row stride of (batch, hq, sq) / (hq, total_q)
-  bool want_lse = false;
+  Layout lse;   ///< row stride of (batch, hq, sq) / (hq, total_q)
   Layout dlse;  ///< strides as those of lse
-  bool has_dlse = false;
-  bool has_sinks = false, want_dsinks = false;
-  bool has_tree = false;
 
   Mask mask;
   double scale = 1, softcap = 0, dropout_p = 0;
-  Alibi alibi = Alibi::kNone;
+  bool slopes_of_batch = false;               ///< alibi_slopes are (batch, hq)
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
-  bool has_rng_state = false;
   bool deterministic = false, invariant = false;
   int64_t max_workspace = 0;  ///< bytes; 0: any number
 
   bool operator==(const Problem&) const = default;
 
   int64_t group() const { return hq / hk; }
-  bool has_alibi() const { return alibi != Alibi::kNone; }
+  bool has(Arg tensor) const { return given.has(tensor); }
   /// All sequences have the same lengths, sq and sk.
-  bool alike() const { return !packed && !packed_k && !seqused_q && !seqused_k && !cache.leftpad; }
+  bool alike() const {
+    return !packed && !packed_k && !has(Arg::kSeqUsedQ) && !has(Arg::kSeqUsedK) &&
+           !has(Arg::kLeftpadK);
+  }
   /// Whether a run may want so many bytes of workspace.
   bool has_room(int64_t bytes) const { return max_workspace == 0 || bytes <= max_workspace; }
   /// No row and no key: nothing is written.

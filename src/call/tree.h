@@ -15,7 +15,7 @@ inline ConstTensor tree_mask_of(const BackwardArgs&) { return {}; }
 /// The words of a sequence's queries; null without a tree mask.
 inline const uint64_t* tree_words(const Problem& p, const ConstTensor& tree_mask, int64_t b,
                                   const Sequence& s) {
-  if (!p.has_tree) return nullptr;
+  if (!p.has(Arg::kTreeMask)) return nullptr;
   const auto* words = static_cast<const uint64_t*>(tree_mask.data);
   return words + (p.packed ? s.q_begin : b * p.sq);
 }

@@ -11,7 +11,7 @@
 #include "call/dropout.h"
 #include "call/mask.h"
 #include "call/padding.h"
-#include "call/sinks.h"
+#include "base/sinks.h"
 #include "cpu/estimate.h"
 #include "cpu/kernels/dispatch.h"
 #include "cpu/plan.h"
@@ -174,7 +174,7 @@ class Work {
       k_.backward_d(t, args_, blocks[i].begin, blocks[i].end, D_of(t));
     });
 
-    if (p_.want_dsinks) sink_gradients(D_of);
+    if (p_.has(Arg::kDsinks)) sink_gradients(D_of);
 
     const auto part_of = [&](const Task& t, int64_t split) {
       return dq + ((t.b * p_.hk + t.kv) * splits + split) * accumulator;

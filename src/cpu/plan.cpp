@@ -119,7 +119,7 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
   plan.decode_rows = k.decode_rows;
   // Packed sequences may be short with a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
-  const int64_t min_rows = p.packed || p.seqused_q ? p.group() : rows;
+  const int64_t min_rows = p.packed || p.has(Arg::kSeqUsedQ) ? p.group() : rows;
   const bool decode = min_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
   if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
   if (blocks) plan_blocks(p, k, rejected, plan);

@@ -17,7 +17,7 @@ namespace {
 /// Checks that no row of the cache takes two new rows.
 void check_places_differ(const AppendCall& c, const AppendLengths& lengths,
                          const KvLocator& places) {
-  if (!c.p.cache.paged() && !c.p.cache.batch_idx) return;
+  if (!c.p.cache.paged() && !c.p.has(Arg::kCacheBatchIdx)) return;
   struct Rows {
     int64_t entry, row, count, b;
     bool operator<(const Rows& o) const { return entry != o.entry ? entry < o.entry : row < o.row; }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "call/append_then_attend.h"
+#include "call/check_tensors.h"
 #include "call/make_problem.h"
 #include "call/mask.h"
 #include "call/prefix_split.h"
@@ -74,8 +75,6 @@ std::string summary(const Problem::Cache& c) {
              ? fmt::format("page_table of {} a sequence", c.ids)
              : fmt::format("page_table of {} by page_indptr", c.ids);
   }
-  if (c.batch_idx) s += fmt::format(", cache_batch_idx into {} rows", c.entries);
-  if (c.leftpad) s += ", leftpad_k";
   return s;
 }
 
@@ -93,6 +92,22 @@ std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& 
   if (auto divided = plan_shared_prefixes(p, engine, threads, &why)) return divided;
   rejected->push_back(fmt::format("shared prefixes read once: {}", why));
   return engine.plan(without_prefixes(p), threads);
+}
+
+/// The names of the optional tensors that a call has.
+std::string optional_tensors(const Problem& p) {
+  std::string names;
+  const auto add = [&](const TensorRule& rule, const auto&) {
+    if (rule.need == Need::kOptional && p.has(rule.arg)) names += fmt::format(", {}", rule.name);
+  };
+  if (p.pass == Pass::kForward) {
+    const ForwardArgs none;
+    for_each_tensor(add, none);
+  } else {
+    const BackwardArgs none;
+    for_each_tensor(add, none);
+  }
+  return names;
 }
 
 std::string summary(const Problem& p) {
@@ -118,18 +133,11 @@ std::string summary(const Problem& p) {
   if (p.mask.chunk > 0) s += fmt::format(", chunks of {} keys", p.mask.chunk);
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
-  if (p.has_alibi()) s += ", ALiBi";
-  if (p.has_sinks) s += ", sinks";
-  if (p.has_tree) s += ", tree mask";
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
-  if (p.seqused_q) s += ", seqused_q";
-  if (p.seqused_k) s += ", seqused_k";
   s += summary(p.cache);
   if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
   if (p.append.given) s += fmt::format(", {} new rows of k and v", p.append.tokens);
-  if (p.has_dlse) s += ", dlse";
-  if (p.want_dsinks) s += ", dsinks";
-  return s;
+  return s + optional_tensors(p);
 }
 
 /// What a caller appends with may be gone when the plan's runs are checked.
@@ -176,7 +184,7 @@ template std::shared_ptr<const Plan::Impl> make_plan(Problem, const BackwardArgs
 
 template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
-  check_pointers(args);
+  check_memory(args);
   check_random_numbers(args, run);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     if (args.append == nullptr) check_prefixes(plan.problem, args);
@@ -190,13 +198,13 @@ template void run_plan(const Plan::Impl&, const BackwardArgs&, const Run&);
 
 void Plan::run(const ForwardArgs& args, const Run& run) const {
   require(*impl_, Pass::kForward);
-  check_shapes(std::get<ForwardArgs>(impl_->planned), args);
+  check_as_planned(std::get<ForwardArgs>(impl_->planned), args);
   run_plan(*impl_, args, run);
 }
 
 void Plan::run(const BackwardArgs& args, const Run& run) const {
   require(*impl_, Pass::kBackward);
-  check_shapes(std::get<BackwardArgs>(impl_->planned), args);
+  check_as_planned(std::get<BackwardArgs>(impl_->planned), args);
   run_plan(*impl_, args, run);
 }
 

@@ -54,7 +54,7 @@ class SharedPrefixes final : public Executable {
     at_.leftpad_k = arena.take(p_.batch * int64_t{sizeof(int)});
     at_.prefix_out = arena.take(part_out_bytes(p_));
     at_.prefix_lse = arena.take(part_lse_bytes(p_));
-    at_.rest_lse = arena.take(p_.want_lse ? 0 : part_lse_bytes(p_));
+    at_.rest_lse = arena.take(p_.has(Arg::kLse) ? 0 : part_lse_bytes(p_));
     at_.end = arena.end();
   }
 

@@ -73,15 +73,15 @@ class Work {
       const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
       const Forward f = flash2_forward(head(b, h, s, q, k, v), kFastMemory);
       scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
-      if (p_.want_lse) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
+      if (p_.has(Arg::kLse)) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
     });
     write_padding(p_, sequences_, args_);
   }
 
   void backward() const {
-    std::vector<double> dsinks(p_.want_dsinks && p_.total_q > 0 ? p_.batch * p_.hq : 0);
+    std::vector<double> dsinks(p_.has(Arg::kDsinks) && p_.total_q > 0 ? p_.batch * p_.hq : 0);
     gradients(dsinks);
-    if (p_.want_dsinks) write_dsinks(dsinks);
+    if (p_.has(Arg::kDsinks)) write_dsinks(dsinks);
   }
 
  private:
@@ -99,9 +99,9 @@ class Work {
       for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
         const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
         const auto dout = gather(args_.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
-        const auto dlse = !p_.has_dlse ? std::vector<double>()
+        const auto dlse = !p_.has(Arg::kDlse) ? std::vector<double>()
                                        : gather(args_.dlse, p_.dlse, b, s.q_begin, s.sq, h, 1);
-        const OutputGradient gradient{dout.data(), p_.has_dlse ? dlse.data() : nullptr};
+        const OutputGradient gradient{dout.data(), p_.has(Arg::kDlse) ? dlse.data() : nullptr};
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
         const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory);
@@ -125,13 +125,13 @@ class Work {
   }
 
   double slope(int64_t b, int64_t h) const {
-    if (!p_.has_alibi()) return 0;
+    if (!p_.has(Arg::kAlibiSlopes)) return 0;
     return load_element(args_.alibi_slopes.data, DType::kF32,
                         b * p_.slopes_batch + h * p_.slopes_head);
   }
 
   double sink(int64_t h) const {
-    if (!p_.has_sinks) return -std::numeric_limits<double>::infinity();
+    if (!p_.has(Arg::kSinks)) return -std::numeric_limits<double>::infinity();
     return load_element(args_.sinks.data, DType::kF32, h);
   }
 

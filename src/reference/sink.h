@@ -2,7 +2,7 @@
 /// gpt-oss, after the tokens that StreamingLLM (arXiv 2309.17453) found to take up attention.
 #pragma once
 
-#include "call/sinks.h"
+#include "base/sinks.h"
 #include "reference/head.h"
 #include "reference/matrix.h"
 

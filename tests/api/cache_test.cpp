@@ -648,7 +648,7 @@ TEST_P(Cache, ExplainSaysWhatACacheIs) {
   const std::string lists = words({Order::kHnd, Index::kLists, 3});
   EXPECT_NE(lists.find("by page_indptr"), std::string::npos) << lists;
   const std::string batch = words({Order::kNhd, Index::kBatch, 0});
-  EXPECT_NE(batch.find("cache_batch_idx into 5 rows"), std::string::npos) << batch;
+  EXPECT_NE(batch.find(", cache_batch_idx"), std::string::npos) << batch;
 }
 
 FULGUR_EVERY_ENGINE(Cache);

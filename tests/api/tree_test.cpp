@@ -179,7 +179,7 @@ TEST_P(TreeMask, WordsChangeBetweenRunsOfAPlan) {
           })) {
         continue;
       }
-      EXPECT_NE(plan->explain().find(", tree mask"), std::string::npos);
+      EXPECT_NE(plan->explain().find(", tree_mask"), std::string::npos);
       for (int turn = 0; turn < 3; ++turn) {
         for (int64_t i = 0; i < w.forward.tree_mask.numel(); ++i) {
           words(w)[i] = words(w)[i] * 3 + static_cast<uint64_t>(turn);

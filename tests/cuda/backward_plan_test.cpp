@@ -376,8 +376,8 @@ std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random)
       q += n.sq;
       k += n.sk;
     }
-    if (p.seqused_q) n.sq = up_to(n.sq);
-    if (p.seqused_k) n.sk = up_to(n.sk);
+    if (p.has(Arg::kSeqUsedQ)) n.sq = up_to(n.sq);
+    if (p.has(Arg::kSeqUsedK)) n.sk = up_to(n.sk);
     all.push_back(n);
   }
   return all;

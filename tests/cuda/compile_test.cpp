@@ -215,12 +215,12 @@ std::vector<Problem> decode_problems() {
           p.packed_k = false;
           p.cache.pages = Problem::Cache::Pages::kLists;
           p.cache.page = 1;
-          p.cache.leftpad = true;
+          p.given.set(Arg::kLeftpadK, true);
         });
   }
   for (const Mask& mask : {window(100, 20), chunked(300, window(100, 20))}) {
     add({.d = 256, .dv = 256, .mask = mask, .softcap = 9, .alibi = true, .seqused = true},
-        [](Problem& p) { p.has_tree = true; });
+        [](Problem& p) { p.given.set(Arg::kTreeMask, true); });
   }
   for (const int64_t d : {192, 256}) {
     add({.d = d,
@@ -243,7 +243,7 @@ std::vector<Problem> decode_problems() {
   add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
     p.cache = {};
-    p.cache.batch_idx = true;
+    p.given.set(Arg::kCacheBatchIdx, true);
   });
   for (const int64_t d : {64, 128, 192, 256}) {  // contiguous, by rows
     for (const auto& [sq, softcap] : {std::pair{1, 0.0}, {16, 9.0}}) {

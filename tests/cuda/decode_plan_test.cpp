@@ -187,7 +187,7 @@ TEST(DecodePlan, PiecesOfFewLinesAreOfWarpgroups) {
     Problem p = forward_problem({.batch = 8, .sq = 4, .sk = 8192, .hq = 32, .hk = 8});
     p.cache.pages = Problem::Cache::Pages::kTable;
     p.cache.page = page;
-    p.cache.leftpad = leftpad;
+    p.given.set(Arg::kLeftpadK, leftpad);
     return decode_candidate(p, {}).plan.block_rows();
   };
   EXPECT_EQ(by_lanes(16, false), 64);
@@ -360,7 +360,7 @@ TEST(DecodePlan, IsChosenWhereMemoryBinds) {
 TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
   const auto plan = [](int64_t batch, int64_t sq) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
-    p.cache.batch_idx = true;
+    p.given.set(Arg::kCacheBatchIdx, true);
     HopperDecodePlan made = decode_candidate(p, {}).plan;
     EXPECT_EQ(made.pieces, kernels::kOwnPieces);
     return kernel_config(made);
@@ -434,7 +434,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
       return std::array{plan.team_warps, plan.teams, plan.block_keys};
     };
     const auto side_by_side = tile([](Problem&) {});
-    EXPECT_EQ(tile([](Problem& p) { p.cache.batch_idx = true; }), side_by_side);
+    EXPECT_EQ(tile([](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }), side_by_side);
     EXPECT_EQ(tile([](Problem& p) { p.k.row += 3; }), side_by_side);
     EXPECT_EQ(tile([](Problem& p) { p.v.aligned = false; }), side_by_side);
     for (const int64_t page : {1, 16, 17, 256}) {
@@ -593,7 +593,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
     for (const int64_t hq : {8, 64}) {
       for (const int64_t sq : {1, 64}) {
         Problem p = forward_problem({.sq = sq, .hq = hq, .hk = 8, .invariant = invariant});
-        p.has_tree = true;
+        p.given.set(Arg::kTreeMask, true);
         Reasons reasons;
         const Candidates all = ranked(p, architectures()[0].families, {}, {}, &reasons);
         ASSERT_EQ(all.size(), 1u);
@@ -601,7 +601,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         const HopperDecodePlan plan = decode_candidate(p, {}).plan;
         EXPECT_EQ(plan.pieces == kernels::kOwnPieces, invariant);
         EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
-        p.has_tree = false;
+        p.given.set(Arg::kTreeMask, false);
         EXPECT_NE(kernel_config(decode_candidate(p, {}).plan).find("  kTree = 0,\n"),
                   std::string::npos);
       }
@@ -683,7 +683,7 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(why({.invariant = true}, as_is),
             "computes `invariant` calls on contiguous keys up to 64 rows of a kv head, got 1024 "
             "queries of 4 heads");
-  EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.cache.batch_idx = true; }), "");
+  EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }), "");
   EXPECT_EQ(why({.sq = 1, .invariant = true}, [](Problem& p) { p.k.head = 12; }), "");
   EXPECT_EQ(forward_rejects(forward_problem({.sq = 16, .invariant = true})),
             "computes `invariant` calls from 65 rows of a kv head on, got 16 queries of 4 heads");
@@ -694,8 +694,8 @@ TEST(DecodePlan, Rejects) {
             "computes contiguous keys in rows of multiples of 16 bytes: v has data at no multiple "
             "of 16 bytes");
   // Where no other kernel takes them, they are copied.
-  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.cache.batch_idx = true; }), "");
-  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.has_tree = true; }), "");
+  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.given.set(Arg::kCacheBatchIdx, true); }), "");
+  EXPECT_EQ(why({}, [](Problem& p) { p.k.head = 12, p.given.set(Arg::kTreeMask, true); }), "");
   EXPECT_NE(why({.packed = true}, [](Problem& p) { p.total_q = int64_t{1} << 29; })
                 .find("less than 2^29 rows"),
             std::string::npos);

@@ -583,9 +583,9 @@ TEST(HopperRejects, Caches) {
     EXPECT_EQ(chunks(192), "");
     EXPECT_EQ(chunks(200), "computes chunks over pages with d and dv up to 192, got 200 and 200");
   }
-  EXPECT_EQ(why([](Problem& p) { p.cache.batch_idx = true; }),
+  EXPECT_EQ(why([](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }),
             "computes sequence b from row b of k: not with a cache_batch_idx");
-  EXPECT_EQ(why([](Problem& p) { p.cache.leftpad = true; }),
+  EXPECT_EQ(why([](Problem& p) { p.given.set(Arg::kLeftpadK, true); }),
             "computes keys from the first on: not with a leftpad_k");
   EXPECT_EQ(why([](Problem& p) { p.packed = true; }),
             "computes packed queries with packed keys or pages alone");
@@ -632,7 +632,7 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
 
 TEST(HopperRejects, TreeMasks) {
   Problem p = forward_problem({});
-  p.has_tree = true;
+  p.given.set(Arg::kTreeMask, true);
   EXPECT_EQ(forward_rejects(p), "computes without tree masks");
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <type_traits>
 
+#include "call/check_tensors.h"
 #include "call/lengths.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/launch.h"
@@ -22,46 +23,23 @@ constexpr int kStoreThreads = 256;
 
 /// Those tensors of a call that lie on the host. `Args` may be const.
 template <class Args, class Take>
-void for_each(const Problem::HostMetadata& host, Args& args, const Take& take) {
-  if (host.cu_seqlens_q) take(args.cu_seqlens_q);
-  if (host.cu_seqlens_k) take(args.cu_seqlens_k);
-  if (host.seqused_q) take(args.seqused_q);
-  if (host.seqused_k) take(args.seqused_k);
-  if constexpr (std::is_same_v<std::remove_const_t<Args>, ForwardArgs>) {
-    if (host.leftpad_k) take(args.leftpad_k);
-    if (host.prefix_groups) take(args.prefix_groups);
-    if (host.prefix_lens) take(args.prefix_lens);
-  }
-  if (host.alibi_slopes) take(args.alibi_slopes);
-  if (host.sinks) take(args.sinks);
+void for_each(const Problem& problem, Args& args, const Take& take) {
+  const auto visit = [&](const TensorRule& rule, auto& t) {
+    if constexpr (std::is_same_v<std::remove_cvref_t<decltype(t)>, ConstTensor>) {
+      if (problem.on_host.has(rule.arg)) take(t);
+    }
+  };
+  for_each_tensor(visit, args);
 }
 
-/// Those of append.
-template <class Args, class Take>
-requires std::is_same_v<std::remove_const_t<Args>, AppendArgs>
-void for_each(const Problem::HostMetadata&, Args& args, const Take& take) {
-  for (auto* const lengths :
-       {&args.cu_seqlens_k_new, &args.cache_seqlens, &args.rotary_seqlens, &args.cu_seqlens_q}) {
-    if (lengths->given() && on_host(*lengths)) take(*lengths);
-  }
-}
-
-/// Those of a problem: calls take(name, count).
+/// Those of a problem, whose backward pass has no others: calls take(name, count).
 template <class Take>
 void for_each_name(const Problem& problem, const Take& take) {
-  const Problem::HostMetadata& host = problem.host;
-  const int64_t batch = problem.batch, hq = problem.hq;
-  if (host.cu_seqlens_q) take("cu_seqlens_q", batch + 1);
-  if (host.cu_seqlens_k) take("cu_seqlens_k", batch + 1);
-  if (host.seqused_q) take("seqused_q", batch);
-  if (host.seqused_k) take("seqused_k", batch);
-  if (host.leftpad_k) take("leftpad_k", batch);
-  if (host.prefix_groups) take("prefix_groups", problem.prefix_groups + 1);
-  if (host.prefix_lens) take("prefix_lens", problem.prefix_groups);
-  if (host.alibi_slopes) {
-    take("alibi_slopes", problem.alibi == Problem::Alibi::kBatchHeads ? batch * hq : hq);
-  }
-  if (host.sinks) take("sinks", hq);
+  const auto visit = [&](const TensorRule& rule, const auto&) {
+    if (problem.on_host.has(rule.arg)) take(rule.name, count_of(rule, problem));
+  };
+  const ForwardArgs none;
+  for_each_tensor(visit, none);
 }
 
 /// Adds the bytes of a vector, or of the rows of a matrix, whatever lies between them.
@@ -90,7 +68,7 @@ HostMetadata::HostMetadata(const Problem& problem, Gpu& gpu) : problem_(problem)
 }
 
 HostMetadata::HostMetadata(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {
-  for_each(problem_.host, call.args, [&](const ConstTensor& t) { count_ += t.numel(); });
+  for_each(problem_, call.args, [&](const ConstTensor& t) { count_ += t.numel(); });
   if (count_ > 0) kernel_ = loaded(CallKernel::kUpload, gpu, stream);
 }
 
@@ -102,7 +80,7 @@ void HostMetadata::check(const Args& args) const {
 template <class Args>
 Args HostMetadata::moved(Args args, void* to) const {
   auto* at = static_cast<int*>(to);
-  for_each(problem_.host, args, [&](ConstTensor& numbers) {
+  for_each(problem_, args, [&](ConstTensor& numbers) {
     const auto shape = std::span(numbers.shape).first(static_cast<size_t>(numbers.rank));
     numbers = ConstTensor::contiguous(at, numbers.dtype, shape, problem_.device);
     at += numbers.numel();
@@ -114,7 +92,7 @@ template <class Args>
 void HostMetadata::store(const Args& args, CUstream stream, void* to) const {
   std::vector<std::byte> bytes;
   bytes.reserve(static_cast<size_t>(this->bytes()));
-  for_each(problem_.host, args, [&](const ConstTensor& numbers) { append(numbers, bytes); });
+  for_each(problem_, args, [&](const ConstTensor& numbers) { append(numbers, bytes); });
   for (int64_t at = 0; at < count_; at += kStoredNumbers) {
     UploadMetadataParams params{};
     params.to = static_cast<int*>(to) + at;

@@ -30,7 +30,7 @@ Problem with_strides(Problem p) {
     give(l, p.packed ? 0 : p.batch, p.packed ? p.total_q : p.sq, p.hq, dim);
   };
   const auto give_k = [&](Layout& l, int64_t dim) {
-    const bool elsewhere = p.cache.paged() || p.cache.batch_idx;
+    const bool elsewhere = p.cache.paged() || p.has(Arg::kCacheBatchIdx);
     const int64_t rows = p.cache.paged() ? p.cache.page : p.packed_k ? p.total_k : p.sk;
     give(l, p.packed_k ? 0 : elsewhere ? p.cache.entries : p.batch, rows, p.hk, dim);
   };
@@ -76,7 +76,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
     add_of_none(append_kernel(problem.dtype));
     add_of_none(CallKernel::kMerge);
   }
-  if (forward || !problem.alike() || problem.has_alibi() || problem.has_sinks) {
+  if (forward || !problem.alike() || problem.has(Arg::kAlibiSlopes) || problem.has(Arg::kSinks)) {
     add_of_none(CallKernel::kUpload);
   }
   return requests;

@@ -27,12 +27,12 @@ std::string shape_class(const Problem& p) {
     text += fmt::format(" right {}", rounded(p.mask.right));
   if (p.mask.chunk > 0 && p.mask.chunk < p.sk)
     text += fmt::format(" chunk {}", rounded(p.mask.chunk));
-  const bool softcap = p.softcap > 0, alibi = p.has_alibi();
+  const bool softcap = p.softcap > 0, alibi = p.has(Arg::kAlibiSlopes);
   for (const auto& [is, name] :
        {std::pair{p.scale <= 0 || softcap || alibi, "transformed"}, std::pair{softcap, "softcap"},
         std::pair{alibi, "alibi"}, std::pair{p.packed, "packed"},
-        std::pair{p.seqused_q, "seqused_q"}, std::pair{p.seqused_k, "seqused_k"},
-        std::pair{p.has_tree, "tree"}, std::pair{p.dropout_p > 0, "dropout"},
+        std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"}, std::pair{p.has(Arg::kSeqUsedK), "seqused_k"},
+        std::pair{p.has(Arg::kTreeMask), "tree"}, std::pair{p.dropout_p > 0, "dropout"},
         std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
     if (is) text += fmt::format(" {}", name);
   }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "call/check_tensors.h"
 #include "call/make_problem.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
@@ -105,7 +106,7 @@ Tuned tune_call(const Args& args, const Options& options, const Run& run) {
     fail("max_workspace", "got {}, want 0: every tile takes the workspace with which it is fastest",
          problem.max_workspace);
   }
-  check_pointers(args);
+  check_memory(args);
   check_random_numbers(args, run);
   if (run.workspace.data != nullptr) {
     fail("workspace", "is given, want none: every tile needs another, which tuning takes itself");

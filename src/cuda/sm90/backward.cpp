@@ -212,14 +212,10 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.dv_grad.data = data(args.dv);
   p.lse.data = static_cast<const float*>(args.lse.data);
   p.dlse.data = static_cast<const float*>(args.dlse.data);
-  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   p.sinks = static_cast<const float*>(args.sinks.data);
   p.dsinks = static_cast<float*>(args.dsinks.data);
-  set_random_numbers(p, args, run);
-  p.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
-  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
-  p.seqused_q = static_cast<const int*>(args.seqused_q.data);
-  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  set_tensors(p, args);
+  set_random_numbers(p, run);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);

@@ -68,8 +68,8 @@ HopperBackwardPlan common_plan(const Problem& p) {
   HopperBackwardPlan plan;
   static_cast<HopperKey&>(plan) = hopper_key(p);
   plan.dropout = p.dropout_p > 0;
-  plan.has_dlse = p.has_dlse;
-  plan.dsinks = p.want_dsinks;
+  plan.has_dlse = p.has(Arg::kDlse);
+  plan.dsinks = p.has(Arg::kDsinks);
   const BackwardMaps maps = backward_maps(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
@@ -284,7 +284,7 @@ class Divider {
   /// Room for key tiles with a row tile: 0 where the right bound alone decides. Fewer rows may
   /// see more tiles, so that only where all sequences have the same it counts them.
   int pitch() const {
-    if (plan_.has_right && !plan_.has_left && !p_.packed && !p_.seqused_q) return 0;
+    if (plan_.has_right && !plan_.has_left && !p_.packed && !p_.has(Arg::kSeqUsedQ)) return 0;
     if (!plan_.has_left || !plan_.has_right) return key_blocks_;
     const int64_t keys = int64_t{band_.left} + band_.right + each_.rows;
     return static_cast<int>(

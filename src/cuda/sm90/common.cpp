@@ -32,18 +32,18 @@ bool chunk_binds(const Problem& p) {
 }
 
 bool has_cache(const Problem& p) {
-  return p.cache.paged() || p.cache.batch_idx || p.cache.leftpad || p.packed != p.packed_k;
+  return p.cache.paged() || p.has(Arg::kCacheBatchIdx) || p.has(Arg::kLeftpadK) || p.packed != p.packed_k;
 }
 
 bool rows_decide(const Problem& p) {
-  return p.invariant && !has_cache(p) && !p.has_tree && p.dropout_p == 0;
+  return p.invariant && !has_cache(p) && !p.has(Arg::kTreeMask) && p.dropout_p == 0;
 }
 
 int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }
 
 bool takes_both(const Problem& p) {
   const int64_t few = few_queries(p);
-  return few > 0 && p.sq > few && (p.packed || p.seqused_q);
+  return few > 0 && p.sq > few && (p.packed || p.has(Arg::kSeqUsedQ));
 }
 
 HopperKey hopper_key(const Problem& p) {
@@ -54,19 +54,19 @@ HopperKey hopper_key(const Problem& p) {
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
           .softcap = p.softcap > 0,
-          .alibi = p.has_alibi(),
+          .alibi = p.has(Arg::kAlibiSlopes),
           .packed = p.packed,
-          .seqused_q = p.seqused_q,
-          .seqused_k = p.seqused_k};
+          .seqused_q = p.has(Arg::kSeqUsedQ),
+          .seqused_k = p.has(Arg::kSeqUsedK)};
 }
 
 HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
   HopperAnyForwardKey key;
   static_cast<HopperKey&>(key) = hopper_key(p);
   key.transforms_scores = transforms(p);
-  key.has_sinks = p.has_sinks;
+  key.has_sinks = p.has(Arg::kSinks);
   key.packed_k = p.packed_k;
-  key.has_lse = p.want_lse;
+  key.has_lse = p.has(Arg::kLse);
   key.page = static_cast<int>(p.cache.page);
   key.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
   if (takes_both(p)) key.few_queries = static_cast<int>(few_queries(p));
@@ -85,13 +85,13 @@ kernels::Band band_of(const HopperKey& key, const Mask& mask) {
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
 
 bool transforms(const Problem& p) {
-  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has_alibi();
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has(Arg::kAlibiSlopes);
 }
 
 CallParams call_params(const Problem& p, const kernels::Band& band) {
   constexpr double kLog2e = std::numbers::log2e;
   CallParams params{};
-  const bool moved = p.host.alibi_slopes && p.alibi == Problem::Alibi::kBatchHeads;
+  const bool moved = p.on_host.has(Arg::kAlibiSlopes) && p.slopes_of_batch;
   params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // they are moved side by side
   params.total_q = static_cast<int>(p.total_q);
   params.total_k = static_cast<int>(p.total_k);

@@ -79,10 +79,19 @@ CallParams call_params(const Problem& problem, const kernels::Band& band);
 /// The pages of its keys, without addresses.
 KeyPages key_pages(const Problem& problem);
 
-/// Where the random numbers of a run's dropout come from.
+/// The tensors that every pass reads besides q, k and v.
 template <class Args>
-void set_random_numbers(CallParams& params, const Args& args, const Run& run) {
+void set_tensors(CallParams& params, const Args& args) {
+  params.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
+  params.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
+  params.seqused_q = static_cast<const int*>(args.seqused_q.data);
+  params.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  params.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
+}
+
+/// The random numbers of a run's dropout, where no tensor says them.
+inline void set_random_numbers(CallParams& params, const Run& run) {
   params.dropout_seed = run.dropout_seed;
   params.dropout_offset = run.dropout_offset;
 }

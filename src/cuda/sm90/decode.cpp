@@ -104,11 +104,7 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
     encode_keys(maps_.v, p.v.data, &p.v_map);
   }
   p.lse = static_cast<float*>(args.lse.data);
-  p.cu_seqlens_q = ints(args.cu_seqlens_q);
-  p.cu_seqlens_k = ints(args.cu_seqlens_k);
-  p.seqused_q = ints(args.seqused_q);
-  p.seqused_k = ints(args.seqused_k);
-  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
+  set_tensors(p, args);
   p.sinks = static_cast<const float*>(args.sinks.data);
   p.pages.table = ints(args.page_table);
   p.pages.indptr = ints(args.page_indptr);

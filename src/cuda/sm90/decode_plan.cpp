@@ -81,7 +81,7 @@ int box_keys_of(const Problem& p, int block_keys) {
     if (!map_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
   }
   // Boxes begin where the swizzle does.
-  return page > 0 && (p.cache.leftpad || box % kSwizzledRows != 0) ? 0 : box;
+  return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
 /// Whether each line is computed by many CTAs, `parts` or more.
@@ -295,7 +295,7 @@ std::string hopper_decode_rejects_few(const Problem& p) {
   }
   if (p.dropout_p > 0) return "computes without dropout";
   // Other rows are copied where no other kernel can take the call.
-  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has_tree;
+  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask);
   for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
     if (const std::string why = not_whole(*strides); !why.empty() && others_take) {
       return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
@@ -329,9 +329,9 @@ HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
   HopperDecodePlan plan;
   static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
-  plan.batch_idx = p.cache.batch_idx;
-  plan.leftpad = p.cache.leftpad;
-  plan.tree = p.has_tree;
+  plan.batch_idx = p.has(Arg::kCacheBatchIdx);
+  plan.leftpad = p.has(Arg::kLeftpadK);
+  plan.tree = p.has(Arg::kTreeMask);
   plan.group = static_cast<int>(p.group());
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();

@@ -81,15 +81,13 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.counters = reinterpret_cast<int*>(workspace);
   p.tickets = p.counters + kernels::kSchedulerCounters;
   p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
-  p.cu_seqlens_q = a.padding.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
-  p.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
-  p.seqused_q = a.padding.seqused_q = static_cast<const int*>(args.seqused_q.data);
-  p.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  set_tensors(p, args);
+  set_random_numbers(p, run);
+  a.padding.cu_seqlens_q = p.cu_seqlens_q;
+  a.padding.seqused_q = p.seqused_q;
   p.pages.table = static_cast<const int*>(args.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
-  p.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   p.sinks = static_cast<const float*>(args.sinks.data);
-  set_random_numbers(p, args, run);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
   const bool elements = plan_.store == HopperForwardPlan::Store::kElements;

@@ -264,7 +264,7 @@ HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& p
 
 std::string forward_rejects(const Problem& p) {
   if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
-  if (p.has_tree) return "computes without tree masks";
+  if (p.has(Arg::kTreeMask)) return "computes without tree masks";
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
@@ -276,8 +276,8 @@ std::string forward_rejects(const Problem& p) {
   if (p.cache.paged()) {
     if (const std::string why = pages_rejected(p); !why.empty()) return why;
   }
-  if (p.cache.batch_idx) return "computes sequence b from row b of k: not with a cache_batch_idx";
-  if (p.cache.leftpad) return "computes keys from the first on: not with a leftpad_k";
+  if (p.has(Arg::kCacheBatchIdx)) return "computes sequence b from row b of k: not with a cache_batch_idx";
+  if (p.has(Arg::kLeftpadK)) return "computes keys from the first on: not with a leftpad_k";
   if (p.packed != p.packed_k && !p.cache.paged()) {
     return "computes packed queries with packed keys or pages alone";
   }

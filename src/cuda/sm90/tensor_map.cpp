@@ -38,7 +38,7 @@ TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int bo
   if (p.cache.paged()) {
     return {p.dtype, dim, p.cache.page, p.hk, p.cache.entries, strides, box_rows};
   }
-  const int64_t batch = p.cache.batch_idx ? p.cache.entries : p.batch;
+  const int64_t batch = p.has(Arg::kCacheBatchIdx) ? p.cache.entries : p.batch;
   return {p.dtype, dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : batch,
           strides, box_rows};
 }

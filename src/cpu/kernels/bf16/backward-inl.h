@@ -223,7 +223,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
   const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
   const int64_t k_blocks = blocks_of(p.d), v_blocks = blocks_of(p.dv);
   const int64_t keys = key_end - key_begin;
-  const bool plain = p.softcap == 0 && !p.has_alibi() && p.dropout_p == 0;
+  const bool plain = p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && p.dropout_p == 0;
   const auto in_group = [](const uint16_t* data, int64_t step) {
     return Operand{data + step * kParts * kTileSize, 64, kGroup * kParts * kTileSize, kTileSize};
   };

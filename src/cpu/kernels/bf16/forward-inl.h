@@ -120,7 +120,7 @@ HWY_INLINE void scale_scores(int64_t n, int64_t width, float factor, float* HWY_
 
 /// Whether a mask and the factor of the softmax are all that scores differ from products by.
 inline bool plain_scores(const Problem& p) {
-  return p.softcap == 0 && !p.has_alibi() && query_factor(p) > 0;
+  return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && query_factor(p) > 0;
 }
 
 /// Where P of keys jj and jj + 1 of a key tile stands in its steps.
@@ -278,7 +278,7 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
       const RowEnd end = end_row(task, row + r, m[r], l[r]);
       weight[i] = end.weight;
       out[i] = static_cast<uint16_t*>(args.out.data) + walk.offset(p.out);
-      if (p.want_lse) static_cast<float*>(args.lse.data)[walk.offset(p.lse)] = end.lse;
+      if (p.has(Arg::kLse)) static_cast<float*>(args.lse.data)[walk.offset(p.lse)] = end.lse;
     }
     const V32 sum = hn::Load(f, l + v * kLanes);
     const V32 scale =

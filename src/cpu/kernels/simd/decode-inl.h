@@ -417,7 +417,7 @@ inline void decode_merge(const Task& task, const ForwardArgs& args, const float*
     const RowEnd end = end_row(task, r, m, l);
     for (int64_t c = 0; c < p.dv; ++c) o[c] = l == 0 ? 0 : end.weight * o[c] / l;
     store_row(args.out.dtype, o, p.dv, address(args.out, row_offset(task, p.out, r)));
-    if (!p.want_lse) continue;
+    if (!p.has(Arg::kLse)) continue;
     static_cast<float*>(args.lse.data)[row_offset(task, p.lse, r)] = end.lse;
   }
 }

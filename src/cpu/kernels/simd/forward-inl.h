@@ -7,7 +7,7 @@
 #define FULGUR_CPU_FORWARD_INL_H_
 #endif
 
-#include "call/sinks.h"
+#include "base/sinks.h"
 #include "cpu/kernels/simd/panel-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -128,9 +128,9 @@ struct RowEnd {
 HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
   const Problem& p = task.problem;
   RowEnd end;
-  if (!p.want_lse && !p.has_sinks) return end;
+  if (!p.has(Arg::kLse) && !p.has(Arg::kSinks)) return end;
   end.lse = l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;
-  if (!p.has_sinks) return end;
+  if (!p.has(Arg::kSinks)) return end;
   const SinkJoined joined = join_sink(task.given.sinks[task.head(r)], end.lse);
   return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
 }
@@ -154,7 +154,7 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
     }
     for (; c < ld; ++c) rows[c] = c < p.dv ? Ot[c * width + r] * hn::GetLane(scale) : 0;
     store_row(args.out.dtype, rows, p.dv, address(args.out, row_offset(task, p.out, row + r)));
-    if (!p.want_lse) continue;
+    if (!p.has(Arg::kLse)) continue;
     static_cast<float*>(args.lse.data)[row_offset(task, p.lse, row + r)] = end.lse;
   }
 }

@@ -177,7 +177,7 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& 
       }
     }
   }
-  if (p.has_alibi()) {
+  if (p.has(Arg::kAlibiSlopes)) {
     for (int64_t v = 0; v < panel.vectors; ++v) {
       HWY_ALIGN float diagonal[kLanes];
       for (int64_t lane = 0; lane < kLanes; ++lane) {

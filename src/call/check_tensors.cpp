@@ -1,0 +1,177 @@
+#include "call/check_tensors.h"
+
+#include <fmt/format.h>
+
+#include <string>
+#include <vector>
+
+namespace fulgur {
+namespace {
+
+/// The dimensions of a tensor in words, and their sizes.
+struct Dims {
+  const char* words;
+  std::vector<int64_t> sizes;
+};
+
+Dims rows(const Problem& p, bool packed, int64_t n, int64_t total, int64_t heads, int64_t dim,
+          const char* words, const char* packed_words) {
+  if (packed) return {packed_words, {total, heads, dim}};
+  return {words, {p.batch, n, heads, dim}};
+}
+
+Dims dims_of(const TensorRule& rule, const ConstTensor& t, const Problem& p) {
+  const char *const of_q = "(batch, sq, hq, dim)", *const of_packed_q = "(total_q, hq, dim)";
+  const char *const of_k = "(batch, sk, hk, dim)", *const of_packed_k = "(total_k, hk, dim)";
+  switch (rule.shape) {
+    case TensorShape::kOwn:
+      break;
+    case TensorShape::kHeads:
+      return {"(hq)", {p.hq}};
+    case TensorShape::kSlopes:
+      if (t.rank == 2) return {"(batch, hq)", {p.batch, p.hq}};
+      return {"(hq) or (batch, hq)", {p.hq}};
+    case TensorShape::kBatch:
+      return {"(batch)", {p.batch}};
+    case TensorShape::kBatchPlusOne:
+      return {"(batch + 1)", {p.batch + 1}};
+    case TensorShape::kGroups:
+      return {"(groups)", {p.prefix_groups}};
+    case TensorShape::kGroupsPlusOne:
+      return {"(groups + 1)", {p.prefix_groups + 1}};
+    case TensorShape::kSeedAndOffset:
+      return {"(2)", {2}};
+    case TensorShape::kRowsOfQ:
+      return rows(p, p.packed, p.sq, p.total_q, p.hq, p.d, of_q, of_packed_q);
+    case TensorShape::kRowsOfOut:
+      return rows(p, p.packed, p.sq, p.total_q, p.hq, p.dv, of_q, of_packed_q);
+    case TensorShape::kRowsOfK:
+      return rows(p, p.packed, p.sk, p.total_k, p.hk, p.d, of_k, of_packed_k);
+    case TensorShape::kRowsOfV:
+      return rows(p, p.packed, p.sk, p.total_k, p.hk, p.dv, of_k, of_packed_k);
+    case TensorShape::kRowStatistics:
+      if (p.packed) return {"(hq, total_q)", {p.hq, p.total_q}};
+      return {"(batch, hq, sq)", {p.batch, p.hq, p.sq}};
+    case TensorShape::kQueries:
+      if (p.packed) return {"(total_q)", {p.total_q}};
+      return {"(batch, sq)", {p.batch, p.sq}};
+  }
+  fail(rule.name, "has a shape of its own");
+}
+
+struct Wanted {
+  DType dtype;
+  const char* why;
+};
+
+Wanted wanted(TensorType type, const Problem& p) {
+  switch (type) {
+    case TensorType::kInput:
+      return {p.dtype, "the dtype of q"};
+    case TensorType::kStatistics:
+      return {p.dtype == DType::kF64 ? DType::kF64 : DType::kF32,
+              "lse and dlse are f32, f64 where q is"};
+    case TensorType::kF32:
+      return {DType::kF32, "slopes and sinks are f32"};
+    case TensorType::kI32:
+      return {DType::kI32, "lengths and indices are int32"};
+    case TensorType::kI64:
+      break;
+  }
+  return {DType::kI64, "seeds and words of 64 bits are int64"};
+}
+
+/// Strides that address the same elements: those of single rows and of empty tensors do not count.
+template <class Tensor>
+bool same_strides(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0) return true;
+  for (int i = 0; i < a.rank; ++i) {
+    if (a.shape[i] > 1 && a.strides[i] != b.strides[i]) return false;
+  }
+  return true;
+}
+
+struct NamedTensor {
+  TensorRule rule;
+  ConstTensor tensor;
+};
+
+/// The tensors that a call has.
+template <class Args>
+void list_given(const Args& args, std::vector<NamedTensor>& to) {
+  const auto add = [&](const TensorRule& rule, const auto& t) {
+    if (t.given()) to.push_back({rule, t});
+  };
+  for_each_tensor(add, args);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (args.append != nullptr) list_given(*args.append, to);
+  }
+}
+
+bool turned_in_place(const NamedTensor& a, const NamedTensor& b) {
+  return a.rule.arg == Arg::kQOut && b.rule.arg == Arg::kQ && a.tensor.data == b.tensor.data &&
+         a.tensor.strides == b.tensor.strides;
+}
+
+}  // namespace
+
+void check_by_rule(const TensorRule& rule, const ConstTensor& t, const Problem& p,
+                   const char* like) {
+  const Dims dims = dims_of(rule, t, p);
+  check_shape(rule.name, t, dims.words, dims.sizes, rule.written());
+  const auto [dtype, why] = wanted(rule.type, p);
+  check_dtype(rule.name, t, dtype, why);
+  if (rule.place == Place::kHostToo) {
+    check_device_or_host(rule.name, t, p.device, like);
+  } else {
+    check_device(rule.name, t, p.device, like);
+  }
+}
+
+int64_t count_of(const TensorRule& rule, const Problem& p) {
+  if (rule.shape == TensorShape::kSlopes) return p.slopes_of_batch ? p.batch * p.hq : p.hq;
+  return dims_of(rule, {}, p).sizes[0];
+}
+
+template <class Args>
+void check_as_planned(const Args& planned, const Args& args) {
+  const auto check = [](const TensorRule& rule, const auto& t, const auto& want) {
+    if (t.rank == want.rank && t.dtype == want.dtype && t.device == want.device &&
+        t.shape == want.shape && same_strides(t, want)) {
+      return;
+    }
+    fail(rule.name, "got {} strides {} on {}, want {} strides {} on {} as planned", t.describe(),
+         list(t, t.strides), name_of(t.device), want.describe(), list(want, want.strides),
+         name_of(want.device));
+  };
+  for_each_tensor(check, args, planned);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    const AppendArgs none;
+    for_each_tensor(check, args.append == nullptr ? none : *args.append,
+                    planned.append == nullptr ? none : *planned.append);
+  }
+}
+
+template <class Args>
+void check_memory(const Args& args) {
+  std::vector<NamedTensor> all;
+  all.reserve(16);
+  list_given(args, all);
+  for (const NamedTensor& t : all) check_data(t.rule.name, t.tensor);
+  for (const NamedTensor& t : all) {
+    if (!t.rule.written()) continue;
+    for (const NamedTensor& other : all) {
+      if (&t == &other || turned_in_place(t, other) || !share_memory(t.tensor, other.tensor))
+        continue;
+      fail(t.rule.name, "shares its memory with {}; an output needs its own", other.rule.name);
+    }
+  }
+}
+
+template void check_as_planned(const ForwardArgs&, const ForwardArgs&);
+template void check_as_planned(const BackwardArgs&, const BackwardArgs&);
+template void check_memory(const ForwardArgs&);
+template void check_memory(const BackwardArgs&);
+template void check_memory(const AppendArgs&);
+
+}  // namespace fulgur
