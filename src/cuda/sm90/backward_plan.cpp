@@ -23,15 +23,6 @@ using kernels::kLastBlockFirst;
 using kernels::ScoreTile;
 using kernels::Wave;
 
-constexpr int kConsumers = 2;
-
-/// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
-struct BackwardRegisters {
-  int producer, consumer, sums;
-};
-constexpr BackwardRegisters registers_of_backward(bool sums) {
-  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
-}
 constexpr int kMaxBuffers = 6;
 constexpr double kBytesPerCycle = 2450;  // of memory, by all SMs
 constexpr double kL2Bytes = 32 << 20;    // that stay in L2 with what passes through it
@@ -42,9 +33,9 @@ constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go an
 constexpr int64_t kFewBlocks = 4;  // of keys, an SM
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim,   key.value_dim, kConsumers,     key.block_rows,
-          key.block_keys, key.k_stages,  key.q_stages,   key.o_stages,
-          key.ds_stages,  key.row_tiles, key.row_stages, key.sums_stages};
+  return {key.head_dim,   key.value_dim, kBackwardConsumers, key.block_rows,
+          key.block_keys, key.k_stages,  key.q_stages,       key.o_stages,
+          key.ds_stages,  key.row_tiles, key.row_stages,     key.sums_stages};
 }
 
 /// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
@@ -602,8 +593,12 @@ double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
 
 }  // namespace
 
+BackwardRegisters HopperBackwardKey::registers() const {
+  return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
+}
+
 int HopperBackwardKey::rows_of_block() const {
-  return kConsumers * row_tiles * kernels::kPieceRows;
+  return kBackwardConsumers * row_tiles * kernels::kPieceRows;
 }
 
 int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
@@ -735,42 +730,6 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Targ
     tiles.push_back(std::move(tile));
   }
   return tiles;
-}
-
-std::string kernel_config(const HopperBackwardKey& key) {
-  PlanHeader text(key.dtype);
-  text.add("kHeadDim", key.head_dim);
-  text.add("kValueDim", key.value_dim);
-  text.add("kConsumers", kConsumers);
-  text.add("kBlockRows", key.block_rows);
-  text.add("kBlockKeys", key.block_keys);
-  text.add("kKStages", key.k_stages);
-  text.add("kQStages", key.q_stages);
-  text.add("kOStages", key.o_stages);
-  text.add("kDsStages", key.ds_stages);
-  text.add("kSumsStages", key.sums_stages);
-  text.add("kSums", key.sums);
-  text.add("kOrdered", key.ordered);
-  text.add("kHalfP", key.half_p());
-  text.add("kRowTiles", key.row_tiles);
-  text.add("kRowStages", key.row_stages);
-  const BackwardRegisters registers = registers_of_backward(key.sums);
-  text.add("kProducerRegisters", registers.producer);
-  text.add("kConsumerRegisters", registers.consumer);
-  text.add("kSumsRegisters", registers.sums);
-  text.add("kHasLeft", key.has_left);
-  text.add("kHasRight", key.has_right);
-  text.add("kHasChunk", key.has_chunk);
-  text.add("kSoftcap", key.softcap);
-  text.add("kAlibi", key.alibi);
-  text.add("kPacked", key.packed);
-  text.add("kPackedK", key.packed);
-  text.add("kSeqUsedQ", key.seqused_q);
-  text.add("kSeqUsedK", key.seqused_k);
-  text.add("kDropout", key.dropout);
-  text.add("kHasDlse", key.has_dlse);
-  text.add("kElements", key.elements);
-  return text.text();
 }
 
 std::vector<std::string> describe(const HopperBackwardPlan& plan) {

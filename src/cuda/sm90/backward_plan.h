@@ -14,7 +14,14 @@
 
 namespace fulgur::cuda {
 
-/// What kernel_config.h fixes at compile time, with its names (kHeadDim is head_dim).
+inline constexpr int kBackwardConsumers = 2;
+
+/// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
+struct BackwardRegisters {
+  int producer, consumer, sums;
+};
+
+/// What kernel_config.h fixes at compile time.
 struct HopperBackwardKey : HopperKey {
   int block_rows = 0;  ///< Br of a step
   int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
@@ -24,8 +31,36 @@ struct HopperBackwardKey : HopperKey {
   int row_tiles = 0, row_stages = 0;
   bool dropout = false, has_dlse = false;
   bool elements = false;  ///< gradients are stored by elements
-  bool operator==(const HopperBackwardKey&) const = default;
 
+  template <class F>
+  void for_each_field(const F& f) const {
+    HopperKey::for_each_field(f);
+    f("kConsumers", kBackwardConsumers);
+    f("kBlockRows", block_rows);
+    f("kBlockKeys", block_keys);
+    f("kKStages", k_stages);
+    f("kQStages", q_stages);
+    f("kOStages", o_stages);
+    f("kDsStages", ds_stages);
+    f("kSumsStages", sums_stages);
+    f("kSums", sums);
+    f("kOrdered", ordered);
+    f("kHalfP", half_p());
+    f("kRowTiles", row_tiles);
+    f("kRowStages", row_stages);
+    f("kProducerRegisters", registers().producer);
+    f("kConsumerRegisters", registers().consumer);
+    f("kSumsRegisters", registers().sums);
+    f("kPackedK", packed);
+    f("kDropout", dropout);
+    f("kHasDlse", has_dlse);
+    f("kElements", elements);
+  }
+  bool operator==(const HopperBackwardKey& o) const {
+    return kernel_config(*this) == kernel_config(o);
+  }
+
+  BackwardRegisters registers() const;
   kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
   int rows_of_block() const;  ///< of sm90/backward/rows.cu
   bool wide() const { return block_keys == 64; }
@@ -113,9 +148,6 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& problem, cons
 /// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take;
 /// but a block of rows of one head of k and v has room, however long its keys are.
 int64_t max_ds_bytes(const Problem& problem);
-
-/// The text of kernel_config.h.
-std::string kernel_config(const HopperBackwardKey& key);
 
 /// The plan in sentences.
 std::vector<std::string> describe(const HopperBackwardPlan& plan);

@@ -128,12 +128,11 @@ std::string copy_sentence(std::string_view name, std::string_view why) {
                      name, why);
 }
 
-PlanHeader::PlanHeader(DType dtype)
-    : text_(fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
-                        dtype == DType::kBF16 ? "bf16" : "f16")) {}
-
-void PlanHeader::add(std::string_view name, int value) {
-  text_ += fmt::format("  {} = {},\n", name, value);
+std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants) {
+  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+                                 dtype == DType::kBF16 ? "bf16" : "f16");
+  for (const auto& [name, value] : constants) text += fmt::format("  {} = {},\n", name, value);
+  return text + "};\n";
 }
 
 }  // namespace fulgur::cuda

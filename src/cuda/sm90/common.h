@@ -1,7 +1,10 @@
 #pragma once
 
+#include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "call/problem.h"
 #include "kernels/host_device/attention_params.h"
@@ -42,6 +45,9 @@ int64_t few_queries(const Problem& problem);
 /// Whether some sequences of one call are decode.cu's and others forward.cu's, which lengths say.
 bool takes_both(const Problem& problem);
 
+// Keys: what kernel_config.h fixes at compile time. A key calls f(name, value) for each of its
+// fields with the name that device text has; its text and whether keys are equal follow from that.
+
 /// What a problem fixes of the text of every kernel.
 struct HopperKey {
   DType dtype = DType::kBF16;
@@ -49,7 +55,20 @@ struct HopperKey {
   bool has_left = false, has_right = false, has_chunk = false;
   bool softcap = false, alibi = false;
   bool packed = false, seqused_q = false, seqused_k = false;
-  bool operator==(const HopperKey&) const = default;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    f("kHeadDim", head_dim);
+    f("kValueDim", value_dim);
+    f("kHasLeft", has_left);
+    f("kHasRight", has_right);
+    f("kHasChunk", has_chunk);
+    f("kSoftcap", softcap);
+    f("kAlibi", alibi);
+    f("kPacked", packed);
+    f("kSeqUsedQ", seqused_q);
+    f("kSeqUsedK", seqused_k);
+  }
 };
 HopperKey hopper_key(const Problem& problem);
 
@@ -59,7 +78,18 @@ struct HopperAnyForwardKey : HopperKey {
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   int few_queries = 0;  ///< decode.cu has sequences of up to so many, forward.cu the longer ones
-  bool operator==(const HopperAnyForwardKey&) const = default;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    HopperKey::for_each_field(f);
+    f("kScoreMode", transforms_scores);
+    f("kHasSinks", has_sinks);
+    f("kPackedK", packed_k);
+    f("kHasLse", has_lse);
+    f("kPage", page);
+    f("kPageLists", page_lists);
+    f("kFewQueries", few_queries);
+  }
 };
 HopperAnyForwardKey hopper_any_forward_key(const Problem& problem);
 
@@ -99,15 +129,17 @@ inline void set_random_numbers(CallParams& params, const Run& run) {
 /// "q is copied ...", and why.
 std::string copy_sentence(std::string_view name, std::string_view why);
 
-/// The text of kernel_config.h.
-class PlanHeader {
- public:
-  explicit PlanHeader(DType dtype);
-  void add(std::string_view name, int value);
-  std::string text() const { return text_ + "};\n"; }
+/// The text of kernel_config.h, from constants of elements of `dtype`.
+std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants);
 
- private:
-  std::string text_;
-};
+/// The text of a key.
+template <class Key>
+std::string kernel_config(const Key& key) {
+  std::vector<std::pair<std::string_view, int>> constants;
+  key.for_each_field([&](std::string_view name, auto value) {
+    constants.emplace_back(name, static_cast<int>(value));
+  });
+  return config_text(key.dtype, constants);
+}
 
 }  // namespace fulgur::cuda

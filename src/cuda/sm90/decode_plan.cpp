@@ -398,51 +398,6 @@ HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
   return plan;
 }
 
-std::string kernel_config(const HopperDecodeKey& plan) {
-  PlanHeader header(plan.dtype);
-  header.add("kHeadDim", plan.head_dim);
-  header.add("kValueDim", plan.value_dim);
-  header.add("kTeamWarps", plan.team_warps);
-  header.add("kTeams", plan.teams);
-  header.add("kBlockKeys", plan.block_keys);
-  header.add("kKStages", plan.k_stages);
-  header.add("kVStages", plan.v_stages);
-  header.add("kBoxKeys", plan.box_keys);
-  header.add("kResidents", plan.residents);
-  header.add("kLineRows", plan.line_rows);
-  header.add("kPieces", plan.pieces);
-  header.add("kMergeEights", plan.merge_eights);
-  header.add("kLaneSequences", plan.lane_sequences);
-  header.add("kWholeLines", plan.whole_lines);
-  header.add("kTurns", plan.turns);
-  header.add("kGroup", plan.group);
-  header.add("kQWhole", plan.q_whole);
-  header.add("kOWhole", plan.o_whole);
-  header.add("kWholeColumns", plan.whole_columns);
-  header.add("kHasLeft", plan.has_left);
-  header.add("kHasRight", plan.has_right);
-  header.add("kHasChunk", plan.has_chunk);
-  header.add("kScoreMode", plan.transforms_scores);
-  header.add("kSoftcap", plan.softcap);
-  header.add("kAlibi", plan.alibi);
-  header.add("kHasSinks", plan.has_sinks);
-  header.add("kPacked", plan.packed);
-  header.add("kPackedK", plan.packed_k);
-  header.add("kSeqUsedQ", plan.seqused_q);
-  header.add("kSeqUsedK", plan.seqused_k);
-  header.add("kHasLse", plan.has_lse);
-  header.add("kPage", plan.page);
-  header.add("kPageLists", plan.page_lists);
-  header.add("kBatchIdx", plan.batch_idx);
-  header.add("kLeftPad", plan.leftpad);
-  header.add("kTree", plan.tree);
-  header.add("kFewQueries", plan.few_queries);
-  header.add("kAppends", plan.appends);
-  header.add("kTurnsQ", plan.turns_q);
-  header.add("kUnreadRows", plan.unread_rows);
-  return header.text();
-}
-
 std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p) {
   const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const KeyCycles key = key_cycles(plan, p);

@@ -12,7 +12,7 @@
 
 namespace fulgur::cuda {
 
-/// What kernel_config.h fixes at compile time, with its names (kHeadDim is head_dim).
+/// What kernel_config.h fixes at compile time.
 struct HopperDecodeKey : HopperAnyForwardKey {
   int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
   int block_keys = 0;                     ///< Bc
@@ -33,7 +33,37 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool appends = false;      ///< new rows of K and V, before it attends
   bool turns_q = false;      ///< and turns q with them
   bool unread_rows = false;  ///< perhaps no CTA reads all of them
-  bool operator==(const HopperDecodeKey&) const = default;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    HopperAnyForwardKey::for_each_field(f);
+    f("kTeamWarps", team_warps);
+    f("kTeams", teams);
+    f("kBlockKeys", block_keys);
+    f("kKStages", k_stages);
+    f("kVStages", v_stages);
+    f("kBoxKeys", box_keys);
+    f("kResidents", residents);
+    f("kLineRows", line_rows);
+    f("kGroup", group);
+    f("kPieces", pieces);
+    f("kMergeEights", merge_eights);
+    f("kLaneSequences", lane_sequences);
+    f("kWholeLines", whole_lines);
+    f("kTurns", turns);
+    f("kQWhole", q_whole);
+    f("kOWhole", o_whole);
+    f("kWholeColumns", whole_columns);
+    f("kBatchIdx", batch_idx);
+    f("kLeftPad", leftpad);
+    f("kTree", tree);
+    f("kAppends", appends);
+    f("kTurnsQ", turns_q);
+    f("kUnreadRows", unread_rows);
+  }
+  bool operator==(const HopperDecodeKey& o) const {
+    return kernel_config(*this) == kernel_config(o);
+  }
 
   /// Whether it sees to rows of q that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
@@ -86,9 +116,6 @@ HopperDecodeTile decode_candidate(const Problem& problem, const Target& target);
 std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);
 /// The plan that does.
 HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
-
-/// The text of kernel_config.h.
-std::string kernel_config(const HopperDecodeKey& key);
 
 /// The plan of a problem in sentences.
 std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& problem);

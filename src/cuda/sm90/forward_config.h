@@ -9,7 +9,7 @@
 
 namespace fulgur::cuda {
 
-/// What kernel_config.h fixes at compile time, with its names (kHeadDim is head_dim).
+/// What kernel_config.h fixes at compile time.
 struct HopperForwardKey : HopperAnyForwardKey {
   int consumers = 0;   ///< warpgroups of 64 rows each
   int block_keys = 0;  ///< Bc
@@ -20,7 +20,25 @@ struct HopperForwardKey : HopperAnyForwardKey {
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
-  bool operator==(const HopperForwardKey&) const = default;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    HopperAnyForwardKey::for_each_field(f);
+    f("kConsumers", consumers);
+    f("kBlockKeys", block_keys);
+    f("kQStages", q_stages);
+    f("kKStages", k_stages);
+    f("kVStages", v_stages);
+    f("kProducerRegisters", producer_registers);
+    f("kConsumerRegisters", consumer_registers);
+    f("kDropout", dropout);
+    f("kBoxKeys", box_keys);
+    f("kSplitTail", split_tail);
+    f("kStore", store);
+  }
+  bool operator==(const HopperForwardKey& o) const {
+    return kernel_config(*this) == kernel_config(o);
+  }
 
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
@@ -51,8 +69,5 @@ struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
   /// Counters that are zero between launches: two of the scheduler, and the tickets.
   int counters() const;
 };
-
-/// The text of kernel_config.h.
-std::string kernel_config(const HopperForwardKey& key);
 
 }  // namespace fulgur::cuda

@@ -33,6 +33,6 @@ __device__ __forceinline__ void store_global_rows(const AttentionParams& p, cons
                                                   int row, const float (&O)[kValueDim / 2], float scale0,
                                                   float scale1, Finite& finite) {
   row += thread_row();
-  store_global_fragment<kValueDim, kUpload == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row, p.dv, O,
+  store_global_fragment<kValueDim, kStore == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row, p.dv, O,
                                                              scale0, scale1, finite);
 }

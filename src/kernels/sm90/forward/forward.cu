@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_forwar
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
-    if (kUpload == kStoreTiles) tma_prefetch_map(&p.o_map);
+    if (kStore == kStoreTiles) tma_prefetch_map(&p.o_map);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

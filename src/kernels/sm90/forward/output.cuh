@@ -39,7 +39,7 @@ __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place
   const float scale0 = output_scale(p, place, rows.sum[0], rows.shift[0]);
   const float scale1 = output_scale(p, place, rows.sum[1], rows.shift[1]);
   Finite finite;
-  if (kUpload != kStoreTiles || (kPacked && row + 16 > n.sq))
+  if (kStore != kStoreTiles || (kPacked && row + 16 > n.sq))
     store_global_rows(p, place, n, row, O, scale0, scale1, finite);
   else
     store_shared_and_global(p, place, n, row, O, scale0, scale1, shared, finite);

@@ -29,7 +29,7 @@
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kDropout        1: dropout of P
 //   kHasLse         1: write LSE
-//   kUpload          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
+//   kStore          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
 //                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
