@@ -130,7 +130,7 @@ TEST(DecodePlan, FitsTheMachine) {
         for (const int64_t sq : {1, 2, 4, 16, 300}) {
           const HopperDecodePlan plan = plan_of({.sq = sq, .hq = hq, .hk = 1, .d = d, .dv = dv});
           SCOPED_TRACE(fmt::format("{} {} {} {}", d, dv, hq, sq));
-          EXPECT_LE(plan.shared_bytes * plan.residents, Target{}.shared_bytes);
+          EXPECT_LE(plan.shared_bytes * plan.residents, Card{}.shared_bytes);
           EXPECT_LE(plan.threads(), plan.team_warps >= 4 ? 384 : 256);
           EXPECT_GE(plan.line_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
           EXPECT_LE(plan.line_rows, plan.block_rows());
@@ -683,7 +683,8 @@ TEST(DecodePlan, Rejects) {
   EXPECT_EQ(why({.invariant = true}, as_is),
             "computes `invariant` calls on contiguous keys up to 64 rows of a kv head, got 1024 "
             "queries of 4 heads");
-  EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }), "");
+  EXPECT_EQ(why({.invariant = true}, [](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }),
+            "");
   EXPECT_EQ(why({.sq = 1, .invariant = true}, [](Problem& p) { p.k.head = 12; }), "");
   EXPECT_EQ(forward_rejects(forward_problem({.sq = 16, .invariant = true})),
             "computes `invariant` calls from 65 rows of a kv head on, got 16 queries of 4 heads");

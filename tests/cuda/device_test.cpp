@@ -194,7 +194,7 @@ TEST_F(OnGpu, EveryTileThatFits) {
       std::vector<std::string> rejected;
       const auto families = cuda::architecture_of(gpu.capability())->families;
       for (const auto& candidate :
-           cuda::all_candidates(problem, families, cuda::target_of(gpu), &rejected)) {
+           cuda::all_candidates(problem, families, cuda::card_of(gpu), &rejected)) {
         w.seal();
         memory.send();
         candidate->executable(gpu, {})->run(&args, {});

@@ -24,14 +24,14 @@ void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
                const std::function<void()>& prepare,
                const std::function<testing::AssertionResult()>& is_right, int sms = 0) {
   cuda::Gpu& gpu = cuda::Gpu::at(0);
-  cuda::Target target = cuda::target_of(gpu);
-  if (sms > 0) target.sms = sms;
+  cuda::Card card = cuda::card_of(gpu);
+  if (sms > 0) card.sms = sms;
   EngineMemory memory("cuda");
   const Args args = memory.at(tensors);
   const Problem problem = make_problem(args, memory.options(tensors, w.options));
   const auto families = cuda::architecture_of(gpu.capability())->families;
   std::vector<std::string> rejected;
-  for (const auto& candidate : cuda::all_candidates(problem, families, target, &rejected)) {
+  for (const auto& candidate : cuda::all_candidates(problem, families, card, &rejected)) {
     if (!seen.insert(candidate->tile.text()).second) continue;
     w.seal();
     prepare();

@@ -36,17 +36,17 @@ struct Choice {
   Reasons reasons;
 };
 
-Choice choose(const Problem& problem, const Target& target = {},
+Choice choose(const Problem& problem, const Card& card = {},
               std::span<const MeasuredTile> measured = {}) {
   const Family* const families[] = {&hopper_forward_family()};
   Choice choice;
-  const Candidates candidates = ranked(problem, families, target, measured, &choice.reasons);
+  const Candidates candidates = ranked(problem, families, card, measured, &choice.reasons);
   choice.plan = dynamic_cast<const HopperForwardCandidate&>(*candidates.at(0)).plan();
   return choice;
 }
 
-HopperForwardPlan plan_of(const Problem& problem, const Target& target = {}) {
-  return choose(problem, target).plan;
+HopperForwardPlan plan_of(const Problem& problem, const Card& card = {}) {
+  return choose(problem, card).plan;
 }
 
 /// The plans of the tiles that fit.

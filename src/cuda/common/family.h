@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "call/problem.h"
@@ -12,11 +13,16 @@
 
 namespace fulgur::cuda {
 
-/// What planning must know of a device. The default is an H100 or H200.
-struct Target {
+/// What planning must know of a device. The default is an H200.
+struct Card {
+  std::string_view name = "H200";
   int sms = 132;
-  int shared_bytes = 232448;  ///< at most, of a CTA
-  bool operator==(const Target&) const = default;
+  int shared_bytes = 232448;         ///< at most, of a CTA
+  int64_t l2_bytes = 50 << 20;       ///< of the L2 cache
+  double bytes_per_cycle = 2735;     ///< of memory, by all SMs
+  double megahertz = 1755;           ///< while it reads
+  double launch_microseconds = 5.5;  ///< with what waits for the last CTA
+  bool operator==(const Card&) const = default;
 };
 
 /// The tile of a kernel: what choosing, tuning, prewarming and explaining speak of.
@@ -63,8 +69,8 @@ class Family {
   virtual bool is_for(const Problem& problem) const = 0;
   /// Why it does not compute one of these, and what it does compute; empty when it does.
   virtual std::string rejects(const Problem& problem) const = 0;
-  /// Every tile that fits the problem and the target. `rejected` takes the others.
-  virtual Candidates candidates(const Problem& problem, const Target& target,
+  /// Every tile that fits the problem and the card. `rejected` takes the others.
+  virtual Candidates candidates(const Problem& problem, const Card& card,
                                 std::vector<std::string>* rejected) const = 0;
 };
 

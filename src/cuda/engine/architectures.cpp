@@ -14,8 +14,14 @@ std::span<const Architecture> architectures() {
   static const std::array<const Family*, 4> kHopper = {
       &hopper_forward_family(), &hopper_decode_family(), &hopper_invariant_by_rows(),
       &hopper_backward_family()};
-  // H100 PCIe; every other H100, H200 and GH200.
-  static constexpr std::array<Target, 2> kHopperCards = {Target{114, 232448}, Target{132, 232448}};
+  // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
+  // taken to read as fast.
+  static constexpr Card kH200{};
+  static constexpr std::array<Card, 2> kHopperCards = {
+      Card{.name = "H100 PCIe",
+           .sms = 114,
+           .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
+      kH200};
   static const std::array<Architecture, 1> kArchitectures = {
       {{kHopperCapability, "Hopper", kHopper, kHopperCards}}};
   return kArchitectures;
@@ -26,6 +32,16 @@ const Architecture* architecture_of(int capability) {
     if (architecture.capability == capability) return &architecture;
   }
   return nullptr;
+}
+
+Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
+  Card card = architecture.cards.back();
+  for (const Card& known : architecture.cards) {
+    if (known.sms == sms) card = known;
+  }
+  card.sms = sms;
+  card.shared_bytes = shared_bytes;
+  return card;
 }
 
 std::string no_family_computes(const Problem& problem) {

@@ -60,7 +60,7 @@ Candidates sorted(const Problem& problem, const Candidates& candidates,
 }  // namespace
 
 Candidates all_candidates(const Problem& problem, std::span<const Family* const> families,
-                          const Target& target, std::vector<std::string>* rejected) {
+                          const Card& card, std::vector<std::string>* rejected) {
   Candidates all;
   for (const Family* family : families) {
     if (!family->is_for(problem)) continue;
@@ -68,14 +68,14 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
       rejected->push_back(why);
       continue;
     }
-    std::ranges::move(family->candidates(problem, target, rejected), std::back_inserter(all));
+    std::ranges::move(family->candidates(problem, card, rejected), std::back_inserter(all));
   }
   return all;
 }
 
-Candidates ranked(const Problem& problem, std::span<const Family* const> families,
-                  const Target& target, std::span<const MeasuredTile> measured, Reasons* reasons) {
-  Candidates all = all_candidates(problem, families, target, &reasons->rejected);
+Candidates ranked(const Problem& problem, std::span<const Family* const> families, const Card& card,
+                  std::span<const MeasuredTile> measured, Reasons* reasons) {
+  Candidates all = all_candidates(problem, families, card, &reasons->rejected);
   if (all.empty()) {
     throw Error(Status::kUnsupported, fmt::format("engine cuda: no tile computes this: {}",
                                                   fmt::join(reasons->rejected, "; ")));

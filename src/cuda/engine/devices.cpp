@@ -74,6 +74,8 @@ Gpu& attending_gpu(int index) {
   return gpu;
 }
 
-Target target_of(const Gpu& gpu) { return {gpu.sms(), gpu.shared_bytes()}; }
+Card card_of(const Gpu& gpu) {
+  return card_of(*architecture_of(gpu.capability()), gpu.sms(), gpu.shared_bytes());
+}
 
 }  // namespace fulgur::cuda

@@ -26,7 +26,7 @@ Gpu& usable_gpu(int index);
 /// The same where attention has kernels for it, too.
 Gpu& attending_gpu(int index);
 
-/// What planning must know of it.
-Target target_of(const Gpu& gpu);
+/// What planning must know of a device that attends.
+Card card_of(const Gpu& gpu);
 
 }  // namespace fulgur::cuda

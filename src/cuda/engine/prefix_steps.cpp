@@ -5,30 +5,33 @@
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/launch.h"
+#include "cuda/engine/devices.h"
 
 namespace fulgur::cuda {
 namespace {
 
 // Of a divided call on an H200 (docs/serving.md, "Shared prefixes"): what the launches take, the
-// products over the prefix, and what keys of a prefix are read at, again and again by a call that
-// is not divided: from the L2 cache, which has room for so many bytes, or from memory.
+// products over the prefix, and how fast keys of a prefix are read, again and again by a call that
+// is not divided: from memory at a share of what it gives, or so many times as fast from the L2
+// cache, a share of which has room for them.
 constexpr double kCostMicroseconds = 35, kFlopsPerMicrosecond = 500e6;
-constexpr double kCachedBytes = 12e6, kMemoryBytes = 4.5e6;  // a microsecond
-constexpr int64_t kCacheBytes = int64_t{40} << 20;
+constexpr double kReadShare = 0.9375, kCachedTimes = 2.667, kCacheShare = 0.8;
 constexpr int kThreads = 256, kGroupThreads = 32;
 
-int64_t cost_bytes_of(const Problem& p) {
+int64_t cost_bytes_of(const Problem& p, const Card& card) {
   const double keys = static_cast<double>(p.sk) * static_cast<double>(p.d + p.dv);
   const double flops = 2 * keys * static_cast<double>(p.hq * p.total_q);
   const double bytes = keys * static_cast<double>(p.hk * size_of(p.dtype));
-  const double rate = bytes <= kCacheBytes ? kCachedBytes : kMemoryBytes;
+  const bool in_cache = bytes <= kCacheShare * static_cast<double>(card.l2_bytes);
+  const double rate =  // a microsecond
+      (in_cache ? kCachedTimes : 1) * kReadShare * card.bytes_per_cycle * card.megahertz;
   return std::llround(rate * (kCostMicroseconds + flops / kFlopsPerMicrosecond));
 }
 
 class CudaPrefixSteps final : public PrefixSteps {
  public:
   CudaPrefixSteps(const Problem& problem, Gpu& gpu)
-      : numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem)) {
+      : numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem, card_of(gpu))) {
     divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide, gpu.capability())).function;
     load(CallKernel::kMerge, gpu);
   }

@@ -11,8 +11,7 @@ namespace fulgur::cuda {
 namespace {
 
 /// Calls visit(problem) for problems like `p` with lengths and batches of every kind on a card.
-void for_lengths(Problem p, const Target& target,
-                 const std::function<void(const Problem&)>& visit) {
+void for_lengths(Problem p, const Card& card, const std::function<void(const Problem&)>& visit) {
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
   // The most rows of a kv head that each tile of the decode kernel is for.
@@ -24,7 +23,7 @@ void for_lengths(Problem p, const Target& target,
   if (p.mask.chunk > 0) keys.insert(keys.end(), {p.mask.chunk, p.mask.chunk + 1});
   std::set<int64_t> batches = {1, 4, 16, 32, 64, 256, 1024};
   // The most lines, of a kv head of a sequence, for each way in which the decode kernel cuts them.
-  const int64_t blocks = target.sms;
+  const int64_t blocks = card.sms;
   for (const int64_t lines : {blocks / 9, blocks / 8, blocks / 5, blocks / 2,
                               (16 * blocks - 1) / 17, blocks, (32 * blocks - 1) / 17})
     batches.insert(std::max<int64_t>(lines / p.hk, 1));
@@ -44,11 +43,11 @@ void for_lengths(Problem p, const Target& target,
 
 void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit) {
   for (const Architecture& architecture : architectures()) {
-    for (const Target& target : architecture.targets) {
-      for_lengths(problem, target, [&](const Problem& p) {
+    for (const Card& card : architecture.cards) {
+      for_lengths(problem, card, [&](const Problem& p) {
         if (!no_family_computes(p).empty()) return;  // too long, or too many heads
         Reasons reasons;
-        visit(ranked(p, architecture.families, target, {}, &reasons));
+        visit(ranked(p, architecture.families, card, {}, &reasons));
       });
     }
   }

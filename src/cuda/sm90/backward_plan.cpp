@@ -24,8 +24,8 @@ using kernels::ScoreTile;
 using kernels::Wave;
 
 constexpr int kMaxBuffers = 6;
-constexpr double kBytesPerCycle = 2450;  // of memory, by all SMs
-constexpr double kL2Bytes = 32 << 20;    // that stay in L2 with what passes through it
+constexpr double kBackwardShare = 0.8958;  // of what the memory gives
+constexpr double kL2Share = 0.64;          // of L2 that stays there with what passes through it
 constexpr double kLaunchCycles = 10000;
 constexpr double kRowsCycles = 5000;  // that the kernel by rows takes longer than that which rounds
 constexpr double kCarry = 15000;      // cycles of a block whose sums come from memory, or go there
@@ -139,13 +139,15 @@ bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
 /// Divides a call into waves whose dS fits max_ds_bytes().
 class Divider {
  public:
-  Divider(const Problem& problem, const HopperBackwardPlan& plan, const Target& target)
+  Divider(const Problem& problem, const HopperBackwardPlan& plan, const Card& card)
       : p_(problem),
         plan_(plan),
         each_(plan.score_tile()),
         band_(band_of(plan, problem.mask)),
         lengths_(planned_lengths(problem)),
-        sms_(target.sms),
+        sms_(card.sms),
+        bytes_per_cycle_(kBackwardShare * card.bytes_per_cycle),
+        l2_bytes_(kL2Share * static_cast<double>(card.l2_bytes)),
         row_tiles_(ceil_div(p_.sq, each_.rows)),
         key_blocks_(std::max(ceil_div(p_.sk, each_.keys), 1)),
         heads_(static_cast<int>(p_.hk * plan.parts)),
@@ -226,7 +228,7 @@ class Divider {
       }
     }
     const auto floats = static_cast<double>(p_.hq * plan.statistics_rows * plan.head_dim);
-    const double rate = (sizeof(float) * floats <= kL2Bytes ? 2 : 1) * kBytesPerCycle;
+    const double rate = (sizeof(float) * floats <= l2_bytes_ ? 2 : 1) * bytes_per_cycle_;
     return products + first_turns() + (plan.ordered ? 6.0 : 11.0) * floats / rate;
   }
 
@@ -421,7 +423,7 @@ class Divider {
       };
       const int whole = together / std::max(of_wave, 1), rest = together % std::max(of_wave, 1);
       cycles += static_cast<double>(pairs / together) * (whole * wave(of_wave) + wave(rest));
-      if (!plan_.sums) cycles += kDsBytes * run.scores * pairs * sequences / kBytesPerCycle;
+      if (!plan_.sums) cycles += kDsBytes * run.scores * pairs * sequences / bytes_per_cycle_;
     }
     return cycles;
   }
@@ -479,7 +481,7 @@ class Divider {
   bool in_l2(int pairs) const {
     const double row_bytes = 2.0 * (p_.d + p_.dv) + 4.0 * p_.d;
     return static_cast<double>(pairs * plan_.pair_heads) * static_cast<double>(p_.sq) * row_bytes <=
-           kL2Bytes;
+           l2_bytes_;
   }
 
   void set_waves(HopperBackwardPlan& plan, const Division& d) {
@@ -531,18 +533,20 @@ class Divider {
   ScoreTile each_;
   kernels::Band band_;
   kernels::Lengths lengths_;
-  int sms_, row_tiles_, key_blocks_, heads_, unit_tiles_;
+  int sms_;
+  double bytes_per_cycle_, l2_bytes_;
+  int row_tiles_, key_blocks_, heads_, unit_tiles_;
   bool compact_ = false;
 };
 
 /// Every way to divide heads of k and v that may be worth it: into parts of q heads, and of rows.
 std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackwardPlan& plan,
-                                          const Target& target) {
+                                          const Card& card) {
   std::vector<std::pair<int, int>> all = {{1, 1}};
   // The order of a sum over parts, and with it its last bits, would depend on the batch.
   if (p.invariant || p.sq == 0 || p.sk == 0) return all;
   constexpr int kMaxRowParts = 64;
-  const auto enough = static_cast<double>(kFewBlocks * target.sms);
+  const auto enough = static_cast<double>(kFewBlocks * card.sms);
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);
   const bool in_turns = plan.ordered && !plan.has_left;
   const bool from_diagonals = in_turns && plan.has_right;
@@ -561,22 +565,21 @@ std::vector<std::pair<int, int>> parts_of(const Problem& p, const HopperBackward
 
 /// Divides a call, its heads of k and v whole or in parts: the fastest way that `max_workspace` has
 /// room for, or the one that wants the least. Returns the predicted cycles.
-double divide(HopperBackwardPlan& plan, const Problem& p, const Target& target,
-              int64_t max_workspace) {
+double divide(HopperBackwardPlan& plan, const Problem& p, const Card& card, int64_t max_workspace) {
   // Of memory, an element of a sum: it takes nearly twice as long as a write and a read would.
   constexpr double kJoinBytes = 14;
   HopperBackwardPlan best;
   double min_cycles = 0;
   int64_t min_bytes = -1;  // of a plan that does not fit
-  for (const auto& [head_parts, row_parts] : parts_of(p, plan, target)) {
+  for (const auto& [head_parts, row_parts] : parts_of(p, plan, card)) {
     HopperBackwardPlan divided = plan;
     divided.parts = head_parts * row_parts;
     divided.pair_heads = static_cast<int>(p.group()) / head_parts;
     divided.row_parts = row_parts;
-    double cycles = Divider(p, divided, target).divide(divided, max_workspace);
+    double cycles = Divider(p, divided, card).divide(divided, max_workspace);
     if (divided.joins()) {
       const double sums = static_cast<double>(p.batch * p.hk * divided.parts * p.sk * (p.d + p.dv));
-      cycles += kLaunchCycles + kJoinBytes * sums / kBytesPerCycle;
+      cycles += kLaunchCycles + kJoinBytes * sums / (kBackwardShare * card.bytes_per_cycle);
     }
     const int64_t bytes = workspace_of(p, divided).end;
     const bool fits = max_workspace == 0 || bytes <= max_workspace;
@@ -679,7 +682,7 @@ int64_t max_ds_bytes(const Problem& p) {
   return std::max(int64_t{256} << 20, static_cast<int64_t>(bytes(p)));
 }
 
-std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Target& target,
+std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card& card,
                                                     std::vector<std::string>* rejected) {
   std::vector<HopperBackwardTile> tiles;
   for (const Way way : {Way::kSums, Way::kTurns, Way::kStored}) {
@@ -711,15 +714,15 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Targ
       rejected->push_back("dQ as sums in no order: the last bits would differ from run to run");
       continue;
     }
-    if (!derive_stages(plan, target.shared_bytes)) continue;
+    if (!derive_stages(plan, card.shared_bytes)) continue;
     const int64_t rows = kernels::kStatisticsRows;
     plan.statistics_rows = static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
                                                      : p.batch * ceil_div(p.sq, rows) * rows);
-    plan.grid = target.sms;
+    plan.grid = card.sms;
     HopperBackwardPlan roomy = plan;
-    tile.cycles = divide(plan, p, target, p.max_workspace);
-    if (!derive_row_stages(plan, target.shared_bytes)) continue;
-    const double cycles = p.max_workspace > 0 ? divide(roomy, p, target, 0) : tile.cycles;
+    tile.cycles = divide(plan, p, card, p.max_workspace);
+    if (!derive_row_stages(plan, card.shared_bytes)) continue;
+    const double cycles = p.max_workspace > 0 ? divide(roomy, p, card, 0) : tile.cycles;
     if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
       rejected->push_back(fmt::format(
           "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "

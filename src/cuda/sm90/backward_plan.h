@@ -142,7 +142,7 @@ using HopperBackwardTile = Fitting<HopperBackwardPlan>;
 /// A plan for every tile that fits, with the stages that the shared memory has room for, and with
 /// the fastest waves that max_workspace has room for; where it has for none, with those that want
 /// the least. `rejected` takes the others and why.
-std::vector<HopperBackwardTile> backward_candidates(const Problem& problem, const Target& target,
+std::vector<HopperBackwardTile> backward_candidates(const Problem& problem, const Card& card,
                                                     std::vector<std::string>* rejected);
 
 /// The most bytes of dS that a call may have in its workspace: 256 MB, or what its tensors take;

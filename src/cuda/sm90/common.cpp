@@ -32,7 +32,8 @@ bool chunk_binds(const Problem& p) {
 }
 
 bool has_cache(const Problem& p) {
-  return p.cache.paged() || p.has(Arg::kCacheBatchIdx) || p.has(Arg::kLeftpadK) || p.packed != p.packed_k;
+  return p.cache.paged() || p.has(Arg::kCacheBatchIdx) || p.has(Arg::kLeftpadK) ||
+         p.packed != p.packed_k;
 }
 
 bool rows_decide(const Problem& p) {
@@ -85,7 +86,8 @@ kernels::Band band_of(const HopperKey& key, const Mask& mask) {
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
 
 bool transforms(const Problem& p) {
-  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 || p.has(Arg::kAlibiSlopes);
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
+         p.has(Arg::kAlibiSlopes);
 }
 
 CallParams call_params(const Problem& p, const kernels::Band& band) {

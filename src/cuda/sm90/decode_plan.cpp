@@ -40,12 +40,10 @@ constexpr int64_t kMaxRowsForModel = 128;
 constexpr int64_t kMaxAppendRounds = 8;
 
 // Measured on an H200.
-constexpr double kDecodeBytes = 19;          // of K and V a cycle and SM
-constexpr double kStartCycles = 2000;        // lengths, first loads, merges
-constexpr double kManyRowsCycles = 6000;     // more, where a line has more than 64 rows
-constexpr double kProductFlops = 2000;       // a cycle, where products bind
-constexpr double kMegahertz = 1755;          // while it reads
-constexpr double kLaunchMicroseconds = 5.5;  // with what waits for the last part
+constexpr double kDecodeShare = 0.917;    // of what the memory gives
+constexpr double kStartCycles = 2000;     // lengths, first loads, merges
+constexpr double kManyRowsCycles = 6000;  // more, where a line has more than 64 rows
+constexpr double kProductFlops = 2000;    // a cycle, where products bind
 
 /// Of the longest sequence that it computes.
 int64_t rows_of_kv_head(const Problem& p) {
@@ -104,25 +102,24 @@ bool has_enough_lines(const Problem& p, int blocks) { return 17 * p.batch * p.hk
 
 /// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
 /// holds.
-void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
+void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
-  const bool long_shares = units >= kLongShare * target.sms;
+  const bool long_shares = units >= kLongShare * card.sms;
   // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
   // pieces fill the card.
-  const bool wide_pays = long_shares || has_few_lines(p, target.sms);
+  const bool wide_pays = long_shares || has_few_lines(p, card.sms);
   const bool boxes = box_keys_of(p, kernels::kUnitKeys) > 0;
   const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 && !(wide_pays && boxes);
-  const bool narrow =
-      rows <= kNarrowRows && !(boxes && pieces_pay(p, target.sms, rows, long_shares));
+  const bool narrow = rows <= kNarrowRows && !(boxes && pieces_pay(p, card.sms, rows, long_shares));
   plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
   plan.line_rows = plan.team_warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   // Two CTAs hide each other's page ids, but they double the parts that lines have.
-  const bool a_line_each = has_enough_lines(p, target.sms) && p.batch * p.hk <= target.sms;
+  const bool a_line_each = has_enough_lines(p, card.sms) && p.batch * p.hk <= card.sms;
   const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares &&
-                   !a_line_each && !has_few_lines(p, target.sms, kEvenParts);
+                   !a_line_each && !has_few_lines(p, card.sms, kEvenParts);
   plan.residents = two ? 2 : 1;
   plan.teams = kMaxWarps / plan.team_warps / plan.residents;
   const bool wide = plan.team_warps >= kernels::kWideTeam;
@@ -147,7 +144,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Target& target) {
     plan.v_stages = count / 2;
     return count;
   };
-  const int room = target.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  const int room = card.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
   int buffers = set_buffers(most);
   while (bytes_of(plan) > room) {
     if (buffers == 4) plan.teams /= 2;
@@ -166,7 +163,8 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   const int64_t rows = p.of_groups ? ceil_div(rows_of_kv_head(p), p.batch) : rows_of_kv_head(p);
   const double blocks = ceil_div(rows, plan.block_rows());
   const double dims = plan.head_dim + plan.value_dim;
-  return {2 * dims / kDecodeBytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
+  const double bytes = kDecodeShare * plan.card.bytes_per_cycle / plan.card.sms;  // of an SM
+  return {2 * dims / bytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
 /// Of fewer parts a warp of the kernel that merges takes more columns: a warp costs more than their
@@ -325,9 +323,10 @@ std::string hopper_decode_rejects_few(const Problem& p) {
   return {};
 }
 
-HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
+HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   HopperDecodePlan plan;
   static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
+  plan.card = card;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.batch_idx = p.has(Arg::kCacheBatchIdx);
   plan.leftpad = p.has(Arg::kLeftpadK);
@@ -337,8 +336,8 @@ HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
   plan.copies_k = not_whole(p.k);
   plan.copies_v = not_whole(p.v);
-  set_tile(plan, p, target);
-  plan.grid = std::min(target.sms * plan.residents, int{kernels::kMaxShares});
+  set_tile(plan, p, card);
+  plan.grid = std::min(card.sms * plan.residents, int{kernels::kMaxShares});
   plan.pieces = pieces_of(p, plan);
   plan.whole_lines = has_whole_lines(p, plan);
   plan.turns = has_turns(p, plan);
@@ -357,7 +356,7 @@ HopperDecodeTile decode_candidate(const Problem& p, const Target& target) {
       plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
     }
   }
-  HopperDecodeTile tile{plan, predicted_cycles(plan, p, target.sms), {}};
+  HopperDecodeTile tile{plan, predicted_cycles(plan, p, card.sms), {}};
   // Groups have few lines with many keys, which no other kernel cuts where lengths differ.
   if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
@@ -417,8 +416,9 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
                   "runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
                   how_lines_are_cut(plan, lines)),
-      fmt::format("about {:.3g} us on an H200 where all sequences have {} keys; {}",
-                  kLaunchMicroseconds + cycles / kMegahertz, p.sk,
+      fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}",
+                  plan.card.launch_microseconds + cycles / plan.card.megahertz, plan.card.name,
+                  p.sk,
                   key.reading >= key.products ? "reading K and V binds" : "the products bind")};
   for (const auto& [name, why] : {std::pair{"k", &plan.copies_k}, std::pair{"v", &plan.copies_v}}) {
     if (why->empty()) continue;

@@ -71,6 +71,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
 
 /// Every decision about a forward pass by sm90/decode/decode.cu.
 struct HopperDecodePlan : HopperDecodeKey {
+  Card card;  ///< that it is for
   int shared_bytes = 0;
   int grid = 0;                        ///< CTAs: shares of the work
   int max_pieces = 1, piece_rows = 0;  ///< of a line
@@ -110,7 +111,7 @@ std::string hopper_decode_rejects_few(const Problem& problem);
 
 /// A plan for a problem that is not rejected.
 using HopperDecodeTile = Fitting<HopperDecodePlan>;
-HopperDecodeTile decode_candidate(const Problem& problem, const Target& target);
+HopperDecodeTile decode_candidate(const Problem& problem, const Card& card);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
 std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);

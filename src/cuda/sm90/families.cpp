@@ -10,9 +10,9 @@ bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_bot
 
 bool is_backward(const Problem& p) { return p.pass == Pass::kBackward; }
 
-std::vector<HopperDecodeTile> decode_candidates(const Problem& problem, const Target& target,
+std::vector<HopperDecodeTile> decode_candidates(const Problem& problem, const Card& card,
                                                 std::vector<std::string>*) {
-  return {decode_candidate(problem, target)};
+  return {decode_candidate(problem, card)};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ constexpr double kSoftmaxScores = 11.2;   // scores a cycle with busy tensor cor
 constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
 constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
 constexpr double kCopyBytes = 43;         // from L2 a cycle
-constexpr double kReadBytes = 18;         // from memory a cycle, of an SM's share
+constexpr double kReadShare = 0.8687;     // of what the memory gives
 constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
 constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
 constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
@@ -88,9 +88,9 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   return cost;
 }
 
-double reading_cycles(const Problem& p, const Target& target) {
+double reading_cycles(const Problem& p, const Card& card) {
   const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk);
-  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadBytes * target.sms);
+  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadShare * card.bytes_per_cycle);
 }
 
 double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms) {

@@ -21,7 +21,7 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& problem);
 
 /// Cycles in which K and V come from memory once, spread over all SMs: what binds where
 /// rows are few.
-double reading_cycles(const Problem& problem, const Target& target);
+double reading_cycles(const Problem& problem, const Card& card);
 
 /// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `parts`.
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts, int sms);

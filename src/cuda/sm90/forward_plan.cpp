@@ -69,9 +69,9 @@ constexpr Tile kTiles[] = {
 
 /// What each of the CTAs of an SM may have: of all, each but one takes some for
 /// the system.
-int shared_bytes_of(int residents, const Target& target) {
+int shared_bytes_of(int residents, const Card& card) {
   constexpr int kReservedBytes = 1024;
-  return target.shared_bytes / residents - kReservedBytes * (residents - 1);
+  return card.shared_bytes / residents - kReservedBytes * (residents - 1);
 }
 
 constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
@@ -175,16 +175,16 @@ double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sm
 }
 
 /// Decides how blocks are shared out, and returns the predicted cycles.
-double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target) {
+double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
   work.split_parts = 1;
-  divide_heads(plan, p, target.sms);
+  divide_heads(plan, p, card.sms);
   const int blocks = kernels::blocks_of(work);
   work.first_split = work.end_split = work.items = blocks;
   // Where each block has an SM of its own, none shares one.
-  plan.shares = plan.residents > 1 && blocks > target.sms;
-  const int at_once = target.sms * (plan.shares ? plan.residents : 1);
+  plan.shares = plan.residents > 1 && blocks > card.sms;
+  const int at_once = card.sms * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
@@ -205,8 +205,8 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Target& target)
 }
 
 /// Cycles by which tiles are compared. Schedules the plan.
-double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) {
-  const double cycles = schedule(plan, p, target);
+double predict(HopperForwardPlan& plan, const Problem& p, const Card& card) {
+  const double cycles = schedule(plan, p, card);
   if (!p.invariant) return cycles;
   // The order must not depend on the batch either: that of one long sequence.
   Problem one = p;
@@ -214,8 +214,8 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Target& target) 
   one.batch = 1;
   one.sq = one.sk = 8192;
   HopperForwardPlan other = plan;
-  other.work.heads = target.sms;
-  return schedule(other, one, target);
+  other.work.heads = card.sms;
+  return schedule(other, one, card);
 }
 
 /// Why it does not compute keys in such pages; empty when it does.
@@ -276,7 +276,8 @@ std::string forward_rejects(const Problem& p) {
   if (p.cache.paged()) {
     if (const std::string why = pages_rejected(p); !why.empty()) return why;
   }
-  if (p.has(Arg::kCacheBatchIdx)) return "computes sequence b from row b of k: not with a cache_batch_idx";
+  if (p.has(Arg::kCacheBatchIdx))
+    return "computes sequence b from row b of k: not with a cache_batch_idx";
   if (p.has(Arg::kLeftpadK)) return "computes keys from the first on: not with a leftpad_k";
   if (p.packed != p.packed_k && !p.cache.paged()) {
     return "computes packed queries with packed keys or pages alone";
@@ -302,7 +303,7 @@ std::string forward_rejects(const Problem& p) {
   return {};
 }
 
-std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Target& target,
+std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Card& card,
                                                   std::vector<std::string>* rejected) {
   std::vector<HopperForwardTile> tiles;
   const auto scores = p.dropout_p > 0 ? Tile::kDropped
@@ -320,18 +321,18 @@ std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Target
     t.plan.producer_registers = registers_of(tile.consumers).producer;
     t.plan.consumer_registers = registers_of(tile.consumers).consumer;
     for (t.plan.residents = tile.consumers == 1 ? 2 : 1; t.plan.residents > 0; --t.plan.residents) {
-      if (derive_stages(t.plan, shared_bytes_of(t.plan.residents, target))) break;
+      if (derive_stages(t.plan, shared_bytes_of(t.plan.residents, card))) break;
     }
     if (t.plan.residents == 0) {
       rejected->push_back(
           fmt::format("tile {}: two stages of K and V do not fit {} bytes of shared memory",
-                      t.plan.tile().text(), target.shared_bytes));
+                      t.plan.tile().text(), card.shared_bytes));
       continue;
     }
     t.plan.store = store_of(p, t.plan.q_stages);
-    t.cycles = predict(t.plan, p, target);
+    t.cycles = predict(t.plan, p, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
-    if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, target));
+    if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));
     if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged()) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }

@@ -30,7 +30,7 @@ using HopperForwardTile = Fitting<HopperForwardPlan>;
 
 /// A plan for every tile that fits, with the stages that the shared memory has room for. `rejected`
 /// takes the others and why.
-std::vector<HopperForwardTile> forward_candidates(const Problem& problem, const Target& target,
+std::vector<HopperForwardTile> forward_candidates(const Problem& problem, const Card& card,
                                                   std::vector<std::string>* rejected);
 
 /// The plan in sentences.

@@ -73,12 +73,12 @@ class InvariantByRows final : public Family {
     const std::string why = forward_rejects(problem);
     return why.empty() ? hopper_decode_rejects_few(problem) : why;
   }
-  Candidates candidates(const Problem& problem, const Target& target,
+  Candidates candidates(const Problem& problem, const Card& card,
                         std::vector<std::string>* rejected) const override {
     const auto few =
-        std::make_shared<HopperDecodeCandidate>(problem, decode_candidate(problem, target));
+        std::make_shared<HopperDecodeCandidate>(problem, decode_candidate(problem, card));
     Candidates result;
-    for (const HopperForwardTile& tile : forward_candidates(problem, target, rejected)) {
+    for (const HopperForwardTile& tile : forward_candidates(problem, card, rejected)) {
       result.push_back(std::make_shared<ByRowsCandidate>(
           std::make_shared<HopperForwardCandidate>(problem, tile), few));
     }

@@ -65,17 +65,17 @@ class PlannedFamily final : public Family {
   using Fittings = std::vector<Fitting<typename Planned::Plan>>;
   using IsFor = bool(const Problem&);
   using Rejects = std::string(const Problem&);
-  using Plans = Fittings(const Problem&, const Target&, std::vector<std::string>*);
+  using Plans = Fittings(const Problem&, const Card&, std::vector<std::string>*);
 
   PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans)
       : is_for_(is_for), rejects_(rejects), plans_(plans) {}
 
   bool is_for(const Problem& problem) const override { return is_for_(problem); }
   std::string rejects(const Problem& problem) const override { return rejects_(problem); }
-  Candidates candidates(const Problem& problem, const Target& target,
+  Candidates candidates(const Problem& problem, const Card& card,
                         std::vector<std::string>* rejected) const override {
     Candidates result;
-    for (const auto& fitting : plans_(problem, target, rejected)) {
+    for (const auto& fitting : plans_(problem, card, rejected)) {
       result.push_back(std::make_shared<Planned>(problem, fitting));
     }
     return result;
