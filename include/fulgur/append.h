@@ -20,7 +20,7 @@ struct AppendArgs {
   /// ForwardArgs. Rows that take no token keep their bits.
   Tensor k_cache{}, v_cache{};
   /// The new rows (batch, s_new, hk, dim), or packed (total, hk, dim) with cu_seqlens_k_new, in the
-  /// dtype of the caches: f32, bf16, f16 or f64. Packed rows after the last sequence are not
+  /// dtype of the caches: f32, bf16, f16 or f64. Packed rows of no sequence are not
   /// looked at.
   ConstTensor k_new{}, v_new{};
   ConstTensor cu_seqlens_k_new{};  ///< i32 (batch + 1), as cu_seqlens_k of ForwardArgs
@@ -44,7 +44,7 @@ struct AppendArgs {
   /// Queries to turn: (batch, sq, hq, d), or packed (total_q, hq, d) with cu_seqlens_q, and where
   /// they go, which may be q itself. Query i of a sequence turns to the position of its first new
   /// token + i under a mask that hides any keys (causal, windowed, chunked), else all of them to
-  /// that of the first: FlashAttention's rule. Packed rows after the last sequence are not
+  /// that of the first: FlashAttention's rule. Packed rows of no sequence are not
   /// written.
   ConstTensor q{};
   Tensor q_out{};

@@ -56,8 +56,10 @@ struct ForwardArgs {
   // change once it has returned, and a graph keeps those of its capture.
 
   ConstTensor alibi_slopes{};  ///< f32 (hq) or (batch, hq)
-  /// Packed variable length: i32 (batch + 1), non-decreasing, first 0, last <= total. Both or none.
-  /// Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
+  /// Packed variable length: i32 (batch + 1), non-decreasing, first >= 0, last <= total. Both or
+  /// none. Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows before the first sequence
+  /// and after the last one are padding, as are those that seqused_q and seqused_k leave between
+  /// them.
   ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
   /// i32 (batch): only the first seqused_q[b] queries of sequence b exist. Its rows begin where
   /// they do without; those after are padding, with out = 0 and lse = -inf.
@@ -76,7 +78,7 @@ struct ForwardArgs {
   /// ids after those that seqused_k[b] keys need are not looked at. seqused_k must be given,
   /// cu_seqlens_k must not.
   ConstTensor page_table{};
-  /// i32 (batch + 1), non-decreasing, first 0, last <= the number of ids: page_table is then i32
+  /// i32 (batch + 1), non-decreasing, first >= 0, last <= the number of ids: page_table is then i32
   /// (ids), and the pages of sequence b are page_table[page_indptr[b]] .. page_table[page_indptr[b
   /// + 1] - 1].
   ConstTensor page_indptr{};

@@ -99,8 +99,8 @@ def attention(
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead
             of both numbers.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
-            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``. Both or none, or ``cu_seqlens_q`` alone
-            with a cache, whose k and v have four dimensions.
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or
+            none, or ``cu_seqlens_q`` alone with a cache, whose k and v have four dimensions.
         max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens.
             With a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room for.
         seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist:

@@ -434,7 +434,7 @@ def append(
 
     Returns:
         (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
-        are as they were, and so are packed queries after the last sequence.
+        are as they were, and so are packed queries of no sequence.
 
     Raises:
         ValueError, TypeError: an argument is wrong.

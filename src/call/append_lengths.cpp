@@ -20,8 +20,8 @@ Tokens::Tokens(int64_t batch, const ConstTensor& cu_seqlens, int64_t rows)
 
 Tokens::Token Tokens::operator[](int64_t t) const {
   if (cu_ == nullptr) return {t / each_, t % each_, t % each_};
-  const int64_t b = std::upper_bound(cu_, cu_ + batch_ + 1, t) - cu_ - 1;
-  return {b, t - cu_[b], t};
+  const int64_t row = cu_[0] + t, b = std::upper_bound(cu_, cu_ + batch_ + 1, row) - cu_ - 1;
+  return {b, row - cu_[b], row};
 }
 
 AppendLengths::AppendLengths(const AppendCall& c)

@@ -14,7 +14,7 @@ class Tokens {
   /// Packed by `cu_seqlens`, or `rows` in each of the sequences.
   Tokens(int64_t batch, const ConstTensor& cu_seqlens, int64_t rows);
 
-  int64_t all() const { return begin(batch_); }
+  int64_t all() const { return begin(batch_) - begin(0); }
   int64_t of(int64_t b) const { return begin(b + 1) - begin(b); }
 
   struct Token {

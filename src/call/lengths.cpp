@@ -17,7 +17,7 @@ int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const 
                          int64_t total) {
   const int32_t* cu = values(name, cu_seqlens);
   const int64_t batch = cu_seqlens.shape[0] - 1;
-  if (cu[0] != 0) fail(name, "starts with {}, want 0", cu[0]);
+  if (cu[0] < 0) fail(name, "starts with {}, want >= 0", cu[0]);
   int64_t longest = 0;
   for (int64_t i = 1; i <= batch; ++i) {
     if (cu[i] < cu[i - 1]) {
@@ -101,17 +101,19 @@ Sequence Sequences::operator[](int64_t b) const {
   return s;
 }
 
-Sequence Sequences::padding() const {
-  Sequence rest;
+std::array<Sequence, 2> Sequences::padding() const {
+  Sequence before, after;
   if (cu_q_ != nullptr) {
-    rest.q_begin = cu_q_[p_->batch];
-    rest.sq = p_->total_q - rest.q_begin;
+    before.sq = cu_q_[0];
+    after.q_begin = cu_q_[p_->batch];
+    after.sq = p_->total_q - after.q_begin;
   }
   if (cu_k_ != nullptr) {
-    rest.k_begin = cu_k_[p_->batch];
-    rest.sk = p_->total_k - rest.k_begin;
+    before.sk = cu_k_[0];
+    after.k_begin = cu_k_[p_->batch];
+    after.sk = p_->total_k - after.k_begin;
   }
-  return rest;
+  return {before, after};
 }
 
 }  // namespace fulgur

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "base/check.h"
@@ -19,8 +20,9 @@ struct Sequence {
 /// device are taken to be as long as planned for: then the others are checked, but none is known.
 class Sequences {
  public:
-  /// Checks the lengths against the problem: from 0, non-decreasing, within the tensors, no longer
-  /// than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs, BackwardArgs.
+  /// Checks the lengths against the problem: not negative, non-decreasing, within the tensors, no
+  /// longer than what was planned for. Throws Error(kInvalidArgument). `Args`: ForwardArgs,
+  /// BackwardArgs.
   template <class Args>
   Sequences(const Problem& problem, const Args& args)
       : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_q, args.seqused_k,
@@ -31,8 +33,9 @@ class Sequences {
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
-  /// First row and count of the packed rows after the last sequence, or of no rows.
-  Sequence padding() const;
+  /// First row and count of the packed rows before the first sequence and after the last one, or of
+  /// no rows.
+  std::array<Sequence, 2> padding() const;
   /// The rows of sequence b that tensors have room for, seqused or not.
   int64_t room_q(int64_t b) const;
   int64_t room_k(int64_t b) const;

@@ -21,8 +21,7 @@ void zero_rows(const Tensor& t, const Layout& layout, int64_t b, int64_t begin, 
 /// Calls clear(b, first row, count) for the rows of q that belong to no sequence.
 template <class Clear>
 void each_padding_of_q(const Problem& p, const Sequences& sequences, const Clear& clear) {
-  const Sequence rest = sequences.padding();
-  clear(0, rest.q_begin, rest.sq);
+  for (const Sequence& rows : sequences.padding()) clear(0, rows.q_begin, rows.sq);
   if (!p.has(Arg::kSeqUsedQ)) return;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequences[b];
@@ -49,9 +48,10 @@ void write_padding(const Problem& p, const Sequences& sequences, const BackwardA
   each_padding_of_q(p, sequences, [&](int64_t b, int64_t begin, int64_t count) {
     zero_rows(args.dq, p.dq, b, begin, count, p.hq, p.d);
   });
-  const Sequence rest = sequences.padding();
-  zero_rows(args.dk, p.dk, 0, rest.k_begin, rest.sk, p.hk, p.d);
-  zero_rows(args.dv, p.dv_grad, 0, rest.k_begin, rest.sk, p.hk, p.dv);
+  for (const Sequence& rows : sequences.padding()) {
+    zero_rows(args.dk, p.dk, 0, rows.k_begin, rows.sk, p.hk, p.d);
+    zero_rows(args.dv, p.dv_grad, 0, rows.k_begin, rows.sk, p.hk, p.dv);
+  }
   if (!p.has(Arg::kSeqUsedK)) return;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequences[b];

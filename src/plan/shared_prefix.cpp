@@ -186,6 +186,7 @@ void check_prefixes(const Problem& p, const ForwardArgs& args) {
   const auto* groups = static_cast<const int32_t*>(args.prefix_groups.data);
   if (on_host(args.prefix_groups)) {
     longest_sequence("prefix_groups", args.prefix_groups, "sequences", p.batch);
+    if (groups[0] != 0) fail("prefix_groups", "starts with {}, want 0", groups[0]);
     if (groups[p.prefix_groups] != p.batch) {
       fail("prefix_groups", "ends with {}, want {}, the batch", groups[p.prefix_groups], p.batch);
     }

@@ -32,7 +32,7 @@ void set_lengths(const Tensor& t, std::initializer_list<double> values) { write(
 constexpr int64_t kHuge = int64_t{1} << 40;
 
 // The base: q (2, 8, 4, 16), k (2, 10, 2, 16), v (2, 10, 2, 24), out (2, 8, 4, 24), lse (2, 4, 8).
-// Packed: 8 + 0 + 3 + 4 + 3 = 18 rows of q, 10 + 5 + 0 + 4 + 3 = 22 of k, in 4 sequences.
+// Packed: 2 + 8 + 0 + 3 + 4 + 3 = 20 rows of q, 1 + 10 + 5 + 0 + 4 + 3 = 23 of k, in 4 sequences.
 const std::vector<Wrong>& wrongs() {
   static const std::vector<Wrong> kWrongs = {
       // Rank.
@@ -71,12 +71,12 @@ const std::vector<Wrong>& wrongs() {
        kBackwardOnly},
       {"packed_q_of_rank_4",
        [](Call& c) {
-         c.q = resized(c.q, {1, 18, 4, 16});
+         c.q = resized(c.q, {1, 20, 4, 16});
        },
        "q: got 4 dim.*want 3", kBoth, true},
       {"packed_lse_of_rank_3",
        [](Call& c) {
-         c.lse = resized(c.lse, {1, 4, 18});
+         c.lse = resized(c.lse, {1, 4, 20});
        },
        "lse: got 3 dim.*want 2", kBoth, true},
       // Not given.
@@ -117,7 +117,7 @@ const std::vector<Wrong>& wrongs() {
        },
        "dlse: got .*\\(2, 8, 4\\).*want .*2, 4, 8", kBackwardOnly},
       {"packed_dlse_of_other_rows", [](Call& c) { c.dlse.shape[1] = 17; },
-       "dlse: got .*\\(4, 17\\).*want .*4, 18", kBackwardOnly, true},
+       "dlse: got .*\\(4, 17\\).*want .*4, 20", kBackwardOnly, true},
       {"lse_with_rows_before_heads",
        [](Call& c) {
          c.lse = resized(c.lse, {2, 8, 4});
@@ -135,11 +135,11 @@ const std::vector<Wrong>& wrongs() {
       {"dv_of_the_dim_of_k", [](Call& c) { c.dv.shape[3] = 16; },
        "dv: got .*16\\).*want .*2, 10, 2, 24", kBackwardOnly},
       {"packed_out_of_other_rows", [](Call& c) { c.out.shape[0] = 17; },
-       "out: got .*\\(17, 4, 24\\).*want .*18, 4, 24", kBoth, true},
+       "out: got .*\\(17, 4, 24\\).*want .*20, 4, 24", kBoth, true},
       {"packed_v_of_other_rows", [](Call& c) { c.v.shape[0] = 21; },
-       "v: got .*\\(21, 2, 24\\).*want .*22, 2, 24", kBoth, true},
+       "v: got .*\\(21, 2, 24\\).*want .*23, 2, 24", kBoth, true},
       {"packed_lse_of_other_rows", [](Call& c) { c.lse.shape[1] = 17; },
-       "lse: got .*\\(4, 17\\).*want .*4, 18", kBoth, true},
+       "lse: got .*\\(4, 17\\).*want .*4, 20", kBoth, true},
       // Sizes.
       {"heads_not_a_multiple", [](Call& c) { c.q.shape[2] = c.out.shape[2] = 3; },
        "q: got 3 heads.*multiple of the 2"},
@@ -321,20 +321,21 @@ const std::vector<Wrong>& wrongs() {
        "cu_seqlens_k: .*stride.* 2", kBoth, true},
       {"cu_seqlens_null", [](Call& c) { c.cu_seqlens_q.data = nullptr; },
        "cu_seqlens_q: data is null", kBoth, true},
-      {"cu_seqlens_starting_late", [](Call& c) { set_lengths(c.cu_seqlens_q, {1, 8, 8, 11, 15}); },
-       "cu_seqlens_q: .*1.*want 0", kBoth, true},
+      {"cu_seqlens_starting_early",
+       [](Call& c) { set_lengths(c.cu_seqlens_q, {-1, 8, 8, 11, 15}); },
+       "cu_seqlens_q: starts with -1, want >= 0", kBoth, true},
       {"cu_seqlens_starting_negative",
        [](Call& c) { set_lengths(c.cu_seqlens_k, {-1, 10, 15, 15, 19}); },
-       "cu_seqlens_k: .*-1.*want 0", kBoth, true},
+       "cu_seqlens_k: starts with -1, want >= 0", kBoth, true},
       {"cu_seqlens_decreasing", [](Call& c) { set_lengths(c.cu_seqlens_q, {0, 8, 7, 11, 15}); },
        "cu_seqlens_q: .*7 after 8", kBoth, true},
       {"cu_seqlens_k_decreasing", [](Call& c) { set_lengths(c.cu_seqlens_k, {0, 10, 15, 2, 19}); },
        "cu_seqlens_k: .*2 after 15", kBoth, true},
-      {"cu_seqlens_beyond_q", [](Call& c) { set_lengths(c.cu_seqlens_q, {0, 8, 8, 11, 19}); },
-       "cu_seqlens_q: .*19.*18", kBoth, true},
+      {"cu_seqlens_beyond_q", [](Call& c) { set_lengths(c.cu_seqlens_q, {0, 8, 8, 11, 21}); },
+       "cu_seqlens_q: .*21.*20", kBoth, true},
       {"cu_seqlens_beyond_k",
        [](Call& c) { set_lengths(c.cu_seqlens_k, {0, 10, 15, 15, INT32_MAX}); },
-       "cu_seqlens_k: .*2147483647.*22", kBoth, true},
+       "cu_seqlens_k: .*2147483647.*23", kBoth, true},
       {"max_seqlen_q_negative", [](Call& c) { c.options.max_seqlen_q = -1; },
        "max_seqlen_q: got -1, want", kBoth, true},
       {"max_seqlen_q_too_small", [](Call& c) { c.options.max_seqlen_q = 7; },
@@ -416,8 +417,8 @@ const std::vector<Wrong>& wrongs() {
       {"tree_of_rank_1", [](Call& c) { c.tree_mask = resized(c.tree_mask, {16}); },
        "tree_mask: got 1 dim.*want 2 \\(batch, sq\\)", kForwardOnly},
       {"packed_tree_of_other_rows", [](Call& c) { c.tree_mask.shape[0] = 17; },
-       "tree_mask: got .*\\(17\\).*want .*18.*total_q", kForwardOnly, true},
-      {"packed_tree_of_rank_2", [](Call& c) { c.tree_mask = resized(c.tree_mask, {1, 18}); },
+       "tree_mask: got .*\\(17\\).*want .*20.*total_q", kForwardOnly, true},
+      {"packed_tree_of_rank_2", [](Call& c) { c.tree_mask = resized(c.tree_mask, {1, 20}); },
        "tree_mask: got 2 dim.*want 1 \\(total_q\\)", kForwardOnly, true},
       {"tree_of_i32", [](Call& c) { c.tree_mask.dtype = DType::kI32; },
        "tree_mask: got i32, want i64", kForwardOnly},

@@ -307,10 +307,10 @@ TEST_P(HostMetadata, AreCheckedInEveryRun) {
     int32_t value;
     const char* message;
   } wrong[] = {
-      {0, 0, 1, "cu_seqlens_q: starts with 1, want 0"},
+      {0, 0, -1, "cu_seqlens_q: starts with -1, want >= 0"},
       {0, 2, 10, "cu_seqlens_q: decreases at 2: 10 after 50, want non-decreasing"},
       {0, 3, 5000, "cu_seqlens_q: ends with 5000, want at most "},
-      {1, 0, -1, "cu_seqlens_k: starts with -1, want 0"},
+      {1, 0, -1, "cu_seqlens_k: starts with -1, want >= 0"},
       {1, 1, 0, "cu_seqlens_k: has a sequence of "},
       {2, 0, -7, "seqused_q: got -7 at 0, want 0 to 50"},
       {2, 2, 21, "seqused_q: got 21 at 2, want 0 to 20"},
@@ -398,7 +398,7 @@ TEST_P(HostMetadata, AreCheckedInEveryAppend) {
     int32_t value;
     const char* message;
   } wrong[] = {
-      {0, 0, 1, "cu_seqlens_q: starts with 1, want 0"},
+      {0, 0, -1, "cu_seqlens_q: starts with -1, want >= 0"},
       {0, 4, 5000, "cu_seqlens_q: ends with 5000, want at most "},
       {1, 1, 5000, "cu_seqlens_k_new: decreases at 2: "},
       {1, 4, 5000, "cu_seqlens_k_new: ends with 5000, want at most "},

@@ -2060,7 +2060,7 @@ TEST_F(OnFakeGpu, WrongLengthsOfTheHostAppendNothing) {
     return message_of([&] { append(c.args); });
   };
   using Call = AppendOfHostLengths;
-  EXPECT_EQ(said([](Call& c) { c.cu_q[0] = 1; }), "cu_seqlens_q: starts with 1, want 0");
+  EXPECT_EQ(said([](Call& c) { c.cu_q[0] = -1; }), "cu_seqlens_q: starts with -1, want >= 0");
   EXPECT_EQ(said([](Call& c) { c.cu_q[3] = 61; }),
             "cu_seqlens_q: ends with 61, want at most 60 (rows of q)");
   EXPECT_EQ(said([](Call& c) { c.cu_new[2] = 19; }),

@@ -1050,7 +1050,7 @@ def test_caches_have_no_gradient(folder):
     "cu,says",
     [
         ([0, 20, 10, 30], ["cu_seqlens_k", "decreases", "10 after 20"]),
-        ([1, 5, 10, 30], ["cu_seqlens_k", "starts with 1"]),
+        ([-1, 5, 10, 30], ["cu_seqlens_k", "starts with -1"]),
         ([0, 5, 10, 31], ["cu_seqlens_k", "31"]),
         ([0, 5, 30], ["cu_seqlens_k", "3"]),
     ],

@@ -10,7 +10,8 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kTail = 2;  // packed rows after the last sequence
+constexpr int64_t kBefore = 1;  // packed rows before the first sequence
+constexpr int64_t kTail = 2;    // and after the last one
 
 // One row of a tensor: row r of entry b, or of a packed tensor, as doubles.
 struct Row {
@@ -56,8 +57,8 @@ Appended::Appended(const AppendCase& a, uint64_t seed)
     : given(a), w(a.c, seed), cached(w, a.shape, seed + 1), random_(seed + 2) {
   const std::vector<double> pads = given.shape.leftpad ? read(cached.forward.leftpad_k)
                                                        : std::vector<double>(w.sequences.size());
-  int64_t total = 0, longest = 0;
-  std::vector<int64_t> cu{0}, positions;
+  int64_t total = kBefore, longest = 0;
+  std::vector<int64_t> cu{kBefore}, positions;
   for (size_t b = 0; b < w.sequences.size(); ++b) {
     const int64_t keys = w.sequences[b].sk;
     fresh.push_back(w.c.packed() ? static_cast<int64_t>(random_() % (keys + 1)) : (w.c.sk + 2) / 3);
@@ -109,7 +110,7 @@ Tensor Appended::ints(const std::vector<int64_t>& values) {
 // New rows, with gaps between heads and between rows.
 Tensor Appended::rows(int64_t heads, int64_t dim) {
   const int64_t head = dim + (given.aligned ? 8 : 3), row = heads * head + (given.aligned ? 16 : 5);
-  int64_t all = kTail;
+  int64_t all = kBefore + kTail;
   for (const int64_t n : fresh) all += n;
   const std::array packed{all, heads, dim}, packed_strides{row, head, int64_t{1}};
   const std::array batch{w.c.batch, fresh.empty() ? 0 : fresh[0], heads, dim};
@@ -192,7 +193,7 @@ testing::AssertionResult Appended::right(const std::vector<double>& x,
 template <class Body>
 void Appended::for_each_new(const Tensor& cache, Body body) const {
   const int64_t page = cache.shape[1];
-  int64_t first = 0;
+  int64_t first = kBefore;
   for (size_t b = 0; b < fresh.size(); ++b) {
     const Rows& s = w.sequences[b];
     for (int64_t i = 0; i < fresh[b]; ++i) {
@@ -242,7 +243,7 @@ testing::AssertionResult Appended::check_queries() {
       }
     }
   }
-  // Rows after the last sequence are not written, neither here nor there.
+  // Rows of no sequence are not written, neither here nor there.
   for (size_t row = 0; row < written.size(); ++row) {
     for (int64_t c = 0; c < width && !written[row]; ++c) {
       const double was = q_[row * static_cast<size_t>(width) + static_cast<size_t>(c)];

@@ -114,8 +114,8 @@ void Cached::make_storage() {
     storages_.emplace_back(DType::kI32, sizes.size() == 2 ? sequences * row : *sizes.begin());
     return storages_.back().view(0, std::span(sizes.begin(), sizes.size()), strides);
   };
-  int64_t most = 0, all = 0;
-  std::vector<int64_t> indptr{0};
+  int64_t most = 0, all = kExtra;
+  std::vector<int64_t> indptr{all};
   for (size_t b = 0; b < w_.sequences.size(); ++b) {
     most = std::max(most, entries_of(b));
     all += entries_of(b) + static_cast<int64_t>(b) % 2 * kExtra;

@@ -16,7 +16,7 @@ enum class Layout {
   kBhsd,          ///< (batch, heads, seqlen, dim) in memory
   kQkv,           ///< q, k and v (and dq, dk and dv) interleaved in one buffer
   kPadded,        ///< gaps between heads, rows and batches
-  kPacked,        ///< (total, heads, dim) with cu_seqlens, empty sequences, rows after the last
+  kPacked,        ///< (total, heads, dim) with cu_seqlens, empty sequences, rows around all
   kPackedPadded,  ///< the same with gaps between heads and rows
 };
 

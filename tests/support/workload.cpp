@@ -12,7 +12,8 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kPackedPadding = 3;  // rows after the last packed sequence
+constexpr int64_t kPackedPadding = 3;        // rows after the last packed sequence
+constexpr Rows kPackedBegin = {2, 1, 0, 0};  // of the first one, where a case gives no lengths
 
 // Packed sequences: the longest, one without queries, one without keys, a short one.
 std::vector<Rows> packed_lengths(const Case& c) {
@@ -169,11 +170,12 @@ Tensor Workload::lengths(const std::vector<int64_t>& values) {
   return t;
 }
 
-void Workload::make_sequences(std::vector<Rows> given) {
-  sequences = !given.empty() ? std::move(given)
+void Workload::make_sequences(const std::vector<Rows>& given) {
+  sequences = !given.empty() ? given
               : c.packed()   ? packed_lengths(c)
                              : std::vector<Rows>(static_cast<size_t>(c.batch), {0, 0, c.sq, c.sk});
-  std::vector<int64_t> cu_q{0}, cu_k{0}, used_q, used_k;
+  const Rows first = c.packed() && given.empty() ? kPackedBegin : Rows{};
+  std::vector<int64_t> cu_q{first.q_begin}, cu_k{first.k_begin}, used_q, used_k;
   for (size_t b = 0; b < sequences.size(); ++b) {
     Rows& s = sequences[b];
     s.q_begin = cu_q.back();

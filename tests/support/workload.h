@@ -55,7 +55,7 @@ class Workload {
   Tensor lse_tensor(int64_t gap, bool output);
   void interleaved(bool output, Tensor* q, Tensor* k, Tensor* v);
   Tensor lengths(const std::vector<int64_t>& values);
-  void make_sequences(std::vector<Rows> given);
+  void make_sequences(const std::vector<Rows>& given);
   void make_options(uint64_t seed);
   void make_sinks();
   void make_trees(uint64_t seed);

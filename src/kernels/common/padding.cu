@@ -1,5 +1,5 @@
-// Rows that belong to no sequence, and so to no block: packed ones after the last sequence, and queries that seqused_q
-// says do not exist. O = 0 and LSE = -inf.
+// Rows that belong to no sequence, and so to no block: packed ones before the first sequence and after the last one, and
+// queries that seqused_q says do not exist. O = 0 and LSE = -inf.
 #include "common/padding_params.h"
 #include "device/lengths.cuh"
 
@@ -18,7 +18,10 @@ __device__ __forceinline__ void write_rows(const ForwardPaddingParams& p, int ba
 // Grid: (rows, sequences), or less.
 extern "C" __global__ void __launch_bounds__(256)
     fulgur_forward_padding(const __grid_constant__ ForwardPaddingParams p) {
-  if (p.cu_seqlens_q != nullptr && blockIdx.y == 0) write_rows(p, 0, max(p.cu_seqlens_q[p.batch], 0), p.total_q);
+  if (p.cu_seqlens_q != nullptr && blockIdx.y == 0) {
+    write_rows(p, 0, 0, min(p.cu_seqlens_q[0], p.total_q));
+    write_rows(p, 0, max(p.cu_seqlens_q[p.batch], 0), p.total_q);
+  }
   if (p.seqused_q == nullptr) return;
   for (int batch = blockIdx.y; batch < p.batch; batch += gridDim.y) {
     int start = 0;

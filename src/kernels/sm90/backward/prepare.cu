@@ -50,6 +50,13 @@ __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, in
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
+// Zero packed rows before the first sequence and after the last one.
+__device__ __forceinline__ void clear_around(const StridedTensor& t, const int* cu_seqlens, int batch, int total,
+                                             int heads, int dim) {
+  clear_rows(t, 0, min(cu_seqlens[0], total), heads, dim);
+  clear_rows(t, max(cu_seqlens[batch], 0), total, heads, dim);
+}
+
 __device__ __forceinline__ float load_row_number(const StridedRows& rows, int batch, int row, int head) {
   return rows.data[batch * rows.batch + head * rows.head + row];
 }
@@ -71,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     if (!kSums && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kPieceBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
-      clear_rows(p.dq, max(p.cu_seqlens_q[p.batch], 0), p.total_q, p.hq, p.d);
-      clear_rows(p.dk, max(p.cu_seqlens_k[p.batch], 0), p.total_k, p.hq / p.group, p.d);
-      clear_rows(p.dv_grad, max(p.cu_seqlens_k[p.batch], 0), p.total_k, p.hq / p.group, p.dv);
+      clear_around(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
+      clear_around(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
+      clear_around(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
     }
   }
   const int lane = threadIdx.x % kLanes;
