@@ -356,11 +356,8 @@ TEST_F(OnGpu, HostTime) {
   fill(no_rows.data, lengths.bytes(), 0);
   ForwardPaddingParams nothing{};
   nothing.cu_seqlens_q = static_cast<const int*>(no_rows.data);
-  void* params = &nothing;
   const double launch = best([&] {
-    cuda::check(
-        cuda::driver().cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, nullptr, &params, nullptr),
-        "launching a kernel that does nothing");
+    cuda::launch(nullptr, kernel, &nothing, {}, 32, 0, "launching a kernel that does nothing");
   });
   fmt::print(
       "host time: run() {:.2f} us, an empty kernel's launch {:.2f} us, plan and run {:.2f} us, "

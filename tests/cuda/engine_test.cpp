@@ -777,6 +777,8 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
   EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_round");
   EXPECT_EQ(state_->launches[1].block, 512u);
+  // The first one comes after all that is on the stream, each other one waits by itself.
+  for (const size_t i : {0, 1, 2}) EXPECT_EQ(state_->launches[i].early, i > 0);
   for (const int i : {0, 2}) {  // 64 rows of a head a CTA
     EXPECT_EQ(state_->launches[i].grid, 16u);
     EXPECT_EQ(state_->launches[i].grid_y, 16u);
@@ -789,6 +791,30 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
                 {p.dq_sums, statistics * 64}},
                mine, need.bytes);
   EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
+}
+
+// Graphs of drivers before CUDA 12.3 do not know of kernels that start early.
+class OldGraphs : public OnFakeGpu {
+ protected:
+  void SetUp() override {
+    const std::filesystem::path libraries = folder_ / "lib64";
+    std::filesystem::create_directories(libraries);
+    std::filesystem::copy_file(FAKE_NVRTC, libraries / "libnvrtc.so.12");
+    setenv("CUDA_HOME", folder_.c_str(), 1);
+    setenv("FAKE_CUDA_VERSION", "12020", 1);
+    OnFakeGpu::SetUp();
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  const std::filesystem::path folder_ =
+      std::filesystem::temp_directory_path() / fmt::format("fulgur_old_graphs_{}", getpid());
+};
+
+TEST_F(OldGraphs, KernelsStartOneAfterAnother) {
+  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
+  fulgur::plan(call.args, call.options).run(placed(call.args, kBase));
+  ASSERT_EQ(state_->launches.size(), 3u);
+  for (const FakeLaunch& launch : state_->launches) EXPECT_FALSE(launch.early);
 }
 
 // Blocks whose rows are cut pass their sums on in the workspace, within one launch.

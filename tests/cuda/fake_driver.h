@@ -1,9 +1,12 @@
 /// What the fake driver (cuda_fake_driver.cpp) records for the tests.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
+
+#include "cuda/driver/driver.h"
 
 namespace fulgur::test {
 
@@ -13,6 +16,7 @@ struct FakeLaunch {
   unsigned grid, grid_y, block, shared_bytes;
   const void* stream;
   std::vector<unsigned char> params;  ///< the first kernel argument's bytes
+  bool early = false;                 ///< while the kernel before it runs
 };
 
 /// The arguments that the fake cuTensorMapEncodeTiled leaves in a tensor map.
@@ -29,6 +33,14 @@ struct FakeMap {
   }
 };
 static_assert(sizeof(FakeMap) <= 128);
+
+/// Whether a kernel may start while the one before it runs.
+inline bool starts_early(const cuda::CUlaunchConfig& config) {
+  return std::any_of(config.attrs, config.attrs + config.numAttrs, [](const auto& attribute) {
+    return attribute.id == cuda::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+           attribute.value.programmaticStreamSerializationAllowed != 0;
+  });
+}
 
 /// What a graph holds until it is destroyed.
 struct FakeUserObject {

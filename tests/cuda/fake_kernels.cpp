@@ -3,6 +3,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "cuda/driver/driver.h"
 #include "fake_driver.h"
 #include "kernels/common/append_params.h"
 #include "kernels/common/copy_rows_params.h"
@@ -16,6 +17,7 @@
 
 namespace {
 
+using fulgur::cuda::CUlaunchConfig;
 using fulgur::test::FakeMap;
 using fulgur::test::FakeState;
 
@@ -69,15 +71,16 @@ int cuModuleGetFunction(void** function, void*, const char* name) {
   }
   return 500;
 }
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                   void* stream, void** arguments, void**) {
+int cuLaunchKernelEx(const CUlaunchConfig* config, void* function, void** arguments, void**) {
   void* current = nullptr;
   cuCtxGetCurrent(&current);
   if (current == nullptr) return 201;
   FakeState& state = *fulgur_fake_state();
+  const auto& [grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, attributes,
+               count] = *config;
   if (grid_x == 0 || grid_y == 0 || grid_y > 65535 || grid_z != 1 || block_y != 1 || block_z != 1)
     return 1;
+  const bool early = fulgur::test::starts_early(*config);
   const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
   const auto [name, size] = *static_cast<const Kernel*>(function);
   unsigned keys = 0;  // of a key tile of the forward kernel
@@ -90,7 +93,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   if (!state.record) return 0;
   const std::scoped_lock lock(launching);
   state.launches.push_back(
-      {name, grid_x, grid_y, block_x, shared_bytes, stream, {bytes, bytes + size}});
+      {name, grid_x, grid_y, block_x, shared_bytes, stream, {bytes, bytes + size}, early});
   return 0;
 }
 

@@ -4,17 +4,17 @@
 
 namespace {
 
-/// Most accesses are to variables of the thread.
 bool is_shared(const void* at) {
   const emulator::Block& block = *emulator::current->block;
   return static_cast<size_t>(static_cast<const unsigned char*>(at) - block.shared) <
          block.all_bytes;
 }
 void reads(const void* at, size_t bytes) {
-  if (is_shared(at)) emulator::current->reads(at, bytes);
+  is_shared(at) ? emulator::current->reads(at, bytes) : emulator::current->reads_global(at, bytes);
 }
 void writes(const void* at, size_t bytes) {
-  if (is_shared(at)) emulator::current->writes(at, bytes);
+  is_shared(at) ? emulator::current->writes(at, bytes)
+                : emulator::current->writes_global(at, bytes);
 }
 
 }  // namespace

@@ -166,27 +166,33 @@ void store_shared(Context& c, const Instruction& i) {
 void load_global(Context& c, const Instruction& i) {
   const size_t count = i.count;
   const auto* const from = reinterpret_cast<const uint32_t*>(c.get(i.atoms[count]));
+  current->reads_global(from, 4 * count);
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], from[k]);
 }
 /// A thread that asks again at once waits for other news.
 void load_global_again(Context& c, const Instruction& i) {
   const auto* const from = reinterpret_cast<const volatile uint32_t*>(c.get(i.atoms[1]));
   Thread& thread = *current;
+  thread.reads_global(const_cast<const uint32_t*>(from), 4);
   if (thread.asked == from) wait_until([&] { return *from != thread.answer; });
   thread.asked = from;
   thread.answer = *from;
   c.set(i.atoms[0], thread.answer);
 }
 void store_global(Context& c, const Instruction& i) {
-  *reinterpret_cast<uint32_t*>(c.get(i.atoms[0])) = c.get32(i.atoms[1]);
+  auto* const to = reinterpret_cast<uint32_t*>(c.get(i.atoms[0]));
+  current->writes_global(to, 4);
+  *to = c.get32(i.atoms[1]);
 }
 void atomic_inc(Context& c, const Instruction& i) {
   auto* const at = reinterpret_cast<unsigned*>(c.get(i.atoms[1]));
+  current->writes_global(at, 4);
   c.set(i.atoms[0], atomicInc(at, c.get32(i.atoms[2])));
 }
 
 void atomic_add(Context& c, const Instruction& i) {
   auto* const at = reinterpret_cast<int*>(c.get(i.atoms[1]));
+  current->writes_global(at, 4);
   c.set(i.atoms[0], atomicAdd(at, static_cast<int>(c.get32(i.atoms[2]))));
 }
 
@@ -242,6 +248,7 @@ void store_matrices(Context& c, const Instruction& i) {
 
 // Waiting.
 
+void wait_for_kernels(Context&, const Instruction&) { wait_for_earlier_kernels(); }
 void nothing(Context&, const Instruction&) {}
 void elect(Context& c, const Instruction& i) {
   synchronize_warp(~0u);
@@ -298,6 +305,7 @@ void cp_async(Context& c, const Instruction& i) {
     fail("a copy is not aligned");
   Block* const block = current->block;
   const View& seen = current->views.seen;
+  current->reads_global(from, bytes);
   block->races.write(block->place_of(address, 16), 16, current->copies.access(), seen, seen);
   start(current->copies, [=] {
     unsigned char* const to = block->at(address, 16);
@@ -404,6 +412,9 @@ void tma_load(Context& c, const Instruction& i) {
   const uint32_t barrier = c.get32(i.atoms[6]);
   Block* const block = current->block;
   start_load(barrier, shared, bytes_of_box(map));
+  for_box(map, shared, at, [](uint32_t, const char* from, uint32_t bytes) {
+    if (from != nullptr) current->reads_global(from, bytes);
+  });
   later([=] {
     for_box(map, shared, at, [&](uint32_t to, const char* from, uint32_t bytes) {
       unsigned char* const there = block->at(to, bytes);
@@ -420,6 +431,9 @@ void tma_store(Context& c, const Instruction& i) {
   const int64_t at[4] = {int(c.get(i.atoms[1])), int(c.get(i.atoms[2])), int(c.get(i.atoms[3])),
                          int(c.get(i.atoms[4]))};
   const uint32_t shared = c.get32(i.atoms[5]);
+  for_box(map, shared, at, [](uint32_t, const char* to, uint32_t bytes) {
+    if (to != nullptr) current->writes_global(to, bytes);
+  });
   start_store(shared, bytes_of_box(map), [=](const unsigned char* data) {
     for_box(map, shared, at, [&](uint32_t from, char* to, uint32_t bytes) {
       if (to != nullptr) std::memcpy(to, data + (from - shared), bytes);
@@ -434,6 +448,7 @@ void bulk_load(Context& c, const Instruction& i) {
     fail("a bulk load is not aligned");
   Block* const block = current->block;
   start_load(barrier, shared, bytes);
+  current->reads_global(from, bytes);
   later([=] {
     std::memcpy(block->at(shared, bytes), from, bytes);
     landed(block, barrier, bytes);
@@ -445,6 +460,7 @@ void bulk_store(Context& c, const Instruction& i) {
   if (shared % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
     fail("a bulk store is not aligned");
   const bool adds = i.has("reduce");
+  current->writes_global(to, bytes);
   start_store(shared, bytes, [=](const unsigned char* data) {
     const auto* const from = reinterpret_cast<const float*>(data);
     if (!adds) std::memcpy(to, from, bytes);
@@ -661,6 +677,8 @@ constexpr Known kKnown[] = {
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
     {"setmaxnreg.", nothing},
+    {"griddepcontrol.wait", wait_for_kernels},
+    {"griddepcontrol.launch_dependents", nothing},
     {"fence.proxy.async", fence_async_proxy},
     {"fence.mbarrier_init", nothing},
     {"prefetch.tensormap", nothing},

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "fake_driver.h"
 #include "machine.h"
 
 extern "C" {
@@ -28,15 +29,16 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   return *function == nullptr ? 500 : 0;
 }
 
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                   unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
-                   void*, void** arguments, void**) {
+int cuLaunchKernelEx(const fulgur::cuda::CUlaunchConfig* launch, void* function, void** arguments,
+                     void**) {
   static std::mutex launching;
   const std::scoped_lock lock(launching);
-  if (grid_z != 1 || block_y != 1 || block_z != 1) return 1;
-  emulator::run({{grid_x, grid_y, 1}, {block_x, 1, 1}, shared_bytes, [&] {
-                   reinterpret_cast<void (*)(const void*)>(function)(arguments[0]);
-                 }});
+  if (launch->gridDimZ != 1 || launch->blockDimY != 1 || launch->blockDimZ != 1) return 1;
+  emulator::run({{launch->gridDimX, launch->gridDimY, 1},
+                 {launch->blockDimX, 1, 1},
+                 launch->sharedMemBytes,
+                 [&] { reinterpret_cast<void (*)(const void*)>(function)(arguments[0]); },
+                 fulgur::test::starts_early(*launch)});
   return 0;
 }
 

@@ -16,6 +16,7 @@ std::mt19937_64 chance;
 std::vector<std::function<void()>> waiting_actions;
 std::jmp_buf scheduler;
 const Launch* launch = nullptr;
+Grids grids;
 
 /// Stacks of threads that are done.
 std::vector<unsigned char*> stacks;
@@ -89,6 +90,7 @@ std::unique_ptr<Block> start_block(const Launch& launch, unsigned number) {
     thread.stack = new_stack();
     block->races.add_actor("thread " + std::to_string(i));
   }
+  block->before = block->races.add_actor("the kernels before");
   if (threads % 32 != 0) block->warps.back().gone = ~0u << threads % 32;
   return block;
 }
@@ -201,6 +203,30 @@ void Thread::writes(const void* at, size_t bytes) {
   block->races.write(place, bytes, {actor(), accesses}, views.seen, views.seen);
 }
 
+namespace {
+
+/// Variables of the thread are no global memory.
+bool on_stack(const Thread& thread, const void* at) {
+  return static_cast<size_t>(static_cast<const unsigned char*>(at) - thread.stack) < kStackBytes;
+}
+
+}  // namespace
+
+void Thread::reads_global(const void* at, size_t bytes) {
+  if (on_stack(*this, at)) return;
+  grids.read(at, bytes, views.seen.of(block->before) > 0);
+}
+
+void Thread::writes_global(const void* at, size_t bytes) {
+  if (on_stack(*this, at)) return;
+  grids.write(at, bytes, views.seen.of(block->before) > 0);
+}
+
+void wait_for_earlier_kernels() {
+  current->block->waited = true;
+  current->learn(current->block->before, 1);
+}
+
 void Mbarrier::settle() {
   if (missing != 0 || bytes != 0) return;
   missing = arrivals;
@@ -306,6 +332,7 @@ bool at_once() { return chance() % 4 == 0; }
 
 void run(const Launch& work) {
   launch = &work;
+  grids.start(work.early);
   const char* const seed = std::getenv("EMULATOR_SEED");
   // Each launch has an order of its own, so that what is run again may give other bits.
   static uint64_t launches = 0;
@@ -347,8 +374,10 @@ void run(const Launch& work) {
                          thread.place.thread.x, thread.place.block.x);
       fail("every thread waits for another");
     }
-    std::erase_if(blocks, [](const auto& block) {
+    std::erase_if(blocks, [&](const auto& block) {
       if (block->running > 0) return false;
+      if (work.early && !block->waited)
+        fail("a thread block of a kernel that starts early ends without griddepcontrol.wait");
       for (const Thread& thread : block->threads) stacks.push_back(thread.stack);
       return true;
     });

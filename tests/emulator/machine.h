@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "device.h"
+#include "grids.h"
 #include "races.h"
 
 namespace emulator {
@@ -106,6 +107,8 @@ struct Thread {
   void reads(const void* at, size_t bytes);  ///< of shared memory
   void reads_matrix(const void* at);         ///< 16 bytes of one
   void writes(const void* at, size_t bytes);
+  void reads_global(const void* at, size_t bytes);  ///< also what another one will read for it
+  void writes_global(const void* at, size_t bytes);
 };
 
 /// What those who arrive at a barrier know, and with the last one those who wait for it.
@@ -147,6 +150,8 @@ struct Block {
   std::map<uint32_t, NamedBarrier> barriers;
   std::map<int, size_t> variables;  ///< their places
   Races races;
+  Actor before = 0;     ///< the kernels before, whose end is one access
+  bool waited = false;  ///< for them, by a thread
   int running;
 
   explicit Block(size_t bytes);
@@ -177,6 +182,9 @@ void meet(uint32_t mask, void* mine, void (*act)(void* const* lanes, uint32_t ma
 
 void named_barrier(uint32_t name, uint32_t threads, bool waits);
 
+/// Until the kernels before have ended.
+void wait_for_earlier_kernels();
+
 /// Happens at any time from now on.
 void later(std::function<void()> action);
 /// Whether chance wants something to happen at once.
@@ -186,6 +194,7 @@ struct Launch {
   Index blocks, threads;
   size_t shared_bytes;
   std::function<void()> kernel;
+  bool early = false;  ///< may start before the kernel before it has ended
 };
 /// Runs all CTAs, as many at a time as there are SMs.
 void run(const Launch& launch);

@@ -234,6 +234,119 @@ const Order kOrders[] = {
      }},
 };
 
+// Kernels of which the second may start before the first has ended.
+
+/// Two kernels of 64 threads, in which thread 40 of the first and thread `reader` of the second
+/// access the same global memory.
+void two_kernels(const std::function<void()>& first, const std::function<void()>& second) {
+  run({{1, 1, 1}, {64, 1, 1}, 4096, first});
+  run({{1, 1, 1}, {64, 1, 1}, 4096, second, true});
+}
+void store_global() {
+  execute("st.release.gpu.global.s32 [%0], %1;", "l", value(stored), "l", value(uint64_t{1}));
+}
+void load_global() {
+  uint32_t x = 0;
+  execute("ld.global.cg.f32 %0, [%1];", "=r", variable(x), "l", value(stored));
+}
+void wait_for_kernels() { execute("griddepcontrol.wait;"); }
+void store_one() {
+  if (me() == 40) store_global();
+}
+void load_one() {
+  if (me() == 40) load_global();
+}
+
+TEST(EarlyStart, ReadsWhatWasWrittenAfterItHasWaited) {
+  two_kernels(store_one, [] {
+    wait_for_kernels();
+    load_global();
+  });
+  EXPECT_DEATH(two_kernels(store_one,
+                           [] {
+                             load_global();
+                             wait_for_kernels();
+                           }),
+               "reads what a kernel before it writes");
+}
+
+TEST(EarlyStart, WritesWhatWasReadOrWrittenAfterItHasWaited) {
+  for (void (*first)() : {store_one, load_one}) {
+    two_kernels(first, [] {
+      wait_for_kernels();
+      store_one();
+    });
+    EXPECT_DEATH(two_kernels(first,
+                             [] {
+                               store_one();
+                               wait_for_kernels();
+                             }),
+                 "writes what a kernel before it (reads|writes)");
+  }
+}
+
+TEST(EarlyStart, OneThreadMayWaitForThoseThatABarrierTells) {
+  two_kernels(store_one, [] {
+    if (me() == 3) wait_for_kernels();
+    synchronize_block();
+    load_one();
+  });
+  EXPECT_DEATH(two_kernels(store_one,
+                           [] {
+                             synchronize_block();
+                             if (me() == 3) wait_for_kernels();
+                             load_one();
+                           }),
+               "reads what a kernel before it writes");
+}
+
+TEST(EarlyStart, BulkCopiesBeginAfterTheWait) {
+  const auto load = [](bool waits) {
+    return [waits] {
+      init(64, 1);
+      if (waits) wait_for_kernels();
+      if (me() == 0) {
+        execute("mbarrier.arrive.expect_tx.b64 _, [%0], %1;", "l", value(address(64)), "l",
+                value(uint64_t{32}));
+        execute("cp.async.bulk.shared::cluster.global.mbarrier [%0], [%1], %2, [%3];", "l",
+                value(address(0)), "l", value(stored), "l", value(uint64_t{32}), "l",
+                value(address(64)));
+      }
+      wait_at(64, 0);
+      wait_for_kernels();
+    };
+  };
+  two_kernels(store_one, load(true));
+  EXPECT_DEATH(two_kernels(store_one, load(false)), "reads what a kernel before it writes");
+}
+
+// The kernel before has not ended when it has let the next one start, and has not waited then.
+TEST(EarlyStart, WaitsForAllBeforeTheKernelBefore) {
+  const auto three = [](bool waits) {
+    two_kernels(store_one, wait_for_kernels);
+    run({{1, 1, 1},
+         {64, 1, 1},
+         4096,
+         [waits] {
+           if (waits) wait_for_kernels();
+           load_global();
+           wait_for_kernels();
+         },
+         true});
+  };
+  three(true);
+  EXPECT_DEATH(three(false), "reads what a kernel before it writes");
+}
+
+TEST(EarlyStart, EveryBlockWaits) {
+  EXPECT_DEATH(two_kernels(store_one, [] {}), "ends without griddepcontrol.wait");
+}
+
+TEST(EarlyStart, KernelsThatComeAfterAllNeedNotWait) {
+  run({{1, 1, 1}, {64, 1, 1}, 4096, store_one});
+  run({{1, 1, 1}, {64, 1, 1}, 4096, load_global});
+}
+
 class Races : public testing::TestWithParam<Order> {};
 
 TEST_P(Races, AreFound) {

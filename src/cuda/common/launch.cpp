@@ -9,11 +9,15 @@ KernelUse padding_kernel(int capability) {
 }
 
 void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
-            int shared_bytes, const char* what) {
+            int shared_bytes, const char* what, Start start) {
+  const auto size = [](int count) { return static_cast<unsigned>(count); };
+  CUlaunchAttribute early{CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, {}};
+  early.value.programmaticStreamSerializationAllowed = 1;
+  const bool is_early = start == Start::kEarly && driver().version >= kVersionOfEarlyStarts;
+  const CUlaunchConfig config{size(grid.x),       size(grid.y), 1,      size(threads), 1, 1,
+                              size(shared_bytes), stream,       &early, is_early};
   void* values[] = {const_cast<void*>(params)};
-  check(driver().cuLaunchKernel(kernel, grid.x, grid.y, 1, threads, 1, 1, shared_bytes, stream,
-                                values, nullptr),
-        what);
+  check(driver().cuLaunchKernelEx(&config, kernel, values, nullptr), what);
 }
 
 ForwardPaddingParams padding_params(const Problem& p) {

@@ -36,6 +36,20 @@ enum CUstreamCaptureStatus : int {
 enum CUstreamCaptureMode : int { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 enum CUuserObject_flags : unsigned { CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1 };
 enum CUuserObjectRetain_flags : unsigned { CU_GRAPH_USER_OBJECT_MOVE = 1 };
+enum CUlaunchAttributeID : int { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+struct CUlaunchAttribute {
+  CUlaunchAttributeID id;
+  alignas(8) union {
+    char pad[64];
+    int programmaticStreamSerializationAllowed;
+  } value;
+};
+struct CUlaunchConfig {
+  unsigned gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes;
+  CUstream hStream;
+  const CUlaunchAttribute* attrs;
+  unsigned numAttrs;
+};
 enum CUtensorMapDataType : int {
   CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
@@ -49,64 +63,65 @@ enum CUtensorMapL2promotion : int {
 enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 
 // F(name, symbol, arguments): every function, once.
-#define FULGUR_DRIVER_FUNCTIONS(F)                                                                 \
-  F(cuInit, "cuInit", (unsigned flags))                                                            \
-  F(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                      \
-  F(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name))                         \
-  F(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text))                     \
-  F(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                            \
-  F(cuDeviceGet, "cuDeviceGet", (CUdevice * device, int index))                                    \
-  F(cuDeviceGetName, "cuDeviceGetName", (char* name, int size, CUdevice device))                   \
-  F(cuDeviceGetAttribute, "cuDeviceGetAttribute",                                                  \
-    (int* value, CUdevice_attribute attribute, CUdevice device))                                   \
-  F(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice))         \
-  F(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext * context))                                     \
-  F(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                                  \
-  F(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * context))                                  \
-  F(cuCtxSynchronize, "cuCtxSynchronize", ())                                                      \
-  F(cuModuleLoadData, "cuModuleLoadData", (CUmodule * module, const void* image))                  \
-  F(cuModuleGetFunction, "cuModuleGetFunction",                                                    \
-    (CUfunction * function, CUmodule module, const char* name))                                    \
-  F(cuFuncSetAttribute, "cuFuncSetAttribute",                                                      \
-    (CUfunction function, CUfunction_attribute attribute, int value))                              \
-  F(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr * pointer, size_t bytes))                            \
-  F(cuMemFree, "cuMemFree_v2", (CUdeviceptr pointer))                                              \
-  F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                        \
-  F(cuMemsetD8Async, "cuMemsetD8Async",                                                            \
-    (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                          \
-  F(cuStreamCreate, "cuStreamCreate", (CUstream * stream, CUstream_flags flags))                   \
-  F(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                 \
-  F(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                           \
-    (CUstream stream, CUstreamCaptureStatus * status, unsigned long long* id, CUgraph* graph,      \
-     const CUgraphNode** dependencies, size_t* count))                                             \
-  F(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",                        \
-    (CUstreamCaptureMode * mode))                                                                  \
-  F(cuUserObjectCreate, "cuUserObjectCreate",                                                      \
-    (CUuserObject * object, void* data, void (*destroy)(void*), unsigned references,               \
-     CUuserObject_flags flags))                                                                    \
-  F(cuGraphRetainUserObject, "cuGraphRetainUserObject",                                            \
-    (CUgraph graph, CUuserObject object, unsigned count, CUuserObjectRetain_flags flags))          \
-  F(cuStreamGetId, "cuStreamGetId", (CUstream stream, unsigned long long* id))                     \
-  F(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                             \
-  F(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                          \
-  F(cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))                              \
-  F(cuEventSynchronize, "cuEventSynchronize", (CUevent event))                                     \
-  F(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent from, CUevent to))     \
-  F(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                              \
-    (void* map, CUtensorMapDataType type, unsigned rank, void* address,                            \
-     const unsigned long long* dims, const unsigned long long* byte_strides, const unsigned* box,  \
-     const unsigned* element_strides, CUtensorMapInterleave interleave,                            \
-     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill))       \
-  F(cuLaunchKernel, "cuLaunchKernel",                                                              \
-    (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
-     unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments, \
-     void** extra))
+#define FULGUR_DRIVER_FUNCTIONS(F)                                                                \
+  F(cuInit, "cuInit", (unsigned flags))                                                           \
+  F(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                     \
+  F(cuGetErrorName, "cuGetErrorName", (CUresult error, const char** name))                        \
+  F(cuGetErrorString, "cuGetErrorString", (CUresult error, const char** text))                    \
+  F(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                           \
+  F(cuDeviceGet, "cuDeviceGet", (CUdevice * device, int index))                                   \
+  F(cuDeviceGetName, "cuDeviceGetName", (char* name, int size, CUdevice device))                  \
+  F(cuDeviceGetAttribute, "cuDeviceGetAttribute",                                                 \
+    (int* value, CUdevice_attribute attribute, CUdevice device))                                  \
+  F(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice))        \
+  F(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext * context))                                    \
+  F(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                                 \
+  F(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext * context))                                 \
+  F(cuCtxSynchronize, "cuCtxSynchronize", ())                                                     \
+  F(cuModuleLoadData, "cuModuleLoadData", (CUmodule * module, const void* image))                 \
+  F(cuModuleGetFunction, "cuModuleGetFunction",                                                   \
+    (CUfunction * function, CUmodule module, const char* name))                                   \
+  F(cuFuncSetAttribute, "cuFuncSetAttribute",                                                     \
+    (CUfunction function, CUfunction_attribute attribute, int value))                             \
+  F(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr * pointer, size_t bytes))                           \
+  F(cuMemFree, "cuMemFree_v2", (CUdeviceptr pointer))                                             \
+  F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                       \
+  F(cuMemsetD8Async, "cuMemsetD8Async",                                                           \
+    (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                         \
+  F(cuStreamCreate, "cuStreamCreate", (CUstream * stream, CUstream_flags flags))                  \
+  F(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                \
+  F(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                          \
+    (CUstream stream, CUstreamCaptureStatus * status, unsigned long long* id, CUgraph* graph,     \
+     const CUgraphNode** dependencies, size_t* count))                                            \
+  F(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",                       \
+    (CUstreamCaptureMode * mode))                                                                 \
+  F(cuUserObjectCreate, "cuUserObjectCreate",                                                     \
+    (CUuserObject * object, void* data, void (*destroy)(void*), unsigned references,              \
+     CUuserObject_flags flags))                                                                   \
+  F(cuGraphRetainUserObject, "cuGraphRetainUserObject",                                           \
+    (CUgraph graph, CUuserObject object, unsigned count, CUuserObjectRetain_flags flags))         \
+  F(cuStreamGetId, "cuStreamGetId", (CUstream stream, unsigned long long* id))                    \
+  F(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                            \
+  F(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                         \
+  F(cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))                             \
+  F(cuEventSynchronize, "cuEventSynchronize", (CUevent event))                                    \
+  F(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent from, CUevent to))    \
+  F(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                             \
+    (void* map, CUtensorMapDataType type, unsigned rank, void* address,                           \
+     const unsigned long long* dims, const unsigned long long* byte_strides, const unsigned* box, \
+     const unsigned* element_strides, CUtensorMapInterleave interleave,                           \
+     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill))      \
+  F(cuLaunchKernelEx, "cuLaunchKernelEx",                                                         \
+    (const CUlaunchConfig* config, CUfunction function, void** arguments, void** extra))
 
 /// The handle of the calling thread's default stream.
 inline const CUstream CU_STREAM_PER_THREAD = reinterpret_cast<CUstream>(2);
 
 /// 12.0, as the driver counts: the first CUDA with tensor maps and cuStreamGetId.
 inline constexpr int kMinVersion = 12000;
+
+/// 12.3: the first whose graphs know that a kernel may start while the one before it runs.
+inline constexpr int kVersionOfEarlyStarts = 12030;
 
 /// The driver's functions.
 struct Driver {

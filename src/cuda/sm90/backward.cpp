@@ -100,6 +100,7 @@ KernelUse join_kernel(const HopperBackwardPlan& plan) {
   key.dtype = plan.dtype;
   key.head_dim = plan.head_dim;
   key.value_dim = plan.value_dim;
+  key.consumers = plan.consumers;
   key.block_keys = plan.block_keys;
   key.has_right = plan.repairs();  // which bound it is does not matter
   key.packed = plan.packed;
@@ -258,10 +259,13 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   }
   if (!plan_.waves.empty())
     p.key_blocks = plan_.waves.front().key_blocks;  // who has the first turns
+  // The first kernel comes after all that is on the stream, so that inputs are there for all; each
+  // other one starts early.
   launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
          "launching the kernel that prepares rows");
   if (plan_.dsinks) {
-    launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks");
+    launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
+           Start::kEarly);
   }
   for (const BackwardWave& wave : plan_.waves) {
     p.wave = wave.wave;
@@ -272,11 +276,11 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     };
     if (grid(p.key_blocks) > 0) {
       launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
-             "launching the backward kernel by keys");
+             "launching the backward kernel by keys", Start::kEarly);
     }
     if (!plan_.sums && grid(p.row_blocks) > 0) {
       launch(stream, queries_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
-             "launching the backward kernel by rows");
+             "launching the backward kernel by rows", Start::kEarly);
     }
   }
   if (plan_.joins()) {
@@ -284,16 +288,16 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
     const int pairs = std::min(p.batch * (p.hq / p.group), kMaxPairs);
     launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
-           "launching the kernel that joins dK and dV");
+           "launching the kernel that joins dK and dV", Start::kEarly);
   }
   if (plan_.sums) {
     const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
     launch(stream, queries_, &p, {chunks_, pairs_}, threads, 0,
-           "launching the kernel that rounds dQ");
+           "launching the kernel that rounds dQ", Start::kEarly);
   }
   if (plan_.repairs_apart()) {
     launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,
-           "launching the kernel that repairs gradients");
+           "launching the kernel that repairs gradients", Start::kEarly);
   }
 }
 

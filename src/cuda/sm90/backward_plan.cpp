@@ -23,9 +23,11 @@ using kernels::kLastBlockFirst;
 using kernels::ScoreTile;
 using kernels::Wave;
 
+constexpr int kRowsConsumers = 2;  ///< warpgroups of the kernel by rows
 constexpr int kMaxBuffers = 6;
-constexpr double kBackwardShare = 0.8958;  // of what the memory gives
-constexpr double kL2Share = 0.64;          // of L2 that stays there with what passes through it
+constexpr double kBackwardShare = 0.8958;   // of what the memory gives
+constexpr double kL2Share = 0.64;           // of L2 that stays there with what passes through it
+constexpr double kAddBytesPerCycle = 1800;  // that L2 adds to the sums of dQ
 constexpr double kLaunchCycles = 10000;
 constexpr double kRowsCycles = 5000;  // that the kernel by rows takes longer than that which rounds
 constexpr double kCarry = 15000;      // cycles of a block whose sums come from memory, or go there
@@ -33,14 +35,21 @@ constexpr double kCut = 5000;  // cycles of a block cut in two, whose sums go an
 constexpr int64_t kFewBlocks = 4;  // of keys, an SM
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim,   key.value_dim, kBackwardConsumers, key.block_rows,
-          key.block_keys, key.k_stages,  key.q_stages,       key.o_stages,
-          key.ds_stages,  key.row_tiles, key.row_stages,     key.sums_stages};
+  return {key.head_dim,   key.value_dim, key.consumers,  key.block_rows,
+          key.block_keys, key.k_stages,  key.q_stages,   key.o_stages,
+          key.ds_stages,  key.row_tiles, key.row_stages, key.sums_stages};
 }
 
 /// How dQ is computed: from sums in no order, sums to which blocks of keys add in turns, or dS that
 /// is stored.
 enum class Way { kSums, kTurns, kStored };
+
+/// A way to compute the backward pass: one that is tried for every problem.
+struct Form {
+  Way way;
+  int consumers;
+};
+constexpr Form kForms[] = {{Way::kSums, 2}, {Way::kTurns, 2}, {Way::kStored, 2}, {Way::kSums, 1}};
 
 /// How a call is divided into waves.
 struct Division {
@@ -89,6 +98,28 @@ bool needs_wide(const HopperBackwardPlan& plan) {
 /// same.
 int max_sums_dim(const HopperBackwardPlan& plan) {
   return plan.softcap ? 64 : plan.dropout ? 96 : 128;
+}
+
+/// Whether each SM has one block of so many keys at most.
+bool one_round(const Problem& p, int block_keys, int sms) {
+  return p.batch * p.hk * ceil_div(p.sk, block_keys) <= sms;
+}
+
+/// Whether one warpgroup with 64 keys a CTA is worth trying instead of two with 128: twice as many
+/// SMs have work, each for half of the time, but dQ is added up twice as often. It was measured up
+/// to so many rows, and loses where keys meet several q heads.
+bool is_short(const Problem& p, int sms) {
+  constexpr int64_t kMaxRows = 1024;
+  return p.sq <= kMaxRows && p.group() == 1 && one_round(p, 64, sms);
+}
+
+/// Rows of a step: where rows are panels 128, for less waits, but 64 where a call is so short that
+/// the first wait counts more.
+int step_rows(const HopperBackwardPlan& plan, const Problem& p, int sms) {
+  constexpr int64_t kFewRows = 256;
+  const bool unordered = plan.sums && !plan.ordered;
+  const bool few = unordered && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
+  return is_narrow(plan) && !plan.softcap && !plan.dropout && !few ? 128 : 64;
 }
 
 /// Fills the shared memory with buffers. False when it does not hold two of each.
@@ -217,8 +248,8 @@ class Divider {
     set_waves(plan, all);
     plan.ds_bytes = 0;
     const bool few = !p_.packed && int64_t{key_blocks_} * all.pairs <= kFewBlocks * sms_;
-    double products =
-        few ? kLaunchCycles + end_of_all(all.pairs) : predict(runs_of(1), all.pairs, all.pairs);
+    double products = few ? kLaunchCycles + std::max(end_of_all(all.pairs), cycles_of_adding())
+                          : predict(runs_of(1), all.pairs, all.pairs);
     if (may_cut(all.pairs) && cycles_of_cut(all.pairs) < products) {
       cut_last(plan, all.pairs);
       if (max_workspace == 0 || workspace_of(p_, plan).end <= max_workspace) {
@@ -267,6 +298,17 @@ class Divider {
                              ? std::min(blocks.blocks, ceil_div(sms_, blocks.bunch))
                              : 1;
     return std::max(together - 1, 1) * step_cycles();
+  }
+
+  /// Cycles in which L2 adds what all blocks of keys have of dQ.
+  double cycles_of_adding() const {
+    int64_t tiles = 0;
+    for (int block = 0; block < key_blocks_; ++block) {
+      const kernels::RowTiles seen = row_tiles_of(block);
+      tiles += seen.end - seen.begin;
+    }
+    const double floats = static_cast<double>(tiles * p_.batch * p_.hq * each_.rows * p_.d);
+    return sizeof(float) * floats / kAddBytesPerCycle;
   }
 
   int rows_of_wave(int row_waves) const {  // tiles, whole blocks of rows
@@ -318,12 +360,17 @@ class Divider {
   /// Cycles of a block of keys with row tiles [begin, end).
   double block_cycles(int begin, int end) const {
     const bool stored = !plan_.sums && !plan_.wide();
-    const double ends = plan_.k_stages > 1 ? 2700 : stored ? 6000 : 4000;
+    const double ends = plan_.consumers == 1 ? 1100
+                        : plan_.k_stages > 1 ? 2700
+                        : stored             ? 6000
+                                             : 4000;
     return ends + std::max(end - begin, 0) * plan_.pair_heads * step_cycles();
   }
   double step_cycles() const {
     constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
-    return turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle / kUtilization;
+    const double alone = plan_.consumers == 1 ? 1.25 : 1;  // nothing hides its arithmetic
+    return alone * turns() * 4.0 * (p_.d + p_.dv) * each_.rows * each_.keys / kFlopsPerCycle /
+           kUtilization;
   }
   kernels::RowTiles row_tiles_of(int block) const {
     return kernels::row_tiles(band_, lengths_, each_.rows, block * each_.keys, each_.keys);
@@ -502,7 +549,7 @@ class Divider {
     }
     const int64_t rows_of_head = (p_.total_q / kernels::kStatisticsRows + p_.batch + 1) *
                                  (kernels::kStatisticsRows / each_.rows);
-    most = compact_ ? rows_of_head * pitch() : max_tiles(d.row_waves);
+    most = plan.sums ? 0 : compact_ ? rows_of_head * pitch() : max_tiles(d.row_waves);
     plan.score_tiles.unit = static_cast<int>(most);
     plan.ds_bytes = bytes_of(most) * heads * (compact_ ? 1 : batches);
     plan.carries = rows < row_tiles_;
@@ -597,11 +644,12 @@ double divide(HopperBackwardPlan& plan, const Problem& p, const Card& card, int6
 }  // namespace
 
 BackwardRegisters HopperBackwardKey::registers() const {
+  if (consumers == 1) return {24, 240, 152};
   return sums ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
 }
 
 int HopperBackwardKey::rows_of_block() const {
-  return kBackwardConsumers * row_tiles * kernels::kPieceRows;
+  return kRowsConsumers * row_tiles * kernels::kPieceRows;
 }
 
 int64_t HopperBackwardPlan::sums_floats(int64_t hq) const {
@@ -685,16 +733,19 @@ int64_t max_ds_bytes(const Problem& p) {
 std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card& card,
                                                     std::vector<std::string>* rejected) {
   std::vector<HopperBackwardTile> tiles;
-  for (const Way way : {Way::kSums, Way::kTurns, Way::kStored}) {
+  for (const auto [way, consumers] : kForms) {
     HopperBackwardTile tile{common_plan(p), 0};
     HopperBackwardPlan& plan = tile.plan;
     const bool sums = way != Way::kStored;
     plan.sums = sums;
     plan.ordered = way == Way::kTurns;
-    plan.block_keys = needs_wide(plan) ? 64 : 128;
-    plan.block_rows = is_narrow(plan) && !plan.softcap && !plan.dropout ? 128 : 64;
+    plan.consumers = consumers;
+    plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
+    plan.block_rows = step_rows(plan, p, card.sms);
+    const bool said = plan.ordered || consumers == 1;  // of the first form
+    if (consumers == 1 && !is_short(p, card.sms)) continue;
     if (const int most = max_sums_dim(plan); sums && std::max(p.d, p.dv) > most) {
-      if (plan.ordered) continue;  // said of both
+      if (said) continue;
       rejected->push_back(fmt::format("dQ as sums: computes d and dv up to {}{}, got {} and {}",
                                       most,
                                       plan.softcap   ? " with softcap"
@@ -704,13 +755,14 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card
       continue;
     }
     if (sums && p.invariant) {
-      if (plan.ordered) continue;
+      if (said) continue;
       rejected->push_back(
           "dQ as sums: whether they fit into the workspace depends on the batch, which an "
           "`invariant` call must not");
       continue;
     }
     if (way == Way::kSums && p.deterministic) {
+      if (said) continue;
       rejected->push_back("dQ as sums in no order: the last bits would differ from run to run");
       continue;
     }

@@ -14,8 +14,6 @@
 
 namespace fulgur::cuda {
 
-inline constexpr int kBackwardConsumers = 2;
-
 /// Registers a thread that setmaxnreg gives to the producer, those that own keys, and that of dQ.
 struct BackwardRegisters {
   int producer, consumer, sums;
@@ -24,7 +22,8 @@ struct BackwardRegisters {
 /// What kernel_config.h fixes at compile time.
 struct HopperBackwardKey : HopperKey {
   int block_rows = 0;  ///< Br of a step
-  int block_keys = 0;  ///< Bc: 128 where each warpgroup has 64, 64 where both share them
+  int consumers = 2;   ///< warpgroups that compute dK and dV; 1: of a short call
+  int block_keys = 0;  ///< Bc: 64 for each of them, or 64 that both share
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, sums_stages = 0;
   bool sums = false;  ///< dQ is summed up in f32 with dK and dV; otherwise it is computed from dS
   bool ordered = false;  ///< blocks of keys add to the sums in turns: the same bits in every run
@@ -35,7 +34,7 @@ struct HopperBackwardKey : HopperKey {
   template <class F>
   void for_each_field(const F& f) const {
     HopperKey::for_each_field(f);
-    f("kConsumers", kBackwardConsumers);
+    f("kConsumers", consumers);
     f("kBlockRows", block_rows);
     f("kBlockKeys", block_keys);
     f("kKStages", k_stages);
@@ -63,7 +62,7 @@ struct HopperBackwardKey : HopperKey {
   BackwardRegisters registers() const;
   kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
   int rows_of_block() const;  ///< of sm90/backward/rows.cu
-  bool wide() const { return block_keys == 64; }
+  bool wide() const { return block_keys < 64 * consumers; }
   bool half_p() const;     ///< P of bf16 inputs is f16 where dS is computed from it
   double p_log2() const;   ///< the kernels by keys have 2^p_log2 of P
   int tile_bytes() const;  ///< of dS
@@ -110,7 +109,7 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
   bool repairs() const { return has_left || has_right; }
   /// By a kernel of its own: the one that rounds dQ does it otherwise.
   bool repairs_apart() const { return repairs() && !sums; }
-  int threads() const { return sums ? 512 : 384; }  ///< of the kernel by keys
+  int threads() const { return 128 * (consumers + 1 + sums); }  ///< of the kernel by keys
   /// Floats of the sums of dQ.
   int64_t sums_floats(int64_t hq) const;
   /// Units of dQ at which blocks of keys take turns.

@@ -2,6 +2,7 @@
 // memory, and warps with the producer add its product to what the blocks of other keys have left: in no fixed
 // order, or, with kOrdered, in that in which blocks are taken, of which the first stores.
 #pragma once
+#include "device/dependent_launch.cuh"
 #include "device/semaphore.cuh"
 #include "sm90/backward/load.cuh"
 
@@ -118,6 +119,7 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
 // sums. With kOrdered it waits for the turn of a unit's block, and passes that on when what it has added is there.
 __device__ __forceinline__ void add_units(const BackwardParams& p, u32 smem, u32 stage) {
   const u32 buffer = sums_buffer(smem, stage);
+  wait_for_earlier_kernels();
   for (;;) {
     named_barrier_sync(sums_full(stage), kSumsThreads);
     const SumUnit now = load_shared_struct_uniform<SumUnit>(unit_of_buffer(smem, stage));

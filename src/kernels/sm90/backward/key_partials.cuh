@@ -3,6 +3,7 @@
 // for the CTA that takes the other part of the rows, or for sm90/backward/reduce.cu.
 #pragma once
 #include "sm90/common/fragment_store.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "device/semaphore.cuh"
 #include "sm90/backward/layout.cuh"
@@ -20,6 +21,7 @@ __device__ __forceinline__ void begin_sums(const BackwardParams& p, float (&G)[d
                                            int strip, float* carry) {
   const float* from = carry_of<dim>(p, carry, block, strip);
   if (block.state & kCarryIn) {
+    wait_for_earlier_kernels();
 #pragma unroll
     for (int i = 0; i < dim / 2; ++i) G[i] = from[i * 2 * kBlockKeys];
   } else {

@@ -268,6 +268,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     });
   }
   tma_store_wait();
+  let_next_kernel_start();  // not before: on SMs that are idle already its CTAs would crowd
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];

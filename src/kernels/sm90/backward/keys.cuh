@@ -18,20 +18,21 @@ __device__ __forceinline__ int cut_blocks(const BackwardParams& p) { return kCut
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int item) {
   if (item >= items_of(p.key_blocks, cut_blocks(p))) return {-1, 0, 0, 0};
   const BlockOfPair at = block_of(p.key_blocks, number_of_item(p.key_blocks, cut_blocks(p), item));
-  return {at.block, p.wave.first_head + at.pair % p.wave.heads, p.wave.first_batch + at.pair / p.wave.heads,
+  const int batch = p.wave.batches == 1 ? 0 : at.pair / p.wave.heads;
+  return {at.block, p.wave.first_head + at.pair - batch * p.wave.heads, p.wave.first_batch + batch,
           (first_block_first(p.key_blocks, at.pair) ? kNextBehind : 0) |
               (is_first_part(cut_blocks(p), item) ? kFirstPart : 0)};
 }
 
 // The first q head of a block's pair.
 __device__ __forceinline__ int query_head(const BackwardParams& p, const KeyBlock& block) {
-  return block.head / p.row_parts * p.pair_heads;
+  return quotient(block.head, p.row_parts) * p.pair_heads;
 }
 
 // Tiles of rows [begin, end) that a block's item has of its pair's, or the wave.
 __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const KeyBlock& block, int item) {
   if (!kSums) return {p.wave.first_tile, p.wave.first_tile + p.wave.tiles};
-  const int first = block.head % p.row_parts * p.part_tiles;
+  const int first = (block.head - quotient(block.head, p.row_parts) * p.row_parts) * p.part_tiles;
   const RowTiles tiles = tiles_of_item(p.key_blocks, cut_blocks(p), item, p.part_tiles);
   return {first + tiles.begin, first + tiles.end};
 }
@@ -45,8 +46,8 @@ __device__ __forceinline__ bool walks_upwards(const BackwardParams& p, const Key
   if (!kSums || !kHasRight) return false;
   if (kHasLeft) return true;
   if (kOrdered || p.key_blocks.order == kAlternating) return block.state & kNextBehind;
-  const int round = item / min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
-  return round % 2 == 0;
+  const int of_round = min(p.key_blocks.blocks * p.key_blocks.bunch, int(gridDim.x));
+  return item < of_round || item / of_round % 2 == 0;
 }
 
 // What the producer warp does; Loader adds K and V of a block to a StepLoader.
@@ -56,6 +57,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
   const auto take = [&](int first) {
+    wait_for_earlier_kernels();  // they count in the same memory
     const int item = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
     return __shfl_sync(0xffffffff, item, 0);
   };
@@ -105,7 +107,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const Step step = {place, row, __float_as_int(slope),
                              (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfPair * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
-          load.load_queries(step, source, statistics);
+          load.load_queries(step, source, statistics, i == begin && g == 0);
           if constexpr (kKStages > 1)
             if (i == begin && g == 0) load.load_values(block, n);
           load.load_gradients(step, source, statistics);

@@ -7,7 +7,7 @@
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kSumsStages};
 __device__ constexpr KeysLayout kKeysLayout =
-    kBlockKeys == 64 ? keys_wide_layout(kTile) : keys_layout(kTile);
+    kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "sm90/common/ring.cuh"
 #include "sm90/common/load_rows.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
@@ -46,7 +47,7 @@ struct StepLoader {
       : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
 
   // The head of k and v of a block's pair.
-  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return block.head / p.parts; }
+  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return quotient(block.head, p.parts); }
 
   // Panels of rows into a buffer; its last arrival.
   template <int panels, int rows, int first = 0, class Ring>
@@ -89,16 +90,19 @@ struct StepLoader {
     __syncwarp();
   }
 
-  // A tile of Q with its LSE. `statistics`: the tile's first row among them.
-  __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics) {
+  // A tile of Q with its LSE, which an earlier kernel has prepared: a block's first step waits for it. `statistics` is
+  // the tile's first row among them.
+  __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics,
+                                               bool first) {
     q.wait_empty();
+    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
+    if (first) wait_for_earlier_kernels();
     if (elect_one()) {
       store_shared_struct(step_of(q), step);
       mbarrier_arrive_expect(q.full(), kStatisticsBytes);
       bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
     }
     __syncwarp();
-    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     q.advance();
   }
 

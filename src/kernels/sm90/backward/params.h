@@ -4,9 +4,9 @@
 //   #define FULGUR_INPUT "bf16"     PTX type of every tensor but the statistics: "bf16" or "f16"
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
 //   kValueDim       dv rounded up to 16 (<= 256)
-//   kConsumers      consumer warpgroups: 2
+//   kConsumers      consumer warpgroups: 2, or 1 for a short call
 //   kBlockRows      Br: rows of Q that a step of sm90/backward/keys.cu takes, 64 or 128
-//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of sm90/backward/keys_wide.cu 64, as Br
+//   kBlockKeys      Bc: keys of a block of it, 64 a warpgroup; of sm90/backward/keys_wide.cu 64 for both, as Br
 //   kKStages        buffers of K; with two, the next block begins with the last products of the one before
 //   kQStages, kOStages, kDsStages    buffers of Q with LSE, of dO with D, and of dS
 //   kSums           1: dQ is summed up in f32 by a third consumer warpgroup of sm90/backward/keys.cu, and rounded by

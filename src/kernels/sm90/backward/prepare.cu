@@ -3,6 +3,7 @@
 // piece of dS, the sums of dQ that no turn begins, and the gradients of rows that belong to no sequence, which no
 // kernel after it writes.
 #include "sm90/common/fragment_store.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
@@ -73,6 +74,7 @@ __device__ __forceinline__ void store_statistics(const BackwardParams& p, int ba
 // Grid: (chunks of 64 rows of the longest sequence, batch * hq).
 extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     fulgur_backward_prepare(const __grid_constant__ BackwardParams p) {
+  let_next_kernel_start();
   if (blockIdx.y == 0) {
     if (p.cut_blocks > 0 && blockIdx.x == 0 && threadIdx.x == 0) *p.first_parts = 0;
     if (!kSums && blockIdx.x == 0)

@@ -1,5 +1,6 @@
 // dK and dV where several pairs share a head of k and v: the sums that these have left, added in their order, scaled,
 // rounded, stored.
+#include "device/dependent_launch.cuh"
 #include "sm90/backward/key_partials.cuh"
 
 enum : int {
@@ -32,6 +33,7 @@ __device__ __forceinline__ void join(const BackwardParams& p, int batch, int hea
 // Grid: (blocks of keys times chunks of columns, batch * hk).
 extern "C" __global__ void __launch_bounds__(kJoinThreads)
     fulgur_backward_join(const __grid_constant__ BackwardParams p) {
+  wait_for_earlier_kernels();
   const int hk = p.hq / p.group;
   for (int pair = blockIdx.y; pair < p.batch * hk; pair += gridDim.y)
     for (int at = blockIdx.x; at < p.key_blocks.blocks * kChunks; at += gridDim.x) {

@@ -1,11 +1,13 @@
 // The repair of sm90/backward/repair.cuh as a kernel of its own, where no other kernel comes last: sm90/backward/rows.cu
 // computes dQ. Sums of dQ are repaired where they are rounded (sm90/backward/round.cu).
+#include "device/dependent_launch.cuh"
 #include "sm90/backward/repair.cuh"
 
 enum : int { kWarps = 8 };
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
     fulgur_backward_repair(const __grid_constant__ BackwardParams p) {
+  wait_for_earlier_kernels();
   if (*p.not_finite == 0) return;
   const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
   const int warps = gridDim.x * kWarps;

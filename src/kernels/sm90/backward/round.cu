@@ -1,6 +1,7 @@
 // dQ from its sums: scaled, rounded, stored. And, as the last kernel of a call, what a mask hides but NaN or infinity has
 // come from is repaired: rows of dQ by the CTA that has rounded them, dK and dV by all.
 #include "sm90/common/fragment_store.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/repair.cuh"
@@ -12,6 +13,7 @@ enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHasLeft || kHasRight
 // batch * hq).
 extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
+  wait_for_earlier_kernels();
   const int panel = threadIdx.x / 128;
   const int eights = min_of(8, (p.d + 15) / 16 * 2 - 8 * panel);  // of columns
   // The last pair first, whose sums L2 still holds.

@@ -7,6 +7,7 @@
 #include "sm90/common/ring.cuh"
 #include "sm90/common/fragment_store.cuh"
 #include "sm90/common/load_rows.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
@@ -171,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tma_prefetch_map(&p.k_map);
   }
   __syncthreads();
+  wait_for_earlier_kernels();
   if (threadIdx.x < 128) {
     registers_drop<40>();  // it keeps the places of all tiles
     if (threadIdx.x < 32) produce(p, smem);

@@ -1,5 +1,6 @@
 // The gradient of the sinks: a sink is a key without a value, so that dsink = sum of P_sink (dLSE - D) over the rows of
 // its head in all sequences. sm90/backward/prepare.cu has left dLSE - D of each.
+#include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/params.h"
@@ -17,6 +18,7 @@ __device__ __forceinline__ float sink_probability(float sink, float lse) {
 extern "C" __global__ void __launch_bounds__(kSinksThreads)
     fulgur_backward_sinks(const __grid_constant__ BackwardParams p) {
   __shared__ double sums[kSinksThreads];
+  wait_for_earlier_kernels();
   const int head = blockIdx.x;
   const float sink = p.sinks[head];
   const int chunks = count_of(p.sq, kStatisticsRows);
