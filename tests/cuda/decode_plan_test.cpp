@@ -21,56 +21,56 @@
 namespace fulgur::cuda {
 namespace {
 
-using kernels::Shares;
-using kernels::UnitRange;
+using kernels::ChunkRange;
+using kernels::Slices;
 using test::forward_problem;
 using test::ForwardShape;
 
-TEST(Shares, DivideTheUnits) {
+TEST(Slices, DivideTheChunks) {
   std::mt19937 random(1);
   for (int round = 0; round < 2000; ++round) {
-    const int units = static_cast<int>(random() % (1u << random() % 20));
+    const int chunks = static_cast<int>(random() % (1u << random() % 20));
     const int blocks = 1 + static_cast<int>(random() % 300);
-    const Shares shares = kernels::shares_of(units, blocks);
-    EXPECT_EQ(shares.count, std::min(units, blocks));
+    const Slices slices = kernels::slices_of(chunks, blocks);
+    EXPECT_EQ(slices.count, std::min(chunks, blocks));
     int end = 0;
-    for (int share = 0; share < shares.count; ++share) {
-      ASSERT_EQ(kernels::share_begin(shares, share), end);
-      end = kernels::share_begin(shares, share + 1);
-      const int size = end - kernels::share_begin(shares, share);
+    for (int slice = 0; slice < slices.count; ++slice) {
+      ASSERT_EQ(kernels::slice_begin(slices, slice), end);
+      end = kernels::slice_begin(slices, slice + 1);
+      const int size = end - kernels::slice_begin(slices, slice);
       ASSERT_GE(size, 1);
-      ASSERT_LE(size, units / shares.count + 1);
-      ASSERT_EQ(kernels::share_of_unit(shares, end - size), share);
-      ASSERT_EQ(kernels::share_of_unit(shares, end - 1), share);
+      ASSERT_LE(size, chunks / slices.count + 1);
+      ASSERT_EQ(kernels::slice_of_chunk(slices, end - size), slice);
+      ASSERT_EQ(kernels::slice_of_chunk(slices, end - 1), slice);
     }
-    ASSERT_EQ(end, units);
+    ASSERT_EQ(end, chunks);
   }
 }
 
-// Every unit of every line is in one share; the shares of a line follow each other; a line without
-// keys has one share, too.
-TEST(Shares, EveryUnitOfALineHasOne) {
+// Every chunk of every q block is in one slice; the slices of a q block follow each other; a q
+// block without keys has one slice, too.
+TEST(Slices, EveryChunkOfAQBlockHasOne) {
   std::mt19937 random(2);
   for (int round = 0; round < 300; ++round) {
     std::vector<int> lines;
-    int units = 0;
+    int chunks = 0;
     for (int i = 1 + static_cast<int>(random() % 40); i > 0; --i) {
       lines.push_back(random() % 4 == 0 ? 0 : static_cast<int>(random() % 90));
-      units += kernels::kEntryUnits + lines.back();
+      chunks += kernels::kTileOverhead + lines.back();
     }
-    const Shares shares = kernels::shares_of(units, 1 + static_cast<int>(random() % 140));
+    const Slices slices = kernels::slices_of(chunks, 1 + static_cast<int>(random() % 140));
     int at = 0;
     for (const int count : lines) {
       int next = 0;
       std::vector<int> takers;
-      for (int share = 0; share < shares.count; ++share) {
-        const UnitRange mine =
-            kernels::units_in_share(at, count, kernels::share_begin(shares, share),
-                                    kernels::share_begin(shares, share + 1));
+      for (int slice = 0; slice < slices.count; ++slice) {
+        const ChunkRange mine =
+            kernels::chunks_in_slice(at, count, kernels::slice_begin(slices, slice),
+                                     kernels::slice_begin(slices, slice + 1));
         if (!mine.any()) continue;
         ASSERT_EQ(mine.begin, next);
         next = mine.end;
-        takers.push_back(share);
+        takers.push_back(slice);
       }
       ASSERT_EQ(next, count);
       ASSERT_FALSE(takers.empty());
@@ -78,43 +78,43 @@ TEST(Shares, EveryUnitOfALineHasOne) {
       if (count == 0) {
         ASSERT_EQ(takers.size(), 1u);
       } else {
-        const int first = at + kernels::kEntryUnits;
-        ASSERT_EQ(kernels::share_of_unit(shares, first), takers.front());
-        ASSERT_EQ(kernels::share_of_unit(shares, first + count - 1), takers.back());
+        const int first = at + kernels::kTileOverhead;
+        ASSERT_EQ(kernels::slice_of_chunk(slices, first), takers.front());
+        ASSERT_EQ(kernels::slice_of_chunk(slices, first + count - 1), takers.back());
       }
-      at += kernels::kEntryUnits + count;
+      at += kernels::kTileOverhead + count;
     }
   }
 }
 
-// Every piece of every line is in one share, and its units are those that no other piece has.
-TEST(Shares, EveryPieceOfALineHasOne) {
+// Every split of every q block is in one slice, and its chunks are those that no other split has.
+TEST(Slices, EverySplitOfAQBlockHasOne) {
   std::mt19937 random(3);
   for (int round = 0; round < 300; ++round) {
     std::vector<int> lines;
-    int units = 0;
+    int chunks = 0;
     for (int i = 1 + static_cast<int>(random() % 20); i > 0; --i) {
       lines.push_back(static_cast<int>(random() % (1u << random() % 13)));
-      units += kernels::kEntryUnits + lines.back();
+      chunks += kernels::kTileOverhead + lines.back();
     }
-    const Shares shares = kernels::shares_of(units, 1 + static_cast<int>(random() % 140));
+    const Slices slices = kernels::slices_of(chunks, 1 + static_cast<int>(random() % 140));
     int at = 0;
     for (const int count : lines) {
-      const kernels::Pieces pieces = kernels::pieces_of(count);
+      const kernels::Splits pieces = kernels::invariant_splits(count);
       ASSERT_GE(pieces.count, 1);
-      ASSERT_LE(pieces.count, kernels::max_pieces(count));
-      ASSERT_LT((pieces.count - 1) * pieces.units, std::max(count, 1));  // none is empty
-      ASSERT_GE(pieces.count * pieces.units, count);
-      ASSERT_LE(kernels::max_pieces(count), kernels::max_pieces(count + 1));
+      ASSERT_LE(pieces.count, kernels::max_splits(count));
+      ASSERT_LT((pieces.count - 1) * pieces.chunks, std::max(count, 1));  // none is empty
+      ASSERT_GE(pieces.count * pieces.chunks, count);
+      ASSERT_LE(kernels::max_splits(count), kernels::max_splits(count + 1));
       int next = 0;
-      for (int share = 0; share < shares.count; ++share) {
-        const int end = kernels::share_begin(shares, share + 1);
-        int piece = kernels::first_piece(at, pieces, kernels::share_begin(shares, share));
-        for (; piece < pieces.count && kernels::piece_begin(at, pieces, piece) < end; ++piece)
+      for (int slice = 0; slice < slices.count; ++slice) {
+        const int end = kernels::slice_begin(slices, slice + 1);
+        int piece = kernels::first_split(at, pieces, kernels::slice_begin(slices, slice));
+        for (; piece < pieces.count && kernels::split_begin(at, pieces, piece) < end; ++piece)
           ASSERT_EQ(piece, next++);
       }
       ASSERT_EQ(next, pieces.count);
-      at += kernels::kEntryUnits + count;
+      at += kernels::kTileOverhead + count;
     }
   }
 }
@@ -131,10 +131,10 @@ TEST(DecodePlan, FitsTheMachine) {
           const HopperDecodePlan plan = plan_of({.sq = sq, .hq = hq, .hk = 1, .d = d, .dv = dv});
           SCOPED_TRACE(fmt::format("{} {} {} {}", d, dv, hq, sq));
           EXPECT_LE(plan.shared_bytes * plan.residents, Card{}.shared_bytes);
-          EXPECT_LE(plan.threads(), plan.team_warps >= 4 ? 384 : 256);
-          EXPECT_GE(plan.line_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
-          EXPECT_LE(plan.line_rows, plan.block_rows());
-          EXPECT_EQ(kernels::unit_keys(plan.block_keys) % plan.block_keys, 0);
+          EXPECT_LE(plan.threads(), plan.warps_per_group >= 4 ? 384 : 256);
+          EXPECT_GE(plan.tile_rows, std::min<int64_t>(sq * hq, plan.block_rows()));
+          EXPECT_LE(plan.tile_rows, plan.block_rows());
+          EXPECT_EQ(kernels::chunk_keys(plan.block_keys) % plan.block_keys, 0);
           EXPECT_GE(std::min(plan.k_stages, plan.v_stages), 2);
           EXPECT_LE(plan.counters(), 1024);  // of the workspace's zeroed bytes
         }
@@ -159,10 +159,10 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   const auto rows = [](int64_t sq) { return plan_of({.sq = sq, .hq = 8, .hk = 2}).block_rows(); };
   EXPECT_EQ(rows(1), 16);
   EXPECT_EQ(rows(2), 16);
-  EXPECT_EQ(rows(3), 64);  // more than half a warp's rows, of few lines
+  EXPECT_EQ(rows(3), 64);  // more than half a warp's rows, of few q blocks
   EXPECT_EQ(rows(16), 64);
   EXPECT_EQ(rows(17), 128);
-  // 32 rows are those of two warps where shares are short and lines many.
+  // 32 rows are those of two warps where slices are short and q blocks many.
   const auto in_batch = [](int64_t sk) {
     return plan_of({.batch = 40, .sq = 5, .sk = sk, .hq = 8, .hk = 2}).block_rows();
   };
@@ -170,17 +170,17 @@ TEST(DecodePlan, RowsOfAKvHeadDecide) {
   EXPECT_EQ(in_batch(8192), 64);
 }
 
-// Up to 16 rows are a warp's, but where warpgroups have pieces of few lines that TMA brings.
-TEST(DecodePlan, PiecesOfFewLinesAreOfWarpgroups) {
+// Up to 16 rows are a warp's, but where warpgroups have splits of few q blocks that TMA brings.
+TEST(DecodePlan, SplitsOfFewQBlocksAreOfWarpgroups) {
   const auto rows = [](int64_t batch, int64_t sq, int64_t sk = 8192, int64_t hk = 8) {
     return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 4 * hk, .hk = hk}).block_rows();
   };
-  EXPECT_EQ(rows(8, 4), 64);  // 16 rows, 64 lines
+  EXPECT_EQ(rows(8, 4), 64);  // 16 rows, 64 q blocks
   EXPECT_EQ(rows(9, 4), 16);
   EXPECT_EQ(rows(8, 2), 64);            // 8 rows
-  EXPECT_EQ(rows(2, 2), 16);            // of 16 lines, pieces of narrow teams
+  EXPECT_EQ(rows(2, 2), 16);            // of 16 q blocks, splits of warp-path groups
   EXPECT_EQ(rows(40, 2, 8192, 1), 16);  // of many sequences, whose lengths may differ more
-  EXPECT_EQ(rows(8, 1), 16);            // 4 rows, long shares
+  EXPECT_EQ(rows(8, 1), 16);            // 4 rows, long slices
   EXPECT_EQ(rows(8, 1, 2048), 64);      // short ones
   EXPECT_EQ(rows(8, 4, 64), 16);        // nothing to cut
   const auto by_lanes = [](int64_t page, bool leftpad) {
@@ -195,50 +195,52 @@ TEST(DecodePlan, PiecesOfFewLinesAreOfWarpgroups) {
   EXPECT_EQ(by_lanes(16, true), 16);
 }
 
-// Few lines are cut into as many pieces as there are CTAs.
-TEST(DecodePlan, FewLinesFillTheCard) {
+// Few q blocks are cut into as many splits as there are CTAs.
+TEST(DecodePlan, FewQBlocksFillTheCard) {
   const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .invariant = invariant})
         .pieces;
   };
-  EXPECT_EQ(pieces(1, 16), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(4, 16), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(1, 8), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(8, 16), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(9, 16), kernels::kNoPieces);  // more than half as many as CTAs
-  EXPECT_EQ(pieces(1, 4), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(2, 1), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(4, 1), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(5, 1), kernels::kNoPieces);  // four rows, fewer than eight long pieces a line
+  EXPECT_EQ(pieces(1, 16), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(4, 16), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(1, 8), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(8, 16), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(9, 16), kernels::kSplitBySlices);  // more than half as many as CTAs
+  EXPECT_EQ(pieces(1, 4), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(2, 1), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(4, 1), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(5, 1),
+            kernels::kSplitBySlices);  // four rows, fewer than eight long splits a q block
   const auto of_lines = [](int64_t lines) {
     return plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8 * lines, .hk = lines}).pieces;
   };
-  EXPECT_EQ(of_lines(1), kernels::kFillingPieces);
-  EXPECT_EQ(of_lines(2), kernels::kNoPieces);
-  EXPECT_EQ(of_lines(4), kernels::kFillingPieces);
-  EXPECT_EQ(pieces(1, 64), kernels::kNoPieces);  // two blocks of rows
-  EXPECT_EQ(pieces(1, 16, true), kernels::kOwnPieces);
+  EXPECT_EQ(of_lines(1), kernels::kSplitToFill);
+  EXPECT_EQ(of_lines(2), kernels::kSplitBySlices);
+  EXPECT_EQ(of_lines(4), kernels::kSplitToFill);
+  EXPECT_EQ(pieces(1, 64), kernels::kSplitBySlices);  // two blocks of rows
+  EXPECT_EQ(pieces(1, 16, true), kernels::kInvariantSplits);
   const auto of_keys = [](int64_t batch, int64_t sk) {
     return plan_of({.batch = batch, .sq = 16, .sk = sk, .hq = 4, .hk = 1}).pieces;
   };
-  EXPECT_EQ(of_keys(64, 8192), kernels::kFillingPieces);
-  EXPECT_EQ(of_keys(65, 8192), kernels::kNoPieces);  // a lane of a warp has two sequences at most
+  EXPECT_EQ(of_keys(64, 8192), kernels::kSplitToFill);
+  EXPECT_EQ(of_keys(65, 8192),
+            kernels::kSplitBySlices);  // a lane of a warp has two sequences at most
   const auto of_a_lane = [](int64_t batch) {
     return plan_of({.batch = batch, .sq = 16, .sk = 8192, .hq = 4, .hk = 1}).lane_sequences;
   };
   EXPECT_EQ(of_a_lane(32), 1);
   EXPECT_EQ(of_a_lane(33), 2);
-  EXPECT_EQ(of_keys(1, 65), kernels::kFillingPieces);
-  EXPECT_EQ(of_keys(1, 64), kernels::kNoPieces);  // nothing to cut
+  EXPECT_EQ(of_keys(1, 65), kernels::kSplitToFill);
+  EXPECT_EQ(of_keys(1, 64), kernels::kSplitBySlices);  // nothing to cut
 }
 
-// Many lines may be taken whole: each sequence has one a kv head.
-TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
+// Many q blocks may be taken whole: each sequence has one a kv head.
+TEST(DecodePlan, ManyQBlocksMayBeTakenWhole) {
   const auto whole = [](int64_t batch, int64_t sq, int64_t hk = 8, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
-        .whole_lines;
+        .round_robin;
   };
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
@@ -249,15 +251,15 @@ TEST(DecodePlan, ManyLinesMayBeTakenWhole) {
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
 
-// By turns: of wide teams where there are more than CTAs, of narrow ones where they are
+// By turns: of warpgroups where there are more than CTAs, of narrow ones where they are
 // long.
-TEST(DecodePlan, LinesGoByTurns) {
+TEST(DecodePlan, TheDynamicSchedulerTakesLongQBlocks) {
   const auto turns = [](int64_t batch, int64_t sq, int64_t sk = 1024) {
     return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8}).turns;
   };
   EXPECT_TRUE(turns(64, 16));
   EXPECT_TRUE(turns(17, 16));
-  EXPECT_FALSE(turns(16, 16));  // 128 lines, one each
+  EXPECT_FALSE(turns(16, 16));  // 128 q blocks, one each
   EXPECT_TRUE(turns(256, 16));
   EXPECT_FALSE(turns(257, 16));  // there is no room for more sequences
   EXPECT_FALSE(turns(64, 40));   // two blocks of rows
@@ -265,10 +267,10 @@ TEST(DecodePlan, LinesGoByTurns) {
   EXPECT_TRUE(turns(198, 1, 4096));  // 49152 keys
 }
 
-// Whatever the lengths, cut lines have no more pieces than there is room for: two for each thread
-// block; no line that goes whole is longer than an eighth more than what each has, and three units;
-// and no piece is shorter than the least.
-TEST(Shares, PiecesByTurnsHaveRoom) {
+// Whatever the lengths, cut q blocks have no more splits than there is room for: two for each
+// thread block; no q block that goes whole is longer than an eighth more than what each has, and
+// three chunks; and no split is shorter than the least.
+TEST(Slices, DynamicSplitsHaveRoom) {
   constexpr int kMin = 4;
   std::mt19937 random(1);
   const auto upto = [&](int from, int to) {
@@ -276,16 +278,16 @@ TEST(Shares, PiecesByTurnsHaveRoom) {
   };
   for (int run = 0; run < 2000; ++run) {
     const int blocks = upto(1, 264);
-    std::vector<int> units(upto(1, 2000));
+    std::vector<int> chunks(upto(1, 2000));
     const int longest = 1 << upto(2, 14);
-    for (int& x : units) x = upto(kMin, longest);
-    if (run % 2 == 0) units[0] *= 20;
+    for (int& x : chunks) x = upto(kMin, longest);
+    if (run % 2 == 0) chunks[0] *= 20;
     int all = 0;
-    for (const int x : units) all += x + kernels::kEntryUnits;
-    const int most = kernels::turn_units(all, blocks, 2 * kMin);
+    for (const int x : chunks) all += x + kernels::kTileOverhead;
+    const int most = kernels::dynamic_max_chunks(all, blocks, 2 * kMin);
     int cut = 0;
-    for (const int x : units) {
-      const int pieces = kernels::turn_pieces(x, most);
+    for (const int x : chunks) {
+      const int pieces = kernels::dynamic_splits(x, most);
       if (pieces > 1) {
         cut += pieces;
         EXPECT_GE(x / pieces, kMin);
@@ -293,46 +295,46 @@ TEST(Shares, PiecesByTurnsHaveRoom) {
         EXPECT_LE(8.0 * x, 9.0 * all / blocks + 24) << blocks;
       }
     }
-    EXPECT_LE(cut, 2 * blocks) << units.size() << " lines of up to " << longest;
+    EXPECT_LE(cut, 2 * blocks) << chunks.size() << " lines of up to " << longest;
   }
 }
 
-// 160 lines for 132 CTAs: the last 28, of four sequences, are cut in four; 192 are not.
-TEST(Shares, ALastRoundOfFewLinesIsCut) {
-  using kernels::last_pieces;
-  using kernels::last_round;
-  EXPECT_EQ(last_round(20, 8, 132), 4);
-  EXPECT_EQ(last_round(24, 8, 132), 8);
-  EXPECT_EQ(last_round(25, 8, 132), 0);  // 68 are half of them
-  EXPECT_EQ(last_round(16, 8, 132), 0);  // there is one round
-  EXPECT_EQ(last_round(33, 8, 132), 0);  // two whole ones
-  EXPECT_EQ(last_round(34, 8, 132), 1);
-  EXPECT_EQ(last_pieces(64, 59, 4, 32, 132), 4);
-  EXPECT_EQ(last_pieces(64, 59, 20, 32, 132), 3);  // of 20 units or more
-  EXPECT_EQ(last_pieces(64, 48, 4, 8, 132), kernels::kFewParts);
-  EXPECT_EQ(last_pieces(8, 59, 4, 8, 132), 1);
-  EXPECT_EQ(last_pieces(64, 59, 4, 200, 132), 1);
+// 160 q blocks for 132 CTAs: the last 28, of four sequences, are cut in four; 192 are not.
+TEST(Slices, ALastRoundOfFewQBlocksIsSplit) {
+  using kernels::last_round_sequences;
+  using kernels::last_round_splits;
+  EXPECT_EQ(last_round_sequences(20, 8, 132), 4);
+  EXPECT_EQ(last_round_sequences(24, 8, 132), 8);
+  EXPECT_EQ(last_round_sequences(25, 8, 132), 0);  // 68 are half of them
+  EXPECT_EQ(last_round_sequences(16, 8, 132), 0);  // there is one round
+  EXPECT_EQ(last_round_sequences(33, 8, 132), 0);  // two whole ones
+  EXPECT_EQ(last_round_sequences(34, 8, 132), 1);
+  EXPECT_EQ(last_round_splits(64, 59, 4, 32, 132), 4);
+  EXPECT_EQ(last_round_splits(64, 59, 20, 32, 132), 3);  // of 20 chunks or more
+  EXPECT_EQ(last_round_splits(64, 48, 4, 8, 132), kernels::kFewSplits);
+  EXPECT_EQ(last_round_splits(8, 59, 4, 8, 132), 1);
+  EXPECT_EQ(last_round_splits(64, 59, 4, 200, 132), 1);
   std::mt19937 random(1);
   const auto upto = [&](int to) { return std::uniform_int_distribution(1, to)(random); };
   for (int run = 0; run < 2000; ++run) {
     const int blocks = upto(264), heads = upto(64), sequences = upto(256);
-    const int lines = last_round(sequences, heads, blocks) * heads;
+    const int lines = last_round_sequences(sequences, heads, blocks) * heads;
     if (lines == 0) continue;
-    const int pieces = lines * last_pieces(1 << 20, 1 << upto(20), 4, lines, blocks);
+    const int pieces = lines * last_round_splits(1 << 20, 1 << upto(20), 4, lines, blocks);
     EXPECT_LE(pieces, std::max(2 * blocks, lines)) << blocks << " " << heads << " " << sequences;
   }
 }
 
-TEST(Shares, WholeLinesDoWhereTheyAreEven) {
-  using kernels::whole_lines_do;
-  EXPECT_TRUE(whole_lines_do(132, 129, 132 * 129, 132));
-  EXPECT_TRUE(whole_lines_do(512, 129, 512 * 129, 132));   // 3.88 rounds
-  EXPECT_FALSE(whole_lines_do(136, 129, 136 * 129, 132));  // 1.03 rounds
-  EXPECT_FALSE(whole_lines_do(200, 129, 200 * 129, 132));
-  EXPECT_FALSE(whole_lines_do(512, 2049, 504 * 17 + 8 * 2049, 132));  // one long sequence
-  EXPECT_TRUE(whole_lines_do(512, 131, 512 * 129, 132));
-  EXPECT_FALSE(whole_lines_do(132, 1 << 26, 1 << 30, 132));  // beyond 32 bits
-  EXPECT_TRUE(whole_lines_do(132, 0, 0, 132));
+TEST(Slices, RoundRobinIsTakenWhereItIsEven) {
+  using kernels::round_robin_is_even;
+  EXPECT_TRUE(round_robin_is_even(132, 129, 132 * 129, 132));
+  EXPECT_TRUE(round_robin_is_even(512, 129, 512 * 129, 132));   // 3.88 rounds
+  EXPECT_FALSE(round_robin_is_even(136, 129, 136 * 129, 132));  // 1.03 rounds
+  EXPECT_FALSE(round_robin_is_even(200, 129, 200 * 129, 132));
+  EXPECT_FALSE(round_robin_is_even(512, 2049, 504 * 17 + 8 * 2049, 132));  // one long sequence
+  EXPECT_TRUE(round_robin_is_even(512, 131, 512 * 129, 132));
+  EXPECT_FALSE(round_robin_is_even(132, 1 << 26, 1 << 30, 132));  // beyond 32 bits
+  EXPECT_TRUE(round_robin_is_even(132, 0, 0, 132));
 }
 
 /// The family that the model chooses.
@@ -362,7 +364,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.given.set(Arg::kCacheBatchIdx, true);
     HopperDecodePlan made = decode_candidate(p, {}).plan;
-    EXPECT_EQ(made.pieces, kernels::kOwnPieces);
+    EXPECT_EQ(made.pieces, kernels::kInvariantSplits);
     return kernel_config(made);
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
@@ -431,7 +433,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
       change(p);
       EXPECT_EQ(decode_rejects(p), "");
       const HopperDecodePlan plan = decode_candidate(p, {}).plan;
-      return std::array{plan.team_warps, plan.teams, plan.block_keys};
+      return std::array{plan.warps_per_group, plan.warp_groups, plan.block_keys};
     };
     const auto side_by_side = tile([](Problem&) {});
     EXPECT_EQ(tile([](Problem& p) { p.given.set(Arg::kCacheBatchIdx, true); }), side_by_side);
@@ -447,8 +449,8 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
   }
 }
 
-// Packed sequences may be any number and any lengths: pieces take room by the keys of all.
-TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
+// Packed sequences may be any number and any lengths: splits take room by the keys of all.
+TEST(DecodePlan, RoomForSplitsIsBoundedByTheKeys) {
   const auto bytes = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
     return workspace_of(p, decode_candidate(p, {}).plan).end - 8192;
@@ -467,33 +469,33 @@ TEST(DecodePlan, RoomForPiecesIsBoundedByTheKeys) {
   EXPECT_EQ(bytes(shape), 0);
 }
 
-// Pieces that fill the CTAs are never more than these, whatever lines there are.
-TEST(Shares, FillingPiecesAreNoMoreThanThreadBlocks) {
+// Splits that fill the CTAs are never more than these, whatever q blocks there are.
+TEST(Slices, SplitsToFillAreNoMoreThanCtas) {
   std::mt19937 random(5);
   for (int round = 0; round < 1000; ++round) {
     const int blocks = 4 + static_cast<int>(random() % 200);
     std::vector<int> lines(1 + random() % static_cast<unsigned>(blocks / 4));
-    int units = 0;
-    for (int& line : lines) units += line = static_cast<int>(random() % (1u << random() % 13));
+    int chunks = 0;
+    for (int& line : lines) chunks += line = static_cast<int>(random() % (1u << random() % 13));
     const int spare = blocks - static_cast<int>(lines.size());
-    const int most = kernels::filling_units(units, kernels::divisor(spare));
+    const int most = kernels::fill_max_chunks(chunks, kernels::divisor(spare));
     int count = 0;
     for (const int line : lines) {
-      const kernels::Pieces pieces = kernels::filling_pieces(line, most);
-      ASSERT_LE(pieces.units, most);
-      ASSERT_LT((pieces.count - 1) * pieces.units, std::max(line, 1));  // none is empty
-      ASSERT_GE(pieces.count * pieces.units, line);
+      const kernels::Splits pieces = kernels::fill_splits(line, most);
+      ASSERT_LE(pieces.chunks, most);
+      ASSERT_LT((pieces.count - 1) * pieces.chunks, std::max(line, 1));  // none is empty
+      ASSERT_GE(pieces.count * pieces.chunks, line);
       count += pieces.count;
     }
     ASSERT_LE(count, blocks);
   }
 }
 
-// Of few long pieces none is much shorter than the others.
-TEST(Shares, FillingPiecesAreEven) {
-  const auto pieces = [](int units, int max_units) {
-    const kernels::Pieces p = kernels::filling_pieces(units, max_units);
-    return std::pair{p.count, p.units};
+// Of few long splits none is much shorter than the others.
+TEST(Slices, SplitsToFillAreEven) {
+  const auto pieces = [](int chunks, int max_chunks) {
+    const kernels::Splits p = kernels::fill_splits(chunks, max_chunks);
+    return std::pair{p.count, p.chunks};
   };
   EXPECT_EQ(pieces(128, 121), (std::pair{2, 64}));
   EXPECT_EQ(pieces(128, 63), (std::pair{3, 43}));
@@ -502,7 +504,7 @@ TEST(Shares, FillingPiecesAreEven) {
   EXPECT_EQ(pieces(0, 9), (std::pair{1, 9}));
 }
 
-TEST(Shares, QuotientsAreThoseOfDivisions) {
+TEST(Slices, QuotientsAreThoseOfDivisions) {
   std::mt19937 random(6);
   for (int round = 0; round < 10000; ++round) {
     const int by = 1 + static_cast<int>(random() % 320);
@@ -514,20 +516,20 @@ TEST(Shares, QuotientsAreThoseOfDivisions) {
   }
 }
 
-// A line of several pieces has room for them that no other line has.
-TEST(Shares, PiecesOfPackedLinesHaveRoomOfTheirOwn) {
+// A q block of several splits has room for them that no other q block has.
+TEST(Slices, SplitsOfPackedQBlocksHaveRoomOfTheirOwn) {
   std::mt19937 random(4);
   for (int round = 0; round < 300; ++round) {
     int start = static_cast<int>(random() % 3000), free = 0;
     for (int i = 1 + static_cast<int>(random() % 60); i > 0; --i) {
       const int keys = static_cast<int>(random() % (1u << random() % 18));
       const int count =
-          kernels::pieces_of((keys + kernels::kUnitKeys - 1) / kernels::kUnitKeys).count;
+          kernels::invariant_splits((keys + kernels::kChunkKeys - 1) / kernels::kChunkKeys).count;
       if (count > 1) {
-        const int first = start / kernels::kPackedPieceKeys;
+        const int first = start / kernels::kPackedSplitKeys;
         ASSERT_GE(first, free);
         free = first + count;
-        ASSERT_LE(free, (start + keys) / kernels::kPackedPieceKeys);
+        ASSERT_LE(free, (start + keys) / kernels::kPackedSplitKeys);
       }
       start += keys;
     }
@@ -545,7 +547,8 @@ TEST(DecodePlan, SinksAreAConstant) {
   EXPECT_EQ(with, plan(false));
 }
 
-// How lines are cut and what a call takes, which measures near that on an H200 (docs/performance).
+// How q blocks are cut and what a call takes, which measures near that on an H200
+// (docs/performance).
 TEST(DecodePlan, SaysWhatItExpects) {
   const auto said = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
@@ -575,7 +578,7 @@ TEST(DecodePlan, SaysWhatItExpects) {
                   "all\n"));
   shape.sq = 32;
   EXPECT_TRUE(has(shape, "the products bind\n"));
-  shape.sq = 300;  // 1200 rows, of which 128 go into a line
+  shape.sq = 300;  // 1200 rows, of which 128 go into a q block
   EXPECT_TRUE(has(shape, "5120 lines"));
   shape.invariant = true;
   EXPECT_TRUE(has(shape,
@@ -599,7 +602,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const HopperDecodePlan plan = decode_candidate(p, {}).plan;
-        EXPECT_EQ(plan.pieces == kernels::kOwnPieces, invariant);
+        EXPECT_EQ(plan.pieces == kernels::kInvariantSplits, invariant);
         EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
         p.given.set(Arg::kTreeMask, false);
         EXPECT_NE(kernel_config(decode_candidate(p, {}).plan).find("  kTree = 0,\n"),
@@ -653,12 +656,12 @@ TEST(DecodePlan, AppendingIsAConstant) {
   };
   Problem p = appending({.sq = 1, .mask = causal()}, 2);
   std::string text = header(p, false);
-  const std::string none = "  kAppends = 0,\n  kTurnsQ = 0,\n  kUnreadRows = 0,\n};\n";
+  const std::string none = "  kAppends = 0,\n  kRotatesQ = 0,\n  kUnreadRows = 0,\n};\n";
   ASSERT_TRUE(text.ends_with(none)) << text;
   text.resize(text.size() - none.size());
-  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kTurnsQ = 1,\n  kUnreadRows = 0,\n};\n");
+  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kRotatesQ = 1,\n  kUnreadRows = 0,\n};\n");
   p.append.turns = false;
-  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kTurnsQ = 0,\n  kUnreadRows = 0,\n};\n");
+  EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kRotatesQ = 0,\n  kUnreadRows = 0,\n};\n");
   // Rows that a mask may hide from all queries, or that come without one.
   for (const ForwardShape& shape : {ForwardShape{.sq = 1, .mask = window(100, 0)},
                                     {.sq = 1, .mask = chunked(300, causal())},
@@ -710,7 +713,7 @@ TEST(DecodePlan, Rejects) {
             std::string::npos);
 }
 
-// Its parts of lines leave more than the forward kernel wants.
+// Its splits of q blocks leave more than the forward kernel wants.
 TEST(DecodePlan, GivesWayWhereItsWorkspaceDoesNotFit) {
   test::ForwardShape shape{.batch = 8, .sq = 1, .sk = 65536, .hq = 32, .hk = 8};
   const Problem p = forward_problem(shape);

@@ -628,7 +628,7 @@ TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
   const WorkspaceNeed need = plan.workspace();
   plan.run(args, {.workspace = {mine, need.bytes}});
   const char* const kernels[] = {"fulgur_forward", "fulgur_forward_padding", "fulgur_decode",
-                                 "fulgur_decode_merge"};
+                                 "fulgur_decode_combine"};
   ASSERT_EQ(state_->launches.size(), std::size(kernels));
   for (size_t i = 0; i < std::size(kernels); ++i)
     EXPECT_STREQ(state_->launches[i].kernel, kernels[i]);

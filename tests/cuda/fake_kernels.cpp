@@ -33,7 +33,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::PrefixSplit)},
     {"fulgur_forward", sizeof(ForwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
-    {"fulgur_decode_merge", sizeof(DecodeAppendParams)},
+    {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
     {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
     {"fulgur_backward_prepare", sizeof(BackwardParams)},

@@ -36,7 +36,7 @@ bool has_cache(const Problem& problem);
 inline constexpr int64_t kFewRows = 64;
 
 /// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
-/// invariant calls on contiguous keys that both compute: decode.cu, which shares out its keys,
+/// invariant calls on contiguous keys that both compute: decode.cu, which splits its keys,
 /// where it has up to kFewRows, and forward.cu where it has more. Which the longest one is depends
 /// on the batch.
 bool rows_decide(const Problem& problem);

@@ -20,9 +20,9 @@ KernelUse decode_kernel(const HopperDecodePlan& plan) {
           plan.shared_bytes};
 }
 
-KernelUse merge_kernel(const HopperDecodePlan& plan) {
+KernelUse combine_kernel(const HopperDecodePlan& plan) {
   return {{"sm90/decode/combine.cu", kernel_config(plan), kHopperArchitecture},
-          "fulgur_decode_merge",
+          "fulgur_decode_combine",
           0};
 }
 
@@ -34,7 +34,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
-  if (plan.merges_later()) kernels.push_back(merge_kernel(plan));
+  if (plan.combines_later()) kernels.push_back(combine_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
@@ -61,15 +61,15 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk);
   params_.pages = key_pages(p);
-  params_.max_pieces = plan.max_pieces;
-  params_.piece_floats = plan.piece_floats();
-  if (plan.pieces == kernels::kFillingPieces) {
+  params_.max_splits = plan.max_splits;
+  params_.split_floats = plan.split_floats();
+  if (plan.pieces == kernels::kSplitToFill) {
     params_.to_fill = kernels::divisor(plan.grid);
     params_.to_fit = kernels::divisor(plan.grid - params_.batch * params_.hk);
     params_.heads = kernels::divisor(params_.hk);
   }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
-  if (plan_.merges_later()) merge_kernel_ = gpu_.kernel(merge_kernel(plan_)).function;
+  if (plan_.combines_later()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
   if (plan_.has_padding())
     padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
@@ -159,10 +159,10 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
     launch_copies(args, params, stream);
     launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
            "launching the decode kernel");
-    if (plan_.merges_later() && plan_.max_pieces > 1) {
-      launch(stream, merge_kernel_, &params,
-             {params.batch * params.hk, ceil_div(plan_.merge_units(), kernels::kMergeWarps)},
-             32 * kernels::kMergeWarps, 0, "launching the kernel that merges pieces");
+    if (plan_.combines_later() && plan_.max_splits > 1) {
+      launch(stream, combine_kernel_, &params,
+             {params.batch * params.hk, ceil_div(plan_.combine_units(), kernels::kCombineWarps)},
+             32 * kernels::kCombineWarps, 0, "launching the kernel that merges pieces");
     }
   }
   if (!plan_.has_padding()) return;

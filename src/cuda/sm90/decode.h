@@ -49,7 +49,7 @@ class HopperDecode final : public Executable {
   bool no_keys_;  ///< no row of k
   HostMetadata numbers_;
   HopperDecodeWorkspace workspace_;
-  CUfunction kernel_ = nullptr, merge_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, combine_kernel_ = nullptr;
   CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
   Copy copy_k_, copy_v_;

@@ -22,16 +22,16 @@ constexpr int kSwizzledRows = 8;
 constexpr int kMaxBoxKeys = 16;   // lest the memory close the rows before their next panel comes
 constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
 constexpr int kMaxWarps = 8;
-constexpr int64_t kLongShare = 32;     // units of keys, of an SM
-constexpr int kReservedBytes = 1024;   // of shared memory, for each CTA but the first
-constexpr int64_t kNarrowRows = 16;    // of a kv head: a warp's
-constexpr int64_t kLongTurns = 49152;  // keys of a CTA, by turns
+constexpr int64_t kLongSlice = 32;       // chunks of keys, of an SM
+constexpr int kReservedBytes = 1024;     // of shared memory, for each CTA but the first
+constexpr int64_t kWarpPathRows = 16;    // of a kv head: a warp's
+constexpr int64_t kLongDynamic = 49152;  // keys of a CTA, by the dynamic scheduler
 constexpr int64_t kLanes = 32;
-/// Lines of more rows are cut into as many pieces as there are CTAs where each would have
+/// Q blocks of more rows are cut into as many splits as there are CTAs where each would have
 /// parts in so many of these: one of them puts the parts together slower than another kernel does.
-constexpr int64_t kSomeParts = 2;
-/// Those of narrow teams, where each has so many parts, which hardly differ in length.
-constexpr int64_t kEvenParts = 8;
+constexpr int64_t kSomeSplits = 2;
+/// Those of warp-path groups, where each has so many parts, which hardly differ in length.
+constexpr int64_t kEvenSplits = 8;
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
 constexpr int64_t kMaxRowsForModel = 128;
 
@@ -41,8 +41,8 @@ constexpr int64_t kMaxAppendRounds = 8;
 
 // Measured on an H200.
 constexpr double kDecodeShare = 0.917;    // of what the memory gives
-constexpr double kStartCycles = 2000;     // lengths, first loads, merges
-constexpr double kManyRowsCycles = 6000;  // more, where a line has more than 64 rows
+constexpr double kStartCycles = 2000;     // lengths, first loads, combines
+constexpr double kManyRowsCycles = 6000;  // more, where a q block has more than 64 rows
 constexpr double kProductFlops = 2000;    // a cycle, where products bind
 
 /// Of the longest sequence that it computes.
@@ -51,8 +51,8 @@ int64_t rows_of_kv_head(const Problem& p) {
 }
 
 kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
-  return {key.head_dim,  key.value_dim,  key.team_warps, key.teams,
-          key.line_rows, key.block_keys, key.k_stages,   key.v_stages};
+  return {key.head_dim,  key.value_dim,  key.warps_per_group, key.warp_groups,
+          key.tile_rows, key.block_keys, key.k_stages,        key.v_stages};
 }
 
 int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
@@ -82,48 +82,54 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Whether each line is computed by many CTAs, `parts` or more.
-bool has_few_lines(const Problem& p, int blocks, int64_t parts = kSomeParts) {
-  return p.batch <= kernels::kFillingSequences && parts * p.batch * p.hk <= blocks;
+/// Whether each q block is computed by many CTAs, `parts` or more.
+bool has_few_q_blocks(const Problem& p, int blocks, int64_t splits = kSomeSplits) {
+  return p.batch <= kernels::kFillSequences && splits * p.batch * p.hk <= blocks;
 }
 
-/// Whether up to 16 rows of a kv head are those of warpgroups, too, as pieces of few lines are
-/// theirs: always beyond half a warp's rows. Narrow teams have such pieces of fewer lines, and with
-/// fewer rows parts that cost them little where sequences are many or shares long.
-bool pieces_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
-  if (!has_few_lines(p, blocks) || p.sk <= kernels::kUnitKeys) return false;
-  if (rows > kNarrowRows / 2) return true;
-  const bool some = kEvenParts * p.batch * p.hk > blocks && p.batch <= kLanes;
-  return some && (rows > kNarrowRows / 4 || !long_shares);
+/// Whether up to 16 rows of a kv head are those of warpgroups, too, as splits of few q blocks are
+/// theirs: always beyond half a warp's rows. Warp-path groups have such splits of fewer q blocks,
+/// and with fewer rows parts that cost them little where sequences are many or slices long.
+bool splits_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
+  if (!has_few_q_blocks(p, blocks) || p.sk <= kernels::kChunkKeys) return false;
+  if (rows > kWarpPathRows / 2) return true;
+  const bool some = kEvenSplits * p.batch * p.hk > blocks && p.batch <= kLanes;
+  return some && (rows > kWarpPathRows / 4 || !long_shares);
 }
 
-/// Whether lines, taken whole, leave few of the CTAs idle: whole_lines_do says how few.
-bool has_enough_lines(const Problem& p, int blocks) { return 17 * p.batch * p.hk >= 16 * blocks; }
+/// Whether q blocks, taken whole, leave few of the CTAs idle: round_robin_is_even says how few.
+bool has_enough_q_blocks(const Problem& p, int blocks) {
+  return 17 * p.batch * p.hk >= 16 * blocks;
+}
 
-/// Teams, their keys and their buffers, for as many rows as a kv head has and as shared memory
-/// holds.
+/// Warp groups, their keys and their buffers, for as many rows as a kv head has and as shared
+/// memory holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
-  const int64_t units = p.batch * p.hk * ceil_div(p.sk, kernels::kUnitKeys);
-  const bool long_shares = units >= kLongShare * card.sms;
+  const int64_t chunks = p.batch * p.hk * ceil_div(p.sk, kernels::kChunkKeys);
+  const bool long_shares = chunks >= kLongSlice * card.sms;
   // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
-  // pieces fill the card.
-  const bool wide_pays = long_shares || has_few_lines(p, card.sms);
-  const bool boxes = box_keys_of(p, kernels::kUnitKeys) > 0;
-  const bool two_warps = rows <= 2 * kNarrowRows && dim <= 128 && !(wide_pays && boxes);
-  const bool narrow = rows <= kNarrowRows && !(boxes && pieces_pay(p, card.sms, rows, long_shares));
-  plan.team_warps = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
-  plan.line_rows = plan.team_warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
-  // Two CTAs hide each other's page ids, but they double the parts that lines have.
-  const bool a_line_each = has_enough_lines(p, card.sms) && p.batch * p.hk <= card.sms;
-  const bool two = plan.page > 0 && plan.team_warps == 1 && dim <= 128 && long_shares &&
-                   !a_line_each && !has_few_lines(p, card.sms, kEvenParts);
+  // splits fill the card.
+  const bool wide_pays = long_shares || has_few_q_blocks(p, card.sms);
+  const bool boxes = box_keys_of(p, kernels::kChunkKeys) > 0;
+  const bool two_warps = rows <= 2 * kWarpPathRows && dim <= 128 && !(wide_pays && boxes);
+  const bool narrow =
+      rows <= kWarpPathRows && !(boxes && splits_pay(p, card.sms, rows, long_shares));
+  plan.warps_per_group = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
+  plan.tile_rows = plan.warps_per_group > 1 ? plan.block_rows()
+                   : rows <= 4              ? 4
+                   : rows <= 8              ? 8
+                                            : 16;
+  // Two CTAs hide each other's page ids, but they double the parts that q blocks have.
+  const bool a_line_each = has_enough_q_blocks(p, card.sms) && p.batch * p.hk <= card.sms;
+  const bool two = plan.page > 0 && plan.warps_per_group == 1 && dim <= 128 && long_shares &&
+                   !a_line_each && !has_few_q_blocks(p, card.sms, kEvenSplits);
   plan.residents = two ? 2 : 1;
-  plan.teams = kMaxWarps / plan.team_warps / plan.residents;
-  const bool wide = plan.team_warps >= kernels::kWideTeam;
-  plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.team_warps, dim <= 128 ? 64 : 32);
+  plan.warp_groups = kMaxWarps / plan.warps_per_group / plan.residents;
+  const bool wide = plan.warps_per_group >= kernels::kWarpgroupWarps;
+  plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
   if (wide) {
     // Loads keep up with the products of larger tiles, but for lanes that look up pages; of these
     // tiles there are six buffers or more, lest V wait for a place. A word of a tree mask has bits
@@ -131,7 +137,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
     const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
-    if (plan.team_warps == kMaxWarps && !plan.tree && keeps_up) plan.block_keys = large;
+    if (plan.warps_per_group == kMaxWarps && !plan.tree && keeps_up) plan.block_keys = large;
     // With the widest heads what scores need besides has no registers where lanes copy; invariant
     // calls have one tile wherever keys lie.
     const bool more_scores = plan.transforms_scores || plan.has_left;
@@ -147,7 +153,7 @@ void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
   const int room = card.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
   int buffers = set_buffers(most);
   while (bytes_of(plan) > room) {
-    if (buffers == 4) plan.teams /= 2;
+    if (buffers == 4) plan.warp_groups /= 2;
     buffers = set_buffers(buffers == 4 ? most : buffers - step);
   }
   plan.shared_bytes = bytes_of(plan);
@@ -167,68 +173,69 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   return {2 * dims / bytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
-/// Of fewer parts a warp of the kernel that merges takes more columns: a warp costs more than their
-/// loads.
-int64_t many_parts(const HopperDecodePlan& plan) { return plan.team_warps + 1; }
+/// Of fewer parts a warp of the kernel that combines takes more columns: a warp costs more than
+/// their loads.
+int64_t many_splits(const HopperDecodePlan& plan) { return plan.warps_per_group + 1; }
 
-/// For how many pieces there is room in the workspace.
-int64_t room_for_pieces(const Problem& p, const HopperDecodePlan& plan) {
-  if (plan.pieces == kernels::kFillingPieces) return plan.grid;
-  return (p.packed_k ? p.total_k / kernels::kPackedPieceKeys : p.batch * plan.max_pieces) * p.hk;
+/// For how many splits there is room in the workspace.
+int64_t room_for_splits(const Problem& p, const HopperDecodePlan& plan) {
+  if (plan.pieces == kernels::kSplitToFill) return plan.grid;
+  return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) * p.hk;
 }
 
-/// How lines are cut.
-int pieces_of(const Problem& p, const HopperDecodePlan& plan) {
-  if (p.invariant) return kernels::kOwnPieces;
-  const bool wide = plan.team_warps >= kernels::kWideTeam;
+/// How q blocks are cut.
+int invariant_splits(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.invariant) return kernels::kInvariantSplits;
+  const bool wide = plan.warps_per_group >= kernels::kWarpgroupWarps;
   const int64_t lines = p.batch * p.hk;
-  // Two lines of narrow teams have shares, which measure 11.1 us where pieces of them take 14.2.
-  const bool few = has_few_lines(p, plan.grid, wide ? kSomeParts : kEvenParts) &&
-                   (wide || lines == 1 || kernels::kMaxPieces * lines >= plan.grid);
+  // Two q blocks of warp-path groups have slices, which measure 11.1 us where splits of them
+  // take 14.2.
+  const bool few = has_few_q_blocks(p, plan.grid, wide ? kSomeSplits : kEvenSplits) &&
+                   (wide || lines == 1 || kernels::kMaxSplits * lines >= plan.grid);
   const bool fills =
-      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::unit_keys(plan.block_keys);
-  return fills ? kernels::kFillingPieces : kernels::kNoPieces;
+      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::chunk_keys(plan.block_keys);
+  return fills ? kernels::kSplitToFill : kernels::kSplitBySlices;
 }
 
-/// Whether CTAs may take lines one after the other, instead of shares that cut them:
-/// each sequence has one line a kv head, and there are enough for all CTAs.
-bool has_whole_lines(const Problem& p, const HopperDecodePlan& plan) {
-  // Narrow teams have no registers for it with all that a tree mask takes.
-  if (plan.tree && plan.team_warps < kernels::kWideTeam) return false;
-  return plan.pieces == kernels::kNoPieces && !p.of_groups &&
-         rows_of_kv_head(p) <= plan.block_rows() && has_enough_lines(p, plan.grid);
+/// Whether CTAs may take q blocks one after the other, instead of slices that cut them:
+/// each sequence has one q block a kv head, and there are enough for all CTAs.
+bool has_round_robin(const Problem& p, const HopperDecodePlan& plan) {
+  // Warp-path groups have no registers for it with all that a tree mask takes.
+  if (plan.tree && plan.warps_per_group < kernels::kWarpgroupWarps) return false;
+  return plan.pieces == kernels::kSplitBySlices && !p.of_groups &&
+         rows_of_kv_head(p) <= plan.block_rows() && has_enough_q_blocks(p, plan.grid);
 }
 
-/// Whether lines go by turns: of wide teams where some CTA has two, of narrow ones
-/// where what a share of so many keys takes longer on one SM than on another is more
-/// than turns cost.
-bool has_turns(const Problem& p, const HopperDecodePlan& plan) {
-  if (!plan.whole_lines || p.batch > kernels::kTurnSequences) return false;
+/// Whether q blocks go by the dynamic scheduler: of warpgroups where some CTA has two, of narrow
+/// ones where what a slice of so many keys takes longer on one SM than on another is more than
+/// turns cost.
+bool is_dynamic(const Problem& p, const HopperDecodePlan& plan) {
+  if (!plan.round_robin || p.batch > kernels::kDynamicSequences) return false;
   const int64_t lines = p.batch * p.hk;
-  if (plan.team_warps >= kernels::kWideTeam) return lines > plan.grid;
-  return lines * p.sk >= kLongTurns * plan.grid;
+  if (plan.warps_per_group >= kernels::kWarpgroupWarps) return lines > plan.grid;
+  return lines * p.sk >= kLongDynamic * plan.grid;
 }
 
-/// Of `lines`, in words.
-std::string how_lines_are_cut(const HopperDecodePlan& plan, int64_t lines) {
-  if (plan.pieces == kernels::kFillingPieces) {
+/// Of `q blocks`, in words.
+std::string how_q_blocks_are_split(const HopperDecodePlan& plan, int64_t lines) {
+  if (plan.pieces == kernels::kSplitToFill) {
     return fmt::format("cut so that each CTA has about one piece, which {} merges",
-                       plan.merges_later() ? "another kernel" : "the last one at a line");
+                       plan.combines_later() ? "another kernel" : "the last one at a line");
   }
-  if (plan.max_pieces > 1) {
+  if (plan.max_splits > 1) {
     return fmt::format(
         "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
         "merges",
-        plan.max_pieces);
+        plan.max_splits);
   }
-  if (plan.pieces == kernels::kOwnPieces) return "of which none is cut (`invariant`)";
+  if (plan.pieces == kernels::kInvariantSplits) return "of which none is cut (`invariant`)";
   if (plan.turns) {
     return "the longest first, each by the one that comes to it first; cut where they are longer "
            "than what each has in all";
   }
   return fmt::format(
       "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
-      plan.whole_lines ? "; or whole lines, where these lengths make that as even" : "");
+      plan.round_robin ? "; or whole lines, where these lengths make that as even" : "");
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms) {
@@ -242,27 +249,27 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms)
 
 int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
 
-int HopperDecodePlan::piece_floats() const {
-  return piece_rows * kernels::partial_row_floats(value_dim);
+int HopperDecodePlan::split_floats() const {
+  return split_rows * kernels::partial_row_floats(value_dim);
 }
 
-bool HopperDecodePlan::merges_later() const {
-  return pieces == kernels::kOwnPieces ||
-         (pieces == kernels::kFillingPieces && team_warps >= kernels::kWideTeam);
+bool HopperDecodePlan::combines_later() const {
+  return pieces == kernels::kInvariantSplits ||
+         (pieces == kernels::kSplitToFill && warps_per_group >= kernels::kWarpgroupWarps);
 }
 
-int HopperDecodePlan::merge_units() const {
-  return pieces == kernels::kFillingPieces ? team_warps * ceil_div(value_dim / 8, merge_eights)
-                                           : piece_rows;
+int HopperDecodePlan::combine_units() const {
+  return pieces == kernels::kSplitToFill ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
+                                         : split_rows;
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.total_q == 0) return {};
   int64_t floats = 0;  // that parts leave
-  if (plan.pieces == kernels::kNoPieces)
-    floats = int64_t{2} * plan.grid * plan.line_rows * kernels::partial_row_floats(plan.value_dim);
-  else if (plan.max_pieces > 1)
-    floats = room_for_pieces(p, plan) * plan.piece_floats();
+  if (plan.pieces == kernels::kSplitBySlices)
+    floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
+  else if (plan.max_splits > 1)
+    floats = room_for_splits(p, plan) * plan.split_floats();
   const ForwardMaps maps = forward_maps(p, plan.block_keys);
   HopperDecodeWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
@@ -309,16 +316,17 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
                        p.cache.entries, p.cache.page, p.cache.ids);
   }
-  // The least rows of a block bound the count of lines; the kernel numbers their units with ints.
+  // The least rows of a block bound the count of q blocks; the kernel numbers their chunks with
+  // ints.
   const int64_t min_rows = p.invariant ? kFewRows : 16;
   // Doubles, as with no rows of q there may be any number of its heads.
   const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
   const double lines =
       static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
-  const double units = lines * (kernels::kEntryUnits + ceil_div(p.sk, kernels::kUnitKeys));
-  if (units > std::numeric_limits<int>::max()) {
+  const double chunks = lines * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
+  if (chunks > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
-                       int{kernels::kUnitKeys}, units);
+                       int{kernels::kChunkKeys}, chunks);
   }
   return {};
 }
@@ -337,27 +345,27 @@ HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   plan.copies_k = not_whole(p.k);
   plan.copies_v = not_whole(p.v);
   set_tile(plan, p, card);
-  plan.grid = std::min(card.sms * plan.residents, int{kernels::kMaxShares});
-  plan.pieces = pieces_of(p, plan);
-  plan.whole_lines = has_whole_lines(p, plan);
-  plan.turns = has_turns(p, plan);
-  if (plan.pieces == kernels::kFillingPieces && p.batch > kLanes) plan.lane_sequences = 2;
-  if (plan.pieces != kernels::kNoPieces) {
-    const int64_t units = ceil_div(p.sk, kernels::unit_keys(plan.block_keys));
-    const bool own = plan.pieces == kernels::kOwnPieces;
-    plan.max_pieces = own ? kernels::max_pieces(static_cast<int>(units))
-                          : static_cast<int>(std::min<int64_t>(units, plan.grid));
-    if (plan.pieces == kernels::kFillingPieces && many_parts(plan) * p.batch * p.hk > plan.grid) {
-      plan.merge_eights = 4;
+  plan.grid = std::min(card.sms * plan.residents, int{kernels::kMaxSlices});
+  plan.pieces = invariant_splits(p, plan);
+  plan.round_robin = has_round_robin(p, plan);
+  plan.turns = is_dynamic(p, plan);
+  if (plan.pieces == kernels::kSplitToFill && p.batch > kLanes) plan.lane_sequences = 2;
+  if (plan.pieces != kernels::kSplitBySlices) {
+    const int64_t chunks = ceil_div(p.sk, kernels::chunk_keys(plan.block_keys));
+    const bool own = plan.pieces == kernels::kInvariantSplits;
+    plan.max_splits = own ? kernels::max_splits(static_cast<int>(chunks))
+                          : static_cast<int>(std::min<int64_t>(chunks, plan.grid));
+    if (plan.pieces == kernels::kSplitToFill && many_splits(plan) * p.batch * p.hk > plan.grid) {
+      plan.combine_eights = 4;
     }
-    // Pieces that fill the card have all rows of a block.
-    plan.piece_rows = plan.line_rows;
+    // Splits that fill the card have all rows of a block.
+    plan.split_rows = plan.tile_rows;
     if (own) {
-      plan.piece_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.piece_rows));
+      plan.split_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.split_rows));
     }
   }
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, card.sms), {}};
-  // Groups have few lines with many keys, which no other kernel cuts where lengths differ.
+  // Groups have few q blocks with many keys, which no other kernel cuts where lengths differ.
   if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
   }
@@ -371,12 +379,12 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
   }
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
   if (plan.turns) return "its CTAs may take lines by turns, and must know before which they write";
-  if (plan.team_warps < kernels::kWideTeam && plan.transforms_scores && plan.has_left) {
+  if (plan.warps_per_group < kernels::kWarpgroupWarps && plan.transforms_scores && plan.has_left) {
     return "narrow teams have no registers for it with a softcap or ALiBi and a window";
   }
   const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const int64_t items =
-      plan.pieces == kernels::kFillingPieces ? 1 : ceil_div(lines * plan.max_pieces, plan.grid) + 1;
+      plan.pieces == kernels::kSplitToFill ? 1 : ceil_div(lines * plan.max_splits, plan.grid) + 1;
   const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
   const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
   const int64_t rows = items * (new_rows + (p.append.turns ? queries : 0));
@@ -404,8 +412,8 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
   std::vector<std::string> sentences = {
       fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
                   "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
-                  plan.block_rows(), plan.teams, plan.team_warps, plan.block_keys, plan.head_dim,
-                  plan.value_dim),
+                  plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
+                  plan.head_dim, plan.value_dim),
       fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
                   plan.k_stages, plan.v_stages,
                   plan.box_keys > 0
@@ -415,7 +423,7 @@ std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p
       fmt::format("{} CTAs take {} all keys, of the lengths that the call has when it "
                   "runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
-                  how_lines_are_cut(plan, lines)),
+                  how_q_blocks_are_split(plan, lines)),
       fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}",
                   plan.card.launch_microseconds + cycles / plan.card.megahertz, plan.card.name,
                   p.sk,

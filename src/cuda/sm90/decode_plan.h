@@ -14,18 +14,19 @@ namespace fulgur::cuda {
 
 /// What kernel_config.h fixes at compile time.
 struct HopperDecodeKey : HopperAnyForwardKey {
-  int team_warps = 0, teams = 0;          ///< warps of 16 rows; teams with keys of their own
-  int block_keys = 0;                     ///< Bc
-  int k_stages = 0, v_stages = 0;         ///< buffers of a team
-  int box_keys = 0;                       ///< keys that TMA brings at once; 0: lanes copy rows
-  int residents = 0;                      ///< CTAs of an SM
-  int line_rows = 0;                      ///< of the rows of a block, those that a kv head may have
-  int group = 0;                          ///< hq / hk
-  int pieces = 0;                         ///< how lines are cut (kernels/host_device/stream_k.h)
-  int merge_eights = 1;                   ///< times eight columns that a warp merges of pieces
-  int lane_sequences = 1;                 ///< of pieces that fill the card: sequences of a lane
-  bool whole_lines = false;               ///< taken whole where lengths make that as even as shares
-  bool turns = false;                     ///< lines go by turns, the longest first
+  int warps_per_group = 0,
+      warp_groups = 0;             ///< warps of 16 rows; warp groups with keys of their own
+  int block_keys = 0;              ///< Bc
+  int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
+  int box_keys = 0;                ///< keys that TMA brings at once; 0: lanes copy rows
+  int residents = 0;               ///< CTAs of an SM
+  int tile_rows = 0;               ///< of the rows of a block, those that a kv head may have
+  int group = 0;                   ///< hq / hk
+  int pieces = 0;                  ///< how q blocks are cut (kernels/host_device/stream_k.h)
+  int combine_eights = 1;          ///< times eight columns that a warp combines of splits
+  int lane_sequences = 1;          ///< of splits that fill the card: sequences of a lane
+  bool round_robin = false;        ///< taken whole where lengths make that as even as slices
+  bool turns = false;              ///< q blocks go by the dynamic scheduler, the longest first
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
@@ -37,20 +38,20 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   template <class F>
   void for_each_field(const F& f) const {
     HopperAnyForwardKey::for_each_field(f);
-    f("kTeamWarps", team_warps);
-    f("kTeams", teams);
+    f("kWarpsPerGroup", warps_per_group);
+    f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
     f("kKStages", k_stages);
     f("kVStages", v_stages);
     f("kBoxKeys", box_keys);
     f("kResidents", residents);
-    f("kLineRows", line_rows);
+    f("kTileRows", tile_rows);
     f("kGroup", group);
-    f("kPieces", pieces);
-    f("kMergeEights", merge_eights);
+    f("kSplitting", pieces);
+    f("kCombineEights", combine_eights);
     f("kLaneSequences", lane_sequences);
-    f("kWholeLines", whole_lines);
-    f("kTurns", turns);
+    f("kRoundRobin", round_robin);
+    f("kDynamic", turns);
     f("kQWhole", q_whole);
     f("kOWhole", o_whole);
     f("kWholeColumns", whole_columns);
@@ -58,7 +59,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
     f("kLeftPad", leftpad);
     f("kTree", tree);
     f("kAppends", appends);
-    f("kTurnsQ", turns_q);
+    f("kRotatesQ", turns_q);
     f("kUnreadRows", unread_rows);
   }
   bool operator==(const HopperDecodeKey& o) const {
@@ -73,22 +74,22 @@ struct HopperDecodeKey : HopperAnyForwardKey {
 struct HopperDecodePlan : HopperDecodeKey {
   Card card;  ///< that it is for
   int shared_bytes = 0;
-  int grid = 0;                        ///< CTAs: shares of the work
-  int max_pieces = 1, piece_rows = 0;  ///< of a line
+  int grid = 0;                        ///< CTAs: slices of the work
+  int max_splits = 1, split_rows = 0;  ///< of a q block
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
   bool operator==(const HopperDecodePlan&) const = default;
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
-  int block_rows() const { return 16 * team_warps; }  ///< Br
+  int block_rows() const { return 16 * warps_per_group; }  ///< Br
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
-  int piece_floats() const;
-  /// Whether sm90/decode/combine.cu puts the pieces of lines together, not the last CTA at
+  int split_floats() const;
+  /// Whether sm90/decode/combine.cu puts the splits of q blocks together, not the last CTA at
   /// each.
-  bool merges_later() const;
-  /// Of a line: what each warp of sm90/decode/combine.cu takes one of, columns or rows.
-  int merge_units() const;
+  bool combines_later() const;
+  /// Of a q block: what each warp of sm90/decode/combine.cu takes one of, columns or rows.
+  int combine_units() const;
   /// Counters that are zero between launches.
   int counters() const { return 3 * grid + 1; }
 };
@@ -98,7 +99,7 @@ struct HopperDecodePlan : HopperDecodeKey {
 struct HopperDecodeWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
   int64_t turned = 0;               ///< q
-  int64_t partial = 0;              ///< what parts of lines leave
+  int64_t partial = 0;              ///< what splits of q blocks leave
   int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
 HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);

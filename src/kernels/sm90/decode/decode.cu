@@ -1,12 +1,12 @@
 // Attention forward where K and V are read from memory for few rows of Q, or from a cache: O = softmax(scale Q K^T) V
 // and LSE, exact, fp32 accumulation.
 //
-// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each CTA
-// computes an equal share of all keys (host_device/stream_k.h). Its teams of warps take turns at the tiles of an item, each
-// with its own state of the online softmax; every warp has 16 rows. Loads run ahead of them over the ends of items, so
-// that memory never waits for products, barriers and merges: narrow teams start them themselves, and wide ones, whose
-// products are those of warpgroups, have warps that do nothing else.
-// docs/kernels/decode.md derives this.
+// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. Each CTA computes an
+// equal slice of all keys (host_device/stream_k.h). Its warp groups take turns at the tiles of a work tile,
+// each with its own state of the online softmax; every warp has 16 rows. Loads run ahead of them over the ends of work
+// tiles, so that memory never waits for products, barriers and merges: warp-path groups start them themselves, and
+// wide ones, whose products are those of warpgroups, have warps that do nothing else. docs/kernels/decode.md derives
+// this.
 #include "sm90/common/softmax.cuh"
 #include "device/transform.cuh"
 #include "sm90/decode/append.cuh"
@@ -31,9 +31,9 @@ struct RowKeys {
   }
 };
 
-// The keys that all rows of an item see.
-__device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const DecodeItem& item) {
-  const ItemRows rows = rows_of_item(p, item);
+// The keys that all rows of a work tile see.
+__device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& item) {
+  const TileRows rows = rows_of_tile(p, item);
   const Band band = band_of(p);
   const Lengths& n = item.sequence.n;
   KeyRange keys = {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
@@ -49,13 +49,13 @@ struct ThreadRows {
   float slope[2];
 };
 
-__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const DecodeItem& item, int team_warp) {
+__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& item, int warp_of_group) {
   ThreadRows rows;
   const Lengths& n = item.sequence.n;
   if (kTree) rows.keys.tokens = n.sk - n.sq;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = item.block * kBlockRows + kWarpRows * team_warp + int(thread_row()) + 8 * i;
+    const int row = item.block * kBlockRows + kWarpRows * warp_of_group + int(thread_row()) + 8 * i;
     const int query = min(row / kGroup, n.sq - 1);
     const KeyRange keys = visible_keys(band_of(p), n, query);
     rows.keys.low[i] = keys.begin;
@@ -95,9 +95,10 @@ __device__ __forceinline__ bool is_finite(u32 half) {
 }
 
 // P is 0 at a hidden key, but 0 * NaN is NaN: NaN and infinity of V count by hand in the rows that see their key, and
-// are 0 in the product. `sync` is a barrier of the team, which has the tile in common.
+// are 0 in the product. `sync` is a barrier of the warp group, which has the tile in common.
 template <class Sync>
-__device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowKeys& keys, int tile, u32 v, Sync sync) {
+__device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const RowKeys& keys, int tile, u32 v,
+                                               Sync sync) {
   const auto pair_at = [&](int key, int column) {
     return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
   };
@@ -117,7 +118,7 @@ __device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowK
     }
   sync();
 #pragma unroll 1
-  for (int at = threadIdx.x % kTeamThreads; at < kBlockKeys * kValueDim / 2; at += kTeamThreads) {
+  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
     const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
     const u32 pair = load_shared(address);
     store_shared(address, (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
@@ -126,7 +127,7 @@ __device__ __forceinline__ void add_poison(float (&O)[kValueDim / 2], const RowK
 }
 
 // Whether V of a tile holds NaN or infinity at a key that exists and that some row does not see.
-__device__ __forceinline__ bool is_poisoned(u32 v, int tile, const KeyRange& seen_by_all, int sk) {
+__device__ __forceinline__ bool hides_non_finite(u32 v, int tile, const KeyRange& seen_by_all, int sk) {
   constexpr int kChunks = kValueDim / 8;
   const int first = tile * kBlockKeys;
   const int keys = min(int(kBlockKeys), sk - first);
@@ -147,31 +148,31 @@ __device__ __forceinline__ bool is_poisoned(u32 v, int tile, const KeyRange& see
   return __any_sync(0xffffffff, found);
 }
 
-// Computes the items of a share, from the first one on if there is one.
+// Computes the work tiles of a slice, from the first one on if there is one.
 template <bool wide>
-__device__ __forceinline__ void compute_items(const DecodeParams& p, const Share& share, DecodeItems& items, bool more,
+__device__ __forceinline__ void compute_tiles(const DecodeParams& p, const Slice& slice, WorkTiles& items, bool more,
                                               Queries<wide>& queries, const Tiles<wide>& tiles) {
   const int warp = uniform(threadIdx.x / 32);
-  const int team = warp / kTeamWarps;
-  const int team_warp = warp % kTeamWarps;
+  const int warp_group = warp / kWarpsPerGroup;
+  const int warp_of_group = warp % kWarpsPerGroup;
   const auto sync = [&] {
-    if (kWide) fence_async_proxy();
-    sync_team(team);
+    if (kWarpgroupPath) fence_async_proxy();
+    sync_warp_group(warp_group);
   };
-  Products<wide> products(tiles, team_warp);
+  Products<wide> products(tiles, warp_of_group);
   const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
   const u32 smem = u32(__cvta_generic_to_shared(raw));
-  const u32 q = smem + kLayout.q + team_warp * kWarpRows / kProductRows * kProductRows * 128;
-  const u32 left_items = smem + kLayout.items + warp * int(sizeof(DecodeItems));
+  const u32 q = smem + kLayout.q + warp_of_group * kWarpRows / kProductRows * kProductRows * 128;
+  const u32 saved_tiles = smem + kLayout.items + warp * int(sizeof(WorkTiles));
 #pragma unroll 1
   while (more) {
-    const DecodeItem& item = items.item;
-    if (lane_of_warp() == 0) store_shared_struct(left_items, items);
-    if (item.has_keys()) queries.begin_item(p, item);
+    const WorkTile& item = items.item;
+    if (lane_of_warp() == 0) store_shared_struct(saved_tiles, items);
+    if (item.has_keys()) queries.begin_tile(p, item);
     // Products of warpgroups allow no branch; their rows without a query are zeros.
-    const bool has_rows = kWide || team_warp * kWarpRows < rows_of_item(p, item).count;
+    const bool has_rows = kWarpgroupPath || warp_of_group * kWarpRows < rows_of_tile(p, item).count;
     const KeyRange seen_by_all = keys_seen_by_all(p, item);
-    const ThreadRows thread_rows = rows_of_thread(p, item, team_warp);
+    const ThreadRows thread_rows = rows_of_thread(p, item, warp_of_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -187,102 +188,104 @@ __device__ __forceinline__ void compute_items(const DecodeParams& p, const Share
       }
       if (kHidesKeys && masked) {
         const u32 v = products.v();
-        __syncwarp();  // sk, from where the items were left, takes no register of the loop
-        const int sk = reinterpret_cast<const DecodeItems*>(raw + kLayout.items)[warp].item.sequence.n.sk;
-        if (is_poisoned(v, tile, seen_by_all, sk)) add_poison(O, thread_rows.keys, tile, v, sync);
+        __syncwarp();  // sk, from where the work tiles were left, takes no register of the loop
+        const int sk = reinterpret_cast<const WorkTiles*>(raw + kLayout.items)[warp].item.sequence.n.sk;
+        if (hides_non_finite(v, tile, seen_by_all, sk)) add_non_finite(O, thread_rows.keys, tile, v, sync);
       }
       products.values(has_rows, O, P);
     };
-    int tile = item.begin + team;
+    int tile = item.begin + warp_group;
     if (tile < item.end) {
-      if (kWide) {
+      if (kWarpgroupPath) {
         take_tile(true, tile);
-        tile += kTeams;
+        tile += kWarpGroups;
       }
 #pragma unroll 1
-      for (; tile < item.end; tile += kTeams) take_tile(false, tile);
+      for (; tile < item.end; tile += kWarpGroups) take_tile(false, tile);
       queries.release();
       products.finish(O, P);
     } else if (item.has_keys()) {
       queries.release();
     }
-    items = load_shared_struct_uniform<DecodeItems>(left_items);
+    items = load_shared_struct_uniform<WorkTiles>(saved_tiles);
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if constexpr (kPieces == kFillingPieces && wide)
-      store_piece(p, item, rows, O, raw);
-    else if constexpr (kTeams > 1)
-      merge_teams(p, item, rows, O, raw);
+    if constexpr (kSplitting == kSplitToFill && wide)
+      store_split(p, item, rows, O, raw);
+    else if constexpr (kWarpGroups > 1)
+      combine_warp_groups(p, item, rows, O, raw);
     else
-      store_team(p, item, rows, O);
-    if (!kMergesLater && item.parts > 1) end_part(p, item, raw);
-    more = items.next(p, share);
-    queries.end_item(p, item, more);
+      store_warp_group(p, item, rows, O);
+    if (!kCombinesLater && item.splits > 1) end_split(p, item, raw);
+    more = items.next(p, slice);
+    queries.end_tile(p, item, more);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads, kResidents)
+extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     fulgur_decode(const __grid_constant__ PlanParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
-  if (kWide && threadIdx.x == 0) {
+  if (kWarpgroupPath && threadIdx.x == 0) {
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
-      const u32 buffers = smem + team * kLayout.team_bytes;
-      KBuffers::init(buffers, kFills, kTeamWarps);
-      VBuffers::init(buffers, kFills, kTeamWarps);
+    for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
+      const u32 buffers = smem + warp_group * kLayout.group_bytes;
+      KBuffers::init(buffers, kFills, kWarpsPerGroup);
+      VBuffers::init(buffers, kFills, kWarpsPerGroup);
       mbarrier_init(buffers + kLayout.v_tail, 1);
     }
-    QueryBuffer::init(smem, 32 * kQueryWarps, kWarps);
+    QueryBuffer::init(smem, 32 * kQueryWarps, kComputeWarps);
     fence_mbarrier_init();
   }
-  if (kBoxKeys > 0 && threadIdx.x == 32 * kWarps) {
+  if (kBoxKeys > 0 && threadIdx.x == 32 * kComputeWarps) {
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
   if (kAppends && kUnreadRows) RowWriter(append_of(p)).append_unread();
-  Share& share = *reinterpret_cast<Share*>(raw + kLayout.share);
-  DecodeItems items;
+  Slice& slice = *reinterpret_cast<Slice*>(raw + kLayout.slice);
+  WorkTiles items;
   bool more = true;
-  if (kPieces == kFillingPieces) {
-    if (!find_piece(p, items.item)) return;
-    if (kWide) __syncthreads();  // the barriers are there
+  if (kSplitting == kSplitToFill) {
+    if (!find_split_to_fill(p, items.item)) return;
+    if (kWarpgroupPath) __syncthreads();  // the barriers are there
   } else {
-    if (kTurns)
-      begin_turns(p, raw, share.turns);
-    else if (!find_share(p, raw, share))
+    if (kDynamic)
+      begin_dynamic(p, raw, slice.turns);
+    else if (!find_slice(p, raw, slice))
       return;
-    items = items_of(share);
-    more = items.next(p, share);
+    items = tiles_of_slice(slice);
+    more = items.next(p, slice);
   }
-  if (kAppends) append_items(p, share, items, more);
+  if (kAppends) append_of_tiles(p, slice, items, more);
   const int warp = uniform(threadIdx.x / 32);
-  const auto buffers_of = [&](int team) { return smem + (kTeams > 1 ? team * kLayout.team_bytes : 0); };
-  if (kWide && warp >= kWarps) {
+  const auto buffers_of = [&](int warp_group) {
+    return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
+  };
+  if (kWarpgroupPath && warp >= kComputeWarps) {
     if (kMovesRegisters) registers_drop<kLoadRegisters>();
-    const int team = (warp - kWarps) / kTileWarps;
-    const int tile_warp = (warp - kWarps) % kTileWarps;
-    const TileWalk tiles(p, share, items, more, team);
-    named_barrier_sync(kFirstQuery, kBlockThreads);
+    const int warp_group = (warp - kComputeWarps) / kTileWarps;
+    const int tile_warp = (warp - kComputeWarps) % kTileWarps;
+    const TileWalk tiles(p, slice, items, more, warp_group);
+    named_barrier_sync(kFirstQuery, kCtaThreads);
     if (kBoxKeys == 0)
-      load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(team));
+      load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(warp_group));
     else if (tile_warp == 0)
-      load_keys_by_boxes(p, BoxLoader<kHeadPanels>(p, tiles), buffers_of(team));
+      load_keys_by_boxes(p, BoxLoader<kHeadPanels>(p, tiles), buffers_of(warp_group));
     else if (tile_warp == 1)
-      load_values_by_boxes(p, BoxLoader<kValuePanels>(p, tiles), buffers_of(team));
+      load_values_by_boxes(p, BoxLoader<kValuePanels>(p, tiles), buffers_of(warp_group));
     else
       load_queries(p, tiles, threadIdx.x % 64);
     return;
   }
-  if (kMovesRegisters) registers_raise<kTeamRegisters>();
-  if constexpr (kWide) {
+  if (kMovesRegisters) registers_raise<kComputeRegisters>();
+  if constexpr (kWarpgroupPath) {
     Queries<true> queries(p, items.item, more);
-    compute_items(p, share, items, more, queries, Tiles<true>(buffers_of(warp / kTeamWarps)));
+    compute_tiles(p, slice, items, more, queries, Tiles<true>(buffers_of(warp / kWarpsPerGroup)));
   } else {
-    const int team = warp / kTeamWarps;
-    const TileWalk tiles(p, share, items, more, team);
-    const LaneLoader load(p, tiles, warp % kTeamWarps);
+    const int warp_group = warp / kWarpsPerGroup;
+    const TileWalk tiles(p, slice, items, more, warp_group);
+    const LaneLoader load(p, tiles, warp % kWarpsPerGroup);
     Queries<false> queries(p, items.item, more);
-    compute_items(p, share, items, more, queries, Tiles<false>(load, buffers_of(team)));
+    compute_tiles(p, slice, items, more, queries, Tiles<false>(load, buffers_of(warp_group)));
   }
-  if constexpr (kMergesAtEnd) merge_at_end(p, share.turns, raw);
+  if constexpr (kCombinesAtEnd) combine_at_end(p, slice.turns, raw);
 }

@@ -1,38 +1,38 @@
-// Pieces of lines by turns (kTurns): each CTA asks for its next one while it is at the one before. A
-// SM in four reads memory a third faster than the others, and so has more of them. Longest first, what each
-// CTA does last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Lines are cut where they
-// are longer than what a CTA has in all; who has a piece changes no bit of it.
+// Splits of q blocks by the dynamic scheduler (kDynamic): each CTA asks for its next one while it is at the one before.
+// A SM in four reads memory a third faster than the others, and so has more of them. Longest first, what each CTA does
+// last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Q blocks are cut where they are longer than
+// what a CTA has in all; who has a split changes no bit of it.
 #pragma once
 #include "sm90/decode/q_blocks.cuh"
 
 enum : int {
-  // Tiles of its team before the end of a piece where the warp that asks says what the answer is; it asks so many
-  // earlier. Who asks sooner takes a piece that another CTA would begin before it.
+  // Tiles of its warp group before the end of a split where the warp that asks says what the answer is; it asks so many
+  // earlier. Who asks sooner takes a split that another CTA would begin before it.
   kAnswerTiles = 3,
-  kAskingWarp = kWide ? kWarps : 0,  // the first one that loads
-  // Of a piece, at least: loads that run ahead of the products are in the piece after it at most. All tiles of the
-  // last unit but one may be after the keys.
-  kMinTurnTiles = kTeams * (max_of(kKStages, kAnswerTiles) + 1),
-  kMinTurnUnits = ((kMinTurnTiles - 1) * kBlockKeys + kShareUnitKeys - 1) / kShareUnitKeys + 1,
+  kAskingWarp = kWarpgroupPath ? kComputeWarps : 0,  // the first one that loads
+  // Of a split, at least: loads that run ahead of the products are in the split after it at most. All tiles of the
+  // last chunk but one may be after the keys.
+  kMinDynamicTiles = kWarpGroups * (max_of(kKStages, kAnswerTiles) + 1),
+  kMinDynamicChunks = ((kMinDynamicTiles - 1) * kBlockKeys + kKeysPerChunk - 1) / kKeysPerChunk + 1,
 };
 
-// How lines go by turns. Sequences have ranks, by the lengths of their lines.
-struct TurnLines {
-  int sequences;  // that have such lines
-  int pieces;     // of these lines
-  int first_cut;  // the first sequence whose lines may have more than one; those after it may, too
-  int ends;       // sequences whose lines have more than kFewParts
-  int shorter;    // sequences after them: CTA i takes their lines i, i + grid, and so on
+// How q blocks go through the dynamic scheduler. Sequences have ranks, by the lengths of their q blocks.
+struct DynamicTiles {
+  int sequences;  // that have such q blocks
+  int pieces;     // of these q blocks
+  int first_cut;  // the first sequence whose q blocks may have more than one; those after it may, too
+  int ends;       // sequences whose q blocks have more than kFewSplits
+  int shorter;    // sequences after them: CTA i takes their q blocks i, i + grid, and so on
 };
 
-// A piece of a line, mostly all of it.
-struct TurnPiece {
+// A split of a q block, mostly all of it.
+struct DynamicTile {
   int batch, head;
-  int part, parts;
-  int first;  // the number of the line's first piece among those of cut lines; others are hk further on, so that heads
+  int split, splits;
+  int first;  // the number of the q block's first split among those of cut q blocks; others are hk further on, so that heads
               // read side by side
 
-  __device__ __forceinline__ bool any() const { return parts > 0; }
+  __device__ __forceinline__ bool any() const { return splits > 0; }
 };
 
 // As take_ticket, where nothing but the number counts.
@@ -48,43 +48,43 @@ __device__ __forceinline__ u32 add_to_ticket(int* ticket, u32 x) {
   return before;
 }
 
-// Pieces have numbers, which an atomic counts. Slots in shared memory have the pieces of the turns that warps are at,
-// and barriers: that a piece is there, and that all warps have read it.
-class Turns {
+// Splits have numbers, which an atomic counts. Slots in shared memory have the splits of the turns that warps are at,
+// and barriers: that a split is there, and that all warps have read it.
+class DynamicQueue {
  public:
   // By one thread.
   static __device__ __forceinline__ void init() {
 #pragma unroll
-    for (int i = 0; i < kTurnSlots; ++i) {
+    for (int i = 0; i < kDynamicSlots; ++i) {
       mbarrier_init(given(i), 1);
-      mbarrier_init(read(i), kBlockWarps);
+      mbarrier_init(read(i), kCtaWarps);
     }
   }
 
-  // By one lane: the piece of a turn.
-  static __device__ __forceinline__ void give(int turn, const TurnPiece& piece) {
-    mbarrier_wait(read(turn), turn / kTurnSlots % 2 ^ 1);
-    *slot(turn) = {piece.batch, piece.head, piece.part << 16 | piece.parts, piece.first};
+  // By one lane: the split of a turn.
+  static __device__ __forceinline__ void give(int turn, const DynamicTile& piece) {
+    mbarrier_wait(read(turn), turn / kDynamicSlots % 2 ^ 1);
+    *slot(turn) = {piece.batch, piece.head, piece.split << 16 | piece.splits, piece.first};
     mbarrier_arrive(given(turn));
   }
   // By a warp. One that reads a turn twice, where its loads and its products are, says so the second time.
-  static __device__ __forceinline__ TurnPiece piece_of(int turn, bool says_so) {
-    mbarrier_wait(given(turn), turn / kTurnSlots % 2);
+  static __device__ __forceinline__ DynamicTile tile_at(int turn, bool says_so) {
+    mbarrier_wait(given(turn), turn / kDynamicSlots % 2);
     const int4 x = *slot(turn);
-    const int parts = uniform(x.z);
+    const int splits = uniform(x.z);
     mbarrier_arrive_if(read(turn), says_so && threadIdx.x % 32 == 0);
-    return {uniform(x.x), uniform(x.y), parts >> 16, parts & 0xffff, uniform(x.w)};
+    return {uniform(x.x), uniform(x.y), splits >> 16, splits & 0xffff, uniform(x.w)};
   }
 
-  // Asks for the number of a piece, by a warp whose first lane has the answer. The first one of a CTA is its
+  // Asks for the number of a split, by a warp whose first lane has the answer. The first one of a CTA is its
   // own, and each that has it asks until there are no more: so the count of all answers is known, and the last one
   // leaves a zero.
-  static __device__ __forceinline__ int ask(const DecodeParams& p, const TurnLines& lines) {
+  static __device__ __forceinline__ int ask(const DecodeParams& p, const DynamicTiles& lines) {
     return threadIdx.x % 32 == 0 ? int(gridDim.x) + take_number(p.tickets + 4 * gridDim.x, lines.pieces - 1) : 0;
   }
 
   // By a warp.
-  static __device__ __forceinline__ TurnPiece piece_of_number(const DecodeParams& p, const TurnLines& lines,
+  static __device__ __forceinline__ DynamicTile tile_of_number(const DecodeParams& p, const DynamicTiles& lines,
                                                               int number) {
     if (number >= lines.pieces) return {0, 0, 0, 0, 0};
     const int at = number / p.hk;
@@ -100,32 +100,33 @@ class Turns {
             (first - first_of(lines.first_cut)) * p.hk + head};
   }
 
-  // Of the lines that are too short for turns.
-  static __device__ __forceinline__ TurnPiece shorter_line(const DecodeParams& p, const TurnLines& lines, int line) {
+  // Of the q blocks that are too short for turns.
+  static __device__ __forceinline__ DynamicTile shorter_q_block(const DecodeParams& p, const DynamicTiles& lines,
+                                                                int line) {
     return {batch_of(lines.sequences + line / p.hk), line % p.hk, 0, 1, 0};
   }
 
-  // The table of ranks: the sequence of each, and how many pieces of a kv head those before it have.
+  // The table of ranks: the sequence of each, and how many splits of a kv head those before it have.
   static __device__ __forceinline__ void set_rank(int rank, int batch, int first) {
     table()[rank] = first << 8 | batch;
   }
   static __device__ __forceinline__ int batch_of(int rank) { return table()[rank] & 255; }
   static __device__ __forceinline__ int first_of(int rank) { return table()[rank] >> 8; }
-  static __device__ __forceinline__ int parts_of(const TurnLines& lines, int hk, int rank) {
+  static __device__ __forceinline__ int parts_of(const DynamicTiles& lines, int hk, int rank) {
     return (rank + 1 < lines.sequences ? first_of(rank + 1) : lines.pieces / hk) - first_of(rank);
   }
 
  private:
-  static_assert(kTurnSequences <= 256);  // a byte of an entry
+  static_assert(kDynamicSequences <= 256);  // a byte of an entry
 
   static __device__ __forceinline__ int* table() { return reinterpret_cast<int*>(raw + kLayout.ranks); }
   static __device__ __forceinline__ int4* slot(int turn) {
-    return reinterpret_cast<int4*>(raw + kLayout.turns) + turn % kTurnSlots;
+    return reinterpret_cast<int4*>(raw + kLayout.turns) + turn % kDynamicSlots;
   }
   static __device__ __forceinline__ u32 given(int turn) {
-    return u32(__cvta_generic_to_shared(raw)) + kLayout.turns + 16 * kTurnSlots + turn % kTurnSlots * 8;
+    return u32(__cvta_generic_to_shared(raw)) + kLayout.turns + 16 * kDynamicSlots + turn % kDynamicSlots * 8;
   }
-  static __device__ __forceinline__ u32 read(int turn) { return given(turn) + 8 * kTurnSlots; }
+  static __device__ __forceinline__ u32 read(int turn) { return given(turn) + 8 * kDynamicSlots; }
 };
 
 // The sum of what the lanes before this one have, and of all, by a warp.
@@ -143,24 +144,25 @@ __device__ __forceinline__ SumOfLanes sum_of_lanes(int x) {
   return {sum - x, __shfl_sync(0xffffffff, sum, 31)};
 }
 
-// Ranks the sequences, cuts their lines, and gives the first piece, by all threads of the block. Each sequence has one
-// block of rows at most (kWholeLines), and there are up to kTurnSequences. What is reckoned with lies where K will be.
-__device__ __forceinline__ void begin_turns(const DecodeParams& p, unsigned char* shared, TurnLines& lines) {
-  // In the order of lengths: units of a line and 1, none where there are no queries, then 255 less the sequence.
+// Ranks the sequences, cuts their q blocks, and gives the first split, by all threads of the block. Each sequence has
+// one block of rows at most (kRoundRobin), and there are up to kDynamicSequences. What is reckoned with lies where K
+// will be.
+__device__ __forceinline__ void begin_dynamic(const DecodeParams& p, unsigned char* shared, DynamicTiles& lines) {
+  // In the order of lengths: chunks of a q block and 1, none where there are no queries, then 255 less the sequence.
   u32* const keys = reinterpret_cast<u32*>(shared);
-  int2* const ranked = reinterpret_cast<int2*>(keys + kTurnSequences);  // {units, later pieces; sequence}
+  int2* const ranked = reinterpret_cast<int2*>(keys + kDynamicSequences);  // {chunks, later splits; sequence}
 #pragma unroll 1
-  for (int b = threadIdx.x; b < (p.batch + 3) / 4 * 4; b += kBlockThreads) {
+  for (int b = threadIdx.x; b < (p.batch + 3) / 4 * 4; b += kCtaThreads) {
     keys[b] = 0;
     if (b >= p.batch) continue;
     const Lengths n = sequence_of(p, b).n;
-    const int units = n.sq > 0 ? units_of(keys_of_block(p, n, 0), kShareUnitKeys).count + 1 : 0;
-    keys[b] = u32(units) << 8 | u32(255 - b);
+    const int chunks = n.sq > 0 ? chunks_of(keys_of_q_block(p, n, 0), kKeysPerChunk).count + 1 : 0;
+    keys[b] = u32(chunks) << 8 | u32(255 - b);
   }
-  if (threadIdx.x == kBlockThreads - 1) Turns::init();
+  if (threadIdx.x == kCtaThreads - 1) DynamicQueue::init();
   __syncthreads();
 #pragma unroll 1
-  for (int b = threadIdx.x; b < p.batch; b += kBlockThreads) {
+  for (int b = threadIdx.x; b < p.batch; b += kCtaThreads) {
     const u32 mine = keys[b];
     int rank = 0;
 #pragma unroll 4
@@ -175,48 +177,48 @@ __device__ __forceinline__ void begin_turns(const DecodeParams& p, unsigned char
     const int each = (p.batch + 31) / 32;
     const int first = threadIdx.x * each;
     const int last = min(first + each, p.batch);
-    int units = 0;
-    int kinds = 0;  // sequences that have lines by turns, and 2^16 times those with shorter ones
+    int chunks = 0;
+    int kinds = 0;  // sequences that have q blocks by the dynamic scheduler, and 2^16 times those with shorter ones
 #pragma unroll 1
     for (int rank = first; rank < last; ++rank) {
-      const int of_line = ranked[rank].x;
-      const bool has_turns = of_line >= kMinTurnUnits;
-      units += max_of(of_line + kEntryUnits, 0);
-      kinds += has_turns ? 1 : of_line >= 0 ? 1 << 16 : 0;
+      const int of_q_block = ranked[rank].x;
+      const bool is_dynamic = of_q_block >= kMinDynamicChunks;
+      chunks += max_of(of_q_block + kTileOverhead, 0);
+      kinds += is_dynamic ? 1 : of_q_block >= 0 ? 1 << 16 : 0;
     }
-    units = sum_of_lanes(units).all;
+    chunks = sum_of_lanes(chunks).all;
     kinds = sum_of_lanes(kinds).all;
     const int sequences = kinds & 0xffff;
-    const int max_units = turn_units(p.hk * units, gridDim.x, 2 * kMinTurnUnits);
-    // Where no line is too long, all may be about as long as each other.
+    const int max_chunks = dynamic_max_chunks(p.hk * chunks, gridDim.x, 2 * kMinDynamicChunks);
+    // Where no q block is too long, all may be about as long as each other.
     const int longest = uniform(threadIdx.x == 0 ? ranked[0].x : 0);
-    const bool cuts_longest = turn_pieces(longest, max_units) > 1;
-    const int cut_last = cuts_longest ? 0 : last_round(sequences, p.hk, gridDim.x);
-    int pieces = 0;  // of a kv head, and 2^20 times sequences whose lines are put together at the end
+    const bool cuts_longest = dynamic_splits(longest, max_chunks) > 1;
+    const int cut_last = cuts_longest ? 0 : last_round_sequences(sequences, p.hk, gridDim.x);
+    int pieces = 0;  // of a kv head, and 2^20 times sequences whose q blocks are combined at the end
 #pragma unroll 1
     for (int rank = first; rank < last; ++rank) {
       int count = 0;
       if (rank < sequences - cut_last)
-        count = turn_pieces(ranked[rank].x, max_units);
+        count = dynamic_splits(ranked[rank].x, max_chunks);
       else if (rank < sequences)
-        count = last_pieces(ranked[rank].x, max_units, 2 * kMinTurnUnits, cut_last * p.hk, gridDim.x);
+        count = last_round_splits(ranked[rank].x, max_chunks, 2 * kMinDynamicChunks, cut_last * p.hk, gridDim.x);
       ranked[rank].x = count;
-      pieces += count > kFewParts ? count + (1 << 20) : count;
+      pieces += count > kFewSplits ? count + (1 << 20) : count;
     }
     const SumOfLanes numbers = sum_of_lanes(pieces);
     int number = numbers.before & 0xfffff;
 #pragma unroll 1
     for (int rank = first; rank < last; ++rank) {
-      Turns::set_rank(rank, ranked[rank].y, number);
+      DynamicQueue::set_rank(rank, ranked[rank].y, number);
       number += ranked[rank].x;
     }
-    const TurnLines here = {sequences, p.hk * (numbers.all & 0xfffff), cut_last > 0 ? sequences - cut_last : 0,
+    const DynamicTiles here = {sequences, p.hk * (numbers.all & 0xfffff), cut_last > 0 ? sequences - cut_last : 0,
                             numbers.all >> 20, kinds >> 16};
     if (threadIdx.x == 0) lines = here;
     __syncwarp();
-    const TurnPiece piece = Turns::piece_of_number(p, here, blockIdx.x);
-    if (threadIdx.x == 0) Turns::give(0, piece);
+    const DynamicTile piece = DynamicQueue::tile_of_number(p, here, blockIdx.x);
+    if (threadIdx.x == 0) DynamicQueue::give(0, piece);
   }
-  if (kWide) fence_async_proxy();  // before TMA brings K
+  if (kWarpgroupPath) fence_async_proxy();  // before TMA brings K
   __syncthreads();
 }

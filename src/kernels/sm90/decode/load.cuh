@@ -1,4 +1,4 @@
-// K and V on their way into the buffers of a team.
+// K and V on their way into the buffers of a warp group.
 #pragma once
 #include "sm90/decode/query.cuh"
 
@@ -6,7 +6,7 @@ enum : int {
   kHeadPanels = (kHeadDim + 63) / 64,
   kValuePanels = (kValueDim + 63) / 64,
   kPanelBytes = kBlockKeys * 128,
-  // How often a buffer of a wide team is filled: by one lane for all that TMA brings, or by each lane that copies.
+  // How often a buffer of a warpgroup path is filled: by one lane for all that TMA brings, or by each lane that copies.
   kFills = kBoxKeys > 0 ? 1 : 32 * kTileWarps,
   // Rows that a lane copies of, every fourth one: eight lanes copy 128 bytes of a row.
   kLoadRows = kBlockKeys / (4 * kTileWarps),
@@ -14,14 +14,15 @@ enum : int {
   kRunRows = kPage == 0 ? int(kLoadRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kLoadRows, 4) : 1,
 };
 
-// Of a wide team, from its first byte on.
+// Of a warpgroup path, from its first byte on.
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
 // Bytes of the 16 from column `column` on that a row of `dim` columns has.
 __device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
 
-// The loads of a warp whose lanes copy, which run ahead of the products over all items: a tile of its team at a time.
+// The loads of a warp whose lanes copy, which run ahead of the products over all work tiles: a tile of its warp group
+// at a time.
 class LaneLoader {
  public:
   // The warp is one of kTileWarps.
@@ -77,7 +78,7 @@ class LaneLoader {
 
   // Where the lane's i-th row lies in K or V.
   __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
-    const DecodeItem& item = tiles_.item();
+    const WorkTile& item = tiles_.item();
     const DecodeSequence& s = item.sequence;
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
@@ -121,15 +122,15 @@ class LaneLoader {
   int ids_[kLoadRows / kRunRows];
 };
 
-// All loads of a wide team by warps whose lanes copy, and do nothing else; of team 0, Q, too.
+// All loads of a warpgroup path by warps whose lanes copy, and do nothing else; of warp group 0, Q, too.
 __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader load, u32 buffers) {
   KBuffers keys(buffers, 1);
   VBuffers values(buffers, 1);
   QueryLoader query(load.tiles());
 #pragma unroll 1
   for (; load.more(); load.next()) {
-    if (load.tiles().begins_item() && load.tiles().team() == 0)
-      query.begin_item(p, load.tiles(), threadIdx.x % (32 * kTileWarps));
+    if (load.tiles().begins_tile() && load.tiles().warp_group() == 0)
+      query.begin_tile(p, load.tiles(), threadIdx.x % (32 * kTileWarps));
     const bool whole = load.whole();
     keys.wait_empty();
     if (whole)
@@ -148,13 +149,13 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader 
   }
 }
 
-// The ids of the pages of an item as a warp reads them, far ahead: what it asks for lies after all that TMA has been
-// asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the next
-// 32.
+// The ids of the pages of a work tile as a warp reads them, far ahead: what it asks for lies after all that TMA has
+// been asked for, and comes after 10 000 cycles and more. Each lane has one of 32 that follow each other, and of the
+// next 32.
 class PageIds {
  public:
-  // Of the line that `tiles` is at, whose pages from `page` on the item needs.
-  __device__ __forceinline__ void begin(const DecodeParams& p, const DecodeItem& item, int page) {
+  // Of the q block that `tiles` is at, whose pages from `page` on the work tile needs.
+  __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& item, int page) {
     const DecodeSequence& s = item.sequence;
     ids_ = page_ids(p, item);
     count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
@@ -187,7 +188,7 @@ class PageIds {
   int first_, here_, next_;
 };
 
-// The loads of K or of V of a wide team by TMA, which one warp asks for: a lane for each box of kBoxKeys rows of a
+// The loads of K or of V of a warpgroup path by TMA, which one warp asks for: a lane for each box of kBoxKeys rows of a
 // panel. The panels of the same rows follow each other, while the memory has these open.
 template <int panels>
 class BoxLoader {
@@ -199,7 +200,7 @@ class BoxLoader {
   __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
   __device__ __forceinline__ void next() {
     tiles_.next();
-    if (tiles_.more()) fetch_id(tiles_.begins_item());
+    if (tiles_.more()) fetch_id(tiles_.begins_tile());
   }
 
   __device__ __forceinline__ void copy(const TensorMapBlob& map, u32 to, u32 barrier) const {
@@ -247,7 +248,7 @@ __device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoa
   }
 }
 
-// And of team 0, Q, where no warps are left for it.
+// And of warp group 0, Q, where no warps are left for it.
 __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kValuePanels> load, u32 buffers) {
   VBuffers values(buffers, 1);
   QueryLoader query(load.tiles());
@@ -255,8 +256,8 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
   u32 tail_parity = 0;
 #pragma unroll 1
   for (; load.tiles().more(); load.next()) {
-    if (kTileWarps == 2 && load.tiles().begins_item() && load.tiles().team() == 0)
-      query.begin_item(p, load.tiles(), threadIdx.x % 32);
+    if (kTileWarps == 2 && load.tiles().begins_tile() && load.tiles().warp_group() == 0)
+      query.begin_tile(p, load.tiles(), threadIdx.x % 32);
     values.wait_empty();
     // Rows of V after the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
     const int valid = load.tiles().item().sequence.n.sk - load.tiles().tile() * kBlockKeys;
@@ -277,7 +278,7 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
   }
 }
 
-// The tiles of a team, one after the other, as its warps see them: K and V of each where and when they are there.
+// The tiles of a warp group, one after the other, as its warps see them: K and V of each where and when they are there.
 template <bool wide>
 class Tiles;
 
@@ -287,11 +288,11 @@ class Tiles<false> {
  public:
   __device__ __forceinline__ Tiles(LaneLoader load, u32 buffers) : load_(load), buffers_(buffers) {
     // Where all wait for the first tile, the second one finds its instructions in the cache.
-#pragma unroll kPieces == kFillingPieces ? 1 : kAhead
+#pragma unroll kSplitting == kSplitToFill ? 1 : kAhead
     for (int tile = 0; tile < kAhead; ++tile) start();
   }
 
-  // `sync` is a barrier of the team.
+  // `sync` is a barrier of the warp group.
   template <class Sync>
   __device__ __forceinline__ u32 keys(Sync sync) {
     async_copy_wait<kAhead - 1>();
@@ -306,7 +307,7 @@ class Tiles<false> {
 
  private:
   enum : int { kStages = kKStages, kAhead = kStages - 1 };
-  static_assert(kWide || kKStages == kVStages);
+  static_assert(kWarpgroupPath || kKStages == kVStages);
 
   // The loads of the next tile, of which there may be none, are one group.
   __device__ __forceinline__ void start() {
@@ -331,7 +332,7 @@ class Tiles<false> {
   int stage_ = 0, free_ = 0;
 };
 
-// A wide team's: other warps load them.
+// A warpgroup path's: other warps load them.
 template <>
 class Tiles<true> {
  public:

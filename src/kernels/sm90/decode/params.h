@@ -4,17 +4,17 @@
 //   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256)
-//   kTeamWarps      warps of a team, 16 rows each: Br = 16 * kTeamWarps
-//   kTeams          teams of a CTA, each with keys of its own
-//   kBlockKeys      Bc, the keys that a team takes at a time
-//   kKStages, kVStages  buffers of a team, of kBlockKeys rows of K, of V each
-//   kBoxKeys        keys of a page that TMA brings at once to a wide team; 0: lanes copy rows
+//   kWarpsPerGroup      warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup
+//   kWarpGroups          warp groups of a CTA, each with keys of its own
+//   kBlockKeys      Bc, the keys that a warp group takes at a time
+//   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
+//   kBoxKeys        keys of a page that TMA brings at once to a warpgroup path; 0: lanes copy rows
 //   kResidents      CTAs of an SM
-//   kLineRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
-//   kWholeLines     1: CTAs take whole lines where lengths make that as even as shares
-//   kTurns          1: by turns, and shorter lines so with longer ones that are shared out
-//   kPieces         how lines are cut, where shares alone do not say it (host_device/stream_k.h)
-//   kLaneSequences  1 or 2: sequences of each lane that looks for pieces, kFillingPieces
+//   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kRoundRobin     1: CTAs take whole q blocks where lengths make that as even as slices
+//   kDynamic          1: by the dynamic scheduler, and shorter q blocks so with longer ones that are shared out
+//   kSplitting         how q blocks are cut, where slices alone do not say it (host_device/stream_k.h)
+//   kLaneSequences  1 or 2: sequences of each lane that looks for splits, kSplitToFill
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
@@ -30,8 +30,8 @@
 //   kTree           1: tree_mask says which of the last sq keys a query sees
 //   kFewQueries     queries of the longest sequence that it computes, where sm90/forward/forward.cu has the longer ones; 0: all
 //   kAppends        1: it appends new rows of K and V, and attends them, too
-//   kTurnsQ         1: it turns q with the new keys
-//   kUnreadRows     1: there may be new rows that no item reads
+//   kRotatesQ         1: it turns q with the new keys
+//   kUnreadRows     1: there may be new rows that no work tile reads
 #pragma once
 #include "common/append_params.h"
 #include "host_device/attention_params.h"
@@ -54,16 +54,16 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  // [2 * CTAs][kLineRows][partial_row_floats(kValueDim)]; kOwnPieces: [b][hk][max_pieces][piece_floats],
-  // kPackedK: [hk][total_k / kPackedPieceKeys][piece_floats]; kFillingPieces: [CTAs][piece_floats], of which
-  // in wide teams piece_columns() of sm90/decode/output.cuh says what is where.
+  // [2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; kInvariantSplits: [b][hk][max_splits][split_floats],
+  // kPackedK: [hk][total_k / kPackedSplitKeys][split_floats]; kSplitToFill: [CTAs][split_floats], of which
+  // in warpgroups split_columns() of sm90/decode/output.cuh says what is where.
   float* partial;
   int* tickets;    // [4 * CTAs + 1], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
-  int max_pieces, piece_floats;  // kPieces
-  fulgur::kernels::Divisor to_fill, to_fit, heads;  // kFillingPieces: CTAs, and these less the lines; hk
+  int max_splits, split_floats;  // kSplitting
+  fulgur::kernels::Divisor to_fill, to_fit, heads;  // kSplitToFill: CTAs, and these less the q blocks; hk
 };
 
 // kAppends: q is where queries go that were turned, and seqused_k is not looked at.

@@ -1,12 +1,12 @@
-// The two products of a tile: a warp's by mma.sync where a team has few rows, a warpgroup's by wgmma where it has 64.
-// Both leave the same fragments (sm90/common/fragment.cuh).
+// The two products of a tile: a warp's by mma.sync where a warp group has few rows, a warpgroup's by wgmma where it has
+// 64. Both leave the same fragments (sm90/common/fragment.cuh).
 #pragma once
 #include "sm90/ptx/descriptor.cuh"
 #include "device/mma_sync.cuh"
 #include "sm90/decode/load.cuh"
 
 enum : int {
-  kProductRows = kWide ? 64 : kWarpRows,
+  kProductRows = kWarpgroupPath ? 64 : kWarpRows,
   kQPanelBytes = kBlockRows * 128,
 };
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
     }
 }
 
-// The products of a warp or a warpgroup over the tiles of an item.
+// The products of a warp or a warpgroup over the tiles of a work tile.
 template <bool wide>
 class Products;
 
@@ -77,8 +77,8 @@ class Products<false> {
  public:
   __device__ __forceinline__ Products(const Tiles<false>& tiles, int) : tiles_(tiles) {}
 
-  // S of the next tile, which is the item's `first`. Warps without rows wait with the others. `sync` is a barrier of
-  // the team.
+  // S of the next tile, which is the work tile's `first`. Warps without rows wait with the others. `sync` is a barrier
+  // of the warp group.
   template <class Sync>
   __device__ __forceinline__ void scores(bool has_rows, bool, float (&S)[kBlockKeys / 2], float (&)[kValueDim / 2],
                                          u32 (&)[kBlockKeys / 4], u32 q, Sync sync) {
@@ -99,12 +99,13 @@ class Products<false> {
   Tiles<false> tiles_;
 };
 
-// A warpgroup's: O += P V of a tile goes with S = Q K^T of the next one. The two warpgroups of a team take turns, so
-// that one multiplies while the other one is at its softmax.
+// A warpgroup's: O += P V of a tile goes with S = Q K^T of the next one. The two warpgroups of a warp group take turns,
+// so that one multiplies while the other one is at its softmax.
 template <>
 class Products<true> {
  public:
-  __device__ __forceinline__ Products(const Tiles<true>& tiles, int team_warp) : tiles_(tiles), group_(team_warp / 4) {
+  __device__ __forceinline__ Products(const Tiles<true>& tiles, int warp_of_group)
+      : tiles_(tiles), group_(warp_of_group / 4) {
     if (group_ == 1) pass();
   }
 
@@ -113,13 +114,13 @@ class Products<true> {
                                          u32 (&P)[kBlockKeys / 4], u32 q, Sync) {
     const u32 k = tiles_.keys();
     const u32 v = first ? 0 : tiles_.values();
-    if (kTurns) named_barrier_sync(kTurn + group_, 256);
+    if (kAlternates) named_barrier_sync(kAlternate + group_, 256);
     register_fence(O);
     register_fence(P);
     wgmma_fence();
     issue_scores(S, q, k);
     if (!first) issue_values(O, P, v);
-    if (kTurns) pass();
+    if (kAlternates) pass();
     wgmma_wait<0>();
     register_fence(S);
     register_fence(O);
@@ -140,8 +141,8 @@ class Products<true> {
   }
 
  private:
-  enum : int { kTurns = kTeamWarps == 8 };
-  __device__ __forceinline__ void pass() const { named_barrier_arrive(kTurn + 1 - group_, 256); }
+  enum : int { kAlternates = kWarpsPerGroup == 8 };
+  __device__ __forceinline__ void pass() const { named_barrier_arrive(kAlternate + 1 - group_, 256); }
 
   Tiles<true> tiles_;
   int group_;

@@ -1,4 +1,4 @@
-// What all files of the decode kernel know: its sizes, its barriers, and the lines of sequences, by lengths on the
+// What all files of the decode kernel know: its sizes, its barriers, and the q blocks of sequences, by lengths on the
 // device.
 #pragma once
 #include "kernel_config.h"
@@ -11,22 +11,23 @@
 #include "sm90/decode/layout.h"
 #include "sm90/decode/params.h"
 
-constexpr DecodeTile kTile = {kHeadDim, kValueDim, kTeamWarps, kTeams, kLineRows, kBlockKeys, kKStages, kVStages};
+constexpr DecodeTile kTile = {kHeadDim,  kValueDim,  kWarpsPerGroup, kWarpGroups,
+                              kTileRows, kBlockKeys, kKStages,       kVStages};
 
 enum : int {
-  kWarps = kTeams * kTeamWarps,  // of the teams
-  kThreads = 32 * kWarps,
-  kBlockWarps = decode_warps(kTile),
-  kBlockThreads = 32 * kBlockWarps,
-  kBlockRows = kWarpRows * kTeamWarps,
-  kTeamThreads = 32 * kTeamWarps,
-  kWide = is_wide(kTile),
-  // sm90/decode/combine.cu puts the parts of lines together, in place of the last CTA at each.
-  kMergesLater = kPieces == kOwnPieces || (kPieces == kFillingPieces && kWide),
+  kComputeWarps = kWarpGroups * kWarpsPerGroup,  // of the warp groups
+  kComputeThreads = 32 * kComputeWarps,
+  kCtaWarps = decode_warps(kTile),
+  kCtaThreads = 32 * kCtaWarps,
+  kBlockRows = kWarpRows * kWarpsPerGroup,
+  kWarpGroupThreads = 32 * kWarpsPerGroup,
+  kWarpgroupPath = is_warpgroup_path(kTile),
+  // sm90/decode/combine.cu puts the splits of q blocks together, in place of the last CTA at each.
+  kCombinesLater = kSplitting == kInvariantSplits || (kSplitting == kSplitToFill && kWarpgroupPath),
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
-  kMovesRegisters = kWide && kBlockWarps == 12,
+  kMovesRegisters = kWarpgroupPath && kCtaWarps == 12,
   kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
-  kTeamRegisters = (504 - kLoadRegisters) / 2,
+  kComputeRegisters = (504 - kLoadRegisters) / 2,
 };
 
 // What the kernels of a plan are given.
@@ -44,25 +45,26 @@ __device__ __forceinline__ const AppendParams& append_of(const DecodeParams& p) 
   return static_cast<const DecodeAppendParams&>(p).append;
 }
 
-// Barriers by number: those of each team, then where the two warpgroups of a team take turns, where all teams meet that
-// are not the CTA, and where the warps that load wait until the teams have asked for their first Q.
-enum : int { kOfTeam = 1, kTurn = 8, kOfTeams = 10, kFirstQuery = 11 };
+// Barriers by number: those of each warp group, then where the two warpgroups of a warp group take turns, where all
+// warp groups meet that are not the CTA, and where the warps that load wait until the warp groups have asked for their
+// first Q.
+enum : int { kWarpGroupBarrier = 1, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
-// A barrier of a team. Of numbers that are no constants the compiler assumes all 16.
-__device__ __forceinline__ void sync_team(int team) {
-  if (kTeamWarps == 1) {
+// A barrier of a warp group. Of numbers that are no constants the compiler assumes all 16.
+__device__ __forceinline__ void sync_warp_group(int warp_group) {
+  if (kWarpsPerGroup == 1) {
     __syncwarp();
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kTeams; ++i)
-    if (team == i) named_barrier_sync(kOfTeam + i, kTeamThreads);
+  for (int i = 0; i < kWarpGroups; ++i)
+    if (warp_group == i) named_barrier_sync(kWarpGroupBarrier + i, kWarpGroupThreads);
 }
 
-// A barrier of all teams.
-__device__ __forceinline__ void sync_teams() {
-  if (kWide)
-    named_barrier_sync(kOfTeams, kThreads);
+// A barrier of all warp groups.
+__device__ __forceinline__ void sync_compute_warps() {
+  if (kWarpgroupPath)
+    named_barrier_sync(kComputeBarrier, kComputeThreads);
   else
     __syncthreads();
 }
@@ -71,8 +73,8 @@ constexpr DecodeLayout kLayout = decode_layout(kTile);
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// Of a share.
-constexpr int kShareUnitKeys = unit_keys(kBlockKeys);
+// Of a slice.
+constexpr int kKeysPerChunk = chunk_keys(kBlockKeys);
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {
   Lengths n;
@@ -110,7 +112,7 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
 }
 
 // Rows of a kv head, (query, head of its group), go into blocks.
-__device__ __forceinline__ int row_blocks_of(const Lengths& n) {
+__device__ __forceinline__ int q_blocks_of(const Lengths& n) {
   return (n.sq * kGroup + kBlockRows - 1) / kBlockRows;
 }
 
@@ -121,6 +123,6 @@ __device__ __forceinline__ KeyRange keys_of_rows(const DecodeParams& p, const Le
 }
 
 // The keys that a block of rows sees.
-__device__ __forceinline__ KeyRange keys_of_block(const DecodeParams& p, const Lengths& n, int block) {
+__device__ __forceinline__ KeyRange keys_of_q_block(const DecodeParams& p, const Lengths& n, int block) {
   return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }

@@ -1,5 +1,5 @@
-// Q of the items on its way into shared memory: of narrow teams through registers, before its place is free; of wide
-// ones by warps that load, while they compute.
+// Q of the work tiles on its way into shared memory: of warp-path groups through registers, before its place is free;
+// of wide ones by warps that load, while they compute.
 #pragma once
 #include "device/cp_async.cuh"
 #include "sm90/common/ring.cuh"
@@ -8,13 +8,13 @@
 #include "sm90/decode/work_tiles.cuh"
 
 enum : int {
-  kTileWarps = kWide ? kLoadWarps / kTeams : kTeamWarps,  // that load a tile
+  kTileWarps = kWarpgroupPath ? kLoadWarps / kWarpGroups : kWarpsPerGroup,  // that load a tile
   kQueryChunks = kHeadDim / 8,
-  // Of a wide team 0, that load Q, too: those that have nothing else to do, where there are some.
+  // Of warp group 0 of the warpgroup path, that load Q, too: those that have nothing else to do, where there are some.
   kQueryWarps = kBoxKeys == 0 ? int(kTileWarps) : kTileWarps == 4 ? 2 : 1,
 };
 
-// Of a wide team's CTA.
+// Of a warpgroup path's CTA.
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
 
 // Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
@@ -41,37 +41,37 @@ struct QueryChunk {
   }
 };
 
-__device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const DecodeItem& item, int at) {
-  const ItemRows rows = rows_of_item(p, item);
+__device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const WorkTile& item, int at) {
+  const TileRows rows = rows_of_tile(p, item);
   const int row = at / kQueryChunks;
   const int column = at % kQueryChunks * 8;
   const int count = row < rows.count ? p.d - column : 0;
-  return {count > 0 ? item_row(p, p.q, item, rows.first + row) + column : p.q.data, count};
+  return {count > 0 ? row_of_tile(p, p.q, item, rows.first + row) + column : p.q.data, count};
 }
 
-// Q of an item, zeros where there is none, copied by `threads` threads, of which this is number `thread`.
+// Q of a work tile, zeros where there is none, copied by `threads` threads, of which this is number `thread`.
 template <int threads>
-__device__ __forceinline__ void copy_query(const DecodeParams& p, const DecodeItem& item, int thread) {
-#pragma unroll kWide ? 4 : 1  // narrow teams have no registers for more
+__device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile& item, int thread) {
+#pragma unroll kWarpgroupPath ? 4 : 1  // warp-path groups have no registers for more
   for (int at = thread; at < kBlockRows * kQueryChunks; at += threads) {
     const QueryChunk chunk = query_chunk(p, item, at);
-    if (kQWhole && kWide)
+    if (kQWhole && kWarpgroupPath)
       async_copy16(u32(__cvta_generic_to_shared(raw + query_place(at))), chunk.from, chunk.count > 0 ? 16 : 0);
     else
       *reinterpret_cast<uint4*>(raw + query_place(at)) = chunk.load();
   }
 }
 
-// The loads of Q of wide teams, but for the first one, by kQueryWarps warps.
+// The loads of Q of warpgroups, but for the first one, by kQueryWarps warps.
 class QueryLoader {
  public:
-  // The teams brought the first item's, unless they skip it.
+  // The warp groups brought the first work tile's, unless they skip it.
   __device__ __forceinline__ QueryLoader(const TileWalk& tiles)
-      : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.first_item()) {}
+      : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.first_tile()) {}
 
-  // Brings Q of the item that `tiles` begins.
-  __device__ __forceinline__ void begin_item(const DecodeParams& p, const TileWalk& tiles, int thread) {
-    if (tiles.first_item()) return;
+  // Brings Q of the work tile that `tiles` begins.
+  __device__ __forceinline__ void begin_tile(const DecodeParams& p, const TileWalk& tiles, int thread) {
+    if (tiles.first_tile()) return;
     buffer_.wait_empty();
     copy_query<32 * kQueryWarps>(p, tiles.item(), thread);
     if (kQWhole)
@@ -85,14 +85,14 @@ class QueryLoader {
   QueryBuffer buffer_;
 };
 
-// Q of all items by warps of their own.
+// Q of all work tiles by warps of their own.
 __device__ __forceinline__ void load_queries(const DecodeParams& p, TileWalk tiles, int thread) {
   QueryLoader query(tiles);
 #pragma unroll 1
-  for (; tiles.more(); tiles.next_item()) query.begin_item(p, tiles, thread);
+  for (; tiles.more(); tiles.next_work_tile()) query.begin_tile(p, tiles, thread);
 }
 
-// Q of the items that have keys, one after the other, as the teams see it.
+// Q of the work tiles that have keys, one after the other, as the warp groups see it.
 template <bool wide>
 class Queries;
 
@@ -101,32 +101,32 @@ class Queries;
 template <>
 class Queries<false> {
  public:
-  __device__ __forceinline__ Queries(const DecodeParams& p, const DecodeItem& item, bool more) {
+  __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& item, bool more) {
     if (kEarly && more) fetch(p, item);
   }
-  __device__ __forceinline__ void begin_item(const DecodeParams& p, const DecodeItem& item) {
-    if (!kEarly) copy_query<kThreads>(p, item, threadIdx.x);
+  __device__ __forceinline__ void begin_tile(const DecodeParams& p, const WorkTile& item) {
+    if (!kEarly) copy_query<kComputeThreads>(p, item, threadIdx.x);
 #pragma unroll
     for (int i = 0; kEarly && i < kOfThread; ++i)
       if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
-    sync_teams();
+    sync_compute_warps();
   }
-  // The teams have read it.
+  // The warp groups have read it.
   __device__ __forceinline__ void release() {}
-  // The item's results are on their way.
-  __device__ __forceinline__ void end_item(const DecodeParams& p, const DecodeItem& next, bool more) {
+  // The work tile's results are on their way.
+  __device__ __forceinline__ void end_tile(const DecodeParams& p, const WorkTile& next, bool more) {
     if (kEarly && more) fetch(p, next);
   }
 
  private:
   enum : int {
-    kOfThread = (kBlockRows * kQueryChunks + kThreads - 1) / kThreads,
+    kOfThread = (kBlockRows * kQueryChunks + kComputeThreads - 1) / kComputeThreads,
     kEarly = kQWhole && !(kHeadDim > 240 && kScoreMode && kHasLeft),
   };
 
-  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kThreads; }
+  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kComputeThreads; }
 
-  __device__ __forceinline__ void fetch(const DecodeParams& p, const DecodeItem& item) {
+  __device__ __forceinline__ void fetch(const DecodeParams& p, const WorkTile& item) {
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i)
       if (at(i) < kBlockRows * kQueryChunks) chunks_[i] = query_chunk(p, item, at(i)).load();
@@ -139,16 +139,16 @@ class Queries<false> {
 template <>
 class Queries<true> {
  public:
-  __device__ __forceinline__ Queries(const DecodeParams& p, const DecodeItem& item, bool more)
+  __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& item, bool more)
       : buffer_(u32(__cvta_generic_to_shared(raw)), 0), is_there_(more && item.has_keys()) {
-    if (is_there_) copy_query<kThreads>(p, item, threadIdx.x);
+    if (is_there_) copy_query<kComputeThreads>(p, item, threadIdx.x);
     async_copy_commit();
     // It is asked for before K and V, after which it would come late.
-    named_barrier_arrive(kFirstQuery, kBlockThreads);
+    named_barrier_arrive(kFirstQuery, kCtaThreads);
     async_copy_wait<0>();
-    sync_teams();
+    sync_compute_warps();
   }
-  __device__ __forceinline__ void begin_item(const DecodeParams&, const DecodeItem&) {
+  __device__ __forceinline__ void begin_tile(const DecodeParams&, const WorkTile&) {
     if (!is_there_) {
       buffer_.wait_full();
       buffer_.advance();
@@ -157,7 +157,7 @@ class Queries<true> {
     fence_async_proxy();
   }
   __device__ __forceinline__ void release() const { mbarrier_arrive_if(buffer_.empty(), threadIdx.x % 32 == 0); }
-  __device__ __forceinline__ void end_item(const DecodeParams&, const DecodeItem&, bool) {}
+  __device__ __forceinline__ void end_tile(const DecodeParams&, const WorkTile&, bool) {}
 
  private:
   QueryBuffer buffer_;
