@@ -282,6 +282,7 @@ NB_MODULE(_fulgur, m) {
 
   nb::class_<fulgur::Plan>(m, "Plan")
       .def("explain", &fulgur::Plan::explain)
+      .def("details", [](const fulgur::Plan& plan) { return plan.details().json(); })
       .def("workspace",
            [](const fulgur::Plan& plan) {
              const auto [bytes, alignment, zeroed_bytes] = plan.workspace();

@@ -14,7 +14,7 @@ PUBLIC = re.compile(
     r"(fulgur_\w+"
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
-    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan"
+    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|Details"
     r"|forward|backward|plan|append|merge|engines|size_of|name_of)\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -17,6 +17,7 @@ struct ExplainRequest {
   bool backward = false;
   int64_t page = 0;
   std::string svg;
+  bool json = false;
   OptionFlags flags;
 };
 
@@ -62,8 +63,11 @@ void explain(const ExplainRequest& r) {
     files.add(r.svg, pieces);
     files.commit();
   }
-  const std::string text = plan.explain();
-  fmt::print("{}{}", text, text.ends_with('\n') ? "" : "\n");
+  if (r.json) {
+    fmt::print("{}\n", plan.details().json());
+  } else {
+    fmt::print("{}", plan.explain());
+  }
 }
 
 }  // namespace
@@ -82,6 +86,7 @@ void add_explain(CLI::App& app) {
                      1)
       ->excludes(backward);
   r->flags.add_to(*command);
+  command->add_flag("--json", r->json, "The plan as data, a JSON object");
   command->add_option("--svg", r->svg, "Draw the tiles (empty, partial, full) into this file")
       ->type_name("F.svg");
   command->footer(
@@ -91,7 +96,8 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --page 16\n"
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
       "  fulgur explain --sq 16384 --causal --chunk 4096 --svg tiles.svg\n"
-      "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda");
+      "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda\n"
+      "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json");
   command->callback([r] { explain(*r); });
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "fulgur/details.h"
 #include "fulgur/export.h"
 #include "fulgur/mask.h"
 #include "fulgur/tensor.h"
@@ -192,6 +193,13 @@ class FULGUR_API Plan {
   /// on the CPU also how long a call of the lengths planned for is expected to take and what binds
   /// it, by peaks of the machine that are measured in some 10 to 40 ms when first asked for.
   std::string explain() const;
+  /// The same as data. Of every plan: `engine`; `call`, which has its pass, dtype, device, sizes
+  /// and options; `bytes` and, where the host knows the lengths, `flops`; `workspace_bytes`;
+  /// `rejected`, a text for each alternative, its name first. The kernel's part is `kernel`, its
+  /// tile `Br` and `Bc`, and what it decides besides; where prefixes are read once there are two of
+  /// them, `prefix` and `rest`. `estimate_us` (microseconds) and what limits it (`bound`: "memory"
+  /// or "products") where they are known, as explain() says.
+  Details details() const;
   /// "cpu", "cuda" or "reference".
   std::string engine() const;
   /// Floating-point operations of the matrix products over the visible scores: 4 (forward) or 10

@@ -160,6 +160,10 @@ FULGUR_API fulgur_status fulgur_plan_workspace(const fulgur_plan* plan,
 FULGUR_API fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
                                              size_t* length);
 
+/// The plan as data: a JSON object (fulgur::Plan::details).
+FULGUR_API fulgur_status fulgur_plan_details(const fulgur_plan* plan, char* text, size_t size,
+                                             size_t* length);
+
 /// The engines, a line each: name, tab, description, and where it cannot be used another tab and
 /// why.
 FULGUR_API fulgur_status fulgur_engines(char* text, size_t size, size_t* length);

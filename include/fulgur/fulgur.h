@@ -3,6 +3,7 @@
 /// Exact attention: include this for the whole C++ API.
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
+#include "fulgur/details.h"
 #include "fulgur/error.h"
 #include "fulgur/mask.h"
 #include "fulgur/merge.h"

@@ -19,6 +19,7 @@ A wrong argument is a ``ValueError``, a wrong kind of argument a ``TypeError``; 
 argument, what it got and what it wants. Where an engine fails it is a ``fulgur.Error``.
 """
 
+import json
 import os
 from types import GenericAlias
 from typing import NamedTuple
@@ -344,6 +345,17 @@ class _AnyPlan:
         """The plan in words: engine, tiles, splits, bytes, flops, what was rejected and why; on the
         CPU also how long a call is expected to take, by peaks measured when first asked for."""
         return self._plan.explain()
+
+    def details(self):
+        """The plan as a dict: what :meth:`explain` says, as data.
+
+        Of every plan: ``engine``; ``call`` (pass, dtype, device, sizes, options); ``bytes`` and,
+        where the host knows the lengths, ``flops``; ``workspace_bytes``; ``rejected``, a list of
+        texts. The kernel's part is ``kernel``, its tile ``Br`` and ``Bc``, and what it decides
+        besides; where prefixes are read once there are two of them, ``prefix`` and ``rest``.
+        ``estimate_us`` (microseconds) and what limits it, ``bound``, where they are known.
+        """
+        return json.loads(self._plan.details())
 
     def workspace(self):
         """What a run needs besides its arrays, a :class:`WorkspaceNeed`."""

@@ -297,6 +297,11 @@ fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t si
   return guarded([&] { give_text(required(plan).explain(), text, size, length); });
 }
 
+fulgur_status fulgur_plan_details(const fulgur_plan* plan, char* text, size_t size,
+                                  size_t* length) {
+  return guarded([&] { give_text(required(plan).details().json(), text, size, length); });
+}
+
 fulgur_status fulgur_engines(char* text, size_t size, size_t* length) {
   return guarded([&] {
     std::string lines;

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/parallel.h"
+#include "base/sinks.h"
 #include "call/dropout.h"
 #include "call/mask.h"
 #include "call/padding.h"
-#include "base/sinks.h"
 #include "cpu/estimate.h"
 #include "cpu/kernels/dispatch.h"
 #include "cpu/plan.h"
@@ -250,14 +250,16 @@ class CpuExecutable final : public Executable {
   }
 
   Explanation explain() const override {
-    return {describe(plan_, k_, p_), rejected_, plan_.Br, plan_.Bc};
+    Explanation e = describe(plan_, k_, p_);
+    e.rejected = rejected_;
+    return e;
   }
 
-  std::string expects(const std::vector<Sequence>& lengths) const override {
+  Estimate estimate(const std::vector<Sequence>& lengths) const override {
     const Cost cost = cost_of(plan_, k_, p_, lengths);
     if (cost.tasks == 0) return {};
     const double busy = std::min<double>(plan_.threads, std::ceil(cost.tasks));
-    return expectation(cost, peaks_of(static_cast<int>(busy)));
+    return cpu::estimate(cost, peaks_of(static_cast<int>(busy)));
   }
 
   WorkspaceNeed workspace() const override {

@@ -106,7 +106,7 @@ Peaks peaks_of(int threads) {
   return known[threads] = {threads, fma, read_rate(threads, kBrief)};
 }
 
-std::string expectation(const Cost& cost, const Peaks& peaks) {
+Estimate estimate(const Cost& cost, const Peaks& peaks) {
   const double products = cost.as_fma / (peaks.fma * peaks.threads);
   const double reading = cost.bytes / peaks.read;
   // Reads overlap with products, and these after reads, the less the nearer they are to each other;
@@ -116,16 +116,20 @@ std::string expectation(const Cost& cost, const Peaks& peaks) {
       fmt::format("{} {}", cost.at_least ? "at least" : "about", duration(seconds));
   if (products < reading) {
     const double rate = cost.bytes / seconds;
-    return fmt::format(
-        "{}; reading memory binds: {:.3g} GB/s, {:.0f}% of what {} thread{} read here", takes,
-        rate * 1e-9, 100 * rate / peaks.read, peaks.threads, peaks.threads == 1 ? "" : "s");
+    return {
+        seconds * 1e6, "memory",
+        fmt::format("{}; reading memory binds: {:.3g} GB/s, {:.0f}% of what {} thread{} read here",
+                    takes, rate * 1e-9, 100 * rate / peaks.read, peaks.threads,
+                    peaks.threads == 1 ? "" : "s")};
   }
   const double each = cost.flops / seconds / peaks.threads;
-  return fmt::format(
-      "{}; the products bind: {:.3g} GFLOP/s of {}, {:.0f}% of the f32 FMA peak measured here",
-      takes, each * 1e-9,
-      peaks.threads == 1 ? "1 thread" : fmt::format("each of {} threads", peaks.threads),
-      100 * each / peaks.fma);
+  return {seconds * 1e6, "products",
+          fmt::format(
+              "{}; the products bind: {:.3g} GFLOP/s of {}, {:.0f}% of the f32 FMA peak "
+              "measured here",
+              takes, each * 1e-9,
+              peaks.threads == 1 ? "1 thread" : fmt::format("each of {} threads", peaks.threads),
+              100 * each / peaks.fma)};
 }
 
 }  // namespace fulgur::cpu

@@ -7,6 +7,7 @@
 #include "call/problem.h"
 #include "cpu/kernels/dispatch.h"
 #include "cpu/plan.h"
+#include "engine/engine.h"
 
 namespace fulgur::cpu {
 
@@ -33,7 +34,7 @@ struct Peaks {
 /// Measures, in some 10 to 40 ms, when first asked for so many threads.
 Peaks peaks_of(int threads);
 
-/// How long a call takes and what binds it, in a sentence.
-std::string expectation(const Cost& cost, const Peaks& peaks);
+/// How long a call takes and what binds it.
+Estimate estimate(const Cost& cost, const Peaks& peaks);
 
 }  // namespace fulgur::cpu

@@ -221,24 +221,35 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
   return plan;
 }
 
-std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
-  std::vector<std::string> all = {
-      fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
-                  k.target, plan.Br, plan.Bc)};
+Explanation describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
+  Explanation e;
+  e.Br = plan.Br;
+  e.Bc = plan.Bc;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  e.details.add("kernel", k.target);
+  e.details.add("Br", plan.Br);
+  e.details.add("Bc", plan.Bc);
+  e.details.add("threads", plan.threads);
+  say(fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
+                  k.target, plan.Br, plan.Bc));
   if (!k.vectors) {
     const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
-    all.push_back(fmt::format("vectors compute key tiles {}with what is not finite with a mask",
-                              denormal ? "with denormal numbers in v, and those " : ""));
+    say(fmt::format("vectors compute key tiles {}with what is not finite with a mask",
+                    denormal ? "with denormal numbers in v, and those " : ""));
   }
   if (p.pass == Pass::kBackward) {
-    all.push_back(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
-    all.push_back(fmt::format(
+    e.details.add("splits", plan.splits);
+    say(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
+    say(fmt::format(
         "{} threads take {} parts of the keys of a kv head; dQ is added up in fixed order",
         plan.threads, plan.splits));
-    return all;
+    return e;
   }
   if (plan.min_part > 0) {
-    all.push_back(fmt::format(
+    e.details.add("decode_rows", plan.decode_rows);
+    e.details.add("min_split_keys", plan.min_part);
+    e.details.add("splits", plan.parts);
+    say(fmt::format(
         "decode, of at most {} rows a kv head{}: keys in {}, merged by LSE", plan.decode_rows,
         k.decode_on_vectors > 0 ? fmt::format(", of fewer than {} on vectors", k.decode_on_vectors)
                                 : "",
@@ -247,11 +258,15 @@ std::vector<std::string> describe(const CpuPlan& plan, const Kernels& k, const P
             : fmt::format("about {} parts in all, of at least {}", plan.parts, plan.min_part)));
   }
   if (plan.block_rows > 0) {
-    all.push_back(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
+    e.details.add("block_rows", plan.block_rows);
+    say(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
   }
-  if (p.cache.paged()) all.push_back(describe_pages(plan, p));
-  all.push_back(fmt::format("{} threads take tasks, longest first", plan.threads));
-  return all;
+  if (p.cache.paged()) {
+    e.details.add("page", p.cache.page);
+    say(describe_pages(plan, p));
+  }
+  say(fmt::format("{} threads take tasks, longest first", plan.threads));
+  return e;
 }
 
 }  // namespace fulgur::cpu

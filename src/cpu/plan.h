@@ -49,8 +49,7 @@ const Kernels& choose_kernels(const Problem& problem, std::vector<std::string>* 
 CpuPlan make_plan(const Problem& problem, int threads, const Kernels& kernels,
                   std::vector<std::string>* rejected);
 
-/// The plan in sentences.
-std::vector<std::string> describe(const CpuPlan& plan, const Kernels& kernels,
-                                  const Problem& problem);
+/// The plan in sentences and as data.
+Explanation describe(const CpuPlan& plan, const Kernels& kernels, const Problem& problem);
 
 }  // namespace fulgur::cpu

@@ -13,17 +13,26 @@
 #include "call/merge_call.h"
 #include "call/problem.h"
 #include "fulgur/attention.h"
+#include "fulgur/details.h"
 #include "kernels/host_device/prefix_split.h"
 
 namespace fulgur {
 
-/// What an engine decided, for people.
+/// What an engine decided.
 struct Explanation {
   std::vector<std::string> decisions;  ///< one sentence each
   std::vector<std::string> rejected;   ///< alternatives: what and why not
+  Details details;                     ///< the decisions as data
   /// Tile of the score matrix of a head. Where q heads of a kv head share tiles, the first of them
   /// is meant: the tiles of the others begin where it ends.
   int64_t Br = 0, Bc = 0;
+};
+
+/// How long a call is expected to take.
+struct Estimate {
+  double microseconds = 0;  ///< 0: not known
+  std::string bound;        ///< what limits it: "memory" or "products"
+  std::string sentence;     ///< both for people
 };
 
 /// The tensors of one call, which outlive it.
@@ -37,10 +46,9 @@ class Executable {
   /// workspace, where one is given.
   virtual void run(const Call& call, const Run& run) const = 0;
   virtual Explanation explain() const = 0;
-  /// How long a call is expected to take whose sequences have these lengths, all of them the one
-  /// where they are alike, and what binds it, in a sentence; empty where that is not known. It may
-  /// measure what the machine can do.
-  virtual std::string expects(const std::vector<Sequence>&) const { return {}; }
+  /// What a call is expected to take whose sequences have these lengths, all of them the one where
+  /// they are alike. It may measure what the machine can do.
+  virtual Estimate estimate(const std::vector<Sequence>&) const { return {}; }
   virtual WorkspaceNeed workspace() const = 0;
 };
 

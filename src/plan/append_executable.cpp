@@ -63,6 +63,8 @@ class AppendFirstExecutable final : public Executable {
 
   Explanation explain() const override {
     Explanation e = attention_->explain();
+    e.details.add("append", "before_attention");
+    e.details.add("append_tokens", p_.append.tokens);
     e.decisions.insert(
         e.decisions.begin(),
         fmt::format("new rows of k and v, {} in all, go to their caches first{}, and are attended "
@@ -71,9 +73,9 @@ class AppendFirstExecutable final : public Executable {
     return e;
   }
 
-  std::string expects(const std::vector<Sequence>& lengths) const override {
-    std::string attention = attention_->expects(lengths);
-    if (!attention.empty()) attention += "; besides it, what appending takes";
+  Estimate estimate(const std::vector<Sequence>& lengths) const override {
+    Estimate attention = attention_->estimate(lengths);
+    if (!attention.sentence.empty()) attention.sentence += "; besides it, what appending takes";
     return attention;
   }
 

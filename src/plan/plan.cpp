@@ -67,17 +67,6 @@ const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* w
               fmt::format("{}: the lengths of the sequences are on the device", what));
 }
 
-std::string summary(const Problem::Cache& c) {
-  std::string s;
-  if (c.paged()) {
-    s += fmt::format(", {} pages of {} keys, ", c.entries, c.page);
-    s += c.pages == Problem::Cache::Pages::kTable
-             ? fmt::format("page_table of {} a sequence", c.ids)
-             : fmt::format("page_table of {} by page_indptr", c.ids);
-  }
-  return s;
-}
-
 /// The engine's plan of a problem that it computes.
 std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& engine, int threads,
                                                 std::vector<std::string>* rejected) {
@@ -94,65 +83,12 @@ std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& 
   return engine.plan(without_prefixes(p), threads);
 }
 
-/// The names of the optional tensors that a call has.
-std::string optional_tensors(const Problem& p) {
-  std::string names;
-  const auto add = [&](const TensorRule& rule, const auto&) {
-    if (rule.need == Need::kOptional && p.has(rule.arg)) names += fmt::format(", {}", rule.name);
-  };
-  if (p.pass == Pass::kForward) {
-    const ForwardArgs none;
-    for_each_tensor(add, none);
-  } else {
-    const BackwardArgs none;
-    for_each_tensor(add, none);
-  }
-  return names;
-}
-
-std::string summary(const Problem& p) {
-  std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
-                              p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
-                              name_of(p.device), p.batch);
-  if (p.packed_k) {
-    s += fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk);
-  } else if (p.packed) {
-    s += fmt::format("packed {} rows, longest {}, sk {}, ", p.total_q, p.sq, p.sk);
-  } else {
-    s += fmt::format("sq {}, sk {}, ", p.sq, p.sk);
-  }
-  s += fmt::format("hq {}, hk {}, d {}, dv {}, ", p.hq, p.hk, p.d, p.dv);
-  const Mask band = window(p.mask.left, p.mask.right);
-  if (band == full()) {
-    s += "full";
-  } else if (band == causal()) {
-    s += "causal";
-  } else {
-    s += fmt::format("window ({}, {})", band.left, band.right);
-  }
-  if (p.mask.chunk > 0) s += fmt::format(", chunks of {} keys", p.mask.chunk);
-  s += fmt::format(", scale {:.6g}", p.scale);
-  if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
-  if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
-  s += summary(p.cache);
-  if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
-  if (p.append.given) s += fmt::format(", {} new rows of k and v", p.append.tokens);
-  return s + optional_tensors(p);
-}
-
 /// What a caller appends with may be gone when the plan's runs are checked.
 void keep_append(Plan::Impl& impl) {
   auto* const forward = std::get_if<ForwardArgs>(&impl.planned);
   if (forward == nullptr || forward->append == nullptr) return;
   impl.planned_append = *forward->append;
   forward->append = &*impl.planned_append;
-}
-
-std::string amount(double x, const char* unit) {
-  const char* prefixes[] = {"", "k", "M", "G", "T", "P"};
-  int i = 0;
-  for (; x >= 1000 && i < 5; ++i) x /= 1000;
-  return fmt::format("{:.4g} {}{}", x, prefixes[i], unit);
 }
 
 }  // namespace
@@ -206,33 +142,6 @@ void Plan::run(const BackwardArgs& args, const Run& run) const {
   require(*impl_, Pass::kBackward);
   check_as_planned(std::get<BackwardArgs>(impl_->planned), args);
   run_plan(*impl_, args, run);
-}
-
-std::string Plan::explain() const {
-  const Problem& p = impl_->problem;
-  const Explanation e = impl_->executable->explain();
-  std::string s = fmt::format("{}\nengine    {}: {}\n", summary(p), impl_->engine->name(),
-                              impl_->engine->description());
-  for (const std::string& decision : e.decisions) s += fmt::format("plan      {}\n", decision);
-  for (const std::string& why : impl_->rejected) s += fmt::format("rejected  {}\n", why);
-  for (const std::string& why : e.rejected) s += fmt::format("rejected  {}\n", why);
-  const double moved = bytes();
-  if (impl_->lengths) {
-    const double work = flops();
-    s += fmt::format("work      {}, {} of tensors, {:.1f} flop per byte\n", amount(work, "flop"),
-                     amount(moved, "B"), moved > 0 ? work / moved : 0);
-    const std::string expected = impl_->executable->expects(*impl_->lengths);
-    if (!expected.empty()) s += fmt::format("expects   {}\n", expected);
-  } else {
-    s += fmt::format("work      as the lengths on the device say, up to {} of tensors\n",
-                     amount(moved, "B"));
-  }
-  const int64_t wanted = workspace().bytes;
-  s += fmt::format("memory    {} besides the tensors: {} bytes",
-                   amount(static_cast<double>(wanted), "B"), wanted);
-  if (p.max_workspace > 0) s += fmt::format(", max_workspace is {}", p.max_workspace);
-  s += "\n";
-  return s;
 }
 
 std::string Plan::engine() const { return impl_->engine->name(); }

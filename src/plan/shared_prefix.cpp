@@ -75,8 +75,13 @@ class SharedPrefixes final : public Executable {
                      "rest, and their merge; a group of less than {} keys to save has no prefix",
                      max_saved(p_), min_saved(p_, *steps_), int{kernels::kMinSavedKeys})},
         {},
+        {},
         rest.Br,
         rest.Bc};
+    both.details.add("max_saved_bytes", max_saved(p_));
+    both.details.add("min_saved_bytes", min_saved(p_, *steps_));
+    both.details.add("prefix", prefix.details);
+    both.details.add("rest", rest.details);
     const auto add = [](const char* part, const std::vector<std::string>& from,
                         std::vector<std::string>& to) {
       for (const std::string& sentence : from) to.push_back(fmt::format("{}: {}", part, sentence));

@@ -99,8 +99,9 @@ class Work {
       for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
         const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
         const auto dout = gather(args_.dout, p_.dout, b, s.q_begin, s.sq, h, p_.dv);
-        const auto dlse = !p_.has(Arg::kDlse) ? std::vector<double>()
-                                       : gather(args_.dlse, p_.dlse, b, s.q_begin, s.sq, h, 1);
+        const auto dlse = !p_.has(Arg::kDlse)
+                              ? std::vector<double>()
+                              : gather(args_.dlse, p_.dlse, b, s.q_begin, s.sq, h, 1);
         const OutputGradient gradient{dout.data(), p_.has(Arg::kDlse) ? dlse.data() : nullptr};
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
@@ -177,12 +178,16 @@ class ReferenceExecutable final : public Executable {
   Explanation explain() const override {
     const int64_t rows = p_.sq + p_.sk, threads = thread_count(threads_);
     const int64_t copies = p_.pass == Pass::kForward ? 1 : 2;  // of every tensor of a head
-    return {{"FlashAttention-2 in double precision, one head a task",
-             fmt::format("copies heads to {} bytes of its own",
-                         threads * copies * rows * (p_.d + p_.dv) * 8)},
-            {},
-            64,
-            64};
+    const int64_t copied = threads * copies * rows * (p_.d + p_.dv) * 8;
+    Explanation e;
+    e.decisions = {"FlashAttention-2 in double precision, one head a task",
+                   fmt::format("copies heads to {} bytes of its own", copied)};
+    e.Br = e.Bc = 64;
+    e.details.add("kernel", "FlashAttention-2");
+    e.details.add("Br", e.Br);
+    e.details.add("Bc", e.Bc);
+    e.details.add("threads", threads);
+    return e;
   }
 
   WorkspaceNeed workspace() const override { return {}; }

@@ -158,7 +158,7 @@ class OneCall : public Append {
     ASSERT_TRUE(two.check());
     two.cached.run_forward();
     ASSERT_EQ(outputs(one.w), outputs(two.w));
-    fused_ += explain(one).find("by the CTAs that read them") != std::string::npos;
+    fused_ += details(one).get<std::string>("append") == "by_attention_kernel";
     ASSERT_TRUE(one.check_rows());
     if (two.w.total_q == 0) return;
     ASSERT_TRUE(forward_is_right(two.w, expect_forward(two.w)));
@@ -167,12 +167,12 @@ class OneCall : public Append {
   int fused_ = 0;  ///< calls of which one kernel did both
 
  private:
-  std::string explain(const Appended& a) const {
+  Details details(const Appended& a) const {
     EngineMemory memory(engine());
     const AppendArgs rows = memory.at(a.rows());
     ForwardArgs args = memory.at(a.attention());
     args.append = &rows;
-    return plan(args, memory.options(a.attention(), a.w.options)).explain();
+    return plan(args, memory.options(a.attention(), a.w.options)).details();
   }
 };
 

@@ -198,11 +198,8 @@ TEST(BadOneCalls, RunsOfPlans) {
   args.append = planned.get();
   const Plan plan = fulgur::plan(args, a.w.options);
   planned.reset();
-  EXPECT_NE(plan.explain().find(
-                "new rows of k and v, 8 in all, go to their caches first, keys and queries "
-                "turned, and are attended then"),
-            std::string::npos)
-      << plan.explain();
+  EXPECT_EQ(plan.details().get<std::string>("append"), "before_attention");
+  EXPECT_EQ(plan.details().get<int64_t>("append_tokens"), 8);
   args.append = nullptr;
   EXPECT_TRUE(starts_like(message_of([&] { plan.run(args); }), "k_cache: got .* as planned"));
   AppendArgs fewer = a.rows();

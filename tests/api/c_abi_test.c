@@ -129,6 +129,7 @@ fulgur_status fulgur_plan_run_backward(const fulgur_plan*, const fulgur_backward
                                        const fulgur_run*);
 fulgur_status fulgur_plan_workspace(const fulgur_plan*, fulgur_workspace_need*);
 fulgur_status fulgur_plan_explain(const fulgur_plan*, char*, size_t, size_t*);
+fulgur_status fulgur_plan_details(const fulgur_plan*, char*, size_t, size_t*);
 fulgur_status fulgur_engines(char*, size_t, size_t*);
 fulgur_status fulgur_cuda_allocate(int64_t, int, void**);
 fulgur_status fulgur_cuda_free(void*, int);

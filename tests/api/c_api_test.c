@@ -191,6 +191,13 @@ static void texts(const fulgur_forward_args* args) {
   CHECK(fulgur_plan_explain(NULL, text, length, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(strncmp(fulgur_last_error(), "plan: ", 6) == 0);
   free(text);
+  CHECK(fulgur_plan_details(plan, NULL, 0, &length) == FULGUR_OK && length > 20);
+  text = malloc(length + 1);
+  CHECK(fulgur_plan_details(plan, text, length + 1, NULL) == FULGUR_OK);
+  CHECK(strncmp(text, "{\"engine\": \"cpu\", \"call\": {\"pass\": \"forward\"", 44) == 0);
+  CHECK(text[length - 1] == '}');
+  CHECK(fulgur_plan_details(NULL, text, length, NULL) == FULGUR_INVALID_ARGUMENT);
+  free(text);
   fulgur_plan_free(plan);
   fulgur_plan_free(NULL);
 

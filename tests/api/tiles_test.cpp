@@ -224,8 +224,7 @@ TEST(CpuTiles, ArePanels) {
       const TileMap map = p.tiles();
       EXPECT_EQ(map.Br, Br) << sq << " queries of " << hq << " heads";
       EXPECT_EQ(map.Bc, cpu::kBc);
-      EXPECT_NE(p.explain().find("Br " + std::to_string(Br) + " rows"), std::string::npos)
-          << p.explain();
+      EXPECT_EQ(p.details().get<int64_t>("Br"), Br);
     }
   }
 }
@@ -247,18 +246,43 @@ TEST_P(PlanNumbers, FlopsAndBytes) {
   EXPECT_EQ(b.bytes(), 2 * tensors + 4 * 2 * 4 * 8);
 }
 
-TEST_P(PlanNumbers, ExplainNamesTheEngine) {
+TEST_P(PlanNumbers, DetailsSayWhatIsComputed) {
   Dense q(DType::kF32, {1, 8, 1, 16}), k(DType::kF32, {1, 8, 1, 16}),
       out(DType::kF32, {1, 8, 1, 16});
   Options options{.mask = causal()};
   options.engine = engine();
-  const std::string words = plan(ForwardArgs{q, k, k, out, {}}, options).explain();
-  for (const std::string& part : {engine(), std::string("causal"), std::string("f32")}) {
-    EXPECT_NE(words.find(part), std::string::npos) << words;
-  }
+  const Plan p = plan(ForwardArgs{q, k, k, out, {}}, options);
+  const Details details = p.details();
+  EXPECT_EQ(details.get<std::string>("engine"), engine());
+  EXPECT_EQ(details.get<std::string>("call.pass"), "forward");
+  EXPECT_EQ(details.get<std::string>("call.dtype"), "f32");
+  EXPECT_EQ(details.get<int64_t>("call.sq"), 8);
+  EXPECT_EQ(details.get<int64_t>("call.right"), 0);
+  EXPECT_FALSE(details.has("call.left"));
+  EXPECT_EQ(details.get<double>("flops"), p.flops());
+  EXPECT_EQ(details.get<double>("bytes"), p.bytes());
+  EXPECT_EQ(details.get<int64_t>("workspace_bytes"), p.workspace().bytes);
+  EXPECT_TRUE(details.has("rejected"));
+  EXPECT_THROW(details.get<double>("engine"), Error);
+  EXPECT_THROW(details.get<double>("call.none"), Error);
 }
 
 FULGUR_CPU_MEMORY_ENGINES(PlanNumbers);
+
+TEST(Details, AreJson) {
+  Details inner, details;
+  inner.add("x", 0.5);
+  inner.add("whole", 3.0);
+  details.add("yes", true);
+  details.add("count", 7);
+  details.add("text", "a \"b\"\\\n");
+  details.add("list", Details::Texts{"p", "q"});
+  details.add("inner", inner);
+  EXPECT_EQ(details.json(),
+            R"({"yes": true, "count": 7, "text": "a \"b\"\\\u000a", "list": ["p", "q"], )"
+            R"("inner": {"x": 0.5, "whole": 3.0}})");
+  EXPECT_EQ(details.get<double>("inner.x"), 0.5);
+}
 
 TEST(ChooseEngine, ByDtypeAndDevice) {
   Dense f32(DType::kF32, {1, 8, 1, 16}), out(DType::kF32, {1, 8, 1, 16});

@@ -63,7 +63,7 @@ TEST(CpuPlan, SaysWhatFallsToVectors) {
     Problem p = forward_problem(of(64, 1));
     p.dtype = dtype;
     p.pass = pass;
-    for (const std::string& sentence : cpu::describe({}, kernels, p)) {
+    for (const std::string& sentence : cpu::describe({}, kernels, p).decisions) {
       if (sentence.starts_with("vectors compute ")) return sentence;
     }
     return std::string();

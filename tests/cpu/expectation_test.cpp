@@ -159,15 +159,16 @@ TEST(Cost, CountsTasks) {
 
 TEST(Cost, IsWhatBinds) {
   const cpu::Peaks peaks{.threads = 2, .fma = 100e9, .read = 20e9};
-  EXPECT_EQ(cpu::expectation({.flops = 1.6e9, .as_fma = 2e9, .bytes = 1e6, .tasks = 4}, peaks),
-            "about 10 ms; the products bind: 80 GFLOP/s of each of 2 threads, 80% of the f32 FMA "
-            "peak measured here");
-  EXPECT_EQ(cpu::expectation({.flops = 1e6, .as_fma = 2e6, .bytes = 1e6, .tasks = 4}, peaks),
-            "about 51 us; reading memory binds: 19.6 GB/s, 98% of what 2 threads read here");
-  EXPECT_EQ(cpu::expectation({.flops = 4e11, .as_fma = 2e11, .bytes = 1e6, .tasks = 1},
-                             {.threads = 1, .fma = 100e9, .read = 20e9}),
-            "about 2 s; the products bind: 200 GFLOP/s of 1 thread, 200% of the f32 FMA peak "
-            "measured here");
+  const auto expect = [](const cpu::Cost& cost, const cpu::Peaks& known, double us,
+                         const char* bound) {
+    const Estimate estimate = cpu::estimate(cost, known);
+    EXPECT_NEAR(estimate.microseconds, us, 0.01 * us);
+    EXPECT_EQ(estimate.bound, bound);
+  };
+  expect({.flops = 1.6e9, .as_fma = 2e9, .bytes = 1e6, .tasks = 4}, peaks, 10e3, "products");
+  expect({.flops = 1e6, .as_fma = 2e6, .bytes = 1e6, .tasks = 4}, peaks, 51, "memory");
+  expect({.flops = 4e11, .as_fma = 2e11, .bytes = 1e6, .tasks = 1},
+         {.threads = 1, .fma = 100e9, .read = 20e9}, 2e6, "products");
 }
 
 }  // namespace

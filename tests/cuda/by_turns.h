@@ -18,8 +18,8 @@ inline int64_t enough_heads(size_t sequences) {
 inline bool goes_by_turns(const Workload& w) {
   EngineMemory memory("cuda");
   const ForwardTensors there = memory.at(w.forward);
-  const std::string how = plan(there, memory.options(w.forward, w.options)).explain();
-  return how.find("CTAs take turns at") != std::string::npos;
+  const Details details = plan(there, memory.options(w.forward, w.options)).details();
+  return details.get<std::string>("schedule") == "dynamic";
 }
 
 }  // namespace fulgur::test

@@ -547,47 +547,35 @@ TEST(DecodePlan, SinksAreAConstant) {
   EXPECT_EQ(with, plan(false));
 }
 
-// How q blocks are cut and what a call takes, which measures near that on an H200
+// How the work is divided and what a call takes, which measures near that on an H200
 // (docs/performance).
 TEST(DecodePlan, SaysWhatItExpects) {
-  const auto said = [](const test::ForwardShape& shape) {
+  const auto details = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
-    std::string text;
-    for (const std::string& sentence : describe(decode_candidate(p, {}).plan, p))
-      text += sentence + "\n";
-    return text;
-  };
-  const auto has = [&](const test::ForwardShape& shape, const char* sentence) {
-    const std::string text = said(shape);
-    return text.find(sentence) != std::string::npos ? testing::AssertionSuccess()
-                                                    : testing::AssertionFailure() << text;
+    return describe(decode_candidate(p, {}).plan, p).details;
   };
   test::ForwardShape shape{.batch = 64, .sq = 1, .sk = 8192, .hq = 32, .hk = 8, .d = 128};
-  EXPECT_TRUE(has(shape,
-                  "512 lines, of a kv head and its rows, in up to 643 parts, which the last "
-                  "one at a line merges; or whole lines, where these lengths make that as "
-                  "even\n"));
-  EXPECT_TRUE(has(shape,
-                  "about 495 us on an H200 where all sequences have 8192 keys; reading K and "
-                  "V binds\n"));
+  Details d = details(shape);
+  EXPECT_EQ(d.get<std::string>("schedule"), "stream_k");
+  EXPECT_EQ(d.get<int64_t>("q_blocks"), 512);
+  EXPECT_EQ(d.get<std::string>("bound"), "memory");
+  EXPECT_NEAR(d.get<double>("estimate_us"), 495, 5);
   shape.sq = 16;
-  EXPECT_TRUE(has(shape,
-                  "132 CTAs take turns at all keys, of the lengths that the call has when "
-                  "it runs: 512 lines, of a kv head and its rows, the longest first, each by the "
-                  "one that comes to it first; cut where they are longer than what each has in "
-                  "all\n"));
+  d = details(shape);
+  EXPECT_EQ(d.get<std::string>("schedule"), "dynamic");
+  EXPECT_EQ(d.get<int64_t>("q_blocks"), 512);
+  EXPECT_EQ(d.get<int64_t>("ctas"), 132);
   shape.sq = 32;
-  EXPECT_TRUE(has(shape, "the products bind\n"));
-  shape.sq = 300;  // 1200 rows, of which 128 go into a q block
-  EXPECT_TRUE(has(shape, "5120 lines"));
+  EXPECT_EQ(details(shape).get<std::string>("bound"), "products");
+  shape.sq = 300;  // 1200 rows, of which 128 go into a block
+  EXPECT_EQ(details(shape).get<int64_t>("q_blocks"), 5120);
   shape.invariant = true;
-  EXPECT_TRUE(has(shape,
-                  "9728 lines, of a kv head and its rows, cut where their own keys say "
-                  "(`invariant`), into up to 8 pieces, which another kernel merges\n"));
+  d = details(shape);
+  EXPECT_EQ(d.get<std::string>("schedule"), "invariant_splits");
+  EXPECT_EQ(d.get<int64_t>("q_blocks"), 9728);
+  EXPECT_EQ(d.get<int64_t>("splits"), 8);
   shape.sk = 1024;
-  EXPECT_TRUE(has(shape,
-                  "9728 lines, of a kv head and its rows, of which none is cut "
-                  "(`invariant`)\n"));
+  EXPECT_EQ(details(shape).get<int64_t>("splits"), 1);
 }
 
 // No other kernel computes them, however many rows they have.

@@ -143,7 +143,7 @@ def test_stubs_have_the_signatures():
     assert (folder / "py.typed").exists()
     stubs = list(functions_of(ast.parse((folder / "__init__.pyi").read_text()).body, fulgur))
     names = [stub.name for stub, _ in stubs]
-    assert set(names) == {*FUNCTIONS, "run", "explain", "workspace"} and names.count("run") == 4
+    assert set(names) == {*FUNCTIONS, "run", "explain", "details", "workspace"} and names.count("run") == 4
     for stub, function in stubs:
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -34,10 +34,13 @@ struct TileId {
   std::string text() const;
 };
 
-/// Why a plan is what it is, in sentences.
+/// Why a plan is what it is.
 struct Reasons {
   std::vector<std::string> decisions, rejected;
+  Details details;  ///< the decisions as data
 };
+/// What a plan is, and why: after its first sentence.
+Explanation with_reasons(Explanation plan, const Reasons& reasons);
 
 /// One tile of a family, planned for one problem.
 class Candidate {

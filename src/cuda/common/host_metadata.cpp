@@ -103,12 +103,15 @@ void HostMetadata::store(const Args& args, CUstream stream, void* to) const {
   }
 }
 
-void HostMetadata::describe(std::vector<std::string>& decisions) const {
+void HostMetadata::describe(Explanation& plan) const {
   if (count_ == 0) return;
   const int64_t launches = (count_ - 1) / kStoredNumbers + 1;
-  decisions.push_back(fmt::format("{} on the host: each run puts {} numbers on the device by {} {}",
-                                  fmt::join(names_, ", "), count_, launches,
-                                  launches == 1 ? "launch" : "launches"));
+  plan.details.add("host_metadata", Details::Texts(names_.begin(), names_.end()));
+  plan.details.add("uploaded_numbers", count_);
+  plan.details.add("upload_launches", launches);
+  plan.decisions.push_back(fmt::format(
+      "{} on the host: each run puts {} numbers on the device by {} {}", fmt::join(names_, ", "),
+      count_, launches, launches == 1 ? "launch" : "launches"));
 }
 
 template void HostMetadata::check(const ForwardArgs&) const;

@@ -7,6 +7,7 @@
 #include "call/append_call.h"
 #include "call/problem.h"
 #include "cuda/device/gpu.h"
+#include "engine/engine.h"
 #include "fulgur/attention.h"
 
 namespace fulgur::cuda {
@@ -40,7 +41,7 @@ class HostMetadata {
   void store(const Args& args, CUstream stream, void* to) const;
 
   /// Says what they cost, if there are any.
-  void describe(std::vector<std::string>& decisions) const;
+  void describe(Explanation& plan) const;
 
  private:
   Problem problem_;

@@ -87,9 +87,11 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
     if (const auto times = times_of(all, measured)) {
       const Candidates best = sorted(problem, all, *times, "measured", reasons);
       const auto index = std::ranges::find(all, best.at(0)) - all.begin();
-      reasons->decisions.push_back(
-          fmt::format("tile tuned on this device: measured {:.4g} us for a call of this class",
-                      times->at(static_cast<size_t>(index))));
+      const double microseconds = times->at(static_cast<size_t>(index));
+      reasons->details.add("tile_from", "tuning");
+      reasons->details.add("measured_us", microseconds);
+      reasons->decisions.push_back(fmt::format(
+          "tile tuned on this device: measured {:.4g} us for a call of this class", microseconds));
       return best;
     }
     reasons->rejected.push_back("tile tuned on this device: other tiles were measured");
@@ -104,6 +106,7 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
   }
   std::vector<double> cycles;
   for (const auto& candidate : all) cycles.push_back(candidate->cycles);
+  reasons->details.add("tile_from", "cost_model");
   reasons->decisions.push_back("tile chosen by the cost model");
   return sorted(problem, all, cycles, "predicted", reasons);
 }
@@ -123,6 +126,7 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
     passed_over.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
     if (invariant) break;
   }
+  reasons.details.add("kernel_defect", defect);
   reasons.decisions.push_back(
       fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
                   invariant ? "the tile of an invariant call depends on nothing else"

@@ -302,10 +302,9 @@ void HopperBackward::run(const Call& call, const Run& run) const {
 }
 
 Explanation HopperBackward::explain() const {
-  std::vector<std::string> decisions = describe(plan_);
-  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  numbers_.describe(decisions);
-  return {std::move(decisions), reasons_.rejected, plan_.block_rows, plan_.block_keys};
+  Explanation e = with_reasons(describe(plan_), reasons_);
+  numbers_.describe(e);
+  return e;
 }
 
 WorkspaceNeed HopperBackward::workspace() const {

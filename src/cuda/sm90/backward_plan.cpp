@@ -787,27 +787,41 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card
   return tiles;
 }
 
-std::vector<std::string> describe(const HopperBackwardPlan& plan) {
-  std::vector<std::string> sentences = {
-      fmt::format(
-          "Hopper: blocks of {} keys for dK and dV, {}; steps of {} rows; d {} and dv {} as "
-          "computed",
-          plan.block_keys,
-          plan.wide() ? "one warpgroup for each of the two" : "64 keys a warpgroup",
-          plan.block_rows, plan.head_dim, plan.value_dim),
-      fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
-                  plan.o_stages, plan.ds_stages, plan.keys_shared_bytes)};
+Explanation describe(const HopperBackwardPlan& plan) {
+  Explanation e;
+  e.Br = plan.block_rows;
+  e.Bc = plan.block_keys;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("q_stages", plan.q_stages);
+  e.details.add("dout_stages", plan.o_stages);
+  e.details.add("ds_stages", plan.ds_stages);
+  e.details.add("shared_bytes", plan.keys_shared_bytes);
+  e.details.add("ctas", plan.grid);
+  e.details.add("dq", plan.ordered ? "ordered" : plan.sums ? "atomic" : "stored");
+  e.details.add("deterministic", plan.ordered || !plan.sums);
+  e.details.add("waves", plan.waves.size());
+  e.details.add("ds_bytes", plan.ds_bytes);
+  e.details.add("splits", plan.parts);
+  e.details.add("cut_k_blocks", plan.cut_blocks);
+  e.details.add("carries_dk_dv", plan.carries);
+  say(fmt::format(
+      "Hopper: blocks of {} keys for dK and dV, {}; steps of {} rows; d {} and dv {} as "
+      "computed",
+      plan.block_keys, plan.wide() ? "one warpgroup for each of the two" : "64 keys a warpgroup",
+      plan.block_rows, plan.head_dim, plan.value_dim));
+  say(fmt::format("{} buffers of Q, {} of dO, {} of dS: {} bytes of shared memory", plan.q_stages,
+                  plan.o_stages, plan.ds_stages, plan.keys_shared_bytes));
   if (plan.sums) {
-    sentences.push_back(fmt::format("dQ as sums in f32, by a warpgroup with those of dK and dV: {}",
-                                    plan.ordered ? "blocks of keys add in turns, deterministic"
-                                                 : "in no fixed order, not deterministic"));
+    say(fmt::format("dQ as sums in f32, by a warpgroup with those of dK and dV: {}",
+                    plan.ordered ? "blocks of keys add in turns, deterministic"
+                                 : "in no fixed order, not deterministic"));
   } else if (!plan.waves.empty()) {
-    sentences.push_back(fmt::format(
+    say(fmt::format(
         "dQ by a kernel of its own, blocks of {} rows, from dS in memory: deterministic",
         plan.rows_of_block()));
     const Wave& wave = plan.waves.at(0).wave;
-    sentences.push_back(
-        fmt::format("{} waves of {} {} of {} sequences{}: {} bytes of dS", plan.waves.size(),
+    say(fmt::format("{} waves of {} {} of {} sequences{}: {} bytes of dS", plan.waves.size(),
                     wave.heads, plan.joins() ? "parts of groups" : "kv heads", wave.batches,
                     plan.carries ? fmt::format(", {} rows each, dK and dV carried on in f32",
                                                wave.tiles * plan.block_rows)
@@ -815,32 +829,32 @@ std::vector<std::string> describe(const HopperBackwardPlan& plan) {
                     plan.ds_bytes));
   }
   if (plan.joins()) {
-    sentences.push_back(fmt::format(
+    say(fmt::format(
         "blocks of keys meet {} q heads of their group{}: dK and dV of the {} parts are added up "
-        "by "
-        "a kernel of their own",
+        "by a kernel of their own",
         plan.pair_heads,
         plan.row_parts > 1 ? fmt::format(" and one of {} runs of rows", plan.row_parts) : "",
         plan.parts));
   }
   if (plan.cut_blocks > 0) {
-    sentences.push_back(fmt::format(
+    say(fmt::format(
         "the rows of the last {} blocks of keys are cut: a part of each comes before all other "
         "blocks and the rest after them, so that SMs end together",
         plan.cut_blocks));
   }
-  for (const auto& [name, why] :
-       {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
-        std::pair{"v", &plan.copies_v}, std::pair{"dout", &plan.copies_dout}}) {
-    if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
-  }
+  describe_copies({{"q", plan.copies_q},
+                   {"k", plan.copies_k},
+                   {"v", plan.copies_v},
+                   {"dout", plan.copies_dout}},
+                  e);
   if (plan.dsinks) {
-    sentences.emplace_back("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
+    say("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
   }
   if (plan.elements) {
-    sentences.emplace_back("gradients are stored by elements: rows are no multiples of 16 bytes");
+    e.details.add("stores_elements", true);
+    say("gradients are stored by elements: rows are no multiples of 16 bytes");
   }
-  return sentences;
+  return e;
 }
 
 }  // namespace fulgur::cuda

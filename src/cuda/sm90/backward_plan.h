@@ -148,7 +148,7 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& problem, cons
 /// but a block of rows of one head of k and v has room, however long its keys are.
 int64_t max_ds_bytes(const Problem& problem);
 
-/// The plan in sentences.
-std::vector<std::string> describe(const HopperBackwardPlan& plan);
+/// The plan in sentences and as data.
+Explanation describe(const HopperBackwardPlan& plan);
 
 }  // namespace fulgur::cuda

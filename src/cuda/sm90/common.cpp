@@ -125,9 +125,23 @@ KeyPages key_pages(const Problem& p) {
           nullptr, nullptr};
 }
 
-std::string copy_sentence(std::string_view name, std::string_view why) {
-  return fmt::format("{} is copied to rows of multiples of 16 bytes, which TMA can address: {}",
-                     name, why);
+void describe_tile(const TileId& tile, const HopperKey& key, Details& details) {
+  details.add("kernel", tile.family);
+  details.add("Br", tile.Br);
+  details.add("Bc", tile.Bc);
+  details.add("head_dim", key.head_dim);
+  details.add("value_dim", key.value_dim);
+}
+
+void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
+  Details copies;
+  for (const auto& [name, why] : tensors) {
+    if (why.empty()) continue;
+    copies.add(name, why);
+    plan.decisions.push_back(
+        fmt::format("{} is copied to rows of multiples of 16 bytes: {}", name, why));
+  }
+  if (!copies.entries().empty()) plan.details.add("copies", std::move(copies));
 }
 
 std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants) {

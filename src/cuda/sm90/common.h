@@ -1,5 +1,6 @@
 #pragma once
 
+#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
@@ -7,6 +8,8 @@
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/family.h"
+#include "engine/engine.h"
 #include "kernels/host_device/attention_params.h"
 
 namespace fulgur::cuda {
@@ -126,8 +129,15 @@ inline void set_random_numbers(CallParams& params, const Run& run) {
   params.dropout_offset = run.dropout_offset;
 }
 
-/// "q is copied ...", and why.
-std::string copy_sentence(std::string_view name, std::string_view why);
+/// Adds the tile of a kernel, and d and dv as it computes them.
+void describe_tile(const TileId& tile, const HopperKey& key, Details& details);
+
+/// Adds to a plan which tensors are copied to rows of multiples of 16 bytes: those with a reason.
+struct Copied {
+  const char* name;
+  const std::string& why;
+};
+void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
 
 /// The text of kernel_config.h, from constants of elements of `dtype`.
 std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants);

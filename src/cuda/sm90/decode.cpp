@@ -175,10 +175,9 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
 }
 
 Explanation HopperDecode::explain() const {
-  std::vector<std::string> decisions = describe(plan_, problem_);
-  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  numbers_.describe(decisions);
-  return {std::move(decisions), reasons_.rejected, plan_.block_rows(), plan_.block_keys};
+  Explanation e = with_reasons(describe(plan_, problem_), reasons_);
+  numbers_.describe(e);
+  return e;
 }
 
 WorkspaceNeed HopperDecode::workspace() const {

@@ -238,6 +238,12 @@ std::string how_q_blocks_are_split(const HopperDecodePlan& plan, int64_t lines) 
       plan.round_robin ? "; or whole lines, where these lengths make that as even" : "");
 }
 
+const char* schedule_of(const HopperDecodePlan& plan) {
+  if (plan.pieces == kernels::kSplitToFill) return "split_per_cta";
+  if (plan.pieces == kernels::kInvariantSplits) return "invariant_splits";
+  return plan.turns ? "dynamic" : "stream_k";
+}
+
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms) {
   const KeyCycles key = key_cycles(plan, p);
   const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / sms;
@@ -405,44 +411,61 @@ HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
   return plan;
 }
 
-std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& p) {
+Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
   const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const KeyCycles key = key_cycles(plan, p);
   const double cycles = predicted_cycles(plan, p, plan.grid / plan.residents);
-  std::vector<std::string> sentences = {
+  const double microseconds = plan.card.launch_microseconds + cycles / plan.card.megahertz;
+  const bool reading = key.reading >= key.products;
+  Explanation e;
+  e.Br = plan.block_rows();
+  e.Bc = plan.block_keys;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("warp_groups", plan.warp_groups);
+  e.details.add("warps_per_group", plan.warps_per_group);
+  e.details.add("k_stages", plan.k_stages);
+  e.details.add("v_stages", plan.v_stages);
+  e.details.add("tma", plan.box_keys > 0);
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", plan.grid);
+  e.details.add("q_blocks", lines);
+  e.details.add("schedule", schedule_of(plan));
+  e.details.add("splits", plan.max_splits);
+  e.details.add("estimate_us", microseconds);
+  e.details.add("bound", reading ? "memory" : "products");
+  say(
       fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
                   "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
-                  plan.head_dim, plan.value_dim),
-      fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
+                  plan.head_dim, plan.value_dim));
+  say(fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
                   plan.k_stages, plan.v_stages,
                   plan.box_keys > 0
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
                       : "whose rows lanes copy",
-                  plan.shared_bytes),
+                  plan.shared_bytes));
+  say(
       fmt::format("{} CTAs take {} all keys, of the lengths that the call has when it "
                   "runs: {} lines, of a kv head and its rows, {}",
                   plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
-                  how_q_blocks_are_split(plan, lines)),
-      fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}",
-                  plan.card.launch_microseconds + cycles / plan.card.megahertz, plan.card.name,
-                  p.sk,
-                  key.reading >= key.products ? "reading K and V binds" : "the products bind")};
-  for (const auto& [name, why] : {std::pair{"k", &plan.copies_k}, std::pair{"v", &plan.copies_v}}) {
-    if (why->empty()) continue;
-    sentences.push_back(
-        fmt::format("{} is copied to rows of multiples of 16 bytes: it {}", name, *why));
-  }
+                  how_q_blocks_are_split(plan, lines)));
+  say(fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}", microseconds,
+                  plan.card.name, p.sk, reading ? "reading K and V binds" : "the products bind"));
+  describe_copies({{"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.appends) {
-    sentences.push_back(fmt::format(
+    e.details.add("append", "by_attention_kernel");
+    e.details.add("append_tokens", p.append.tokens);
+    say(fmt::format(
         "new rows of k and v, {} in all, go to their caches by the CTAs that read them{}",
         p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
   }
   if (plan.page > 0) {
-    sentences.push_back(fmt::format("keys lie in pages of {}, which {} names", plan.page,
-                                    plan.page_lists ? "page_indptr" : "page_table"));
+    e.details.add("page", plan.page);
+    say(fmt::format("keys lie in pages of {}, which {} names", plan.page,
+                    plan.page_lists ? "page_indptr" : "page_table"));
   }
-  return sentences;
+  return e;
 }
 
 }  // namespace fulgur::cuda

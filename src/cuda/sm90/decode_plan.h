@@ -119,7 +119,7 @@ std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);
 /// The plan that does.
 HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
 
-/// The plan of a problem in sentences.
-std::vector<std::string> describe(const HopperDecodePlan& plan, const Problem& problem);
+/// The plan of a problem in sentences and as data.
+Explanation describe(const HopperDecodePlan& plan, const Problem& problem);
 
 }  // namespace fulgur::cuda

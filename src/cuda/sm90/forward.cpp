@@ -141,12 +141,9 @@ void HopperForward::run(const Call& call, const Run& run) const {
 }
 
 Explanation HopperForward::explain() const {
-  std::vector<std::string> decisions = describe(plan_);
-  decisions.insert(decisions.begin() + 1, reasons_.decisions.begin(), reasons_.decisions.end());
-  numbers_.describe(decisions);
-  // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
-  return {std::move(decisions), reasons_.rejected, plan_.block_rows() / plan_.consumers,
-          plan_.block_keys};
+  Explanation e = with_reasons(describe(plan_), reasons_);
+  numbers_.describe(e);
+  return e;
 }
 
 WorkspaceNeed HopperForward::workspace() const {

@@ -341,37 +341,49 @@ std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Card& 
   return tiles;
 }
 
-std::vector<std::string> describe(const HopperForwardPlan& plan) {
+Explanation describe(const HopperForwardPlan& plan) {
   const Work& work = plan.work;
-  std::vector<std::string> sentences = {
-      fmt::format("Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as "
-                  "computed",
-                  plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim,
-                  plan.value_dim),
-      fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
-                  plan.k_stages, plan.v_stages, plan.shared_bytes),
-      fmt::format("{} CTAs take {} blocks of rows{}, in sections of {} heads and a last one of {}",
+  Explanation e;
+  // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
+  e.Br = plan.block_rows() / plan.consumers;
+  e.Bc = plan.block_keys;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("warpgroups", plan.consumers);
+  e.details.add("q_stages", plan.q_stages);
+  e.details.add("k_stages", plan.k_stages);
+  e.details.add("v_stages", plan.v_stages);
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", plan.grid);
+  e.details.add("q_blocks", kernels::blocks_of(work));
+  e.details.add("splits", work.split_parts);
+  e.details.add("split_q_blocks", kernels::split_blocks(work));
+  say(fmt::format(
+      "Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as computed",
+      plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim, plan.value_dim));
+  say(fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
+                  plan.k_stages, plan.v_stages, plan.shared_bytes));
+  say(fmt::format("{} CTAs take {} blocks of rows{}, in sections of {} heads and a last one of {}",
                   plan.grid, kernels::blocks_of(work),
                   plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
-                  work.heads - work.bulk_heads)};
+                  work.heads - work.bulk_heads));
   if (plan.split_tail) {
-    sentences.push_back(fmt::format(
-        "{} blocks, {}, are cut into {} parts of their keys", kernels::split_blocks(work),
-        work.first_split > 0 ? "the last" : "the first", work.split_parts));
+    say(fmt::format("{} blocks, {}, are cut into {} parts of their keys",
+                    kernels::split_blocks(work), work.first_split > 0 ? "the last" : "the first",
+                    work.split_parts));
   }
-  for (const auto& [name, why] : {std::pair{"q", &plan.copies_q}, std::pair{"k", &plan.copies_k},
-                                  std::pair{"v", &plan.copies_v}}) {
-    if (!why->empty()) sentences.push_back(copy_sentence(name, *why));
-  }
+  describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.page > 0) {
-    sentences.push_back(
-        fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
+    e.details.add("page", plan.page);
+    e.details.add("box_keys", plan.box_keys);
+    say(fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
                     plan.page_lists ? "page_indptr" : "page_table", plan.box_keys));
   }
   if (plan.store == HopperForwardPlan::Store::kElements) {
-    sentences.emplace_back("O is stored by elements: its rows are no multiples of 16 bytes");
+    e.details.add("stores_elements", true);
+    say("O is stored by elements: its rows are no multiples of 16 bytes");
   }
-  return sentences;
+  return e;
 }
 
 }  // namespace fulgur::cuda

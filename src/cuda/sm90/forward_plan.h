@@ -33,7 +33,7 @@ using HopperForwardTile = Fitting<HopperForwardPlan>;
 std::vector<HopperForwardTile> forward_candidates(const Problem& problem, const Card& card,
                                                   std::vector<std::string>* rejected);
 
-/// The plan in sentences.
-std::vector<std::string> describe(const HopperForwardPlan& plan);
+/// The plan in sentences and as data.
+Explanation describe(const HopperForwardPlan& plan);
 
 }  // namespace fulgur::cuda

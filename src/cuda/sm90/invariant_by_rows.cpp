@@ -24,8 +24,9 @@ class ByRowsExecutable final : public Executable {
     few_->run(call, run);
   }
   Explanation explain() const override {
-    Explanation both = many_->explain();
-    for (const std::string& sentence : few_->explain().decisions) {
+    Explanation both = many_->explain(), few = few_->explain();
+    both.details.add("few_rows", few.details);
+    for (const std::string& sentence : few.decisions) {
       both.decisions.push_back(
           fmt::format("of sequences of up to {} rows of a kv head: {}", kFewRows, sentence));
     }
