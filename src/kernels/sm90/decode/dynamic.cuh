@@ -29,8 +29,8 @@ struct DynamicTiles {
 struct DynamicTile {
   int batch, head;
   int split, splits;
-  int first;  // the number of the q block's first split among those of cut q blocks; others are hk further on, so that heads
-              // read side by side
+  int first;  // the number of the q block's first split among those of cut q blocks; others are hk further on, so that
+              // heads are read side by side
 
   __device__ __forceinline__ bool any() const { return splits > 0; }
 };

@@ -227,7 +227,8 @@ class BoxLoader {
     if (kPage == 0) return;
     const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
     if (begins) ids_.begin(p_, tiles_.item(), from / max_of(kPage, 1));
-    const int id = ids_.id(row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
+    const int id =
+        ids_.id(row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
     entry_ = key < s.n.sk ? id : -1;
     row_ %= max_of(kPage, 1);
   }

@@ -456,9 +456,9 @@ __device__ __forceinline__ void combine_end_rows(const DecodeParams& p, const Wo
 }
 
 // Puts together the q blocks of many parts, which began first, once there are no more splits: then no loads wait for
-// that. CTAs share out their rows, and wait for nobody: where splits are missing, whoever brings the last one does these
-// rows, too. A ticket counts the splits of a q block that are there, and has a bit for each of its end parts whose thread
-// block came.
+// that. CTAs share out their rows, and wait for nobody: where splits are missing, whoever brings the last one does
+// these rows, too. A ticket counts the splits of a q block that are there, and has a bit for each of its end parts whose
+// CTA came.
 __device__ __forceinline__ void combine_at_end(const DecodeParams& p, const DynamicTiles& lines,
                                                unsigned char* shared) {
 #pragma unroll 1

@@ -28,7 +28,8 @@
 //   kBatchIdx       1: cache_batch_idx names the row of the batch
 //   kLeftPad        1: leftpad_k says which key is the first
 //   kTree           1: tree_mask says which of the last sq keys a query sees
-//   kFewQueries     queries of the longest sequence that it computes, where sm90/forward/forward.cu has the longer ones; 0: all
+//   kFewQueries     queries of the longest sequence that it computes, where sm90/forward/forward.cu has the longer
+//                   ones; 0: all
 //   kAppends        1: it appends new rows of K and V, and attends them, too
 //   kRotatesQ         1: it turns q with the new keys
 //   kUnreadRows     1: there may be new rows that no work tile reads

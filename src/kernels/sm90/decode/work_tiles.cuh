@@ -242,9 +242,9 @@ __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const Work
 // The work tiles of a CTA, one after the other: 16 ints, which a warp may leave in shared memory.
 struct WorkTiles {
   WorkTile item;
-  int at, chunks;  // where the work tile's q block stands, and how long it is; kRoundRobin: its number; kDynamic: the turn,
-                  // -1 after the last one, and the number of the next shorter q block
-  int blocks;     // of rows, of its sequence
+  int at, chunks;  // where the work tile's q block stands, and how long it is; kRoundRobin: its number; kDynamic: the
+                   // turn, -1 after the last one, and the number of the next shorter q block
+  int blocks;      // of rows, of its sequence
 
   // Goes on to the next one; false when there are no more. `ahead`: for the loads of a warp that goes there again.
   __device__ __forceinline__ bool next(const DecodeParams& p, const Slice& slice, bool ahead = false) {
