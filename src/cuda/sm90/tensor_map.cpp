@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "cuda/driver/driver.h"
+#include "cuda/sm90/common.h"
 
 namespace fulgur::cuda {
 namespace {
