@@ -169,7 +169,7 @@ def fuzz():
         case = ET.SubElement(suite, "testcase", name=target)
         try:
             run(BUILD / "asan/tests/fuzz" / target, f"-max_total_time={FUZZ_SECONDS}", f"-max_len={FUZZ_BYTES}",
-                "-malloc_limit_mb=256", "-timeout=100", "-print_final_stats=1", "-verbosity=0",
+                "-malloc_limit_mb=1024", "-timeout=100", "-print_final_stats=1", "-verbosity=0",
                 f"-artifact_prefix={RESULTS}/{target}-", corpus / target,
                 env={"LSAN_OPTIONS": f"suppressions={ROOT}/tests/lsan.supp:print_suppressions=0"})
         except StepFailed as error:
