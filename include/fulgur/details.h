@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -28,8 +29,8 @@ class FULGUR_API Details {
   const std::vector<Entry>& entries() const { return entries_; }
   /// Whether there is such a value. "prefix.kernel" is the `kernel` of the Details at `prefix`.
   bool has(std::string_view path) const { return find(path) != nullptr; }
-  /// The value there. T: bool, int64_t, double, std::string,
-  /// Texts or Details. Throws Error(kInvalidArgument) where there is none, or another type.
+  /// The value there. T: bool, int64_t, double, std::string, Texts or Details. Throws
+  /// Error(kInvalidArgument) where there is none, or one of another type.
   template <class T>
   const T& get(std::string_view path) const;
 

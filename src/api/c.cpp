@@ -82,12 +82,6 @@ T required(const DLTensor* t, const char* name) {
   return T::from_dlpack(*t, name);
 }
 
-template <class T>
-void read_tensor(const DLTensor* given, const fulgur::TensorRule& rule, T& to) {
-  to = rule.need == fulgur::Need::kRequired ? required<T>(given, rule.name)
-                                            : optional<T>(given, rule.name);
-}
-
 bool must_be_there(fulgur::Need need, bool appends) {
   return need == fulgur::Need::kRequired || (need == fulgur::Need::kUnlessAppend && !appends);
 }

@@ -1,17 +1,26 @@
 #include "call/check_tensors.h"
 
-#include <fmt/format.h>
-
-#include <string>
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <span>
+#include <type_traits>
 #include <vector>
 
 namespace fulgur {
 namespace {
 
-/// The dimensions of a tensor in words, and their sizes.
+/// The dimensions of a tensor in words, and their sizes. Every call checks by them: they take no
+/// memory of the heap.
 struct Dims {
   const char* words;
-  std::vector<int64_t> sizes;
+  std::array<int64_t, ConstTensor::kMaxRank> sizes{};
+  size_t rank;
+
+  Dims(const char* in_words, std::initializer_list<int64_t> all)
+      : words(in_words), rank(all.size()) {
+    std::copy(all.begin(), all.end(), sizes.begin());
+  }
 };
 
 Dims rows(const Problem& p, bool packed, int64_t n, int64_t total, int64_t heads, int64_t dim,
@@ -108,7 +117,7 @@ void list_given(const Args& args, std::vector<NamedTensor>& to) {
   }
 }
 
-bool turned_in_place(const NamedTensor& a, const NamedTensor& b) {
+bool rotated_in_place(const NamedTensor& a, const NamedTensor& b) {
   return a.rule.arg == Arg::kQOut && b.rule.arg == Arg::kQ && a.tensor.data == b.tensor.data &&
          a.tensor.strides == b.tensor.strides;
 }
@@ -118,7 +127,7 @@ bool turned_in_place(const NamedTensor& a, const NamedTensor& b) {
 void check_by_rule(const TensorRule& rule, const ConstTensor& t, const Problem& p,
                    const char* like) {
   const Dims dims = dims_of(rule, t, p);
-  check_shape(rule.name, t, dims.words, dims.sizes, rule.written());
+  check_shape(rule.name, t, dims.words, std::span(dims.sizes).first(dims.rank), rule.written());
   const auto [dtype, why] = wanted(rule.type, p);
   check_dtype(rule.name, t, dtype, why);
   if (rule.place == Place::kHostToo) {
@@ -161,7 +170,7 @@ void check_memory(const Args& args) {
   for (const NamedTensor& t : all) {
     if (!t.rule.written()) continue;
     for (const NamedTensor& other : all) {
-      if (&t == &other || turned_in_place(t, other) || !share_memory(t.tensor, other.tensor))
+      if (&t == &other || rotated_in_place(t, other) || !share_memory(t.tensor, other.tensor))
         continue;
       fail(t.rule.name, "shares its memory with {}; an output needs its own", other.rule.name);
     }

@@ -53,7 +53,7 @@ template <class Args>
 void check_as_planned(const Args& planned, const Args& args);
 
 /// Checks that all data is there and that each output has memory of its own. Queries that append
-/// turns may stay where they are: each row is read before it is written.
+/// rotates may stay where they are: each row is read before it is written.
 template <class Args>
 void check_memory(const Args& args);
 

@@ -100,7 +100,7 @@ enum class TensorType : uint8_t {
 /// kDevice: that of q. kHostToo: there or in the host's memory, where each run reads it.
 enum class Place : uint8_t { kDevice, kHostToo };
 
-/// kUnlessAppend: required but in a call that appends, which says it as a cache.
+/// kUnlessAppend: required but in a call that appends, which names its caches instead.
 enum class Need : uint8_t { kRequired, kUnlessAppend, kOptional };
 
 enum class Access : uint8_t { kRead, kWritten };

@@ -43,7 +43,8 @@ inline Score score(const Head& h, int64_t i, int64_t j) {
   return {S - rule.slope * static_cast<double>(std::abs(distance)), dS_dqk};
 }
 
-/// Z_ij x: x / (1 - p) for a kept entry, 0 for a dropped one, also if x is NaN. FlashAttention, Alg. 4, line 14.
+/// Z_ij x: x / (1 - p) for a kept entry, 0 for a dropped one, also if x is NaN. FlashAttention,
+/// Alg. 4, line 14.
 class DropoutFactor {
  public:
   explicit DropoutFactor(const Rule& rule) : dropout_(rule.dropout), head_index_(rule.head_index) {}

@@ -31,8 +31,9 @@ std::string shape_class(const Problem& p) {
   for (const auto& [is, name] :
        {std::pair{p.scale <= 0 || softcap || alibi, "transformed"}, std::pair{softcap, "softcap"},
         std::pair{alibi, "alibi"}, std::pair{p.packed, "packed"},
-        std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"}, std::pair{p.has(Arg::kSeqUsedK), "seqused_k"},
-        std::pair{p.has(Arg::kTreeMask), "tree"}, std::pair{p.dropout_p > 0, "dropout"},
+        std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"},
+        std::pair{p.has(Arg::kSeqUsedK), "seqused_k"}, std::pair{p.has(Arg::kTreeMask), "tree"},
+        std::pair{p.dropout_p > 0, "dropout"},
         std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
     if (is) text += fmt::format(" {}", name);
   }

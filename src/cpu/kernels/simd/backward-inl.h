@@ -68,7 +68,8 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
     }
     D[r] = hn::GetLane(hn::SumOfLanes(f, sum));
     // A row that saw no key has no gradient of its LSE.
-    if (p.has(Arg::kDlse) && lse_at(task, args.lse, p.lse, r) != -std::numeric_limits<float>::infinity()) {
+    if (p.has(Arg::kDlse) &&
+        lse_at(task, args.lse, p.lse, r) != -std::numeric_limits<float>::infinity()) {
       D[r] -= lse_at(task, args.dlse, p.dlse, r);
     }
   }
