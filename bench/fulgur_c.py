@@ -54,21 +54,59 @@ class Options(Struct):
     ]
 
 
+class VarLen(Struct):
+    _fields_ = [*SIZE, *fields(*STARTS, "seqused_q", "seqused_k")]
+
+
+class KvCache(Struct):
+    _fields_ = [*SIZE, *fields("page_table", "page_indptr", "cache_batch_idx", "leftpad_k")]
+
+
+class SharedPrefix(Struct):
+    _fields_ = [*SIZE, *fields("prefix_groups", "prefix_lens")]
+
+
+class Rotary(Struct):
+    _fields_ = [*SIZE, *fields("cos", "sin", "rotary_seqlens"), *fields("interleaved", of=ctypes.c_int)]
+
+
+class NewRows(Struct):
+    _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens", "rotary")]
+
+
 class ForwardArgs(Struct):
-    _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", *STARTS, "seqused_k", "rng_state",
-                               "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "sinks", "tree_mask",
-                               "seqused_q", "prefix_groups", "prefix_lens", "append")]
+    _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", "rng_state", "sinks", "tree_mask",
+                               "lengths", "cache", "shared_prefix", "append")]
 
 
 class BackwardArgs(Struct):
-    _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", *STARTS,
-                               "seqused_k", "dlse", "rng_state", "sinks", "dsinks", "seqused_q")]
+    _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", "rng_state",
+                               "sinks", "dlse", "dsinks", "lengths")]
 
 
 class AppendArgs(Struct):
-    _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens",
-                               "page_table", "page_indptr", "cache_batch_idx", "cos", "sin"),
-                *fields("interleaved", of=ctypes.c_int), *fields("rotary_seqlens", "q", "q_out", "cu_seqlens_q")]
+    _fields_ = [*SIZE, *fields("rows", "cache", "q", "q_out", "cu_seqlens_q")]
+
+
+# The structs in the structs of a call.
+PARTS = {"lengths": VarLen, "cache": KvCache, "shared_prefix": SharedPrefix, "rotary": Rotary, "append": NewRows,
+         "rows": NewRows}
+
+
+def filled(struct, addresses, interleaved=False):
+    """A struct with the tensors at `addresses`, by name, that it and its parts have, and what it refers to."""
+    given, kept = {}, []
+    for name, _ in struct._fields_[1:]:
+        if name in PARTS:
+            part, inner = filled(PARTS[name], addresses, interleaved)
+            if any(getattr(part, field) for field, _ in PARTS[name]._fields_[1:] if field != "interleaved"):
+                given[name] = ctypes.addressof(part)
+                kept += [part, *inner]
+        elif name == "interleaved":
+            given[name] = interleaved
+        elif name in addresses:
+            given[name] = addresses[name]
+    return struct(**given), kept
 
 
 class Run(Struct):
@@ -111,7 +149,7 @@ class Fulgur:
             names = [*READ[which], *WRITTEN[which], *(STARTS if case.lengths else ())]
             dtypes = {"lse": torch.float32, **dict.fromkeys(STARTS, torch.int32)}
             tensors = {name: described(case.shape(name), dtypes.get(name, torch.bfloat16)) for name in names}
-            args = ARGS[which](**{name: ctypes.addressof(t) for name, t in tensors.items()})
+            args, kept = filled(ARGS[which], {name: ctypes.addressof(t) for name, t in tensors.items()})
             plan = ctypes.c_void_p()
             self.call(f"fulgur_plan_{which}", ctypes.byref(args), ctypes.byref(options_of(case)), ctypes.byref(plan))
             self.plans[which, case] = plan
@@ -132,12 +170,12 @@ class Fulgur:
         names = [*READ[which], *(STARTS if case.lengths else ())]
         used = {name: tensors[name] for name in names} | written
         described_used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in used.items()}
-        args = ARGS[which](**{name: ctypes.addressof(t) for name, t in described_used.items()})
+        args, kept = filled(ARGS[which], {name: ctypes.addressof(t) for name, t in described_used.items()})
         settings = Run(workspace=workspace.data_ptr(), workspace_bytes=need.bytes)
 
         def run():
             settings.stream = torch.cuda.current_stream().cuda_stream
             self.call(f"fulgur_plan_run_{which}", plan, ctypes.byref(args), ctypes.byref(settings))
 
-        run.keep = (workspace, used, described_used)
+        run.keep = (workspace, used, described_used, kept)
         return run, written

@@ -14,7 +14,7 @@ import json
 import pathlib
 
 import torch
-from fulgur_c import AppendArgs, ForwardArgs, Fulgur, Options, Run, WorkspaceNeed, described
+from fulgur_c import AppendArgs, ForwardArgs, Fulgur, Options, Run, WorkspaceNeed, described, filled
 from gpu_case import DEVICE
 from gpu_decode import COLD_BYTES, DecodeCase
 from gpu_decode_peers import MODULE
@@ -51,18 +51,20 @@ class Ours:
             tables = ("page_table",) if "page_table" in step else ()
             views = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in step.items()}
             at = {name: ctypes.addressof(view) for name, view in views.items()}
-            rows = AppendArgs(k_cache=at["k"], v_cache=at["v"], **{
-                name: at[name] for name in ("k_new", "v_new", "cache_seqlens", "cos", "sin", *tables)})
+            named = {name: at[name] for name in ("k_new", "v_new", "cache_seqlens", "cos", "sin", *tables)}
+            named |= {"k_cache": at["k"], "v_cache": at["v"], "q": at["q"]}
             if way == "one":
-                args = ForwardArgs(q=at["q"], out=at["out"], append=ctypes.addressof(rows))
+                rows = None
+                args, kept = filled(ForwardArgs, named | {"out": at["out"]})
             else:
-                rows.q, rows.q_out = at["q"], at["turned"]
-                args = ForwardArgs(q=at["turned"], **{
+                rows, kept = filled(AppendArgs, named | {"q_out": at["turned"]})
+                args, more = filled(ForwardArgs, {"q": at["turned"]} | {
                     name: at[name] for name in ("k", "v", "out", "seqused_k", *tables)})
+                kept += more
             if not self.plan:
                 fulgur.call("fulgur_plan_forward", ctypes.byref(args), ctypes.byref(self.options),
                             ctypes.byref(self.plan))
-            self.calls.append((args, rows, views, step["out"]))
+            self.calls.append((args, rows, (views, kept), step["out"]))
         need = WorkspaceNeed()
         fulgur.call("fulgur_plan_workspace", self.plan, ctypes.byref(need))
         self.workspace = torch.zeros(need.bytes, dtype=torch.uint8, device=DEVICE)

@@ -12,7 +12,7 @@ import random
 import time
 
 import torch
-from fulgur_c import ForwardArgs, Options, Run, WorkspaceNeed, described
+from fulgur_c import ForwardArgs, Options, Run, WorkspaceNeed, described, filled
 from gpu_case import DEVICE
 from gpu_decode_peers import PEERS
 
@@ -114,7 +114,8 @@ GRID = tuple(
 def arguments(tensors):
     """The C API's of a call, and the descriptions that they refer to."""
     used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in tensors.items()}
-    return ForwardArgs(**{name: ctypes.addressof(t) for name, t in used.items()}), used
+    args, kept = filled(ForwardArgs, {name: ctypes.addressof(t) for name, t in used.items()})
+    return args, (used, kept)
 
 
 def planned(fulgur, args, **more):

@@ -219,10 +219,10 @@ struct Pass {
 
   template <class Args, class View>
   static void read_optional(Args& args, const Shared& shared, View& next) {
-    if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = next("cu_seqlens_q");
-    if (shared.has(kCuSeqlensK)) args.cu_seqlens_k = next("cu_seqlens_k");
-    if (shared.has(kSequsedQ)) args.seqused_q = next("seqused_q");
-    if (shared.has(kSequsedK)) args.seqused_k = next("seqused_k");
+    if (shared.has(kCuSeqlensQ)) args.lengths.cu_seqlens_q = next("cu_seqlens_q");
+    if (shared.has(kCuSeqlensK)) args.lengths.cu_seqlens_k = next("cu_seqlens_k");
+    if (shared.has(kSequsedQ)) args.lengths.seqused_q = next("seqused_q");
+    if (shared.has(kSequsedK)) args.lengths.seqused_k = next("seqused_k");
     if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
     if (shared.has(kSinks)) args.sinks = next("sinks");
     if (shared.has(kRngState)) args.rng_state = next("rng_state");
@@ -230,20 +230,20 @@ struct Pass {
 };
 
 /// Where the sequences of a cache lie.
-template <class Args, class View>
-void read_tables(Args& args, const Shared& shared, View& next) {
-  if (shared.has(kPageTable)) args.page_table = next("page_table");
-  if (shared.has(kPageIndptr)) args.page_indptr = next("page_indptr");
-  if (shared.has(kCacheBatchIdx)) args.cache_batch_idx = next("cache_batch_idx");
+template <class View>
+void read_tables(fulgur::KvCache& cache, const Shared& shared, View& next) {
+  if (shared.has(kPageTable)) cache.page_table = next("page_table");
+  if (shared.has(kPageIndptr)) cache.page_indptr = next("page_indptr");
+  if (shared.has(kCacheBatchIdx)) cache.cache_batch_idx = next("cache_batch_idx");
 }
 
 /// What the forward pass alone takes after them.
 template <class View>
 void read_others(ForwardArgs& args, const Shared& shared, View& next) {
-  if (shared.has(kLeftpadK)) args.leftpad_k = next("leftpad_k");
+  if (shared.has(kLeftpadK)) args.cache.leftpad_k = next("leftpad_k");
   if (shared.has(kTreeMask)) args.tree_mask = next("tree_mask");
-  if (shared.has(kPrefixGroups)) args.prefix_groups = next("prefix_groups");
-  if (shared.has(kPrefixLens)) args.prefix_lens = next("prefix_lens");
+  if (shared.has(kPrefixGroups)) args.shared_prefix.prefix_groups = next("prefix_groups");
+  if (shared.has(kPrefixLens)) args.shared_prefix.prefix_lens = next("prefix_lens");
 }
 
 struct Forward : Pass {
@@ -254,7 +254,7 @@ struct Forward : Pass {
   static Args read(const Shared& shared, View operand, View result, int64_t results) {
     Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
     read_optional(args, shared, operand);
-    read_tables(args, shared, operand);
+    read_tables(args.cache, shared, operand);
     read_others(args, shared, operand);
     args.out = result("out");
     if (results > 1) args.lse = result("lse");
@@ -296,24 +296,24 @@ struct Rows {
   static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
 
   template <class View>
-  static AppendArgs read_caches(View& operand, View& result) {
+  static fulgur::NewRows read_caches(View& operand, View& result) {
     result("k_cache");
     result("v_cache");
     return {.k_cache = operand("k_cache"), .v_cache = operand("v_cache")};
   }
   template <class View>
-  static void read_new(AppendArgs& rows, View& operand) {
+  static void read_new(fulgur::NewRows& rows, View& operand) {
     rows.k_new = operand("k_new");
     rows.v_new = operand("v_new");
     rows.cache_seqlens = operand("cache_seqlens");
   }
   template <class View>
-  static void read_positions(AppendArgs& rows, const Shared& shared, View& operand) {
+  static void read_positions(fulgur::NewRows& rows, const Shared& shared, View& operand) {
     if (shared.has(kCuSeqlensKNew)) rows.cu_seqlens_k_new = operand("cu_seqlens_k_new");
-    if (shared.has(kCos)) rows.cos = operand("cos");
-    if (shared.has(kSin)) rows.sin = operand("sin");
-    if (shared.has(kRotarySeqlens)) rows.rotary_seqlens = operand("rotary_seqlens");
-    rows.interleaved = shared.interleaved;
+    if (shared.has(kCos)) rows.rotary.cos = operand("cos");
+    if (shared.has(kSin)) rows.rotary.sin = operand("sin");
+    if (shared.has(kRotarySeqlens)) rows.rotary.rotary_seqlens = operand("rotary_seqlens");
+    rows.rotary.interleaved = shared.interleaved;
   }
 };
 
@@ -323,15 +323,15 @@ struct Append : Rows {
 
   template <class View>
   static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args = read_caches(operand, result);
+    Args args{.rows = read_caches(operand, result)};
     if (results > 2) {
       args.q = operand("q");
       args.q_out = result("q");
     }
-    read_new(args, operand);
+    read_new(args.rows, operand);
     if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = operand("cu_seqlens_q");
-    read_tables(args, shared, operand);
-    read_positions(args, shared, operand);
+    read_tables(args.cache, shared, operand);
+    read_positions(args.rows, shared, operand);
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
@@ -341,38 +341,25 @@ struct Append : Rows {
 
 /// Appends and attends.
 struct AppendForward : Rows {
-  struct Args {
-    AppendArgs rows;
-    ForwardArgs attention;
-
-    ForwardArgs both() const {
-      ForwardArgs args = attention;
-      args.append = &rows;
-      return args;
-    }
-  };
+  using Args = ForwardArgs;
   static constexpr const char* kTarget = "fulgur_append_forward";
 
   template <class View>
   static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.rows = read_caches(operand, result), .attention = {.q = operand("q")}};
-    read_new(args.rows, operand);
-    Pass::read_optional(args.attention, shared, operand);
-    read_tables(args.rows, shared, operand);
-    read_others(args.attention, shared, operand);
-    read_positions(args.rows, shared, operand);
-    args.attention.out = result("out");
-    if (results > 3) args.attention.lse = result("lse");
+    Args args{.q = operand("q"), .append = read_caches(operand, result)};
+    read_new(args.append, operand);
+    Pass::read_optional(args, shared, operand);
+    read_tables(args.cache, shared, operand);
+    read_others(args, shared, operand);
+    read_positions(args.append, shared, operand);
+    args.out = result("out");
+    if (results > 3) args.lse = result("lse");
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
-    forward(args.both(), options, run);
+    forward(args, options, run);
   }
 };
-
-void prepare(const AppendForward::Args& args, const Options& options) {
-  fulgur::prepare(args.both(), options);
-}
 
 template <class Call>
 void call(const xla::CallFrame& frame, DeviceType type) {

@@ -151,7 +151,7 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
 
 AppendArgs read_append(const Entries& views, bool interleaved) {
   AppendArgs args = read_args<AppendArgs>(views);
-  args.interleaved = interleaved;
+  args.rows.rotary.interleaved = interleaved;
   return args;
 }
 
@@ -169,22 +169,14 @@ void append(const nb::dict& views, const nb::dict& options, bool interleaved, ui
 
 /// A call that appends and attends.
 struct AppendForward {
-  AppendArgs rows;
   ForwardArgs args;
   fulgur::Options options;
 
   AppendForward(const Entries& views, const Entries& options, bool interleaved)
-      : rows(read_append(views, interleaved)),
-        args(read_args<ForwardArgs>(views)),
-        options(read_options(options)) {
-    // Each tensor is said once: the queries are the call's, the caches and their tables are the
-    // rows'.
-    rows.q = rows.cu_seqlens_q = {};
-    args.page_table = args.page_indptr = args.cache_batch_idx = {};
-    args.append = &rows;
+      : args(read_args<ForwardArgs>(views)), options(read_options(options)) {
+    args.append = read_args<fulgur::NewRows>(views);
+    args.append.rotary.interleaved = interleaved;
   }
-  AppendForward(const AppendForward&) = delete;
-  AppendForward& operator=(const AppendForward&) = delete;
 };
 
 /// Checks the shapes and options of a call whose arrays are not there yet.

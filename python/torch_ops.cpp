@@ -256,10 +256,10 @@ struct Shared {
 
   template <class Args>
   void fill(Args& args) const {
-    args.cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q);
-    args.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
-    args.seqused_q = view("seqused_q", seqused_q);
-    args.seqused_k = view("seqused_k", seqused_k);
+    args.lengths.cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q);
+    args.lengths.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
+    args.lengths.seqused_q = view("seqused_q", seqused_q);
+    args.lengths.seqused_k = view("seqused_k", seqused_k);
     args.alibi_slopes = view("alibi_slopes", alibi_slopes);
     args.sinks = view("sinks", sinks);
     if (options.dropout_p == 0) return;
@@ -355,18 +355,14 @@ struct Cache {
         prefix_groups(in.optional_tensor()),
         prefix_lens(in.optional_tensor()) {}
 
-  /// `Args`: ForwardArgs, AppendArgs.
-  template <class Args>
-  void fill_tables(Args& args) const {
-    args.page_table = view("page_table", page_table);
-    args.page_indptr = view("page_indptr", page_indptr);
-    args.cache_batch_idx = view("cache_batch_idx", cache_batch_idx);
-  }
-  void fill_others(ForwardArgs& args) const {
-    args.leftpad_k = view("leftpad_k", leftpad_k);
+  void fill(ForwardArgs& args) const {
+    args.cache = {.page_table = view("page_table", page_table),
+                  .page_indptr = view("page_indptr", page_indptr),
+                  .cache_batch_idx = view("cache_batch_idx", cache_batch_idx),
+                  .leftpad_k = view("leftpad_k", leftpad_k)};
     args.tree_mask = view("tree_mask", tree_mask);
-    args.prefix_groups = view("prefix_groups", prefix_groups);
-    args.prefix_lens = view("prefix_lens", prefix_lens);
+    args.shared_prefix = {.prefix_groups = view("prefix_groups", prefix_groups),
+                          .prefix_lens = view("prefix_lens", prefix_lens)};
   }
 };
 
@@ -375,8 +371,7 @@ void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
   Forward call(in, Forward::Besides::kNothing);
   const Cache cache(in);
   ForwardArgs args = call.args();
-  cache.fill_tables(args);
-  cache.fill_others(args);
+  cache.fill(args);
   run_forward(call, args, args.v, stack);
 }
 
@@ -389,21 +384,19 @@ void append_forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
   const bool interleaved = in.boolean();
   const Handle rotary_seqlens = in.optional_tensor();
   ForwardArgs args = call.args();
-  cache.fill_others(args);
-  AppendArgs rows{.k_cache = view("k_cache", call.k),
-                  .v_cache = view("v_cache", call.v),
-                  .k_new = view("k_new", call.k_new),
-                  .v_new = view("v_new", call.v_new),
-                  .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
-                  .cache_seqlens = view("cache_seqlens", call.cache_seqlens),
-                  .cos = view("cos", cos),
-                  .sin = view("sin", sin),
-                  .interleaved = interleaved,
-                  .rotary_seqlens = view("rotary_seqlens", rotary_seqlens)};
-  cache.fill_tables(rows);
+  cache.fill(args);
   args.k = args.v = {};
-  args.append = &rows;
-  run_forward(call, args, rows.v_cache, stack);
+  args.append = {.k_cache = view("k_cache", call.k),
+                 .v_cache = view("v_cache", call.v),
+                 .k_new = view("k_new", call.k_new),
+                 .v_new = view("v_new", call.v_new),
+                 .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
+                 .cache_seqlens = view("cache_seqlens", call.cache_seqlens),
+                 .rotary = {.cos = view("cos", cos),
+                            .sin = view("sin", sin),
+                            .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
+                            .interleaved = interleaved}};
+  run_forward(call, args, args.append.v_cache, stack);
 }
 
 void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
@@ -497,23 +490,24 @@ void append_kernel(uint64_t* stack, uint64_t, uint64_t) {
   options.mask.left = in.integer();
   options.mask.right = in.integer();
   options.mask.chunk = in.integer();
-  const AppendArgs args{.k_cache = view("k_cache", k_cache),
-                        .v_cache = view("v_cache", v_cache),
-                        .k_new = view("k_new", k_new),
-                        .v_new = view("v_new", v_new),
-                        .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
-                        .cache_seqlens = view("cache_seqlens", cache_seqlens),
-                        .page_table = view("page_table", page_table),
-                        .page_indptr = view("page_indptr", page_indptr),
-                        .cache_batch_idx = view("cache_batch_idx", cache_batch_idx),
-                        .cos = view("cos", cos),
-                        .sin = view("sin", sin),
-                        .interleaved = interleaved,
-                        .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
-                        .q = view("q", q),
-                        .q_out = view("q_out", q_out),
-                        .cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q)};
-  const Run run = run_on(args.k_cache.device, options);
+  const AppendArgs args{
+      .rows = {.k_cache = view("k_cache", k_cache),
+               .v_cache = view("v_cache", v_cache),
+               .k_new = view("k_new", k_new),
+               .v_new = view("v_new", v_new),
+               .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
+               .cache_seqlens = view("cache_seqlens", cache_seqlens),
+               .rotary = {.cos = view("cos", cos),
+                          .sin = view("sin", sin),
+                          .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
+                          .interleaved = interleaved}},
+      .cache = {.page_table = view("page_table", page_table),
+                .page_indptr = view("page_indptr", page_indptr),
+                .cache_batch_idx = view("cache_batch_idx", cache_batch_idx)},
+      .q = view("q", q),
+      .q_out = view("q_out", q_out),
+      .cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q)};
+  const Run run = run_on(args.rows.k_cache.device, options);
   append(args, options, run);
 }
 

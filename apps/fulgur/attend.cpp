@@ -187,18 +187,18 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .out = t["out"],
           .lse = t["lse"],
           .alibi_slopes = extras["alibi-slopes"],
-          .cu_seqlens_q = extras["cu-seqlens-q"],
-          .cu_seqlens_k = extras["cu-seqlens-k"],
-          .seqused_q = extras["seqused-q"],
-          .seqused_k = extras["seqused-k"],
-          .page_table = extras["page-table"],
-          .page_indptr = extras["page-indptr"],
-          .cache_batch_idx = extras["cache-batch-idx"],
-          .leftpad_k = extras["leftpad-k"],
+          .lengths = {.cu_seqlens_q = extras["cu-seqlens-q"],
+                      .cu_seqlens_k = extras["cu-seqlens-k"],
+                      .seqused_q = extras["seqused-q"],
+                      .seqused_k = extras["seqused-k"]},
           .sinks = t["sinks"],
           .tree_mask = extras["tree-mask"],
-          .prefix_groups = extras["prefix-groups"],
-          .prefix_lens = extras["prefix-lens"]};
+          .cache = {.page_table = extras["page-table"],
+                    .page_indptr = extras["page-indptr"],
+                    .cache_batch_idx = extras["cache-batch-idx"],
+                    .leftpad_k = extras["leftpad-k"]},
+          .shared_prefix = {.prefix_groups = extras["prefix-groups"],
+                            .prefix_lens = extras["prefix-lens"]}};
 }
 
 BackwardArgs backward_args(Tensors& t, Tensors& extras) {
@@ -212,10 +212,10 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           .dk = t["dk"],
           .dv = t["dv"],
           .alibi_slopes = extras["alibi-slopes"],
-          .cu_seqlens_q = extras["cu-seqlens-q"],
-          .cu_seqlens_k = extras["cu-seqlens-k"],
-          .seqused_q = extras["seqused-q"],
-          .seqused_k = extras["seqused-k"],
+          .lengths = {.cu_seqlens_q = extras["cu-seqlens-q"],
+                      .cu_seqlens_k = extras["cu-seqlens-k"],
+                      .seqused_q = extras["seqused-q"],
+                      .seqused_k = extras["seqused-k"]},
           .dlse = t["dlse"],
           .sinks = t["sinks"],
           .dsinks = t["dsinks"]};

@@ -12,6 +12,7 @@
 #include "flags.h"
 #include "fulgur/error.h"
 #include "io/array.h"
+#include "io/safetensors.h"
 #include "naive.h"
 #include "placement.h"
 
@@ -155,8 +156,8 @@ Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, 
   if (pages) {
     forward.k = place.input(pages->k);
     forward.v = place.input(pages->v);
-    forward.page_table = place.input(pages->table);
-    forward.seqused_k = place.input(pages->lengths);
+    forward.cache.page_table = place.input(pages->table);
+    forward.lengths.seqused_k = place.input(pages->lengths);
   }
   BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
                         t["lse"],  t["dq"], t["dk"], t["dv"], alibi};

@@ -43,10 +43,10 @@ Plan plan_of(const ExplainRequest& r) {
   };
   args.k = cache(s.d);
   args.v = cache(s.dv);
-  args.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, pages}, device);
+  args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, pages}, device);
   std::vector<int32_t> lengths(static_cast<size_t>(s.batch), static_cast<int32_t>(s.sk));
   void* const on_host = device.type == DeviceType::kCpu ? lengths.data() : nullptr;
-  args.seqused_k = Tensor::contiguous(on_host, DType::kI32, {s.batch}, device);
+  args.lengths.seqused_k = Tensor::contiguous(on_host, DType::kI32, {s.batch}, device);
   return plan(args, r.flags.options());
 }
 

@@ -43,10 +43,10 @@ cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Opt
   if (r.packed) options.max_seqlen_q = sq;
   if (r.packed && !r.cache()) options.max_seqlen_k = sk;
   const auto set_extras = [&](auto& args) {
-    if (r.packed) args.cu_seqlens_q = two;
-    if (r.packed && !r.cache()) args.cu_seqlens_k = two;
-    if (r.seqused_q) args.seqused_q = one;
-    if (r.seqused_k || r.page > 0) args.seqused_k = one;
+    if (r.packed) args.lengths.cu_seqlens_q = two;
+    if (r.packed && !r.cache()) args.lengths.cu_seqlens_k = two;
+    if (r.seqused_q) args.lengths.seqused_q = one;
+    if (r.seqused_k || r.page > 0) args.lengths.seqused_k = one;
     if (r.alibi) args.alibi_slopes = tensor(DType::kF32, {r.hq});
     if (r.sinks) args.sinks = tensor(DType::kF32, {r.hq});
   };
@@ -58,13 +58,13 @@ cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Opt
   }
   ForwardArgs args{q, k, v, out};
   set_extras(args);
-  if (r.page > 0) args.page_table = r.page_indptr ? one : tensor(DType::kI32, {1, 1});
-  if (r.page_indptr) args.page_indptr = two;
-  if (r.cache_batch_idx) args.cache_batch_idx = one;
-  if (r.leftpad_k) args.leftpad_k = one;
+  if (r.page > 0) args.cache.page_table = r.page_indptr ? one : tensor(DType::kI32, {1, 1});
+  if (r.page_indptr) args.cache.page_indptr = two;
+  if (r.cache_batch_idx) args.cache.cache_batch_idx = one;
+  if (r.leftpad_k) args.cache.leftpad_k = one;
   if (r.tree_mask) args.tree_mask = tensor(DType::kI64, {1, sq});
-  if (r.prefix_groups) args.prefix_groups = two;
-  if (r.prefix_groups) args.prefix_lens = one;
+  if (r.prefix_groups) args.shared_prefix.prefix_groups = two;
+  if (r.prefix_groups) args.shared_prefix.prefix_lens = one;
   cuda::Prewarmed sum;
   for (const Tensor& wanted : {Tensor(), lse}) {
     args.lse = wanted;

@@ -48,13 +48,13 @@ Args with_extras(const Args& whole, Args part, const Part& p, int64_t group) {
   if (slopes.rank == 2) slopes = narrowed(slopes, 0, p.b, p.b_count);
   part.alibi_slopes = narrowed(slopes, slopes.rank - 1, p.h * group, p.h_count * group);
   part.sinks = narrowed(whole.sinks, 0, p.h * group, p.h_count * group);
-  part.cu_seqlens_q = whole.cu_seqlens_q;
-  part.cu_seqlens_k = whole.cu_seqlens_k;
+  part.lengths.cu_seqlens_q = whole.lengths.cu_seqlens_q;
+  part.lengths.cu_seqlens_k = whole.lengths.cu_seqlens_k;
   const auto used = [&](const ConstTensor& t) {
-    return whole.cu_seqlens_q.given() ? t : narrowed(t, 0, p.b, p.b_count);
+    return whole.lengths.cu_seqlens_q.given() ? t : narrowed(t, 0, p.b, p.b_count);
   };
-  part.seqused_q = used(whole.seqused_q);
-  part.seqused_k = used(whole.seqused_k);
+  part.lengths.seqused_q = used(whole.lengths.seqused_q);
+  part.lengths.seqused_k = used(whole.lengths.seqused_k);
   return part;
 }
 
@@ -80,8 +80,8 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
 /// A step of a server: keys that lie elsewhere than their queries, in pages, in other rows, or
 /// with packed queries; or drafts, which are short.
 bool serves(const ForwardArgs& a) {
-  return a.page_table.given() || a.cache_batch_idx.given() || a.leftpad_k.given() ||
-         a.k.rank != a.q.rank || a.tree_mask.given();
+  return a.cache.page_table.given() || a.cache.cache_batch_idx.given() ||
+         a.cache.leftpad_k.given() || a.k.rank != a.q.rank || a.tree_mask.given();
 }
 bool serves(const BackwardArgs&) { return false; }
 

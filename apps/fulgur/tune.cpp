@@ -76,16 +76,16 @@ cuda::Tuned measure(const TuneRequest& r) {
         vector_of<int32_t>(DType::kI32, s.batch + 1, [&](int64_t b) { return b * length; }));
   };
   if (r.packed) {
-    args.cu_seqlens_q = starts(s.sq);
-    args.cu_seqlens_k = starts(s.sk);
+    args.lengths.cu_seqlens_q = starts(s.sq);
+    args.lengths.cu_seqlens_k = starts(s.sk);
     options.max_seqlen_q = s.sq;
     options.max_seqlen_k = s.sk;
   }
   const auto used = [&](int64_t length) {
     return place.input(vector_of<int32_t>(DType::kI32, s.batch, [&](int64_t) { return length; }));
   };
-  if (r.seqused_q) args.seqused_q = used(s.sq);
-  if (r.seqused_k) args.seqused_k = used(s.sk);
+  if (r.seqused_q) args.lengths.seqused_q = used(s.sq);
+  if (r.seqused_k) args.lengths.seqused_k = used(s.sk);
   if (r.alibi) {
     args.alibi_slopes = place.input(vector_of<float>(DType::kF32, s.hq, [&](int64_t h) {
       return std::exp2(-8.0 * static_cast<double>(h + 1) / static_cast<double>(s.hq));
@@ -99,8 +99,7 @@ cuda::Tuned measure(const TuneRequest& r) {
   return cuda::tune(
       BackwardArgs{input("dout", s.sq, s.hq, s.dv), args.q, args.k, args.v, args.out, args.lse,
                    output("dq", s.sq, s.hq, s.d), output("dk", s.sk, s.hk, s.d),
-                   output("dv", s.sk, s.hk, s.dv), args.alibi_slopes, args.cu_seqlens_q,
-                   args.cu_seqlens_k, args.seqused_q, args.seqused_k},
+                   output("dv", s.sk, s.hk, s.dv), args.alibi_slopes, args.lengths},
       options);
 }
 

@@ -357,11 +357,11 @@ Workload::Workload(const Case& c)
   options.threads = c.threads;
   options.engine = c.device.type == DeviceType::kCpu ? "cpu" : "cuda";
   forward_ = {q, kv, kv, q, lse};
-  if (c.page > 0) forward_.page_table = tensor(DType::kI32, {c.batch, pages});
-  if (c.page > 0 || c.uneven) forward_.seqused_k = tensor(DType::kI32, {c.batch});
+  if (c.page > 0) forward_.cache.page_table = tensor(DType::kI32, {c.batch, pages});
+  if (c.page > 0 || c.uneven) forward_.lengths.seqused_k = tensor(DType::kI32, {c.batch});
   if (c.prefix > 0) {
-    forward_.prefix_groups = tensor(DType::kI32, {2});
-    forward_.prefix_lens = tensor(DType::kI32, {1});
+    forward_.shared_prefix.prefix_groups = tensor(DType::kI32, {2});
+    forward_.shared_prefix.prefix_lens = tensor(DType::kI32, {1});
   }
   const auto timed_plan = [&](const auto& args) {
     const auto start = std::chrono::steady_clock::now();
@@ -376,12 +376,14 @@ Workload::Workload(const Case& c)
   forward_.v = filled(kv);
   forward_.out = filled(q);
   forward_.lse = filled(lse);
-  forward_.page_table = filled(forward_.page_table, page_table(c.batch, pages, shared));
+  forward_.cache.page_table = filled(forward_.cache.page_table, page_table(c.batch, pages, shared));
   std::vector<int32_t> keys;
   for (int64_t b = 0; b < c.batch; ++b) keys.push_back(static_cast<int32_t>(c.keys(b)));
-  forward_.seqused_k = filled(forward_.seqused_k, keys);
-  forward_.prefix_groups = filled(forward_.prefix_groups, {0, static_cast<int32_t>(c.batch)});
-  forward_.prefix_lens = filled(forward_.prefix_lens, {static_cast<int32_t>(c.prefix)});
+  forward_.lengths.seqused_k = filled(forward_.lengths.seqused_k, keys);
+  forward_.shared_prefix.prefix_groups =
+      filled(forward_.shared_prefix.prefix_groups, {0, static_cast<int32_t>(c.batch)});
+  forward_.shared_prefix.prefix_lens =
+      filled(forward_.shared_prefix.prefix_lens, {static_cast<int32_t>(c.prefix)});
   if (!backward_) return;
   forward_plan.run(forward_);
   backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,

@@ -6,14 +6,14 @@
 #include <string>
 #include <vector>
 
+#include "fulgur/cache.h"
 #include "fulgur/details.h"
 #include "fulgur/export.h"
+#include "fulgur/lengths.h"
 #include "fulgur/mask.h"
 #include "fulgur/tensor.h"
 
 namespace fulgur {
-
-struct AppendArgs;  // fulgur/append.h
 
 /// What is computed, the same in every call of a plan. Defaults give plain softmax(q k^T / sqrt(d))
 /// v.
@@ -52,73 +52,30 @@ struct Options {
 struct ForwardArgs {
   ConstTensor q{}, k{}, v{};
   Tensor out{}, lse{};
-  // Slopes, lengths (cu_seqlens, seqused, leftpad_k, prefix_groups, prefix_lens) and sinks lie on
-  // the device of q or in host memory, where each run reads them and checks the lengths; they may
-  // change once it has returned, and a graph keeps those of its capture.
-
-  ConstTensor alibi_slopes{};  ///< f32 (hq) or (batch, hq)
-  /// Packed variable length: i32 (batch + 1), non-decreasing, first >= 0, last <= total. Both or
-  /// none. Sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1. Rows before the first sequence
-  /// and after the last one are padding, as are those that seqused_q and seqused_k leave between
-  /// them.
-  ConstTensor cu_seqlens_q{}, cu_seqlens_k{};
-  /// i32 (batch): only the first seqused_q[b] queries of sequence b exist. Its rows begin where
-  /// they do without; those after are padding, with out = 0 and lse = -inf.
-  ConstTensor seqused_q{};
-  ConstTensor seqused_k{};  ///< i32 (batch): only the first seqused_k[b] keys of sequence b exist
+  /// f32 (hq) or (batch, hq). Slopes and sinks lie on the device of q or in host memory, where each
+  /// run reads them; they may change once it has returned, and a graph keeps those of its capture.
+  ConstTensor alibi_slopes{};
+  VarLen lengths{};
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
   ConstTensor rng_state{};
-
-  // Caches of K and V, whose sequences lie where tables say. What the tables and lengths hold may
-  // change from call to call of a plan. q may be packed by cu_seqlens_q alone, k and v then have
-  // four dimensions.
-
-  /// Pages: k is (pages, page, hk, d), v (pages, page, hk, dv), and key j of sequence b is row
-  /// j % page of page page_table[b, j / page]. i32 (batch, max_pages) with any stride between rows;
-  /// ids after those that seqused_k[b] keys need are not looked at. seqused_k must be given,
-  /// cu_seqlens_k must not.
-  ConstTensor page_table{};
-  /// i32 (batch + 1), non-decreasing, first >= 0, last <= the number of ids: page_table is then i32
-  /// (ids), and the pages of sequence b are page_table[page_indptr[b]] .. page_table[page_indptr[b
-  /// + 1] - 1].
-  ConstTensor page_indptr{};
-  /// i32 (batch): sequence b is row cache_batch_idx[b] of k and v, which may have more or fewer
-  /// rows than q has sequences. Not looked at where a sequence has no keys. Not with page_table.
-  ConstTensor cache_batch_idx{};
-  /// i32 (batch): the first leftpad_k[b] keys of sequence b do not exist, so that those in
-  /// [leftpad_k[b], seqused_k[b]) do. Masks and ALiBi know of no others.
-  ConstTensor leftpad_k{};
-
   /// f32 (hq): a score of each q head that joins the softmax of every row and brings no value
   /// (attention sinks): lse = log(exp(sink) + sum of exp(scores)), out = sum of exp(scores - lse)
   /// v. Not scaled, capped, masked or dropped. -inf: no sink; +inf: out = 0, lse = +inf.
   ConstTensor sinks{};
-
   /// i64 (batch, sq), packed (total_q), side by side; sq <= 64: a word of bits for each query. The
   /// last sq keys of a sequence are its queries' own tokens, and bit j says whether a query sees
   /// the jth of them, key sk - sq + j, where the mask shows it, too (speculative decoding). Earlier
   /// keys, and bits that have no key, are as without it.
   ConstTensor tree_mask{};
-
-  /// Shared prefixes: i32 (groups + 1), non-decreasing, first 0, last = batch. The sequences of
-  /// group g, prefix_groups[g] .. prefix_groups[g+1]-1, begin with the same keys and values, in the
-  /// same pages or in others of the same content: that of all of them is read through the pages of
-  /// the first, once, where that pays. Says where keys are read, not what is computed. With
-  /// page_table alone. Both or none.
-  ConstTensor prefix_groups{};
-  /// i32 (groups): so many keys, no more than each sequence of the group has in front of its
-  /// queries' own, seqused_k[b] less the queries of b.
-  ConstTensor prefix_lens{};
-
-  /// New keys and values: the call appends them, as append() does, and attends what the caches then
-  /// hold, which gives the bits of both calls. Each thing is said once. The caches, page_table,
-  /// page_indptr and cache_batch_idx stand in AppendArgs, and their counterparts here stay empty;
-  /// so does seqused_k, as sequence b has cache_seqlens[b] and its new rows. The queries are q
-  /// and cu_seqlens_q here, and empty there, as is q_out: with cos and sin they turn in workspace,
-  /// and q keeps its values. A query without a position has any out and lse. Plan::run() takes what
-  /// is appended from its own arguments.
-  const AppendArgs* append = nullptr;
+  KvCache cache{};  ///< k and v are caches whose sequences lie where tables say
+  SharedPrefix shared_prefix{};
+  /// New keys and values: the call appends them, as fulgur::append() does, and attends what the
+  /// caches then hold, which gives the bits of both calls. The caches are those of `append`, so
+  /// that k and v stay empty; so do cu_seqlens_k and seqused_k, as sequence b has cache_seqlens[b]
+  /// and its new rows. Queries are rotated in workspace, and q keeps its values. A query without a
+  /// position has any out and lse.
+  NewRows append{};
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
@@ -127,7 +84,8 @@ struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};
   /// As in ForwardArgs. Queries and keys that do not exist have gradients of 0.
-  ConstTensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{};
+  ConstTensor alibi_slopes{};
+  VarLen lengths{};
   /// The gradient of lse, shape and dtype of lse; not given = 0. That of a row whose lse is -inf is
   /// not used.
   ConstTensor dlse{};

@@ -56,34 +56,70 @@ typedef struct fulgur_options {
 /// it. All 0 but struct_size is not the same: window_left and window_right would be 0.
 FULGUR_API fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size);
 
-/// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
-/// Null tensors are "not given". With tensors on a GPU the lengths (cu_seqlens_q, cu_seqlens_k,
-/// seqused_q, seqused_k, leftpad_k, prefix_groups, prefix_lens), alibi_slopes and sinks may lie on
-/// the CPU.
-typedef struct fulgur_forward_args {
-  size_t struct_size;  ///< sizeof(fulgur_forward_args)
-  const DLTensor *q, *k, *v;
-  const DLTensor *out, *lse;                    ///< written; lse may be null
-  const DLTensor* alibi_slopes;                 ///< f32 (hq) or (batch, hq)
+/// Lengths of the sequences (fulgur::VarLen): all 0 but struct_size, then what you need. With
+/// tensors on a GPU they may lie on the CPU.
+typedef struct fulgur_var_len {
+  size_t struct_size;                           ///< sizeof(fulgur_var_len)
   const DLTensor *cu_seqlens_q, *cu_seqlens_k;  ///< i32 (batch + 1): packed layout
-  const DLTensor* seqused_k;                    ///< i32 (batch)
-  const DLTensor* rng_state;  ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
-  /// Caches of K and V; q may be packed by cu_seqlens_q alone. With a page_table k is (pages, page,
-  /// hk, d) and seqused_k must be given.
+  const DLTensor* seqused_q;  ///< i32 (batch): so many first queries of each sequence exist
+  const DLTensor* seqused_k;  ///< i32 (batch): so many first keys of each sequence exist
+} fulgur_var_len;
+
+/// Where the sequences of caches of K and V lie (fulgur::KvCache), likewise. q may be packed by
+/// cu_seqlens_q alone. With a page_table k is (pages, page, hk, d) and seqused_k must be given.
+typedef struct fulgur_kv_cache {
+  size_t struct_size;               ///< sizeof(fulgur_kv_cache)
   const DLTensor* page_table;       ///< i32 (batch, max_pages); with page_indptr i32 (ids)
   const DLTensor* page_indptr;      ///< i32 (batch + 1): where the ids of each sequence begin
   const DLTensor* cache_batch_idx;  ///< i32 (batch): the row of k and v of each sequence
-  const DLTensor* leftpad_k;        ///< i32 (batch): so many first keys do not exist
+  const DLTensor* leftpad_k;        ///< i32 (batch), or on the CPU: so many first keys do not exist
+} fulgur_kv_cache;
+
+/// Sequences that begin with the same keys (fulgur::SharedPrefix), with a page_table: so many first
+/// keys are the same for all sequences from prefix_groups[g] to prefix_groups[g + 1] - 1. Both, on
+/// the GPU or on the CPU.
+typedef struct fulgur_shared_prefix {
+  size_t struct_size;             ///< sizeof(fulgur_shared_prefix)
+  const DLTensor* prefix_groups;  ///< i32 (groups + 1)
+  const DLTensor* prefix_lens;    ///< i32 (groups)
+} fulgur_shared_prefix;
+
+/// What rotates new keys, and queries with them (fulgur::Rotary).
+typedef struct fulgur_rotary {
+  size_t struct_size;              ///< sizeof(fulgur_rotary)
+  const DLTensor *cos, *sin;       ///< (positions, rotary_dim / 2)
+  const DLTensor* rotary_seqlens;  ///< i32 (batch): first positions; null = cache_seqlens
+  int interleaved;                 ///< pairs (2 i, 2 i + 1), or 0: (i, i + rotary_dim / 2)
+} fulgur_rotary;
+
+/// New keys and values and the caches that they go to (fulgur::NewRows). With caches on a GPU the
+/// lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens) may lie on the CPU.
+typedef struct fulgur_new_rows {
+  size_t struct_size;                 ///< sizeof(fulgur_new_rows)
+  const DLTensor *k_cache, *v_cache;  ///< written, where new rows go
+  const DLTensor *k_new, *v_new;      ///< (batch, s_new, hk, dim) or packed (total, hk, dim)
+  const DLTensor* cu_seqlens_k_new;   ///< i32 (batch + 1): packed layout
+  const DLTensor* cache_seqlens;      ///< i32 (batch): rows that the caches have already
+  const fulgur_rotary* rotary;        ///< null = keys are not rotated
+} fulgur_new_rows;
+
+/// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
+/// Null tensors and structs are "not given". With tensors on a GPU alibi_slopes and sinks may lie
+/// on the CPU.
+typedef struct fulgur_forward_args {
+  size_t struct_size;  ///< sizeof(fulgur_forward_args)
+  const DLTensor *q, *k, *v;
+  const DLTensor *out, *lse;     ///< written; lse may be null
+  const DLTensor* alibi_slopes;  ///< f32 (hq) or (batch, hq)
+  const DLTensor* rng_state;     ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
   const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
   const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
-  const DLTensor* seqused_q;  ///< i32 (batch): so many first queries of each sequence exist
-  /// i32 (groups + 1), i32 (groups), with a page_table: so many first keys are the same for all
-  /// sequences from prefix_groups[g] to prefix_groups[g + 1] - 1; both or none.
-  const DLTensor *prefix_groups, *prefix_lens;
-  /// New keys and values that the call appends before it attends (fulgur::ForwardArgs::append).
-  /// What it says of caches is null here: k, v, page_table, page_indptr, cache_batch_idx,
-  /// seqused_k; its q, q_out and cu_seqlens_q are null there.
-  const struct fulgur_append_args* append;
+  const fulgur_var_len* lengths;
+  const fulgur_kv_cache* cache;
+  const fulgur_shared_prefix* shared_prefix;
+  /// New keys and values that the call appends before it attends. k, v, cu_seqlens_k and seqused_k
+  /// are null then.
+  const fulgur_new_rows* append;
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -92,13 +128,11 @@ typedef struct fulgur_backward_args {
   const DLTensor *dout, *q, *k, *v, *out, *lse;
   const DLTensor *dq, *dk, *dv;  ///< written
   const DLTensor* alibi_slopes;
-  const DLTensor *cu_seqlens_q, *cu_seqlens_k;
-  const DLTensor* seqused_k;
-  const DLTensor* dlse;  ///< gradient of lse, shaped like it; null = 0
   const DLTensor* rng_state;
   const DLTensor* sinks;   ///< as in fulgur_forward_args
+  const DLTensor* dlse;    ///< gradient of lse, shaped like it; null = 0
   const DLTensor* dsinks;  ///< written: f32 (hq), gradient of sinks; may be null
-  const DLTensor* seqused_q;
+  const fulgur_var_len* lengths;
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.
@@ -209,26 +243,17 @@ FULGUR_API fulgur_status fulgur_merge(const DLTensor* const* part_outs,
                                       const DLTensor* out, const DLTensor* lse,
                                       const fulgur_run* run);
 
-/// What goes into caches of K and V (fulgur::AppendArgs): all 0 but struct_size, then what you
-/// need. With caches on a GPU the lengths (cu_seqlens_k_new, cache_seqlens, rotary_seqlens,
-/// cu_seqlens_q) may lie on the CPU.
+/// What append takes (fulgur::AppendArgs): all 0 but struct_size, then what you need.
 typedef struct fulgur_append_args {
-  size_t struct_size;                 ///< sizeof(fulgur_append_args)
-  const DLTensor *k_cache, *v_cache;  ///< written, where new rows go
-  const DLTensor *k_new, *v_new;      ///< (batch, s_new, hk, dim) or packed (total, hk, dim)
-  const DLTensor* cu_seqlens_k_new;   ///< i32 (batch + 1): packed layout
-  const DLTensor* cache_seqlens;      ///< i32 (batch): rows that the caches have already
-  const DLTensor* page_table;         ///< as in fulgur_forward_args, like the next two
-  const DLTensor *page_indptr, *cache_batch_idx;
-  const DLTensor *cos, *sin;       ///< (positions, rotary_dim / 2): turn new keys
-  int interleaved;                 ///< pairs (2 i, 2 i + 1), or 0: (i, i + rotary_dim / 2)
-  const DLTensor* rotary_seqlens;  ///< i32 (batch): first positions; null = cache_seqlens
-  const DLTensor *q, *q_out;       ///< queries to turn; q_out is written and may be q
-  const DLTensor* cu_seqlens_q;    ///< i32 (batch + 1): q is packed
+  size_t struct_size;  ///< sizeof(fulgur_append_args)
+  const fulgur_new_rows* rows;
+  const fulgur_kv_cache* cache;  ///< where the caches keep their sequences
+  const DLTensor *q, *q_out;     ///< queries to rotate; q_out is written and may be q
+  const DLTensor* cu_seqlens_q;  ///< i32 (batch + 1), or on the CPU: q is packed
 } fulgur_append_args;
 
-/// Writes new rows into caches of K and V and turns keys and queries (fulgur::append). Of `options`
-/// it takes the mask, the threads and the engine, of `run` the stream; both may be null.
+/// Writes new rows into caches of K and V and rotates keys and queries (fulgur::append). Of
+/// `options` it takes the mask, the threads and the engine, of `run` the stream; both may be null.
 FULGUR_API fulgur_status fulgur_append(const fulgur_append_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
 

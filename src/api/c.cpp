@@ -65,85 +65,115 @@ fulgur_status guarded(Call call) noexcept {
 
 // The sizes of the structs in version 0.1.0, the first: no caller has shorter ones.
 constexpr size_t kMinOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
-constexpr size_t kMinForward = offsetof(fulgur_forward_args, seqused_k) + sizeof(DLTensor*);
-constexpr size_t kMinBackward = offsetof(fulgur_backward_args, seqused_k) + sizeof(DLTensor*);
-constexpr size_t kMinAppend = offsetof(fulgur_append_args, cu_seqlens_q) + sizeof(DLTensor*);
 constexpr size_t kMinRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
 constexpr size_t kMinNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
-
-template <class T>
-T optional(const DLTensor* t, const char* name) {
-  return t == nullptr ? T{} : T::from_dlpack(*t, name);
-}
-
-template <class T>
-T required(const DLTensor* t, const char* name) {
-  if (t == nullptr) fail(name, "got null, want a tensor");
-  return T::from_dlpack(*t, name);
-}
-
-bool must_be_there(fulgur::Need need, bool appends) {
-  return need == fulgur::Need::kRequired || (need == fulgur::Need::kUnlessAppend && !appends);
-}
-
-bool appends(const fulgur_forward_args& a) { return a.append != nullptr; }
-bool appends(const fulgur_backward_args&) { return false; }
-bool appends(const fulgur_append_args&) { return true; }
+template <class Struct>
+constexpr size_t kMinTensors = sizeof(Struct);  // none has grown yet
 
 template <class T>
 T read_tensor(const DLTensor* given, const char* name, bool must) {
-  return must ? required<T>(given, name) : optional<T>(given, name);
+  if (given != nullptr) return T::from_dlpack(*given, name);
+  if (must) fail(name, "got null, want a tensor");
+  return T{};
 }
 
 // A C struct has the tensors of its table, and what is no tensor.
-static_assert(sizeof(fulgur_forward_args) ==
-              sizeof(size_t) + (fulgur::kForwardTensors + 1) * sizeof(void*));
-static_assert(sizeof(fulgur_backward_args) ==
-              sizeof(size_t) + fulgur::kBackwardTensors * sizeof(void*));
-static_assert(sizeof(fulgur_append_args) ==
-              sizeof(size_t) + (fulgur::kAppendTensors + 1) * sizeof(void*));
+template <class Struct>
+constexpr size_t kPointers = (sizeof(Struct) - sizeof(size_t)) / sizeof(void*);
+static_assert(kPointers<fulgur_var_len> == fulgur::kVarLenTensors);
+static_assert(kPointers<fulgur_kv_cache> == fulgur::kKvCacheTensors);
+static_assert(kPointers<fulgur_shared_prefix> == fulgur::kSharedPrefixTensors);
+static_assert(kPointers<fulgur_rotary> == fulgur::kRotaryTensors + 1);
+static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 1);
+static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 4);
+static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 1);
+static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
 
-/// Reads a row of the tables of tensors: the C structs have their names.
-#define FULGUR_READ(member, arg, need, ...)                           \
-  args.member = read_tensor<decltype(args.member)>(a.member, #member, \
-                                                   must_be_there(fulgur::Need::need, appends(a)));
-
-AppendArgs convert(const fulgur_append_args* given, const char* name = "args") {
-  const fulgur_append_args a = read_struct(name, given, kMinAppend);
-  AppendArgs args;
-  FULGUR_APPEND_TENSORS(FULGUR_READ)
-  args.interleaved = a.interleaved != 0;
-  return args;
+/// A struct of the caller's, all 0 where it is not given.
+template <class Struct>
+Struct optional(const char* name, const Struct* given) {
+  return given == nullptr ? Struct{} : read_struct(name, given, kMinTensors<Struct>);
 }
 
-/// ForwardArgs with the AppendArgs that they point to.
-class ForwardCall {
- public:
-  explicit ForwardCall(const fulgur_forward_args& a) {
-    ForwardArgs& args = args_;
-    FULGUR_FORWARD_TENSORS(FULGUR_READ)
-    if (a.append == nullptr) return;
-    append_ = convert(a.append, "append");
-    args.append = &append_;
-  }
-  ForwardCall(const ForwardCall&) = delete;
-  ForwardCall& operator=(const ForwardCall&) = delete;
-  operator const ForwardArgs&() const { return args_; }
+/// Reads a row of the tables of tensors: the C structs have their names. `all`: the call appends
+/// nothing, so that it must have what an appending call need not.
+#define FULGUR_READ(member, arg, need, ...)            \
+  to.member = read_tensor<decltype(to.member)>(        \
+      from.member, #member,                            \
+      fulgur::Need::need == fulgur::Need::kRequired || \
+          (fulgur::Need::need == fulgur::Need::kUnlessAppend && all));
 
- private:
-  ForwardArgs args_;
-  AppendArgs append_;
-};
+fulgur::VarLen convert(const fulgur_var_len* given) {
+  const auto from = optional("lengths", given);
+  constexpr bool all = true;
+  fulgur::VarLen to;
+  FULGUR_VAR_LEN_TENSORS(FULGUR_READ)
+  return to;
+}
 
-ForwardCall convert(const fulgur_forward_args* given) {
-  return ForwardCall(read_struct("args", given, kMinForward));
+fulgur::KvCache convert(const fulgur_kv_cache* given) {
+  const auto from = optional("cache", given);
+  constexpr bool all = true;
+  fulgur::KvCache to;
+  FULGUR_KV_CACHE_TENSORS(FULGUR_READ)
+  return to;
+}
+
+fulgur::SharedPrefix convert(const fulgur_shared_prefix* given) {
+  const auto from = optional("shared_prefix", given);
+  constexpr bool all = true;
+  fulgur::SharedPrefix to;
+  FULGUR_SHARED_PREFIX_TENSORS(FULGUR_READ)
+  return to;
+}
+
+fulgur::Rotary convert(const fulgur_rotary* given) {
+  const auto from = optional("rotary", given);
+  constexpr bool all = true;
+  fulgur::Rotary to;
+  FULGUR_ROTARY_TENSORS(FULGUR_READ)
+  to.interleaved = from.interleaved != 0;
+  return to;
+}
+
+fulgur::NewRows convert(const fulgur_new_rows* given, const char* name) {
+  const auto from = read_struct(name, given, kMinTensors<fulgur_new_rows>);
+  constexpr bool all = true;
+  fulgur::NewRows to;
+  FULGUR_NEW_ROWS_TENSORS(FULGUR_READ)
+  to.rotary = convert(from.rotary);
+  return to;
+}
+
+AppendArgs convert(const fulgur_append_args* given) {
+  const auto from = read_struct("args", given, kMinTensors<fulgur_append_args>);
+  constexpr bool all = true;
+  AppendArgs to;
+  FULGUR_APPEND_TENSORS(FULGUR_READ)
+  to.rows = convert(from.rows, "rows");
+  to.cache = convert(from.cache);
+  return to;
+}
+
+ForwardArgs convert(const fulgur_forward_args* given) {
+  const auto from = read_struct("args", given, kMinTensors<fulgur_forward_args>);
+  const bool all = from.append == nullptr;
+  ForwardArgs to;
+  FULGUR_FORWARD_TENSORS(FULGUR_READ)
+  to.lengths = convert(from.lengths);
+  to.cache = convert(from.cache);
+  to.shared_prefix = convert(from.shared_prefix);
+  if (from.append != nullptr) to.append = convert(from.append, "append");
+  return to;
 }
 
 BackwardArgs convert(const fulgur_backward_args* given) {
-  const fulgur_backward_args a = read_struct("args", given, kMinBackward);
-  BackwardArgs args;
+  const auto from = read_struct("args", given, kMinTensors<fulgur_backward_args>);
+  constexpr bool all = true;
+  BackwardArgs to;
   FULGUR_BACKWARD_TENSORS(FULGUR_READ)
-  return args;
+  to.lengths = convert(from.lengths);
+  return to;
 }
 
 #undef FULGUR_READ
@@ -356,10 +386,11 @@ fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* con
     std::vector<fulgur::Partial> parts;
     for (size_t i = 0; i < count; ++i) {
       parts.push_back(
-          {required<ConstTensor>(part_outs[i], fmt::format("parts[{}].out", i).c_str()),
-           required<ConstTensor>(part_lses[i], fmt::format("parts[{}].lse", i).c_str())});
+          {read_tensor<ConstTensor>(part_outs[i], fmt::format("parts[{}].out", i).c_str(), true),
+           read_tensor<ConstTensor>(part_lses[i], fmt::format("parts[{}].lse", i).c_str(), true)});
     }
-    fulgur::merge(parts, {required<Tensor>(out, "out"), optional<Tensor>(lse, "lse")},
+    fulgur::merge(parts,
+                  {read_tensor<Tensor>(out, "out", true), read_tensor<Tensor>(lse, "lse", false)},
                   convert(run));
   });
 }

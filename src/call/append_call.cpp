@@ -16,7 +16,8 @@ int64_t checked_dim(const char* name, int64_t dim) {
 }
 
 void check_caches(AppendCall& c) {
-  const ConstTensor k = c.args.k_cache, v = c.args.v_cache, seqlens = c.args.cache_seqlens;
+  const ConstTensor k = c.args.rows.k_cache, v = c.args.rows.v_cache,
+                    seqlens = c.args.rows.cache_seqlens;
   Problem& p = c.p;
   const bool paged = c.tables.page_table.given();
   const char* const dims = paged ? "(pages, page, heads, dim)" : "(batch, seqlen, heads, dim)";
@@ -57,19 +58,19 @@ void check_rows(const char* name, const ConstTensor& t, const AppendCall& c, boo
 
 void check_new(AppendCall& c) {
   const AppendArgs& a = c.args;
-  c.packed_new = a.cu_seqlens_k_new.given();
-  check_rows("k_new", a.k_new, c, c.packed_new, a.k_new, c.p.hk, c.p.d, false);
-  check_rows("v_new", a.v_new, c, c.packed_new, a.k_new, c.p.hk, c.p.dv, false);
-  c.tokens = c.packed_new ? a.k_new.shape[0] : c.p.batch * a.k_new.shape[1];
-  c.k_new = rows_layout(a.k_new);
-  c.v_new = rows_layout(a.v_new);
+  c.packed_new = a.rows.cu_seqlens_k_new.given();
+  check_rows("k_new", a.rows.k_new, c, c.packed_new, a.rows.k_new, c.p.hk, c.p.d, false);
+  check_rows("v_new", a.rows.v_new, c, c.packed_new, a.rows.k_new, c.p.hk, c.p.dv, false);
+  c.tokens = c.packed_new ? a.rows.k_new.shape[0] : c.p.batch * a.rows.k_new.shape[1];
+  c.k_new = rows_layout(a.rows.k_new);
+  c.v_new = rows_layout(a.rows.v_new);
 }
 
 void check_rotary(AppendCall& c) {
   const AppendArgs& a = c.args;
-  const ConstTensor &cos = a.cos, &sin = a.sin;
+  const ConstTensor &cos = a.rows.rotary.cos, &sin = a.rows.rotary.sin;
   if (!cos.given() && !sin.given()) {
-    if (a.rotary_seqlens.given()) fail("rotary_seqlens", "given without cos and sin");
+    if (a.rows.rotary.rotary_seqlens.given()) fail("rotary_seqlens", "given without cos and sin");
     if (a.q.given()) fail("q", "given without cos and sin, want what turns it");
     return;
   }
@@ -110,7 +111,9 @@ AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
     if (args.q_out.given()) fail("q", "not given, want what goes to q_out");
     if (args.cu_seqlens_q.given()) fail("cu_seqlens_q", "given without q");
   }
-  AppendCall c{.args = args, .tables = {args.page_table, args.page_indptr, args.cache_batch_idx}};
+  AppendCall c{
+      .args = args,
+      .tables = {args.cache.page_table, args.cache.page_indptr, args.cache.cache_batch_idx}};
   check_caches(c);
   check_new(c);
   check_rotary(c);

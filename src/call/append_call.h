@@ -15,7 +15,7 @@ struct AppendCall {
 
   const AppendArgs& args;
   Problem p{};  ///< of the caches as k and v, and of the rows of q
-  CacheTensors tables{};
+  KvCache tables{};
   bool packed_new = false;
   int64_t tokens = 0;  ///< rows of k_new, those after the last sequence included
   int64_t hq = 0;
@@ -26,7 +26,8 @@ struct AppendCall {
 
 /// The position of the first new token of each sequence.
 inline const ConstTensor& first_positions(const AppendArgs& args) {
-  return args.rotary_seqlens.given() ? args.rotary_seqlens : args.cache_seqlens;
+  return args.rows.rotary.rotary_seqlens.given() ? args.rows.rotary.rotary_seqlens
+                                                 : args.rows.cache_seqlens;
 }
 
 /// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument).

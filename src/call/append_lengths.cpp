@@ -25,13 +25,13 @@ Tokens::Token Tokens::operator[](int64_t t) const {
 }
 
 AppendLengths::AppendLengths(const AppendCall& c)
-    : tokens_(c.p.batch, c.args.cu_seqlens_k_new, c.args.k_new.shape[1]),
+    : tokens_(c.p.batch, c.args.rows.cu_seqlens_k_new, c.args.rows.k_new.shape[1]),
       queries_(c.p.batch, c.args.cu_seqlens_q, c.p.sq),
-      old_(readable(c.args.cache_seqlens)),
+      old_(readable(c.args.rows.cache_seqlens)),
       first_(readable(first_positions(c.args))) {
   const Sequences sequences(c.p, c.args.cu_seqlens_q, {}, {}, {}, c.tables);
-  if (readable(c.args.cu_seqlens_k_new) != nullptr) {
-    longest_sequence("cu_seqlens_k_new", c.args.cu_seqlens_k_new, "rows of k_new", c.tokens);
+  if (readable(c.args.rows.cu_seqlens_k_new) != nullptr) {
+    longest_sequence("cu_seqlens_k_new", c.args.rows.cu_seqlens_k_new, "rows of k_new", c.tokens);
   }
   if (old_ != nullptr) check_room(c, sequences);
   if (first_ != nullptr && c.pairs > 0) check_positions(c);
@@ -60,9 +60,9 @@ void AppendLengths::check_positions(const AppendCall& c) const {
     if (first < 0) fail("rotary_seqlens", "got {} at {}, want >= 0", first, b);
     const int64_t turned = c.advance ? queries_.of(b) : std::min<int64_t>(queries_.of(b), 1);
     const int64_t rows = std::max(tokens_.of(b), turned);
-    if (rows > 0 && first + rows > c.args.cos.shape[0]) {
+    if (rows > 0 && first + rows > c.args.rows.rotary.cos.shape[0]) {
       fail("cos", "got {} positions, want {} for sequence {}, which has {} from {} on",
-           c.args.cos.shape[0], first + rows, b, rows, first);
+           c.args.rows.rotary.cos.shape[0], first + rows, b, rows, first);
     }
   }
 }

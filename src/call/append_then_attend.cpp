@@ -13,36 +13,27 @@ namespace {
 int64_t rotated_head(int64_t d) { return d > AppendCall::kMaxDim ? d : (d + 7) / 8 * 8; }
 
 void check_said_once(const ForwardArgs& args) {
-  const AppendArgs& a = *args.append;
   for (const auto& [name, t, there] :
-       {std::tuple{"k", &args.k, "k_cache"}, std::tuple{"v", &args.v, "v_cache"},
-        std::tuple{"page_table", &args.page_table, "page_table"},
-        std::tuple{"page_indptr", &args.page_indptr, "page_indptr"},
-        std::tuple{"cache_batch_idx", &args.cache_batch_idx, "cache_batch_idx"}}) {
+       {std::tuple{"k", &args.k, "k_cache"}, std::tuple{"v", &args.v, "v_cache"}}) {
     if (t->given()) fail(name, "given with append, want {} of it alone", there);
   }
-  for (const auto& [name, t] :
-       {std::pair{"cu_seqlens_k", &args.cu_seqlens_k}, std::pair{"seqused_k", &args.seqused_k}}) {
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_k", &args.lengths.cu_seqlens_k},
+                                std::pair{"seqused_k", &args.lengths.seqused_k}}) {
     if (t->given()) {
       fail(name, "given with append, want none: sequences have cache_seqlens and the new rows");
     }
-  }
-  const ConstTensor q_out = a.q_out;
-  for (const auto& [name, t] : {std::pair{"append.q", &a.q}, std::pair{"append.q_out", &q_out},
-                                std::pair{"append.cu_seqlens_q", &a.cu_seqlens_q}}) {
-    if (t->given()) fail(name, "given, want none: the queries are those of the call");
   }
 }
 
 /// Queries as append may take them, and as the attention after it will.
 void check_queries(const ForwardArgs& args) {
-  const ConstTensor &q = args.q, &k = args.append->k_cache;
-  const bool packed = args.cu_seqlens_q.given();
+  const ConstTensor &q = args.q, &k = args.append.k_cache;
+  const bool packed = args.lengths.cu_seqlens_q.given();
   const int rank = packed ? 3 : 4;
   check_tensor("q", q, packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", rank, false);
-  const int64_t batch = args.append->cache_seqlens.shape[0];
+  const int64_t batch = args.append.cache_seqlens.shape[0];
   if (packed) {
-    check_lengths("cu_seqlens_q", args.cu_seqlens_q, batch + 1, "(batch + 1)", q.device);
+    check_lengths("cu_seqlens_q", args.lengths.cu_seqlens_q, batch + 1, "(batch + 1)", q.device);
   } else if (q.shape[0] != batch) {
     fail("q", "got {} sequences, want {}, as cache_seqlens has", q.shape[0], batch);
   }
@@ -55,10 +46,10 @@ void check_queries(const ForwardArgs& args) {
 
 AppendArgs rows_of(const ForwardArgs& args) {
   check_said_once(args);
-  AppendArgs rows = *args.append;
-  if (!rows.cos.given() || !args.q.given()) return rows;
+  AppendArgs rows{.rows = args.append, .cache = args.cache};
+  if (!args.append.rotary.cos.given() || !args.q.given()) return rows;
   rows.q = args.q;
-  rows.cu_seqlens_q = args.cu_seqlens_q;
+  rows.cu_seqlens_q = args.lengths.cu_seqlens_q;
   Tensor& to = rows.q_out;
   to.dtype = args.q.dtype;
   to.device = args.q.device;
@@ -77,14 +68,10 @@ AppendArgs rows_of(const ForwardArgs& args) {
 ForwardArgs attention_of(const ForwardArgs& args) {
   check_queries(args);
   ForwardArgs attention = args;
-  const AppendArgs& a = *args.append;
-  attention.append = nullptr;
-  attention.k = a.k_cache;
-  attention.v = a.v_cache;
-  attention.page_table = a.page_table;
-  attention.page_indptr = a.page_indptr;
-  attention.cache_batch_idx = a.cache_batch_idx;
-  attention.seqused_k = a.cache_seqlens;
+  attention.append = {};
+  attention.k = args.append.k_cache;
+  attention.v = args.append.v_cache;
+  attention.lengths.seqused_k = args.append.cache_seqlens;
   return attention;
 }
 
@@ -97,23 +84,24 @@ AppendThenAttend::AppendThenAttend(const ForwardArgs& args, const Mask& mask)
 
 void AppendThenAttend::set_lengths() {
   const auto readable = [](const ConstTensor& t) { return on_host(t) && t.data != nullptr; };
-  for (const auto& [name, t] : {std::pair{"cu_seqlens_k_new", &rows_.cu_seqlens_k_new},
-                                std::pair{"cache_seqlens", &rows_.cache_seqlens},
-                                std::pair{"rotary_seqlens", &rows_.rotary_seqlens},
+  for (const auto& [name, t] : {std::pair{"cu_seqlens_k_new", &rows_.rows.cu_seqlens_k_new},
+                                std::pair{"cache_seqlens", &rows_.rows.cache_seqlens},
+                                std::pair{"rotary_seqlens", &rows_.rows.rotary.rotary_seqlens},
                                 std::pair{"cu_seqlens_q", &rows_.cu_seqlens_q},
-                                std::pair{"page_indptr", &rows_.page_indptr}}) {
+                                std::pair{"page_indptr", &rows_.cache.page_indptr}}) {
     if (!t->given() || !on_host(*t)) continue;
     if (t->data == nullptr) return;  // of a plan it may not be there yet
     check_data(name, *t);
   }
   const AppendLengths checked(call_);
-  if (!readable(rows_.cache_seqlens)) return;
-  if (call_.packed_new && !readable(rows_.cu_seqlens_k_new)) return;
+  if (!readable(rows_.rows.cache_seqlens)) return;
+  if (call_.packed_new && !readable(rows_.rows.cu_seqlens_k_new)) return;
   for (int64_t b = 0; b < call_.p.batch; ++b) {
     const Sequence s = checked.new_keys(b);
     lengths_.push_back(static_cast<int32_t>(s.k_begin + s.sk));
   }
-  attention_.seqused_k = ConstTensor::contiguous(lengths_.data(), DType::kI32, {call_.p.batch});
+  attention_.lengths.seqused_k =
+      ConstTensor::contiguous(lengths_.data(), DType::kI32, {call_.p.batch});
 }
 
 void AppendThenAttend::rotate_into(void* memory) {
@@ -123,7 +111,7 @@ void AppendThenAttend::rotate_into(void* memory) {
 }
 
 void AppendThenAttend::attend_to(const int32_t* lengths) {
-  attention_.seqused_k =
+  attention_.lengths.seqused_k =
       ConstTensor::contiguous(lengths, DType::kI32, {call_.p.batch}, call_.p.device);
 }
 

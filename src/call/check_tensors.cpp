@@ -113,7 +113,7 @@ void list_given(const Args& args, std::vector<NamedTensor>& to) {
   };
   for_each_tensor(add, args);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (args.append != nullptr) list_given(*args.append, to);
+    list_given(args.append, to);
   }
 }
 
@@ -155,9 +155,7 @@ void check_as_planned(const Args& planned, const Args& args) {
   };
   for_each_tensor(check, args, planned);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    const AppendArgs none;
-    for_each_tensor(check, args.append == nullptr ? none : *args.append,
-                    planned.append == nullptr ? none : *planned.append);
+    for_each_tensor(check, args.append, planned.append);
   }
 }
 

@@ -27,7 +27,7 @@ int64_t product(const char* name, const ConstTensor& t, int64_t x, int64_t y) {
   return xy;
 }
 
-void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
+void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor& v,
                  int64_t max_seqlen_k, Problem& p, const CacheNames& names) {
   using Pages = Problem::Cache::Pages;
   const ConstTensor& table = tensors.page_table;
@@ -60,7 +60,7 @@ void check_pages(const CacheTensors& tensors, const ConstTensor& k, const ConstT
 
 }  // namespace
 
-void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlens_k,
+void check_cache_given(const KvCache& tensors, const ConstTensor& cu_seqlens_k,
                        const ConstTensor& seqused_k) {
   const bool paged = tensors.page_table.given();
   if (tensors.page_indptr.given() && !paged)
@@ -76,7 +76,7 @@ void check_cache_given(const CacheTensors& tensors, const ConstTensor& cu_seqlen
   }
 }
 
-void check_cache(const CacheTensors& tensors, const ConstTensor& k, const ConstTensor& v,
+void check_cache(const KvCache& tensors, const ConstTensor& k, const ConstTensor& v,
                  int64_t max_seqlen_k, Problem& p, const CacheNames& names) {
   if (p.packed_k) return;
   p.cache.entries = k.shape[0];

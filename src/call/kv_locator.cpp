@@ -2,15 +2,14 @@
 
 namespace fulgur {
 
-KvLocator::KvLocator(const Problem& problem, const CacheTensors& tensors, const char* k)
+KvLocator::KvLocator(const Problem& problem, const KvCache& tensors, const char* k)
     : p_(&problem),
       k_(k),
       batch_idx_(static_cast<const int32_t*>(tensors.cache_batch_idx.data)),
       table_(static_cast<const int32_t*>(tensors.page_table.data)),
       indptr_(static_cast<const int32_t*>(tensors.page_indptr.data)) {}
 
-KvLocator::KvLocator(const Problem& problem, const Sequences& sequences,
-                     const CacheTensors& tensors)
+KvLocator::KvLocator(const Problem& problem, const Sequences& sequences, const KvCache& tensors)
     : KvLocator(problem, tensors, "k") {
   if (!problem.cache.paged() && !problem.has(Arg::kCacheBatchIdx)) return;
   for (int64_t b = 0; b < problem.batch; ++b) check(b, sequences[b]);

@@ -60,7 +60,7 @@ class KvLocator {
       : KvLocator(problem, sequences, cache_of(args)) {}
 
   /// Nothing is checked yet. `k`: what the call names the cache of K.
-  KvLocator(const Problem& problem, const CacheTensors& tensors, const char* k);
+  KvLocator(const Problem& problem, const KvCache& tensors, const char* k);
 
   /// Checks the entries of the tables that the keys of sequence b need, which is `s`.
   void check(int64_t b, const Sequence& s) const;
@@ -68,7 +68,7 @@ class KvLocator {
   KvSpan of(int64_t b, const Sequence& s) const;
 
  private:
-  KvLocator(const Problem& problem, const Sequences& sequences, const CacheTensors& tensors);
+  KvLocator(const Problem& problem, const Sequences& sequences, const KvCache& tensors);
 
   /// The first page id of sequence b.
   const int32_t* pages(int64_t b) const;

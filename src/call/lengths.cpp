@@ -32,8 +32,7 @@ int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const 
 }
 
 Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-                     const ConstTensor& used_q, const ConstTensor& used_k,
-                     const CacheTensors& cache)
+                     const ConstTensor& used_q, const ConstTensor& used_k, const KvCache& cache)
     : p_(&problem) {
   const auto read = [](const char* name, const ConstTensor& cu, const char* things, int64_t total,
                        int64_t most) {

@@ -25,11 +25,11 @@ class Sequences {
   /// BackwardArgs.
   template <class Args>
   Sequences(const Problem& problem, const Args& args)
-      : Sequences(problem, args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_q, args.seqused_k,
-                  cache_of(args)) {}
+      : Sequences(problem, args.lengths.cu_seqlens_q, args.lengths.cu_seqlens_k,
+                  args.lengths.seqused_q, args.lengths.seqused_k, cache_of(args)) {}
 
   Sequences(const Problem& problem, const ConstTensor& cu_q, const ConstTensor& cu_k,
-            const ConstTensor& used_q, const ConstTensor& used_k, const CacheTensors& cache);
+            const ConstTensor& used_q, const ConstTensor& used_k, const KvCache& cache);
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
@@ -49,9 +49,10 @@ class Sequences {
 /// Whether the host can read the lengths of a call, if it has any.
 template <class Args>
 bool lengths_on_host(const Args& args) {
-  const CacheTensors cache = cache_of(args);
-  for (const ConstTensor* t : {&args.cu_seqlens_q, &args.cu_seqlens_k, &args.seqused_q,
-                               &args.seqused_k, &cache.page_indptr, &cache.leftpad_k}) {
+  const KvCache cache = cache_of(args);
+  for (const ConstTensor* t :
+       {&args.lengths.cu_seqlens_q, &args.lengths.cu_seqlens_k, &args.lengths.seqused_q,
+        &args.lengths.seqused_k, &cache.page_indptr, &cache.leftpad_k}) {
     if (t->given() && (!on_host(*t) || t->data == nullptr)) return false;
   }
   return true;

@@ -70,11 +70,12 @@ void set_packed_keys(const ConstTensor& k, const ConstTensor& v, const ConstTens
 
 /// Groups of sequences that begin with the same keys.
 void set_prefixes(const ForwardArgs& args, Problem& p) {
-  const ConstTensor &groups = args.prefix_groups, &lens = args.prefix_lens;
+  const ConstTensor &groups = args.shared_prefix.prefix_groups,
+                    &lens = args.shared_prefix.prefix_lens;
   if (!groups.given() && !lens.given()) return;
   if (!groups.given()) fail("prefix_groups", "not given, want it with prefix_lens");
   if (!lens.given()) fail("prefix_lens", "not given, want it with prefix_groups");
-  if (!args.page_table.given()) fail("prefix_groups", "given without page_table");
+  if (!args.cache.page_table.given()) fail("prefix_groups", "given without page_table");
   if (groups.rank != 1 || groups.shape[0] < 2) {
     fail("prefix_groups", "got {}, want i32 (groups + 1) of at least one group", groups.describe());
   }
@@ -86,12 +87,12 @@ template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
   Problem p;
   const ConstTensor &q = args.q, &k = args.k, &v = args.v;
-  const ConstTensor &cu_q = args.cu_seqlens_q, &cu_k = args.cu_seqlens_k;
-  const CacheTensors cache = cache_of(args);
-  check_cache_given(cache, cu_k, args.seqused_k);
+  const ConstTensor &cu_q = args.lengths.cu_seqlens_q, &cu_k = args.lengths.cu_seqlens_k;
+  const KvCache cache = cache_of(args);
+  check_cache_given(cache, cu_k, args.lengths.seqused_k);
   p.packed = cu_q.given() || cu_k.given();
   // Packed queries may stand with a cache, whose rows are no packed ones.
-  const bool may_be_cache = std::is_same_v<Args, ForwardArgs> && (cache.given() || k.rank == 4);
+  const bool may_be_cache = std::is_same_v<Args, ForwardArgs> && (given(cache) || k.rank == 4);
   p.packed_k = cu_k.given() || (cu_q.given() && !may_be_cache);
   const auto dims = [](bool packed) {
     return packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)";
@@ -211,7 +212,7 @@ int checked_threads(const Options& options) {
 }
 
 Problem make_problem(const ForwardArgs& args, const Options& options) {
-  if (args.append != nullptr) {
+  if (appends(args)) {
     const AppendThenAttend appending(args, checked_mask(options));
     Problem p = make_problem(appending.attention(), options);
     p.append = append_of(appending);

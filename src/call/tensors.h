@@ -117,96 +117,144 @@ struct TensorRule {
   bool written() const { return access == Access::kWritten; }
 };
 
-// A row is T(member and name, Arg, Need, Access, Shape, Type, Place).
+// A row is T(member and name, Arg, Need, Access, Shape, Type, Place). A table has the tensors of
+// one public struct, without those of the structs in it.
 
-#define FULGUR_TENSORS_OF_BOTH_PASSES(T)                                        \
-  T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo)      \
+#define FULGUR_VAR_LEN_TENSORS(T)                                               \
   T(cu_seqlens_q, kCuSeqlensQ, kOptional, kRead, kBatchPlusOne, kI32, kHostToo) \
   T(cu_seqlens_k, kCuSeqlensK, kOptional, kRead, kBatchPlusOne, kI32, kHostToo) \
   T(seqused_q, kSeqUsedQ, kOptional, kRead, kBatch, kI32, kHostToo)             \
-  T(seqused_k, kSeqUsedK, kOptional, kRead, kBatch, kI32, kHostToo)             \
-  T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice)      \
-  T(sinks, kSinks, kOptional, kRead, kHeads, kF32, kHostToo)
+  T(seqused_k, kSeqUsedK, kOptional, kRead, kBatch, kI32, kHostToo)
 
-#define FULGUR_FORWARD_TENSORS(T)                                                   \
-  T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                                 \
-  T(k, kK, kUnlessAppend, kRead, kOwn, kInput, kDevice)                             \
-  T(v, kV, kUnlessAppend, kRead, kOwn, kInput, kDevice)                             \
-  T(out, kOut, kRequired, kWritten, kRowsOfOut, kInput, kDevice)                    \
-  T(lse, kLse, kOptional, kWritten, kRowStatistics, kStatistics, kDevice)           \
-  FULGUR_TENSORS_OF_BOTH_PASSES(T)                                                  \
-  T(page_table, kPageTable, kOptional, kRead, kOwn, kI32, kDevice)                  \
-  T(page_indptr, kPageIndptr, kOptional, kRead, kBatchPlusOne, kI32, kDevice)       \
-  T(cache_batch_idx, kCacheBatchIdx, kOptional, kRead, kBatch, kI32, kDevice)       \
-  T(leftpad_k, kLeftpadK, kOptional, kRead, kBatch, kI32, kHostToo)                 \
-  T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)                \
+/// Of KvCache without leftpad_k: what append() looks at.
+#define FULGUR_KV_LOCATION_TENSORS(T)                                         \
+  T(page_table, kPageTable, kOptional, kRead, kOwn, kI32, kDevice)            \
+  T(page_indptr, kPageIndptr, kOptional, kRead, kBatchPlusOne, kI32, kDevice) \
+  T(cache_batch_idx, kCacheBatchIdx, kOptional, kRead, kBatch, kI32, kDevice)
+
+#define FULGUR_KV_CACHE_TENSORS(T) \
+  FULGUR_KV_LOCATION_TENSORS(T)    \
+  T(leftpad_k, kLeftpadK, kOptional, kRead, kBatch, kI32, kHostToo)
+
+#define FULGUR_SHARED_PREFIX_TENSORS(T)                                             \
   T(prefix_groups, kPrefixGroups, kOptional, kRead, kGroupsPlusOne, kI32, kHostToo) \
   T(prefix_lens, kPrefixLens, kOptional, kRead, kGroups, kI32, kHostToo)
 
-#define FULGUR_BACKWARD_TENSORS(T)                                       \
-  T(dout, kDout, kRequired, kRead, kRowsOfOut, kInput, kDevice)          \
-  T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                      \
-  T(k, kK, kRequired, kRead, kOwn, kInput, kDevice)                      \
-  T(v, kV, kRequired, kRead, kOwn, kInput, kDevice)                      \
-  T(out, kOut, kRequired, kRead, kRowsOfOut, kInput, kDevice)            \
-  T(lse, kLse, kRequired, kRead, kRowStatistics, kStatistics, kDevice)   \
-  T(dq, kDq, kRequired, kWritten, kRowsOfQ, kInput, kDevice)             \
-  T(dk, kDk, kRequired, kWritten, kRowsOfK, kInput, kDevice)             \
-  T(dv, kDv, kRequired, kWritten, kRowsOfV, kInput, kDevice)             \
-  FULGUR_TENSORS_OF_BOTH_PASSES(T)                                       \
-  T(dlse, kDlse, kOptional, kRead, kRowStatistics, kStatistics, kDevice) \
-  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kF32, kDevice)
+#define FULGUR_ROTARY_TENSORS(T)                        \
+  T(cos, kCos, kOptional, kRead, kOwn, kInput, kDevice) \
+  T(sin, kSin, kOptional, kRead, kOwn, kInput, kDevice) \
+  T(rotary_seqlens, kRotarySeqlens, kOptional, kRead, kBatch, kI32, kHostToo)
 
-/// Of AppendArgs, where append checks shapes and dtypes by those of the caches.
-#define FULGUR_APPEND_TENSORS(T)                                                       \
+/// Append checks their shapes and dtypes by those of the caches.
+#define FULGUR_NEW_ROWS_TENSORS(T)                                                     \
   T(k_cache, kKCache, kRequired, kWritten, kOwn, kInput, kDevice)                      \
   T(v_cache, kVCache, kRequired, kWritten, kOwn, kInput, kDevice)                      \
   T(k_new, kKNew, kRequired, kRead, kOwn, kInput, kDevice)                             \
   T(v_new, kVNew, kRequired, kRead, kOwn, kInput, kDevice)                             \
   T(cu_seqlens_k_new, kCuSeqlensKNew, kOptional, kRead, kBatchPlusOne, kI32, kHostToo) \
-  T(cache_seqlens, kCacheSeqlens, kRequired, kRead, kBatch, kI32, kHostToo)            \
-  T(page_table, kPageTable, kOptional, kRead, kOwn, kI32, kDevice)                     \
-  T(page_indptr, kPageIndptr, kOptional, kRead, kBatchPlusOne, kI32, kDevice)          \
-  T(cache_batch_idx, kCacheBatchIdx, kOptional, kRead, kBatch, kI32, kDevice)          \
-  T(cos, kCos, kOptional, kRead, kOwn, kInput, kDevice)                                \
-  T(sin, kSin, kOptional, kRead, kOwn, kInput, kDevice)                                \
-  T(rotary_seqlens, kRotarySeqlens, kOptional, kRead, kBatch, kI32, kHostToo)          \
-  T(cu_seqlens_q, kCuSeqlensQ, kOptional, kRead, kBatchPlusOne, kI32, kHostToo)        \
-  T(q, kQ, kOptional, kRead, kOwn, kInput, kDevice)                                    \
-  T(q_out, kQOut, kOptional, kWritten, kOwn, kInput, kDevice)
+  T(cache_seqlens, kCacheSeqlens, kRequired, kRead, kBatch, kI32, kHostToo)
+
+#define FULGUR_FORWARD_TENSORS(T)                                          \
+  T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(k, kK, kUnlessAppend, kRead, kOwn, kInput, kDevice)                    \
+  T(v, kV, kUnlessAppend, kRead, kOwn, kInput, kDevice)                    \
+  T(out, kOut, kRequired, kWritten, kRowsOfOut, kInput, kDevice)           \
+  T(lse, kLse, kOptional, kWritten, kRowStatistics, kStatistics, kDevice)  \
+  T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
+  T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
+  T(sinks, kSinks, kOptional, kRead, kHeads, kF32, kHostToo)               \
+  T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)
+
+#define FULGUR_BACKWARD_TENSORS(T)                                         \
+  T(dout, kDout, kRequired, kRead, kRowsOfOut, kInput, kDevice)            \
+  T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(k, kK, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(v, kV, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(out, kOut, kRequired, kRead, kRowsOfOut, kInput, kDevice)              \
+  T(lse, kLse, kRequired, kRead, kRowStatistics, kStatistics, kDevice)     \
+  T(dq, kDq, kRequired, kWritten, kRowsOfQ, kInput, kDevice)               \
+  T(dk, kDk, kRequired, kWritten, kRowsOfK, kInput, kDevice)               \
+  T(dv, kDv, kRequired, kWritten, kRowsOfV, kInput, kDevice)               \
+  T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
+  T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
+  T(sinks, kSinks, kOptional, kRead, kHeads, kF32, kHostToo)               \
+  T(dlse, kDlse, kOptional, kRead, kRowStatistics, kStatistics, kDevice)   \
+  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kF32, kDevice)
+
+#define FULGUR_APPEND_TENSORS(T)                              \
+  T(q, kQ, kOptional, kRead, kOwn, kInput, kDevice)           \
+  T(q_out, kQOut, kOptional, kWritten, kOwn, kInput, kDevice) \
+  T(cu_seqlens_q, kCuSeqlensQ, kOptional, kRead, kBatchPlusOne, kI32, kHostToo)
 
 /// Calls visit(rule, tensor) for each tensor of a call, given or not, or visit(rule, tensor,
-/// tensor) for those of two calls. `Args`: ForwardArgs, without what it appends, BackwardArgs or
-/// AppendArgs; may be const.
+/// tensor) for those of two calls. `Args`: ForwardArgs, without what it appends, BackwardArgs,
+/// AppendArgs or NewRows; may be const.
 template <class Visit, class Args, class... Other>
 void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
-#define FULGUR_VISIT(member, arg, need, access, shape, type, place)                   \
+#define FULGUR_VISIT(part, member, arg, need, access, shape, type, place)             \
   visit(TensorRule{Arg::arg, #member, Need::need, Access::access, TensorShape::shape, \
                    TensorType::type, Place::place},                                   \
-        args.member, other.member...);
+        args.part member, other.part member...);
+#define FULGUR_OWN(...) FULGUR_VISIT(, __VA_ARGS__)
+#define FULGUR_LENGTHS(...) FULGUR_VISIT(lengths., __VA_ARGS__)
+#define FULGUR_CACHE(...) FULGUR_VISIT(cache., __VA_ARGS__)
+#define FULGUR_PREFIX(...) FULGUR_VISIT(shared_prefix., __VA_ARGS__)
+#define FULGUR_ROTARY(...) FULGUR_VISIT(rotary., __VA_ARGS__)
   using Plain = std::remove_const_t<Args>;
   if constexpr (std::is_same_v<Plain, ForwardArgs>) {
-    FULGUR_FORWARD_TENSORS(FULGUR_VISIT)
+    FULGUR_FORWARD_TENSORS(FULGUR_OWN)
+    FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
+    FULGUR_KV_CACHE_TENSORS(FULGUR_CACHE)
+    FULGUR_SHARED_PREFIX_TENSORS(FULGUR_PREFIX)
   } else if constexpr (std::is_same_v<Plain, BackwardArgs>) {
-    FULGUR_BACKWARD_TENSORS(FULGUR_VISIT)
+    FULGUR_BACKWARD_TENSORS(FULGUR_OWN)
+    FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
+  } else if constexpr (std::is_same_v<Plain, NewRows>) {
+    FULGUR_NEW_ROWS_TENSORS(FULGUR_OWN)
+    FULGUR_ROTARY_TENSORS(FULGUR_ROTARY)
   } else {
     static_assert(std::is_same_v<Plain, AppendArgs>);
-    FULGUR_APPEND_TENSORS(FULGUR_VISIT)
+    for_each_tensor(visit, args.rows, other.rows...);
+    FULGUR_KV_LOCATION_TENSORS(FULGUR_CACHE)
+    FULGUR_APPEND_TENSORS(FULGUR_OWN)
   }
 #undef FULGUR_VISIT
+#undef FULGUR_OWN
+#undef FULGUR_LENGTHS
+#undef FULGUR_CACHE
+#undef FULGUR_PREFIX
+#undef FULGUR_ROTARY
+}
+
+/// Whether a call appends new rows.
+inline bool appends(const ForwardArgs& args) {
+  bool any = false;
+  for_each_tensor([&](const TensorRule&, const auto& t) { any = any || t.given(); }, args.append);
+  return any;
 }
 
 /// The rows of each table. The static_asserts fail where a struct has a tensor that its table
 /// lacks.
 #define FULGUR_COUNT(...) +1
+inline constexpr size_t kVarLenTensors = 0 FULGUR_VAR_LEN_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kKvCacheTensors = 0 FULGUR_KV_CACHE_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kSharedPrefixTensors = 0 FULGUR_SHARED_PREFIX_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kRotaryTensors = 0 FULGUR_ROTARY_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kNewRowsTensors = 0 FULGUR_NEW_ROWS_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kForwardTensors = 0 FULGUR_FORWARD_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kBackwardTensors = 0 FULGUR_BACKWARD_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kAppendTensors = 0 FULGUR_APPEND_TENSORS(FULGUR_COUNT);
 #undef FULGUR_COUNT
-static_assert(sizeof(ForwardArgs) ==
-              kForwardTensors * sizeof(Tensor) + sizeof(ForwardArgs::append));
-static_assert(sizeof(BackwardArgs) == kBackwardTensors * sizeof(Tensor));
+static_assert(sizeof(VarLen) == kVarLenTensors * sizeof(Tensor));
+static_assert(sizeof(KvCache) == kKvCacheTensors * sizeof(Tensor));
+static_assert(sizeof(SharedPrefix) == kSharedPrefixTensors * sizeof(Tensor));
+static_assert(sizeof(Rotary) ==
+              kRotaryTensors * sizeof(Tensor) + sizeof(void*));  // with `interleaved`
+static_assert(sizeof(NewRows) == kNewRowsTensors * sizeof(Tensor) + sizeof(Rotary));
+static_assert(sizeof(ForwardArgs) == kForwardTensors * sizeof(Tensor) + sizeof(VarLen) +
+                                         sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(NewRows));
+static_assert(sizeof(BackwardArgs) == kBackwardTensors * sizeof(Tensor) + sizeof(VarLen));
 static_assert(sizeof(AppendArgs) ==
-              kAppendTensors * sizeof(Tensor) + sizeof(void*));  // with `interleaved`
+              kAppendTensors * sizeof(Tensor) + sizeof(NewRows) + sizeof(KvCache));
 
 }  // namespace fulgur

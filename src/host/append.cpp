@@ -51,8 +51,8 @@ struct Angles {
       const int64_t at = position * t.strides[0] * size_of(t.dtype);
       load_row(static_cast<const std::byte*>(t.data) + at, t.dtype, c.pairs, to);
     };
-    load(c.args.cos, cos.data());
-    load(c.args.sin, sin.data());
+    load(c.args.rows.rotary.cos, cos.data());
+    load(c.args.rows.rotary.sin, sin.data());
   }
 };
 
@@ -90,7 +90,8 @@ void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
     const std::byte* const from = rows.from + h * rows.from_head;
     std::byte* const to = rows.to + h * rows.to_head;
     load_row(from, c.p.dtype, turned, x.data());
-    turn_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs, c.args.interleaved, y.data());
+    turn_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs,
+             c.args.rows.rotary.interleaved, y.data());
     store_row(to, c.p.dtype, turned, y.data());
     if (from == to) continue;
     std::memcpy(to + turned * element, from + turned * element,
@@ -113,10 +114,10 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
     }
     const Tokens::Token t = tokens[n];
     const KvRuns place(places.of(t.b, lengths.new_keys(t.b)), t.i, 1);
-    const HeadRows k(a.k_new, c.k_new, t.b, t.row, a.k_cache, c.p.k, place.entry, place.row, c.p.hk,
-                     c.p.d);
-    const HeadRows v(a.v_new, c.v_new, t.b, t.row, a.v_cache, c.p.v, place.entry, place.row, c.p.hk,
-                     c.p.dv);
+    const HeadRows k(a.rows.k_new, c.k_new, t.b, t.row, a.rows.k_cache, c.p.k, place.entry,
+                     place.row, c.p.hk, c.p.d);
+    const HeadRows v(a.rows.v_new, c.v_new, t.b, t.row, a.rows.v_cache, c.p.v, place.entry,
+                     place.row, c.p.hk, c.p.dv);
     if (c.pairs > 0) {
       turn_rows<T>(c, k, lengths.first_position(t.b) + t.i);
     } else {

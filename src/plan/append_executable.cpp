@@ -19,7 +19,7 @@ namespace {
 /// that fails.
 void check_attention(const Problem& p, const ForwardArgs& args) {
   const Sequences sequences(p, args);
-  if (cache_of(args).readable()) const KvLocator checked(p, sequences, args);
+  if (tables_readable(args.cache)) const KvLocator checked(p, sequences, args);
   check_prefixes(p, args);
 }
 

@@ -51,7 +51,7 @@ void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
 template <class Args>
 std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (args.append != nullptr) return lengths_of(p, AppendThenAttend(args, p.mask).attention());
+    if (appends(args)) return lengths_of(p, AppendThenAttend(args, p.mask).attention());
   }
   if (!lengths_on_host(args)) return std::nullopt;
   const Sequences sequences(p, args);
@@ -83,14 +83,6 @@ std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& 
   return engine.plan(without_prefixes(p), threads);
 }
 
-/// What a caller appends with may be gone when the plan's runs are checked.
-void keep_append(Plan::Impl& impl) {
-  auto* const forward = std::get_if<ForwardArgs>(&impl.planned);
-  if (forward == nullptr || forward->append == nullptr) return;
-  impl.planned_append = *forward->append;
-  forward->append = &*impl.planned_append;
-}
-
 }  // namespace
 
 template <class Args>
@@ -99,7 +91,6 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   auto impl = std::make_shared<Plan::Impl>();
   impl->problem = std::move(problem);
   impl->planned = args;
-  keep_append(*impl);
   impl->lengths = lengths_of(impl->problem, args);
   const int threads = checked_threads(options);
   impl->engine =
@@ -123,7 +114,7 @@ void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {
   check_memory(args);
   check_random_numbers(args, run);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (args.append == nullptr) check_prefixes(plan.problem, args);
+    if (!appends(args)) check_prefixes(plan.problem, args);
   }
   check_workspace(plan.executable->workspace(), run.workspace);
   plan.executable->run(&args, run);

@@ -17,7 +17,6 @@ namespace fulgur {
 struct Plan::Impl {
   Problem problem;
   std::variant<ForwardArgs, BackwardArgs> planned;  ///< shapes that run() must meet
-  std::optional<AppendArgs> planned_append;         ///< to which those of ForwardArgs point
   /// Of each sequence planned for, or of all alike; none where the host cannot read them.
   std::optional<std::vector<Sequence>> lengths;
   const Engine* engine = nullptr;

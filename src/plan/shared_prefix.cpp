@@ -61,7 +61,7 @@ class SharedPrefixes final : public Executable {
   void run(const Call& call, const Run& run) const override {
     const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
     // The members' own ids of their prefix, too, read or not: what is right depends on no plan.
-    if (cache_of(args).readable()) const KvLocator checked(p_, Sequences(p_, args), args);
+    if (tables_readable(args.cache)) const KvLocator checked(p_, Sequences(p_, args), args);
     engine_.with_workspace(p_.device, workspace(), run, [&](void* memory) {
       compute(args, run, static_cast<std::byte*>(memory));
     });
@@ -109,14 +109,14 @@ class SharedPrefixes final : public Executable {
 
     // Their problems know how tensors lie: of the call's they take the data.
     ForwardArgs rest = here;
-    rest.leftpad_k = vector(split.leftpad_k, p_.batch);
+    rest.cache.leftpad_k = vector(split.leftpad_k, p_.batch);
     if (!args.lse.given()) rest.lse = lse_at(memory + at_.rest_lse);
     ForwardArgs prefix = here;
     prefix.out = out_at(memory + at_.prefix_out);
     prefix.lse = lse_at(memory + at_.prefix_lse);
-    prefix.cu_seqlens_q = vector(split.group_rows, groups() + 1);
-    prefix.seqused_k = vector(split.group_keys, groups());
-    prefix.page_indptr = vector(split.group_ids, groups() + 1);
+    prefix.lengths.cu_seqlens_q = vector(split.group_rows, groups() + 1);
+    prefix.lengths.seqused_k = vector(split.group_keys, groups());
+    prefix.cache.page_indptr = vector(split.group_ids, groups() + 1);
     prefix_->run(&prefix, part);
     rest_->run(&rest, part);
 
@@ -135,11 +135,11 @@ class SharedPrefixes final : public Executable {
     split.sk = static_cast<int>(p_.sk);
     split.ids = static_cast<int>(ids_of(p_));
     split.table_stride = p_.cache.table_stride;
-    split.prefix_groups = ints(args.prefix_groups);
-    split.prefix_lens = ints(args.prefix_lens);
-    split.cu_seqlens_q = ints(args.cu_seqlens_q);
-    split.seqused_k = ints(args.seqused_k);
-    split.page_indptr = ints(args.page_indptr);
+    split.prefix_groups = ints(args.shared_prefix.prefix_groups);
+    split.prefix_lens = ints(args.shared_prefix.prefix_lens);
+    split.cu_seqlens_q = ints(args.lengths.cu_seqlens_q);
+    split.seqused_k = ints(args.lengths.seqused_k);
+    split.page_indptr = ints(args.cache.page_indptr);
     split.group_rows = at(at_.group_rows);
     split.group_keys = at(at_.group_keys);
     split.group_ids = at(at_.group_ids);
@@ -187,24 +187,24 @@ class SharedPrefixes final : public Executable {
 
 void check_prefixes(const Problem& p, const ForwardArgs& args) {
   if (p.prefix_groups == 0) return;
-  const auto* lens = static_cast<const int32_t*>(args.prefix_lens.data);
-  const auto* groups = static_cast<const int32_t*>(args.prefix_groups.data);
-  if (on_host(args.prefix_groups)) {
-    longest_sequence("prefix_groups", args.prefix_groups, "sequences", p.batch);
+  const auto* lens = static_cast<const int32_t*>(args.shared_prefix.prefix_lens.data);
+  const auto* groups = static_cast<const int32_t*>(args.shared_prefix.prefix_groups.data);
+  if (on_host(args.shared_prefix.prefix_groups)) {
+    longest_sequence("prefix_groups", args.shared_prefix.prefix_groups, "sequences", p.batch);
     if (groups[0] != 0) fail("prefix_groups", "starts with {}, want 0", groups[0]);
     if (groups[p.prefix_groups] != p.batch) {
       fail("prefix_groups", "ends with {}, want {}, the batch", groups[p.prefix_groups], p.batch);
     }
   }
-  if (!on_host(args.prefix_lens)) return;
+  if (!on_host(args.shared_prefix.prefix_lens)) return;
   const Sequences sequences(p, args);
-  const bool knows_queries =
-      lengths_on_host(ForwardArgs{.cu_seqlens_q = args.cu_seqlens_q, .seqused_q = args.seqused_q});
+  const bool knows_queries = lengths_on_host(ForwardArgs{
+      .lengths = {.cu_seqlens_q = args.lengths.cu_seqlens_q, .seqused_q = args.lengths.seqused_q}});
   for (int64_t g = 0; g < p.prefix_groups; ++g) {
     if (lens[g] < 0 || lens[g] > p.sk) {
       fail("prefix_lens", "got {} at {}, want 0 to {}", lens[g], g, p.sk);
     }
-    if (!on_host(args.prefix_groups)) continue;
+    if (!on_host(args.shared_prefix.prefix_groups)) continue;
     for (int64_t b = groups[g]; b < groups[g + 1]; ++b) {
       const Sequence s = sequences[b];
       const int64_t in_front = std::max<int64_t>(s.sk - (knows_queries ? s.sq : 0), 0);

@@ -169,9 +169,7 @@ class OneCall : public Append {
  private:
   Details details(const Appended& a) const {
     EngineMemory memory(engine());
-    const AppendArgs rows = memory.at(a.rows());
-    ForwardArgs args = memory.at(a.attention());
-    args.append = &rows;
+    const ForwardArgs args = appending(memory.at(a.attention()), memory.at(a.rows()));
     return plan(args, memory.options(a.attention(), a.w.options)).details();
   }
 };

@@ -376,13 +376,10 @@ TEST(BadAppends, MoreKeysThanALengthHolds) {
   ids[(1 << 21) - 1] = 1;  // the page of the last keys that a length can count
   write(table, ids);
   write(k_new, std::vector<double>{1, 2});
-  const AppendArgs rows{.k_cache = k,
-                        .v_cache = v,
-                        .k_new = k_new,
-                        .v_new = v_new,
-                        .cache_seqlens = old,
-                        .page_table = table};
-  const ForwardArgs args{.q = q, .out = out, .append = &rows};
+  const AppendArgs rows{
+      .rows = {.k_cache = k, .v_cache = v, .k_new = k_new, .v_new = v_new, .cache_seqlens = old},
+      .cache = {.page_table = table}};
+  const ForwardArgs args{.q = q, .out = out, .cache = rows.cache, .append = rows.rows};
   const std::vector<std::byte> before = bits(k);
   write(old, std::vector<double>{INT32_MAX - 1});
   for (const std::string& message :
@@ -415,6 +412,10 @@ TEST(BadAppends, StructsOfTheCApi) {
   EXPECT_EQ(fulgur_append(nullptr, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "args: got null"));
   auto args = c_struct<fulgur_append_args>();
+  EXPECT_EQ(fulgur_append(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_TRUE(starts_like(fulgur_last_error(), "rows: got null, want a struct"));
+  const auto rows = c_struct<fulgur_new_rows>();
+  args.rows = &rows;
   EXPECT_EQ(fulgur_append(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "k_cache: got null, want a tensor"));
   args.struct_size = 8;

@@ -294,24 +294,26 @@ TEST(BadCaches, AreBadByTheirChangeAlone) {
   }
 }
 
-// The first version of the C API's struct had none of this.
-TEST(BadCaches, OlderStructsAreTaken) {
+// A struct in a struct has a size of its own, and half a pointer is none.
+TEST(BadCaches, SizesOfStructsInStructs) {
   Workload w(base(false), 1);
   const Dl q(w.forward.q), k(w.forward.k), v(w.forward.v), out(w.forward.out);
   auto args = c_struct<fulgur_forward_args>();
+  auto cache = c_struct<fulgur_kv_cache>();
   args.q = q;
   args.k = k;
   args.v = v;
   args.out = out;
-  args.page_table = args.q;  // not there for a caller of this size
-  args.struct_size = offsetof(fulgur_forward_args, page_table);
-  EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_OK) << fulgur_last_error();
-  // Half a pointer is none.
-  args.struct_size += 3;
+  args.cache = &cache;
   w.seal();
-  EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
-  EXPECT_TRUE(starts_like(fulgur_last_error(), "args: struct_size is 91, want .*multiple of 8"));
+  for (const size_t size : {sizeof(cache) - 8, sizeof(cache) + 3}) {
+    cache.struct_size = size;
+    EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+    EXPECT_TRUE(starts_like(fulgur_last_error(), "cache: struct_size is .*multiple of 8"));
+  }
   EXPECT_TRUE(w.nothing_written());
+  cache.struct_size = sizeof(cache);
+  EXPECT_EQ(fulgur_forward(&args, nullptr, nullptr), FULGUR_OK) << fulgur_last_error();
 }
 
 // Tables are read when a plan runs, not when it is made.

@@ -579,8 +579,7 @@ TEST(HugeInputs, HaveSizes) {
                                     .v = packed,
                                     .out = packed,
                                     .lse = lse,
-                                    .cu_seqlens_q = cu,
-                                    .cu_seqlens_k = cu},
+                                    .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}},
                         options));
       expect_sizes(plan(BackwardArgs{.dout = packed,
                                      .q = packed,
@@ -591,24 +590,22 @@ TEST(HugeInputs, HaveSizes) {
                                      .dq = packed,
                                      .dk = packed,
                                      .dv = packed,
-                                     .cu_seqlens_q = cu,
-                                     .cu_seqlens_k = cu},
+                                     .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}},
                         options));
 
       // Lists of pages, all of which may be one sequence's, in one group.
       const int64_t batch = int64_t{1} << 30;
       const Tensor queries = f32({batch, 1, 1, 8}), pages = f32({16, 1, 1, 8});
       options.max_seqlen_q = options.max_seqlen_k = 0;
-      expect_sizes(plan(ForwardArgs{.q = queries,
-                                    .k = pages,
-                                    .v = pages,
-                                    .out = queries,
-                                    .seqused_k = i32(batch),
-                                    .page_table = i32(batch),
-                                    .page_indptr = i32(batch + 1),
-                                    .prefix_groups = i32(2),
-                                    .prefix_lens = i32(1)},
-                        options));
+      expect_sizes(
+          plan(ForwardArgs{.q = queries,
+                           .k = pages,
+                           .v = pages,
+                           .out = queries,
+                           .lengths = {.seqused_k = i32(batch)},
+                           .cache = {.page_table = i32(batch), .page_indptr = i32(batch + 1)},
+                           .shared_prefix = {.prefix_groups = i32(2), .prefix_lens = i32(1)}},
+               options));
     }
   }
 }

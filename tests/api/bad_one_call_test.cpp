@@ -30,28 +30,17 @@ using Made = const Appended&;
 
 // The base is that of bad_append_test: 2 sequences, q (2, 8, 4, 16), 4 new rows of each.
 const std::vector<Wrong>& wrongs() {
-  const Index table = Index::kTable, lists = Index::kLists, batch = Index::kBatch;
+  const Index table = Index::kTable, batch = Index::kBatch;
   static const std::vector<Wrong> kWrongs = {
       // Said twice.
       {"k", table, [](F& f, A&, Made a) { f.k = a.args.k_cache; },
        "k: given with append, want k_cache of it alone"},
       {"v", table, [](F& f, A&, Made a) { f.v = a.args.v_cache; },
        "v: given with append, want v_cache of it alone"},
-      {"table", table, [](F& f, A& r, Made) { f.page_table = r.page_table; },
-       "page_table: given with append, want page_table of it alone"},
-      {"indptr", lists, [](F& f, A& r, Made) { f.page_indptr = r.page_indptr; },
-       "page_indptr: given with append, want page_indptr of it alone"},
-      {"batch_idx", batch, [](F& f, A& r, Made) { f.cache_batch_idx = r.cache_batch_idx; },
-       "cache_batch_idx: given with append, want cache_batch_idx of it alone"},
       {"seqused_k", table, [](F& f, A& r, Made) { f.seqused_k = r.cache_seqlens; },
        "seqused_k: given with append, want none: sequences have cache_seqlens"},
       {"cu_seqlens_k", table, [](F& f, A& r, Made) { f.cu_seqlens_k = r.cu_seqlens_k_new; },
        "cu_seqlens_k: given with append, want none", true},
-      {"append_q", table, [](F& f, A& r, Made) { r.q = f.q; }, "append.q: given, want none"},
-      {"append_q_out", table, [](F& f, A& r, Made) { r.q_out = f.q; },
-       "append.q_out: given, want none"},
-      {"append_cu_seqlens_q", table, [](F& f, A& r, Made) { r.cu_seqlens_q = f.cu_seqlens_q; },
-       "append.cu_seqlens_q: given, want none", true},
       // What append alone would say.
       {"no_k_cache", table, [](F&, A& r, Made) { r.k_cache = {}; },
        "k_cache: (not given|got null)"},
@@ -128,16 +117,16 @@ AppendCase base(Index index, bool packed) {
 }
 
 void call(const ForwardTensors& f, const AppendTensors& r, const Options& options) {
-  const AppendArgs rows = r;
-  ForwardArgs args = f;
-  args.append = &rows;
-  forward(args, options);
+  forward(appending(f, r), options);
 }
 
 fulgur_status call_from_c(const ForwardTensors& f, const AppendTensors& r, const Workload& w) {
   Call call(w);
   static_cast<ForwardTensors&>(call) = f;
-  return call_c(call, false, CAppend(r));
+  call.page_table = r.page_table;
+  call.page_indptr = r.page_indptr;
+  call.cache_batch_idx = r.cache_batch_idx;
+  return call_c(call, false, CAppend(r).rows());
 }
 
 class BadOneCall : public testing::TestWithParam<Wrong> {};
@@ -188,27 +177,22 @@ TEST(BadOneCalls, AreBadByTheirChangeAlone) {
   }
 }
 
-// A plan keeps no pointer to what it was made for, and its runs bring rows of those shapes.
+// Runs of a plan bring rows of the shapes planned for.
 TEST(BadOneCalls, RunsOfPlans) {
   Appended a(base(Index::kTable, false), 1), want(base(Index::kTable, false), 1);
   for (Appended* each : {&a, &want}) each->w.options.mask = causal();
   call(want.attention(), want.rows(), want.w.options);
-  ForwardArgs args = a.attention();
-  auto planned = std::make_unique<AppendArgs>(a.rows());
-  args.append = planned.get();
+  ForwardArgs args = appending(a.attention(), a.rows());
   const Plan plan = fulgur::plan(args, a.w.options);
-  planned.reset();
   EXPECT_EQ(plan.details().get<std::string>("append"), "before_attention");
   EXPECT_EQ(plan.details().get<int64_t>("append_tokens"), 8);
-  args.append = nullptr;
+  args.append = {};
   EXPECT_TRUE(starts_like(message_of([&] { plan.run(args); }), "k_cache: got .* as planned"));
-  AppendArgs fewer = a.rows();
-  fewer.k_new.shape[1] = 3;
-  args.append = &fewer;
+  args.append = a.rows().new_rows();
+  args.append.k_new.shape[1] = 3;
   EXPECT_TRUE(starts_like(message_of([&] { plan.run(args); }), "k_new: got .* as planned"));
   EXPECT_TRUE(a.nothing_written());
-  const AppendArgs rows = a.rows();
-  args.append = &rows;
+  args.append = a.rows().new_rows();
   const std::vector<std::byte> q = bits(a.w.forward.q);
   std::vector<std::byte> memory(static_cast<size_t>(plan.workspace().bytes + 256));
   const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
@@ -221,23 +205,21 @@ TEST(BadOneCalls, RunsOfPlans) {
 // Lengths that a plan knows are those with the new rows.
 TEST(BadOneCalls, PlansKnowTheKeys) {
   Appended a(base(Index::kTable, false), 1);
-  const AppendArgs rows = a.rows();
-  ForwardArgs args = a.attention();
-  args.append = &rows;
+  const ForwardArgs args = appending(a.attention(), a.rows());
   EXPECT_EQ(fulgur::plan(args, a.w.options).flops(), 2 * (16 + 24) * 4 * (2 * 8 * 10));
 }
 
 TEST(BadOneCalls, StructsOfTheCApi) {
   Appended a(base(Index::kTable, false), 1);
-  auto args = c_struct<fulgur_append_args>();
+  auto rows = c_struct<fulgur_new_rows>();
   Call call(a.w);
   static_cast<ForwardTensors&>(call) = a.attention();
   EXPECT_EQ(call_c(call, false), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "k: got null, want a tensor"));
-  EXPECT_EQ(call_c(call, false, &args), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(call_c(call, false, &rows), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "k_cache: got null, want a tensor"));
-  args.struct_size = 8;
-  EXPECT_EQ(call_c(call, false, &args), FULGUR_INVALID_ARGUMENT);
+  rows.struct_size = 8;
+  EXPECT_EQ(call_c(call, false, &rows), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "append: struct_size is 8"));
 }
 

@@ -398,7 +398,7 @@ TEST_P(Memory, WorkspaceHasRoomForWholeChunks) {
     const auto k = Tensor::contiguous(nullptr, DType::kBF16, {3, sk, 1, 64}, device);
     const auto used = Tensor::contiguous(nullptr, DType::kI32, {3}, device);
     const Options options{.mask = mask, .threads = 4, .engine = engine()};
-    const ForwardArgs args{.q = q, .k = k, .v = k, .out = q, .seqused_k = used};
+    const ForwardArgs args{.q = q, .k = k, .v = k, .out = q, .lengths = {.seqused_k = used}};
     return plan(args, options).workspace().bytes;
   };
   int64_t whole = 0, one = 0;
@@ -414,8 +414,11 @@ TEST_P(Memory, PlansAnyNumberOfSequences) {
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {3, 100});
   const Tensor cu = Tensor::contiguous(nullptr, DType::kI32, {10'000'000'000'001});
   const Options options{.max_seqlen_q = 100, .max_seqlen_k = 100, .engine = engine()};
-  const ForwardArgs forward{
-      .q = rows, .k = rows, .v = rows, .out = rows, .cu_seqlens_q = cu, .cu_seqlens_k = cu};
+  const ForwardArgs forward{.q = rows,
+                            .k = rows,
+                            .v = rows,
+                            .out = rows,
+                            .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}};
   const BackwardArgs backward{.dout = rows,
                               .q = rows,
                               .k = rows,
@@ -425,8 +428,7 @@ TEST_P(Memory, PlansAnyNumberOfSequences) {
                               .dq = rows,
                               .dk = rows,
                               .dv = rows,
-                              .cu_seqlens_q = cu,
-                              .cu_seqlens_k = cu};
+                              .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}};
   for (const int64_t bytes :
        {plan(forward, options).workspace().bytes, plan(backward, options).workspace().bytes}) {
     EXPECT_GE(bytes, 0);

@@ -189,9 +189,12 @@ TEST_P(PlanNumbers, TilesOfEachSequence) {
   write(cu_k, std::vector{0.0, 20.0, 30.0, 50.0});
   Options options{.mask = causal()};
   options.engine = engine();
-  const Plan p = plan(
-      ForwardArgs{.q = q, .k = k, .v = k, .out = out, .cu_seqlens_q = cu_q, .cu_seqlens_k = cu_k},
-      options);
+  const Plan p = plan(ForwardArgs{.q = q,
+                                  .k = k,
+                                  .v = k,
+                                  .out = out,
+                                  .lengths = {.cu_seqlens_q = cu_q, .cu_seqlens_k = cu_k}},
+                      options);
   EXPECT_EQ(p.engine(), engine());
   const int64_t sq[] = {10, 0, 20}, sk[] = {20, 10, 20};
   for (int64_t b = 0; b < 3; ++b) {

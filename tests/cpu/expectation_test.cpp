@@ -75,11 +75,11 @@ TEST(Expectation, OfCachesNeedsTheirLengths) {
   const Shape s{.sq = 1};
   ForwardArgs args = forward_args(s);
   args.k = args.v = Tensor::contiguous(nullptr, s.dtype, {64, 16, s.hk, s.d});
-  args.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, 32});
+  args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, 32});
   int32_t lengths[] = {500, 17};
-  args.seqused_k = Tensor::contiguous(lengths, DType::kI32, {s.batch});
+  args.lengths.seqused_k = Tensor::contiguous(lengths, DType::kI32, {s.batch});
   EXPECT_GT(seconds_of(expected(args)), 0);
-  args.seqused_k.data = nullptr;
+  args.lengths.seqused_k.data = nullptr;
   EXPECT_EQ(expected(args), "");
 }
 
@@ -99,13 +99,11 @@ TEST(Expectation, LeavesOutWhatWasNotMeasured) {
 
   const Shape s{.sq = 1};
   ForwardArgs args = forward_args(s);
-  AppendArgs append;
-  append.k_cache = append.v_cache = rows_of(s, s.sk, s.hk);
-  append.k_new = append.v_new = rows_of(s, 1, s.hk);
+  args.append.k_cache = args.append.v_cache = rows_of(s, s.sk, s.hk);
+  args.append.k_new = args.append.v_new = rows_of(s, 1, s.hk);
   int32_t lengths[] = {500, 17};
-  append.cache_seqlens = Tensor::contiguous(lengths, DType::kI32, {s.batch});
+  args.append.cache_seqlens = Tensor::contiguous(lengths, DType::kI32, {s.batch});
   args.k = args.v = {};
-  args.append = &append;
   EXPECT_TRUE(expected(args).ends_with("; besides it, what appending takes"));
 }
 

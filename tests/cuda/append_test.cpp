@@ -106,11 +106,9 @@ class Call {
 
   /// Appends and attends, whether one kernel does both or two.
   void run_with_attention(const Mask& mask, const Run& run = {}) const {
-    AppendArgs rows = t_;
-    rows.q = rows.cu_seqlens_q = {};
-    rows.q_out = {};
-    const ForwardArgs args{
-        .q = t_.q, .out = out_, .lse = lse_, .cu_seqlens_q = t_.cu_seqlens_q, .append = &rows};
+    const ForwardTensors attention{
+        .q = t_.q, .out = out_, .lse = lse_, .cu_seqlens_q = t_.cu_seqlens_q};
+    const ForwardArgs args = appending(attention, t_);
     forward(args, {.mask = mask, .max_seqlen_q = 11}, run);
   }
 
@@ -193,14 +191,14 @@ class Call {
     const Dense old(DType::kI32, {1}), first(DType::kI32, {1});
     write(old, {{static_cast<double>(row)}});
     write(first, {{static_cast<double>(position)}});
-    append({.k_cache = at(t_.k_cache, entry, {1, rows, 2, d_}),
-            .v_cache = at(t_.v_cache, entry, {1, rows, 2, dv_}),
-            .k_new = at(t_.k_new, n, {1, fresh, 2, d_}),
-            .v_new = at(t_.v_new, n, {1, fresh, 2, dv_}),
-            .cache_seqlens = old,
-            .cos = arena_.host(t_.cos),
-            .sin = arena_.host(t_.sin),
-            .rotary_seqlens = first,
+    append({.rows = {.k_cache = at(t_.k_cache, entry, {1, rows, 2, d_}),
+                     .v_cache = at(t_.v_cache, entry, {1, rows, 2, dv_}),
+                     .k_new = at(t_.k_new, n, {1, fresh, 2, d_}),
+                     .v_new = at(t_.v_new, n, {1, fresh, 2, dv_}),
+                     .cache_seqlens = old,
+                     .rotary = {.cos = arena_.host(t_.cos),
+                                .sin = arena_.host(t_.sin),
+                                .rotary_seqlens = first}},
             .q = at(t_.q, nq, {1, queries, 4, d_}),
             .q_out = at(t_.q_out, nq, {1, queries, 4, d_})},
            {.mask = causal()});
@@ -346,12 +344,9 @@ TEST_F(AppendOnGpu, PagesBeyond2To31Elements) {
   };
   set(old, 15);
   set(table, static_cast<int32_t>(kPages - 1));
-  append({.k_cache = k,
-          .v_cache = v,
-          .k_new = k_new,
-          .v_new = v_new,
-          .cache_seqlens = old,
-          .page_table = table});
+  append(
+      {.rows = {.k_cache = k, .v_cache = v, .k_new = k_new, .v_new = v_new, .cache_seqlens = old},
+       .cache = {.page_table = table}});
   cuda::synchronize();
   const int64_t row = 2 * 64 * 2;
   for (const auto& [to, from] : {std::pair{&k, &k_new}, {&v, &v_new}}) {

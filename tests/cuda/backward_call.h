@@ -32,10 +32,7 @@ inline BackwardCall backward_call(const ForwardShape& shape, const BackwardOptio
                      .dk = gradient(f.k),
                      .dv = gradient(f.v),
                      .alibi_slopes = f.alibi_slopes,
-                     .cu_seqlens_q = f.cu_seqlens_q,
-                     .cu_seqlens_k = f.cu_seqlens_k,
-                     .seqused_q = f.seqused_q,
-                     .seqused_k = f.seqused_k,
+                     .lengths = f.lengths,
                      .sinks = f.sinks},
                     options};
   if (with.dlse) call.args.dlse = f.lse;

@@ -180,9 +180,9 @@ struct DeviceCall {
   ForwardArgs args() const {
     ForwardArgs args{q, k, v, out, lse};
     if (page > 0) {
-      args.page_table = ids;
-      args.page_indptr = begins;
-      args.seqused_k = used;
+      args.cache.page_table = ids;
+      args.cache.page_indptr = begins;
+      args.lengths.seqused_k = used;
     }
     return args;
   }

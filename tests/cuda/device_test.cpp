@@ -338,13 +338,12 @@ TEST_F(OnGpu, HostTime) {
   const DeviceTensor v_cache(DType::kBF16, {64, 16, 8, 128}, 3), cos(DType::kBF16, {16, 64}, 4);
   const DeviceTensor old(DType::kI32, {64}, 5), merged(DType::kBF16, {1, 64, 1, 64}, 6);
   fill(static_cast<const Tensor&>(old).data, old.bytes(), 0);
-  const AppendArgs rows{.k_cache = cache,
-                        .v_cache = v_cache,
-                        .k_new = k_new,
-                        .v_new = k_new,
-                        .cache_seqlens = old,
-                        .cos = cos,
-                        .sin = cos};
+  const AppendArgs rows{.rows = {.k_cache = cache,
+                                 .v_cache = v_cache,
+                                 .k_new = k_new,
+                                 .v_new = k_new,
+                                 .cache_seqlens = old,
+                                 .rotary = {.cos = cos, .sin = cos}}};
   const double append = best([&] { fulgur::append(rows); });
   const std::vector<Partial> parts{{p.out, p.lse}, {p.q, p.lse}};
   const double merge = best([&] { fulgur::merge(parts, {merged, {}}); });

@@ -261,8 +261,8 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
 TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   ForwardCall call = forward_call({.packed = true, .seqused_q = true, .seqused = true});
   const int used[4] = {};  // nobody reads them
-  call.args.seqused_q.data = used;
-  call.args.seqused_k.data = used + 2;
+  call.args.lengths.seqused_q.data = used;
+  call.args.lengths.seqused_k.data = used + 2;
   const Plan plan = fulgur::plan(call.args, call.options);
   const ForwardArgs args = placed(call.args, kBase);
   plan.run(args);
@@ -270,10 +270,10 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   const auto p = params<ForwardParams>(0);
   EXPECT_EQ(FakeMap::of(&p.k_map).dims[1], 2048ull);
   EXPECT_EQ(FakeMap::of(&p.k_map).dims[3], 1ull);
-  EXPECT_EQ(p.cu_seqlens_q, call.args.cu_seqlens_q.data);
-  EXPECT_EQ(p.cu_seqlens_k, call.args.cu_seqlens_k.data);
-  EXPECT_EQ(p.seqused_q, call.args.seqused_q.data);
-  EXPECT_EQ(p.seqused_k, call.args.seqused_k.data);
+  EXPECT_EQ(p.cu_seqlens_q, call.args.lengths.cu_seqlens_q.data);
+  EXPECT_EQ(p.cu_seqlens_k, call.args.lengths.cu_seqlens_k.data);
+  EXPECT_EQ(p.seqused_q, call.args.lengths.seqused_q.data);
+  EXPECT_EQ(p.seqused_k, call.args.lengths.seqused_k.data);
   EXPECT_EQ(p.o.batch, 0);
   EXPECT_EQ(p.lse_batch_stride, 0);
   const auto padding = params<ForwardPaddingParams>(1);
@@ -304,10 +304,10 @@ TEST_F(OnFakeGpu, UsedQueriesLaunchThePaddingToo) {
       EXPECT_EQ(padding.o_batch_stride, sq * 4 * 64);
       EXPECT_EQ(padding.lse_batch_stride, sq * 4);
       EXPECT_EQ(padding.cu_seqlens_q, nullptr);
-      EXPECT_EQ(padding.seqused_q, args.seqused_q.data);
+      EXPECT_EQ(padding.seqused_q, args.lengths.seqused_q.data);
       EXPECT_EQ(padding.sq, sq);
       if (sq == 1) {
-        EXPECT_EQ(params<DecodeParams>(0).seqused_q, args.seqused_q.data);
+        EXPECT_EQ(params<DecodeParams>(0).seqused_q, args.lengths.seqused_q.data);
       }
     }
   }
@@ -494,10 +494,10 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
     *t = Tensor::contiguous(nullptr, DType::kF16, {40, 16, 2, 128}, device);
     t->strides[0] = 9000;
   }
-  args.page_table = Tensor::contiguous(nullptr, DType::kI32, {3, 7}, device);
-  args.page_table.strides[0] = 12;
+  args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {3, 7}, device);
+  args.cache.page_table.strides[0] = 12;
   args = placed(args, kBase);
-  args.page_table.data = at(64);
+  args.cache.page_table.data = at(64);
   args.k.data = at(256);
   args.v.data = at(512);
   const Plan plan = fulgur::plan(args, call.options);
@@ -520,7 +520,7 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   EXPECT_EQ(p.pages.entries, 40);
   EXPECT_EQ(p.batch, 3);
   EXPECT_EQ(p.hk, 2);
-  EXPECT_EQ(static_cast<const void*>(p.seqused_k), args.seqused_k.data);
+  EXPECT_EQ(static_cast<const void*>(p.seqused_k), args.lengths.seqused_k.data);
   EXPECT_EQ(static_cast<void*>(p.tickets), mine);
   EXPECT_EQ(reinterpret_cast<char*>(p.partial), mine + need.zeroed_bytes);
   // K and V are copied 16 bytes at a time: a call must keep what the plan was told.
@@ -537,7 +537,7 @@ TEST_F(OnFakeGpu, DecodeCopiesACacheOfOddRows) {
   const Device device{DeviceType::kCuda, 0};
   for (ConstTensor* t : {&args.k, &args.v})
     *t = Tensor::contiguous(nullptr, DType::kBF16, {40, 16, 2, 20}, device);
-  args.page_table =
+  args.cache.page_table =
       Tensor::contiguous(reinterpret_cast<void*>(kBase + 64), DType::kI32, {3, 7}, device);
   const Plan plan = fulgur::plan(args, call.options);
   EXPECT_TRUE(plan.details().has("copies.k"));
@@ -562,7 +562,6 @@ TEST_F(OnFakeGpu, DecodeCopiesACacheOfOddRows) {
 
 /// A call over pages of 16 keys that appends new rows, as many as there are queries.
 struct AppendingCall {
-  AppendArgs rows;
   ForwardCall call;
 
   explicit AppendingCall(const ForwardShape& shape, int64_t fresh = 0) : call(forward_call(shape)) {
@@ -574,16 +573,15 @@ struct AppendingCall {
     };
     const int64_t batch = shape.batch, pages = (shape.sk + 15) / 16;
     if (fresh == 0) fresh = shape.sq;
-    rows = {.k_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
-            .v_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
-            .k_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
-            .v_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
-            .cache_seqlens = tensor(DType::kI32, {batch}),
-            .page_table = tensor(DType::kI32, {batch, pages}),
-            .cos = tensor(shape.dtype, {16 * pages, 32}),
-            .sin = tensor(shape.dtype, {16 * pages, 32})};
+    args.cache.page_table = tensor(DType::kI32, {batch, pages});
+    args.append = {.k_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
+                   .v_cache = tensor(shape.dtype, {batch * pages, 16, shape.hk, shape.d}),
+                   .k_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
+                   .v_new = tensor(shape.dtype, {batch, fresh, shape.hk, shape.d}),
+                   .cache_seqlens = tensor(DType::kI32, {batch}),
+                   .rotary = {.cos = tensor(shape.dtype, {16 * pages, 32}),
+                              .sin = tensor(shape.dtype, {16 * pages, 32})}};
     args.k = args.v = {};
-    args.append = &rows;
     args.q.data = tensor(shape.dtype, {1}).data;
     for (Tensor* t : {&args.out, &args.lse}) t->data = tensor(shape.dtype, {1}).data;
   }
@@ -963,9 +961,9 @@ struct CallWithHostLengths {
                            .seqused_q = true,
                            .seqused = true})) {
     for (int b = 0; b <= batch; ++b) cu_seqlens[static_cast<size_t>(b)] = kRows * b;
-    call.args.cu_seqlens_q = call.args.cu_seqlens_k =
+    call.args.lengths.cu_seqlens_q = call.args.lengths.cu_seqlens_k =
         ConstTensor::of<const int32_t>(std::span(cu_seqlens), {batch + 1});
-    call.args.seqused_q = call.args.seqused_k =
+    call.args.lengths.seqused_q = call.args.lengths.seqused_k =
         ConstTensor::of<const int32_t>(std::span(used), {batch});
     call.options.max_seqlen_q = call.options.max_seqlen_k = 0;
   }
@@ -1167,11 +1165,11 @@ TEST_F(OnFakeGpu, WrongLengthsOfTheHostLaunchNothing) {
   c.cu_seqlens[2] = 400;
   // A plan is for lengths in one place.
   ForwardArgs elsewhere = args;
-  elsewhere.seqused_k.device = args.q.device;
+  elsewhere.lengths.seqused_k.device = args.q.device;
   EXPECT_EQ(message_of([&] { plan.run(elsewhere); }),
             "seqused_k: got i32 (5) strides (1) on cuda:0, want i32 (5) strides (1) on cpu as "
             "planned");
-  elsewhere.seqused_k.device.index = 1;
+  elsewhere.lengths.seqused_k.device.index = 1;
   EXPECT_EQ(message_of([&] { fulgur::plan(elsewhere, c.call.options); }),
             "seqused_k: on cuda:1, want cuda:0 as q, or cpu");
 }
@@ -1604,9 +1602,9 @@ ForwardCall call_over_pages(int64_t batch, int64_t sq, int64_t sk, bool prefixes
   };
   const int64_t pages = (sk + 15) / 16;
   args.k = args.v = tensor(DType::kBF16, {batch * pages, 16, 8, 128});
-  args.page_table = tensor(DType::kI32, {batch, pages});
-  if (prefixes) args.prefix_groups = tensor(DType::kI32, {2});
-  if (prefixes) args.prefix_lens = tensor(DType::kI32, {1});
+  args.cache.page_table = tensor(DType::kI32, {batch, pages});
+  if (prefixes) args.shared_prefix.prefix_groups = tensor(DType::kI32, {2});
+  if (prefixes) args.shared_prefix.prefix_lens = tensor(DType::kI32, {1});
   return call;
 }
 
@@ -1622,7 +1620,8 @@ TEST_F(Prewarmed, CallsOverPagesCompileNothing) {
            {std::pair{1, 16}, {1, 9000}, {4, 9000}, {16, 4000}, {700, 700}}) {
         const ForwardCall later = call_over_pages(batch, sq, sk, prefixes);
         ForwardArgs args = placed(later.args, kBase);
-        for (ConstTensor* t : {&args.page_table, &args.prefix_groups, &args.prefix_lens}) {
+        for (ConstTensor* t : {&args.cache.page_table, &args.shared_prefix.prefix_groups,
+                               &args.shared_prefix.prefix_lens}) {
           if (t->given()) t->data = args.k.data;
         }
         state_->launches.clear();
@@ -1746,15 +1745,15 @@ AppendArgs append_args(DType dtype) {
   const auto tensor = [&](DType type, std::initializer_list<int64_t> shape) {
     return Tensor::contiguous(reinterpret_cast<void*>(at += 0x100000000), type, shape, kDevice);
   };
-  return {.k_cache = tensor(dtype, {20, 16, 2, 64}),
-          .v_cache = tensor(dtype, {20, 16, 2, 128}),
-          .k_new = tensor(dtype, {50, 2, 64}),
-          .v_new = tensor(dtype, {50, 2, 128}),
-          .cu_seqlens_k_new = tensor(DType::kI32, {4}),
-          .cache_seqlens = tensor(DType::kI32, {3}),
-          .page_table = tensor(DType::kI32, {3, 7}),
-          .cos = tensor(DType::kF32, {1000, 16}),
-          .sin = tensor(DType::kF32, {1000, 16}),
+  return {.rows = {.k_cache = tensor(dtype, {20, 16, 2, 64}),
+                   .v_cache = tensor(dtype, {20, 16, 2, 128}),
+                   .k_new = tensor(dtype, {50, 2, 64}),
+                   .v_new = tensor(dtype, {50, 2, 128}),
+                   .cu_seqlens_k_new = tensor(DType::kI32, {4}),
+                   .cache_seqlens = tensor(DType::kI32, {3}),
+                   .rotary = {.cos = tensor(DType::kF32, {1000, 16}),
+                              .sin = tensor(DType::kF32, {1000, 16})}},
+          .cache = {.page_table = tensor(DType::kI32, {3, 7})},
           .q = tensor(dtype, {60, 8, 64}),
           .q_out = tensor(dtype, {60, 8, 64}),
           .cu_seqlens_q = tensor(DType::kI32, {4})};
@@ -1788,17 +1787,17 @@ TEST_F(OnFakeGpu, AppendLaunchesOnce) {
   EXPECT_EQ(launch.block, 128u);  // 8 heads of 16 lanes
   EXPECT_EQ(launch.grid_y, 1u);
   const auto p = params<AppendParams>(0);
-  expect_rows(p.k, args.k_new, args.k_cache, 16);
-  expect_rows(p.v, args.v_new, args.v_cache, 0);
+  expect_rows(p.k, args.rows.k_new, args.rows.k_cache, 16);
+  expect_rows(p.v, args.rows.v_new, args.rows.v_cache, 0);
   expect_rows(p.q, args.q, args.q_out, 16);
   EXPECT_EQ(p.tokens.count, 50);
-  EXPECT_EQ(p.tokens.cu_seqlens, args.cu_seqlens_k_new.data);
+  EXPECT_EQ(p.tokens.cu_seqlens, args.rows.cu_seqlens_k_new.data);
   EXPECT_EQ(p.queries.count, 60);
   EXPECT_EQ(p.queries.cu_seqlens, args.cu_seqlens_q.data);
   EXPECT_EQ(p.batch, 3);
-  EXPECT_EQ(p.cache_seqlens, args.cache_seqlens.data);
-  EXPECT_EQ(p.first_positions, args.cache_seqlens.data);
-  EXPECT_EQ(p.page_table, args.page_table.data);
+  EXPECT_EQ(p.cache_seqlens, args.rows.cache_seqlens.data);
+  EXPECT_EQ(p.first_positions, args.rows.cache_seqlens.data);
+  EXPECT_EQ(p.page_table, args.cache.page_table.data);
   EXPECT_EQ(p.page_indptr, nullptr);
   EXPECT_EQ(p.cache_batch_idx, nullptr);
   EXPECT_EQ(p.table_stride, 7);
@@ -1806,8 +1805,8 @@ TEST_F(OnFakeGpu, AppendLaunchesOnce) {
   EXPECT_EQ(p.room, 7 * 16);
   EXPECT_EQ(p.entries, 20);
   EXPECT_EQ(p.page, 16u);
-  EXPECT_EQ(p.cos, args.cos.data);
-  EXPECT_EQ(p.sin, args.sin.data);
+  EXPECT_EQ(p.cos, args.rows.rotary.cos.data);
+  EXPECT_EQ(p.sin, args.rows.rotary.sin.data);
   EXPECT_EQ(p.cos_row, 16);
   EXPECT_EQ(p.sin_row, 16);
   EXPECT_EQ(p.positions, 1000);
@@ -1823,18 +1822,18 @@ TEST_F(OnFakeGpu, AppendToRowsOfTheBatch) {
   const auto batched = [](auto t, std::initializer_list<int64_t> shape) {
     return decltype(t)::contiguous(t.data, t.dtype, shape, t.device);
   };
-  args.cu_seqlens_k_new = args.cu_seqlens_q = args.page_table = {};
-  args.k_new = batched(args.k_new, {3, 2, 2, 64});
-  args.v_new = batched(args.v_new, {3, 2, 2, 128});
+  args.rows.cu_seqlens_k_new = args.cu_seqlens_q = args.cache.page_table = {};
+  args.rows.k_new = batched(args.rows.k_new, {3, 2, 2, 64});
+  args.rows.v_new = batched(args.rows.v_new, {3, 2, 2, 128});
   args.q = batched(args.q, {3, 5, 8, 64});
   args.q_out = batched(args.q_out, {3, 5, 8, 64});
-  args.cache_batch_idx = args.cache_seqlens;
-  args.rotary_seqlens = batched(args.cache_seqlens, {3});
-  args.rotary_seqlens.data = reinterpret_cast<void*>(kBase);
-  args.interleaved = true;
+  args.cache.cache_batch_idx = args.rows.cache_seqlens;
+  args.rows.rotary.rotary_seqlens = batched(args.rows.cache_seqlens, {3});
+  args.rows.rotary.rotary_seqlens.data = reinterpret_cast<void*>(kBase);
+  args.rows.rotary.interleaved = true;
   append(args);
   const auto p = params<AppendParams>(0);
-  expect_rows(p.k, args.k_new, args.k_cache, 16);
+  expect_rows(p.k, args.rows.k_new, args.rows.k_cache, 16);
   expect_rows(p.q, args.q, args.q_out, 16);
   EXPECT_EQ(p.tokens.count, 6);
   EXPECT_EQ(p.tokens.each, 2);
@@ -1842,8 +1841,8 @@ TEST_F(OnFakeGpu, AppendToRowsOfTheBatch) {
   EXPECT_EQ(p.queries.count, 15);
   EXPECT_EQ(p.queries.each, 5);
   EXPECT_EQ(p.page_table, nullptr);
-  EXPECT_EQ(p.cache_batch_idx, args.cache_batch_idx.data);
-  EXPECT_EQ(p.first_positions, args.rotary_seqlens.data);
+  EXPECT_EQ(p.cache_batch_idx, args.cache.cache_batch_idx.data);
+  EXPECT_EQ(p.first_positions, args.rows.rotary.rotary_seqlens.data);
   EXPECT_EQ(p.room, 16);
   EXPECT_EQ(p.entries, 20);
   EXPECT_EQ(p.interleaved, 1);
@@ -1864,17 +1863,19 @@ TEST_F(OnFakeGpu, AppendMovesSixteenBytesWhereItCan) {
   EXPECT_EQ(wide([](AppendArgs&) {}), 1);
   EXPECT_EQ(wide([](AppendArgs& a) {
               a.q_out = {};
-              a.cos = a.sin = a.q = a.cu_seqlens_q = {};
+              a.rows.rotary.cos = a.rows.rotary.sin = a.q = a.cu_seqlens_q = {};
             }),
             1);
-  EXPECT_EQ(wide([](AppendArgs& a) { a.k_cache.strides[0] += 4; }), 0);
-  EXPECT_EQ(wide([](AppendArgs& a) { a.v_new.strides[1] += 2; }), 0);
-  EXPECT_EQ(wide([](AppendArgs& a) { a.cos.strides[0] += 2; }), 0);
-  EXPECT_EQ(wide([](AppendArgs& a) { a.sin.shape[1] = a.cos.shape[1] = 12; }), 0);
-  EXPECT_EQ(wide([](AppendArgs& a) { a.v_cache.shape[3] = a.v_new.shape[2] = 100; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.rows.k_cache.strides[0] += 4; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.rows.v_new.strides[1] += 2; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.rows.rotary.cos.strides[0] += 2; }), 0);
+  EXPECT_EQ(
+      wide([](AppendArgs& a) { a.rows.rotary.sin.shape[1] = a.rows.rotary.cos.shape[1] = 12; }), 0);
+  EXPECT_EQ(wide([](AppendArgs& a) { a.rows.v_cache.shape[3] = a.rows.v_new.shape[2] = 100; }), 0);
   EXPECT_EQ(wide([&](AppendArgs& a) { a.q.data = moved(a.q.data, 8); }), 0);
-  EXPECT_EQ(wide([&](AppendArgs& a) { a.v_cache.data = moved(a.v_cache.data, 2); }), 0);
-  EXPECT_EQ(wide([&](AppendArgs& a) { a.sin.data = moved(a.sin.data, 4); }), 0);
+  EXPECT_EQ(wide([&](AppendArgs& a) { a.rows.v_cache.data = moved(a.rows.v_cache.data, 2); }), 0);
+  EXPECT_EQ(wide([&](AppendArgs& a) { a.rows.rotary.sin.data = moved(a.rows.rotary.sin.data, 4); }),
+            0);
 }
 
 // Few new rows go to the cache by the kernel that attends them, and queries to the workspace.
@@ -1893,19 +1894,19 @@ TEST_F(OnFakeGpu, FewRowsAreAppendedWhereTheyAreRead) {
   ASSERT_EQ(state_->launches.size(), 1u);
   EXPECT_STREQ(state_->launches[0].kernel, "fulgur_decode");
   const auto p = params<DecodeAppendParams>(0);
-  EXPECT_EQ(static_cast<const void*>(p.k.data), c.rows.k_cache.data);
-  EXPECT_EQ(static_cast<const void*>(p.v.data), c.rows.v_cache.data);
-  EXPECT_EQ(p.pages.table, c.rows.page_table.data);
+  EXPECT_EQ(static_cast<const void*>(p.k.data), c.call.args.append.k_cache.data);
+  EXPECT_EQ(static_cast<const void*>(p.v.data), c.call.args.append.v_cache.data);
+  EXPECT_EQ(p.pages.table, c.call.args.cache.page_table.data);
   const Tensor turned = Tensor::contiguous(p.q.data, DType::kBF16, {3, 1, 8, 128});
-  EXPECT_EQ(p.append.k.from, c.rows.k_new.data);
-  EXPECT_EQ(p.append.k.to, c.rows.k_cache.data);
+  EXPECT_EQ(p.append.k.from, c.call.args.append.k_new.data);
+  EXPECT_EQ(p.append.k.to, c.call.args.append.k_cache.data);
   EXPECT_EQ(p.append.k.pairs, 32);
-  EXPECT_EQ(p.append.v.from, c.rows.v_new.data);
-  EXPECT_EQ(p.append.v.to, c.rows.v_cache.data);
+  EXPECT_EQ(p.append.v.from, c.call.args.append.v_new.data);
+  EXPECT_EQ(p.append.v.to, c.call.args.append.v_cache.data);
   EXPECT_EQ(p.append.v.pairs, 0);
   EXPECT_EQ(p.append.q.from, c.call.args.q.data);
   EXPECT_EQ(p.append.q.to, turned.data);
-  EXPECT_EQ(p.append.cache_seqlens, c.rows.cache_seqlens.data);
+  EXPECT_EQ(p.append.cache_seqlens, c.call.args.append.cache_seqlens.data);
   EXPECT_EQ(p.append.tokens.each, 1);
   EXPECT_EQ(p.append.lengths, nullptr);
   EXPECT_EQ(p.append.advance, 1);
@@ -1956,7 +1957,7 @@ TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
 
 TEST_F(OnFakeGpu, AppendOfNothingLaunchesNothing) {
   AppendArgs args = append_args(DType::kBF16);
-  args.k_new.shape[0] = args.v_new.shape[0] = args.q.shape[0] = args.q_out.shape[0] = 0;
+  args.rows.k_new.shape[0] = args.rows.v_new.shape[0] = args.q.shape[0] = args.q_out.shape[0] = 0;
   append(args);
   EXPECT_TRUE(state_->launches.empty());
 }
@@ -1968,9 +1969,9 @@ struct AppendOfHostLengths {
   AppendArgs args;
 
   explicit AppendOfHostLengths(DType dtype) : args(append_args(dtype)) {
-    args.cu_seqlens_k_new = ConstTensor::of<const int32_t>(std::span(cu_new), {4});
-    args.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
-    args.rotary_seqlens = ConstTensor::of<const int32_t>(std::span(first), {3});
+    args.rows.cu_seqlens_k_new = ConstTensor::of<const int32_t>(std::span(cu_new), {4});
+    args.rows.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
+    args.rows.rotary.rotary_seqlens = ConstTensor::of<const int32_t>(std::span(first), {3});
     args.cu_seqlens_q = ConstTensor::of<const int32_t>(std::span(cu_q), {4});
   }
 };
@@ -2012,7 +2013,7 @@ TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheMemoryOfTheirGraph) {
 TEST_F(OnFakeGpu, RowsOfHostLengthsAreAppendedFirst) {
   AppendingCall c({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
   std::vector<int32_t> old = {5, 0, 511};
-  c.rows.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
+  c.call.args.append.cache_seqlens = ConstTensor::of<const int32_t>(std::span(old), {3});
   fulgur::forward(c.call.args, c.call.options);
   ASSERT_EQ(state_->launches.size(), 3u);
   EXPECT_STREQ(state_->launches[0].kernel, "fulgur_upload_metadata");
@@ -2048,24 +2049,24 @@ TEST_F(OnFakeGpu, AppendStoresLengthsOfTheHost) {
   EXPECT_EQ(p.cache_seqlens, store.to + 4);
   EXPECT_EQ(p.first_positions, store.to + 7);
   EXPECT_EQ(p.queries.cu_seqlens, store.to + 10);
-  EXPECT_EQ(p.page_table, c.args.page_table.data);
-  expect_rows(p.k, c.args.k_new, c.args.k_cache, 16);
+  EXPECT_EQ(p.page_table, c.args.cache.page_table.data);
+  expect_rows(p.k, c.args.rows.k_new, c.args.rows.k_cache, 16);
 }
 
 // Each of them may lie on the device, where it is not looked at.
 TEST_F(OnFakeGpu, AppendStoresSomeLengthsOfTheHost) {
   AppendOfHostLengths c(DType::kBF16);
   const AppendArgs there = append_args(DType::kBF16);
-  c.args.cu_seqlens_k_new = there.cu_seqlens_k_new;
+  c.args.rows.cu_seqlens_k_new = there.rows.cu_seqlens_k_new;
   c.args.cu_seqlens_q = there.cu_seqlens_q;
-  c.args.rotary_seqlens = {};
+  c.args.rows.rotary.rotary_seqlens = {};
   append(c.args);
   const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored(store), (std::vector{5, 9, 0}));
   const auto p = params<AppendParams>(1);
   EXPECT_EQ(p.cache_seqlens, store.to);
   EXPECT_EQ(p.first_positions, store.to);
-  EXPECT_EQ(p.tokens.cu_seqlens, there.cu_seqlens_k_new.data);
+  EXPECT_EQ(p.tokens.cu_seqlens, there.rows.cu_seqlens_k_new.data);
   EXPECT_EQ(p.queries.cu_seqlens, there.cu_seqlens_q.data);
   c.old[1] = 113;
   EXPECT_EQ(message_of([&] { append(c.args); }),
@@ -2094,10 +2095,10 @@ TEST_F(OnFakeGpu, WrongLengthsOfTheHostAppendNothing) {
   EXPECT_EQ(said([](Call& c) { c.first[0] = 981; }),
             "cos: got 1000 positions, want 1001 for sequence 0, which has 20 from 981 on");
   EXPECT_EQ(said([](Call& c) {
-              c.args.cache_seqlens.device = {DeviceType::kCuda, 1};
+              c.args.rows.cache_seqlens.device = {DeviceType::kCuda, 1};
             }),
             "cache_seqlens: on cuda:1, want cuda:0 as k_cache, or cpu");
-  EXPECT_EQ(said([](Call& c) { c.args.page_table.device = {}; }),
+  EXPECT_EQ(said([](Call& c) { c.args.cache.page_table.device = {}; }),
             "page_table: on cpu, want cuda:0 as k_cache");
   EXPECT_TRUE(state_->launches.empty());
 }
@@ -2242,12 +2243,12 @@ TEST_F(OnFakeGpu, CallsWithoutAPlanOnlyLaunch) {
 
 TEST_F(OnFakeGpu, SizesThatCallsWithoutAPlanDoNotTake) {
   AppendArgs args = append_args(DType::kBF16);
-  args.k_new =
-      ConstTensor::contiguous(args.k_new.data, DType::kBF16, {1 << 30, 2, 64}, args.k_new.device);
-  args.k_new.strides[0] = 0;
-  args.v_new =
-      ConstTensor::contiguous(args.v_new.data, DType::kBF16, {1 << 30, 2, 128}, args.v_new.device);
-  args.v_new.strides[0] = 0;
+  args.rows.k_new = ConstTensor::contiguous(args.rows.k_new.data, DType::kBF16, {1 << 30, 2, 64},
+                                            args.rows.k_new.device);
+  args.rows.k_new.strides[0] = 0;
+  args.rows.v_new = ConstTensor::contiguous(args.rows.v_new.data, DType::kBF16, {1 << 30, 2, 128},
+                                            args.rows.v_new.device);
+  args.rows.v_new.strides[0] = 0;
   const auto call = [&] { append(args); };
   EXPECT_EQ(status_of(call), Status::kUnsupported);
   EXPECT_EQ(message_of(call),

@@ -63,10 +63,11 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.max_workspace = s.max_workspace;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
   if (s.sinks) call.args.sinks = vector(DType::kF32, s.hq);
-  if (s.seqused_q) call.args.seqused_q = vector(DType::kI32, s.batch);
-  if (s.seqused) call.args.seqused_k = vector(DType::kI32, s.batch);
+  if (s.seqused_q) call.args.lengths.seqused_q = vector(DType::kI32, s.batch);
+  if (s.seqused) call.args.lengths.seqused_k = vector(DType::kI32, s.batch);
   if (s.packed) {
-    call.args.cu_seqlens_q = call.args.cu_seqlens_k = vector(DType::kI32, s.batch + 1);
+    call.args.lengths.cu_seqlens_q = call.args.lengths.cu_seqlens_k =
+        vector(DType::kI32, s.batch + 1);
     call.options.max_seqlen_q = s.sq;
     call.options.max_seqlen_k = s.sk;
   }

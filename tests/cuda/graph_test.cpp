@@ -311,14 +311,12 @@ TEST_F(Graphs, LengthsOfNewRowsChangeBetweenReplays) {
                        .aligned = true};
     Appended replayed(c, 1), called(c, 1);
     EngineMemory memories[2]{EngineMemory("cuda"), EngineMemory("cuda")};
-    std::vector<AppendArgs> rows;
     std::vector<ForwardArgs> args;
     for (const auto& [a, memory] :
          {std::pair{&replayed, &memories[0]}, std::pair{&called, &memories[1]}}) {
-      rows.push_back(memory->at(a->rows()));
-      args.push_back(memory->at(a->attention()));
+      const AppendTensors rows = memory->at(a->rows());
+      args.push_back(appending(memory->at(a->attention()), rows));
     }
-    for (size_t i = 0; i < 2; ++i) args[i].append = &rows[i];
     const Options options{.mask = c.c.mask};
     forward(args[0], options, stream.run());  // compiles
     const Graph graph(stream, [&] { forward(args[0], options, stream.run()); });

@@ -111,13 +111,13 @@ TEST_F(Lengths, WildPackedOnes) {
         args.lse = arena.place(DType::kF32, {4, 300}, true);
         std::vector<Tensor> lengths = {arena.place(DType::kI32, {5}, false),
                                        arena.place(DType::kI32, {5}, false)};
-        args.cu_seqlens_q = lengths[0];
-        args.cu_seqlens_k = lengths[1];
+        args.lengths.cu_seqlens_q = lengths[0];
+        args.lengths.cu_seqlens_k = lengths[1];
         if (seqused) {
           lengths.push_back(arena.place(DType::kI32, {4}, false));
           lengths.push_back(arena.place(DType::kI32, {4}, false));
-          args.seqused_q = lengths[2];
-          args.seqused_k = lengths[3];
+          args.lengths.seqused_q = lengths[2];
+          args.lengths.seqused_k = lengths[3];
         }
         survives(arena, args, {.mask = mask, .max_seqlen_q = 150, .max_seqlen_k = 200}, lengths,
                  [](const Wild& wild) {
@@ -147,8 +147,8 @@ TEST_F(Lengths, WildUsedRows) {
     args.lse = arena.place(DType::kF32, {4, 4, 70}, true);
     const Tensor used_q = arena.place(DType::kI32, {4}, false);
     const Tensor used_k = arena.place(DType::kI32, {4}, false);
-    args.seqused_q = used_q;
-    args.seqused_k = used_k;
+    args.lengths.seqused_q = used_q;
+    args.lengths.seqused_k = used_k;
     survives(arena, args, {.mask = mask}, {used_q, used_k}, [](const Wild& wild) {
       return std::vector<std::vector<double>>{wild.used_q, wild.used_k};
     });

@@ -360,6 +360,11 @@ void fuzz(Reader& in) {
   Newer<fulgur_forward_args> forward_args;
   Newer<fulgur_backward_args> backward_args;
   Newer<fulgur_append_args> append_args;
+  Newer<fulgur_new_rows> new_rows;
+  Newer<fulgur_rotary> rotary;
+  Newer<fulgur_var_len> var_len;
+  Newer<fulgur_kv_cache> kv_cache;
+  Newer<fulgur_shared_prefix> shared_prefix;
   fulgur_options& options = newer_options.known;
   fulgur_run& run = newer_run.known;
   fulgur_options_init(&options, sizeof options);
@@ -405,13 +410,27 @@ void fuzz(Reader& in) {
             newer_run.change(in);
             break;
           case 2:
-            if (what == kForward && (!fused || in.byte() % 2 == 0)) {
-              forward_args.change(in);
-            } else if (fused) {
-              append_args.change(in);
+            switch (in.byte() % 6) {
+              case 0:
+                var_len.change(in);
+                break;
+              case 1:
+                kv_cache.change(in);
+                break;
+              case 2:
+                shared_prefix.change(in);
+                break;
+              case 3:
+                new_rows.change(in);
+                break;
+              case 4:
+                rotary.change(in);
+                break;
+              default:
+                if (what == kForward) forward_args.change(in);
+                if (what == kBackward) backward_args.change(in);
+                if (what == kAppend) append_args.change(in);
             }
-            if (what == kBackward) backward_args.change(in);
-            if (what == kAppend) append_args.change(in);
             break;
         }
         break;
@@ -454,33 +473,29 @@ void fuzz(Reader& in) {
   std::vector<Owned*> all;
   for (Owned& owned : o) all.push_back(&owned);
 
+  fulgur_var_len& lens = var_len.known;
+  lens = {lens.struct_size, p[kCuQ], p[kCuK], p[kUsedQ], p[kUsed]};
+  fulgur_kv_cache& tables = kv_cache.known;
+  tables = {tables.struct_size, p[kTable], p[kIndptr], p[kIndex], p[kLeftpad]};
+  fulgur_shared_prefix& prefix = shared_prefix.known;
+  prefix = {prefix.struct_size, p[kPrefixGroups], p[kPrefixLens]};
+  fulgur_rotary& angles = rotary.known;
+  angles = {angles.struct_size, p[kCos], p[kSin], what == kAppend ? p[kLeftpad] : nullptr,
+            flags & 4};
+  fulgur_new_rows& added = new_rows.known;
+  added = {added.struct_size, p[kK], p[kV], p[kDk], p[kDv], p[kCuK], p[kUsed], &angles};
+
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],          p[kK],       p[kV],     p[kOut],  p[kLse],
-            p[kSlopes],       p[kCuQ],        p[kCuK],     p[kUsed],  p[kRng],  p[kTable],
-            p[kIndptr],       p[kIndex],      p[kLeftpad], p[kSinks], p[kTree], p[kUsedQ],
-            p[kPrefixGroups], p[kPrefixLens], nullptr};
+    args = {args.struct_size, p[kQ],     p[kK],    p[kV], p[kOut], p[kLse], p[kSlopes],
+            p[kRng],          p[kSinks], p[kTree], &lens, &tables, &prefix, nullptr};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (fused) {
-      fulgur_append_args& rows_args = append_args.known;
-      rows_args.k_cache = p[kK];
-      rows_args.v_cache = p[kV];
-      rows_args.k_new = p[kDk];
-      rows_args.v_new = p[kDv];
-      rows_args.cu_seqlens_k_new = p[kCuK];
-      rows_args.cache_seqlens = p[kUsed];
-      rows_args.page_table = p[kTable];
-      rows_args.page_indptr = p[kIndptr];
-      rows_args.cache_batch_idx = p[kIndex];
-      rows_args.cos = p[kCos];
-      rows_args.sin = p[kSin];
-      rows_args.interleaved = flags & 4;
       // Mostly nothing is said twice.
       if (second < 200) args.k = args.v = nullptr;
-      if (second < 215) args.cu_seqlens_k = args.seqused_k = nullptr;
-      if (second < 230) args.page_table = args.page_indptr = args.cache_batch_idx = nullptr;
-      args.append = &rows_args;
+      if (second < 215) lens.cu_seqlens_k = lens.seqused_k = nullptr;
+      args.append = &added;
       outputs.insert(outputs.end(), {&o[kK], &o[kV]});
     }
     if (how & kPlan) {
@@ -491,9 +506,9 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],     p[kK],      p[kV],    p[kOut], p[kLse],
-            p[kDq],           p[kDk],   p[kDv],    p[kSlopes], p[kCuQ],  p[kCuK], p[kUsed],
-            p[kDlse],         p[kRng],  p[kSinks], p[kDsinks], p[kUsedQ]};
+    args = {args.struct_size, p[kDout], p[kQ],      p[kK],  p[kV],      p[kOut],
+            p[kLse],          p[kDq],   p[kDk],     p[kDv], p[kSlopes], p[kRng],
+            p[kSinks],        p[kDlse], p[kDsinks], &lens};
     const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,
@@ -506,22 +521,12 @@ void fuzz(Reader& in) {
     const bool queries = !o[kCos].is_null && (flags & 16) == 0;
     const DLTensor* const turned = flags & 128 ? p[kQ] : p[kDq];
     args = {args.struct_size,
-            p[kK],
-            p[kV],
-            p[kDk],
-            p[kDv],
-            p[kCuK],
-            p[kUsed],
-            p[kTable],
-            p[kIndptr],
-            p[kIndex],
-            p[kCos],
-            p[kSin],
-            flags & 4,
-            p[kLeftpad],
+            &added,
+            flags & 2 ? &tables : nullptr,
             queries ? p[kQ] : nullptr,
             queries ? turned : nullptr,
             queries ? p[kCuQ] : nullptr};
+    if (cache != 0) args.cache = &tables;
     check(fulgur_append(&args, flags & 64 ? nullptr : &options, &run),
           {&o[kK], &o[kV], &o[kDq], &o[kQ]});
   } else {

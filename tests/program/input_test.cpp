@@ -434,8 +434,7 @@ TEST(GoodInput, LongestLengthsBeyondTheRows) {
                       .v = rows(2),
                       .out = rows(6),
                       .lse = lse,
-                      .cu_seqlens_q = cu,
-                      .cu_seqlens_k = cu};
+                      .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}};
   const BackwardArgs b{.dout = rows(6),
                        .q = rows(6),
                        .k = rows(2),
@@ -445,8 +444,7 @@ TEST(GoodInput, LongestLengthsBeyondTheRows) {
                        .dq = rows(6),
                        .dk = rows(2),
                        .dv = rows(2),
-                       .cu_seqlens_q = cu,
-                       .cu_seqlens_k = cu};
+                       .lengths = {.cu_seqlens_q = cu, .cu_seqlens_k = cu}};
   const Options wild{.max_seqlen_q = INT64_MAX - 1, .max_seqlen_k = INT64_MAX};
   const Options all{.max_seqlen_q = 5, .max_seqlen_k = 5};
   EXPECT_EQ(plan(f, wild).explain(), plan(f, all).explain());

@@ -21,6 +21,11 @@ TYPES = {
 }
 STRUCTS = {
     "Options": "fulgur_options",
+    "VarLen": "fulgur_var_len",
+    "KvCache": "fulgur_kv_cache",
+    "SharedPrefix": "fulgur_shared_prefix",
+    "Rotary": "fulgur_rotary",
+    "NewRows": "fulgur_new_rows",
     "ForwardArgs": "fulgur_forward_args",
     "BackwardArgs": "fulgur_backward_args",
     "AppendArgs": "fulgur_append_args",

@@ -29,24 +29,21 @@ struct Call : ForwardTensors {
         run(w.run_options) {}
   ForwardArgs forward() const { return *this; }
   BackwardArgs backward() const {
-    return {dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            dlse,
-            rng_state,
-            sinks,
-            dsinks};
+    return {.dout = dout,
+            .q = q,
+            .k = k,
+            .v = v,
+            .out = out,
+            .lse = lse,
+            .dq = dq,
+            .dk = dk,
+            .dv = dv,
+            .alibi_slopes = alibi_slopes,
+            .lengths = {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
+            .dlse = dlse,
+            .rng_state = rng_state,
+            .sinks = sinks,
+            .dsinks = dsinks};
   }
 };
 
@@ -101,7 +98,7 @@ inline fulgur_options c_options(const Options& options) {
 
 /// `append`: of a forward call.
 inline fulgur_status call_c(const Call& call, bool backward,
-                            const fulgur_append_args* append = nullptr) {
+                            const fulgur_new_rows* append = nullptr) {
   const Dl q(call.q), k(call.k), v(call.v), out(call.out), lse(call.lse), dout(call.dout),
       dq(call.dq), dk(call.dk), dv(call.dv), alibi(call.alibi_slopes), cu_q(call.cu_seqlens_q),
       cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
@@ -115,15 +112,16 @@ inline fulgur_status call_c(const Call& call, bool backward,
                        call.run.workspace.bytes,
                        call.run.dropout_seed,
                        call.run.dropout_offset};
+  const fulgur_var_len lengths{sizeof(lengths), cu_q, cu_k, used_q, used_k};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,     k,      v,     out,  lse,
-                                    dq,           dk,   dv,    alibi,  cu_q,  cu_k, used_k,
-                                    dlse,         rng,  sinks, dsinks, used_q};
+    const fulgur_backward_args args{sizeof(args), dout, q,     k,   v,     out,  lse,    dq,
+                                    dk,           dv,   alibi, rng, sinks, dlse, dsinks, &lengths};
     return fulgur_backward(&args, &o, &run);
   }
-  const fulgur_forward_args args{sizeof(args), q,     k,      v,      out,    lse,    alibi,
-                                 cu_q,         cu_k,  used_k, rng,    table,  indptr, index,
-                                 leftpad,      sinks, tree,   used_q, groups, lens,   append};
+  const fulgur_kv_cache cache{sizeof(cache), table, indptr, index, leftpad};
+  const fulgur_shared_prefix prefix{sizeof(prefix), groups, lens};
+  const fulgur_forward_args args{sizeof(args), q,     k,    v,        out,    lse,     alibi,
+                                 rng,          sinks, tree, &lengths, &cache, &prefix, append};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -25,14 +25,19 @@ class CAppend {
         q_(a.q),
         q_out_(a.q_out),
         cu_q_(a.cu_seqlens_q),
-        args_{sizeof(args_), k_,         v_,      k_new_, v_new_, cu_k_,
-              seqlens_,      table_,     indptr_, index_, cos_,   sin_,
-              a.interleaved, positions_, q_,      q_out_, cu_q_} {}
+        rotary_{sizeof(rotary_), cos_, sin_, positions_, a.interleaved},
+        rows_{sizeof(rows_), k_, v_, k_new_, v_new_, cu_k_, seqlens_, &rotary_},
+        cache_{sizeof(cache_), table_, indptr_, index_, nullptr},
+        args_{sizeof(args_), &rows_, &cache_, q_, q_out_, cu_q_} {}
   operator const fulgur_append_args*() const { return &args_; }
+  const fulgur_new_rows* rows() const { return &rows_; }
 
  private:
   Dl k_, v_, k_new_, v_new_, cu_k_, seqlens_, table_, indptr_, index_, cos_, sin_, positions_;
   Dl q_, q_out_, cu_q_;
+  fulgur_rotary rotary_;
+  fulgur_new_rows rows_;
+  fulgur_kv_cache cache_;
   fulgur_append_args args_;
 };
 

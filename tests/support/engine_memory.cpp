@@ -159,9 +159,8 @@ void compute(const BackwardTensors& t, const Options& options, const Run& run) {
 void compute(const ForwardTensors& t, const AppendTensors& rows, const Options& options,
              const Run& run) {
   EngineMemory memory(options.engine);
-  const AppendArgs rows_there = memory.at(rows);
-  ForwardArgs there = memory.at(t);
-  there.append = &rows_there;
+  const AppendTensors rows_there = memory.at(rows);
+  ForwardArgs there = appending(memory.at(t), rows_there);
   forward(there, memory.options(t, options), run);
   memory.bring_back();
 }

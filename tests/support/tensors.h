@@ -11,25 +11,18 @@ struct ForwardTensors {
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
   Tensor leftpad_k{}, sinks{}, tree_mask{}, prefix_groups{}, prefix_lens{};
   operator ForwardArgs() const {
-    return {q,
-            k,
-            v,
-            out,
-            lse,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            rng_state,
-            page_table,
-            page_indptr,
-            cache_batch_idx,
-            leftpad_k,
-            sinks,
-            tree_mask,
-            prefix_groups,
-            prefix_lens};
+    return {.q = q,
+            .k = k,
+            .v = v,
+            .out = out,
+            .lse = lse,
+            .alibi_slopes = alibi_slopes,
+            .lengths = {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
+            .rng_state = rng_state,
+            .sinks = sinks,
+            .tree_mask = tree_mask,
+            .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
+            .shared_prefix = {prefix_groups, prefix_lens}};
   }
 };
 
@@ -38,24 +31,21 @@ struct BackwardTensors {
   Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{}, dlse{};
   Tensor rng_state{}, sinks{}, dsinks{};
   operator BackwardArgs() const {
-    return {dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_q,
-            seqused_k,
-            dlse,
-            rng_state,
-            sinks,
-            dsinks};
+    return {.dout = dout,
+            .q = q,
+            .k = k,
+            .v = v,
+            .out = out,
+            .lse = lse,
+            .dq = dq,
+            .dk = dk,
+            .dv = dv,
+            .alibi_slopes = alibi_slopes,
+            .lengths = {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
+            .dlse = dlse,
+            .rng_state = rng_state,
+            .sinks = sinks,
+            .dsinks = dsinks};
   }
 };
 
@@ -64,12 +54,32 @@ struct AppendTensors {
   Tensor page_table{}, page_indptr{}, cache_batch_idx{}, cos{}, sin{};
   bool interleaved = false;
   Tensor rotary_seqlens{}, q{}, q_out{}, cu_seqlens_q{};
+  NewRows new_rows() const {
+    return {.k_cache = k_cache,
+            .v_cache = v_cache,
+            .k_new = k_new,
+            .v_new = v_new,
+            .cu_seqlens_k_new = cu_seqlens_k_new,
+            .cache_seqlens = cache_seqlens,
+            .rotary = {cos, sin, rotary_seqlens, interleaved}};
+  }
   operator AppendArgs() const {
-    return {
-        k_cache,     v_cache,         k_new, v_new, cu_seqlens_k_new, cache_seqlens,  page_table,
-        page_indptr, cache_batch_idx, cos,   sin,   interleaved,      rotary_seqlens, q,
-        q_out,       cu_seqlens_q};
+    return {.rows = new_rows(),
+            .cache = {page_table, page_indptr, cache_batch_idx},
+            .q = q,
+            .q_out = q_out,
+            .cu_seqlens_q = cu_seqlens_q};
   }
 };
+
+/// The call that appends `rows` and attends: their caches and tables are the call's.
+inline ForwardArgs appending(const ForwardTensors& attention, const AppendTensors& rows) {
+  ForwardArgs args = attention;
+  args.cache.page_table = rows.page_table;
+  args.cache.page_indptr = rows.page_indptr;
+  args.cache.cache_batch_idx = rows.cache_batch_idx;
+  args.append = rows.new_rows();
+  return args;
+}
 
 }  // namespace fulgur::test

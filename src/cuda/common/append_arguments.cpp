@@ -38,7 +38,7 @@ bool all_wide(const AppendCall& c) {
   for (const Layout* rows : {&c.p.k, &c.p.v, &c.k_new, &c.v_new, &c.p.q, &c.q_out}) {
     if (!rows_aligned(*rows, c.p.dtype)) return false;
   }
-  for (const ConstTensor* t : {&a.cos, &a.sin}) {
+  for (const ConstTensor* t : {&a.rows.rotary.cos, &a.rows.rotary.sin}) {
     if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return false;
     if (t->strides[0] * size_of(t->dtype) % 16 != 0) return false;
   }
@@ -52,31 +52,31 @@ AppendParams append_params(const AppendCall& c) {
   const Problem::Cache& cache = c.p.cache;
   AppendParams p{};
   p.tokens.count = count_of("k_new", c.tokens, "rows");
-  p.tokens.each = static_cast<int>(c.packed_new ? 0 : a.k_new.shape[1]);
+  p.tokens.each = static_cast<int>(c.packed_new ? 0 : a.rows.k_new.shape[1]);
   p.queries.count = count_of("q", c.p.total_q, "rows");
   p.queries.each = static_cast<int>(c.p.packed ? 0 : c.p.sq);
   p.batch = count_of("cache_seqlens", c.p.batch, "sequences");
   count_of("k_cache", c.p.hk, "heads");
   count_of("q", c.hq, "heads");
-  p.k = rows_between(a.k_new, c.k_new, a.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
-  p.v = rows_between(a.v_new, c.v_new, a.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
+  p.k = rows_between(a.rows.k_new, c.k_new, a.rows.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
+  p.v = rows_between(a.rows.v_new, c.v_new, a.rows.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
   p.q = rows_between(a.q, c.p.q, a.q_out, c.q_out, c.hq, c.p.d, c.pairs);
-  p.page_table = ints(a.page_table);
-  p.page_indptr = ints(a.page_indptr);
-  p.cache_batch_idx = ints(a.cache_batch_idx);
+  p.page_table = ints(a.cache.page_table);
+  p.page_indptr = ints(a.cache.page_indptr);
+  p.cache_batch_idx = ints(a.cache.cache_batch_idx);
   p.table_stride = cache.table_stride;
   p.ids = cache.ids;
   p.room = c.p.sk;
   p.entries = cache.entries;
   constexpr int64_t kMaxPage = std::numeric_limits<unsigned>::max();  // beyond any length
   p.page = static_cast<unsigned>(std::clamp(cache.page, int64_t{1}, kMaxPage));
-  p.cos = a.cos.data;
-  p.sin = a.sin.data;
-  p.cos_row = a.cos.strides[0];
-  p.sin_row = a.sin.strides[0];
-  p.positions = a.cos.shape[0];
-  p.f32_angles = a.cos.dtype == DType::kF32;
-  p.interleaved = a.interleaved;
+  p.cos = a.rows.rotary.cos.data;
+  p.sin = a.rows.rotary.sin.data;
+  p.cos_row = a.rows.rotary.cos.strides[0];
+  p.sin_row = a.rows.rotary.sin.strides[0];
+  p.positions = a.rows.rotary.cos.shape[0];
+  p.f32_angles = a.rows.rotary.cos.dtype == DType::kF32;
+  p.interleaved = a.rows.rotary.interleaved;
   p.advance = c.advance;
   p.wide = all_wide(c);
   const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtype) : 1);
@@ -85,9 +85,9 @@ AppendParams append_params(const AppendCall& c) {
 }
 
 void set_lengths(const AppendArgs& a, AppendParams& p) {
-  p.tokens.cu_seqlens = ints(a.cu_seqlens_k_new);
+  p.tokens.cu_seqlens = ints(a.rows.cu_seqlens_k_new);
   p.queries.cu_seqlens = ints(a.cu_seqlens_q);
-  p.cache_seqlens = ints(a.cache_seqlens);
+  p.cache_seqlens = ints(a.rows.cache_seqlens);
   p.first_positions = ints(first_positions(a));
 }
 

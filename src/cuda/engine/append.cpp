@@ -57,7 +57,7 @@ class CudaAppendStep final : public AppendStep {
 }  // namespace
 
 void append(const AppendCall& call, const Run& run) {
-  refuse_f64("k_cache", call.args.k_cache, "append");
+  refuse_f64("k_cache", call.args.rows.k_cache, "append");
   const AppendLengths checked(call);
   AppendParams params = append_params(call);
   Gpu& gpu = usable_gpu(call.p.device.index);
@@ -76,7 +76,7 @@ void append(const AppendCall& call, const Run& run) {
 }
 
 void prepare(const AppendCall& call) {
-  refuse_f64("k_cache", call.args.k_cache, "append");
+  refuse_f64("k_cache", call.args.rows.k_cache, "append");
   load(append_kernel(call.p.dtype), usable_gpu(call.p.device.index));
 }
 

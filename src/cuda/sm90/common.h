@@ -115,10 +115,10 @@ KeyPages key_pages(const Problem& problem);
 /// The tensors that every pass reads besides q, k and v.
 template <class Args>
 void set_tensors(CallParams& params, const Args& args) {
-  params.cu_seqlens_q = static_cast<const int*>(args.cu_seqlens_q.data);
-  params.cu_seqlens_k = static_cast<const int*>(args.cu_seqlens_k.data);
-  params.seqused_q = static_cast<const int*>(args.seqused_q.data);
-  params.seqused_k = static_cast<const int*>(args.seqused_k.data);
+  params.cu_seqlens_q = static_cast<const int*>(args.lengths.cu_seqlens_q.data);
+  params.cu_seqlens_k = static_cast<const int*>(args.lengths.cu_seqlens_k.data);
+  params.seqused_q = static_cast<const int*>(args.lengths.seqused_q.data);
+  params.seqused_k = static_cast<const int*>(args.lengths.seqused_k.data);
   params.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
 }

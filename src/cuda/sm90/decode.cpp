@@ -106,10 +106,10 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   p.lse = static_cast<float*>(args.lse.data);
   set_tensors(p, args);
   p.sinks = static_cast<const float*>(args.sinks.data);
-  p.pages.table = ints(args.page_table);
-  p.pages.indptr = ints(args.page_indptr);
-  p.cache_batch_idx = ints(args.cache_batch_idx);
-  p.leftpad_k = ints(args.leftpad_k);
+  p.pages.table = ints(args.cache.page_table);
+  p.pages.indptr = ints(args.cache.page_indptr);
+  p.cache_batch_idx = ints(args.cache.cache_batch_idx);
+  p.leftpad_k = ints(args.cache.leftpad_k);
   p.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
   p.tickets = reinterpret_cast<int*>(workspace);
   p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);

@@ -85,8 +85,8 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   set_random_numbers(p, run);
   a.padding.cu_seqlens_q = p.cu_seqlens_q;
   a.padding.seqused_q = p.seqused_q;
-  p.pages.table = static_cast<const int*>(args.page_table.data);
-  p.pages.indptr = static_cast<const int*>(args.page_indptr.data);
+  p.pages.table = static_cast<const int*>(args.cache.page_table.data);
+  p.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
   p.sinks = static_cast<const float*>(args.sinks.data);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
