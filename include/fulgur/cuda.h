@@ -42,7 +42,7 @@ FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,
 
 /// How long a call took with a tile Br x Bc of the score matrix.
 struct TileTime {
-  std::string family;  ///< of kernels: "sm90_forward", "sm90_backward", "sm90_backward_sums"
+  std::string family;  ///< of kernels: "sm90_forward", "sm90_backward_atomic"
   int64_t Br = 0, Bc = 0;
   double microseconds = 0;  ///< median
   bool predicted = false;   ///< the cost model's choice

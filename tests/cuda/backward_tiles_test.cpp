@@ -1,16 +1,17 @@
-// The backward pass of the case list by every tile: dQ as sums and dQ from stored dS, of which the
-// cost model takes one, by the shape.
+// The backward pass of the case list by every tile, of which the cost model takes one by the shape:
+// dQ accumulated atomically and in order, and from stored dS.
 #include "call/make_problem.h"
-#include "cuda/sm90/backward_plan.h"
+#include "cuda/sm90/backward_candidates.h"
 #include "every_tile.h"
 
 namespace fulgur::test {
 namespace {
 
 class BackwardTiles : public OnGpu, public testing::WithParamInterface<Case> {};
-class BackwardParts : public OnGpu {};
+class BackwardSplits : public OnGpu {};
+class BackwardShort : public OnGpu {};
 
-// Those that more than one tile computes.
+// Cases that more than one tile computes.
 std::vector<Case> chosen(std::vector<Case> cases) {
   std::erase_if(cases, [](const Case& c) {
     const bool computed = c.dtype == DType::kBF16 || c.dtype == DType::kF16;
@@ -30,9 +31,9 @@ TEST_P(BackwardTiles, FollowReference) {
 INSTANTIATE_TEST_SUITE_P(Small, BackwardTiles, testing::ValuesIn(chosen(small_cases())), name);
 INSTANTIATE_TEST_SUITE_P(Large, BackwardTiles, testing::ValuesIn(chosen(large_cases())), name);
 
-// Heads of k and v whole, as where there are enough blocks of keys for the SMs that are
-// planned for, and in parts of their q heads and rows, as where there are not.
-TEST_F(BackwardParts, HeadsWholeAndInParts) {
+// Kv heads whole, as with enough key blocks for the SMs that are planned for, and in splits of
+// their q heads and rows, as with few.
+TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
   const Case group{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 8, .hk = 2};
   const Case rows{.dtype = DType::kF16, .batch = 1, .sq = 1500, .sk = 150, .hq = 2, .hk = 2};
   std::vector<Case> cases = {group, group, group, rows, rows};
@@ -57,21 +58,22 @@ TEST_F(BackwardParts, HeadsWholeAndInParts) {
       std::vector<std::string> rejected;
       for (const auto& [plan, cycles, tuned_only] : cuda::backward_candidates(
                make_problem(w.backward, w.options), {.sms = sms}, &rejected)) {
-        const std::string way = plan.tile().family;
-        seen.insert(way + (plan.joins() ? " in parts" : " whole"));
-        if (plan.row_parts > 1) seen.insert(way + " by rows");
+        const std::string family = plan.tile().family;
+        seen.insert(family + (plan.reduces() ? " split" : " whole"));
+        if (plan.row_splits > 1) seen.insert(family + " split by rows");
       }
     }
   }
-  for (const char* way : {"sm90_backward_sums", "sm90_backward_turns", "sm90_backward"}) {
-    for (const char* heads : {" whole", " in parts"})
-      EXPECT_TRUE(seen.contains(std::string(way) + heads)) << way << heads;
+  for (const std::string dq : {"atomic", "ordered", "stored"}) {
+    for (const char* heads : {" whole", " split"}) {
+      EXPECT_TRUE(seen.contains("sm90_backward_" + dq + heads)) << dq << heads;
+    }
   }
-  EXPECT_TRUE(seen.contains("sm90_backward_sums by rows"));
-  EXPECT_TRUE(seen.contains("sm90_backward_turns by rows"));
+  EXPECT_TRUE(seen.contains("sm90_backward_atomic split by rows"));
+  EXPECT_TRUE(seen.contains("sm90_backward_ordered split by rows"));
 }
 
-constexpr int kFew = 3;  // SMs that calls are planned for whose last blocks are cut
+constexpr int kFew = 3;  // SMs that calls with cut blocks are planned for
 
 std::vector<cuda::HopperBackwardTile> tiles_of(const Workload& w) {
   std::vector<std::string> rejected;
@@ -100,27 +102,28 @@ std::pair<std::vector<double>, std::vector<double>> key_gradients(
   return gradients;
 }
 
-/// Whether the call's last blocks are cut, and dK and dV have the bits of whole blocks, which the
-/// call has where its workspace has no room for the sums of parts.
+/// Whether the call's last key blocks are cut, and dK and dV have the bits of whole blocks. The
+/// call has whole blocks if its workspace has no room for partial dK and dV.
 testing::AssertionResult cut_keeps_bits(Workload& w,
                                         const std::function<testing::AssertionResult()>& is_right) {
   w.options.engine = "cuda";
   const cuda::HopperBackwardPlan cut = tiles_of(w).at(0).plan;
   if (cut.cut_blocks != kFew - 1) return testing::AssertionFailure() << "nothing is cut";
-  const auto of_parts = key_gradients(w, is_right);
+  const auto of_cut_blocks = key_gradients(w, is_right);
   w.options.max_workspace = cuda::workspace_of(make_problem(w.backward, w.options), cut).end - 1;
   const cuda::HopperBackwardPlan whole = tiles_of(w).at(0).plan;
-  if (whole.cut_blocks > 0 || whole.parts > 1) return testing::AssertionFailure() << "no blocks";
-  if (key_gradients(w, is_right) != of_parts) return testing::AssertionFailure() << "other bits";
+  if (whole.cut_blocks > 0 || whole.splits > 1) return testing::AssertionFailure() << "no blocks";
+  if (key_gradients(w, is_right) != of_cut_blocks)
+    return testing::AssertionFailure() << "other bits";
   return testing::AssertionSuccess();
 }
 
 const Case kCutCase{
     .dtype = DType::kBF16, .batch = 1, .sq = 500, .sk = 890, .hq = 4, .hk = 1, .d = 128, .dv = 128};
 
-// The rows of the last blocks of keys in two parts, one of which goes on from the sums of the other
-// in the same order.
-TEST_F(BackwardParts, LastBlocksAreCut) {
+// The last key blocks are two work tiles each: the second one continues from partial dK and dV of
+// the first one, in the same order of rows.
+TEST_F(BackwardSplits, LastBlocksAreCut) {
   std::vector<Case> cases(4, kCutCase);
   cases[1].dtype = DType::kF16;
   cases[1].sq = 1500;
@@ -139,8 +142,8 @@ TEST_F(BackwardParts, LastBlocksAreCut) {
   }
 }
 
-// Sequences whose blocks are whole have no keys, so that a second part comes at once.
-TEST_F(BackwardParts, SecondPartsWaitForFirstParts) {
+// Sequences with whole blocks have no keys, so that second parts are taken at once.
+TEST_F(BackwardSplits, SecondPartsWaitForFirstParts) {
   Case c = kCutCase;
   c.batch = 5;
   c.sk = 256;
@@ -149,6 +152,62 @@ TEST_F(BackwardParts, SecondPartsWaitForFirstParts) {
   void* const lengths = const_cast<void*>(w.forward.seqused_k.data);
   for (int64_t b = 0; b < c.batch - 1; ++b) store(lengths, DType::kI32, b, 0);
   EXPECT_TRUE(cut_keeps_bits(w, [] { return testing::AssertionSuccess(); }));
+}
+
+// One consumer warpgroup a CTA: short calls with one q head a kv head, planned for so many SMs that
+// each key block has one.
+TEST_F(BackwardShort, OneWarpgroupACta) {
+  const Case shape{.dtype = DType::kBF16,
+                   .batch = 2,
+                   .sq = 200,
+                   .sk = 170,
+                   .hq = 2,
+                   .hk = 2,
+                   .d = 128,
+                   .dv = 128};
+  std::vector<Case> cases(6, shape);
+  cases[0].mask = causal();
+  cases[1].dtype = DType::kF16;
+  cases[1].d = cases[1].dv = 64;
+  cases[1].mask = window(70, 30);
+  cases[1].layout = Layout::kPacked;
+  cases[2].d = 50;
+  cases[2].dv = 80;
+  cases[2].dropout = 0.1;
+  cases[2].seqused = cases[2].seqused_q = true;
+  cases[3].d = cases[3].dv = 64;
+  cases[3].softcap = 20;
+  cases[3].mask = causal();
+  cases[3].dlse = true;
+  cases[4].sq = 64;
+  cases[4].sk = 300;
+  cases[4].sinks = true;
+  cases[5].batch = 1;
+  cases[5].sq = 1024;
+  cases[5].sk = 100;
+  bool splits_rows = false;
+  for (const Case& c : cases) {
+    Workload w(c, c.seed());
+    w.options.engine = "cuda";
+    std::vector<std::string> rejected;
+    std::set<std::string> others;
+    int short_tiles = 0;
+    for (const auto& [plan, cycles, tuned_only] :
+         cuda::backward_candidates(make_problem(w.backward, w.options), {.sms = 132}, &rejected)) {
+      if (plan.consumers != 1) {
+        others.insert(plan.tile().text());
+        continue;
+      }
+      ++short_tiles;
+      splits_rows = splits_rows || plan.row_splits > 1;
+    }
+    EXPECT_EQ(short_tiles, 1) << c.name();
+    const Expected e = expect(w);
+    run_tiles<BackwardArgs>(
+        w, w.backward, others, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); },
+        132);
+  }
+  EXPECT_TRUE(splits_rows);
 }
 
 }  // namespace

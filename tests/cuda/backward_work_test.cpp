@@ -59,8 +59,8 @@ std::string text(const Band& band, const Lengths& n) {
                                             band.has_right ? band.right : -1, band.chunk});
 }
 
-// A tile of rows is among those of a tile of keys, and this one among its, where they meet; and so
-// both kernels agree on which tiles of dS there are.
+// A row tile is among those of a key tile, and this one among its key tiles, exactly if some row
+// sees some key; so both kernels agree on which score tiles there are.
 TEST(BackwardWork, RowTilesAndKeyTilesMeet) {
   for (const ScoreTile each : {ScoreTile{1, 1}, {2, 2}, {3, 3}, {2, 4}, {4, 4}}) {
     for_small([&](const Band& band, const Lengths& n) {
@@ -126,8 +126,8 @@ TEST(BackwardWork, SumOfQuotients) {
   }
 }
 
-// Under a right bound alone a row tile has room for the tiles in front of its diagonal: for all
-// that it sees, and for no more than one tile of rows after it does.
+// Under a right bound alone a row tile has room for the score tiles before its diagonal: for all
+// that it sees, and for no more than the next row tile sees.
 TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
   for (const ScoreTile each : {ScoreTile{2, 2}, {3, 3}, {2, 4}}) {
     for_small([&](const Band& band, const Lengths& n) {
@@ -146,41 +146,41 @@ TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
   }
 }
 
-// Each block once, those of a pair one after the other, forwards or backwards; every second bunch
-// the other way where they alternate.
+// Each block is taken once, those of a head in ascending or descending order; alternating orders
+// have the other order in every second section.
 TEST(BackwardWork, EveryBlockIsTakenOnce) {
-  const auto check = [](const Blocks& all) {
-    std::map<int, std::vector<int>> taken;  // blocks of a pair
-    std::vector<int> first;                 // pairs as their first blocks are taken
-    int outermost = 0;                      // blocks of the pairs of a bunch that were taken
-    for (int number = 0; number < all.blocks * all.pairs; ++number) {
-      const BlockOfPair at = block_of(all, number);
-      ASSERT_TRUE(at.pair >= 0 && at.pair < all.pairs);
-      std::vector<int>& of_pair = taken[at.pair];
-      if (of_pair.empty()) first.push_back(at.pair);
-      const int count = static_cast<int>(of_pair.size());
+  const auto check = [](const BlockSchedule& all) {
+    std::map<int, std::vector<int>> taken;  // blocks of a head
+    std::vector<int> first;  // heads in the order in which their first block is taken
+    int outermost = 0;       // blocks taken before of the heads of a section
+    for (int number = 0; number < all.blocks * all.batch_heads; ++number) {
+      const BlockOfHead at = block_of(all, number);
+      ASSERT_TRUE(at.batch_head >= 0 && at.batch_head < all.batch_heads);
+      std::vector<int>& of_head = taken[at.batch_head];
+      if (of_head.empty()) first.push_back(at.batch_head);
+      const int count = static_cast<int>(of_head.size());
       if (count > 0) {
-        ASSERT_GE(count, outermost);  // inside a bunch blocks are outermost
+        ASSERT_GE(count, outermost);  // inside a section blocks are outermost
       }
       outermost = count;
-      of_pair.push_back(at.block);
+      of_head.push_back(at.block);
     }
-    ASSERT_EQ(static_cast<int>(taken.size()), all.pairs);
+    ASSERT_EQ(static_cast<int>(taken.size()), all.batch_heads);
     ASSERT_TRUE(std::ranges::is_sorted(first));
-    for (auto& [pair, of_pair] : taken) {
-      const bool second = std::min(pair / all.bunch, all.bunches - 1) % 2 == 1;
-      const bool forwards = all.order == kFirstBlockFirst || (all.order == kAlternating && second);
-      ASSERT_EQ(first_block_first(all, pair), forwards);
-      if (!forwards) std::ranges::reverse(of_pair);
-      for (int block = 0; block < all.blocks; ++block) ASSERT_EQ(of_pair.at(block), block);
+    for (auto& [head, of_head] : taken) {
+      const bool second = std::min(head / all.section_heads, all.sections - 1) % 2 == 1;
+      const bool ascending = all.order == kAscending || (all.order == kAlternating && second);
+      ASSERT_EQ(is_ascending(all, head), ascending);
+      if (!ascending) std::ranges::reverse(of_head);
+      for (int block = 0; block < all.blocks; ++block) ASSERT_EQ(of_head.at(block), block);
     }
   };
-  for (const BlockOrder order : {kFirstBlockFirst, kLastBlockFirst, kAlternating}) {
+  for (const BlockOrder order : {kAscending, kDescending, kAlternating}) {
     for (int blocks = 1; blocks <= 9; ++blocks) {
-      for (int pairs = 1; pairs <= 9; ++pairs) {
-        for (int bunch = 1; bunch <= pairs; ++bunch) {
-          for (int bunches = 1; bunches <= pairs / bunch; ++bunches) {
-            check({blocks, pairs, bunch, bunches, order});
+      for (int heads = 1; heads <= 9; ++heads) {
+        for (int section = 1; section <= heads; ++section) {
+          for (int sections = 1; sections <= heads / section; ++sections) {
+            check({blocks, heads, section, sections, order});
           }
         }
       }
@@ -188,23 +188,24 @@ TEST(BackwardWork, EveryBlockIsTakenOnce) {
   }
 }
 
-// Each tile of rows of each block is in one item. First parts come before the others and are never
-// empty, second parts after them, the longer ones first.
-TEST(BackwardWork, EveryTileIsInOneItem) {
-  for (int pairs = 1; pairs <= 5; ++pairs) {
-    const Blocks blocks = {7, pairs, std::min(pairs, 2), std::max(pairs / 2, 1), kFirstBlockFirst};
-    const int all = blocks.blocks * pairs;
+// Each row tile of each block is in one work tile. First parts come before all others and are never
+// empty; second parts come after them, the longer ones first.
+TEST(BackwardWork, EveryRowTileIsInOneWorkTile) {
+  for (int heads = 1; heads <= 5; ++heads) {
+    const BlockSchedule blocks = {7, heads, std::min(heads, 2), std::max(heads / 2, 1), kAscending};
+    const int all = blocks.blocks * heads;
     for (int cut = 0; cut <= all; ++cut) {
       for (const int tiles : {1, 2, 5, 64}) {
         std::vector<std::vector<int>> times(all, std::vector<int>(tiles));
         std::vector<int> next(all);  // the tile at which a block goes on
         int seconds = 0, max_left = tiles;
-        ASSERT_EQ(items_of(blocks, cut), all + cut);
-        for (int item = 0; item < items_of(blocks, cut); ++item) {
-          const int number = number_of_item(blocks, cut, item);
-          const RowTiles of = tiles_of_item(blocks, cut, item, tiles);
-          const bool first = is_first_part(cut, item), second = is_second_part(blocks, cut, item);
-          ASSERT_EQ(first, item < cut);
+        ASSERT_EQ(work_tiles_of(blocks, cut), all + cut);
+        for (int work_tile = 0; work_tile < work_tiles_of(blocks, cut); ++work_tile) {
+          const int number = block_number(blocks, cut, work_tile);
+          const RowTiles of = row_tiles_of_work_tile(blocks, cut, work_tile, tiles);
+          const bool first = is_first_part(cut, work_tile),
+                     second = is_second_part(blocks, cut, work_tile);
+          ASSERT_EQ(first, work_tile < cut);
           ASSERT_EQ(first || second, number >= all - cut);
           ASSERT_FALSE(first && second);
           ASSERT_EQ(of.begin, next.at(number));
@@ -226,27 +227,27 @@ TEST(BackwardWork, EveryTileIsInOneItem) {
   }
 }
 
-// CTAs that take items in their order end within a tile of each other.
-TEST(BackwardWork, ItemsEndTogether) {
-  for (const int thread_blocks : {2, 5, 33, 132}) {
-    for (int number = 2 * thread_blocks; number < 4 * thread_blocks; ++number) {
-      const Blocks blocks = {number, 1, 1, 1, kFirstBlockFirst};
-      const int cut = thread_blocks - 1;
+// CTAs that take work tiles in their order end within a row tile of each other.
+TEST(BackwardWork, WorkTilesEndTogether) {
+  for (const int ctas : {2, 5, 33, 132}) {
+    for (int number = 2 * ctas; number < 4 * ctas; ++number) {
+      const BlockSchedule blocks = {number, 1, 1, 1, kAscending};
+      const int cut = ctas - 1;
       for (const int tiles : {1, 7, 64, 256}) {
         std::multiset<int> free;
-        for (int i = 0; i < thread_blocks; ++i) free.insert(0);
+        for (int i = 0; i < ctas; ++i) free.insert(0);
         std::vector<int> end_of_first(number);
-        for (int item = 0; item < items_of(blocks, cut); ++item) {
-          const RowTiles of = tiles_of_item(blocks, cut, item, tiles);
-          const int at = number_of_item(blocks, cut, item), begin = *free.begin();
-          if (is_second_part(blocks, cut, item)) {
+        for (int work_tile = 0; work_tile < work_tiles_of(blocks, cut); ++work_tile) {
+          const RowTiles of = row_tiles_of_work_tile(blocks, cut, work_tile, tiles);
+          const int at = block_number(blocks, cut, work_tile), begin = *free.begin();
+          if (is_second_part(blocks, cut, work_tile)) {
             ASSERT_LE(end_of_first.at(at), begin) << "it would wait";
           }
           free.erase(free.begin());
           free.insert(begin + of.end - of.begin);
-          if (is_first_part(cut, item)) end_of_first.at(at) = begin + of.end - of.begin;
+          if (is_first_part(cut, work_tile)) end_of_first.at(at) = begin + of.end - of.begin;
         }
-        ASSERT_LE(*free.rbegin(), count_of(number * tiles, thread_blocks) + 1);
+        ASSERT_LE(*free.rbegin(), count_of(number * tiles, ctas) + 1);
       }
     }
   }
@@ -304,13 +305,13 @@ std::vector<Region> copies(int begin, int bytes, int count, int alignment) {
 TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
   for (const int d : {16, 64, 80, 128, 144, 256}) {
     for (const int dv : {16, 64, 128, 256}) {
-      for (const int sums : {0, 2, 3}) {
+      for (const int dq_stages : {0, 2, 3}) {
         for (const bool wide : {false, true}) {
-          if (wide && sums > 0) continue;
+          if (wide && dq_stages > 0) continue;
           const int rows = d <= 64 && !wide ? 128 : 64;
           const int keys = wide ? 64 : 128;
           const int k_stages = rows == 128 ? 2 : 1;
-          const BackwardTile tile{d, dv, 2, rows, keys, k_stages, 3, 2, 2, 1, 2, sums};
+          const BackwardTile tile{d, dv, 2, rows, keys, k_stages, 3, 2, 2, 1, 2, dq_stages};
           const KeysLayout map = wide ? keys_wide_layout(tile) : keys_layout(tile);
           // 64 columns are a panel, 128 bytes of each row; two of them may be in registers.
           const auto panels = [&](int dim, int of) {
@@ -327,13 +328,13 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           add(map.o, rows * panels(dv, 0), 2, 1024);
           add(map.p, 2 * rows * keys, wide ? 2 : 0, 16);
           add(map.ds, rows * 64 * 2, 2 * (keys / 64), 1024);
-          add(map.sums, 64 * 64 * 4, sums, 128);
+          add(map.dq, 64 * 64 * 4, dq_stages, 128);
           add(map.shift, 4 * rows, 3, 16);
           add(map.delta, 4 * rows, 2, 16);
           add(map.step, sizeof(Step), 3, 16);
           add(map.ds_step, sizeof(Step), 2, 16);
           add(map.block, sizeof(KeyBlock), k_stages, 16);
-          add(map.sum_unit, sizeof(SumUnit), sums, 16);
+          add(map.dq_tile, sizeof(DqTile), dq_stages, 16);
           for (const int barrier : {map.v_full, map.v_empty, map.tail, map.dropout_key})
             add(barrier, 8, 1, 8);
           for (const int barrier : {map.k_full, map.k_empty}) add(barrier, 8, k_stages, 8);

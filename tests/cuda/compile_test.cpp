@@ -26,7 +26,7 @@
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
-#include "cuda/sm90/backward_plan.h"
+#include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/families.h"
 #include "cuda/sm90/forward_plan.h"
 #include "engines.h"

@@ -675,8 +675,8 @@ TEST_F(OnFakeGpu, BackwardByStoredScoresLaunchesWaves) {
                                            .invariant = true},
                                           {.dlse = true});
   const Plan plan = fulgur::plan(call.args, call.options);
-  EXPECT_NE(plan.explain().find("dQ by a kernel of its own"), std::string::npos);
-  EXPECT_NE(plan.explain().find("carried on in f32"), std::string::npos);
+  EXPECT_EQ(plan.details().get<std::string>("dq"), "stored");
+  EXPECT_TRUE(plan.details().get<bool>("waves_split_rows"));
   const BackwardArgs args = placed(call.args, kBase);
   const WorkspaceNeed need = plan.workspace();
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
@@ -714,15 +714,15 @@ TEST_F(OnFakeGpu, BackwardByStoredScoresLaunchesWaves) {
     EXPECT_EQ(FakeMap::of(maps[i]).box[1], 64u);
   }
   EXPECT_EQ(p.not_finite, p.counters + 2);
-  const int64_t statistics = 2 * 40064 * 4;  // rows in multiples of 128
-  const int64_t carry = 313 * 128 * 64 * 4;  // blocks of 128 keys
+  const int64_t statistics = 2 * 40064 * 4;    // rows in multiples of 128
+  const int64_t partial = 313 * 128 * 64 * 4;  // key blocks of 128 keys
   expect_apart({{p.counters, need.zeroed_bytes},
                 {p.shift, statistics},
                 {p.delta, statistics},
                 {p.zeros, 8192},
-                {p.ds, 2 * p.score_tiles.unit * int64_t{128 * 128 * 2}},
-                {p.carry_dk, carry},
-                {p.carry_dv, carry}},
+                {p.ds, 2 * p.score_tiles.head_tiles * int64_t{128 * 128 * 2}},
+                {p.partial_dk, partial},
+                {p.partial_dv, partial}},
                mine, need.bytes);
 }
 
@@ -757,10 +757,10 @@ TEST_F(OnFakeGpu, SinksOfNoRowsHaveAGradient) {
   EXPECT_TRUE(names.contains("fulgur_backward_sinks"));
 }
 
-TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
+TEST_F(OnFakeGpu, BackwardThatAccumulatesDqLaunchesOnce) {
   const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
   const Plan plan = fulgur::plan(call.args, call.options);
-  EXPECT_NE(plan.explain().find("dQ as sums in f32"), std::string::npos);
+  EXPECT_EQ(plan.details().get<std::string>("dq"), "atomic");
   const WorkspaceNeed need = plan.workspace();
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   plan.run(placed(call.args, kBase), {.workspace = {mine, need.bytes}});
@@ -780,7 +780,7 @@ TEST_F(OnFakeGpu, BackwardBySumsLaunchesOnce) {
   expect_apart({{p.counters, need.zeroed_bytes},
                 {p.shift, statistics},
                 {p.delta, statistics},
-                {p.dq_sums, statistics * 64}},
+                {p.dq_accum, statistics * 64}},
                mine, need.bytes);
   EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
 }
@@ -809,12 +809,12 @@ TEST_F(OldGraphs, KernelsStartOneAfterAnother) {
   for (const FakeLaunch& launch : state_->launches) EXPECT_FALSE(launch.early);
 }
 
-// Blocks whose rows are cut pass their sums on in the workspace, within one launch.
+// Cut key blocks pass partial dK and dV on in the workspace, within one launch.
 TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
   const BackwardCall call =
       backward_call({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .hk = 16, .d = 128});
   const Plan plan = fulgur::plan(call.args, call.options);
-  EXPECT_NE(plan.explain().find("the last 131 blocks of keys are cut"), std::string::npos);
+  EXPECT_EQ(plan.details().get<int64_t>("cut_k_blocks"), 131);
   const WorkspaceNeed need = plan.workspace();
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   plan.run(placed(call.args, kBase), {.workspace = {mine, need.bytes}});
@@ -823,49 +823,50 @@ TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
   EXPECT_EQ(state_->launches[1].grid, 132u);
   const auto p = params<BackwardParams>(1);
   EXPECT_EQ(p.cut_blocks, 131);
-  EXPECT_EQ(p.first_carry, 56);  // of 64 pairs, of which four are 128 blocks
-  const int64_t statistics = 64 * 4096 * 4, carry = int64_t{8} * 4096 * 128 * 4;
+  EXPECT_EQ(p.first_partial, 56);  // of 64 heads, of which four are 128 blocks
+  const int64_t statistics = 64 * 4096 * 4, partial = int64_t{8} * 4096 * 128 * 4;
   expect_apart({{p.counters, need.zeroed_bytes},
                 {p.shift, statistics},
                 {p.delta, statistics},
-                {p.dq_sums, statistics * 128},
-                {p.carry_dk, carry},
-                {p.carry_dv, carry},
+                {p.dq_accum, statistics * 128},
+                {p.partial_dk, partial},
+                {p.partial_dv, partial},
                 {p.first_parts, 4}},
                mine, need.bytes);
 }
 
-// What pairs that share a head of k and v leave is added up after them, and before what rounds dQ
-// and repairs.
-TEST_F(OnFakeGpu, PartsOfHeadsAreJoined) {
+// A kernel reduces partial dK and dV of the splits of a kv head before the one that rounds dQ and
+// repairs.
+TEST_F(OnFakeGpu, SplitsOfKvHeadsAreReduced) {
   const BackwardCall call = backward_call(
       {.batch = 1, .sq = 4096, .sk = 4096, .hq = 16, .hk = 2, .d = 80, .mask = causal()});
   const Plan plan = fulgur::plan(call.args, call.options);
-  EXPECT_NE(plan.explain().find("parts are added up by a kernel of their own"), std::string::npos);
+  EXPECT_GT(plan.details().get<int64_t>("splits"), 1);
   const WorkspaceNeed need = plan.workspace();
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   const BackwardArgs args = placed(call.args, kBase);
   plan.run(args, {.workspace = {mine, need.bytes}});
   ASSERT_EQ(state_->launches.size(), 4u);
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
-  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_join");
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_reduce");
   EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_round");
-  EXPECT_EQ(state_->launches[2].grid, 32u * (3 + 3));  // blocks of 128 keys, chunks of 32 columns
+  EXPECT_EQ(state_->launches[2].grid,
+            32u * (3 + 3));  // key blocks of 128 keys, chunks of 32 columns
   EXPECT_EQ(state_->launches[2].grid_y, 2u);
   EXPECT_EQ(state_->launches[2].block, 256u);
   const auto p = params<BackwardParams>(2);
-  EXPECT_EQ(p.parts * p.pair_heads, p.group * p.row_parts);
-  EXPECT_EQ(p.key_blocks.pairs, 2 * p.parts);
-  EXPECT_GE(p.part_tiles * p.row_parts * 64, 4096);
+  EXPECT_EQ(p.splits * p.split_heads, p.group * p.row_splits);
+  EXPECT_EQ(p.key_blocks.batch_heads, 2 * p.splits);
+  EXPECT_GE(p.row_split_tiles * p.row_splits * 64, 4096);
   EXPECT_EQ(p.dk.data, args.dk.data);
   EXPECT_EQ(p.dv_grad.data, args.dv.data);
-  const int64_t statistics = 16 * 4096 * 4, carry = int64_t{2} * p.parts * 4096 * 80 * 4;
+  const int64_t statistics = 16 * 4096 * 4, partial = int64_t{2} * p.splits * 4096 * 80 * 4;
   expect_apart({{p.counters, need.zeroed_bytes},
                 {p.shift, statistics},
                 {p.delta, statistics},
-                {p.dq_sums, statistics * 128},
-                {p.carry_dk, carry},
-                {p.carry_dv, carry}},
+                {p.dq_accum, statistics * 128},
+                {p.partial_dk, partial},
+                {p.partial_dv, partial}},
                mine, need.bytes);
 }
 
@@ -1492,34 +1493,36 @@ TEST_F(Tune, PackedCallsOfTheirStream) {
   EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
 }
 
-// The fake's kernels take a millisecond, those with threads of fast_block a quarter of it: 512 have
-// the keys' kernel that sums up dQ, 384 the one that does not and that of the rows.
+// The fake's kernels take a millisecond, those with fast_block threads a quarter of it. The kernel
+// by keys has 512 if it accumulates dQ; it and the kernel by rows have 384 otherwise.
 TEST_F(Tune, BackwardPlansTakeWhatWasFastest) {
   const ForwardShape shape{.batch = 9, .mask = causal()};
   const BackwardCall call = backward_call(shape);
-  for (const auto& [threads, family, says] :
-       {std::tuple{512u, "", "dQ as sums"},
-        std::tuple{384u, "sm90_backward", "dQ by a kernel of its own"}}) {
+  for (const auto& [threads, stored] : {std::pair{512u, false}, std::pair{384u, true}}) {
     state_->fast_block = threads;
     state_->fast_keys = 0;
     const cuda::Tuned tuned = cuda::tune(placed(call.args, kBase), call.options);
     EXPECT_EQ(tuned.shape_class, cuda::shape_class(backward_problem(shape)));
     ASSERT_EQ(tuned.tiles.size(), 3u);
-    EXPECT_TRUE(contains(tuned.tiles[0].family, family));
+    EXPECT_EQ(tuned.tiles[0].family == "sm90_backward_stored", stored);
     EXPECT_LT(tuned.tiles[0].microseconds, tuned.tiles[2].microseconds);
     const Plan plan = fulgur::plan(call.args, call.options);
-    EXPECT_TRUE(contains(plan.explain(), says)) << plan.explain();
-    EXPECT_TRUE(contains(plan.explain(), "tile tuned on this device: measured"));
+    EXPECT_EQ(plan.details().get<std::string>("dq") == "stored", stored);
+    EXPECT_EQ(plan.details().get<std::string>("tile_from"), "tuning");
     state_->launches.clear();
     plan.run(placed(call.args, kBase));
-    EXPECT_EQ(state_->launches.at(1).block, threads);  // the first prepares rows
+    EXPECT_EQ(state_->launches.at(1).block, threads);  // the first kernel prepares rows
   }
-  // Neither for other passes nor where the order of sums must not change.
-  EXPECT_FALSE(contains(explained(shape), "tuned on this device: measured"));
+  // Tuning holds neither for the forward pass nor for deterministic calls.
+  const auto tile_from = [](const Plan& plan) {
+    return plan.details().get<std::string>("tile_from");
+  };
+  const ForwardCall forward = forward_call(shape);
+  EXPECT_EQ(tile_from(fulgur::plan(forward.args, forward.options)), "cost_model");
   const BackwardCall fixed = backward_call(shape, {.deterministic = true});
-  EXPECT_FALSE(contains(fulgur::plan(fixed.args, fixed.options).explain(), "tuned on this device"));
+  EXPECT_EQ(tile_from(fulgur::plan(fixed.args, fixed.options)), "cost_model");
   EXPECT_EQ(cuda::tune(placed(fixed.args, kBase), fixed.options).tiles.size(), 2u);
-  EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
+  EXPECT_EQ(tile_from(fulgur::plan(call.args, call.options)), "tuning");
 }
 
 TEST_F(Tune, RefusesWhatItCannotMeasure) {

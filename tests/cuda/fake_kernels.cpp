@@ -41,7 +41,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_backward_rows", sizeof(BackwardParams)},
     {"fulgur_backward_round", sizeof(BackwardParams)},
     {"fulgur_backward_sinks", sizeof(BackwardParams)},
-    {"fulgur_backward_join", sizeof(BackwardParams)},
+    {"fulgur_backward_reduce", sizeof(BackwardParams)},
     {"fulgur_backward_repair", sizeof(BackwardParams)}};
 
 std::mutex launching;

@@ -7,7 +7,7 @@
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/shape_class.h"
-#include "cuda/sm90/backward_plan.h"
+#include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/decode_plan.h"
 #include "cuda/sm90/families.h"

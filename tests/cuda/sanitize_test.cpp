@@ -55,7 +55,13 @@ TEST_F(Sanitize, EveryTile) {
   }
 }
 
-TEST_F(Sanitize, LastBlocksOfKeysAreCut) {
+// With one consumer warpgroup a CTA, as planned for a card on which each key block has an SM.
+TEST_F(Sanitize, ShortBackward) {
+  Workload w({.dtype = kBf16, .sq = 150, .sk = 200, .hq = 2, .hk = 2, .d = 64, .dv = 64}, 1);
+  const Expected e = expect(w);
+  run_backward_tiles(w, e, 132);
+}
+TEST_F(Sanitize, LastKeyBlocksAreCut) {
   Workload w({.dtype = kBf16, .sq = 500, .sk = 890, .hq = 4, .hk = 1, .d = 128, .dv = 128}, 1);
   const Expected e = expect(w);
   run_backward_tiles(w, e, 3);

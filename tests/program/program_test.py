@@ -734,10 +734,8 @@ def test_explain_in_less_workspace(on_gpu):
     explain = ["explain", *shape, "--sq", "1000", "--sk", "1500"]
     stdout = succeeds(*explain, env=on_gpu)
     wanted = int(re.search(r"^memory .*: (\d+) bytes$", stdout, re.M)[1])
-    assert "dQ as sums in f32" in stdout
     assert re.search(r"^rejected .*predicted .* times as long, wants \d+ bytes", stdout, re.M)
     stdout = succeeds(*explain, "--max-workspace", wanted - 1, env=on_gpu)
-    assert "dQ by a kernel of its own" in stdout
     assert f"wants {wanted} bytes of workspace, max_workspace is {wanted - 1}\n" in stdout
     assert f"bytes, max_workspace is {wanted - 1}\n" in stdout
     least = re.search(r"want at least (\d+)$", fails(*explain, "--max-workspace", "1", env=on_gpu))[1]
@@ -791,14 +789,15 @@ def test_tune_of_the_backward_pass(on_gpu):
     lines = succeeds("tune", "--backward", *shape, env=on_gpu).splitlines()
     assert "backward bf16 d 16 dv 16 sq 112" in lines[0]
     tiles = [re.match(r"tile +(\w+) ", line)[1] for line in lines[1:-1]]
-    # Those with sums are two: of 128 keys, and of 64 for short calls.
-    assert sorted(tiles) == ["sm90_backward", *["sm90_backward_sums"] * 2, "sm90_backward_turns"]
+    # Atomic additions have two tiles: of 128 keys, and of 64 for short calls.
+    assert sorted(tiles) == [*["sm90_backward_atomic"] * 2, "sm90_backward_ordered", "sm90_backward_stored"]
     explain = ["explain", "--device", "cuda", "--dtype", "bf16", *shape]
     assert "tile tuned on this device: measured" in succeeds(*explain, "--backward", env=on_gpu)
     assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
     flags = ["--packed", "--alibi", "--seqused-q", "--seqused-k", "--deterministic"]
     stdout = succeeds("tune", "--backward", *shape, *flags, env=on_gpu)
-    assert "alibi packed seqused_q seqused_k deterministic" in stdout and "sums" not in stdout and "turns" in stdout
+    assert "alibi packed seqused_q seqused_k deterministic" in stdout
+    assert "_atomic" not in stdout and "_ordered" in stdout
 
 
 def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):

@@ -11,11 +11,12 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
-constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kJoinColumns = 32;
-constexpr int kMaxPairs = 65535;  // of a grid's y
+constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kReduceColumns = 32;
+constexpr int kMaxGridY = 65535;
 
-// Each kernel with what its text depends on, all else left out: plans that differ elsewhere share
-// it. Of head dims some see only how many lanes or panels of columns they take.
+// The key of each kernel has only the fields that its text depends on, so that plans that differ in
+// others share the kernel. Some kernels see only how many lanes or panels the columns of a row
+// take.
 
 constexpr int kPanelColumns = 64, kWarpColumns = 32;
 
@@ -31,10 +32,9 @@ KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key;
   key.dtype = plan.dtype;
   key.value_dim = value_dim;
-  key.sums = plan.sums;
-  if (plan.sums) key.head_dim = round_up(plan.head_dim, kPanelColumns);
-  if (plan.ordered) {
-    key.ordered = true;
+  key.dq_method = plan.dq_method;
+  if (plan.accumulates_dq()) key.head_dim = round_up(plan.head_dim, kPanelColumns);
+  if (plan.dq_method == DqMethod::kOrdered) {
     key.block_rows = plan.block_rows;
     key.block_keys = plan.block_keys;
     key.has_left = plan.has_left;
@@ -59,7 +59,7 @@ KernelUse keys_kernel(const HopperBackwardPlan& plan) {
 
 KernelUse rows_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key = plan;
-  key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.sums_stages = 0;
+  key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
@@ -95,22 +95,22 @@ KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
   return use("sm90/backward/sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
-KernelUse join_kernel(const HopperBackwardPlan& plan) {
+KernelUse reduce_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key;
   key.dtype = plan.dtype;
   key.head_dim = plan.head_dim;
   key.value_dim = plan.value_dim;
   key.consumers = plan.consumers;
   key.block_keys = plan.block_keys;
-  key.has_right = plan.repairs();  // which bound it is does not matter
+  key.has_right = plan.repairs();  // either bound has the same text
   key.packed = plan.packed;
   key.elements = plan.elements;
-  return use("sm90/backward/reduce.cu", key, "fulgur_backward_join", 0);
+  return use("sm90/backward/reduce.cu", key, "fulgur_backward_reduce", 0);
 }
 
-/// That of dQ.
-KernelUse queries_kernel(const HopperBackwardPlan& plan) {
-  return plan.sums ? round_kernel(plan) : rows_kernel(plan);
+/// The kernel that stores dQ.
+KernelUse dq_kernel(const HopperBackwardPlan& plan) {
+  return plan.accumulates_dq() ? round_kernel(plan) : rows_kernel(plan);
 }
 
 StridedTensor strided(const Layout& layout, const void* data = nullptr) {
@@ -121,10 +121,10 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 }  // namespace
 
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
-  std::vector<KernelUse> kernels = {keys_kernel(plan), queries_kernel(plan), prepare_kernel(plan)};
+  std::vector<KernelUse> kernels = {keys_kernel(plan), dq_kernel(plan), prepare_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
-  if (plan.joins()) kernels.push_back(join_kernel(plan));
-  if (plan.repairs_apart()) kernels.push_back(repair_kernel(plan));
+  if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
+  if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
@@ -134,17 +134,17 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      numbers_(problem, gpu),
+      metadata_(problem, gpu),
       workspace_(workspace_of(problem, plan)) {
   if (workspace_.end == 0) return;
   set_params(problem);
   set_inputs(problem);
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
-  queries_ = gpu_.kernel(queries_kernel(plan_)).function;
+  dq_ = gpu_.kernel(dq_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
-  if (plan_.joins()) join_ = gpu_.kernel(join_kernel(plan_)).function;
-  if (plan_.repairs_apart()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
+  if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
+  if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
@@ -168,15 +168,15 @@ void HopperBackward::set_params(const Problem& p) {
   to.p_scale = static_cast<float>(p_scale);
   to.score_tiles = plan_.score_tiles;
   to.batch = static_cast<int>(p.batch);
-  to.parts = plan_.parts;
-  to.pair_heads = plan_.pair_heads;
-  to.row_parts = plan_.row_parts;
-  to.part_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_parts), 1);
+  to.splits = plan_.splits;
+  to.split_heads = plan_.split_heads;
+  to.row_splits = plan_.row_splits;
+  to.row_split_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_splits), 1);
   to.cut_blocks = plan_.cut_blocks;
-  to.first_carry = plan_.first_cut_pair;
+  to.first_partial = plan_.first_cut_head;
   to.statistics_rows = plan_.statistics_rows;
-  chunks_ = std::max(ceil_div(p.sq, 64), 1);
-  pairs_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxPairs));
+  row_chunks_ = std::max(ceil_div(p.sq, 64), 1);
+  batch_heads_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY));
 }
 
 void HopperBackward::set_inputs(const Problem& p) {
@@ -221,18 +221,18 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
   p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
-  p.dq_sums = reinterpret_cast<float*>(workspace + workspace_.dq_sums);
-  p.turns = reinterpret_cast<int*>(workspace + workspace_.turns);
+  p.dq_accum = reinterpret_cast<float*>(workspace + workspace_.dq_accum);
+  p.dq_semaphore = reinterpret_cast<int*>(workspace + workspace_.dq_semaphore);
   p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
-  p.carry_dk = reinterpret_cast<float*>(workspace + workspace_.carry_dk);
-  p.carry_dv = reinterpret_cast<float*>(workspace + workspace_.carry_dv);
+  p.partial_dk = reinterpret_cast<float*>(workspace + workspace_.partial_dk);
+  p.partial_dv = reinterpret_cast<float*>(workspace + workspace_.partial_dv);
   p.first_parts = reinterpret_cast<int*>(workspace + workspace_.first_parts);
   for (const Input& in : inputs_) {
     const ConstTensor& tensor = args.*in.argument;
     void* from =
         in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape.empty());
-    // Empty tensors are never read, but their maps must be valid: they lie around the workspace.
+    // Empty tensors are never read, but their maps must be valid: they describe the workspace.
     encode(in.shape, in.shape.empty() ? workspace : from, &(p.*in.map));
   }
   return p;
@@ -240,15 +240,15 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
 
 void HopperBackward::run(const Call& call, const Run& run) const {
   const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
-  numbers_.check(args);
+  metadata_.check(args);
   if (workspace_.end == 0) return;
   const CurrentContext current(gpu_.context());
   const auto stream = static_cast<CUstream>(run.stream);
   const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
   char* const workspace = lease.data;
-  void* const numbers = workspace + workspace_.numbers;
-  BackwardParams p = params(numbers_.moved(args, numbers), run, workspace);
-  numbers_.store(args, stream, numbers);
+  void* const metadata = workspace + workspace_.metadata;
+  BackwardParams p = params(metadata_.moved(args, metadata), run, workspace);
+  metadata_.store(args, stream, metadata);
   for (const Input& in : inputs_) {
     if (!in.copied) continue;
     ForwardCopyParams copy = in.copy;
@@ -257,11 +257,10 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     launch(stream, copy_, &copy, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
   }
-  if (!plan_.waves.empty())
-    p.key_blocks = plan_.waves.front().key_blocks;  // who has the first turns
-  // The first kernel comes after all that is on the stream, so that inputs are there for all; each
-  // other one starts early.
-  launch(stream, prepare_, &p, {chunks_, pairs_}, kPrepareThreads, 0,
+  // The first kernel sets semaphores by the order of key blocks. It starts after everything that is
+  // on the stream, so that all kernels see the inputs; each other one starts early.
+  if (!plan_.waves.empty()) p.key_blocks = plan_.waves.front().key_blocks;
+  launch(stream, prepare_, &p, {row_chunks_, batch_heads_}, kPrepareThreads, 0,
          "launching the kernel that prepares rows");
   if (plan_.dsinks) {
     launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
@@ -271,31 +270,32 @@ void HopperBackward::run(const Call& call, const Run& run) const {
     p.wave = wave.wave;
     p.key_blocks = wave.key_blocks;
     p.row_blocks = wave.row_blocks;
-    const auto grid = [&](const kernels::Blocks& blocks) {
-      return static_cast<int>(std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.pairs));
+    const auto grid = [&](const kernels::BlockSchedule& blocks) {
+      return static_cast<int>(
+          std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.batch_heads));
     };
     if (grid(p.key_blocks) > 0) {
       launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
              "launching the backward kernel by keys", Start::kEarly);
     }
-    if (!plan_.sums && grid(p.row_blocks) > 0) {
-      launch(stream, queries_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
+    if (!plan_.accumulates_dq() && grid(p.row_blocks) > 0) {
+      launch(stream, dq_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
              "launching the backward kernel by rows", Start::kEarly);
     }
   }
-  if (plan_.joins()) {
-    const auto chunks = [](int dim) { return ceil_div(dim, kJoinColumns); };
+  if (plan_.reduces()) {
+    const auto chunks = [](int dim) { return ceil_div(dim, kReduceColumns); };
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
-    const int pairs = std::min(p.batch * (p.hq / p.group), kMaxPairs);
-    launch(stream, join_, &p, {blocks, pairs}, 2 * plan_.block_keys, 0,
-           "launching the kernel that joins dK and dV", Start::kEarly);
+    const int batch_heads = std::min(p.batch * (p.hq / p.group), kMaxGridY);
+    launch(stream, reduce_, &p, {blocks, batch_heads}, 2 * plan_.block_keys, 0,
+           "launching the kernel that reduces dK and dV", Start::kEarly);
   }
-  if (plan_.sums) {
+  if (plan_.accumulates_dq()) {
     const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
-    launch(stream, queries_, &p, {chunks_, pairs_}, threads, 0,
+    launch(stream, dq_, &p, {row_chunks_, batch_heads_}, threads, 0,
            "launching the kernel that rounds dQ", Start::kEarly);
   }
-  if (plan_.repairs_apart()) {
+  if (plan_.has_repair_kernel()) {
     launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,
            "launching the kernel that repairs gradients", Start::kEarly);
   }
@@ -303,7 +303,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
 
 Explanation HopperBackward::explain() const {
   Explanation e = with_reasons(describe(plan_), reasons_);
-  numbers_.describe(e);
+  metadata_.describe(e);
   return e;
 }
 

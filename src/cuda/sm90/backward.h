@@ -13,10 +13,10 @@
 
 namespace fulgur::cuda {
 
-/// What a plan launches: the kernel by keys first, if there is work, then those with it.
+/// The kernels that a plan launches, the kernel by keys first.
 std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan);
 
-/// The host's half of sm90/backward_*.cu: a plan with its compiled kernels on a device.
+/// The host's half of the kernels of sm90/backward/: a plan with its compiled kernels on a device.
 class HopperBackward final : public Executable {
  public:
   HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan, Reasons reasons);
@@ -27,11 +27,11 @@ class HopperBackward final : public Executable {
   WorkspaceNeed workspace() const override;
 
  private:
-  /// q, k, v or dout, and how it gets where its map says.
+  /// q, k, v or dout, and its tensor map, of the tensor or of its copy.
   struct Input {
     const char* name = "";
     ConstTensor BackwardArgs::*argument = nullptr;
-    TensorMapShape shape;  ///< of the copy where it is copied
+    TensorMapShape shape;  ///< of the copy if it is copied
     bool copied = false;
     int64_t offset = 0;        ///< of the copy in the workspace
     ForwardCopyParams copy{};  ///< without addresses
@@ -45,10 +45,10 @@ class HopperBackward final : public Executable {
   Gpu& gpu_;
   HopperBackwardPlan plan_;
   Reasons reasons_;
-  HostMetadata numbers_;
-  CUfunction prepare_ = nullptr, keys_ = nullptr, queries_ = nullptr, sinks_ = nullptr,
-             join_ = nullptr, repair_ = nullptr, copy_ = nullptr;
-  int chunks_ = 0, pairs_ = 0;  ///< the grid of the kernels that prepare and round rows
+  HostMetadata metadata_;
+  CUfunction prepare_ = nullptr, keys_ = nullptr, dq_ = nullptr, sinks_ = nullptr,
+             reduce_ = nullptr, repair_ = nullptr, copy_ = nullptr;
+  int row_chunks_ = 0, batch_heads_ = 0;  ///< the grid of the kernels that prepare and round rows
   HopperBackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common
   std::array<Input, 4> inputs_;

@@ -1,5 +1,6 @@
 #include "cuda/sm90/families.h"
 
+#include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
 
 namespace fulgur::cuda {

@@ -1,16 +1,17 @@
-// Turns: CTAs change the same global memory in an order, each after the one that passes the turn on to it.
+// Semaphores in global memory, by which CTAs order their accesses to other global memory.
 #pragma once
 #include "host_device/host_device.h"
 
-// Whose turn it is. What was done before that was stored is there.
-__device__ __forceinline__ int load_turn(const int* at) {
-  int turn;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(turn) : "l"(at) : "memory");
-  return turn;
+// The value of a semaphore. What another CTA wrote before it stored this value is visible after the load.
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
 }
-__device__ __forceinline__ void pass_turn(int* at, int to) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(to) : "memory");
+// Stores the value of a semaphore after everything that this thread has written.
+__device__ __forceinline__ void store_release(int* at, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// Orders what this thread has heard of global memory before what TMA does to it later.
+// Orders what this thread has acquired of global memory before its later TMA operations on it.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -1,86 +1,88 @@
-// dQ = dS K as sums in global memory, by a warpgroup with those that own keys: it takes each step's dS from shared
-// memory, and warps with the producer add its product to what the blocks of other keys have left: in no fixed
-// order, or, with kOrdered, in that in which blocks are taken, of which the first stores.
+// dQ = dS K by a third consumer warpgroup, which reads dS of each step from shared memory and computes dQ tiles. Warps
+// next to the producer add these to dq_accum in global memory. Key blocks add to the same tiles in no fixed order; with
+// kOrderedDq a semaphore of each dQ tile makes them add in the order in which CTAs take them, and the first one stores.
 #pragma once
 #include "device/dependent_launch.cuh"
 #include "device/semaphore.cuh"
 #include "sm90/backward/load.cuh"
 
-// Named barriers of sm90/backward/keys.cu.
+// Named barriers of keys.cu.
 __device__ __forceinline__ u32 ds_full(u32 stage) { return 1 + stage; }
 __device__ __forceinline__ u32 ds_empty(u32 stage, u32 owner) { return 1 + kDsStages + stage * kConsumers + owner; }
-__device__ __forceinline__ u32 sums_full(u32 stage) { return 1 + kDsStages * (1 + kConsumers) + stage; }
-__device__ __forceinline__ u32 sums_empty(u32 stage) { return sums_full(kSumsStages) + stage; }
+__device__ __forceinline__ u32 dq_full(u32 stage) { return 1 + kDsStages * (1 + kConsumers) + stage; }
+__device__ __forceinline__ u32 dq_empty(u32 stage) { return dq_full(kDqStages) + stage; }
 
 enum : int {
-  kDsFullThreads = 128 * (kConsumers + 1),  // those that own keys arrive, this warpgroup waits
-  kDsEmptyThreads = 256,                    // this warpgroup arrives, one that owns keys waits
-  kSumsThreads = 128 + 32,                  // this warpgroup, and the warp that a buffer of sums has
+  kDsFullThreads = 128 * (kConsumers + 1),  // the warpgroups that own keys arrive, the one that computes dQ waits
+  kDsEmptyThreads = 256,                    // the warpgroup that computes dQ arrives, one that owns keys waits
+  kDqThreads = 128 + 32,                    // the warpgroup that computes dQ, and the warp of the stage
 };
 
-__device__ __forceinline__ u32 sums_buffer(u32 smem, u32 stage) {
-  return smem + kKeysLayout.sums + stage * 4 * kUnitFloats;
+__device__ __forceinline__ u32 dq_buffer(u32 smem, u32 stage) {
+  return smem + kKeysLayout.dq + stage * 4 * kDqTileFloats;
 }
-__device__ __forceinline__ u32 unit_of_buffer(u32 smem, u32 stage) {
-  return smem + kKeysLayout.sum_unit + int(sizeof(SumUnit)) * stage;
+__device__ __forceinline__ u32 dq_tile_of_buffer(u32 smem, u32 stage) {
+  return smem + kKeysLayout.dq_tile + int(sizeof(DqTile)) * stage;
 }
 
-// The buffers of shared memory through which units of dQ leave the warpgroup that computes them.
-struct SumsBuffers {
+// The ring of dQ tiles in shared memory, as the warpgroup that fills it sees it.
+struct DqBuffers {
   u32 smem;
   u32 stage = 0;
-  u32 filled = 0;  // up to kSumsStages
+  u32 filled = 0;  // up to kDqStages
 
-  __device__ __forceinline__ explicit SumsBuffers(u32 smem) : smem(smem) {}
+  __device__ __forceinline__ explicit DqBuffers(u32 smem) : smem(smem) {}
   __device__ __forceinline__ void wait_empty() const {
-    if (filled == kSumsStages) named_barrier_sync(sums_empty(stage), kSumsThreads);
+    if (filled == kDqStages) named_barrier_sync(dq_empty(stage), kDqThreads);
   }
-  __device__ __forceinline__ void leave(const SumUnit& unit) {
-    if (threadIdx.x % 128 == 0) store_shared_struct(unit_of_buffer(smem, stage), unit);
+  __device__ __forceinline__ void commit(const DqTile& tile) {
+    if (threadIdx.x % 128 == 0) store_shared_struct(dq_tile_of_buffer(smem, stage), tile);
     fence_async_proxy();
-    named_barrier_arrive(sums_full(stage), kSumsThreads);
-    filled = min(filled + 1, u32(kSumsStages));
-    stage = stage + 1 == kSumsStages ? 0 : stage + 1;
+    named_barrier_arrive(dq_full(stage), kDqThreads);
+    filled = min(filled + 1, u32(kDqStages));
+    stage = stage + 1 == kDqStages ? 0 : stage + 1;
   }
 };
 
-// 64 rows of dQ = dS K, and a panel's columns. `computed` runs when dS and K have been read.
+// Computes a dQ tile of kColumns columns from dS of 64 rows and a panel of K. `computed` runs when the product has read
+// both.
 template <int kColumns, class Computed>
-__device__ __forceinline__ void sum_unit(SumsBuffers& sums, u32 ds, u32 k, SumUnit unit, const Computed& computed) {
+__device__ __forceinline__ void compute_dq_tile(DqBuffers& buffers, u32 ds, u32 k, DqTile tile,
+                                                const Computed& computed) {
   const u32 thread = threadIdx.x % 128;
   float dQ[kColumns / 2];
   wgmma_fence();
 #pragma unroll
   for (int part = 0; part < kBlockKeys / 16; ++part) {
-    // The pieces of a warpgroup's 64 keys lie after each other, then come those of the next.
-    const int piece = part / 4 * kKeysLayout.ds_bytes + part % 4 * 16 * 128;
-    Wgmma<kColumns>::template multiply<kAcrossK, kAcrossK>(dQ, ds + (piece >> 4), k + (part * 16 * 128 >> 4), part);
+    // The dS tiles of a warpgroup's 64 keys follow each other, then come those of the next warpgroup.
+    const int ds_offset = part / 4 * kKeysLayout.ds_bytes + part % 4 * 16 * 128;
+    Wgmma<kColumns>::template multiply<kAcrossK, kAcrossK>(dQ, ds + (ds_offset >> 4), k + (part * 16 * 128 >> 4), part);
   }
   wgmma_commit();
   wgmma_wait<0>();
   register_fence(dQ);
   computed();
-  sums.wait_empty();
-  const u32 to = sums_buffer(sums.smem, sums.stage) + (thread / 32 * (kColumns / 8) * 32 + thread % 32) * 16;
+  buffers.wait_empty();
+  const u32 to = dq_buffer(buffers.smem, buffers.stage) + (thread / 32 * (kColumns / 8) * 32 + thread % 32) * 16;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j)
     store_shared_four(to + j * 512, dQ[4 * j], dQ[4 * j + 1], dQ[4 * j + 2], dQ[4 * j + 3]);
-  unit.bytes = 4 * 64 * kColumns;
-  sums.leave(unit);
+  tile.bytes = 4 * 64 * kColumns;
+  buffers.commit(tile);
 }
 
-// What the warpgroup does.
-__device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
+// The loop of the warpgroup that computes dQ.
+__device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   KBuffer k(smem, 0);
-  SumsBuffers sums(smem);
+  DqBuffers buffers(smem);
   u32 stage = 0;
   for (;;) {
     k.wait_full();
     const KeyBlock block = load_block(k);
     if (block.block < 0) break;
     bool last = !(block.state & kHasSteps);
-    const int next = block.block + (block.state & kNextBehind ? 1 : -1);
+    const int next = block.block + (block.state & kNextIsHigher ? 1 : -1);
     const u32 k_operand = uniform_descriptor(k.address(), kBlockKeys * 128);
     while (!last) {
       named_barrier_sync(ds_full(stage), kDsFullThreads);
@@ -88,20 +90,20 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
       last = step.state & kLastStep;
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
 #pragma unroll
-      for (int unit = 0; unit < kStepUnits; ++unit) {
-        const int panel = unit % kHeadPanels;
-        const u32 rows = ds + (unit / kHeadPanels * kPieceBytes >> 4);
+      for (int tile = 0; tile < kDqTilesOfStep; ++tile) {
+        const int panel = tile % kHeadPanels;
+        const u32 rows = ds + (tile / kHeadPanels * kDsTileBytes >> 4);
         const u32 columns = k_operand + (panel * kBlockKeys * 128 >> 4);
-        const SumUnit to = {step.tile * kStepUnits + unit, block.block, next, 0};
+        const DqTile to = {step.tile * kDqTilesOfStep + tile, block.block, next, 0};
         const auto computed = [&] {
-          if (unit < kStepUnits - 1) return;
+          if (tile < kDqTilesOfStep - 1) return;
 #pragma unroll
           for (int owner = 0; owner < kConsumers; ++owner)
             named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
-          mbarrier_arrive_if(k.empty(), leader && last);  // the next block's K may come
+          mbarrier_arrive_if(k.empty(), leader && last);  // frees K for the next block
         };
-        if (panel < kHeadPanels - 1) sum_unit<64>(sums, rows, columns, to, computed);
-        else sum_unit<kLastColumns>(sums, rows, columns, to, computed);
+        if (panel < kHeadPanels - 1) compute_dq_tile<64>(buffers, rows, columns, to, computed);
+        else compute_dq_tile<kLastColumns>(buffers, rows, columns, to, computed);
       }
       stage = stage + 1 == kDsStages ? 0 : stage + 1;
     }
@@ -109,39 +111,39 @@ __device__ __forceinline__ void sum_queries(const BackwardParams& p, u32 smem) {
     k.advance();
   }
 #pragma unroll 1
-  for (int i = 0; i < kSumsStages; ++i) {
-    sums.wait_empty();
-    sums.leave({-1, 0, 0, 0});
+  for (int i = 0; i < kDqStages; ++i) {
+    buffers.wait_empty();
+    buffers.commit({-1, 0, 0, 0});
   }
 }
 
-// What each of these warps does, which has a buffer of its own: it adds the units of dQ that come there to their
-// sums. With kOrdered it waits for the turn of a unit's block, and passes that on when what it has added is there.
-__device__ __forceinline__ void add_units(const BackwardParams& p, u32 smem, u32 stage) {
-  const u32 buffer = sums_buffer(smem, stage);
+// The loop of the warp of one stage: it adds the dQ tiles of this stage to dq_accum. With kOrderedDq it waits until the
+// semaphore of the tile has the number of its key block, and sets it to the next one after the addition is complete.
+__device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem, u32 stage) {
+  const u32 buffer = dq_buffer(smem, stage);
   wait_for_earlier_kernels();
   for (;;) {
-    named_barrier_sync(sums_full(stage), kSumsThreads);
-    const SumUnit now = load_shared_struct_uniform<SumUnit>(unit_of_buffer(smem, stage));
-    if (now.unit < 0) break;
-    int turn = 0;
-    if (kOrdered) {
+    named_barrier_sync(dq_full(stage), kDqThreads);
+    const DqTile now = load_shared_struct_uniform<DqTile>(dq_tile_of_buffer(smem, stage));
+    if (now.tile < 0) break;
+    int semaphore = 0;
+    if (kOrderedDq) {
       do {
-        turn = uniform(load_turn(p.turns + now.unit));
-      } while ((turn & ~kFirstTurn) != now.turn);
+        semaphore = uniform(load_acquire(p.dq_semaphore + now.tile));
+      } while ((semaphore & ~kFirstToAdd) != now.block);
       fence_async_proxy_global();
     }
     if (elect_one()) {
-      float* const to = p.dq_sums + (long long)(now.unit) * kUnitFloats;
-      if (turn & kFirstTurn) bulk_store(to, buffer, now.bytes);
+      float* const to = p.dq_accum + (long long)(now.tile) * kDqTileFloats;
+      if (semaphore & kFirstToAdd) bulk_store(to, buffer, now.bytes);
       else bulk_add(to, buffer, now.bytes);
     }
     tma_store_commit();
     tma_store_wait_read();
-    named_barrier_arrive(sums_empty(stage), kSumsThreads);
-    if (kOrdered) {
+    named_barrier_arrive(dq_empty(stage), kDqThreads);
+    if (kOrderedDq) {
       tma_store_wait();
-      if (elect_one()) pass_turn(p.turns + now.unit, now.next);
+      if (elect_one()) store_release(p.dq_semaphore + now.tile, now.next);
     }
   }
   tma_store_wait();

@@ -1,6 +1,6 @@
-// dK and dV of a block of keys as the sums that threads hold: where they begin, and where they go. They are the
-// gradient once all rows and all q heads of the group have been met; until then they wait in memory, for the next wave,
-// for the CTA that takes the other part of the rows, or for sm90/backward/reduce.cu.
+// dK and dV of a key block as the accumulators of a warpgroup: where they begin, and where they go. They are the
+// gradient after all rows of all q heads of the group. Partial dK and dV go to the workspace in f32: for the next wave,
+// for the CTA that computes the second part of a cut block, or for reduce.cu.
 #pragma once
 #include "sm90/common/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
@@ -8,19 +8,22 @@
 #include "device/semaphore.cuh"
 #include "sm90/backward/layout.cuh"
 
-// Where the sums of a thread wait, 2 * kBlockKeys floats apart. `strip` counts the block's keys by 64.
+// Where a thread has its partial gradient; its accumulators are 2 * kBlockKeys floats apart. `strip` counts the block's
+// keys by 64.
 template <int dim>
-__device__ __forceinline__ float* carry_of(const BackwardParams& p, float* carry, const KeyBlock& block, int strip) {
-  const long long pair = (long long)(block.batch) * (p.hq / p.group * p.parts) + block.head;
-  const long long place = (pair - p.first_carry) * p.key_blocks.blocks + block.block;
-  return carry + place * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
+__device__ __forceinline__ float* partial_of(const BackwardParams& p, float* partial, const KeyBlock& block,
+                                             int strip) {
+  const long long batch_head = (long long)(block.batch) * (p.hq / p.group * p.splits) + block.head;
+  const long long place = (batch_head - p.first_partial) * p.key_blocks.blocks + block.block;
+  return partial + place * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
 }
 
+// G = 0, or the partial gradient that is stored.
 template <int dim>
-__device__ __forceinline__ void begin_sums(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
-                                           int strip, float* carry) {
-  const float* from = carry_of<dim>(p, carry, block, strip);
-  if (block.state & kCarryIn) {
+__device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
+                                               int strip, float* partial) {
+  const float* from = partial_of<dim>(p, partial, block, strip);
+  if (block.state & kLoadsPartial) {
     wait_for_earlier_kernels();
 #pragma unroll
     for (int i = 0; i < dim / 2; ++i) G[i] = from[i * 2 * kBlockKeys];
@@ -30,7 +33,7 @@ __device__ __forceinline__ void begin_sums(const BackwardParams& p, float (&G)[d
   }
 }
 
-// The sums are those of a gradient `to` at `head` of k, which has `columns`.
+// Stores G, complete, as the rows of a gradient `to` with `columns` columns, at a kv head.
 template <int dim>
 __device__ __forceinline__ void store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
                                                    const KeyBlock& block, int head, int strip, const StridedTensor& to,
@@ -43,32 +46,33 @@ __device__ __forceinline__ void store_key_gradient(const BackwardParams& p, cons
   finite.report(p.not_finite);
 }
 
-// The sums are those of a gradient, or wait.
+// Stores G as a partial gradient or as the gradient, as the block says.
 template <int dim>
-__device__ __forceinline__ void end_sums(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
-                                         int strip, float* carry, const StridedTensor& to, int columns, float scale) {
-  if (block.state & kCarryOut) {
-    float* const wait = carry_of<dim>(p, carry, block, strip);
+__device__ __forceinline__ void end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
+                                             int strip, float* partial, const StridedTensor& to, int columns,
+                                             float scale) {
+  if (block.state & kStoresPartial) {
+    float* const store = partial_of<dim>(p, partial, block, strip);
 #pragma unroll
-    for (int i = 0; i < dim / 2; ++i) wait[i * 2 * kBlockKeys] = G[i];
+    for (int i = 0; i < dim / 2; ++i) store[i * 2 * kBlockKeys] = G[i];
   } else {
     store_key_gradient<dim>(p, G, block, block.head, strip, to, columns, scale);
   }
 }
 
-// Warps that leave sums of first parts.
+// The number of warps that store partial gradients of first parts.
 __device__ __forceinline__ int warps_of_first_parts(const BackwardParams& p) { return 4 * kConsumers * p.cut_blocks; }
 
-// This warp's are there.
-__device__ __forceinline__ void leave_first_part(const BackwardParams& p) {
+// Counts this warp after it has stored the partial gradients of a first part.
+__device__ __forceinline__ void arrive_first_part(const BackwardParams& p) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) take_ticket(p.first_parts, warps_of_first_parts(p));
 }
 
-// Waits until all are. CTAs that run have taken the first parts, this one among them: what it has of them it
-// has left before its consumers come here, and its producer waits for nobody else.
+// Waits until all warps are counted. This ends: CTAs take first parts before all other work tiles, so that CTAs that
+// run have all of them; and a CTA stores the partial gradients of its own first part before it waits here.
 __device__ __forceinline__ void wait_for_first_parts(const BackwardParams& p) {
-  while (load_turn(p.first_parts) < warps_of_first_parts(p)) {
+  while (load_acquire(p.first_parts) < warps_of_first_parts(p)) {
   }
   __syncwarp();
 }

@@ -1,21 +1,21 @@
-// Attention backward for Hopper, by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
-// dS = P o (dO V^T - D) computed again from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
+// The Hopper backward kernel by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
+// dS = P o (dO V^T - D) recomputed from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
 //
-// A CTA takes blocks of Bc = 64 * kConsumers keys, whose K and V stay in shared memory while it walks down
-// the tiles of Br rows that see them. One producer warp feeds rings of Q and dO by TMA. Each consumer warpgroup owns 64
-// keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK straight from registers. dS
-// goes to a warpgroup that adds dQ to sums in global memory (sm90/backward/dq_accum.cuh), or, where the same bits are
-// wanted in every run, to the workspace, from which sm90/backward/rows.cu computes dQ. docs/kernels/backward.md derives the
-// schedule.
+// A CTA takes key blocks of Bc = 64 * kConsumers keys. It keeps their K and V in shared memory and iterates over the
+// tiles of Br rows that see them. One producer warp loads Q and dO into rings by TMA. Each consumer warpgroup owns 64
+// keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK directly from registers. dS goes
+// to a warpgroup that adds dQ to dq_accum in global memory (dq_accum.cuh), or to the workspace, from which rows.cu
+// computes dQ. docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
 
-// What is measured to be faster where dQ is summed up, but for wide heads in turns: arithmetic on scores with the
-// second of two products, where the derivative of softcap leaves registers for it; and as much of K and V in registers
-// as gradients, scores and P leave, less what the compiler wants. 16 dims take four.
+// Two choices that are faster where dQ is accumulated, except in order for head dims above 96: arithmetic on scores
+// overlaps the second of two products, unless the derivative of softcap takes the registers for that; and K and V are
+// in registers as far as gradients, scores and P leave room, less a margin for the compiler. 16 dims take four
+// registers.
 enum : int {
-  kOverlaps = kSums && !(kOrdered && max_of(kHeadDim, kValueDim) > 96),
-  kBeside = kOverlaps && !kSoftcap,  // products that run with arithmetic
+  kOverlaps = kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96),
+  kProductsInFlight = kOverlaps && !kSoftcap,  // products that run during arithmetic on scores
   kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kSoftcap + kDropout),
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
   kFrontOfK = min_of(kFrontSteps, kHeadDim / 16),
@@ -26,8 +26,7 @@ enum : int {
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
 
-  // K of a block, and V with one buffer of K. The end of all work, and a block without steps, are announced and nothing
-  // else.
+  // Loads K of a block, and V if K has one stage. The end of all work and a block without steps are only announced.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
     if (block.state & kHasSteps) prefetch_keys(block, n);
     announce(block);
@@ -41,7 +40,7 @@ struct KeysLoader : StepLoader {
     if (kKStages == 1) load_values(block, n);
   }
 
-  // V. With two buffers of K it is free later than they are, and comes after the first tile of Q.
+  // Loads V of a block. If K has two stages, V is free later than K, and so is loaded after the first tile of Q.
   __device__ __forceinline__ void load_values(const KeyBlock& block, const Lengths& n) {
     v.wait_empty();
     load_keys_into<kValuePanels>(v, &p.v_map, block, n);
@@ -49,12 +48,12 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// The derivative of softcap at each score of a step, in f16; nothing without softcap.
+// The derivative of softcap at each score of a step, in f16; unused without softcap.
 struct SoftcapSlopes {
   u32 packed[kSoftcap ? kBlockRows / 4 : 1];
 };
 
-// dS^T = P^T o (dP^T - D) in X. The product is fp32: rounded factors would cost dQ and dK half their accuracy.
+// dS^T = P^T o (dP^T - D) in X. The product is f32: with rounded factors dQ and dK would lose half of their accuracy.
 __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], const u32 (&P)[kBlockRows / 4],
                                                 const SoftcapSlopes& slopes) {
 #pragma unroll
@@ -68,14 +67,14 @@ __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], cons
   }
 }
 
-// P^T or dS^T as operand of a gradient.
+// Rounds P^T or dS^T to the operand of a gradient.
 __device__ __forceinline__ void pack_scores(const float (&X)[kBlockRows / 2], u32 (&P)[kBlockRows / 4]) {
 #pragma unroll
   for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
 }
 
-// The buffers of shared memory through which dS leaves a warpgroup that owns keys, for the one that sums up dQ or for
-// the workspace.
+// The ring of dS in shared memory, as a warpgroup that owns keys sees it: it fills stages for the warpgroup that
+// computes dQ, or stores them to the workspace.
 struct DsBuffers {
   u32 smem;
   u32 stage = 0;
@@ -86,15 +85,15 @@ struct DsBuffers {
     return smem + kKeysLayout.ds + (stage * kConsumers + consumer()) * kKeysLayout.ds_bytes;
   }
   __device__ __forceinline__ void wait_empty() const {
-    if (kSums) {
+    if (kAccumulatesDq) {
       if (filled == kDsStages) named_barrier_sync(ds_empty(stage, consumer()), kDsEmptyThreads);
     } else {
       tma_store_wait_read<kDsStages - 1>();
       __syncwarp();
     }
   }
-  __device__ __forceinline__ void leave(const BackwardParams& p, const Step& step) {
-    if (kSums) {
+  __device__ __forceinline__ void commit(const BackwardParams& p, const Step& step) {
+    if (kAccumulatesDq) {
       if (threadIdx.x == 128) store_shared_struct(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage, step);
       fence_async_proxy();
       named_barrier_arrive(ds_full(stage), kDsFullThreads);
@@ -106,7 +105,7 @@ struct DsBuffers {
   }
 };
 
-// K and V of the warpgroup's 64 keys as operands.
+// K and V of the warpgroup's 64 keys as left operands.
 struct OwnKeys {
   KeyOperand<kHeadDim, kFrontOfK> K;
   KeyOperand<kValueDim, kFrontOfV> V;
@@ -114,9 +113,10 @@ struct OwnKeys {
   __device__ __forceinline__ void load_k(u32 buffer) { K.load(buffer + consumer() * kBackwardPanelBytes); }
   __device__ __forceinline__ void load_v(u32 buffer) { V.load(buffer + consumer() * kBackwardPanelBytes); }
 };
+// The descriptor of a tile of Q or dO as the right operand of a product over dims.
 __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
 
-// S^T = K Q^T of a block's first tile. `meanwhile` runs with the product.
+// S^T = K Q^T of a block's first step. `meanwhile` runs during the product.
 template <class Meanwhile>
 __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, OwnKeys& own,
                                              float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q
   register_fence(X);
 }
 
-// The next block, if there is one. With two buffers of K its first scores come with what is done `meanwhile`.
+// The next key block, if there is one. If K has two stages, its first scores are computed while `meanwhile` runs.
 template <class Meanwhile>
 __device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, OwnKeys& own,
                                                float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
@@ -153,17 +153,17 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
 
   OwnKeys own;
-  float X[kBlockRows / 2];  // S^T and dP^T by turns
+  float X[kBlockRows / 2];  // S^T, then dP^T
   for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
     float dV[kValueDim / 2];
-    if (kCuts && block.state & kCarryIn) wait_for_first_parts(p);
-    begin_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk);
-    begin_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv);
+    if (kCuts && block.state & kLoadsPartial) wait_for_first_parts(p);
+    begin_gradient<kHeadDim>(p, dK, block, consumer(), p.partial_dk);
+    begin_gradient<kValueDim>(p, dV, block, consumer(), p.partial_dv);
     Kept<kBlockRows> kept;
-    const auto decide_dropout = [&](const Step& of) {  // with the products
+    const auto decide_dropout = [&](const Step& of) {  // during the products
       if (kDropout) kept = kept_of_step(p, k, of, 64 * consumer() + warp_row());
     };
 
@@ -186,16 +186,16 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         }
         if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
       };
-      u32 P[kBlockRows / 4];  // P^T and dS^T by turns
+      u32 P[kBlockRows / 4];  // P^T, then dS^T
       decide_dropout(step);
       exponentiate();
       pack_scores(X, P);
       for (;;) {
-        // dP^T - D = V dO^T - D and, after it, dV += P^T dO. Dropped entries are not in dV, but D counts for them.
+        // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no dropped entries; D counts for them, too.
         o.wait_full();
         const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
         if (!kDropout) start_from_delta(X, delta);
-        u32 Z[kBlockRows / 4];  // what dropout leaves of P^T
+        u32 Z[kBlockRows / 4];  // P^T without dropped entries
 #pragma unroll
         for (int i = 0; kDropout && i < kBlockRows / 4; ++i) {
           Z[i] = P[i] & kept.pair(i);
@@ -206,10 +206,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         wgmma_fence();
         own.V.issue_scores(X, along(o.address()), !kDropout);
         issue_gradient<kValueDim>(dV, kDropout ? Z : P, across(o.address()));
-        wgmma_wait<kBeside>();
+        wgmma_wait<kProductsInFlight>();
         register_fence(X);
 
-        // dS^T = P^T o (dP^T - D), while dV is computed.
+        // dS^T = P^T o (dP^T - D), during the product of dV.
         if (kDropout) drop_gradients(p, X, P, delta);
         score_gradients(X, P, slopes);
         if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
@@ -221,15 +221,15 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         ds.wait_empty();
         store_shared_ds(ds.address(), P);
 
-        // dK += dS^T Q, and, before it, S^T = K Q^T of the next tile.
+        // S^T = K Q^T of the next step, then dK += dS^T Q.
         if (step.state & kLastStep) {
           v.release(leader);
           register_fence(dK);
           wgmma_fence();
           issue_gradient<kHeadDim>(dK, P, across(q.address()));
-          ds.leave(p, step);
-          block = load_block(k);  // not kept in registers
-          end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
+          ds.commit(p, step);
+          block = load_block(k);  // again, rather than kept in registers
+          end_gradient<kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -242,13 +242,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         wgmma_fence();
         own.K.issue_scores(X, along(next.address()), 0);
         issue_gradient<kHeadDim>(dK, P, across(q.address()));
-        ds.leave(p, step);
+        ds.commit(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
         decide_dropout(step);
-        wgmma_wait<kBeside>();
+        wgmma_wait<kProductsInFlight>();
         register_fence(X);
 
-        // P^T of the next tile, while dK is computed.
+        // P^T of the next step, during the product of dK.
         const u32 read = q.empty();
         q = next;
         exponentiate();
@@ -258,17 +258,17 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         pack_scores(X, P);
       }
     } else {
-      end_sums<kValueDim>(p, dV, block, consumer(), p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
+      end_gradient<kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
     }
     k.release(leader);
 
     block = next_block(k, q, own, X, [&, block] {
-      end_sums<kHeadDim>(p, dK, block, consumer(), p.carry_dk, p.dk, p.d, p.scale);
-      if (kCuts && block.state & kFirstPart) leave_first_part(p);
+      end_gradient<kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
+      if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });
   }
   tma_store_wait();
-  let_next_kernel_start();  // not before: on SMs that are idle already its CTAs would crowd
+  let_next_kernel_start();  // not earlier: its CTAs would crowd on the SMs that are idle already
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     fulgur_backward_keys(const __grid_constant__ BackwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    KBuffer::init(smem, 1, 4 * (kConsumers + kSums));
+    KBuffer::init(smem, 1, 4 * (kConsumers + kAccumulatesDq));
     VBuffer::init(smem, 1, 4 * kConsumers);
     QBuffers::init(smem, 2, 4 * kConsumers);
     OBuffers::init(smem, 2, 4 * kConsumers);
@@ -294,13 +294,13 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     registers_drop<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) produce<KeysLoader>(p, smem);
-    if constexpr (kSums != 0)
-      if (warp > 0 && warp <= kSumsStages) add_units(p, smem, warp - 1);
+    if constexpr (kAccumulatesDq != 0)
+      if (warp > 0 && warp <= kDqStages) accumulate_dq(p, smem, warp - 1);
   } else if (threadIdx.x < kThreads) {
     registers_raise<kConsumerRegisters>();
     consume(p, smem);
-  } else if constexpr (kSums != 0) {
-    registers_drop<kSumsRegisters>();
-    sum_queries(p, smem);
+  } else if constexpr (kAccumulatesDq != 0) {
+    registers_drop<kDqRegisters>();
+    compute_dq(p, smem);
   }
 }

@@ -1,18 +1,19 @@
-// Attention backward for Hopper, by keys, for wide heads: what sm90/backward/keys.cu computes, where dK and dV of 64 keys do
+// The Hopper backward kernel by keys for wide heads: what keys.cu computes, for head dims where dK and dV of 64 keys do
 // not fit the registers of one warpgroup.
 //
-// A CTA takes blocks of Bc = 64 keys and walks down the tiles of Br = 64 rows that see them. One warpgroup
-// computes S^T, P^T and dV, the other dP^T, dS^T and dK, and P^T goes from the first to the second through two buffers
-// of shared memory. Each issues two products a step, one after the other, and computes on scores in between:
+// A CTA takes key blocks of Bc = 64 keys and iterates over the tiles of Br = 64 rows that see them. One warpgroup
+// computes S^T, P^T and dV, the other dP^T, dS^T and dK. P^T goes from the first to the second through a ring of two
+// stages in shared memory. Each warpgroup issues two products a step, one after the other, and computes on scores
+// between steps:
 //
 //   dV, step t   P(t) = exp(S(t) - LSE)      dV += P(t)^T dO(t)    S(t+1)^T = K Q(t+1)^T
 //                      | P(t)
 //   dK, step t   dS(t) = P(t) o (dP(t) - D)  dK += dS(t)^T Q(t)    dP(t+1)^T = V dO(t+1)^T
 //
-// so that the tensor cores run the products of one while the other computes; the place of the barriers between them
-// decides how well they fit together. The first 128 dims of K and V are operands in registers: this leaves the shared
-// memory to the rings of Q and dO, and saves its bandwidth, which binds. They come by way of a buffer of Q and one of
-// dO, as if they were a step. docs/kernels/backward.md derives the schedule.
+// So the tensor cores run the products of one warpgroup while the other one computes; where the barriers between them
+// stand decides how well the two interleave. The first 128 dims of K and V are operands in registers: this leaves the
+// shared memory to the rings of Q and dO, and saves its bandwidth, which is the limit. K and V are loaded through a
+// stage of Q and one of dO, as if they were a step. docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 
 enum : int {
@@ -25,14 +26,14 @@ static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64);
 static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == 2);
 static_assert(kKeysLayout.bytes <= 232448);
 
-// K and V after the panels for registers have the same barriers.
+// The panels of K and V in shared memory have the same barriers.
 using VRest = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, 1>;
 
 // The producer's side.
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
 
-  // K and V of a block. The end of all work, and a block without steps, are announced and nothing else.
+  // Loads K and V of a block. The end of all work and a block without steps are only announced.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
     if (block.block < 0 || !(block.state & kHasSteps)) {
       announce(block);
@@ -50,7 +51,7 @@ struct KeysLoader : StepLoader {
     k.advance();
   }
 
-  // The panels for registers, in a buffer for a step, at which the producer arrives twice.
+  // Loads the panels for registers into a stage of Q or dO. Its barrier expects two arrivals of the producer.
   template <int panels, class Ring>
   __device__ __forceinline__ void load_front(Ring& to, const void* map, const KeyBlock& block, const Lengths& n) {
     to.wait_empty();
@@ -66,39 +67,39 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// Of 16 dims each, in the panels for registers.
+// The steps of 16 dims in the panels for registers.
 __device__ constexpr int max_front_steps(int dim) { return min_of(dim / 16, 4 * panels_in_registers(dim)); }
 
-// Values of P^T on their way between the warpgroups: f16 has more bits than bf16, and of 2^p_log2 P the range, too.
+// P^T as one warpgroup passes it to the other: f16 has more bits than bf16, and the range that 2^p_log2 P needs.
 __device__ __forceinline__ u32 pack_factors(float low, float high) {
   return kHalfP ? pack_half(low, high) : pack(low, high);
 }
 __device__ __forceinline__ float low_factor(u32 pair) { return kHalfP ? low_of_half(pair) : low_of(pair); }
 __device__ __forceinline__ float high_factor(u32 pair) { return kHalfP ? high_of_half(pair) : high_of(pair); }
 
-// P^T on its way between the warpgroups, as the threads hold it. Two buffers take turns; each has two named barriers:
-// it has been written, and it has been read.
+// The ring through which P^T goes from one warpgroup to the other, in the order of accumulators. Each of its two stages
+// has two named barriers: it has been written, and it has been read.
 struct Exchange {
   enum : u32 { kWritten = 1, kRead = 3, kArrivals = 256 };
   u32 smem;
-  u32 turn = 0;
+  u32 stage = 0;
 
   __device__ __forceinline__ explicit Exchange(u32 smem) : smem(smem) {}
-  __device__ __forceinline__ void arrive_written() const { named_barrier_arrive(kWritten + turn, kArrivals); }
-  __device__ __forceinline__ void wait_written() const { named_barrier_sync(kWritten + turn, kArrivals); }
-  __device__ __forceinline__ void arrive_read() const { named_barrier_arrive(kRead + turn, kArrivals); }
-  __device__ __forceinline__ void wait_read() const { named_barrier_sync(kRead + turn, kArrivals); }
-  __device__ __forceinline__ void advance() { turn ^= 1; }
+  __device__ __forceinline__ void arrive_written() const { named_barrier_arrive(kWritten + stage, kArrivals); }
+  __device__ __forceinline__ void wait_written() const { named_barrier_sync(kWritten + stage, kArrivals); }
+  __device__ __forceinline__ void arrive_read() const { named_barrier_arrive(kRead + stage, kArrivals); }
+  __device__ __forceinline__ void wait_read() const { named_barrier_sync(kRead + stage, kArrivals); }
+  __device__ __forceinline__ void advance() { stage ^= 1; }
 
-  // 16 rows at a time, the threads' words side by side.
+  // The address of 16 rows: four words of each thread.
   __device__ __forceinline__ u32 address(int part) const {
-    return smem + kKeysLayout.p + turn * kKeysLayout.p_bytes + part * 128 * 16 + threadIdx.x % 128 * 16;
+    return smem + kKeysLayout.p + stage * kKeysLayout.p_bytes + part * 128 * 16 + threadIdx.x % 128 * 16;
   }
   __device__ __forceinline__ void store(int part, const u32* P) const { store_shared16(address(part), P); }
   __device__ __forceinline__ void load(int part, u32* P) const { load_shared16(address(part), P); }
 };
 
-// Descriptor of a tile of Q or dO, along its dims or across.
+// The descriptor of a tile of Q or dO, for products over dims and over rows.
 __device__ __forceinline__ u32 tile_of(u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); }
 
 // The first consumer: S^T = K Q^T, P^T = exp(S^T - LSE), dV += P^T dO.
@@ -116,9 +117,9 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + warp_row() + thread_row();
     float dV[kValueDim / 2];
-    begin_sums<kValueDim>(p, dV, block, 0, p.carry_dv);
+    begin_gradient<kValueDim>(p, dV, block, 0, p.partial_dv);
     Kept<kBlockRows> kept;
-    const auto decide_dropout = [&] {  // of the next step, with the products
+    const auto decide_dropout = [&] {  // for the next step, during the products
       if (!kDropout) return;
       const Step step = load_shared_struct_uniform<Step>(step_of(q));
       kept = kept_of_step(p, k, step, warp_row());
@@ -134,7 +135,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       K.load(q.address(), k.address());
       q.release_loaded(leader);
 
-      // S^T = K Q^T of the first tile.
+      // S^T = K Q^T of the first step.
       float X[kBlockRows / 2];
       q.wait_full();
       wgmma_fence();
@@ -148,7 +149,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       for (;;) {
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
 
-        // P^T = exp(S^T - LSE). With softcap the other warpgroup gets P^T times its derivative, and hides for itself.
+        // P^T = exp(S^T - LSE). With softcap the other warpgroup gets P^T times its derivative, and masks it itself.
         exchange.wait_read();
         const Exponents exponents = exponents_of(step, n, key, q);
 #pragma unroll
@@ -199,7 +200,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
           break;
         }
 
-        // S^T of the next tile.
+        // S^T of the next step.
         q.wait_full();
         decide_dropout();
         register_fence(X);
@@ -212,10 +213,10 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         wgmma_wait<0>();
         register_fence(X);
       }
-      block = load_block(k);  // not kept in registers
+      block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_sums<kValueDim>(p, dV, block, 0, p.carry_dv, p.dv_grad, p.dv, p.dv_scale);
+    end_gradient<kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
   }
 }
 
@@ -226,7 +227,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
   QBuffers q(smem, 0);
   OBuffers o(smem, 0);
   Exchange exchange(smem);
-  // Both buffers of P are empty.
+  // Both stages of P are empty.
   for (int i = 0; i < 2; ++i) {
     exchange.arrive_read();
     exchange.advance();
@@ -239,7 +240,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + warp_row() + thread_row();
     float dK[kHeadDim / 2];
-    begin_sums<kHeadDim>(p, dK, block, 0, p.carry_dk);
+    begin_gradient<kHeadDim>(p, dK, block, 0, p.partial_dk);
 
     if (block.state & kHasSteps) {
       KeyOperand<kValueDim, max_front_steps(kValueDim)> V;
@@ -247,7 +248,8 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       V.load(o.address(), VRest(smem, 0).address());
       o.release_loaded(leader);
 
-      // dP^T - D = V dO^T - D of the first tile. With dropout dP^T alone: D stays with dO until entries are dropped.
+      // dP^T - D = V dO^T - D of the first step. With dropout dP^T alone: D stays in its stage until entries are
+      // dropped.
       float X[kBlockRows / 2];
       o.wait_full();
       if (!kDropout) start_from_delta(X, delta_of(o) + 4 * thread_column());
@@ -261,7 +263,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       if (!kDropout) o.release(leader);
 
       for (;;) {
-        // dS^T = P^T o (dP^T - D). The product is fp32, as in sm90/backward/keys.cu.
+        // dS^T = P^T o (dP^T - D). The product is f32, as in keys.cu.
         u32 P[kBlockRows / 4];
         exchange.wait_written();
 #pragma unroll
@@ -280,7 +282,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
-        const u32 ds = smem + kKeysLayout.ds + exchange.turn * kKeysLayout.ds_bytes;
+        const u32 ds = smem + kKeysLayout.ds + exchange.stage * kKeysLayout.ds_bytes;
         tma_store_wait_read<kDsStages - 1>();
         __syncwarp();
         store_shared_ds(ds, P);
@@ -301,7 +303,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
           break;
         }
 
-        // dP^T - D of the next tile.
+        // dP^T - D of the next step.
         o.wait_full();
         if (!kDropout) start_from_delta(X, delta_of(o) + 4 * thread_column());
         register_fence(X);
@@ -315,10 +317,10 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         register_fence(X);
         if (!kDropout) o.release(leader);
       }
-      block = load_block(k);  // not kept in registers
+      block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_sums<kHeadDim>(p, dK, block, 0, p.carry_dk, p.dk, p.d, p.scale);
+    end_gradient<kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);
   }
   tma_store_wait();
 }

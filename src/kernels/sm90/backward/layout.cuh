@@ -1,11 +1,11 @@
-// The maps of shared memory, and where dS lies in the workspace, as kernel_config.h leads to them.
+// The layouts of shared memory and of dS in the workspace, for the constants of kernel_config.h.
 #pragma once
 #include "kernel_config.h"
 #include "sm90/backward/layout.h"
 #include "sm90/backward/params.h"
 
 __device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
-                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kSumsStages};
+                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
@@ -13,18 +13,21 @@ __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),
-  kKeysThreads = 128 * (kConsumers + 1 + kSums),  // of sm90/backward/keys.cu
+  kAccumulatesDq = kDqMethod != int(DqMethod::kStored),
+  kOrderedDq = kDqMethod == int(DqMethod::kOrdered),
+  kKeysThreads = 128 * (kConsumers + 1 + kAccumulatesDq),  // of keys.cu
   kHeadPanels = panels_of_columns(kHeadDim),
   kValuePanels = panels_of_columns(kValueDim),
-  kLastColumns = kHeadDim - 64 * (kHeadPanels - 1),  // of the head dim's last panel
-  kRowSteps = kBlockRows / kPieceRows,            // pieces of a tile of dS along its rows
-  kPiecesOfTile = kRowSteps * kBlockKeys / kPieceKeys,
-  kTileBytes = kPiecesOfTile * kPieceBytes,       // of dS
-  kStepUnits = kRowSteps * kHeadPanels,           // of dQ
-  kCuts = kSums && !kOrdered && !kHasLeft && !kHasRight && !kPacked,  // the last blocks of keys may be cut
+  kLastColumns = kHeadDim - 64 * (kHeadPanels - 1),  // columns of the last panel of Q and K
+  kRowSteps = kBlockRows / kDsTileRows,              // dS tiles of a score tile along its rows
+  kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
+  kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
+  kDqTilesOfStep = kRowSteps * kHeadPanels,
+  // The last key blocks may be cut into two work tiles.
+  kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHasLeft && !kHasRight && !kPacked,
 };
 
-// With what the plan fixes of it, so that the compiler computes no other places.
+// The places of dS, with what kernel_config.h fixes of them told to the compiler.
 __device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {
   ScoreTiles store = p.score_tiles;
   if (kPacked || kSeqUsedQ || kHasLeft || !kHasRight) __builtin_assume(store.pitch > 0);

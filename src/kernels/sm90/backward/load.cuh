@@ -1,4 +1,4 @@
-// How the producer warp of the kernels by keys fills shared memory, and the rings through which it does.
+// The rings of shared memory of the kernels by keys, and how their producer warp fills them.
 #pragma once
 #include "sm90/common/ring.cuh"
 #include "sm90/common/load_rows.cuh"
@@ -12,7 +12,7 @@ using VBuffer = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.v_full, 
 using QBuffers = Buffers<kKeysLayout.q, kKeysLayout.q_bytes, kKeysLayout.q_full, kKeysLayout.q_empty, kQStages>;
 using OBuffers = Buffers<kKeysLayout.o, kKeysLayout.o_bytes, kKeysLayout.o_full, kKeysLayout.o_empty, kOStages>;
 
-// What K's buffer comes with, and is kept as long as.
+// The KeyBlock of K's current stage.
 __device__ __forceinline__ u32 block_of(const KBuffer& k) {
   return k.smem + kKeysLayout.block + (kKStages > 1 ? int(sizeof(KeyBlock)) * k.ring.stage() : 0);
 }
@@ -20,7 +20,7 @@ __device__ __forceinline__ KeyBlock load_block(const KBuffer& k) {
   return load_shared_struct_uniform<KeyBlock>(block_of(k));
 }
 
-// What lies with a buffer of Q or dO: its step, and the statistics of its rows.
+// The Step and the statistics of the current stage of Q, and the statistics of the current stage of dO.
 __device__ __forceinline__ u32 step_of(const QBuffers& q) {
   return q.smem + kKeysLayout.step + int(sizeof(Step)) * q.ring.stage();
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 delta_of(const OBuffers& o) {
   return o.smem + kKeysLayout.delta + 4 * kBlockRows * o.ring.stage();
 }
 
-// The producer's side, but for K and V.
+// The producer's loads of Q and dO, and what its loads of K and V have in common.
 struct StepLoader {
   enum : int { kStatisticsBytes = 4 * kBlockRows };
 
@@ -46,10 +46,10 @@ struct StepLoader {
   __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem)
       : p(p), smem(smem), k(smem, 1), v(smem, 1), q(smem, 1), o(smem, 1) {}
 
-  // The head of k and v of a block's pair.
-  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return quotient(block.head, p.parts); }
+  // The kv head of a key block.
+  __device__ __forceinline__ int key_head(const KeyBlock& block) const { return quotient(block.head, p.splits); }
 
-  // Panels of rows into a buffer; its last arrival.
+  // Loads panels of rows into a stage and makes the last arrival at its barrier.
   template <int panels, int rows, int first = 0, class Ring>
   __device__ __forceinline__ void load(const Ring& to, const void* map, const Source& source, int row, bool may_clear,
                                        Keep keep) {
@@ -59,7 +59,7 @@ struct StepLoader {
       if (elect_one()) mbarrier_arrive(to.full());
   }
 
-  // Of K or V.
+  // Loads panels of K or V of a key block.
   template <int panels, int first = 0, class Ring>
   __device__ __forceinline__ void load_keys_into(const Ring& to, const void* map, const KeyBlock& block,
                                                  const Lengths& n) {
@@ -67,7 +67,7 @@ struct StepLoader {
     load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
   }
 
-  // K and V of a block to L2, while the last steps of the block before are computed.
+  // Prefetches K and V of a key block to L2, during the last steps of the block before.
   __device__ __forceinline__ void prefetch_keys(const KeyBlock& block, const Lengths& n) const {
     if (!elect_one()) return;
     const int row = n.k_start + block.block * kBlockKeys;
@@ -83,15 +83,15 @@ struct StepLoader {
     }
   }
 
-  // What the consumers must know of a block, which comes with K.
+  // Tells the consumers of a key block, with the stage of K.
   __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();
     if (elect_one()) store_shared_struct(block_of(k), block);
     __syncwarp();
   }
 
-  // A tile of Q with its LSE, which an earlier kernel has prepared: a block's first step waits for it. `statistics` is
-  // the tile's first row among them.
+  // Loads a tile of Q with its LSE, at row `statistics` of shift. An earlier kernel prepares LSE, so that the first
+  // step of a work tile waits for it.
   __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics,
                                                bool first) {
     q.wait_empty();
@@ -106,7 +106,7 @@ struct StepLoader {
     q.advance();
   }
 
-  // And of dO with its D.
+  // Loads a tile of dO with its D, at row `statistics` of delta.
   __device__ __forceinline__ void load_gradients(const Step& step, const Source& source, long long statistics) {
     o.wait_empty();
     if (elect_one()) {

@@ -1,7 +1,7 @@
-// What the backward pass wants of each row before it starts: p_log2 - LSE log2(e), and -(D - dLSE) with
-// D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); whose turn it is to add to each unit of dQ; and zeros: a
-// piece of dS, the sums of dQ that no turn begins, and the gradients of rows that belong to no sequence, which no
-// kernel after it writes.
+// What the backward pass needs before its first product: the statistics of each row, p_log2 - LSE log2(e) and
+// -(D - dLSE) with D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); the first values of the semaphores of dQ
+// tiles; and zeros: a dS tile, dq_accum where additions do not begin with a store, and the gradients of rows of no
+// sequence, which no later kernel writes.
 #include "sm90/common/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
@@ -10,12 +10,12 @@
 
 enum : int {
   kPrepareThreads = 256,
-  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // of a row, 8 columns each
+  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // threads of a row, with 8 columns each
   kRowsAtOnce = kPrepareThreads / kLanes,
-  kTurns = 64 / kRowsAtOnce,  // of a thread: a CTA takes 64 rows
+  kRowsOfThread = 64 / kRowsAtOnce,  // a CTA takes 64 rows
 };
 
-// 8 columns from `column` on, of which `count` exist.
+// 8 columns of a row, of which `count` exist.
 struct Columns {
   u32 packed[4];
 };
@@ -45,13 +45,13 @@ __device__ __forceinline__ float row_product(const Columns& out, const Columns& 
   return sum;
 }
 
-// Zero rows [first, count) of a tensor without a batch.
+// Sets rows [first, count) of a tensor without a batch to 0.
 __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, int count, int heads, int dim) {
   for (long long row = first + (long long)(blockIdx.x); row < count; row += gridDim.x)
     for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
-// Zero packed rows before the first sequence and after the last one.
+// Sets packed rows before the first sequence and after the last one to 0.
 __device__ __forceinline__ void clear_around(const StridedTensor& t, const int* cu_seqlens, int batch, int total,
                                              int heads, int dim) {
   clear_rows(t, 0, min(cu_seqlens[0], total), heads, dim);
@@ -62,7 +62,8 @@ __device__ __forceinline__ float load_row_number(const StridedRows& rows, int ba
   return rows.data[batch * rows.batch + head * rows.head + row];
 }
 
-// p_log2 - LSE log2(e) and -(D - dLSE) of a row that exists; nothing of a row whose LSE is -inf is data.
+// Stores p_log2 - LSE log2(e) and -(D - dLSE) of a row that exists. A row whose LSE is -inf has P = 0, whatever its
+// other inputs are.
 __device__ __forceinline__ void store_statistics(const BackwardParams& p, int batch, int row, int head, float lse,
                                                  float product, long long at) {
   const bool counts = lse != -infinity();
@@ -77,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   let_next_kernel_start();
   if (blockIdx.y == 0) {
     if (p.cut_blocks > 0 && blockIdx.x == 0 && threadIdx.x == 0) *p.first_parts = 0;
-    if (!kSums && blockIdx.x == 0)
-      for (int i = threadIdx.x; i < kPieceBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
+    if (!kAccumulatesDq && blockIdx.x == 0)
+      for (int i = threadIdx.x; i < kDsTileBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
       clear_around(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
       clear_around(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
@@ -87,10 +88,10 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   }
   const int lane = threadIdx.x % kLanes;
   const int column = 8 * lane;
-  // The last pair first: what L2 still holds at the end is of the first, which the kernel by keys begins with.
-  for (int pair = gridDim.y - 1 - blockIdx.y; pair < p.batch * p.hq; pair += gridDim.y) {
-    const int batch = pair / p.hq;
-    const int head = pair % p.hq;
+  // The last head comes first: at the end L2 holds the rows of the first heads, with which the kernel by keys begins.
+  for (int batch_head = gridDim.y - 1 - blockIdx.y; batch_head < p.batch * p.hq; batch_head += gridDim.y) {
+    const int batch = batch_head / p.hq;
+    const int head = batch_head % p.hq;
     const Lengths n = lengths_of(p, batch);
     if (kSeqUsedQ) {
       StridedTensor dq = p.dq;
@@ -100,38 +101,39 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     const int end = count_of(n.sq, kStatisticsRows) * kStatisticsRows;
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
     for (int first = 64 * blockIdx.x; first < end; first += 64 * gridDim.x) {
-      Columns out[kTurns];
-      Columns dout[kTurns];
-      float lse[kTurns];
+      Columns out[kRowsOfThread];
+      Columns dout[kRowsOfThread];
+      float lse[kRowsOfThread];
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        const int row = first + turn * kRowsAtOnce + int(threadIdx.x / kLanes);
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        const int row = first + i * kRowsAtOnce + int(threadIdx.x / kLanes);
         const int count = row < n.sq ? p.dv - column : 0;
-        out[turn] = load_columns(row_of(p.out, batch, n.q_start + row, head) + column, count);
-        dout[turn] = load_columns(row_of(p.dout, batch, n.q_start + row, head) + column, count);
-        lse[turn] = lane == 0 && row < n.sq ? load_row_number(p.lse, batch, n.q_start + row, head) : 0;
+        out[i] = load_columns(row_of(p.out, batch, n.q_start + row, head) + column, count);
+        dout[i] = load_columns(row_of(p.dout, batch, n.q_start + row, head) + column, count);
+        lse[i] = lane == 0 && row < n.sq ? load_row_number(p.lse, batch, n.q_start + row, head) : 0;
       }
-      bool clears = kSums;
-      if (kOrdered) {
+      bool clears = kAccumulatesDq;
+      if (kOrderedDq) {
         const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, first / kBlockRows);
-        const int of_heads = pair / p.pair_heads * p.row_parts + first / kBlockRows / p.part_tiles;
-        const int turn = first_block_first(p.key_blocks, of_heads) ? blocks.begin : blocks.end - 1;
-        if (threadIdx.x < kHeadPanels) p.turns[(at + first) / 64 * kHeadPanels + threadIdx.x] = kFirstTurn | turn;
-        clears = blocks.begin >= blocks.end;  // nobody adds
+        const int split = batch_head / p.split_heads * p.row_splits + first / kBlockRows / p.row_split_tiles;
+        const int block = is_ascending(p.key_blocks, split) ? blocks.begin : blocks.end - 1;
+        if (threadIdx.x < kHeadPanels)
+          p.dq_semaphore[(at + first) / 64 * kHeadPanels + threadIdx.x] = kFirstToAdd | block;
+        clears = blocks.begin >= blocks.end;  // no key block adds to these rows
       }
       if (clears) {
-        float4* sums = reinterpret_cast<float4*>(p.dq_sums + (at + first) * (64 * kHeadPanels));
+        float4* accum = reinterpret_cast<float4*>(p.dq_accum + (at + first) * (64 * kHeadPanels));
 #pragma unroll
-        for (int i = 0; i < 16 * kHeadDim / kPrepareThreads; ++i)  // a unit's columns are the first of its place
-          sums[i * kPrepareThreads + threadIdx.x] = {0, 0, 0, 0};
+        for (int i = 0; i < 16 * kHeadDim / kPrepareThreads; ++i)
+          accum[i * kPrepareThreads + threadIdx.x] = {0, 0, 0, 0};
       }
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        const int row = first + turn * kRowsAtOnce + int(threadIdx.x / kLanes);
-        const float product = row_product(out[turn], dout[turn]);
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        const int row = first + i * kRowsAtOnce + int(threadIdx.x / kLanes);
+        const float product = row_product(out[i], dout[i]);
         if (lane != 0) continue;
         if (row < n.sq) {
-          store_statistics(p, batch, n.q_start + row, head, lse[turn], product, at + row);
+          store_statistics(p, batch, n.q_start + row, head, lse[i], product, at + row);
         } else {
           p.shift[at + row] = -infinity();
           p.delta[at + row] = 0;

@@ -1,5 +1,4 @@
-// The repair of sm90/backward/repair.cuh as a kernel of its own, where no other kernel comes last: sm90/backward/rows.cu
-// computes dQ. Sums of dQ are repaired where they are rounded (sm90/backward/round.cu).
+// repair.cuh as a kernel of its own, for calls whose dQ the kernel by rows computes; otherwise round.cu repairs.
 #include "device/dependent_launch.cuh"
 #include "sm90/backward/repair.cuh"
 

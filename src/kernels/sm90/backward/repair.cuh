@@ -1,6 +1,7 @@
-// Gradients that NaN or infinity has reached from where the mask hides it: P and dS are 0 there, but 0 * NaN is NaN,
-// and one product serves 64 rows or keys. The kernels that store gradients say when one is not finite; then every row
-// of dQ, dK and dV that is not is computed again from the definition, slowly, over what it sees alone.
+// Repair of gradients. NaN or infinity in an input reaches gradients even where the mask hides it: P and dS are 0
+// there, but 0 * NaN is NaN, and one product sums over 64 rows or keys. The kernels that store gradients report values
+// that are not finite. If there are any, each such row of dQ, dK and dV is recomputed from the definition, over the
+// rows or keys that it sees, by one warp: this is slow.
 #pragma once
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/fragment_store.cuh"
@@ -10,7 +11,7 @@
 
 enum : int { kHeadShare = (kHeadDim + 31) / 32, kValueShare = (kValueDim + 31) / 32 };
 
-// A lane's share of a row: every 32nd column.
+// Loads and stores a lane's share of a row: every 32nd column.
 template <int share>
 __device__ __forceinline__ void load_row(const unsigned short* row, int dims, float (&x)[share]) {
 #pragma unroll
@@ -50,7 +51,7 @@ __device__ __forceinline__ void add(float (&to)[share], float weight, const floa
 #pragma unroll
   for (int i = 0; i < share; ++i) to[i] += weight * x[i];
 }
-// NaN all over, and so it stays.
+// Whether all of a row is NaN, so that more terms would not change it.
 template <int share>
 __device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
   bool all = true;
@@ -59,7 +60,8 @@ __device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
   return __all_sync(0xffffffff, all);
 }
 
-// P and 2^p_log2 dS of one score. `kept`: 1 / (1 - p) where dropout keeps it, 0 where not; 1 without dropout.
+// P and 2^p_log2 dS of one score. `kept`: 1 / (1 - p) for an entry that dropout keeps, 0 for a dropped one; 1 without
+// dropout.
 struct Weights {
   float p, ds;
 };
@@ -79,11 +81,12 @@ __device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutM
   return dropout.keeps(batch * p.hq + head, row, key) ? p.keep_scale : 0;
 }
 
-// Where the statistics of a sequence's head lie.
+// The index of the statistics of a sequence and q head.
 __device__ __forceinline__ long long statistics_of(const BackwardParams& p, const Lengths& n, int batch, int head) {
   return head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
 }
 
+// Recomputes a row of dQ that is not finite.
 __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch, int head, int row) {
   const Lengths n = lengths_of(p, batch);
   if (row >= n.sq) return;
@@ -111,6 +114,7 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   store_row(dq, p.d, sum, p.scale);
 }
 
+// Recomputes a row of dK and dV that is not finite.
 __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, int head, int key) {
   const Lengths n = lengths_of(p, batch);
   if (key >= n.sk) return;
@@ -146,14 +150,14 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
   store_row(dv, p.dv, sum_v, 1);
 }
 
-// Rows of dK and dV, each of which `warps` warps takes its share of; this one is `warp`.
+// Repairs the share of warp `warp` of `warps` of all rows of dK and dV.
 __device__ __forceinline__ void repair_keys(const BackwardParams& p, int warp, int warps) {
   const int hk = p.hq / p.group;
   const long long keys = (long long)(p.batch) * hk * p.sk;
   for (long long i = warp; i < keys; i += warps) repair_key(p, int(i / p.sk / hk), int(i / p.sk % hk), int(i % p.sk));
 }
 
-// After the repair: the last of `blocks` CTAs to finish forgets it for the next launch.
+// Clears the report of values that are not finite for the next launch, in the last of `blocks` CTAs to finish.
 __device__ __forceinline__ void forget_not_finite(const BackwardParams& p, u32 blocks) {
   __syncthreads();
   if (threadIdx.x == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), blocks - 1) == blocks - 1)

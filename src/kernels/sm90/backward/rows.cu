@@ -1,9 +1,9 @@
-// Attention backward for Hopper, by rows: dQ = scale dS K (FlashAttention-2, algorithm 2, line 15), from dS as
-// sm90/backward/keys.cu left it.
+// The Hopper backward kernel by rows: dQ = scale dS K (FlashAttention-2, algorithm 2, line 15), from dS that the kernel
+// by keys has stored.
 //
-// A CTA takes blocks of rows; each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows while it walks
-// over the keys that the block sees, 64 at a time. One producer warp feeds a ring of K and of pieces of dS. A piece
-// that no step wrote, since none of its rows sees one of its keys, is a piece of zeros.
+// A CTA takes row blocks. Each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows and iterates over the keys
+// that the block sees, 64 at a time. One producer warp loads K and dS tiles into a ring. Where no row of a score tile
+// sees any of its keys, no step has stored dS, and the producer loads a dS tile of zeros.
 #include "sm90/common/ring.cuh"
 #include "sm90/common/fragment_store.cuh"
 #include "sm90/common/load_rows.cuh"
@@ -12,32 +12,32 @@
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
 
-enum : int { kRowsOfBlock = kConsumers * kRowTiles * kPieceRows, kTilesOfBlock = kRowsOfBlock / kBlockRows };
+enum : int { kRowsOfBlock = kConsumers * kRowTiles * kDsTileRows, kTilesOfBlock = kRowsOfBlock / kBlockRows };
 
 using Stages =
     Buffers<kRowsLayout.stages, kRowsLayout.stage_bytes, kRowsLayout.full, kRowsLayout.empty, kRowStages>;
 using BlockView = Buffers<kRowsLayout.block, 16, kRowsLayout.block_full, kRowsLayout.block_empty, 1>;
 
-// A block of rows of a q head. `head` and `first_head` count q heads.
+// The row block with a number. RowBlock::head is a q head.
 __device__ __forceinline__ RowBlock row_block_of(const BackwardParams& p, int number) {
-  if (number >= p.row_blocks.blocks * p.row_blocks.pairs) return {-1, 0, 0, 0};
-  const BlockOfPair at = block_of(p.row_blocks, number);
-  const int heads = p.wave.heads * p.pair_heads;
-  return {p.wave.first_tile * kBlockRows + at.block * kRowsOfBlock, p.wave.first_head * p.pair_heads + at.pair % heads,
-          p.wave.first_batch + at.pair / heads, 0};
+  if (number >= p.row_blocks.blocks * p.row_blocks.batch_heads) return {-1, 0, 0, 0};
+  const BlockOfHead at = block_of(p.row_blocks, number);
+  const int heads = p.wave.heads * p.split_heads;
+  return {p.wave.first_tile * kBlockRows + at.block * kRowsOfBlock,
+          p.wave.first_head * p.split_heads + at.batch_head % heads, p.wave.first_batch + at.batch_head / heads, 0};
 }
 
-// Steps of 64 keys that some row of the block sees: [begin, end).
+// The steps of 64 keys [begin, end) that some row of a row block sees.
 __device__ __forceinline__ KeyTiles key_steps(const BackwardParams& p, const Lengths& n, int row) {
   const KeyTiles tiles =
       key_tiles(band_of(p), n, kBlockKeys, row, min(row + kRowsOfBlock, n.sq) - 1);
-  constexpr int kSteps = kBlockKeys / kPieceKeys;
-  return {tiles.begin * kSteps, min(tiles.end * kSteps, count_of(n.sk, kPieceKeys))};
+  constexpr int kSteps = kBlockKeys / kDsTileKeys;
+  return {tiles.begin * kSteps, min(tiles.end * kSteps, count_of(n.sk, kDsTileKeys))};
 }
 
-// Where the pieces of a tile of rows lie in the workspace, and which keys it sees.
+// Where the workspace has dS of a row tile, and which key tiles it sees.
 struct TileSource {
-  const unsigned char* ds;  // of its first key tile
+  const unsigned char* ds;  // the score tile of its first key tile
   KeyTiles keys;
 };
 
@@ -67,15 +67,15 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         const int tile = block.row / kBlockRows + i;
         tiles[i].keys = tile * kBlockRows < n.sq ? key_tiles_of(band, n, kScoreTile, tile) : KeyTiles{0, 0};
         const long long first =
-            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.pair_heads, block.batch,
-                       block.head - p.wave.first_head * p.pair_heads, tile, tiles[i].keys.begin);
-        tiles[i].ds = p.ds + first * kTileBytes;
+            score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.split_heads, block.batch,
+                       block.head - p.wave.first_head * p.split_heads, tile, tiles[i].keys.begin);
+        tiles[i].ds = p.ds + first * kScoreTileBytes;
       }
       const Source source = {n.k_start, n.sk, block.head / p.group, kPacked ? 0 : block.batch};
 #pragma unroll 1
       for (int step = steps.begin; step < steps.end; ++step) {
-        const int key_tile = step / (kBlockKeys / kPieceKeys);
-        const int part = step % (kBlockKeys / kPieceKeys);
+        const int key_tile = step / (kBlockKeys / kDsTileKeys);
+        const int part = step % (kBlockKeys / kDsTileKeys);
         stages.wait_empty();
         const u32 buffer = stages.address();
         if (elect_one()) {
@@ -83,18 +83,18 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
 #pragma unroll
           for (int i = 0; i < kTilesOfBlock; ++i) {
             const bool seen = key_tile >= tiles[i].keys.begin && key_tile < tiles[i].keys.end;
-            const unsigned char* tile = tiles[i].ds + (long long)(key_tile - tiles[i].keys.begin) * kTileBytes;
+            const unsigned char* tile = tiles[i].ds + (long long)(key_tile - tiles[i].keys.begin) * kScoreTileBytes;
 #pragma unroll
             for (int j = 0; j < kRowSteps; ++j) {
-              const int piece = j * (kBlockKeys / kPieceKeys) + part;
-              bulk_load(buffer + (i * kRowSteps + j) * kPieceBytes, seen ? tile + piece * kPieceBytes : p.zeros,
-                        kPieceBytes, stages.full(), Keep::kShort);
+              const int ds_tile = j * (kBlockKeys / kDsTileKeys) + part;
+              bulk_load(buffer + (i * kRowSteps + j) * kDsTileBytes, seen ? tile + ds_tile * kDsTileBytes : p.zeros,
+                        kDsTileBytes, stages.full(), Keep::kShort);
             }
           }
         }
         __syncwarp();
-        if (load_rows<kHeadPanels, kPieceKeys>(buffer + kRowsLayout.ds_bytes, &p.k_map, stages.full(),
-                                               smem + kRowsLayout.tail, tail_parity, source, step * kPieceKeys,
+        if (load_rows<kHeadPanels, kDsTileKeys>(buffer + kRowsLayout.ds_bytes, &p.k_map, stages.full(),
+                                               smem + kRowsLayout.tail, tail_parity, source, step * kDsTileKeys,
                                                kPacked || kSeqUsedK, Keep::kLong))
           if (elect_one()) mbarrier_arrive(stages.full());
         stages.advance();
@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll 1
     for (int step = 0; step < block.steps; ++step) {
       stages.wait_full();
-      const u32 ds = uniform_descriptor(stages.address() + consumer() * kRowTiles * kPieceBytes, 0);
+      const u32 ds = uniform_descriptor(stages.address() + consumer() * kRowTiles * kDsTileBytes, 0);
       const u32 k = uniform_descriptor(stages.address() + kRowsLayout.ds_bytes, kBackwardPanelBytes);
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) register_fence(dQ[tile]);
@@ -135,9 +135,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile)
 #pragma unroll
-        for (int part = 0; part < kPieceKeys / 16; ++part)
+        for (int part = 0; part < kDsTileKeys / 16; ++part)
           Wgmma<kHeadDim>::template multiply<kAcrossK, kAcrossK>(
-              dQ[tile], ds + ((tile * kPieceBytes + part * 16 * 128) >> 4), k + (part * 16 * 128 >> 4), 1);
+              dQ[tile], ds + ((tile * kDsTileBytes + part * 16 * 128) >> 4), k + (part * 16 * 128 >> 4), 1);
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
@@ -149,8 +149,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     Finite finite;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      const int first = block.row + int(consumer() * kRowTiles + tile) * kPieceRows;
-      if (first >= n.sq) break;  // with one way out alone the compiler may not unroll, and keep dQ in memory
+      const int first = block.row + int(consumer() * kRowTiles + tile) * kDsTileRows;
+      if (first >= n.sq) break;  // a second exit; without it the compiler may keep the loop, and dQ in memory
       const int row = first + int(warp_row() + thread_row());
       unsigned short* dq = row_of(p.dq, block.batch, n.q_start + row, block.head);
       store_global_fragment<kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale, finite);
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   wait_for_earlier_kernels();
   if (threadIdx.x < 128) {
-    registers_drop<40>();  // it keeps the places of all tiles
+    registers_drop<40>();  // the producer holds the sources of all row tiles
     if (threadIdx.x < 32) produce(p, smem);
   } else {
     registers_raise<232>();

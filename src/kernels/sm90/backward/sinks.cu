@@ -1,5 +1,5 @@
-// The gradient of the sinks: a sink is a key without a value, so that dsink = sum of P_sink (dLSE - D) over the rows of
-// its head in all sequences. sm90/backward/prepare.cu has left dLSE - D of each.
+// The gradient of the sinks. A sink is a key without a value, so that dsink = sum of P_sink (dLSE - D) over the rows of
+// its head in all sequences. prepare.cu computes dLSE - D of each row.
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
@@ -7,14 +7,14 @@
 
 enum : int { kSinksThreads = 1024, kSinksWarps = kSinksThreads / 32 };
 
-// The probability of the sink by the LSE that it is in: 1 where both are +inf, 0 where either is -inf.
+// P of a sink in a row, whose LSE includes it: 1 if both are +inf, 0 if either is -inf.
 __device__ __forceinline__ float sink_probability(float sink, float lse) {
   if (lse == -infinity()) return 0;
   return sink == lse ? 1 : exp2_fast((sink - lse) * 1.4426950408889634f);
 }
 
-// A CTA takes a head, a warp of it so many rows of a sequence at a time as statistics are aligned to. The sums
-// are f64, in an order that lengths alone decide. Grid: hq.
+// A CTA takes a head, and a warp of it kStatisticsRows rows of a sequence at a time. The sums are f64, in an order that
+// only the lengths decide. Grid: hq.
 extern "C" __global__ void __launch_bounds__(kSinksThreads)
     fulgur_backward_sinks(const __grid_constant__ BackwardParams p) {
   __shared__ double sums[kSinksThreads];
@@ -23,15 +23,15 @@ extern "C" __global__ void __launch_bounds__(kSinksThreads)
   const float sink = p.sinks[head];
   const int chunks = count_of(p.sq, kStatisticsRows);
   double sum = 0;
-  for (long long i = threadIdx.x / 32; i < (long long)(p.batch) * chunks; i += kSinksWarps) {
-    const int batch = int(i / chunks);
-    const int first = int(i % chunks) * kStatisticsRows;
+  for (long long at = threadIdx.x / 32; at < (long long)(p.batch) * chunks; at += kSinksWarps) {
+    const int batch = int(at / chunks);
+    const int first = int(at % chunks) * kStatisticsRows;
     const Lengths n = lengths_of(p, batch);
     const float* lse = p.lse.data + batch * p.lse.batch + head * p.lse.head + n.q_start;
     const float* delta = p.delta + head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
 #pragma unroll
-    for (int turn = 0; turn < kStatisticsRows / 32; ++turn) {
-      const int row = first + 32 * turn + int(threadIdx.x % 32);
+    for (int i = 0; i < kStatisticsRows / 32; ++i) {
+      const int row = first + 32 * i + int(threadIdx.x % 32);
       const float probability = row < n.sq ? sink_probability(sink, lse[row]) : 0;
       if (probability != 0) sum += double(probability) * delta[row];
     }

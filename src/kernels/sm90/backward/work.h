@@ -1,49 +1,59 @@
-// Work of the backward pass. The scores of a head are cut into tiles of `rows` x `keys`. One kernel takes blocks of
-// keys and walks down their row tiles; it leaves dS in the workspace, from which another, that takes blocks of rows,
-// computes dQ = dS K. dS of all heads at once would be too much: a wave is what the workspace holds.
+// How the Hopper backward pass divides its work. The scores of a q head are cut into score tiles of Br x Bc. The kernel
+// by keys (keys.cu, keys_wide.cu) takes key blocks of Bc keys and iterates over the row tiles of Br rows that see them.
+// It computes dK and dV, and either adds dQ to dq_accum or stores dS, from which the kernel by rows (rows.cu) computes
+// dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it holds.
 #pragma once
 #include "host_device/band.h"
 
 namespace fulgur::kernels {
 
-// dS lies in pieces of 64 queries x 64 keys: a row of 128 bytes is a key, and its queries are swizzled as TMA does it.
-enum : int { kPieceRows = 64, kPieceKeys = 64, kPieceBytes = 2 * kPieceRows * kPieceKeys };
-// LSE and D of a sequence begin at multiples of so many rows.
-enum : int { kStatisticsRows = 128 };
-
-struct ScoreTile {
-  int rows, keys;  // multiples of 64; keys are once or twice the rows
+// How dQ is computed.
+enum class DqMethod : int {
+  kAtomic,   // key blocks add to dq_accum in f32, in no fixed order
+  kOrdered,  // the same in a fixed order, by semaphores: the same bits in every run
+  kStored,   // dS is stored, and the kernel by rows computes dQ from it
 };
 
-// x / y where y is 1 in most calls: a division by what the compiler does not know takes a hundred cycles, which nothing
-// hides before a block's first load.
+// A dS tile is dS of 64 rows x 64 keys: one line of 128 bytes for each key, with its rows swizzled as TMA does it.
+enum : int { kDsTileRows = 64, kDsTileKeys = 64, kDsTileBytes = 2 * kDsTileRows * kDsTileKeys };
+// The statistics of a sequence (LSE and D of its rows) begin at a multiple of this number of rows.
+enum : int { kStatisticsRows = 128 };
+
+// The size of a score tile, Br x Bc.
+struct ScoreTile {
+  int rows, keys;  // multiples of 64; keys / rows is 1 or 2
+};
+
+// x / y for a y that is 1 in most calls: a division by a run-time value takes about a hundred cycles, and nothing hides
+// them before the first load of a key block.
 FULGUR_SHARED int quotient(int x, int y) { return y == 1 ? x : x / y; }
 
 FULGUR_SHARED int count_of(int all, int each) { return (all + each - 1) / each; }
 
-// Row tiles [begin, end) of which some row sees one of the keys [first, first + count).
+// A range of row tiles: [begin, end).
 struct RowTiles {
   int begin, end;
 };
 
+// The row tiles in which some row sees one of the keys [first, first + count).
 FULGUR_SHARED RowTiles row_tiles(const Band& band, const Lengths& n, int tile_rows, int first, int count) {
   const int all = count_of(n.sq, tile_rows);
-  const int last = min_of(first + count, n.sk);  // after the keys
+  const int keys_end = min_of(first + count, n.sk);
   if (first >= n.sk) return {0, 0};
   RowTiles tiles = {0, all};
   if (band.has_right) {
-    const int row = rows_seeing(band, n, first).begin;  // the first that sees a key
+    const int row = rows_seeing(band, n, first).begin;  // the first row that sees a key
     if (row >= n.sq) return {0, 0};
     tiles.begin = max_of(row, 0) / tile_rows;
   }
   if (band.has_left) {
-    const int end = rows_seeing(band, n, last - 1).end;  // after the last row that sees a key
+    const int end = rows_seeing(band, n, keys_end - 1).end;  // one after the last row that sees a key
     tiles.end = end <= 0 ? 0 : min_of(all, count_of(end, tile_rows));
   }
   return tiles.end > tiles.begin ? tiles : RowTiles{0, 0};
 }
 
-// Whether every row of the tile that begins at `row` sees all keys [first, first + count).
+// Whether every row of the row tile that begins at `row` sees all keys [first, first + count).
 FULGUR_SHARED bool all_visible(const Band& band, const Lengths& n, int tile_rows, int row, int first, int count) {
   const int last = min_of(row + tile_rows, n.sq) - 1;
   const KeyRange seen_first = visible_keys(band, n, row);
@@ -51,128 +61,135 @@ FULGUR_SHARED bool all_visible(const Band& band, const Lengths& n, int tile_rows
   return first >= seen_last.begin && first + count <= seen_first.end;
 }
 
-// What is computed between two times that dQ is: heads, sequences, and row tiles of each. A head here is one of k and v
-// with all of its q heads, or with a part of them.
+// The part of a call that one launch of the kernel by keys computes: heads, sequences, and row tiles of each sequence.
+// A head is a kv head with all of its q heads, or one of the splits of a kv head.
 struct Wave {
   int first_head, heads;
   int first_batch, batches;
-  int first_tile, tiles;
+  int first_tile, tiles;  // row tiles
 
   friend FULGUR_SHARED bool operator==(const Wave&, const Wave&) = default;
 };
 
-// In which order the blocks of a pair are taken. Alternating: the last first in every second bunch, from bunch 0 on.
-enum BlockOrder : int { kFirstBlockFirst, kLastBlockFirst, kAlternating };
+// The order in which the blocks of a head are taken. Alternating: descending in even sections, ascending in odd ones.
+enum BlockOrder : int { kAscending, kDescending, kAlternating };
 
-// Blocks of pairs of a head and a sequence, which CTAs take by their number. Pairs are taken in bunches, in
-// which blocks are outermost.
-struct Blocks {
-  int blocks;  // of a pair
-  int pairs;
-  int bunch;    // pairs of one
-  int bunches;  // the last one has what is left over
+// The order in which CTAs take the blocks of all heads of all sequences. The heads of all sequences (batch_heads) are
+// numbered by sections of consecutive ones, as in host_device/work_tiles.h: inside a section blocks are outermost and
+// heads innermost, so that the CTAs that run at the same time share the rows of few heads in L2.
+struct BlockSchedule {
+  int blocks;         // of a head
+  int batch_heads;    // batch * heads
+  int section_heads;  // heads of a section
+  int sections;       // the last one takes the remainder, too
   BlockOrder order;
 
-  friend FULGUR_SHARED bool operator==(const Blocks&, const Blocks&) = default;
+  friend FULGUR_SHARED bool operator==(const BlockSchedule&, const BlockSchedule&) = default;
 };
-struct BlockOfPair {
-  int block, pair;
+struct BlockOfHead {
+  int block, batch_head;
 };
 
-FULGUR_SHARED bool first_block_first(const Blocks& blocks, int pair) {
-  if (blocks.order != kAlternating) return blocks.order == kFirstBlockFirst;
-  if (blocks.bunches == 1) return false;
-  return min_of(pair / blocks.bunch, blocks.bunches - 1) % 2 == 1;
+// Whether the blocks of a head are taken in ascending order.
+FULGUR_SHARED bool is_ascending(const BlockSchedule& blocks, int batch_head) {
+  if (blocks.order != kAlternating) return blocks.order == kAscending;
+  if (blocks.sections == 1) return false;
+  return min_of(batch_head / blocks.section_heads, blocks.sections - 1) % 2 == 1;
 }
 
-FULGUR_SHARED int bunch_of(const Blocks& blocks, int number) {
-  return blocks.bunches == 1 ? 0 : min_of(number / (blocks.blocks * blocks.bunch), blocks.bunches - 1);
+FULGUR_SHARED int section_of(const BlockSchedule& blocks, int number) {
+  return blocks.sections == 1 ? 0 : min_of(number / (blocks.blocks * blocks.section_heads), blocks.sections - 1);
 }
 
-FULGUR_SHARED BlockOfPair block_of(const Blocks& blocks, int number) {
-  const int bunch = bunch_of(blocks, number);
-  const int first = bunch * blocks.bunch;
-  const int pairs = bunch == blocks.bunches - 1 ? blocks.pairs - first : blocks.bunch;
+FULGUR_SHARED BlockOfHead block_of(const BlockSchedule& blocks, int number) {
+  const int section = section_of(blocks, number);
+  const int first = section * blocks.section_heads;
+  const int heads = section == blocks.sections - 1 ? blocks.batch_heads - first : blocks.section_heads;
   const int rest = number - first * blocks.blocks;
-  const int block = rest / pairs;
-  const int pair = first + rest % pairs;
-  return {first_block_first(blocks, pair) ? block : blocks.blocks - 1 - block, pair};
+  const int block = rest / heads;
+  const int batch_head = first + rest % heads;
+  return {is_ascending(blocks, batch_head) ? block : blocks.blocks - 1 - block, batch_head};
 }
 
-// The items that CTAs take of blocks of keys. The last `cut` blocks are two items each, parts of their rows:
-// the first parts come before all other blocks, each longer than the one before, and the second parts after them, so
-// that CTAs which start by parts of different lengths end at the same time.
-FULGUR_SHARED int items_of(const Blocks& blocks, int cut) { return blocks.blocks * blocks.pairs + cut; }
-
-FULGUR_SHARED bool is_first_part(int cut, int item) { return item < cut; }
-FULGUR_SHARED bool is_second_part(const Blocks& blocks, int cut, int item) {
-  return item >= items_of(blocks, cut) - cut;
+// Work tiles of the kernel by keys, numbered in the order in which CTAs take them. A work tile is a key block with all
+// of its row tiles; each of the last `cut` key blocks is two work tiles: its first row tiles and the rest. The first
+// parts come before all other work tiles, each longer than the one before, and the second parts after them. So CTAs
+// that start with first parts of different lengths end at the same time.
+FULGUR_SHARED int work_tiles_of(const BlockSchedule& blocks, int cut) {
+  return blocks.blocks * blocks.batch_heads + cut;
 }
 
-// The number of an item's block.
-FULGUR_SHARED int number_of_item(const Blocks& blocks, int cut, int item) {
-  return is_first_part(cut, item) ? items_of(blocks, cut) - 2 * cut + item : item - cut;
+FULGUR_SHARED bool is_first_part(int cut, int work_tile) { return work_tile < cut; }
+FULGUR_SHARED bool is_second_part(const BlockSchedule& blocks, int cut, int work_tile) {
+  return work_tile >= work_tiles_of(blocks, cut) - cut;
 }
 
-// Which of all row tiles an item has. First parts are never empty.
-FULGUR_SHARED RowTiles tiles_of_item(const Blocks& blocks, int cut, int item, int tiles) {
-  const bool first = is_first_part(cut, item);
-  if (!first && !is_second_part(blocks, cut, item)) return {0, tiles};
-  const int nth = first ? item : item - (items_of(blocks, cut) - cut);
+// The number of a work tile's key block.
+FULGUR_SHARED int block_number(const BlockSchedule& blocks, int cut, int work_tile) {
+  return is_first_part(cut, work_tile) ? work_tiles_of(blocks, cut) - 2 * cut + work_tile : work_tile - cut;
+}
+
+// The row tiles of a work tile, where its key block has row tiles [0, tiles). First parts are never empty.
+FULGUR_SHARED RowTiles row_tiles_of_work_tile(const BlockSchedule& blocks, int cut, int work_tile, int tiles) {
+  const bool first = is_first_part(cut, work_tile);
+  if (!first && !is_second_part(blocks, cut, work_tile)) return {0, tiles};
+  const int nth = first ? work_tile : work_tile - (work_tiles_of(blocks, cut) - cut);
   const int between = count_of(tiles * (nth + 1), cut + 1);
   return first ? RowTiles{0, between} : RowTiles{between, tiles};
 }
 
-// Where the tiles of dS lie. A row tile has room for `pitch` of them, or, where pitch is 0, for those that it sees:
-// then only the right bound hides some.
+// Where the workspace has dS of each score tile. A row tile has room for `pitch` score tiles. If pitch is 0, only a
+// right bound hides keys, and a row tile has room for the score tiles up to its diagonal.
 struct ScoreTiles {
   int pitch;
-  int unit;      // tiles of a q head of a sequence; compact: of a q head
-  bool compact;  // packed sequences follow each other, all of a head
+  int head_tiles;  // score tiles of a q head of one sequence; compact: of a q head of all sequences
+  bool compact;    // packed sequences follow each other inside a q head
 
   friend FULGUR_SHARED bool operator==(const ScoreTiles&, const ScoreTiles&) = default;
 };
 
-// 1 + ... + x, each divided by `each` and rounded up, none more than `limit`.
+// The sum over i = 1 ... x of min(ceil(i / each), limit).
 FULGUR_SHARED long long sum_of_quotients(long long x, int each, int limit) {
   const long long rising = x < 0 ? 0 : x < (long long)(each) * limit ? x : (long long)(each) * limit;
   const long long whole = rising / each;
   return each * whole * (whole + 1) / 2 + rising % each * (whole + 1) + (x > rising ? (x - rising) * limit : 0);
 }
 
-// Tiles in front of row tile `tile` of a sequence under a right bound.
+// The number of score tiles before row tile `tile` of a sequence under a right bound.
 FULGUR_SHARED long long tiles_above_diagonal(const Band& band, const Lengths& n, const ScoreTile& each, int tile) {
-  const int ahead = n.sk - n.sq + band.right;  // keys that the row in front of the first sees
+  const int ahead = n.sk - n.sq + band.right;  // keys that a row before row 0 would see
   const int start = ahead > 0 ? count_of(ahead, each.rows) : -(-ahead / each.rows);
   const int ratio = each.keys / each.rows;
   const int limit = count_of(n.sk, each.keys);
   return sum_of_quotients(start + tile, ratio, limit) - sum_of_quotients(start, ratio, limit);
 }
 
+// The number of score tiles before row tile `tile` of a sequence.
 FULGUR_SHARED long long tiles_before(const ScoreTiles& store, const Band& band, const Lengths& n,
                                      const ScoreTile& each, int tile) {
   return store.pitch > 0 ? (long long)(store.pitch) * tile : tiles_above_diagonal(band, n, each, tile);
 }
 
-// Key tiles [begin, end) that a row tile sees.
+// The key tiles [begin, end) that some row of a row tile sees.
 FULGUR_SHARED KeyTiles key_tiles_of(const Band& band, const Lengths& n, const ScoreTile& each, int tile) {
   const int row = tile * each.rows;
   return key_tiles(band, n, each.keys, row, min_of(row + each.rows, n.sq) - 1);
 }
 
-// The tile of dS of a row tile and a key tile that it sees; `head` counts q heads of the wave.
+// The place of the score tile of a row tile and a key tile that it sees. `head` counts the q heads of the wave.
 FULGUR_SHARED long long score_tile(const ScoreTiles& store, const Wave& wave, const Band& band, const Lengths& n,
-                                   const ScoreTile& each, int pair_heads, int batch, int head, int tile, int key_tile) {
-  const int heads = wave.heads * pair_heads;
-  const long long unit = store.compact ? head : (long long)(batch - wave.first_batch) * heads + head;
+                                   const ScoreTile& each, int split_heads, int batch, int head, int tile,
+                                   int key_tile) {
+  const int heads = wave.heads * split_heads;
+  const long long batch_head = store.compact ? head : (long long)(batch - wave.first_batch) * heads + head;
   const int sequence = store.compact ? (n.q_start / kStatisticsRows + batch) * (kStatisticsRows / each.rows) : 0;
   const long long before =
       tiles_before(store, band, n, each, tile) - tiles_before(store, band, n, each, wave.first_tile);
   const int slot = key_tile - (store.pitch > 0 ? key_tiles_of(band, n, each, tile).begin : 0);
-  return unit * store.unit + (long long)(sequence) * store.pitch + before + slot;
+  return batch_head * store.head_tiles + (long long)(sequence) * store.pitch + before + slot;
 }
 
-// The first row of a sequence among the statistics of a head.
+// The first row of a sequence in the statistics of a q head.
 FULGUR_SHARED int statistics_row(const Lengths& n, bool packed, int batch, int longest) {
   return packed ? (n.q_start / kStatisticsRows + batch) * kStatisticsRows
                 : batch * count_of(longest, kStatisticsRows) * kStatisticsRows;

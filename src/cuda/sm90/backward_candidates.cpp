@@ -1,0 +1,227 @@
+#include "cuda/sm90/backward_candidates.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "cuda/sm90/backward_cost.h"
+#include "cuda/sm90/backward_waves.h"
+#include "cuda/sm90/tensor_map.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kMaxStages = 6;
+
+/// A way to compute the backward pass: each is tried for every problem.
+struct Form {
+  DqMethod dq_method;
+  int consumers;
+};
+constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
+                           {DqMethod::kOrdered, 2},
+                           {DqMethod::kStored, 2},
+                           {DqMethod::kAtomic, 1}};
+
+kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
+  return {key.head_dim,   key.value_dim, key.consumers,  key.block_rows,
+          key.block_keys, key.k_stages,  key.q_stages,   key.o_stages,
+          key.ds_stages,  key.row_tiles, key.row_stages, key.dq_stages};
+}
+
+/// What the problem fixes.
+HopperBackwardPlan common_plan(const Problem& p) {
+  HopperBackwardPlan plan;
+  static_cast<HopperKey&>(plan) = hopper_key(p);
+  plan.dropout = p.dropout_p > 0;
+  plan.has_dlse = p.has(Arg::kDlse);
+  plan.dsinks = p.has(Arg::kDsinks);
+  const BackwardMaps maps = backward_maps(p);
+  plan.copies_q = not_addressable(maps.q);
+  plan.copies_k = not_addressable(maps.k);
+  plan.copies_v = not_addressable(maps.v);
+  plan.copies_dout = not_addressable(maps.dout);
+  plan.elements = p.d % 8 != 0 || p.dv % 8 != 0;
+  for (const TensorMapShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
+    plan.elements = plan.elements || !not_addressable(shape).empty();
+  }
+  return plan;
+}
+
+/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
+/// derivative of softcap, and P without dropped entries.
+bool needs_wide(const HopperBackwardPlan& plan) {
+  if (plan.softcap && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
+  return plan.head_dim > (plan.softcap || plan.dropout ? 128 : 192) || plan.value_dim > 128;
+}
+
+/// The largest d and dv for which a warpgroup holds dK and dV if another one computes dQ.
+int max_accumulated_dim(const HopperBackwardPlan& plan) {
+  return plan.softcap ? 64 : plan.dropout ? 96 : 128;
+}
+
+/// Whether each SM has at most one key block of so many keys.
+bool one_round(const Problem& p, int block_keys, int sms) {
+  return p.batch * p.hk * ceil_div(p.sk, block_keys) <= sms;
+}
+
+/// Whether one warpgroup with 64 keys a CTA is worth trying instead of two with 128: twice as many
+/// SMs have work, each for half of the time, but dQ is added twice as often. It was measured up to
+/// so many rows, and loses if keys meet several q heads.
+bool is_short(const Problem& p, int sms) {
+  constexpr int64_t kMaxShortRows = 1024;
+  return p.sq <= kMaxShortRows && p.group() == 1 && one_round(p, 64, sms);
+}
+
+/// Br: 128 if rows are one panel, for fewer waits, but 64 if a call is so short that the wait for
+/// the first step counts more.
+int step_rows(const HopperBackwardPlan& plan, const Problem& p, int sms) {
+  constexpr int64_t kFewRows = 256;
+  const bool few =
+      plan.dq_method == DqMethod::kAtomic && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
+  return has_one_panel(plan) && !plan.softcap && !plan.dropout && !few ? 128 : 64;
+}
+
+/// Fills the shared memory of the kernel by keys with stages. False if it does not hold two of Q
+/// and of dO.
+bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
+  // A second stage of K takes the next block while the last steps of this one go on. For rows of
+  // more panels it has the room of a second stage of dS, which is worth more only where additions
+  // are ordered: they hold up the warpgroup that reads dS.
+  const bool instead_of_ds = !has_one_panel(plan) && plan.dq_method == DqMethod::kAtomic;
+  plan.k_stages = has_one_panel(plan) || instead_of_ds ? 2 : 1;
+  plan.ds_stages = instead_of_ds ? 1 : 2;
+  // A warp that adds in order holds its stage until the addition is complete, which takes longer
+  // than a step of 64 rows.
+  const bool third = plan.dq_method == DqMethod::kOrdered && plan.block_rows == 64;
+  plan.dq_stages = !plan.accumulates_dq() ? 0 : third ? 3 : 2;
+  // As many as the registers hold of dQ, and those of the producer hold places of tiles.
+  plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
+  const auto keys_bytes = [&](int q_stages, int o_stages) {
+    plan.q_stages = q_stages;
+    plan.o_stages = o_stages;
+    return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
+                                                : kernels::keys_layout(tile_of(plan)).bytes;
+  };
+  // A stage of Q is held for two steps, one of dO for one.
+  int q_stages = 2, o_stages = 2;
+  if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
+  for (bool grown = true; grown;) {
+    grown = false;
+    if (q_stages <= o_stages && q_stages < kMaxStages &&
+        keys_bytes(q_stages + 1, o_stages) <= shared_bytes) {
+      ++q_stages;
+      grown = true;
+    } else if (o_stages < kMaxStages && keys_bytes(q_stages, o_stages + 1) <= shared_bytes) {
+      ++o_stages;
+      grown = true;
+    }
+  }
+  keys_bytes(q_stages, o_stages);
+  return true;
+}
+
+/// The same for the kernel by rows.
+bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
+  for (plan.row_stages = kMaxStages; plan.row_stages >= 2; --plan.row_stages) {
+    plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
+    if (plan.rows_shared_bytes <= shared_bytes) return true;
+  }
+  return false;
+}
+
+/// Why a plan that accumulates dQ does not compute a problem; empty if it does.
+std::string not_accumulated(const HopperBackwardPlan& plan, const Problem& p) {
+  if (const int max = max_accumulated_dim(plan); std::max(p.d, p.dv) > max) {
+    return fmt::format("dQ accumulated: computes d and dv up to {}{}, got {} and {}", max,
+                       plan.softcap   ? " with softcap"
+                       : plan.dropout ? " with dropout"
+                                      : "",
+                       p.d, p.dv);
+  }
+  if (p.invariant) {
+    return "dQ accumulated: whether it fits the workspace depends on the batch, which an "
+           "`invariant` call must not";
+  }
+  if (plan.dq_method == DqMethod::kAtomic && p.deterministic) {
+    return "dQ accumulated in no fixed order: the last bits would differ from run to run";
+  }
+  return {};
+}
+
+int statistics_rows(const Problem& p) {
+  const int64_t rows = kernels::kStatisticsRows;
+  return static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
+                                   : p.batch * ceil_div(p.sq, rows) * rows);
+}
+
+}  // namespace
+
+std::string backward_rejects(const Problem& p) {
+  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  const BackwardMaps maps = backward_maps(p);
+  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
+                                    std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
+    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // The kernels number blocks and the rows of statistics with ints.
+  constexpr double kMax = std::numeric_limits<int>::max();
+  const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
+  // Doubles, as q may have any number of heads if it has no rows.
+  const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
+  if (heads * static_cast<double>(blocks) > kMax ||
+      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMax) {
+    return fmt::format("computes up to 2^31 blocks of rows, got {:.0f} heads of {}", heads, blocks);
+  }
+  return {};
+}
+
+std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card& card,
+                                                    std::vector<std::string>* rejected) {
+  std::vector<HopperBackwardTile> tiles;
+  for (const auto [dq_method, consumers] : kForms) {
+    if (consumers == 1 && !is_short(p, card.sms)) continue;
+    HopperBackwardTile tile{common_plan(p), 0};
+    HopperBackwardPlan& plan = tile.plan;
+    plan.dq_method = dq_method;
+    plan.consumers = consumers;
+    plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
+    plan.block_rows = step_rows(plan, p, card.sms);
+    if (plan.accumulates_dq()) {
+      const std::string why = not_accumulated(plan, p);
+      // The first form says it for the others.
+      if (!why.empty() && dq_method == DqMethod::kAtomic && consumers == 2)
+        rejected->push_back(why);
+      if (!why.empty()) continue;
+    }
+    if (!derive_stages(plan, card.shared_bytes)) continue;
+    plan.statistics_rows = statistics_rows(p);
+    plan.grid = card.sms;
+    HopperBackwardPlan roomy = plan;
+    tile.cycles = plan_waves(plan, p, card, p.max_workspace);
+    if (!derive_row_stages(plan, card.shared_bytes)) continue;
+    const double cycles = p.max_workspace > 0 ? plan_waves(roomy, p, card, 0) : tile.cycles;
+    if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
+      rejected->push_back(fmt::format(
+          "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "
+          "max_workspace is {}",
+          roomy.waves.size(), plan.waves.size(), cycles / tile.cycles, workspace_of(p, roomy).end,
+          p.max_workspace));
+    }
+    tiles.push_back(std::move(tile));
+  }
+  return tiles;
+}
+
+}  // namespace fulgur::cuda
