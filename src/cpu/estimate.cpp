@@ -117,13 +117,13 @@ Estimate estimate(const Cost& cost, const Peaks& peaks) {
   if (products < reading) {
     const double rate = cost.bytes / seconds;
     return {
-        seconds * 1e6, "memory",
+        seconds * 1e6, "memory", cost.at_least,
         fmt::format("{}; reading memory binds: {:.3g} GB/s, {:.0f}% of what {} thread{} read here",
                     takes, rate * 1e-9, 100 * rate / peaks.read, peaks.threads,
                     peaks.threads == 1 ? "" : "s")};
   }
   const double each = cost.flops / seconds / peaks.threads;
-  return {seconds * 1e6, "products",
+  return {seconds * 1e6, "products", cost.at_least,
           fmt::format(
               "{}; the products bind: {:.3g} GFLOP/s of {}, {:.0f}% of the f32 FMA peak "
               "measured here",

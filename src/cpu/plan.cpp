@@ -234,6 +234,9 @@ Explanation describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
                   k.target, plan.Br, plan.Bc));
   if (!k.vectors) {
     const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
+    Details::Texts by_vectors = {"not_finite"};
+    if (denormal) by_vectors.emplace_back("denormal_v");
+    e.details.add("tiles_by_vectors", std::move(by_vectors));
     say(fmt::format("vectors compute key tiles {}with what is not finite with a mask",
                     denormal ? "with denormal numbers in v, and those " : ""));
   }
@@ -262,7 +265,6 @@ Explanation describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
     say(fmt::format("blocks of {} rows over all their keys", plan.block_rows));
   }
   if (p.cache.paged()) {
-    e.details.add("page", p.cache.page);
     say(describe_pages(plan, p));
   }
   say(fmt::format("{} threads take tasks, longest first", plan.threads));

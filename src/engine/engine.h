@@ -32,6 +32,7 @@ struct Explanation {
 struct Estimate {
   double microseconds = 0;  ///< 0: not known
   std::string bound;        ///< what limits it: "memory" or "products"
+  bool at_least = false;    ///< a part of the call is not counted
   std::string sentence;     ///< both for people
 };
 

@@ -64,7 +64,6 @@ class AppendFirstExecutable final : public Executable {
   Explanation explain() const override {
     Explanation e = attention_->explain();
     e.details.add("append", "before_attention");
-    e.details.add("append_tokens", p_.append.tokens);
     e.decisions.insert(
         e.decisions.begin(),
         fmt::format("new rows of k and v, {} in all, go to their caches first{}, and are attended "
@@ -75,6 +74,7 @@ class AppendFirstExecutable final : public Executable {
 
   Estimate estimate(const std::vector<Sequence>& lengths) const override {
     Estimate attention = attention_->estimate(lengths);
+    attention.at_least = true;
     if (!attention.sentence.empty()) attention.sentence += "; besides it, what appending takes";
     return attention;
   }

@@ -88,7 +88,10 @@ Details call_details(const Problem& p) {
   call.add("scale", p.scale);
   if (p.softcap > 0) call.add("softcap", p.softcap);
   if (p.dropout_p > 0) call.add("dropout_p", p.dropout_p);
-  if (p.cache.paged()) call.add("page", p.cache.page);
+  if (p.cache.paged()) {
+    call.add("page", p.cache.page);
+    call.add("pages", p.cache.entries);
+  }
   if (p.prefix_groups > 0) call.add("prefix_groups", p.prefix_groups);
   if (p.append.given) call.add("append_tokens", p.append.tokens);
   call.add("optional_tensors", optional_tensors(p));
@@ -147,6 +150,7 @@ Details Plan::details() const {
   if (const Estimate expected = estimate_of(*impl_); expected.microseconds > 0) {
     details.add("estimate_us", expected.microseconds);
     details.add("bound", expected.bound);
+    details.add("estimate_is_minimum", expected.at_least);
   }
   details.add("workspace_bytes", workspace().bytes);
   if (p.max_workspace > 0) details.add("max_workspace", p.max_workspace);

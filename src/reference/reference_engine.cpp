@@ -187,6 +187,7 @@ class ReferenceExecutable final : public Executable {
     e.details.add("Br", e.Br);
     e.details.add("Bc", e.Bc);
     e.details.add("threads", threads);
+    e.details.add("copied_bytes", copied);
     return e;
   }
 

@@ -185,7 +185,7 @@ TEST(BadOneCalls, RunsOfPlans) {
   ForwardArgs args = appending(a.attention(), a.rows());
   const Plan plan = fulgur::plan(args, a.w.options);
   EXPECT_EQ(plan.details().get<std::string>("append"), "before_attention");
-  EXPECT_EQ(plan.details().get<int64_t>("append_tokens"), 8);
+  EXPECT_EQ(plan.details().get<int64_t>("call.append_tokens"), 8);
   args.append = {};
   EXPECT_TRUE(starts_like(message_of([&] { plan.run(args); }), "k_cache: got .* as planned"));
   args.append = a.rows().new_rows();

@@ -9,10 +9,12 @@
 #include <limits>
 #include <optional>
 #include <random>
+#include <string>
 
 #include "engine_memory.h"
 #include "engines.h"
 #include "oracle.h"
+#include "rejected.h"
 #include "shared.h"
 
 namespace fulgur::test {
@@ -23,7 +25,9 @@ using Index = CacheShape::Index;
 
 class SharedPrefix : public EveryEngine {};
 
-constexpr const char* kShares = "shared prefixes: all rows of a group over its prefix";
+/// Whether prefixes are read once for all sequences of a group.
+bool shares(const Details& plan) { return plan.has("prefix"); }
+
 // Queries and keys of seven sequences: of one group of three, of one alone, and of three that begin
 // with fewer keys. Their lengths are all different.
 std::vector<Rows> ragged(int64_t sq) {
@@ -88,11 +92,10 @@ TEST_P(SharedPrefix, FollowsTheDefinition) {
     w.options.engine = engine();
     Shared shared(w, shape, all[i].groups, all[i].lens);
     const Expected e = expect_forward(w);
-    std::string words;
-    if (!computes([&] { words = shared.explain(w.options); })) continue;
-    const bool shares = words.find(kShares) != std::string::npos;
-    EXPECT_EQ(shares, engine() != "reference") << words;
-    if (shares) shared.poison();
+    Details plan;
+    if (!computes([&] { plan = shared.details(w.options); })) continue;
+    EXPECT_EQ(shares(plan), engine() != "reference") << plan.json();
+    if (shares(plan)) shared.poison();
     w.seal();
     compute(shared.forward, w.options);
     EXPECT_TRUE(forward_is_right(w, e));
@@ -237,7 +240,7 @@ TEST_P(SharedPrefix, SinksMayBeInfinite) {
   EXPECT_TRUE(forward_is_right(w, e));
 }
 
-// Where prefixes are not read once, `explain` says why, and the bits are those without them.
+// Where prefixes are not read once, plans say why, and the bits are those without them.
 TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
   if (engine() == "reference") return;  // it never does
   const Dense leftpad(DType::kI32, {4}), used(DType::kI32, {4}), slopes(DType::kF32, {4});
@@ -271,12 +274,10 @@ TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
     w.options.engine = engine();
     Shared shared(w, {Order::kNhd, Index::kTable, 16}, {0, 4}, {80});
     change.change(w.options, shared.forward);
-    std::string words;
-    if (!computes([&] { words = shared.explain(w.options); })) continue;
-    EXPECT_EQ(words.find(kShares), std::string::npos) << words;
-    EXPECT_NE(words.find(std::string("rejected  shared prefixes read once: ") + change.why),
-              std::string::npos)
-        << words;
+    Details plan;
+    if (!computes([&] { plan = shared.details(w.options); })) continue;
+    EXPECT_FALSE(shares(plan)) << plan.json();
+    EXPECT_TRUE(rejects(plan, "shared prefixes read once: ", change.why)) << plan.json();
     w.seal();
     compute(shared.forward, w.options);
     const auto out = bits(w.forward.out), lse = bits(w.forward.lse);
@@ -299,12 +300,13 @@ TEST_P(SharedPrefix, NeedsRoom) {
   std::optional<Plan> plan;
   if (!computes([&] { plan.emplace(fulgur::plan(there, w.options)); })) return;
   const int64_t wants = plan->workspace().bytes;
-  if (plan->explain().find(kShares) == std::string::npos) return;
+  if (!shares(plan->details())) return;
   for (const int64_t bound : {wants, wants - 1}) {
     w.options.max_workspace = bound;
-    const std::string words = shared.explain(w.options);
-    EXPECT_EQ(words.find(kShares) != std::string::npos, bound == wants) << words;
-    EXPECT_EQ(words.find("read once: wants") != std::string::npos, bound < wants) << words;
+    const Details details = shared.details(w.options);
+    EXPECT_EQ(shares(details), bound == wants) << details.json();
+    EXPECT_EQ(rejects(details, "shared prefixes read once: ", std::to_string(wants)), bound < wants)
+        << details.json();
     w.seal();
     compute(shared.forward, w.options);
     EXPECT_TRUE(forward_is_right(w, e));

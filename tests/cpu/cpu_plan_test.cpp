@@ -54,26 +54,25 @@ TEST(CpuPlan, BlocksOfUnknownLengthsAreMany) {
   EXPECT_EQ(block_rows(shape, 1), kMaxRows);
 }
 
-// What products of bf16 would compute otherwise falls to vectors, as `explain` says.
+// What products of bf16 would compute otherwise falls to vectors.
 TEST(CpuPlan, SaysWhatFallsToVectors) {
-  const auto said = [](bool vectors, DType dtype, Pass pass) {
+  const auto by_vectors = [](bool vectors, DType dtype, Pass pass) {
     cpu::Kernels kernels = {};
     kernels.target = "AMX";
     kernels.vectors = vectors;
     Problem p = forward_problem(of(64, 1));
     p.dtype = dtype;
     p.pass = pass;
-    for (const std::string& sentence : cpu::describe({}, kernels, p).decisions) {
-      if (sentence.starts_with("vectors compute ")) return sentence;
-    }
-    return std::string();
+    const Details details = cpu::describe({}, kernels, p).details;
+    if (!details.has("tiles_by_vectors")) return Details::Texts();
+    return details.get<Details::Texts>("tiles_by_vectors");
   };
-  const std::string not_finite = "with what is not finite with a mask";
-  EXPECT_EQ(said(true, DType::kBF16, Pass::kForward), "");
-  EXPECT_EQ(said(false, DType::kBF16, Pass::kForward),
-            "vectors compute key tiles with denormal numbers in v, and those " + not_finite);
-  EXPECT_EQ(said(false, DType::kF16, Pass::kForward), "vectors compute key tiles " + not_finite);
-  EXPECT_EQ(said(false, DType::kBF16, Pass::kBackward), "vectors compute key tiles " + not_finite);
+  const Details::Texts not_finite = {"not_finite"};
+  EXPECT_EQ(by_vectors(true, DType::kBF16, Pass::kForward), Details::Texts());
+  EXPECT_EQ(by_vectors(false, DType::kBF16, Pass::kForward),
+            (Details::Texts{"not_finite", "denormal_v"}));
+  EXPECT_EQ(by_vectors(false, DType::kF16, Pass::kForward), not_finite);
+  EXPECT_EQ(by_vectors(false, DType::kBF16, Pass::kBackward), not_finite);
 }
 
 }  // namespace

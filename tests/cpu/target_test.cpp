@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -10,6 +11,7 @@
 #include <map>
 
 #include "engines.h"
+#include "rejected.h"
 #include "storage.h"
 
 namespace fulgur::test {
@@ -74,45 +76,50 @@ TEST(Target, IsTheForcedOne) {
   run_forward();
 }
 
-// The path of a plan, why not the others, and that they are as `explain` says.
+// The kernels of a plan, and that the others are rejected for a reason.
 TEST(Target, IsExplained) {
   if (!cpu().unavailable.empty()) GTEST_SKIP() << cpu().unavailable;
   const std::string description = cpu().description;
   const bool tiles = description.find(" AMX tiles for bf16") != std::string::npos;
   const bool dots = description.find(" AVX512-BF16 dot products for bf16") != std::string::npos;
-  const auto explained = [](DType dtype, double scale) {
+  const auto details = [](DType dtype, double scale) {
     const Dense q(dtype, {1, 100, 1, 16}), out(dtype, {1, 100, 1, 16});
     Options options;
     options.engine = "cpu";
     options.scale = scale;
-    return plan(ForwardArgs{q, q, q, out, {}}, options).explain();
+    return plan(ForwardArgs{q, q, q, out, {}}, options).details();
   };
-  const auto contains = [](const std::string& text, const std::string& part) {
-    EXPECT_NE(text.find(part), std::string::npos) << "no " << part << " in\n" << text;
-  };
-  const std::string amx = "rejected  AMX tiles: ", dot = "rejected  AVX512-BF16 dot products: ";
-  for (const std::string& path : {amx, dot}) {
-    contains(explained(DType::kF32, 1), path + "they multiply bf16, not f32");
-    contains(explained(DType::kBF16, 1e30), path);
-    contains(explained(DType::kF16, 1e30), path);
+  const char *const amx = "AMX tiles: ", *const dot = "AVX512-BF16 dot products: ";
+  for (const char* const path : {amx, dot}) {
+    EXPECT_TRUE(rejects(details(DType::kF32, 1), path, "f32"));
+    EXPECT_TRUE(rejects(details(DType::kBF16, 1e30), path));
+    EXPECT_TRUE(rejects(details(DType::kF16, 1e30), path));
   }
-  const std::string bf16 = explained(DType::kBF16, 1), f16 = explained(DType::kF16, 1);
-  for (const std::string& text : {bf16, f16}) contains(text, "\nexpects   about ");
-  contains(bf16, tiles ? "plan      AMX: tiles of Br 32" : amx);
-  contains(f16, tiles ? "plan      AMX: tiles of Br 32" : amx);
-  contains(bf16, dots ? "plan      AVX512-BF16: tiles of Br 32" : dot);
-  contains(f16, dots ? dot + "a product of f16 is three of theirs, slower than vectors" : dot);
-  const std::string falls = "plan      vectors compute key tiles with";
-  EXPECT_EQ(bf16.find(falls) != std::string::npos, tiles || dots) << bf16;
-  EXPECT_EQ(f16.find(falls) != std::string::npos, tiles) << f16;
-  if (tiles) contains(bf16, "vectors: AMX tiles multiply bf16 faster");
-  if (tiles) contains(f16, "vectors: AMX tiles multiply f16 faster");
-  if (dots) contains(bf16, "vectors: AVX512-BF16 dot products multiply bf16 faster");
+  const auto rejects_vectors = [](const Details& plan) {
+    const auto& rejected = plan.get<Details::Texts>("rejected");
+    return std::ranges::any_of(
+        rejected, [](const auto& what) { return what.find(" vectors: ") != std::string::npos; });
+  };
+  const auto expect = [&](const Details& plan, bool by_tiles, bool by_dots) {
+    SCOPED_TRACE(plan.json());
+    const auto& kernel = plan.get<std::string>("kernel");
+    EXPECT_EQ(kernel == "AMX", by_tiles);
+    EXPECT_EQ(kernel == "AVX512-BF16", by_dots);
+    EXPECT_EQ(rejects(plan, amx), !by_tiles);
+    EXPECT_EQ(rejects(plan, dot), !by_dots);
+    EXPECT_EQ(rejects_vectors(plan), by_tiles || by_dots);
+    EXPECT_EQ(plan.has("tiles_by_vectors"), by_tiles || by_dots);
+    EXPECT_GT(plan.get<double>("estimate_us"), 0);
+  };
+  const Details bf16 = details(DType::kBF16, 1);
+  expect(bf16, tiles, dots);
+  expect(details(DType::kF16, 1), tiles, false);
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel") && std::getenv("FULGUR_CPU_TARGET") == nullptr) {
     EXPECT_FALSE(dots) << description;
-    if (machine_has("avx512_bf16"))
-      contains(bf16, dot + "on Intel's CPUs they are slower than vectors");
+    if (machine_has("avx512_bf16")) {
+      EXPECT_TRUE(rejects(bf16, dot, "Intel"));
+    }
   }
 #endif
 }

@@ -208,9 +208,9 @@ struct DeviceCall {
 
 /// Whether a plan shares the keys of tiles out, so that its runs meet in the workspace.
 inline bool splits(const Plan& plan) {
-  const std::string words = plan.explain();
-  return words.find("parts of their keys") != std::string::npos ||
-         words.find("the last one at a line merges") != std::string::npos;
+  const Details details = plan.details();
+  if (details.has("split_q_blocks")) return details.get<int64_t>("split_q_blocks") > 0;
+  return details.get<std::string>("schedule") != "dynamic" && !details.get<bool>("combine_kernel");
 }
 
 }  // namespace fulgur::test

@@ -44,6 +44,7 @@
 #include "kernels/sm90/backward/params.h"
 #include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
+#include "rejected.h"
 
 namespace fulgur::test {
 namespace {
@@ -477,11 +478,9 @@ TEST_F(OnFakeGpu, MaxWorkspace) {
     EXPECT_EQ(status_of([&] { plan_within(deterministic, least - 1); }), Status::kInvalidArgument);
     const Plan plan = plan_within(deterministic, least);
     EXPECT_EQ(plan.workspace().bytes, least);
-    EXPECT_NE(plan.explain().find(fmt::format("{} bytes, max_workspace is {}\n", least, least)),
-              std::string::npos)
-        << plan.explain();
+    EXPECT_EQ(plan.details().get<int64_t>("max_workspace"), least);
     EXPECT_LT(least, plan_within(deterministic, 0).workspace().bytes);
-    EXPECT_EQ(plan_within(deterministic, 0).explain().find("max_workspace"), std::string::npos);
+    EXPECT_FALSE(plan_within(deterministic, 0).details().has("max_workspace"));
   }
 }
 
@@ -501,7 +500,7 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   args.k.data = at(256);
   args.v.data = at(512);
   const Plan plan = fulgur::plan(args, call.options);
-  EXPECT_NE(plan.explain().find("pages of 16"), std::string::npos) << plan.explain();
+  EXPECT_EQ(plan.details().get<int64_t>("call.page"), 16);
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   const WorkspaceNeed need = plan.workspace();
   plan.run(args, {.workspace = {mine, need.bytes}});
@@ -613,12 +612,11 @@ TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
       forward_call({.sq = 300, .sk = 9000, .hq = 8, .packed = true, .invariant = true});
   const ForwardArgs args = placed(call.args, kBase);
   const Plan plan = fulgur::plan(call.args, call.options);
-  for (const char* says : {"Hopper: 3 warpgroups",
-                           "of sequences of up to 64 rows of a kv head: "
-                           "Hopper, K and V read for few rows",
-                           "into up to 9 pieces"}) {
-    EXPECT_NE(plan.explain().find(says), std::string::npos) << plan.explain();
-  }
+  const Details details = plan.details();
+  EXPECT_EQ(details.get<std::string>("kernel"), "sm90_forward");
+  EXPECT_EQ(details.get<std::string>("few_rows.kernel"), "sm90_decode");
+  EXPECT_EQ(details.get<std::string>("few_rows.schedule"), "invariant_splits");
+  EXPECT_EQ(details.get<int64_t>("few_rows.splits"), 9);
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   const WorkspaceNeed need = plan.workspace();
   plan.run(args, {.workspace = {mine, need.bytes}});
@@ -982,12 +980,11 @@ TEST_F(OnFakeGpu, LengthsOfTheHostGoAheadOfTheKernels) {
     CallWithHostLengths c(batch);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);
     const auto count = static_cast<size_t>(4 * batch + 2), stores = (count - 1) / 1000 + 1;
-    EXPECT_NE(plan.explain().find(fmt::format(
-                  "cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k on the host: each run puts {} "
-                  "numbers on the device by {} launch",
-                  count, stores)),
-              std::string::npos)
-        << plan.explain();
+    const Details details = plan.details();
+    EXPECT_EQ(details.get<Details::Texts>("host_metadata"),
+              (Details::Texts{"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}));
+    EXPECT_EQ(details.get<int64_t>("uploaded_numbers"), static_cast<int64_t>(count));
+    EXPECT_EQ(details.get<int64_t>("upload_launches"), static_cast<int64_t>(stores));
     state_->launches.clear();
     const auto numbers = c.numbers();
     plan.run(placed(c.call.args, kBase));
@@ -1055,10 +1052,11 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoSideBySide) {
       }
       numbers.insert(numbers.end(), sinks.begin(), sinks.end());
       const Plan plan = fulgur::plan(args, call.options);
-      EXPECT_NE(plan.explain().find("alibi_slopes, sinks on the host: each run puts 32 numbers on "
-                                    "the device by 1 launch"),
-                std::string::npos)
-          << plan.explain();
+      const Details details = plan.details();
+      EXPECT_EQ(details.get<Details::Texts>("host_metadata"),
+                (Details::Texts{"alibi_slopes", "sinks"}));
+      EXPECT_EQ(details.get<int64_t>("uploaded_numbers"), 32);
+      EXPECT_EQ(details.get<int64_t>("upload_launches"), 1);
       state_->launches.clear();
       plan.run(args);
       std::fill(memory.begin(), memory.end(), -1.0f);
@@ -1295,13 +1293,20 @@ TEST_F(OnFakeGpu, HostTimeOfRun) {
   state_->record = true;
 }
 
-TEST_F(OnFakeGpu, ExplainTellsDecisionsAndRejections) {
+TEST_F(OnFakeGpu, PlansTellDecisionsAndRejections) {
   const ForwardCall call = forward_call({.sq = 16384, .sk = 16384, .mask = causal()});
-  const std::string text = fulgur::plan(call.args, call.options).explain();
-  for (const char* part : {"engine    cuda: Hopper kernels", "warpgroups of 64 rows", "Fake GPU",
-                           "longest first", "times as long", "made for d or dv above 128",
-                           "rejected  engine cpu: computes tensors on cpu"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const Details details = plan.details();
+  EXPECT_EQ(details.get<std::string>("engine"), "cuda");
+  EXPECT_EQ(details.get<std::string>("kernel"), "sm90_forward");
+  EXPECT_EQ(details.get<std::string>("tile_from"), "cost_model");
+  EXPECT_EQ(details.get<int64_t>("Bc"), plan.tiles().Bc);
+  EXPECT_GT(details.get<int64_t>("ctas"), 0);
+  EXPECT_TRUE(rejects(details, "engine cpu: "));
+  EXPECT_TRUE(rejects(details, "tile sm90_forward "));
+  const std::string text = plan.explain();
+  for (const char* name : {"cuda", "Fake GPU", "16384", "causal"}) {
+    EXPECT_NE(text.find(name), std::string::npos) << name << "\n" << text;
   }
 }
 
@@ -1381,10 +1386,11 @@ class Tune : public OnFakeGpu {
     const ForwardCall call = forward_call(shape);
     return cuda::tune(placed(call.args, kBase), call.options);
   }
-  static std::string explained(const ForwardShape& shape) {
+  static Details details(const ForwardShape& shape) {
     const ForwardCall call = forward_call(shape);
-    return fulgur::plan(call.args, call.options).explain();
+    return fulgur::plan(call.args, call.options).details();
   }
+  static bool tuned(const Details& plan) { return plan.get<std::string>("tile_from") == "tuning"; }
   using Tile = std::pair<unsigned, unsigned>;  // Br and Bc
   Tile tile(size_t launch) const {
     if (state_->launches.at(launch).kernel == std::string("fulgur_decode")) return {};
@@ -1410,7 +1416,7 @@ bool contains(const std::string& text, const std::string& part) {
 TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
   const ForwardShape shape{.sq = 2048, .sk = 2048};
   const Tile predicted = launched(shape);
-  EXPECT_TRUE(contains(explained(shape), "plan      tile chosen by the cost model"));
+  EXPECT_FALSE(tuned(details(shape)));
   const auto all = tiles_of(shape);
   ASSERT_GE(all.size(), 3u);
   for (const auto& [winner, cycles, tuned_only] : all) {
@@ -1426,10 +1432,12 @@ TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
     EXPECT_NEAR(tuned.tiles[0].microseconds, 250, 1e-3);
     EXPECT_NEAR(tuned.tiles[1].microseconds, 1000, 1e-3);
     EXPECT_EQ(tuned.tiles[0].predicted, fastest == predicted);
-    const std::string text = explained(shape);
-    EXPECT_TRUE(contains(text, fmt::format("Bc {} keys", winner.block_keys))) << text;
-    EXPECT_TRUE(contains(text, "plan      tile tuned on this device: measured 250 us")) << text;
-    EXPECT_TRUE(contains(text, "measured 4 times as long")) << text;
+    const Details plan = details(shape);
+    EXPECT_EQ(plan.get<int64_t>("Br"), winner.block_rows());
+    EXPECT_EQ(plan.get<int64_t>("Bc"), winner.block_keys);
+    EXPECT_EQ(plan.get<std::string>("tile_from"), "tuning");
+    EXPECT_NEAR(plan.get<double>("measured_us"), 250, 1e-3);
+    EXPECT_TRUE(rejects(plan, "tile ", "measured 4 times"));
     EXPECT_EQ(launched(shape), fastest);
   }
 }
@@ -1437,19 +1445,18 @@ TEST_F(Tune, PlansTakeTheTileThatWasFastest) {
 TEST_F(Tune, HoldsForTheClassAlone) {
   const ForwardShape shape{.batch = 3, .sq = 1024, .sk = 1024};
   tune(shape);
-  const char* tuned = "tuned on this device: measured";
   ForwardShape near = shape, longer = shape, other = shape, invariant = shape;
   near.sq = 1000;
   near.lse = false;
   longer.sq = 1100;
   other.mask = causal();
   invariant.invariant = true;
-  EXPECT_TRUE(contains(explained(shape), tuned));
-  EXPECT_TRUE(contains(explained(near), tuned));
-  EXPECT_FALSE(contains(explained(longer), tuned));
-  EXPECT_FALSE(contains(explained(other), tuned));
-  EXPECT_FALSE(contains(explained(invariant), tuned));
-  EXPECT_TRUE(contains(explained(invariant), "rejected  tile tuned on this device: it depends on"));
+  EXPECT_TRUE(tuned(details(shape)));
+  EXPECT_TRUE(tuned(details(near)));
+  EXPECT_FALSE(tuned(details(longer)));
+  EXPECT_FALSE(tuned(details(other)));
+  EXPECT_FALSE(tuned(details(invariant)));
+  EXPECT_TRUE(rejects(details(invariant), "tile tuned on this device: "));
 }
 
 TEST_F(Tune, OtherProcessesFindItOnThisDeviceWithTheseKernels) {
@@ -1490,7 +1497,7 @@ TEST_F(Tune, PackedCallsOfTheirStream) {
   EXPECT_FALSE(cuda::tune(placed(call.args, kBase), call.options, call.run).tiles.empty());
   ASSERT_FALSE(state_->launches.empty());
   for (const FakeLaunch& launch : state_->launches) EXPECT_EQ(launch.stream, call.run.stream);
-  EXPECT_TRUE(contains(fulgur::plan(call.args, call.options).explain(), "tuned on this device"));
+  EXPECT_TRUE(tuned(fulgur::plan(call.args, call.options).details()));
 }
 
 // The fake's kernels take a millisecond, those with fast_block threads a quarter of it. The kernel
@@ -1717,10 +1724,11 @@ class Spills : public OnFakeGpu {
 TEST_F(Spills, PlansTakeTheNextTileAndSaySo) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096});
   const Plan plan = fulgur::plan(call.args, call.options);
-  const std::string text = plan.explain();
-  EXPECT_NE(text.find("2 warpgroups of 64 rows"), std::string::npos) << text;
-  EXPECT_NE(text.find("rejected  tile sm90_forward 192 x 64: spills "), std::string::npos) << text;
-  EXPECT_NE(text.find("rejected  tile sm90_forward 192 x 80: spills "), std::string::npos) << text;
+  const Details details = plan.details();
+  EXPECT_EQ(details.get<int64_t>("warpgroups"), 2);
+  EXPECT_FALSE(details.has("kernel_defect"));
+  EXPECT_TRUE(rejects(details, "tile sm90_forward 192 x 64: ", "spills"));
+  EXPECT_TRUE(rejects(details, "tile sm90_forward 192 x 80: ", "spills"));
   plan.run(placed(call.args, kBase));
   EXPECT_EQ(state_->launches.at(0).block, 384u);
 }
@@ -1728,17 +1736,16 @@ TEST_F(Spills, PlansTakeTheNextTileAndSaySo) {
 // The tile of an invariant call does not depend on what the compiler makes of it.
 TEST_F(Spills, InvariantPlansKeepTheirTile) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .invariant = true});
-  const std::string text = fulgur::plan(call.args, call.options).explain();
-  EXPECT_NE(text.find("3 warpgroups of 64 rows"), std::string::npos) << text;
-  EXPECT_NE(text.find("the tile of an invariant call depends on nothing else"), std::string::npos)
-      << text;
+  const Details details = fulgur::plan(call.args, call.options).details();
+  EXPECT_EQ(details.get<int64_t>("warpgroups"), 3);
+  EXPECT_TRUE(details.has("kernel_defect"));
 }
 
 // Where every tile spills, the first is taken, and that is said.
 TEST_F(Spills, ThereMayBeNoBetterTile) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .d = 32});
-  const std::string text = fulgur::plan(call.args, call.options).explain();
-  EXPECT_NE(text.find("is slower than it looks: it spills "), std::string::npos) << text;
+  const Details details = fulgur::plan(call.args, call.options).details();
+  EXPECT_TRUE(details.get<std::string>("kernel_defect").starts_with("spills "));
 }
 
 /// A cache of 20 pages of 16 rows and packed new rows of 3 sequences, on the "device".
@@ -1885,12 +1892,10 @@ TEST_F(OnFakeGpu, AppendMovesSixteenBytesWhereItCan) {
 TEST_F(OnFakeGpu, FewRowsAreAppendedWhereTheyAreRead) {
   const AppendingCall c({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
   const Plan plan = fulgur::plan(c.call.args, c.call.options);
-  const std::string text = plan.explain();
-  EXPECT_NE(text.find("new rows of k and v, 3 in all, go to their caches by the CTAs that "
-                      "read them, keys and queries turned"),
-            std::string::npos)
-      << text;
-  EXPECT_NE(text.find("batch 3, sq 1, sk 512,"), std::string::npos) << text;
+  const Details details = plan.details();
+  EXPECT_EQ(details.get<std::string>("append"), "by_attention_kernel");
+  EXPECT_EQ(details.get<int64_t>("call.append_tokens"), 3);
+  EXPECT_EQ(details.get<int64_t>("call.sk"), 512);  // of whole pages
   auto* const mine = reinterpret_cast<char*>(2 * kBase);
   const WorkspaceNeed need = plan.workspace();
   plan.run(c.call.args, {.workspace = {mine, need.bytes}});
@@ -1923,22 +1928,18 @@ TEST_F(OnFakeGpu, ManyRowsAreAppendedFirst) {
   struct Why {
     ForwardShape shape;
     int64_t fresh;
-    std::string kernel, why;
+    std::string kernel, family;
   };
-  for (const Why& w : {Why{{.batch = 3, .sq = 1024, .mask = causal()},
-                           0,
-                           "fulgur_forward",
-                           "append by the kernel that attends: tile sm90_forward"},
-                       Why{{.batch = 64, .sq = 1, .sk = 8192},
-                           300,
-                           "fulgur_decode",
-                           "append by the kernel that attends: a CTA would write"}}) {
+  for (const Why& w :
+       {Why{{.batch = 3, .sq = 1024, .mask = causal()}, 0, "fulgur_forward", "sm90_forward"},
+        Why{{.batch = 64, .sq = 1, .sk = 8192}, 300, "fulgur_decode", "sm90_decode"}}) {
     state_->launches.clear();
     const AppendingCall c(w.shape, w.fresh);
     const Plan plan = fulgur::plan(c.call.args, c.call.options);
-    const std::string text = plan.explain();
-    EXPECT_NE(text.find("go to their caches first"), std::string::npos) << text;
-    EXPECT_NE(text.find(w.why), std::string::npos) << text;
+    const Details details = plan.details();
+    EXPECT_EQ(details.get<std::string>("append"), "before_attention");
+    EXPECT_EQ(details.get<std::string>("kernel"), w.family);
+    EXPECT_TRUE(rejects(details, "append by the kernel that attends: "));
     auto* const mine = reinterpret_cast<char*>(2 * kBase);
     const WorkspaceNeed need = plan.workspace();
     plan.run(c.call.args, {.workspace = {mine, need.bytes}});
@@ -2024,8 +2025,8 @@ TEST_F(OnFakeGpu, RowsOfHostLengthsAreAppendedFirst) {
   EXPECT_STREQ(state_->launches[2].kernel, "fulgur_decode");
   EXPECT_EQ(params<AppendParams>(1).cache_seqlens, params<UploadMetadataParams>(0).to);
   EXPECT_EQ(params<DecodeParams>(2).seqused_k, params<AppendParams>(1).lengths);
-  EXPECT_NE(fulgur::plan(c.call.args, c.call.options).explain().find("in the host's memory"),
-            std::string::npos);
+  EXPECT_EQ(fulgur::plan(c.call.args, c.call.options).details().get<std::string>("append"),
+            "before_attention");
   old[2] = 512;
   state_->launches.clear();
   EXPECT_EQ(message_of([&] { fulgur::forward(c.call.args, c.call.options); }),

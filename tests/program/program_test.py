@@ -33,6 +33,11 @@ def succeeds(*args, **kwargs):
     return done.stdout
 
 
+def details(*call, **kwargs):
+    """The plan of a call, as data."""
+    return json.loads(succeeds("explain", "--json", *call, **kwargs))
+
+
 def fails(*args, code=1, says=(), **kwargs):
     """Runs a call that fails with one line on stderr (usage: and a hint) that has all of `says`."""
     done = fulgur(*args, **kwargs)
@@ -731,23 +736,25 @@ def with_nvrtc(on_gpu):
 def test_explain_in_less_workspace(on_gpu):
     """What gradients want, the form that takes less, and the least there is."""
     shape = ["--device", "cuda", "--dtype", "bf16", "--backward", "--batch", "4", "--hq", "2", "--d", "128"]
-    explain = ["explain", *shape, "--sq", "1000", "--sk", "1500"]
-    stdout = succeeds(*explain, env=on_gpu)
-    wanted = int(re.search(r"^memory .*: (\d+) bytes$", stdout, re.M)[1])
-    assert re.search(r"^rejected .*predicted .* times as long, wants \d+ bytes", stdout, re.M)
-    stdout = succeeds(*explain, "--max-workspace", wanted - 1, env=on_gpu)
-    assert f"wants {wanted} bytes of workspace, max_workspace is {wanted - 1}\n" in stdout
-    assert f"bytes, max_workspace is {wanted - 1}\n" in stdout
-    least = re.search(r"want at least (\d+)$", fails(*explain, "--max-workspace", "1", env=on_gpu))[1]
-    assert f"{least} bytes, max_workspace is {least}" in succeeds(*explain, "--max-workspace", least, env=on_gpu)
+    shape += ["--sq", "1000", "--sk", "1500"]
+    roomy = details(*shape, env=on_gpu)
+    wanted = roomy["workspace_bytes"]
+    assert roomy["dq"] == "atomic" and "max_workspace" not in roomy
+    assert any(what.startswith("tile sm90_backward_stored ") for what in roomy["rejected"])
+    tight = details(*shape, "--max-workspace", wanted - 1, env=on_gpu)
+    assert tight["dq"] == "stored" and tight["workspace_bytes"] < wanted == tight["max_workspace"] + 1
+    assert any(what.startswith("tile sm90_backward_atomic ") and f"{wanted} bytes" in what for what in tight["rejected"])
+    says = fails("explain", *shape, "--max-workspace", "1", env=on_gpu)
+    least = int(re.search(r"want at least (\d+)$", says)[1])
+    assert details(*shape, "--max-workspace", least, env=on_gpu)["workspace_bytes"] == least
 
 
 TUNED = ["--sq", "700", "--hq", "4", "--hk", "2", "--d", "128", "--causal"]
 
 
 def test_tune_is_seen_by_later_runs(on_gpu):
-    explain = ["explain", "--device", "cuda", "--dtype", "bf16", *TUNED]
-    assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
+    call = ["--device", "cuda", "--dtype", "bf16", *TUNED]
+    assert details(*call, env=on_gpu)["tile_from"] == "cost_model"
     lines = succeeds("tune", *TUNED, env=on_gpu).splitlines()
     assert "bf16 d 128 dv 128 sq 768 sk 768 heads 4 group 2 right 0" in lines[0]
     tile = r"tile +sm90_(?:forward|decode) (\d+) x (\d+) +([\d.]+) us +([\d.]+).*"
@@ -760,20 +767,21 @@ def test_tune_is_seen_by_later_runs(on_gpu):
     kept = pathlib.Path(lines[-1].removeprefix("kept in "))
     assert kept.parent == pathlib.Path(on_gpu["FULGUR_CACHE_DIR"])
 
-    stdout = succeeds(*explain, env=on_gpu)
-    assert "tile tuned on this device: measured" in stdout
-    assert f"(Br {tiles[0][1]}), Bc {tiles[0][2]} keys" in stdout
-    assert stdout.count("times as long") == len(tiles) - 1
-    assert "tile chosen by the cost model" in succeeds(*explain, "--softcap", "9", env=on_gpu)
-    stdout = succeeds(*explain, "--invariant", env=on_gpu)
-    assert "tile chosen by the cost model" in stdout and "`invariant` must not" in stdout
+    tuned = details(*call, env=on_gpu)
+    assert tuned["tile_from"] == "tuning" and tuned["measured_us"] > 0
+    assert (tuned["Br"], tuned["Bc"]) == (int(tiles[0][1]), int(tiles[0][2]))
+    assert sum(what.startswith("tile sm90_") for what in tuned["rejected"]) == len(tiles) - 1
+    assert details(*call, "--softcap", "9", env=on_gpu)["tile_from"] == "cost_model"
+    invariant = details(*call, "--invariant", env=on_gpu)
+    assert invariant["tile_from"] == "cost_model"
+    assert any(what.startswith("tile tuned on this device: ") for what in invariant["rejected"])
 
     kept.write_text(kept.read_text() + "1")
-    done = fulgur(*explain, env=on_gpu)
-    assert done.returncode == 0 and "tile chosen by the cost model" in done.stdout
+    done = fulgur("explain", "--json", *call, env=on_gpu)
+    assert done.returncode == 0 and json.loads(done.stdout)["tile_from"] == "cost_model"
     assert len(done.stderr.splitlines()) == 1 and f"{kept} is damaged" in done.stderr
     succeeds("tune", *TUNED, env=on_gpu)
-    assert "tile tuned on this device" in succeeds(*explain, env=on_gpu)
+    assert details(*call, env=on_gpu)["tile_from"] == "tuning"
 
 
 def test_tune_of_packed_sequences(on_gpu):
@@ -791,9 +799,9 @@ def test_tune_of_the_backward_pass(on_gpu):
     tiles = [re.match(r"tile +(\w+) ", line)[1] for line in lines[1:-1]]
     # Atomic additions have two tiles: of 128 keys, and of 64 for short calls.
     assert sorted(tiles) == [*["sm90_backward_atomic"] * 2, "sm90_backward_ordered", "sm90_backward_stored"]
-    explain = ["explain", "--device", "cuda", "--dtype", "bf16", *shape]
-    assert "tile tuned on this device: measured" in succeeds(*explain, "--backward", env=on_gpu)
-    assert "tile chosen by the cost model" in succeeds(*explain, env=on_gpu)
+    call = ["--device", "cuda", "--dtype", "bf16", *shape]
+    assert details(*call, "--backward", env=on_gpu)["tile_from"] == "tuning"
+    assert details(*call, env=on_gpu)["tile_from"] == "cost_model"
     flags = ["--packed", "--alibi", "--seqused-q", "--seqused-k", "--deterministic"]
     stdout = succeeds("tune", "--backward", *shape, *flags, env=on_gpu)
     assert "alibi packed seqused_q seqused_k deterministic" in stdout
@@ -1317,42 +1325,27 @@ def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
 
 
 def test_explain():
-    stdout = succeeds(
-        "explain",
-        "--batch",
-        "2",
-        "--sq",
-        "300",
-        "--sk",
-        "500",
-        "--hq",
-        "8",
-        "--hk",
-        "2",
-        "--d",
-        "96",
-        "--dv",
-        "80",
-        "--dtype",
-        "bf16",
-        "--causal",
-    )
+    sizes = dict(batch=2, sq=300, sk=500, hq=8, hk=2, d=96, dv=80)
+    shape = [x for name, size in sizes.items() for x in (f"--{name}", size)]
+    shape += ["--dtype", "bf16", "--causal"]
+    stdout = succeeds("explain", *shape)
     for text in ("bf16", "300", "500", "96", "80", "cpu", "causal"):
         assert text in stdout
-    expected = r"^expects   about [1-9][\d.]* (us|ms); (the products bind: .* f32 FMA peak|reading memory binds: .*)"
-    assert re.search(expected, stdout, re.M)
-    backward = succeeds("explain", "--sq", "300", "--backward")
-    assert stdout != backward and re.search(expected, backward, re.M)
-    stdout = succeeds("explain", "--sq", "1", "--sk", "300", "--batch", "2", "--page", "16")
-    for text in (", 38 pages of 16 keys, page_table of 19 a sequence", ", seqused_k, ", "flop per byte"):
-        assert text in stdout
-    assert re.search(expected, stdout, re.M)
+    forward = details(*shape)
+    assert forward["engine"] == "cpu"
+    call = forward["call"]
+    assert call.items() >= {**sizes, "pass": "forward", "dtype": "bf16", "device": "cpu", "right": 0}.items()
+    backward = details("--sq", "300", "--backward")
+    assert backward["call"]["pass"] == "backward"
+    paged = details("--sq", "1", "--sk", "300", "--batch", "2", "--page", "16")
+    assert (paged["call"]["pages"], paged["call"]["page"]) == (38, 16)
+    assert {"page_table", "seqused_k"} <= set(paged["call"]["optional_tensors"])
+    for plan in (forward, backward, paged):
+        assert plan["estimate_us"] > 0 and plan["bound"] in ("products", "memory")
     fails("explain", "--sk", "3000000000", "--page", "16", says=["--page", "3000000000"])
     fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
-    chunks = succeeds("explain", "--sq", "4096", "--causal", "--chunk", "64")
-    assert ", causal, chunks of 64 keys, " in chunks
-    flops = [re.search(r"([\d.]+) (\w*)flop", x)[0] for x in (chunks, succeeds("explain", "--sq", "4096", "--causal"))]
-    assert flops[0] != flops[1]
+    causal, chunks = (details("--sq", "4096", "--causal", *chunk) for chunk in ((), ("--chunk", "64")))
+    assert chunks["call"]["chunk"] == 64 and chunks["flops"] < causal["flops"]
     fails("explain", "--d", "1000", says=["1000"])
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 

@@ -102,11 +102,12 @@ def test_plan_takes_other_tables(rng):
     expect(plan.run(q, k, v, page_table=TABLE, seqused_k=int32(LENGTHS)), q, k, v)
 
 
-def test_explain():
+def test_details():
     where = dict(page_table=TABLE, seqused_k=int32(LENGTHS))
     shapes = (3, 1, HQ, D), (PAGES, PAGE, HK, D), (PAGES, PAGE, HK, DV)
-    text = fulgur.explain(*shapes, leftpad_k=int32(LEFTPAD), **where)
-    assert "12 pages of 4 keys, page_table of 3 a sequence" in text and "leftpad_k" in text
+    call = fulgur.plan(*shapes, leftpad_k=int32(LEFTPAD), **where).details()["call"]
+    assert call["pages"] == PAGES and call["page"] == PAGE
+    assert {"page_table", "seqused_k", "leftpad_k"} <= set(call["optional_tensors"])
     with pytest.raises(ValueError, match="^page_table: given with backward, want None"):
         fulgur.explain(*shapes, backward=True, **where)
 

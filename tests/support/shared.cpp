@@ -53,9 +53,9 @@ void Shared::poison() {
   });
 }
 
-std::string Shared::explain(const Options& options) const {
+Details Shared::details(const Options& options) const {
   EngineMemory memory(options.engine);
-  return plan(memory.at(forward), memory.options(forward, options)).explain();
+  return plan(memory.at(forward), memory.options(forward, options)).details();
 }
 
 // Calls visit(group, b) for all members of a group but the first.

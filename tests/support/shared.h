@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "cached.h"
@@ -18,8 +17,8 @@ class Shared {
 
   /// NaN in these keys where they are not read: those of all sequences but the first of a group.
   void poison();
-  /// The plan in words.
-  std::string explain(const Options& options) const;
+  /// Those of its plan.
+  Details details(const Options& options) const;
 
   ForwardTensors forward;
 

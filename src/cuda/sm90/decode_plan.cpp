@@ -432,6 +432,7 @@ Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
   e.details.add("q_blocks", lines);
   e.details.add("schedule", schedule_of(plan));
   e.details.add("splits", plan.max_splits);
+  e.details.add("combine_kernel", plan.combines_later());
   e.details.add("estimate_us", microseconds);
   e.details.add("bound", reading ? "memory" : "products");
   say(
@@ -455,13 +456,11 @@ Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
   describe_copies({{"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.appends) {
     e.details.add("append", "by_attention_kernel");
-    e.details.add("append_tokens", p.append.tokens);
     say(fmt::format(
         "new rows of k and v, {} in all, go to their caches by the CTAs that read them{}",
         p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
   }
   if (plan.page > 0) {
-    e.details.add("page", plan.page);
     say(fmt::format("keys lie in pages of {}, which {} names", plan.page,
                     plan.page_lists ? "page_indptr" : "page_table"));
   }

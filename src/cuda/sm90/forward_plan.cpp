@@ -374,7 +374,6 @@ Explanation describe(const HopperForwardPlan& plan) {
   }
   describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.page > 0) {
-    e.details.add("page", plan.page);
     e.details.add("box_keys", plan.box_keys);
     say(fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
                     plan.page_lists ? "page_indptr" : "page_table", plan.box_keys));
