@@ -114,7 +114,7 @@ def program():
     """The program from outside."""
     build("release")
     venv()
-    pytest("program", "tests/program/program_test.py",
+    pytest("program", "tests/program",
            env={"FULGUR_PROGRAM": str(BUILD / "release/apps/fulgur/fulgur")})
 
 

@@ -1,0 +1,306 @@
+// What the forward pass launches.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+
+#include "kernels/common/copy_rows_params.h"
+#include "kernels/common/padding_params.h"
+#include "kernels/sm90/backward/params.h"
+#include "on_fake_gpu.h"
+#include "rejected.h"
+
+namespace fulgur::test {
+namespace {
+
+void expect_map(const TensorMapBlob& blob, const ConstTensor& t, unsigned box_rows, int type) {
+  const FakeMap map = FakeMap::of(&blob);
+  EXPECT_EQ(map.address, t.data);
+  const std::array<unsigned long long, 4> dims = {
+      static_cast<unsigned long long>(t.shape[3]), static_cast<unsigned long long>(t.shape[1]),
+      static_cast<unsigned long long>(t.shape[2]), static_cast<unsigned long long>(t.shape[0])};
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(map.dims[i], dims[i]) << i;
+  EXPECT_EQ(map.byte_strides[0], 2ull * t.strides[1]);
+  EXPECT_EQ(map.byte_strides[1], 2ull * t.strides[2]);
+  EXPECT_EQ(map.byte_strides[2], 2ull * t.strides[0]);
+  EXPECT_EQ(map.box[0], 64u);
+  EXPECT_EQ(map.box[1], box_rows);
+  EXPECT_EQ(map.box[2], 1u);
+  EXPECT_EQ(map.box[3], 1u);
+  EXPECT_EQ(map.type, type);
+  EXPECT_EQ(map.swizzle, 3);
+}
+
+TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
+  ForwardCall call =
+      forward_call({.sq = 1000, .sk = 900, .dv = 64, .mask = chunked(400, window(300, 5))});
+  call.run.stream = reinterpret_cast<void*>(0x1230);
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const ForwardArgs args = placed(call.args, kBase);
+  plan.run(args, call.run);
+  ASSERT_EQ(state_->launches.size(), 1u);
+  EXPECT_EQ(state_->launches[0].stream, call.run.stream);
+  const auto p = params<ForwardParams>(0);
+  const TileMap tiles = [&] { return plan.tiles(); }();
+  expect_map(p.q_map, args.q, 64, 9);
+  expect_map(p.k_map, args.k, static_cast<unsigned>(tiles.Bc), 9);
+  expect_map(p.v_map, args.v, static_cast<unsigned>(tiles.Bc), 9);
+  expect_map(p.o_map, args.out, 16, 9);
+  const auto expect_strided = [](const StridedTensor& t, const ConstTensor& want) {
+    EXPECT_EQ(t.data, want.data);
+    EXPECT_EQ(t.batch, want.strides[0]);
+    EXPECT_EQ(t.row, want.strides[1]);
+    EXPECT_EQ(t.head, want.strides[2]);
+  };
+  expect_strided(p.q, args.q);
+  expect_strided(p.k, args.k);
+  expect_strided(p.v, args.v);
+  expect_strided(p.o, args.out);
+  EXPECT_EQ(p.lse, args.lse.data);
+  EXPECT_EQ(p.lse_batch_stride, 8 * 1000);
+  EXPECT_EQ(p.lse_head_stride, 1000);
+  EXPECT_EQ(p.sq, 1000);
+  EXPECT_EQ(p.sk, 900);
+  EXPECT_EQ(p.d, 128);
+  EXPECT_EQ(p.dv, 64);
+  EXPECT_EQ(p.hq, 8);
+  EXPECT_EQ(p.group, 4);
+  EXPECT_EQ(p.window_left, 300);
+  EXPECT_EQ(p.window_right, 5);
+  EXPECT_EQ(p.chunk, 400);
+  EXPECT_NEAR(p.scale_log2, 1.4426950408889634 / std::sqrt(128.0), 1e-7);
+  EXPECT_EQ(p.work.heads, 16);
+  const int64_t Br =
+      (state_->launches[0].block / 128 - 1) * tiles.Br;  // a strip for each warpgroup but the first
+  EXPECT_EQ(p.work.row_blocks, (1000 + Br - 1) / Br);
+  EXPECT_EQ(p.work.items, 16 * p.work.row_blocks);
+  ASSERT_NE(p.counters, nullptr);
+  for (int i = 0; i < 1024; ++i) ASSERT_EQ(p.counters[i], 0);  // the fake's memory is the host's
+}
+
+TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
+  ForwardCall call = forward_call({.packed = true, .seqused_q = true, .seqused = true});
+  const int used[4] = {};  // nobody reads them
+  call.args.lengths.seqused_q.data = used;
+  call.args.lengths.seqused_k.data = used + 2;
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const ForwardArgs args = placed(call.args, kBase);
+  plan.run(args);
+  ASSERT_EQ(state_->launches.size(), 2u);
+  const auto p = params<ForwardParams>(0);
+  EXPECT_EQ(FakeMap::of(&p.k_map).dims[1], 2048ull);
+  EXPECT_EQ(FakeMap::of(&p.k_map).dims[3], 1ull);
+  EXPECT_EQ(p.cu_seqlens_q, call.args.lengths.cu_seqlens_q.data);
+  EXPECT_EQ(p.cu_seqlens_k, call.args.lengths.cu_seqlens_k.data);
+  EXPECT_EQ(p.seqused_q, call.args.lengths.seqused_q.data);
+  EXPECT_EQ(p.seqused_k, call.args.lengths.seqused_k.data);
+  EXPECT_EQ(p.o.batch, 0);
+  EXPECT_EQ(p.lse_batch_stride, 0);
+  const auto padding = params<ForwardPaddingParams>(1);
+  EXPECT_EQ(padding.o, args.out.data);
+  EXPECT_EQ(padding.lse, args.lse.data);
+  EXPECT_EQ(padding.batch, 2);
+  EXPECT_EQ(padding.total_q, 2048);
+  EXPECT_EQ(padding.cu_seqlens_q, p.cu_seqlens_q);
+  EXPECT_EQ(padding.seqused_q, p.seqused_q);
+  EXPECT_EQ(status_of([&] { plan.tiles(); }), Status::kUnsupported);  // lengths are on the device
+}
+
+// Of prefill and of decoding, in as many CTAs as fill the device.
+TEST_F(OnFakeGpu, UsedQueriesLaunchThePaddingToo) {
+  for (const int64_t sq : {1, 1024}) {
+    SCOPED_TRACE(sq);
+    for (const auto& [batch, x] : {std::pair{2, 528u}, {100, 11u}, {5000, 1u}}) {
+      const ForwardCall call =
+          forward_call({.batch = batch, .sq = sq, .hq = 4, .hk = 4, .d = 64, .seqused_q = true});
+      const ForwardArgs args = placed(call.args, kBase);
+      state_->launches.clear();
+      fulgur::plan(args, call.options).run(args);
+      ASSERT_EQ(state_->launches.size(), 2u);
+      const auto padding = params<ForwardPaddingParams>(1);
+      EXPECT_EQ(state_->launches[1].grid, x);
+      EXPECT_EQ(state_->launches[1].grid_y, static_cast<unsigned>(batch));
+      EXPECT_EQ(padding.o, args.out.data);
+      EXPECT_EQ(padding.o_batch_stride, sq * 4 * 64);
+      EXPECT_EQ(padding.lse_batch_stride, sq * 4);
+      EXPECT_EQ(padding.cu_seqlens_q, nullptr);
+      EXPECT_EQ(padding.seqused_q, args.lengths.seqused_q.data);
+      EXPECT_EQ(padding.sq, sq);
+      if (sq == 1) {
+        EXPECT_EQ(params<DecodeParams>(0).seqused_q, args.lengths.seqused_q.data);
+      }
+    }
+  }
+}
+
+TEST_F(OnFakeGpu, EmptyProblems) {
+  for (const ForwardShape& shape : {ForwardShape{.batch = 0}, ForwardShape{.sq = 0}}) {
+    const ForwardCall call = forward_call(shape);
+    fulgur::forward(placed(call.args, kBase), call.options);
+    EXPECT_TRUE(state_->launches.empty());
+  }
+  const ForwardCall no_keys = forward_call({.sk = 0});
+  ForwardArgs args = placed(no_keys.args, kBase);
+  args.k.data = args.v.data = nullptr;
+  const Plan plan = fulgur::plan(no_keys.args, no_keys.options);
+  plan.run(args);
+  ASSERT_EQ(state_->launches.size(), 1u);
+  EXPECT_EQ(k_map(0).address, args.out.data);
+  args.out.data = reinterpret_cast<void*>(kBase);
+  plan.run(args);
+  EXPECT_EQ(k_map(1).address, args.out.data);
+}
+
+// Odd rows and odd addresses: q, k and v are copied on the device, every run anew.
+TEST_F(OnFakeGpu, WhatTheCopyEngineCannotAddressIsCopied) {
+  for (const ForwardShape& shape : {ForwardShape{.d = 17}, ForwardShape{.base = kBase + 8}}) {
+    state_->launches.clear();
+    const ForwardCall call = forward_call(shape);
+    const Plan plan = fulgur::plan(call.args, call.options);
+    EXPECT_GE(plan.workspace().bytes, 2 * 1024 * (8 + 2 + 2) * 24 * 2);
+    const ForwardArgs args = placed(call.args, kBase + (shape.base != 0 ? 8 : 0));
+    for (int run = 0; run < 2; ++run) {
+      plan.run(args);
+      ASSERT_EQ(state_->launches.size(), 4u * (run + 1));
+      const auto p = params<ForwardParams>(4 * run + 3);
+      const std::array<const ConstTensor*, 3> inputs = {&args.q, &args.k, &args.v};
+      const std::array tensors = {&p.q, &p.k, &p.v};
+      const std::array maps = {&p.q_map, &p.k_map, &p.v_map};
+      const int64_t row = (call.args.q.shape[3] + 7) / 8 * 8;
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        const auto copy = params<ForwardCopyParams>(4 * run + i);
+        const ConstTensor& t = *inputs[i];
+        EXPECT_EQ(copy.from, t.data);
+        EXPECT_EQ(copy.batch_stride, t.strides[0]);
+        EXPECT_EQ(copy.row_stride, t.strides[1]);
+        EXPECT_EQ(copy.head_stride, t.strides[2]);
+        EXPECT_EQ(copy.rows, t.shape[1]);
+        EXPECT_EQ(copy.heads, t.shape[2]);
+        EXPECT_EQ(copy.dim, t.shape[3]);
+        EXPECT_EQ(copy.chunks * 8, row);
+        EXPECT_EQ(tensors[i]->data, copy.to);
+        EXPECT_EQ(tensors[i]->row, t.shape[2] * row);
+        const FakeMap map = FakeMap::of(maps[i]);
+        EXPECT_EQ(map.address, copy.to);
+        EXPECT_EQ(map.dims[0], static_cast<unsigned long long>(t.shape[3]));
+        EXPECT_EQ(map.byte_strides[1], static_cast<unsigned long long>(2 * row));
+      }
+      EXPECT_EQ(p.o.data, args.out.data);
+    }
+    EXPECT_TRUE(plan.details().has("copies"));
+  }
+}
+
+TEST_F(OnFakeGpu, MisalignedDataIsRefusedBeforeAnythingRuns) {
+  const ForwardCall call = forward_call({});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  for (int which = 0; which < 4; ++which) {
+    ForwardArgs args = placed(call.args, kBase);
+    if (which < 3) {
+      const void*& data = (which == 0 ? args.q : which == 1 ? args.k : args.v).data;
+      data = static_cast<const char*>(data) + 8;
+    } else {
+      args.out.data = static_cast<char*>(args.out.data) + 8;
+    }
+    EXPECT_EQ(status_of([&] { plan.run(args); }), Status::kInvalidArgument);
+    EXPECT_NE(message_of([&] { plan.run(args); }).find("is not aligned to 16 bytes"),
+              std::string::npos);
+  }
+  EXPECT_TRUE(state_->launches.empty());
+}
+
+// Kernels are told where the numbers of dropout come from, and of what kind it is.
+TEST_F(OnFakeGpu, DropoutReachesTheKernels) {
+  ForwardCall call = forward_call({.lse = false, .dropout = 0.25});
+  call.args = placed(call.args, kBase);
+  const auto of = [&](const fulgur::Run& run) {
+    state_->launches.clear();
+    fulgur::plan(call.args, call.options).run(call.args, run);
+    return params<ForwardParams>(0);
+  };
+  const ForwardParams by_run = of({.dropout_seed = 1, .dropout_offset = ~uint64_t{0}});
+  EXPECT_EQ(by_run.rng_state, nullptr);
+  EXPECT_EQ(by_run.dropout_seed, 1u);
+  EXPECT_EQ(by_run.dropout_offset, ~0ull);
+  EXPECT_EQ(by_run.dropout_threshold, 0x40000000u);
+  EXPECT_FLOAT_EQ(by_run.keep_scale, 1 / 0.75f);
+  call.args.rng_state =
+      Tensor::contiguous(reinterpret_cast<void*>(kBase), DType::kI64, {2}, {DeviceType::kCuda, 0});
+  const void* const state = of({}).rng_state;
+  EXPECT_EQ(state, call.args.rng_state.data);
+
+  BackwardCall gradient = backward_call({.mask = causal(), .dropout = 0.25});
+  gradient.args = placed(gradient.args, kBase);
+  gradient.args.rng_state = call.args.rng_state;
+  state_->launches.clear();
+  fulgur::plan(gradient.args, gradient.options).run(gradient.args);
+  ASSERT_GE(state_->launches.size(), 4u);
+  for (size_t i = 0; i < state_->launches.size(); ++i) {
+    const auto p = params<BackwardParams>(i);
+    EXPECT_EQ(static_cast<const void*>(p.rng_state), call.args.rng_state.data);
+    EXPECT_EQ(p.dropout_threshold, 0x40000000u);
+    EXPECT_FLOAT_EQ(p.keep_scale, 1 / 0.75f);
+  }
+}
+
+TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
+  const ForwardCall forward = forward_call({.sinks = true});
+  const ForwardArgs there = placed(forward.args, kBase);
+  plan(forward.args, forward.options).run(there);
+  EXPECT_EQ(params<ForwardParams>(0).sinks, there.sinks.data);
+  const ForwardCall decode = forward_call({.sq = 1, .seqused = true, .sinks = true});
+  const ForwardArgs few = placed(decode.args, kBase);
+  plan(decode.args, decode.options).run(few);
+  ASSERT_STREQ(state_->launches[1].kernel, "fulgur_decode");
+  EXPECT_EQ(params<DecodeParams>(1).sinks, few.sinks.data);
+
+  const BackwardCall call = backward_call({.hk = 8, .sinks = true}, {.dsinks = true});
+  const BackwardArgs args = placed(call.args, kBase);
+  plan(call.args, call.options).run(args);
+  ASSERT_EQ(state_->launches.size(), 6u);
+  EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_prepare");
+  EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_sinks");
+  EXPECT_EQ(state_->launches[3].grid, 8u);  // heads
+  EXPECT_EQ(params<BackwardParams>(3).sinks, args.sinks.data);
+  EXPECT_EQ(params<BackwardParams>(3).dsinks, args.dsinks.data);
+}
+
+TEST_F(OnFakeGpu, PlansTellDecisionsAndRejections) {
+  const ForwardCall call = forward_call({.sq = 16384, .sk = 16384, .mask = causal()});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const Details details = plan.details();
+  EXPECT_EQ(details.get<std::string>("engine"), "cuda");
+  EXPECT_EQ(details.get<std::string>("kernel"), "sm90_forward");
+  EXPECT_EQ(details.get<std::string>("tile_from"), "cost_model");
+  EXPECT_EQ(details.get<int64_t>("Bc"), plan.tiles().Bc);
+  EXPECT_GT(details.get<int64_t>("ctas"), 0);
+  EXPECT_TRUE(rejects(details, "engine cpu: "));
+  EXPECT_TRUE(rejects(details, "tile sm90_forward "));
+  const std::string text = plan.explain();
+  for (const char* name : {"cuda", "Fake GPU", "16384", "causal"}) {
+    EXPECT_NE(text.find(name), std::string::npos) << name << "\n" << text;
+  }
+}
+
+TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
+  const auto message = [](const ForwardShape& shape) {
+    const ForwardCall call = forward_call(shape);
+    EXPECT_EQ(status_of([&] { plan(call.args, call.options); }), Status::kUnsupported);
+    return message_of([&] { plan(call.args, call.options); });
+  };
+  EXPECT_NE(message({.dtype = DType::kF32}).find("engine cuda: computes bf16 and f16"),
+            std::string::npos);
+  EXPECT_NE(message({.d = 512}).find("d and dv up to 256"), std::string::npos);
+  const BackwardCall wide = backward_call({.d = 512});
+  EXPECT_NE(message_of([&] {
+              plan(wide.args, wide.options);
+            }).find("engine cuda: computes d and dv up to 256"),
+            std::string::npos);
+  ForwardCall call = forward_call({});
+  call.args.q.device.index = call.args.k.device.index = call.args.v.device.index = 3;
+  call.args.out.device.index = call.args.lse.device.index = 3;
+  EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find("cuda:3"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,110 @@
+// GPUs, drivers and compilers that the CUDA engine cannot use, and what it says of them.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+
+#include "calls.h"
+#include "folder.h"
+#include "fulgur/cuda.h"
+#include "on_fake_gpu.h"
+
+namespace fulgur::test {
+namespace {
+
+// Sets the fake driver up; it is loaded once, so that every test that does so is a process of its
+// own (CTest runs each with a filter).
+class Unavailable : public testing::Test {
+ protected:
+  static std::string why(const char* name, const char* value) {
+    setenv(name, value, 1);
+    const std::string said = cuda_engine().unavailable;
+    const ForwardCall call = forward_call({});
+    EXPECT_EQ(status_of([&] { plan(call.args, call.options); }), Status::kUnavailable);
+    EXPECT_NE(message_of([&] { plan(call.args, call.options); }).find(said), std::string::npos);
+    EXPECT_EQ(status_of([&] { cuda::allocate(16, 7); }), Status::kUnavailable);
+    return said;
+  }
+};
+
+TEST_F(Unavailable, OldGpu) {
+  EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "80"),
+            "cuda:0 (Fake GPU) has compute capability 8.0; want 9.0 (Hopper) for attention");
+}
+
+TEST_F(Unavailable, NewGpu) {
+  EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "100"),
+            "cuda:0 (Fake GPU) has compute capability 10.0; want 9.0 (Hopper) for attention");
+}
+
+TEST_F(Unavailable, NoGpu) {
+  EXPECT_EQ(why("FAKE_CUDA_DEVICES", "0"), "the driver sees no CUDA device");
+}
+
+TEST_F(Unavailable, DriverDoesNotStart) {
+  const std::string said = why("FAKE_CUDA_INIT", "999");
+  EXPECT_NE(said.find("does not start: a fake failure (error 999)"), std::string::npos) << said;
+}
+
+TEST_F(Unavailable, OldDriver) {
+  const std::string said = why("FAKE_CUDA_VERSION", "11080");
+  EXPECT_NE(said.find("supports CUDA 11.8; want 12.0 or newer"), std::string::npos) << said;
+}
+
+// CUDA_HOME has an NVRTC 13, CUDA_PATH an NVRTC 12, and the driver is for CUDA 12.
+class NvrtcOfDriver : public InFolder {};
+
+TEST_F(NvrtcOfDriver, IsNoNewer) {
+  for (const auto& [variable, name] :
+       {std::pair{"CUDA_HOME", "libnvrtc.so.13"}, {"CUDA_PATH", "libnvrtc.so.12"}}) {
+    const std::filesystem::path root = root_ / variable;
+    std::filesystem::create_directories(root / "lib64");
+    std::filesystem::copy_file(FAKE_NVRTC, root / "lib64" / name);
+    setenv(variable, root.c_str(), 1);
+  }
+  setenv("FAKE_CUDA_VERSION", "12040", 1);
+  EXPECT_EQ(cuda_engine().unavailable, "");
+  EXPECT_TRUE(cuda::nvrtc_identity().starts_with("12.0, ")) << cuda::nvrtc_identity();
+}
+
+// A GPU that attention has no kernels for appends and merges all the same.
+class OnOtherGpu : public OnFakeGpu {
+ protected:
+  void SetUp() override {}
+
+  void append_and_merge(const char* capability) {
+    setenv("FAKE_CUDA_CAPABILITY", capability, 1);
+    if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
+    find_state();
+    for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) append(append_args(dtype));
+    append(AppendOfHostLengths(DType::kBF16).args);
+    const MergeCallOnGpu call(2, 64);
+    merge(call.parts, call.result);
+    ASSERT_EQ(state_->launches.size(), 6u);
+    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_append");
+    EXPECT_STREQ(state_->launches[5].kernel, "fulgur_merge");
+    const AppendingCall attends({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
+    const auto forward = [&] { fulgur::forward(attends.call.args, attends.call.options); };
+    EXPECT_EQ(status_of(forward), Status::kUnavailable);
+    EXPECT_NE(message_of(forward).find("want 9.0 (Hopper) for attention"), std::string::npos);
+    EXPECT_EQ(state_->launches.size(), 6u);
+  }
+};
+
+TEST_F(OnOtherGpu, Ampere) { append_and_merge("80"); }
+
+TEST_F(OnOtherGpu, Ada) { append_and_merge("89"); }
+
+TEST_F(OnOtherGpu, Blackwell) { append_and_merge("100"); }
+
+TEST_F(OnOtherGpu, GeForceBlackwell) { append_and_merge("120"); }
+
+TEST_F(OnOtherGpu, ThatIsTooOld) {
+  setenv("FAKE_CUDA_CAPABILITY", "75", 1);
+  if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
+  EXPECT_EQ(message_of([] { append(append_args(DType::kF16)); }),
+            "cuda:0 (Fake GPU) has compute capability 7.5; want 8.0 or more");
+}
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,196 @@
+// Products of tensor cores: mma.sync and wgmma (PTX ISA 8.x).
+#include <memory>
+#include <utility>
+
+#include "instruction.h"
+
+namespace emulator {
+void multiply_warp(Context& c, const Instruction& i) {
+  current->uses_loads();
+  struct Lane {
+    float c[4];
+    uint32_t a[4], b[2];
+    Widen widen;
+  } mine;
+  for (int k = 0; k < 4; ++k) mine.a[k] = c.get32(i.atoms[k + 4]);
+  for (int k = 0; k < 2; ++k) mine.b[k] = c.get32(i.atoms[k + 8]);
+  for (int k = 0; k < 4; ++k) mine.c[k] = c.get_float(i.atoms[k + 10]);
+  mine.widen = widen(i);
+  meet(~0u, &mine, [](void* const* lanes, uint32_t) {
+    float a[16][16], b[16][8];
+    const auto lane_of = [&](int lane) -> Lane& { return *static_cast<Lane*>(lanes[lane]); };
+    const Widen wide = lane_of(0).widen;
+    for (int lane = 0; lane < 32; ++lane)
+      for (int half = 0; half < 2; ++half) {
+        const int r = lane / 4, q = lane % 4 * 2 + half;
+        const auto value = [&](uint32_t x) { return wide(static_cast<uint16_t>(x >> 16 * half)); };
+        a[r][q] = value(lane_of(lane).a[0]);
+        a[r + 8][q] = value(lane_of(lane).a[1]);
+        a[r][q + 8] = value(lane_of(lane).a[2]);
+        a[r + 8][q + 8] = value(lane_of(lane).a[3]);
+        b[q][r] = value(lane_of(lane).b[0]);
+        b[q + 8][r] = value(lane_of(lane).b[1]);
+      }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int k = 0; k < 4; ++k) {
+        const int row = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
+        float sum = 0;
+        for (int j = 0; j < 16; ++j) sum += a[row][j] * b[j][column];
+        lane_of(lane).c[k] += sum;
+      }
+  });
+  for (int k = 0; k < 4; ++k) c.set_float(i.atoms[k], mine.c[k]);
+}
+
+namespace {
+
+/// Calls act(row or column n, k, address) for each 8 elements of a 64 x 16 or 16 x N operand that
+/// lie with each other in shared memory, `count` rows or columns with k. `across`: k counts
+/// rows of 128 bytes, and n their elements.
+template <class Act>
+void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
+  const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
+  const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
+  const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 62 != 1) fail("a product of an unknown layout");
+  for (int n = 0; n < count; n += across ? 8 : 1)
+    for (int k = 0; k < 16; k += across ? 1 : 8) {
+      const int row = across ? k : n, column = across ? n : k;
+      act(n, k,
+          swizzled(start + static_cast<uint32_t>(row / 8) * stride +
+                   static_cast<uint32_t>(row % 8) * 128 +
+                   static_cast<uint32_t>(column / 64) * leading +
+                   static_cast<uint32_t>(column % 64) * 2));
+    }
+}
+/// out[k][n], rows of `width`.
+void read_operand(Block& block, uint64_t descriptor, int count, bool across, Widen wide, float* out,
+                  int width) {
+  for_operand(descriptor, count, across, [&](int n, int k, uint32_t address) {
+    uint16_t x[8];
+    std::memcpy(x, block.at(address, 16), 16);
+    for (int i = 0; i < 8; ++i) out[across ? k * width + n + i : (k + i) * width + n] = wide(x[i]);
+  });
+}
+
+constexpr int kMaxColumns = 256;
+
+/// What a thread brings to a product of its warpgroup.
+struct Share {
+  float* D;  ///< N / 2 registers
+  uint32_t a[4];
+  uint64_t A, B;
+};
+
+void compute(Block& block, const std::vector<Share>& shares, int N, bool A_shared, bool A_across,
+             bool B_across, bool keep, Widen wide) {
+  for (const Share& share : shares)
+    if (share.B != shares[0].B || share.A != shares[0].A)
+      fail("threads of a product name different operands");
+  float a[16][64], b[16][kMaxColumns];
+  if (A_shared) {
+    read_operand(block, shares[0].A, 64, A_across, wide, a[0], 64);
+  } else {
+    for (int t = 0; t < 128; ++t)
+      for (int k = 0; k < 8; ++k) {
+        const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
+                  column = t % 4 * 2 + k % 2 + k / 4 * 8;
+        a[column][row] =
+            wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
+      }
+  }
+  read_operand(block, shares[0].B, N, B_across, wide, b[0], kMaxColumns);
+  for (int row = 0; row < 64; ++row) {
+    float sums[kMaxColumns] = {};
+    for (int j = 0; j < 16; ++j)
+      for (int column = 0; column < N; ++column) sums[column] += a[j][row] * b[j][column];
+    // Four threads hold a row, two columns of each eight.
+    const int warp = row / 16, lane = row % 8 * 4, low = row % 16 / 8 * 2;
+    for (int column = 0; column < N; ++column) {
+      const int t = warp * 32 + lane + column % 8 / 2;
+      float& d = shares[static_cast<size_t>(t)].D[column / 8 * 4 + low + column % 2];
+      d = keep ? d + sums[column] : sums[column];
+    }
+  }
+}
+
+}  // namespace
+
+void multiply_warpgroup(Context& c, const Instruction& i) {
+  const int N = i.columns;
+  const auto registers = static_cast<size_t>(N / 2);
+  const bool A_shared = i.atoms.size() == registers + 7;
+  const size_t behind_A = registers + (A_shared ? 1 : 4);
+  Share mine = {static_cast<float*>(c.variable(i.atoms[0])), {}, 0, 0};
+  for (size_t k = 1; k < registers; ++k)
+    if (c.variable(i.atoms[k]) != mine.D + k) fail("a product's registers are no array");
+  if (A_shared) mine.A = c.get(i.atoms[registers]);
+  for (size_t k = 0; !A_shared && k < 4; ++k) mine.a[k] = c.get32(i.atoms[registers + k]);
+  mine.B = c.get(i.atoms[behind_A]);
+  const bool keep = c.get(i.atoms[behind_A + 1]) != 0;
+  const bool A_across = A_shared && c.get(i.atoms[behind_A + 4]) != 0;
+  const bool B_across = c.get(i.atoms[i.atoms.size() - 1]) != 0;
+  current->uses_loads();
+  Warpgroup& group = *current->warpgroup;
+  const uint64_t number = current->products++;
+  if (number - group.first >= group.products.size()) {
+    Product product;
+    auto shares = std::make_shared<std::vector<Share>>(128);
+    product.shares = shares;
+    Block* const block = current->block;
+    const Widen wide = widen(i);
+    product.compute = [=] {
+      compute(*block, *shares, N, A_shared, A_across, B_across, keep, wide);
+    };
+    group.products.push_back(std::move(product));
+  }
+  Product& product = group.products[number - group.first];
+  const size_t thread = place->thread.x % 128;
+  auto& shares = *static_cast<std::vector<Share>*>(product.shares.get());
+  shares[thread] = mine;
+  if (product.arrived == 0)
+    product.writes = current->views.fenced;
+  else
+    product.writes.intersect(current->views.fenced);
+  if (++product.arrived < 128) return;
+  Block& block = *current->block;
+  if (!group.actor) {
+    group.actor =
+        block.races.add_actor("a product of warpgroup " + std::to_string(place->thread.x / 128));
+  }
+  const auto read = [&](int, int, uint32_t address) {
+    block.races.read(block.place_of(address, 16), 16, {*group.actor, uint32_t(number + 1)},
+                     product.writes);
+  };
+  if (A_shared) for_operand(mine.A, 64, A_across, read);
+  for_operand(mine.B, N, B_across, read);
+  if (at_once()) group.finish(number + 1);
+}
+void commit_products(Context&, const Instruction&) {
+  current->product_groups.push_back(current->products);
+}
+void wait_products(Context& c, const Instruction& i) {
+  synchronize_warp(~0u);
+  const uint64_t pending = c.get(i.atoms[0]);
+  const auto& groups = current->product_groups;
+  if (groups.size() <= pending) return;
+  const uint64_t end = groups[groups.size() - 1 - pending];
+  Warpgroup& group = *current->warpgroup;
+  wait_until([&] { return group.arrived(end); });
+  group.finish(end);
+  if (group.actor) current->learn(*group.actor, static_cast<uint32_t>(end));
+}
+
+bool Warpgroup::arrived(uint64_t end) const {
+  if (end <= first) return true;
+  return end - first <= products.size() && products[end - first - 1].arrived == 128;
+}
+
+void Warpgroup::finish(uint64_t end) {
+  for (; first < end; ++first) {
+    products.front().compute();
+    products.pop_front();
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,164 @@
+"""Usage, help, devices, check and explain, on the CPU."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
+
+
+@pytest.mark.parametrize(
+    "args,says",
+    [
+        ([], ["subcommand"]),
+        (["fly"], ["fly"]),
+        (["attend"], ["--q", "required"]),
+        (["attend", "--q", "q.npy", "--k", "k.npy", "--v", "v.npy"], ["--out", "required"]),
+        (["attend", "--input", "x.safetensors"], ["--output"]),
+        (["attend", "--output", "x.safetensors"], ["--input"]),
+        (["attend", "--input", "a", "--output", "b", "--q", "q.npy"], ["--q", "--input"]),
+        (["attend", "--input", "a", "--output", "b", "--lse", "l.npy"], ["--lse", "--input"]),
+        (FORWARD + ["--dout", "dout.npy"], ["--dout", "--dq"]),
+        (FORWARD + ["--dk", "dk.npy"], ["--dk", "--dout"]),
+        (FORWARD + ["--dlse", "dlse.npy"], ["--dlse", "--dout"]),
+        (FORWARD + ["--sinks", "sinks.npy", "--dsinks", "ds.npy"], ["--dsinks", "--dout"]),
+        (ALL + ["--dsinks", "ds.npy"], ["--dsinks", "--sinks"]),
+        (FORWARD + ["--lse", "./out.npy"], ["--lse", "--out"]),
+        (FORWARD + ["--window", "3"], ["--window", "'3'", "L,R"]),
+        (FORWARD + ["--window", "3,x"], ["--window", "3,x"]),
+        (FORWARD + ["--window", "1,2,3"], ["--window", "1,2,3"]),
+        (FORWARD + ["--window", "99999999999999999999,0"], ["--window"]),
+        (FORWARD + ["--causal", "--window", "3,0"], ["--causal", "--window"]),
+        (FORWARD + ["--chunk", "many"], ["--chunk", "many"]),
+        (FORWARD + ["--dtype", "f8"], ["--dtype", "f8"]),
+        (FORWARD + ["--device", "tpu"], ["--device", "tpu"]),
+        (FORWARD + ["--scale", "big"], ["--scale", "got 'big', want a number"]),
+        (FORWARD + ["--softcap", "3x"], ["--softcap", "got '3x', want a number"]),
+        (FORWARD + ["--dropout", ""], ["--dropout", "got '', want a number"]),
+        (FORWARD + ["--scale", "1e999"], ["--scale", "got '1e999', want a number"]),
+        (FORWARD + ["--chunk", "9223372036854775808"], ["--chunk", "'9223372036854775808'", "9223372036854775807"]),
+        (FORWARD + ["--max-workspace", "99999999999999999999"], ["--max-workspace", "'99999999999999999999'"]),
+        (FORWARD + ["--threads", "0x10"], ["--threads", "'0x10'"]),
+        (FORWARD + ["--seed", "1"], ["--seed", "--dropout"]),
+        (FORWARD + ["--dropout", "0.5", "--seed", "-1"], ["--seed", "'-1'", "from 0 to 18446744073709551615"]),
+        (FORWARD + ["--dropout", "0.5", "--seed", "18446744073709551616"], ["--seed", "'18446744073709551616'"]),
+        (FORWARD + ["--cu-seqlens-k", "cu.npy"], ["--cu-seqlens-k", "--cu-seqlens-q"]),
+        (FORWARD + ["--page-indptr", "p.npy"], ["--page-indptr", "--page-table"]),
+        (FORWARD + ["--nonsense"], ["--nonsense"]),
+        (FORWARD + ["extra"], ["extra"]),
+        (["explain", "--sq", "-3"], ["--sq", "'-3'", "from 0 to 9223372036854775807"]),
+        (["explain", "--sq", "9223372036854775808"], ["--sq", "'9223372036854775808'"]),
+        (["explain", "--dtype", "f64"], ["--dtype", "f64"]),
+        (["explain", "--device", "tpu"], ["--device", "tpu"]),
+        (["explain", "--page", "0"], ["--page", "0"]),
+        (["explain", "--page", "16", "--backward"], ["--page", "--backward"]),
+        (["check", "--device", "tpu"], ["--device", "tpu"]),
+        (["bench", "--device", "tpu"], ["--device", "tpu"]),
+        (["tune", "--dtype", "f32"], ["--dtype", "f32"]),
+        (["tune", "--sq", "-3"], ["--sq", "-3"]),
+        (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
+        (["tune", "--svg", "x.svg"], ["--svg"]),
+        (["prewarm", "--dlse"], ["--dlse", "--backward"]),
+        (["prewarm", "--page-indptr"], ["--page-indptr", "--page"]),
+        (["prewarm", "--page", "16", "--cache-batch-idx"], ["--page", "--cache-batch-idx"]),
+        (["prewarm", "--backward", "--tree-mask"], ["--backward", "--tree-mask"]),
+        (["prewarm", "--hq", "0"], ["--hq", "'0'", "from 1 to"]),
+        (["prewarm", "--d", "64", "0"], ["--d", "'0'", "from 1 to"]),
+        (["bench", "--grid", "huge"], ["--grid", "huge"]),
+        (["check", "--dtype", "f8"], ["--dtype", "f8"]),
+    ],
+)
+def test_wrong_usage(folder, args, says):
+    before = listing(folder)
+    fails(*args, code=2, says=says, cwd=folder)
+    assert listing(folder) == before
+
+
+def test_help_and_version():
+    assert re.fullmatch(r"fulgur \d+\.\d+\.\d+\n", succeeds("--version"))
+    assert "Examples" in succeeds("--help")
+    for command in ("attend", "check", "bench", "explain", "devices", "prewarm", "tune"):
+        assert command in succeeds("--help")
+        assert "Example" in succeeds(command, "--help")
+
+
+def test_devices_lists_the_engines():
+    stdout = succeeds("devices")
+    assert re.search(r"^cpu +available +\S", stdout, re.M)
+    assert re.search(r"^reference +available +\S", stdout, re.M)
+    assert len(re.findall(PEAKS, stdout, re.M)) == 1
+
+
+def test_check_passes_for_every_dtype():
+    stdout = succeeds("check")
+    assert "FAIL" not in stdout
+    for dtype in ("f32", "bf16", "f16"):
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 15
+    assert stdout.endswith("\n45 forward and 45 backward checks passed\n")
+    assert "not computed" not in stdout
+
+
+def test_check_can_be_repeated():
+    runs = {succeeds("check", "--dtype", "f32", "--seed", "5", "--threads", "1") for _ in range(2)}
+    assert len(runs) == 1
+
+
+def test_explain():
+    sizes = dict(batch=2, sq=300, sk=500, hq=8, hk=2, d=96, dv=80)
+    shape = [x for name, size in sizes.items() for x in (f"--{name}", size)]
+    shape += ["--dtype", "bf16", "--causal"]
+    stdout = succeeds("explain", *shape)
+    for text in ("bf16", "300", "500", "96", "80", "cpu", "causal"):
+        assert text in stdout
+    forward = details(*shape)
+    assert forward["engine"] == "cpu"
+    call = forward["call"]
+    assert call.items() >= {**sizes, "pass": "forward", "dtype": "bf16", "device": "cpu", "right": 0}.items()
+    backward = details("--sq", "300", "--backward")
+    assert backward["call"]["pass"] == "backward"
+    paged = details("--sq", "1", "--sk", "300", "--batch", "2", "--page", "16")
+    assert (paged["call"]["pages"], paged["call"]["page"]) == (38, 16)
+    assert {"page_table", "seqused_k"} <= set(paged["call"]["optional_tensors"])
+    for plan in (forward, backward, paged):
+        assert plan["estimate_us"] > 0 and plan["bound"] in ("products", "memory")
+    fails("explain", "--sk", "3000000000", "--page", "16", says=["--page", "3000000000"])
+    fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
+    causal, chunks = (details("--sq", "4096", "--causal", *chunk) for chunk in ((), ("--chunk", "64")))
+    assert chunks["call"]["chunk"] == 64 and chunks["flops"] < causal["flops"]
+    fails("explain", "--d", "1000", says=["1000"])
+    fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
+
+
+def rectangles(path, colour):
+    """Areas of the rectangles of a colour, legend apart."""
+    root = ET.parse(path).getroot()
+    cells = root.find("{http://www.w3.org/2000/svg}g")
+    return [
+        float(r.get("width")) * float(r.get("height")) for r in cells if r.get("fill") == colour
+    ]
+
+
+def test_explain_draws_the_tile_map(tmp_path):
+    svg = tmp_path / "tiles.svg"
+    succeeds("explain", "--sq", "12288", "--causal", "--svg", svg)  # a multiple of every Br
+    text = svg.read_text()
+    legend = dict(re.findall(r">(empty|partial|full)[^(]*\(([\d.]+)%\)", text))
+    colours = dict(zip(legend, re.findall(r'height="14" fill="(#\w+)"', text)))
+    areas = {name: sum(rectangles(svg, colours[name])) for name in legend}
+    for name, percent in legend.items():
+        assert float(percent) > 0
+        assert abs(areas[name] / sum(areas.values()) - float(percent) / 100) < 0.03
+    assert "sq = 12288" in text and "Br = " in text and "Bc = " in text
+    assert listing(tmp_path) == ["tiles.svg"]
+    succeeds("explain", "--sq", "12288", "--causal", "--chunk", "1024", "--svg", svg)
+    assert sum(rectangles(svg, colours["empty"])) > 0.85 * sum(areas.values())
+
+
+def test_the_tile_map_of_a_long_sequence_stays_small(tmp_path):
+    for flags in (["--sq", "100000", "--causal"], ["--sq", "1", "--sk", "90000"], ["--sk", "0"]):
+        succeeds("explain", *flags, "--svg", tmp_path / "t.svg")
+        ET.parse(tmp_path / "t.svg")
+        assert (tmp_path / "t.svg").stat().st_size < 200_000
+    fails("explain", "--svg", tmp_path / "no" / "t.svg", says=["No such file"])
+    fails("explain", "--sq", "0", "--svg", tmp_path / "u.svg", says=["--svg", "no tiles"])
