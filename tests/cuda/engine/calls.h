@@ -43,6 +43,22 @@ struct AppendingCall {
   AppendingCall(const AppendingCall&) = delete;
 };
 
+/// A causal call over pages of 16 keys, and with prefixes of one group of all sequences.
+inline ForwardCall call_over_pages(int64_t batch, int64_t sq, int64_t sk, bool prefixes) {
+  ForwardCall call = forward_call(
+      {.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8, .mask = causal(), .seqused = true});
+  ForwardArgs& args = call.args;
+  const auto tensor = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(nullptr, dtype, shape, {DeviceType::kCuda, 0});
+  };
+  const int64_t pages = (sk + 15) / 16;
+  args.k = args.v = tensor(DType::kBF16, {batch * pages, 16, 8, 128});
+  args.cache.page_table = tensor(DType::kI32, {batch, pages});
+  if (prefixes) args.shared_prefix.prefix_groups = tensor(DType::kI32, {2});
+  if (prefixes) args.shared_prefix.prefix_lens = tensor(DType::kI32, {1});
+  return call;
+}
+
 /// A packed call of `batch` sequences of 200 rows, with its lengths on the host.
 struct CallWithHostLengths {
   static constexpr int kRows = 200;

@@ -1,0 +1,119 @@
+// docs/contract.md names all values of Plan::details(), and no others.
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <fstream>
+#include <regex>
+#include <set>
+#include <string>
+#include <variant>
+
+#include "../backward_call.h"
+#include "calls.h"
+#include "cpu/plan.h"
+#include "fulgur/cuda.h"
+#include "on_fake_gpu.h"
+
+namespace fulgur::test {
+namespace {
+
+using Names = std::set<std::string>;
+
+/// Those in the tables of the section, in the table of `call` after "call.".
+Names documented() {
+  std::ifstream file(FULGUR_DOCS "/contract.md");
+  const std::regex name("`(\\w+)`");
+  Names names;
+  std::string line, part;
+  bool inside = false;
+  while (std::getline(file, line)) {
+    if (line.starts_with("## ")) inside = line == "## What a plan says of itself";
+    if (!inside) continue;
+    if (line.ends_with(":")) part = line.starts_with("`call` ") ? "call." : "";
+    if (!line.starts_with("| `")) continue;
+    const std::string cell = line.substr(0, line.find(" | "));
+    for (std::sregex_iterator match(cell.begin(), cell.end(), name), end; match != end; ++match) {
+      names.insert(part + (*match)[1].str());
+    }
+  }
+  return names;
+}
+
+/// A process of its own, as it tunes and has a compiler that spills.
+class DocumentedDetails : public OnFakeGpu {
+ protected:
+  void TearDown() override { unsetenv("FAKE_NVRTC_SPILLS"); }
+
+  void add(const Details& details, const std::string& part = "") {
+    for (const auto& [name, value] : details.entries()) {
+      names_.insert(part + name);
+      const auto* const inner = std::get_if<Details>(&value);
+      if (inner == nullptr || name == "copies") continue;
+      add(*inner, name == "call" ? "call." : "");
+    }
+  }
+  template <class Args>
+  void add(const Args& args, const Options& options) {
+    add(plan(args, options).details());
+  }
+  void add_forward(const ForwardShape& shape) {
+    const ForwardCall call = forward_call(shape);
+    add(call.args, call.options);
+  }
+  void add_backward(const ForwardShape& shape, const BackwardOptions& with = {}) {
+    const BackwardCall call = backward_call(shape, with);
+    add(call.args, call.options);
+  }
+  void add_on_host(const ForwardShape& shape, const char* engine) {
+    BackwardCall call = backward_call(shape);
+    BackwardArgs& b = call.args;
+    for (ConstTensor* t : {&b.dout, &b.q, &b.k, &b.v, &b.out, &b.lse}) t->device = {};
+    for (Tensor* t : {&b.dq, &b.dk, &b.dv}) t->device = {};
+    call.options.engine = engine;
+    add(b, call.options);
+    ForwardCall forward = forward_call(shape);
+    ForwardArgs& f = forward.args;
+    for (ConstTensor* t : {&f.q, &f.k, &f.v}) t->device = {};
+    for (Tensor* t : {&f.out, &f.lse}) t->device = {};
+    add(f, call.options);
+  }
+
+  Names names_;
+};
+
+TEST_F(DocumentedDetails, AreAll) {
+  add_on_host({}, "cpu");
+  add_on_host({.sq = 1, .sk = 9000}, "cpu");
+  add_on_host({}, "reference");
+  cpu::Kernels products = {};
+  products.target = "AMX";
+  add(cpu::describe({}, products, forward_problem({})).details);
+
+  add_forward({.mask = chunked(400, window(300, 5)), .softcap = 9, .dropout = 0.5});
+  add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
+  add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
+  for (const int64_t sq : {1, 700}) {
+    for (const bool prefixes : {false, true}) {
+      const ForwardCall call = call_over_pages(64, sq, 9000, prefixes);
+      add(call.args, call.options);
+    }
+    const AppendingCall appending({.batch = 3, .sq = sq, .sk = 1000, .mask = causal()});
+    add(appending.call.args, appending.call.options);
+  }
+  const CallWithHostLengths lengths(5);
+  add(lengths.call.args, lengths.call.options);
+  add_backward({.hk = 8, .d = 64});
+  add_backward({.hk = 8, .d = 64}, {.deterministic = true});
+  add_backward({.invariant = true});
+
+  const ForwardCall tuned = forward_call({.batch = 5});
+  cuda::tune(placed(tuned.args, kBase), tuned.options);
+  add(tuned.args, tuned.options);
+  setenv("FAKE_NVRTC_SPILLS", "8", 1);
+  add_forward({.d = 32});
+
+  EXPECT_EQ(names_, documented());
+}
+
+}  // namespace
+}  // namespace fulgur::test
