@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -32,7 +33,9 @@ COMPILERS = {"CC": "gcc", "CXX": "g++", "CMAKE_C_COMPILER_LAUNCHER": "ccache",
              "CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(ROOT), "CCACHE_DEPEND": "1"}
 # Two programs at a time share the cores: threads that spin while they wait would take them from the other one.
 THREADS = {"OMP_WAIT_POLICY": "passive"}
-EMULATED = 4  # tests of the emulator in a run of every step
+EMULATED = 2  # tests of the emulator in a run of every step
+ALONE = 15  # files of the library that are compiled by themselves in such a run
+STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
 FUZZ_SECONDS = 10  # of each target
 FUZZ_BYTES = 1 << 20  # of an input: what only breaks a parser when it is deep or long is in reach
@@ -73,6 +76,14 @@ def pytest(name, *arguments, env=None):
         f"--junitxml={RESULTS / name}.xml", *arguments, env=env)
 
 
+def sample(what, every, count):
+    """`count` of them, drawn by FULGUR_TEST_SEED, which is the day's number unless it is set."""
+    seed = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
+    drawn = random.Random(seed).sample(every, min(count, len(every)))
+    print(f"{len(drawn)} of {len(every)} {what}, drawn by FULGUR_TEST_SEED={seed}", flush=True)
+    return drawn
+
+
 @functools.cache
 def packages():
     """Starts to install what the Python tests import into build/venv: that waits for the network, and builds do not."""
@@ -97,10 +108,7 @@ def release():
     listed = subprocess.run(["ctest", "--preset", "release", "--show-only=json-v1", "-L", "emulator"], cwd=ROOT,
                             check=True, capture_output=True, text=True).stdout
     every = [test["name"] for test in json.loads(listed)["tests"]]
-    seed = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
-    left_out = random.Random(seed).sample(every, max(0, len(every) - EMULATED))
-    drawn = f"{len(every) - len(left_out)} of {len(every)} tests of the emulator"
-    print(f"{drawn}, drawn by FULGUR_TEST_SEED={seed}", flush=True)
+    left_out = set(every) - set(sample("tests of the emulator", every, EMULATED))
     ctest("release", *(["-E", f"^({'|'.join(left_out)})$"] if left_out else []))
 
 
@@ -137,12 +145,25 @@ def python():
 
 
 def static():
-    """A static library, each file compiled alone, found by find_package and by pkg-config after installation."""
+    """A static library, found by find_package and by pkg-config after installation; of its files a sample alone."""
     folder = BUILD / "static"
-    run("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DCMAKE_UNITY_BUILD=OFF",
-        "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
+    run("cmake", "-S", ROOT, "-B", folder, *STATIC)
     run("cmake", "--build", folder)
     run("tools/check_install.sh", folder)
+    compile_alone(lambda every: sample("files of the library", every, ALONE))
+
+
+def alone():
+    """Every file of the library compiled by itself, as it includes all that it uses; only where it is named."""
+    compile_alone(lambda every: every)
+
+
+def compile_alone(choose):
+    folder = BUILD / "alone"
+    run("cmake", "-S", ROOT, "-B", folder, *STATIC, "-DCMAKE_UNITY_BUILD=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+    commands = json.loads((folder / "compile_commands.json").read_text())
+    objects = sorted(re.search(r" -o (\S+)", entry["command"])[1] for entry in commands)
+    run("cmake", "--build", folder, "--target", *choose(objects))
 
 
 def asan():
@@ -193,7 +214,7 @@ def arm():
 
 
 EVERY = (release, program, python, static, asan, tsan, fuzz)
-STEPS = {step.__name__: step for step in (*EVERY, emulator, arm)}
+STEPS = {step.__name__: step for step in (*EVERY, emulator, alone, arm)}
 
 
 def count(name):
