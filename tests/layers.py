@@ -53,7 +53,8 @@ FOLDERS = {
     "kernels/sm90/common": [*KERNEL, "kernels/sm90/ptx"],
     "kernels/sm90/forward": SM90_KERNEL,
     "kernels/sm90/backward": SM90_KERNEL,
-    "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common"],
+    "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common", "kernels/sm90/decode/schedule"],
+    "kernels/sm90/decode/schedule": [*SM90_KERNEL, "kernels/sm90/decode"],
 }
 
 

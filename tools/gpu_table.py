@@ -20,7 +20,7 @@ from marked import put  # noqa: E402
 FORWARD = ("sm90/forward/forward.cu", "common/copy_rows.cu", "common/padding.cu")
 BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "reduce", "round", "repair", "sinks")))
-DECODE = ("sm90/decode/decode.cu", "sm90/decode/combine.cu", "common/padding.cu")
+DECODE = (*(f"sm90/decode/{part}.cu" for part in ("decode_warp", "decode_warpgroup", "combine")), "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
            "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flash4": "FlashAttention-4", "flashinfer": "FlashInfer",

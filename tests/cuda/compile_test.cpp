@@ -335,7 +335,7 @@ std::string name(const KernelRequest& request) {
 bool outside_loops(const std::string& line) {
   static const std::regex kOutside(
       "  "
-      "k(Packed|SeqUsedK|FewQueries|HasSinks|HasLse|HasDlse|SplitTail|LineRows|WholeLines|Store|"
+      "k(Packed|SeqUsedK|FewQueries|HasSinks|HasLse|HasDlse|SplitTail|TileRows|Store|"
       "Elements) = "
       ".*");
   return std::regex_match(line, kOutside);

@@ -12,6 +12,8 @@
 #include <tuple>
 #include <utility>
 
+#include "cuda/device/launch_memory.h"
+#include "cuda/device/launch_memory.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/sm90/forward_plan.h"
@@ -30,9 +32,9 @@ TEST(Slices, DivideTheChunks) {
   std::mt19937 random(1);
   for (int round = 0; round < 2000; ++round) {
     const int chunks = static_cast<int>(random() % (1u << random() % 20));
-    const int blocks = 1 + static_cast<int>(random() % 300);
-    const Slices slices = kernels::slices_of(chunks, blocks);
-    EXPECT_EQ(slices.count, std::min(chunks, blocks));
+    const int ctas = 1 + static_cast<int>(random() % 300);
+    const Slices slices = kernels::slices_of(chunks, ctas);
+    EXPECT_EQ(slices.count, std::min(chunks, ctas));
     int end = 0;
     for (int slice = 0; slice < slices.count; ++slice) {
       ASSERT_EQ(kernels::slice_begin(slices, slice), end);
@@ -52,15 +54,15 @@ TEST(Slices, DivideTheChunks) {
 TEST(Slices, EveryChunkOfAQBlockHasOne) {
   std::mt19937 random(2);
   for (int round = 0; round < 300; ++round) {
-    std::vector<int> lines;
+    std::vector<int> q_blocks;
     int chunks = 0;
     for (int i = 1 + static_cast<int>(random() % 40); i > 0; --i) {
-      lines.push_back(random() % 4 == 0 ? 0 : static_cast<int>(random() % 90));
-      chunks += kernels::kTileOverhead + lines.back();
+      q_blocks.push_back(random() % 4 == 0 ? 0 : static_cast<int>(random() % 90));
+      chunks += kernels::kTileOverhead + q_blocks.back();
     }
     const Slices slices = kernels::slices_of(chunks, 1 + static_cast<int>(random() % 140));
     int at = 0;
-    for (const int count : lines) {
+    for (const int count : q_blocks) {
       int next = 0;
       std::vector<int> takers;
       for (int slice = 0; slice < slices.count; ++slice) {
@@ -91,29 +93,29 @@ TEST(Slices, EveryChunkOfAQBlockHasOne) {
 TEST(Slices, EverySplitOfAQBlockHasOne) {
   std::mt19937 random(3);
   for (int round = 0; round < 300; ++round) {
-    std::vector<int> lines;
+    std::vector<int> q_blocks;
     int chunks = 0;
     for (int i = 1 + static_cast<int>(random() % 20); i > 0; --i) {
-      lines.push_back(static_cast<int>(random() % (1u << random() % 13)));
-      chunks += kernels::kTileOverhead + lines.back();
+      q_blocks.push_back(static_cast<int>(random() % (1u << random() % 13)));
+      chunks += kernels::kTileOverhead + q_blocks.back();
     }
     const Slices slices = kernels::slices_of(chunks, 1 + static_cast<int>(random() % 140));
     int at = 0;
-    for (const int count : lines) {
-      const kernels::Splits pieces = kernels::invariant_splits(count);
-      ASSERT_GE(pieces.count, 1);
-      ASSERT_LE(pieces.count, kernels::max_splits(count));
-      ASSERT_LT((pieces.count - 1) * pieces.chunks, std::max(count, 1));  // none is empty
-      ASSERT_GE(pieces.count * pieces.chunks, count);
+    for (const int count : q_blocks) {
+      const kernels::Splits splits = kernels::invariant_splits(count);
+      ASSERT_GE(splits.count, 1);
+      ASSERT_LE(splits.count, kernels::max_splits(count));
+      ASSERT_LT((splits.count - 1) * splits.chunks, std::max(count, 1));  // none is empty
+      ASSERT_GE(splits.count * splits.chunks, count);
       ASSERT_LE(kernels::max_splits(count), kernels::max_splits(count + 1));
       int next = 0;
       for (int slice = 0; slice < slices.count; ++slice) {
         const int end = kernels::slice_begin(slices, slice + 1);
-        int piece = kernels::first_split(at, pieces, kernels::slice_begin(slices, slice));
-        for (; piece < pieces.count && kernels::split_begin(at, pieces, piece) < end; ++piece)
-          ASSERT_EQ(piece, next++);
+        int split = kernels::first_split(at, splits, kernels::slice_begin(slices, slice));
+        for (; split < splits.count && kernels::split_begin(at, splits, split) < end; ++split)
+          ASSERT_EQ(split, next++);
       }
-      ASSERT_EQ(next, pieces.count);
+      ASSERT_EQ(next, splits.count);
       at += kernels::kTileOverhead + count;
     }
   }
@@ -136,7 +138,7 @@ TEST(DecodePlan, FitsTheMachine) {
           EXPECT_LE(plan.tile_rows, plan.block_rows());
           EXPECT_EQ(kernels::chunk_keys(plan.block_keys) % plan.block_keys, 0);
           EXPECT_GE(std::min(plan.k_stages, plan.v_stages), 2);
-          EXPECT_LE(plan.counters(), 1024);  // of the workspace's zeroed bytes
+          EXPECT_LE(plan.counters() * 4, LaunchMemory::kZeroed);
         }
       }
     }
@@ -195,52 +197,53 @@ TEST(DecodePlan, SplitsOfFewQBlocksAreOfWarpgroups) {
   EXPECT_EQ(by_lanes(16, true), 16);
 }
 
-// Few q blocks are cut into as many splits as there are CTAs.
+// Few q blocks have as many splits as there are CTAs.
 TEST(DecodePlan, FewQBlocksFillTheCard) {
-  const auto pieces = [](int64_t batch, int64_t sq, bool invariant = false) {
+  const auto schedule = [](int64_t batch, int64_t sq, bool invariant = false) {
     return plan_of(
                {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = 8, .invariant = invariant})
-        .pieces;
+        .schedule;
   };
-  EXPECT_EQ(pieces(1, 16), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(4, 16), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(1, 8), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(8, 16), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(9, 16), kernels::kSplitBySlices);  // more than half as many as CTAs
-  EXPECT_EQ(pieces(1, 4), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(2, 1), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(4, 1), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(5, 1),
-            kernels::kSplitBySlices);  // four rows, fewer than eight long splits a q block
-  const auto of_lines = [](int64_t lines) {
-    return plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8 * lines, .hk = lines}).pieces;
+  EXPECT_EQ(schedule(1, 16), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(4, 16), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(1, 8), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(8, 16), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(9, 16), DecodeSchedule::kStreamK);  // more than half as many as CTAs
+  EXPECT_EQ(schedule(1, 4), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(2, 1), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(4, 1), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(5, 1),
+            DecodeSchedule::kStreamK);  // four rows, fewer than eight long splits a q block
+  const auto of_heads = [](int64_t hk) {
+    return plan_of({.batch = 1, .sq = 1, .sk = 8192, .hq = 8 * hk, .hk = hk}).schedule;
   };
-  EXPECT_EQ(of_lines(1), kernels::kSplitToFill);
-  EXPECT_EQ(of_lines(2), kernels::kSplitBySlices);
-  EXPECT_EQ(of_lines(4), kernels::kSplitToFill);
-  EXPECT_EQ(pieces(1, 64), kernels::kSplitBySlices);  // two blocks of rows
-  EXPECT_EQ(pieces(1, 16, true), kernels::kInvariantSplits);
+  EXPECT_EQ(of_heads(1), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(of_heads(2), DecodeSchedule::kStreamK);
+  EXPECT_EQ(of_heads(4), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(schedule(1, 64), DecodeSchedule::kStreamK);  // two blocks of rows
+  EXPECT_EQ(schedule(1, 16, true), DecodeSchedule::kInvariantSplits);
   const auto of_keys = [](int64_t batch, int64_t sk) {
-    return plan_of({.batch = batch, .sq = 16, .sk = sk, .hq = 4, .hk = 1}).pieces;
+    return plan_of({.batch = batch, .sq = 16, .sk = sk, .hq = 4, .hk = 1}).schedule;
   };
-  EXPECT_EQ(of_keys(64, 8192), kernels::kSplitToFill);
+  EXPECT_EQ(of_keys(64, 8192), DecodeSchedule::kSplitToFill);
   EXPECT_EQ(of_keys(65, 8192),
-            kernels::kSplitBySlices);  // a lane of a warp has two sequences at most
+            DecodeSchedule::kStreamK);  // a lane of a warp has two sequences at most
   const auto of_a_lane = [](int64_t batch) {
     return plan_of({.batch = batch, .sq = 16, .sk = 8192, .hq = 4, .hk = 1}).lane_sequences;
   };
   EXPECT_EQ(of_a_lane(32), 1);
   EXPECT_EQ(of_a_lane(33), 2);
-  EXPECT_EQ(of_keys(1, 65), kernels::kSplitToFill);
-  EXPECT_EQ(of_keys(1, 64), kernels::kSplitBySlices);  // nothing to cut
+  EXPECT_EQ(of_keys(1, 65), DecodeSchedule::kSplitToFill);
+  EXPECT_EQ(of_keys(1, 64), DecodeSchedule::kStreamK);  // nothing to split
 }
 
 // Many q blocks may be taken whole: each sequence has one a kv head.
 TEST(DecodePlan, ManyQBlocksMayBeTakenWhole) {
   const auto whole = [](int64_t batch, int64_t sq, int64_t hk = 8, bool invariant = false) {
-    return plan_of(
-               {.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
-        .round_robin;
+    const DecodeSchedule schedule =
+        plan_of({.batch = batch, .sq = sq, .sk = 8192, .hq = 32, .hk = hk, .invariant = invariant})
+            .schedule;
+    return schedule == DecodeSchedule::kDynamic || schedule == DecodeSchedule::kStreamKOrRoundRobin;
   };
   EXPECT_TRUE(whole(64, 16));
   EXPECT_TRUE(whole(17, 16));
@@ -251,20 +254,21 @@ TEST(DecodePlan, ManyQBlocksMayBeTakenWhole) {
   EXPECT_FALSE(whole(64, 16, 8, true));
 }
 
-// By turns: of warpgroups where there are more than CTAs, of narrow ones where they are
-// long.
+// The dynamic scheduler: on the warpgroup path where there are more q blocks than CTAs, on the warp
+// path where they are long.
 TEST(DecodePlan, TheDynamicSchedulerTakesLongQBlocks) {
-  const auto turns = [](int64_t batch, int64_t sq, int64_t sk = 1024) {
-    return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8}).turns;
+  const auto dynamic = [](int64_t batch, int64_t sq, int64_t sk = 1024) {
+    return plan_of({.batch = batch, .sq = sq, .sk = sk, .hq = 32, .hk = 8}).schedule ==
+           DecodeSchedule::kDynamic;
   };
-  EXPECT_TRUE(turns(64, 16));
-  EXPECT_TRUE(turns(17, 16));
-  EXPECT_FALSE(turns(16, 16));  // 128 q blocks, one each
-  EXPECT_TRUE(turns(256, 16));
-  EXPECT_FALSE(turns(257, 16));  // there is no room for more sequences
-  EXPECT_FALSE(turns(64, 40));   // two blocks of rows
-  EXPECT_FALSE(turns(197, 1, 4096));
-  EXPECT_TRUE(turns(198, 1, 4096));  // 49152 keys
+  EXPECT_TRUE(dynamic(64, 16));
+  EXPECT_TRUE(dynamic(17, 16));
+  EXPECT_FALSE(dynamic(16, 16));  // 128 q blocks, one each
+  EXPECT_TRUE(dynamic(256, 16));
+  EXPECT_FALSE(dynamic(257, 16));  // there is no room for more sequences
+  EXPECT_FALSE(dynamic(64, 40));   // two blocks of rows
+  EXPECT_FALSE(dynamic(197, 1, 4096));
+  EXPECT_TRUE(dynamic(198, 1, 4096));  // 49152 keys
 }
 
 // Whatever the lengths, cut q blocks have no more splits than there is room for: two for each
@@ -277,25 +281,25 @@ TEST(Slices, DynamicSplitsHaveRoom) {
     return std::uniform_int_distribution(from, to)(random);
   };
   for (int run = 0; run < 2000; ++run) {
-    const int blocks = upto(1, 264);
+    const int ctas = upto(1, 264);
     std::vector<int> chunks(upto(1, 2000));
     const int longest = 1 << upto(2, 14);
     for (int& x : chunks) x = upto(kMin, longest);
     if (run % 2 == 0) chunks[0] *= 20;
     int all = 0;
     for (const int x : chunks) all += x + kernels::kTileOverhead;
-    const int most = kernels::dynamic_max_chunks(all, blocks, 2 * kMin);
+    const int most = kernels::dynamic_max_chunks(all, ctas, 2 * kMin);
     int cut = 0;
     for (const int x : chunks) {
-      const int pieces = kernels::dynamic_splits(x, most);
-      if (pieces > 1) {
-        cut += pieces;
-        EXPECT_GE(x / pieces, kMin);
+      const int splits = kernels::dynamic_splits(x, most);
+      if (splits > 1) {
+        cut += splits;
+        EXPECT_GE(x / splits, kMin);
       } else if (x > 3 * kMin) {
-        EXPECT_LE(8.0 * x, 9.0 * all / blocks + 24) << blocks;
+        EXPECT_LE(8.0 * x, 9.0 * all / ctas + 24) << ctas;
       }
     }
-    EXPECT_LE(cut, 2 * blocks) << chunks.size() << " lines of up to " << longest;
+    EXPECT_LE(cut, 2 * ctas) << chunks.size() << " q blocks of up to " << longest;
   }
 }
 
@@ -317,11 +321,11 @@ TEST(Slices, ALastRoundOfFewQBlocksIsSplit) {
   std::mt19937 random(1);
   const auto upto = [&](int to) { return std::uniform_int_distribution(1, to)(random); };
   for (int run = 0; run < 2000; ++run) {
-    const int blocks = upto(264), heads = upto(64), sequences = upto(256);
-    const int lines = last_round_sequences(sequences, heads, blocks) * heads;
-    if (lines == 0) continue;
-    const int pieces = lines * last_round_splits(1 << 20, 1 << upto(20), 4, lines, blocks);
-    EXPECT_LE(pieces, std::max(2 * blocks, lines)) << blocks << " " << heads << " " << sequences;
+    const int ctas = upto(264), heads = upto(64), sequences = upto(256);
+    const int q_blocks = last_round_sequences(sequences, heads, ctas) * heads;
+    if (q_blocks == 0) continue;
+    const int splits = q_blocks * last_round_splits(1 << 20, 1 << upto(20), 4, q_blocks, ctas);
+    EXPECT_LE(splits, std::max(2 * ctas, q_blocks)) << ctas << " " << heads << " " << sequences;
   }
 }
 
@@ -364,7 +368,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.given.set(Arg::kCacheBatchIdx, true);
     HopperDecodePlan made = decode_candidate(p, {}).plan;
-    EXPECT_EQ(made.pieces, kernels::kInvariantSplits);
+    EXPECT_EQ(made.schedule, DecodeSchedule::kInvariantSplits);
     return kernel_config(made);
   };
   EXPECT_EQ(plan(1, 1), plan(64, 1));
@@ -387,11 +391,12 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
 // have fewer.
 TEST(DecodePlan, RowsOfASequenceDecideForInvariantCalls) {
   using Kernels = std::pair<std::set<std::string>, int>;
-  const Kernels decode = {{"sm90/decode/decode.cu", "sm90/decode/combine.cu"}, 0};
+  const Kernels decode = {{"sm90/decode/decode_warpgroup.cu", "sm90/decode/combine.cu"}, 0};
   const Kernels forward = {{"sm90/forward/forward.cu"}, 0};
   const auto both = [](int few) {
-    return Kernels{{"sm90/decode/decode.cu", "sm90/decode/combine.cu", "sm90/forward/forward.cu"},
-                   few};
+    return Kernels{
+        {"sm90/decode/decode_warpgroup.cu", "sm90/decode/combine.cu", "sm90/forward/forward.cu"},
+        few};
   };
   for (const int64_t batch : {1, 64}) {
     for (const int64_t sk : {8, 100000}) {
@@ -473,35 +478,36 @@ TEST(DecodePlan, RoomForSplitsIsBoundedByTheKeys) {
 TEST(Slices, SplitsToFillAreNoMoreThanCtas) {
   std::mt19937 random(5);
   for (int round = 0; round < 1000; ++round) {
-    const int blocks = 4 + static_cast<int>(random() % 200);
-    std::vector<int> lines(1 + random() % static_cast<unsigned>(blocks / 4));
+    const int ctas = 4 + static_cast<int>(random() % 200);
+    std::vector<int> q_blocks(1 + random() % static_cast<unsigned>(ctas / 4));
     int chunks = 0;
-    for (int& line : lines) chunks += line = static_cast<int>(random() % (1u << random() % 13));
-    const int spare = blocks - static_cast<int>(lines.size());
+    for (int& q_block : q_blocks)
+      chunks += q_block = static_cast<int>(random() % (1u << random() % 13));
+    const int spare = ctas - static_cast<int>(q_blocks.size());
     const int most = kernels::fill_max_chunks(chunks, kernels::divisor(spare));
     int count = 0;
-    for (const int line : lines) {
-      const kernels::Splits pieces = kernels::fill_splits(line, most);
-      ASSERT_LE(pieces.chunks, most);
-      ASSERT_LT((pieces.count - 1) * pieces.chunks, std::max(line, 1));  // none is empty
-      ASSERT_GE(pieces.count * pieces.chunks, line);
-      count += pieces.count;
+    for (const int q_block : q_blocks) {
+      const kernels::Splits splits = kernels::fill_splits(q_block, most);
+      ASSERT_LE(splits.chunks, most);
+      ASSERT_LT((splits.count - 1) * splits.chunks, std::max(q_block, 1));  // none is empty
+      ASSERT_GE(splits.count * splits.chunks, q_block);
+      count += splits.count;
     }
-    ASSERT_LE(count, blocks);
+    ASSERT_LE(count, ctas);
   }
 }
 
 // Of few long splits none is much shorter than the others.
 TEST(Slices, SplitsToFillAreEven) {
-  const auto pieces = [](int chunks, int max_chunks) {
+  const auto splits = [](int chunks, int max_chunks) {
     const kernels::Splits p = kernels::fill_splits(chunks, max_chunks);
     return std::pair{p.count, p.chunks};
   };
-  EXPECT_EQ(pieces(128, 121), (std::pair{2, 64}));
-  EXPECT_EQ(pieces(128, 63), (std::pair{3, 43}));
-  EXPECT_EQ(pieces(128, 8), (std::pair{16, 8}));
-  EXPECT_EQ(pieces(128, 1), (std::pair{128, 1}));
-  EXPECT_EQ(pieces(0, 9), (std::pair{1, 9}));
+  EXPECT_EQ(splits(128, 121), (std::pair{2, 64}));
+  EXPECT_EQ(splits(128, 63), (std::pair{3, 43}));
+  EXPECT_EQ(splits(128, 8), (std::pair{16, 8}));
+  EXPECT_EQ(splits(128, 1), (std::pair{128, 1}));
+  EXPECT_EQ(splits(0, 9), (std::pair{1, 9}));
 }
 
 TEST(Slices, QuotientsAreThoseOfDivisions) {
@@ -590,7 +596,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const HopperDecodePlan plan = decode_candidate(p, {}).plan;
-        EXPECT_EQ(plan.pieces == kernels::kInvariantSplits, invariant);
+        EXPECT_EQ(plan.schedule == DecodeSchedule::kInvariantSplits, invariant);
         EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
         p.given.set(Arg::kTreeMask, false);
         EXPECT_NE(kernel_config(decode_candidate(p, {}).plan).find("  kTree = 0,\n"),
@@ -626,7 +632,7 @@ TEST(DecodePlan, AppendsFewNewRows) {
   const ForwardShape many{.batch = 64, .sq = 1, .hq = 32, .hk = 8};
   refused(appending(many, 64 * 300), "which up to 8 take less than a launch");
   refused(appending({.batch = 0, .sq = 1}, 0), "there are no queries");
-  refused(appending({.batch = 64, .sq = 16, .hq = 32, .hk = 8}, 1024), "lines by turns");
+  refused(appending({.batch = 64, .sq = 16, .hq = 32, .hk = 8}, 1024), "dynamic scheduler");
   Problem host = appending(many, 64);
   host.append.host_numbers = 64;
   refused(host, "in the host's memory");

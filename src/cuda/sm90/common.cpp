@@ -144,10 +144,14 @@ void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
   if (!copies.entries().empty()) plan.details.add("copies", std::move(copies));
 }
 
-std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants) {
-  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\nenum : int {{\n",
+std::string config_text(DType dtype, const KernelConfig& config) {
+  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\n",
                                  dtype == DType::kBF16 ? "bf16" : "f16");
-  for (const auto& [name, value] : constants) text += fmt::format("  {} = {},\n", name, value);
+  for (const auto& [name, value] : config.macros)
+    text += fmt::format("#define {} {}\n", name, value);
+  text += "enum : int {\n";
+  for (const auto& [name, value] : config.constants)
+    text += fmt::format("  {} = {},\n", name, value);
   return text + "};\n";
 }
 

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <initializer_list>
-#include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -35,17 +35,18 @@ bool chunk_binds(const Problem& problem);
 /// Keys in pages or elsewhere, or packed queries alone.
 bool has_cache(const Problem& problem);
 
-/// Of a kv head, (query, head of its group): what a block of an invariant call's decode.cu has.
+/// Rows of a kv head, (query, head of its group), that a block of an invariant decode call has.
 inline constexpr int64_t kFewRows = 64;
 
 /// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
-/// invariant calls on contiguous keys that both compute: decode.cu, which splits its keys,
-/// where it has up to kFewRows, and forward.cu where it has more. Which the longest one is depends
-/// on the batch.
+/// invariant calls on contiguous keys that both compute: a decode kernel, which splits its keys,
+/// where it has up to kFewRows, and the forward kernel where it has more. Which the longest one is
+/// depends on the batch.
 bool rows_decide(const Problem& problem);
-/// The most queries of a sequence that decode.cu computes then; 0: it computes none.
+/// The most queries of a sequence that a decode kernel computes then; 0: it computes none.
 int64_t few_queries(const Problem& problem);
-/// Whether some sequences of one call are decode.cu's and others forward.cu's, which lengths say.
+/// Whether a decode kernel computes some sequences of one call and the forward kernel others, as
+/// lengths say.
 bool takes_both(const Problem& problem);
 
 // Keys: what kernel_config.h fixes at compile time. A key calls f(name, value) for each of its
@@ -80,7 +81,8 @@ struct HopperAnyForwardKey : HopperKey {
   bool transforms_scores = false, has_sinks = false, packed_k = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
-  int few_queries = 0;  ///< decode.cu has sequences of up to so many, forward.cu the longer ones
+  int few_queries =
+      0;  ///< the most queries of sequences that a decode kernel computes, not forward.cu
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -139,17 +141,24 @@ struct Copied {
 };
 void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
 
-/// The text of kernel_config.h, from constants of elements of `dtype`.
-std::string config_text(DType dtype, std::span<const std::pair<std::string_view, int>> constants);
+/// The text of kernel_config.h, from constants of elements of `dtype`, and macros.
+struct KernelConfig {
+  std::vector<std::pair<std::string_view, std::string>> macros;
+  std::vector<std::pair<std::string_view, int>> constants;
+};
+std::string config_text(DType dtype, const KernelConfig& config);
 
-/// The text of a key.
+/// The text of a key: a field that is a number is a constant, one that is text a macro.
 template <class Key>
 std::string kernel_config(const Key& key) {
-  std::vector<std::pair<std::string_view, int>> constants;
+  KernelConfig config;
   key.for_each_field([&](std::string_view name, auto value) {
-    constants.emplace_back(name, static_cast<int>(value));
+    if constexpr (std::is_convertible_v<decltype(value), std::string>)
+      config.macros.emplace_back(name, value);
+    else
+      config.constants.emplace_back(name, static_cast<int>(value));
   });
-  return config_text(key.dtype, constants);
+  return config_text(key.dtype, config);
 }
 
 }  // namespace fulgur::cuda

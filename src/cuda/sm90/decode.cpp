@@ -15,7 +15,8 @@ namespace fulgur::cuda {
 namespace {
 
 KernelUse decode_kernel(const HopperDecodePlan& plan) {
-  return {{"sm90/decode/decode.cu", kernel_config(plan), kHopperArchitecture},
+  return {{plan.warpgroup_path() ? "sm90/decode/decode_warpgroup.cu" : "sm90/decode/decode_warp.cu",
+           kernel_config(plan), kHopperArchitecture},
           "fulgur_decode",
           plan.shared_bytes};
 }
@@ -34,7 +35,7 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
-  if (plan.combines_later()) kernels.push_back(combine_kernel(plan));
+  if (plan.has_combine_kernel()) kernels.push_back(combine_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
@@ -48,7 +49,7 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
       reasons_(std::move(reasons)),
       maps_(forward_maps(p, plan.box_keys)),
       no_keys_(p.sk == 0 || p.total_k == 0),
-      numbers_(p, gpu),
+      metadata_(p, gpu),
       workspace_(workspace_of(p, plan)),
       padding_(padding_params(p)) {
   static_cast<CallParams&>(params_) = call_params(p, band_of(plan, p.mask));
@@ -63,13 +64,13 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   params_.pages = key_pages(p);
   params_.max_splits = plan.max_splits;
   params_.split_floats = plan.split_floats();
-  if (plan.pieces == kernels::kSplitToFill) {
+  if (plan.schedule == DecodeSchedule::kSplitToFill) {
     params_.to_fill = kernels::divisor(plan.grid);
     params_.to_fit = kernels::divisor(plan.grid - params_.batch * params_.hk);
     params_.heads = kernels::divisor(params_.hk);
   }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
-  if (plan_.combines_later()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
+  if (plan_.has_combine_kernel()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
   if (plan_.has_padding())
     padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
@@ -134,17 +135,17 @@ void HopperDecode::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
   const auto stream = static_cast<CUstream>(run.stream);
   if (!plan_.appends) {
-    numbers_.check(args);
+    metadata_.check(args);
     if (workspace_.end == 0) return;
     const CurrentContext current(gpu_.context());
     const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
     return this->run(args, {}, lease.data, stream);
   }
   AppendThenAttend appending(args, problem_.mask);
-  numbers_.check(appending.attention());
+  metadata_.check(appending.attention());
   const CurrentContext current(gpu_.context());
   const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
-  appending.rotate_into(lease.data + workspace_.turned);
+  appending.rotate_into(lease.data + workspace_.rotated);
   AppendParams append = append_params(appending.call());
   set_lengths(appending.rows(), append);
   this->run(appending.attention(), append, lease.data, stream);
@@ -152,17 +153,17 @@ void HopperDecode::run(const Call& call, const Run& run) const {
 
 void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char* workspace,
                        CUstream stream) const {
-  void* const numbers = workspace + workspace_.numbers;
-  const DecodeAppendParams params{arguments(numbers_.moved(args, numbers), workspace), append};
-  numbers_.store(args, stream, numbers);
+  void* const metadata = workspace + workspace_.metadata;
+  const DecodeAppendParams params{arguments(metadata_.moved(args, metadata), workspace), append};
+  metadata_.store(args, stream, metadata);
   if (params.batch > 0) {  // else all rows are padding
     launch_copies(args, params, stream);
     launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
            "launching the decode kernel");
-    if (plan_.combines_later() && plan_.max_splits > 1) {
+    if (plan_.has_combine_kernel() && plan_.max_splits > 1) {
       launch(stream, combine_kernel_, &params,
-             {params.batch * params.hk, ceil_div(plan_.combine_units(), kernels::kCombineWarps)},
-             32 * kernels::kCombineWarps, 0, "launching the kernel that merges pieces");
+             {params.batch * params.hk, ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
+             32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
     }
   }
   if (!plan_.has_padding()) return;
@@ -176,7 +177,7 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
 
 Explanation HopperDecode::explain() const {
   Explanation e = with_reasons(describe(plan_, problem_), reasons_);
-  numbers_.describe(e);
+  metadata_.describe(e);
   return e;
 }
 

@@ -16,7 +16,7 @@ namespace fulgur::cuda {
 /// What a plan launches: the decode kernel first, then those with it.
 std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
 
-/// The host's half of sm90/decode/decode.cu: a plan with its compiled kernels on a device.
+/// The host's half of the kernels of sm90/decode/: a plan with its compiled kernels on a device.
 class HopperDecode final : public Executable {
  public:
   HopperDecode(const Problem& problem, Gpu& gpu, const HopperDecodePlan& plan, Reasons reasons);
@@ -47,7 +47,7 @@ class HopperDecode final : public Executable {
   Reasons reasons_;
   ForwardMaps maps_;
   bool no_keys_;  ///< no row of k
-  HostMetadata numbers_;
+  HostMetadata metadata_;
   HopperDecodeWorkspace workspace_;
   CUfunction kernel_ = nullptr, combine_kernel_ = nullptr;
   CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;

@@ -27,10 +27,10 @@ constexpr int kReservedBytes = 1024;     // of shared memory, for each CTA but t
 constexpr int64_t kWarpPathRows = 16;    // of a kv head: a warp's
 constexpr int64_t kLongDynamic = 49152;  // keys of a CTA, by the dynamic scheduler
 constexpr int64_t kLanes = 32;
-/// Q blocks of more rows are cut into as many splits as there are CTAs where each would have
-/// parts in so many of these: one of them puts the parts together slower than another kernel does.
+/// The warpgroup path has SplitToFill where each q block gets so many splits: one CTA combines them
+/// slower than another kernel does.
 constexpr int64_t kSomeSplits = 2;
-/// Those of warp-path groups, where each has so many parts, which hardly differ in length.
+/// The warp path has it where each gets so many, which then hardly differ in length.
 constexpr int64_t kEvenSplits = 8;
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
 constexpr int64_t kMaxRowsForModel = 128;
@@ -82,82 +82,80 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Whether each q block is computed by many CTAs, `parts` or more.
-bool has_few_q_blocks(const Problem& p, int blocks, int64_t splits = kSomeSplits) {
-  return p.batch <= kernels::kFillSequences && splits * p.batch * p.hk <= blocks;
+/// Whether there are CTAs for `splits` splits of each q block, or more.
+bool has_few_q_blocks(const Problem& p, int ctas, int64_t splits = kSomeSplits) {
+  return p.batch <= kernels::kFillSequences && splits * p.batch * p.hk <= ctas;
 }
 
-/// Whether up to 16 rows of a kv head are those of warpgroups, too, as splits of few q blocks are
-/// theirs: always beyond half a warp's rows. Warp-path groups have such splits of fewer q blocks,
-/// and with fewer rows parts that cost them little where sequences are many or slices long.
-bool splits_pay(const Problem& p, int blocks, int64_t rows, bool long_shares) {
-  if (!has_few_q_blocks(p, blocks) || p.sk <= kernels::kChunkKeys) return false;
+/// Whether up to 16 rows of a kv head go to the warpgroup path, too, which has SplitToFill for few
+/// q blocks: always beyond half a warp's rows. The warp path has it for fewer q blocks, and with
+/// fewer rows its splits cost little where sequences are many or slices long.
+bool splits_pay(const Problem& p, int ctas, int64_t rows, bool long_slices) {
+  if (!has_few_q_blocks(p, ctas) || p.sk <= kernels::kChunkKeys) return false;
   if (rows > kWarpPathRows / 2) return true;
-  const bool some = kEvenSplits * p.batch * p.hk > blocks && p.batch <= kLanes;
-  return some && (rows > kWarpPathRows / 4 || !long_shares);
+  const bool some = kEvenSplits * p.batch * p.hk > ctas && p.batch <= kLanes;
+  return some && (rows > kWarpPathRows / 4 || !long_slices);
 }
 
-/// Whether q blocks, taken whole, leave few of the CTAs idle: round_robin_is_even says how few.
-bool has_enough_q_blocks(const Problem& p, int blocks) {
-  return 17 * p.batch * p.hk >= 16 * blocks;
-}
+/// Whether whole q blocks leave few of the CTAs idle: round_robin_is_even says how few.
+bool has_enough_q_blocks(const Problem& p, int ctas) { return 17 * p.batch * p.hk >= 16 * ctas; }
 
-/// Warp groups, their keys and their buffers, for as many rows as a kv head has and as shared
+/// The path, warp groups, their tiles and their buffers, for the rows of a kv head and as shared
 /// memory holds.
 void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int64_t chunks = p.batch * p.hk * ceil_div(p.sk, kernels::kChunkKeys);
-  const bool long_shares = chunks >= kLongSlice * card.sms;
-  // Two warps of lanes that copy begin sooner than warpgroups, which read memory faster, and whose
-  // splits fill the card.
-  const bool wide_pays = long_shares || has_few_q_blocks(p, card.sms);
+  const bool long_slices = chunks >= kLongSlice * card.sms;
+  // Two warps that load by lanes begin sooner than warpgroups, which read memory faster by TMA and
+  // have SplitToFill.
+  const bool warpgroups_pay = long_slices || has_few_q_blocks(p, card.sms);
   const bool boxes = box_keys_of(p, kernels::kChunkKeys) > 0;
-  const bool two_warps = rows <= 2 * kWarpPathRows && dim <= 128 && !(wide_pays && boxes);
-  const bool narrow =
-      rows <= kWarpPathRows && !(boxes && splits_pay(p, card.sms, rows, long_shares));
-  plan.warps_per_group = narrow ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
+  const bool two_warps = rows <= 2 * kWarpPathRows && dim <= 128 && !(warpgroups_pay && boxes);
+  const bool one_warp =
+      rows <= kWarpPathRows && !(boxes && splits_pay(p, card.sms, rows, long_slices));
+  plan.warps_per_group = one_warp ? 1 : two_warps ? 2 : rows <= 64 ? 4 : kMaxWarps;
   plan.tile_rows = plan.warps_per_group > 1 ? plan.block_rows()
                    : rows <= 4              ? 4
                    : rows <= 8              ? 8
                                             : 16;
-  // Two CTAs hide each other's page ids, but they double the parts that q blocks have.
-  const bool a_line_each = has_enough_q_blocks(p, card.sms) && p.batch * p.hk <= card.sms;
-  const bool two = plan.page > 0 && plan.warps_per_group == 1 && dim <= 128 && long_shares &&
-                   !a_line_each && !has_few_q_blocks(p, card.sms, kEvenSplits);
+  // Two CTAs an SM hide each other's loads of page ids, but q blocks have twice as many splits.
+  const bool one_q_block_each = has_enough_q_blocks(p, card.sms) && p.batch * p.hk <= card.sms;
+  const bool two = plan.page > 0 && plan.warps_per_group == 1 && dim <= 128 && long_slices &&
+                   !one_q_block_each && !has_few_q_blocks(p, card.sms, kEvenSplits);
   plan.residents = two ? 2 : 1;
   plan.warp_groups = kMaxWarps / plan.warps_per_group / plan.residents;
-  const bool wide = plan.warps_per_group >= kernels::kWarpgroupWarps;
   plan.block_keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
-  if (wide) {
-    // Loads keep up with the products of larger tiles, but for lanes that look up pages; of these
-    // tiles there are six buffers or more, lest V wait for a place. A word of a tree mask has bits
-    // for 64 keys.
+  if (plan.warpgroup_path()) {
+    // Loads keep up with the products of larger tiles, but for lanes that look up pages. Of larger
+    // tiles there are six buffers or more, lest V wait for one. A word of a tree mask has bits for
+    // 64 keys.
     const int large = dim <= 128 ? 128 : dim <= 192 ? 64 : 48;
     const bool by_boxes = box_keys_of(p, large) > 0;
     const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
     if (plan.warps_per_group == kMaxWarps && !plan.tree && keeps_up) plan.block_keys = large;
-    // With the widest heads what scores need besides has no registers where lanes copy; invariant
-    // calls have one tile wherever keys lie.
+    // With the widest heads there are no registers for windows and transformed scores where lanes
+    // copy. Invariant calls have one tile wherever keys lie.
     const bool more_scores = plan.transforms_scores || plan.has_left;
     const bool no_registers = more_scores && (p.invariant || !by_boxes);
     if (dim > 128 && (plan.tree || no_registers)) plan.block_keys = 16;
   }
-  const int most = wide ? 10 : 6, step = wide ? 1 : 2;  // buffers of K and V
+  // Buffers of K and V together, of which the warp path has as many of each.
+  const int max_buffers = plan.warpgroup_path() ? 10 : 6, step = plan.warpgroup_path() ? 1 : 2;
   const auto set_buffers = [&](int count) {
     plan.k_stages = (count + 1) / 2;
     plan.v_stages = count / 2;
     return count;
   };
   const int room = card.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
-  int buffers = set_buffers(most);
+  int buffers = set_buffers(max_buffers);
   while (bytes_of(plan) > room) {
     if (buffers == 4) plan.warp_groups /= 2;
-    buffers = set_buffers(buffers == 4 ? most : buffers - step);
+    buffers = set_buffers(buffers == 4 ? max_buffers : buffers - step);
   }
   plan.shared_bytes = bytes_of(plan);
-  if (wide) plan.box_keys = box_keys_of(p, plan.block_keys);
+  if (plan.warpgroup_path()) plan.box_keys = box_keys_of(p, plan.block_keys);
 }
 
 /// Of a key of a kv head: to read it, and to multiply with it.
@@ -173,75 +171,109 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
   return {2 * dims / bytes, blocks * 2 * dims * plan.block_rows() / kProductFlops};
 }
 
-/// Of fewer parts a warp of the kernel that combines takes more columns: a warp costs more than
-/// their loads.
+/// Of fewer splits a warp of combine.cu takes more columns: a warp costs more than their loads.
 int64_t many_splits(const HopperDecodePlan& plan) { return plan.warps_per_group + 1; }
 
 /// For how many splits there is room in the workspace.
 int64_t room_for_splits(const Problem& p, const HopperDecodePlan& plan) {
-  if (plan.pieces == kernels::kSplitToFill) return plan.grid;
+  if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
   return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) * p.hk;
 }
 
-/// How q blocks are cut.
-int invariant_splits(const Problem& p, const HopperDecodePlan& plan) {
-  if (p.invariant) return kernels::kInvariantSplits;
-  const bool wide = plan.warps_per_group >= kernels::kWarpgroupWarps;
-  const int64_t lines = p.batch * p.hk;
-  // Two q blocks of warp-path groups have slices, which measure 11.1 us where splits of them
-  // take 14.2.
-  const bool few = has_few_q_blocks(p, plan.grid, wide ? kSomeSplits : kEvenSplits) &&
-                   (wide || lines == 1 || kernels::kMaxSplits * lines >= plan.grid);
-  const bool fills =
-      few && rows_of_kv_head(p) <= plan.block_rows() && p.sk > kernels::chunk_keys(plan.block_keys);
-  return fills ? kernels::kSplitToFill : kernels::kSplitBySlices;
+/// Whether few q blocks are split so that each CTA has about one split.
+bool splits_to_fill(const Problem& p, const HopperDecodePlan& plan) {
+  const bool warpgroups = plan.warpgroup_path();
+  const int64_t q_blocks = p.batch * p.hk;
+  // Two q blocks of the warp path have slices, which measure 11.1 us where such splits take 14.2.
+  const bool few = has_few_q_blocks(p, plan.grid, warpgroups ? kSomeSplits : kEvenSplits) &&
+                   (warpgroups || q_blocks == 1 || kernels::kMaxSplits * q_blocks >= plan.grid);
+  return few && rows_of_kv_head(p) <= plan.block_rows() &&
+         p.sk > kernels::chunk_keys(plan.block_keys);
 }
 
-/// Whether CTAs may take q blocks one after the other, instead of slices that cut them:
-/// each sequence has one q block a kv head, and there are enough for all CTAs.
-bool has_round_robin(const Problem& p, const HopperDecodePlan& plan) {
-  // Warp-path groups have no registers for it with all that a tree mask takes.
-  if (plan.tree && plan.warps_per_group < kernels::kWarpgroupWarps) return false;
-  return plan.pieces == kernels::kSplitBySlices && !p.of_groups &&
-         rows_of_kv_head(p) <= plan.block_rows() && has_enough_q_blocks(p, plan.grid);
+/// Whether CTAs may take whole q blocks: each sequence has one for each kv head, and there are
+/// enough of them for all CTAs.
+bool takes_whole_q_blocks(const Problem& p, const HopperDecodePlan& plan) {
+  // The warp path has no registers for it with all that a tree mask takes.
+  if (plan.tree && !plan.warpgroup_path()) return false;
+  return !p.of_groups && rows_of_kv_head(p) <= plan.block_rows() &&
+         has_enough_q_blocks(p, plan.grid);
 }
 
-/// Whether q blocks go by the dynamic scheduler: of warpgroups where some CTA has two, of narrow
-/// ones where what a slice of so many keys takes longer on one SM than on another is more than
-/// turns cost.
+/// Whether such q blocks go by the dynamic scheduler: of the warpgroup path where some CTA has two,
+/// of the warp path where equal slices of so many keys differ in time between SMs by more than the
+/// scheduler costs.
 bool is_dynamic(const Problem& p, const HopperDecodePlan& plan) {
-  if (!plan.round_robin || p.batch > kernels::kDynamicSequences) return false;
-  const int64_t lines = p.batch * p.hk;
-  if (plan.warps_per_group >= kernels::kWarpgroupWarps) return lines > plan.grid;
-  return lines * p.sk >= kLongDynamic * plan.grid;
+  if (p.batch > kernels::kDynamicSequences) return false;
+  const int64_t q_blocks = p.batch * p.hk;
+  if (plan.warpgroup_path()) return q_blocks > plan.grid;
+  return q_blocks * p.sk >= kLongDynamic * plan.grid;
 }
 
-/// Of `q blocks`, in words.
-std::string how_q_blocks_are_split(const HopperDecodePlan& plan, int64_t lines) {
-  if (plan.pieces == kernels::kSplitToFill) {
-    return fmt::format("cut so that each CTA has about one piece, which {} merges",
-                       plan.combines_later() ? "another kernel" : "the last one at a line");
-  }
-  if (plan.max_splits > 1) {
-    return fmt::format(
-        "cut where their own keys say (`invariant`), into up to {} pieces, which another kernel "
-        "merges",
-        plan.max_splits);
-  }
-  if (plan.pieces == kernels::kInvariantSplits) return "of which none is cut (`invariant`)";
-  if (plan.turns) {
-    return "the longest first, each by the one that comes to it first; cut where they are longer "
-           "than what each has in all";
+DecodeSchedule schedule_for(const Problem& p, const HopperDecodePlan& plan) {
+  if (p.invariant) return DecodeSchedule::kInvariantSplits;
+  if (splits_to_fill(p, plan)) return DecodeSchedule::kSplitToFill;
+  if (!takes_whole_q_blocks(p, plan)) return DecodeSchedule::kStreamK;
+  return is_dynamic(p, plan) ? DecodeSchedule::kDynamic : DecodeSchedule::kStreamKOrRoundRobin;
+}
+
+/// The schedule of `q_blocks`, in words.
+std::string how_q_blocks_are_scheduled(const HopperDecodePlan& plan, int64_t q_blocks) {
+  switch (plan.schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return fmt::format(
+          "each CTA computes about one split of a q block, and {} combines them",
+          plan.has_combine_kernel() ? "another kernel" : "the last CTA at a q block");
+    case DecodeSchedule::kInvariantSplits:
+      if (plan.max_splits == 1) return "no q block is split (`invariant`)";
+      return fmt::format(
+          "a q block has up to {} splits, as its own keys say (`invariant`), and "
+          "another kernel combines them",
+          plan.max_splits);
+    case DecodeSchedule::kDynamic:
+      return "CTAs request q blocks one after another, the longest first; those longer than what "
+             "a CTA has in all are split";
+    case DecodeSchedule::kStreamK:
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      break;
   }
   return fmt::format(
-      "in up to {} parts, which the last one at a line merges{}", lines + plan.grid - 1,
-      plan.round_robin ? "; or whole lines, where these lengths make that as even" : "");
+      "each CTA takes an equal slice (stream-K), and the last CTA at a q block "
+      "combines its splits, up to {} in all{}",
+      q_blocks + plan.grid - 1,
+      plan.schedule == DecodeSchedule::kStreamKOrRoundRobin
+          ? "; or whole q blocks, where the lengths make that as even"
+          : "");
 }
 
-const char* schedule_of(const HopperDecodePlan& plan) {
-  if (plan.pieces == kernels::kSplitToFill) return "split_per_cta";
-  if (plan.pieces == kernels::kInvariantSplits) return "invariant_splits";
-  return plan.turns ? "dynamic" : "stream_k";
+/// The schedule, as `details` names it.
+const char* name_of(DecodeSchedule schedule) {
+  switch (schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return "split_per_cta";
+    case DecodeSchedule::kInvariantSplits:
+      return "invariant_splits";
+    case DecodeSchedule::kDynamic:
+      return "dynamic";
+    case DecodeSchedule::kStreamK:
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      break;
+  }
+  return "stream_k";
+}
+
+/// What partial results a schedule has whose splits are counted before they are computed.
+void set_splits(HopperDecodePlan& plan, const Problem& p) {
+  const int64_t chunks = ceil_div(p.sk, kernels::chunk_keys(plan.block_keys));
+  if (plan.schedule == DecodeSchedule::kSplitToFill) {
+    if (p.batch > kLanes) plan.lane_sequences = 2;
+    if (many_splits(plan) * p.batch * p.hk > plan.grid) plan.combine_eights = 4;
+    plan.max_splits = static_cast<int>(std::min<int64_t>(chunks, plan.grid));
+    plan.split_rows = plan.tile_rows;
+  } else if (plan.schedule == DecodeSchedule::kInvariantSplits) {
+    plan.max_splits = kernels::max_splits(static_cast<int>(chunks));
+    plan.split_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.tile_rows));
+  }
 }
 
 double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms) {
@@ -253,26 +285,49 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms)
 
 }  // namespace
 
+std::string HopperDecodeKey::schedule_type() const {
+  switch (schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return fmt::format("SplitToFill<{}>", lane_sequences);
+    case DecodeSchedule::kInvariantSplits:
+      return "InvariantSplits";
+    case DecodeSchedule::kDynamic:
+      return "Dynamic";
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      return "StreamKOrRoundRobin";
+    case DecodeSchedule::kStreamK:
+      break;
+  }
+  return "StreamK";
+}
+
 int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
 
 int HopperDecodePlan::split_floats() const {
   return split_rows * kernels::partial_row_floats(value_dim);
 }
 
-bool HopperDecodePlan::combines_later() const {
-  return pieces == kernels::kInvariantSplits ||
-         (pieces == kernels::kSplitToFill && warps_per_group >= kernels::kWarpgroupWarps);
+bool HopperDecodePlan::warpgroup_path() const { return kernels::is_warpgroup_path(tile_of(*this)); }
+
+bool HopperDecodePlan::has_combine_kernel() const {
+  return schedule == DecodeSchedule::kInvariantSplits ||
+         (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());
 }
 
-int HopperDecodePlan::combine_units() const {
-  return pieces == kernels::kSplitToFill ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
-                                         : split_rows;
+bool HopperDecodePlan::counts_splits() const {
+  return schedule == DecodeSchedule::kSplitToFill || schedule == DecodeSchedule::kInvariantSplits;
+}
+
+int HopperDecodePlan::combine_warps() const {
+  return schedule == DecodeSchedule::kSplitToFill
+             ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
+             : split_rows;
 }
 
 HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
   if (p.total_q == 0) return {};
-  int64_t floats = 0;  // that parts leave
-  if (plan.pieces == kernels::kSplitBySlices)
+  int64_t floats = 0;  // of partial results
+  if (!plan.counts_splits())
     floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.max_splits > 1)
     floats = room_for_splits(p, plan) * plan.split_floats();
@@ -283,9 +338,9 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
-  at.turned = arena.take(rotated_bytes(p));
+  at.rotated = arena.take(rotated_bytes(p));
   at.partial = arena.take(floats * int64_t{sizeof(float)});
-  at.numbers = arena.take(host_metadata_bytes(p));
+  at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
 }
@@ -322,14 +377,13 @@ std::string hopper_decode_rejects_few(const Problem& p) {
     return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
                        p.cache.entries, p.cache.page, p.cache.ids);
   }
-  // The least rows of a block bound the count of q blocks; the kernel numbers their chunks with
-  // ints.
+  // The kernels number the chunks of all q blocks with ints, of blocks as small as they may be.
   const int64_t min_rows = p.invariant ? kFewRows : 16;
   // Doubles, as with no rows of q there may be any number of its heads.
   const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
-  const double lines =
+  const double q_blocks =
       static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
-  const double chunks = lines * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
+  const double chunks = q_blocks * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
   if (chunks > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
                        int{kernels::kChunkKeys}, chunks);
@@ -352,24 +406,8 @@ HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   plan.copies_v = not_whole(p.v);
   set_tile(plan, p, card);
   plan.grid = std::min(card.sms * plan.residents, int{kernels::kMaxSlices});
-  plan.pieces = invariant_splits(p, plan);
-  plan.round_robin = has_round_robin(p, plan);
-  plan.turns = is_dynamic(p, plan);
-  if (plan.pieces == kernels::kSplitToFill && p.batch > kLanes) plan.lane_sequences = 2;
-  if (plan.pieces != kernels::kSplitBySlices) {
-    const int64_t chunks = ceil_div(p.sk, kernels::chunk_keys(plan.block_keys));
-    const bool own = plan.pieces == kernels::kInvariantSplits;
-    plan.max_splits = own ? kernels::max_splits(static_cast<int>(chunks))
-                          : static_cast<int>(std::min<int64_t>(chunks, plan.grid));
-    if (plan.pieces == kernels::kSplitToFill && many_splits(plan) * p.batch * p.hk > plan.grid) {
-      plan.combine_eights = 4;
-    }
-    // Splits that fill the card have all rows of a block.
-    plan.split_rows = plan.tile_rows;
-    if (own) {
-      plan.split_rows = static_cast<int>(std::min<int64_t>(rows_of_kv_head(p), plan.split_rows));
-    }
-  }
+  plan.schedule = schedule_for(p, plan);
+  set_splits(plan, p);
   HopperDecodeTile tile{plan, predicted_cycles(plan, p, card.sms), {}};
   // Groups have few q blocks with many keys, which no other kernel cuts where lengths differ.
   if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
@@ -384,16 +422,20 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
-  if (plan.turns) return "its CTAs may take lines by turns, and must know before which they write";
-  if (plan.warps_per_group < kernels::kWarpgroupWarps && plan.transforms_scores && plan.has_left) {
-    return "narrow teams have no registers for it with a softcap or ALiBi and a window";
+  if (plan.schedule == DecodeSchedule::kDynamic) {
+    return "its CTAs request q blocks from a dynamic scheduler, and must know before which rows "
+           "they write";
   }
-  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
-  const int64_t items =
-      plan.pieces == kernels::kSplitToFill ? 1 : ceil_div(lines * plan.max_splits, plan.grid) + 1;
+  if (!plan.warpgroup_path() && plan.transforms_scores && plan.has_left) {
+    return "the warp path has no registers for it with a softcap or ALiBi and a window";
+  }
+  const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t work_tiles = plan.schedule == DecodeSchedule::kSplitToFill
+                                 ? 1
+                                 : ceil_div(q_blocks * plan.max_splits, plan.grid) + 1;
   const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
   const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
-  const int64_t rows = items * (new_rows + (p.append.turns ? queries : 0));
+  const int64_t rows = work_tiles * (new_rows + (p.append.turns ? queries : 0));
   const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
   const int64_t rounds = ceil_div(rows, groups);
   if (rounds <= kMaxAppendRounds) return {};
@@ -405,14 +447,14 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
 
 HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
   plan.appends = true;
-  plan.turns_q = p.append.turns;
+  plan.rotates_q = p.append.turns;
   plan.unread_rows =
       plan.has_left || plan.has_chunk || plan.packed || plan.seqused_q || plan.leftpad;
   return plan;
 }
 
 Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
-  const int64_t lines = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const KeyCycles key = key_cycles(plan, p);
   const double cycles = predicted_cycles(plan, p, plan.grid / plan.residents);
   const double microseconds = plan.card.launch_microseconds + cycles / plan.card.megahertz;
@@ -429,28 +471,25 @@ Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
   e.details.add("tma", plan.box_keys > 0);
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.grid);
-  e.details.add("q_blocks", lines);
-  e.details.add("schedule", schedule_of(plan));
+  e.details.add("q_blocks", q_blocks);
+  e.details.add("schedule", name_of(plan.schedule));
   e.details.add("splits", plan.max_splits);
-  e.details.add("combine_kernel", plan.combines_later());
+  e.details.add("combine_kernel", plan.has_combine_kernel());
   e.details.add("estimate_us", microseconds);
   e.details.add("bound", reading ? "memory" : "products");
   say(
-      fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} teams of {} "
-                  "warps take {} keys (Bc) at a time, d {} and dv {} as computed",
+      fmt::format("Hopper, K and V read for few rows: {} rows of a kv head (Br), {} warp groups of "
+                  "{} warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
                   plan.head_dim, plan.value_dim));
-  say(fmt::format("{} buffers of K and {} of V a team, {}: {} bytes of shared memory",
+  say(fmt::format("{} buffers of K and {} of V for each, {}: {} bytes of shared memory",
                   plan.k_stages, plan.v_stages,
                   plan.box_keys > 0
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
-                      : "whose rows lanes copy",
+                      : "whose rows cp.async copies",
                   plan.shared_bytes));
-  say(
-      fmt::format("{} CTAs take {} all keys, of the lengths that the call has when it "
-                  "runs: {} lines, of a kv head and its rows, {}",
-                  plan.grid, plan.turns ? "turns at" : "equal shares of", lines,
-                  how_q_blocks_are_split(plan, lines)));
+  say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",
+                  plan.grid, q_blocks, how_q_blocks_are_scheduled(plan, q_blocks)));
   say(fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}", microseconds,
                   plan.card.name, p.sk, reading ? "reading K and V binds" : "the products bind"));
   describe_copies({{"k", plan.copies_k}, {"v", plan.copies_v}}, e);
@@ -458,7 +497,7 @@ Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
     e.details.add("append", "by_attention_kernel");
     say(fmt::format(
         "new rows of k and v, {} in all, go to their caches by the CTAs that read them{}",
-        p.append.tokens, plan.turns_q ? ", keys and queries turned" : ""));
+        p.append.tokens, plan.rotates_q ? ", keys and queries rotated" : ""));
   }
   if (plan.page > 0) {
     say(fmt::format("keys lie in pages of {}, which {} names", plan.page,

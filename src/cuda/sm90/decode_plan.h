@@ -12,28 +12,38 @@
 
 namespace fulgur::cuda {
 
+/// Which CTA computes which keys: the types in src/kernels/sm90/decode/schedule/, which say how.
+enum class DecodeSchedule {
+  kStreamK,              ///< equal slices of all q blocks laid end to end
+  kStreamKOrRoundRobin,  ///< whole q blocks in turn where lengths make that as even as slices
+  kDynamic,              ///< q blocks by the dynamic scheduler, the longest first
+  kSplitToFill,          ///< few q blocks in about as many splits as there are CTAs
+  kInvariantSplits,      ///< splits that depend on nothing but the q block's own keys
+};
+
 /// What kernel_config.h fixes at compile time.
 struct HopperDecodeKey : HopperAnyForwardKey {
-  int warps_per_group = 0,
-      warp_groups = 0;             ///< warps of 16 rows; warp groups with keys of their own
+  int warps_per_group = 0;         ///< of 16 rows each
+  int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
   int box_keys = 0;                ///< keys that TMA brings at once; 0: lanes copy rows
   int residents = 0;               ///< CTAs of an SM
-  int tile_rows = 0;               ///< of the rows of a block, those that a kv head may have
+  int tile_rows = 0;               ///< rows of a block that a kv head may have
   int group = 0;                   ///< hq / hk
-  int pieces = 0;                  ///< how q blocks are cut (kernels/host_device/stream_k.h)
-  int combine_eights = 1;          ///< times eight columns that a warp combines of splits
-  int lane_sequences = 1;          ///< of splits that fill the card: sequences of a lane
-  bool round_robin = false;        ///< taken whole where lengths make that as even as slices
-  bool turns = false;              ///< q blocks go by the dynamic scheduler, the longest first
+  DecodeSchedule schedule = DecodeSchedule::kStreamK;
+  int lane_sequences = 1;  ///< kSplitToFill: sequences that each lane of a warp knows
+  int combine_eights = 1;  ///< times eight columns that a warp of combine.cu takes of fragments
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
   bool tree = false;         ///< a tree mask hides some of the last sq keys
   bool appends = false;      ///< new rows of K and V, before it attends
-  bool turns_q = false;      ///< and turns q with them
+  bool rotates_q = false;    ///< and rotates q with them
   bool unread_rows = false;  ///< perhaps no CTA reads all of them
+
+  /// The type of the schedule, as device text names it.
+  std::string schedule_type() const;
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -47,11 +57,8 @@ struct HopperDecodeKey : HopperAnyForwardKey {
     f("kResidents", residents);
     f("kTileRows", tile_rows);
     f("kGroup", group);
-    f("kSplitting", pieces);
+    f("FULGUR_SCHEDULE", schedule_type());
     f("kCombineEights", combine_eights);
-    f("kLaneSequences", lane_sequences);
-    f("kRoundRobin", round_robin);
-    f("kDynamic", turns);
     f("kQWhole", q_whole);
     f("kOWhole", o_whole);
     f("kWholeColumns", whole_columns);
@@ -59,7 +66,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
     f("kLeftPad", leftpad);
     f("kTree", tree);
     f("kAppends", appends);
-    f("kRotatesQ", turns_q);
+    f("kRotatesQ", rotates_q);
     f("kUnreadRows", unread_rows);
   }
   bool operator==(const HopperDecodeKey& o) const {
@@ -70,11 +77,11 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
 };
 
-/// Every decision about a forward pass by sm90/decode/decode.cu.
+/// Every decision about a forward pass by the kernels of sm90/decode/.
 struct HopperDecodePlan : HopperDecodeKey {
   Card card;  ///< that it is for
   int shared_bytes = 0;
-  int grid = 0;                        ///< CTAs: slices of the work
+  int grid = 0;                        ///< CTAs
   int max_splits = 1, split_rows = 0;  ///< of a q block
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
@@ -82,30 +89,33 @@ struct HopperDecodePlan : HopperDecodeKey {
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * warps_per_group; }  ///< Br
+  /// Whether it is decode_warpgroup.cu's (wgmma, TMA); else decode_warp.cu's (mma.sync, cp.async).
+  bool warpgroup_path() const;
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int split_floats() const;
-  /// Whether sm90/decode/combine.cu puts the splits of q blocks together, not the last CTA at
-  /// each.
-  bool combines_later() const;
-  /// Of a q block: what each warp of sm90/decode/combine.cu takes one of, columns or rows.
-  int combine_units() const;
+  /// Whether sm90/decode/combine.cu combines the splits of q blocks, not the last CTA at each.
+  bool has_combine_kernel() const;
+  /// Whether splits are counted before they are computed: no slices or requests say where they are.
+  bool counts_splits() const;
+  /// How many warps of sm90/decode/combine.cu a q block takes.
+  int combine_warps() const;
   /// Counters that are zero between launches.
-  int counters() const { return 3 * grid + 1; }
+  int counters() const { return 4 * grid + 1; }
 };
 
 /// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
 struct HopperDecodeWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
-  int64_t turned = 0;               ///< q
-  int64_t partial = 0;              ///< what splits of q blocks leave
-  int64_t numbers = 0, end = 0;     ///< numbers of the host
+  int64_t rotated = 0;              ///< q
+  int64_t partial = 0;              ///< partial results of splits
+  int64_t metadata = 0, end = 0;    ///< host metadata
 };
 HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);
 
-/// Why sm90/decode/decode.cu (docs/kernels/decode.md) does not compute a forward problem, and what
-/// it does compute; empty when it does.
+/// Why the decode kernels (docs/kernels/decode.md) do not compute a forward problem, and what they
+/// do compute; empty when they do.
 std::string decode_rejects(const Problem& problem);
 /// The same of its part of a problem that takes_both.
 std::string hopper_decode_rejects_few(const Problem& problem);

@@ -1,32 +1,27 @@
-// How the keys of a launch are shared out among CTAs that stay for all of it.
+// The formulas of the schedules of the decode kernels (sm90/decode/schedule/).
 //
-// A q block is a block of rows with the keys that it sees. Q blocks stand after each other, each as long as its keys in
-// chunks and an entry that stands for its beginning and end. The slice of a CTA is a stretch of all that, as long as
-// every other: it begins and ends inside q blocks, and each of these it computes a part of. Which slice a chunk is in
-// is a formula, so that nobody but the CTAs themselves need know the lengths (stream-K; LeanAttention, arXiv
-// 2405.10480).
+// A q block is a block of rows with the keys that it sees. Stream-K lays the q blocks end to end, each as long as its
+// keys in chunks and kTileOverhead for its beginning and end, and gives every CTA a slice of equal length. A slice may
+// begin and end inside q blocks, of which it has splits. Which slice has a chunk is a formula, so that nobody but the
+// CTAs themselves needs the lengths (LeanAttention, arXiv 2405.10480).
 #pragma once
 #include "host_device/band.h"
 
 namespace fulgur::kernels {
 
 enum : int {
-  kChunkKeys = 64,     // the least of a chunk
-  kTileOverhead = 1,    // what a q block takes with its keys
-  kMaxSlices = 320,  // so many parts a q block may have
-  kMinSplitChunks = 16,   // the least of a split
-  kMaxSplits = 64,   // of a q block that another kernel puts together
-  kFillSequences = 64,  // most, of splits that fill the card: a lane of a warp has one or two
-  // Of packed keys, for each of which there is room for a split of each kv head: q blocks of more than one split have
-  // more than twice as many, and so begin in the room of their own keys and end there.
+  kChunkKeys = 64,       // keys of a chunk, at least
+  kTileOverhead = 1,     // chunks that a q block counts for in addition to its keys
+  kMaxSlices = 320,      // the most slices, and so the most splits of a q block
+  kMinSplitChunks = 16,  // InvariantSplits: chunks of a split, at least
+  kMaxSplits = 64,       // the most splits of a q block that sm90/decode/combine.cu combines
+  kFillSequences = 64,   // SplitToFill: the most sequences, one or two for each lane of a warp
+  // InvariantSplits of packed keys: so many keys have room for one split of each kv head. Q blocks of several splits
+  // have more than twice as many keys, and so all their splits lie in the room of their own keys.
   kPackedSplitKeys = kMinSplitChunks * kChunkKeys / 2,
 };
 
-// How q blocks are cut besides: not at all; where each q block's own keys say, so that its bits depend on nothing else;
-// where the keys of all q blocks say, into about as many splits as there are CTAs, each of which has one at most.
-enum : int { kSplitBySlices = 0, kInvariantSplits = 1, kSplitToFill = 2 };
-
-// The keys of a chunk: it is as many tiles as have kChunkKeys or more, so that work tiles begin and end where tiles do.
+// The keys of a chunk: whole tiles, as many as have kChunkKeys or more.
 FULGUR_SHARED int chunk_keys(int block_keys) { return (kChunkKeys + block_keys - 1) / block_keys * block_keys; }
 
 // `count` slices, of which the first `longer` have a chunk more than `each`.
@@ -34,9 +29,9 @@ struct Slices {
   int count, each, longer;
 };
 
-// No slice is empty, lest a q block have parts that nobody computes.
-FULGUR_SHARED Slices slices_of(int chunks, int blocks) {
-  const int count = min_of(chunks, blocks);
+// No slice is empty, lest a q block have splits that no CTA computes.
+FULGUR_SHARED Slices slices_of(int chunks, int ctas) {
+  const int count = min_of(chunks, ctas);
   return count == 0 ? Slices{0, 0, 0} : Slices{count, chunks / count, chunks % count};
 }
 
@@ -44,69 +39,68 @@ FULGUR_SHARED int slice_begin(const Slices& slices, int slice) {
   return slices.each * slice + min_of(slice, slices.longer);
 }
 
-FULGUR_SHARED int slice_of_chunk(const Slices& slices, int unit) {
-  const int rest = unit - slices.longer * (slices.each + 1);
-  return rest < 0 ? unit / (slices.each + 1) : slices.longer + rest / slices.each;
+FULGUR_SHARED int slice_of_chunk(const Slices& slices, int chunk) {
+  const int rest = chunk - slices.longer * (slices.each + 1);
+  return rest < 0 ? chunk / (slices.each + 1) : slices.longer + rest / slices.each;
 }
 
-// Whether q blocks that are taken whole, one after the other by each CTA, take hardly longer than equal slices:
-// `chunks` are those of all q blocks, `longest` those of one.
-FULGUR_SHARED bool round_robin_is_even(int lines, int longest, int chunks, int blocks) {
-  const long long rounds = (lines + blocks - 1) / blocks;
-  return 16 * rounds * longest * blocks <= 17 * (long long)(chunks);
+// Whether whole q blocks, dealt out to the CTAs in turn, take at most a sixteenth longer than equal slices: `chunks`
+// are those of all q blocks, `longest` those of the longest one.
+FULGUR_SHARED bool round_robin_is_even(int q_blocks, int longest, int chunks, int ctas) {
+  const long long rounds = (q_blocks + ctas - 1) / ctas;
+  return 16 * rounds * longest * ctas <= 17 * (long long)(chunks);
 }
 
-// Q blocks go by the dynamic scheduler as splits, mostly one each. Where a q block has more, the last CTA at it puts up
-// to so many together; where it has still more, all CTAs do at the end.
+// Dynamic: the most splits of a q block that the last CTA at it combines; those of q blocks with more all CTAs combine
+// at the end.
 enum : int { kFewSplits = 8 };
 
-// The most chunks of a split of q blocks that go by the dynamic scheduler, of which all have `chunks`: three quarters
-// of what a CTA has in all. A q block is cut where it has half as many again, so that there are never more than two
-// splits of cut q blocks for each CTA.
-FULGUR_SHARED int dynamic_max_chunks(int chunks, int blocks, int at_least) {
-  return max_of(chunks / blocks - chunks / blocks / 4 + 1, at_least);
+// Dynamic: the most chunks of a split, where all q blocks have `chunks`: three quarters of what a CTA has in all. A q
+// block is split where it has half as many again, so that there are never more than two such splits for each CTA.
+FULGUR_SHARED int dynamic_max_chunks(int chunks, int ctas, int at_least) {
+  return max_of(chunks / ctas - chunks / ctas / 4 + 1, at_least);
 }
 
-// And how many splits such a q block has, which are slices of it.
+// Dynamic: how many splits of equal length a q block has.
 FULGUR_SHARED int dynamic_splits(int chunks, int max_chunks) {
   if (chunks < max_chunks + (max_chunks + 1) / 2) return 1;  // as most have: divisions take long
   return int(u32(chunks + max_chunks / 2) / u32(max_chunks));
 }
 
-// Of q blocks that go by the dynamic scheduler and are about as long as each other a last round may have few: the q
-// blocks of so many of the last sequences are cut, where it has less than half as many as there are CTAs.
-FULGUR_SHARED int last_round_sequences(int sequences, int heads, int blocks) {
-  const int lines = sequences * heads;
-  const int last = lines % blocks;
-  return lines > blocks && 2 * last < blocks ? (last + heads - 1) / heads : 0;
+// Dynamic: where q blocks are about as long as each other, the last round may have few of them. How many of the last
+// sequences have their q blocks split: those of the round, where it has q blocks for less than half of the CTAs.
+FULGUR_SHARED int last_round_sequences(int sequences, int heads, int ctas) {
+  const int q_blocks = sequences * heads;
+  const int last = q_blocks % ctas;
+  return q_blocks > ctas && 2 * last < ctas ? (last + heads - 1) / heads : 0;
 }
 
-// And into so many splits each, so that every CTA has one of these `q blocks`: no shorter than an eighth of what
-// it has in all.
-FULGUR_SHARED int last_round_splits(int chunks, int max_chunks, int at_least, int lines, int blocks) {
-  return max_of(1, min_of(min_of(blocks / lines, int(kFewSplits)), chunks / max_of(max_chunks / 6, at_least)));
+// Dynamic: the splits of one of these `q_blocks`, so that every CTA has one: none shorter than an eighth of what a CTA
+// has in all.
+FULGUR_SHARED int last_round_splits(int chunks, int max_chunks, int at_least, int q_blocks, int ctas) {
+  return max_of(1, min_of(min_of(ctas / q_blocks, int(kFewSplits)), chunks / max_of(max_chunks / 6, at_least)));
 }
 
-// Units of the keys [begin, end) of a q block, whose borders are those of the sequence.
+// Chunks of the keys [begin, end) of a q block, whose borders are those of the sequence.
 struct Chunks {
   int first, count;
 };
 
-FULGUR_SHARED Chunks chunks_of(const KeyRange& keys, int of_unit) {
+FULGUR_SHARED Chunks chunks_of(const KeyRange& keys, int keys_per_chunk) {
   if (keys.begin >= keys.end) return {0, 0};
-  const int first = keys.begin / of_unit;
-  return {first, (keys.end + of_unit - 1) / of_unit - first};
+  const int first = keys.begin / keys_per_chunk;
+  return {first, (keys.end + keys_per_chunk - 1) / keys_per_chunk - first};
 }
 
-// The chunks of a q block, of `count`, that a slice computes. A q block without keys has one that computes none of it:
-// {0, 0} there, {0, -1} elsewhere.
+// The chunks of a q block that a slice has: none where `any` is false. A q block without keys is in one slice, which
+// has {0, 0} of it, as some CTA has to store its zeros.
 struct ChunkRange {
   int begin, end;
   FULGUR_SHARED bool any() const { return end >= 0; }
 };
 
-// Of a q block that stands at `at`, the slice [begin, end) computes the chunks that lie in it; a q block without keys
-// is with the slice that it begins in.
+// What the slice [begin, end) has of a q block of `count` chunks that stands at `at`. A q block without keys is in the
+// slice in which it begins.
 FULGUR_SHARED ChunkRange chunks_in_slice(int at, int count, int begin, int end) {
   if (count == 0) return {0, at >= begin && at < end ? 0 : -1};
   const int keys = at + kTileOverhead;
@@ -115,12 +109,13 @@ FULGUR_SHARED ChunkRange chunks_in_slice(int at, int count, int begin, int end) 
   return to > from ? ChunkRange{from, to} : ChunkRange{0, -1};
 }
 
-// What a q block is cut into: splits of so many chunks each.
+// The splits of a q block, each of `chunks` chunks, of which the last one may have fewer.
 struct Splits {
   int count, chunks;
 };
 
-// kInvariantSplits: about kMinSplitChunks or more where there is more than one.
+// InvariantSplits: the most splits of a q block of so many chunks, and its splits: each has about kMinSplitChunks or
+// more where there are several.
 FULGUR_SHARED int max_splits(int chunks) {
   return max_of(1, min_of((chunks + kMinSplitChunks - 1) / kMinSplitChunks, int(kMaxSplits)));
 }
@@ -130,8 +125,8 @@ FULGUR_SHARED Splits invariant_splits(int chunks) {
   return {each == 0 ? 1 : (chunks + each - 1) / each, each};
 }
 
-// Divides numbers that are not negative by what the host knows, as products: one too many at most, and none up to
-// 2^31 / by.
+// Divides numbers that are not negative by a number of the host's, as a product. The quotient is exact up to 2^31 / by,
+// and one too large at most beyond.
 struct Divisor {
   int by;
   u32 inverse;
@@ -142,29 +137,29 @@ FULGUR_SHARED int quotient(int x, const Divisor& divisor) {
   return int(u64(u32(x)) * divisor.inverse >> 31);
 }
 
-// kSplitToFill: the most chunks of a split, of q blocks that have `chunks` in all. With `splits` the CTAs less
-// the q blocks there are never more of them than CTAs, as each q block rounds up once.
-FULGUR_SHARED int fill_max_chunks(int chunks, const Divisor& pieces) {
-  return max_of(quotient(chunks + pieces.by - 1, pieces), 1);
+// SplitToFill: the most chunks of a split, where all q blocks have `chunks` and want `splits` splits. If that is the
+// number of CTAs less that of q blocks, there are never more splits than CTAs, as each q block rounds up once.
+FULGUR_SHARED int fill_max_chunks(int chunks, const Divisor& splits) {
+  return max_of(quotient(chunks + splits.by - 1, splits), 1);
 }
 
-// And what that makes of a q block. Where there are few splits the last one may be much shorter than the others.
+// SplitToFill: the splits of a q block. Few splits are made equal, as the last one may be much shorter than the others.
 FULGUR_SHARED Splits fill_splits(int chunks, int max_chunks) {
   const auto rounded_up = [](int x, int by) { return int(u32(x + by - 1) / u32(by)); };
-  const Splits pieces = {max_of(rounded_up(chunks, max_chunks), 1), max_chunks};
-  if (pieces.count == 1 || max_chunks <= pieces.count) return pieces;
-  const int each = rounded_up(chunks, pieces.count);
+  const Splits splits = {max_of(rounded_up(chunks, max_chunks), 1), max_chunks};
+  if (splits.count == 1 || max_chunks <= splits.count) return splits;
+  const int each = rounded_up(chunks, splits.count);
   return {rounded_up(chunks, each), each};
 }
 
-// kInvariantSplits: a split is with the slice that it begins in: where it stands, of a q block at `at`, and the first
-// one that a slice from `begin` on computes, which is after the last where there is none.
-FULGUR_SHARED int split_begin(int at, const Splits& pieces, int piece) {
-  return piece == 0 ? at : at + kTileOverhead + piece * pieces.chunks;
+// InvariantSplits: where a split of a q block at `at` begins, whose slice has all of it; and the first split in a slice
+// that begins at `begin`, which is after the last one where there is none.
+FULGUR_SHARED int split_begin(int at, const Splits& splits, int split) {
+  return split == 0 ? at : at + kTileOverhead + split * splits.chunks;
 }
-FULGUR_SHARED int first_split(int at, const Splits& pieces, int begin) {
+FULGUR_SHARED int first_split(int at, const Splits& splits, int begin) {
   if (at >= begin) return 0;
-  return pieces.chunks == 0 ? 1 : max_of(1, (begin - at - kTileOverhead + pieces.chunks - 1) / pieces.chunks);
+  return splits.chunks == 0 ? 1 : max_of(1, (begin - at - kTileOverhead + splits.chunks - 1) / splits.chunks);
 }
 
 }  // namespace fulgur::kernels

@@ -1,11 +1,11 @@
-// New rows of K and V, and queries turned, before the warp groups attend (kAppends). A CTA writes to the caches what
-// its own work tiles read of the new rows, and waits for nobody else. Others may write the same rows, as all blocks of
-// rows of a kv head read the same keys, and turn the same queries, as all splits of a q block do. All write the same
-// bits, so that whoever comes first or last, a row holds these from the CTA's own write on.
+// Appends new rows of K and V to their caches, and rotates queries, before the warp groups attend (kAppends). A CTA
+// writes those of the new rows that its own work tiles read, and waits for no other CTA. Others may write the same
+// rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all splits of a q block
+// do. All write the same bits, so that a row holds these from the CTA's own write on, whichever comes first or last.
 #pragma once
 #include "device/append.cuh"
 #include "device/semaphore.cuh"
-#include "sm90/decode/query.cuh"
+#include "sm90/decode/schedule/schedule.cuh"
 
 constexpr Element kElement = FULGUR_INPUT[0] == 'b' ? kBF16 : kF16;
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ void append_key_head(const AppendParams& a, const App
   if (to.exists) append_head<kElement>(a, of_v ? a.v : a.k, token, to, head, lane);
 }
 
-// The thread's part of appending: groups of lanes take a row each.
+// Groups of lanes take a row each.
 class RowWriter {
  public:
   __device__ __forceinline__ explicit RowWriter(const AppendParams& a) : a_(a) {
@@ -24,28 +24,27 @@ class RowWriter {
     row_ = threadIdx.x >> a.lanes_log2;
   }
 
-  // The new rows that a work tile reads, and its queries. All groups share out the rows of all work tiles one after
-  // the other.
-  __device__ __forceinline__ void append(const DecodeParams& p, const WorkTile& item) {
-    const DecodeSequence& s = item.sequence;
-    const int old = a_.cache_seqlens[item.batch];
-    const int behind = s.n.k_start - max(old, 0);  // from a key's number to that of a new row
-    const int first = max(item.begin * kBlockKeys + behind, 0);
-    const int last = min(min(item.end * kBlockKeys, s.n.sk) + behind, new_rows(a_.tokens, item.batch));
+  // Writes the new rows that a work tile reads, and its queries. The groups share the rows of all work tiles evenly.
+  __device__ __forceinline__ void append(const DecodeParams& p, const WorkTile& tile) {
+    const DecodeSequence& s = tile.sequence;
+    const int old = a_.cache_seqlens[tile.batch];
+    const int offset = s.n.k_start - max(old, 0);  // from a key's number to that of a new row
+    const int first = max(tile.begin * kBlockKeys + offset, 0);
+    const int last = min(min(tile.end * kBlockKeys, s.n.sk) + offset, new_rows(a_.tokens, tile.batch));
     const int keys = old >= 0 ? 2 * max(last - first, 0) : 0;
-    const TileRows queries = rows_of_tile(p, item);
+    const TileRows queries = rows_of_tile(p, tile);
     const int rows = keys + (kRotatesQ ? queries.count : 0);
 #pragma unroll 1
     for (; row_ < rows; row_ += kCtaThreads >> a_.lanes_log2) {
       if (row_ < keys)
-        append_key_head(a_, new_token(a_.tokens, item.batch, first + row_ / 2), row_ % 2, item.head, lane_);
+        append_key_head(a_, new_token(a_.tokens, tile.batch, first + row_ / 2), row_ % 2, tile.head, lane_);
       else
-        rotate_query(item, queries.first + row_ - keys);
+        rotate_query(tile, queries.first + row_ - keys);
     }
     row_ -= rows;
   }
 
-  // Those that perhaps no work tile reads, as a mask hides them or no query has come with them: all of them.
+  // Writes all new rows, as perhaps no work tile reads some of them: a mask hides them, or no query came with them.
   __device__ __forceinline__ void append_unread() const {
     const int of_warp = 32 >> a_.lanes_log2;  // groups
     const int steps = (2 * a_.k.heads + of_warp - 1) / of_warp;
@@ -60,25 +59,23 @@ class RowWriter {
 
  private:
   // A row of a kv head: (query, head of its group).
-  __device__ __forceinline__ void rotate_query(const WorkTile& item, int row) const {
+  __device__ __forceinline__ void rotate_query(const WorkTile& tile, int row) const {
     const int query = row / kGroup;
-    const AppendToken token = {true, item.batch, query, item.sequence.n.q_start + query};
+    const AppendToken token = {true, tile.batch, query, tile.sequence.n.q_start + query};
     const AppendPlace to = place_of_query(a_, token);
-    if (to.exists) append_head<kElement>(a_, a_.q, token, to, item.head * kGroup + row % kGroup, lane_);
+    if (to.exists) append_head<kElement>(a_, a_.q, token, to, tile.head * kGroup + row % kGroup, lane_);
   }
 
   const AppendParams& a_;
   int lane_, row_;
 };
 
-// What all work tiles of a slice read, there for the loads of all threads of the block.
-__device__ __forceinline__ void append_of_tiles(const DecodeParams& p, const Slice& slice, WorkTiles items, bool more) {
+// Writes what the work tiles of the CTA read, before the loads of all its threads. There is one work tile at least.
+__device__ __forceinline__ void append_of_tiles(const DecodeParams& p, WorkTiles work_tiles) {
   RowWriter writer(append_of(p));
 #pragma unroll 1
-  while (more) {
-    writer.append(p, items.item);
-    more = items.next(p, slice);
-  }
+  do writer.append(p, work_tiles.tile);
+  while (work_tiles.next(p));
   if (kBoxKeys > 0) fence_async_proxy_global();  // TMA reads them
   __syncthreads();
 }

@@ -1,4 +1,4 @@
-// Sizes and the map of shared memory of the decode kernel.
+// Sizes and the map of shared memory of the decode kernels.
 #pragma once
 #include "host_device/host_device.h"
 
@@ -6,12 +6,11 @@ namespace fulgur::kernels {
 
 enum : int {
   kWarpRows = 16,
-  // Warps of a warp group, from which on products are those of warpgroups, and other warps load for it.
-  kWarpgroupWarps = 4,
-  kLoadWarps = 4,  // of all such warp groups
-  kCombineWarps = 8,  // of a CTA of sm90/decode/combine.cu, a row each
-  kDynamicSlots = 4,        // of the turns that some warp of a CTA may be at
-  kDynamicSequences = 256,  // most, of q blocks that go by the dynamic scheduler
+  kWarpgroupWarps = 4,      // warps of a warp group from which on it is one warpgroup or two (the warpgroup path)
+  kLoadWarps = 4,           // of a CTA of the warpgroup path
+  kCombineWarps = 8,        // of a CTA of sm90/decode/combine.cu
+  kDynamicSlots = 4,        // splits by the dynamic scheduler that warps of a CTA may be at, at a time
+  kDynamicSequences = 256,  // the most that the dynamic scheduler ranks
 };
 
 // What the map depends on: constants of kernel_config.h.
@@ -19,7 +18,7 @@ struct DecodeTile {
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
 };
 
-// Whether warp groups are warpgroups.
+// Whether warp groups are of warpgroups.
 FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) { return tile.warps_per_group >= kWarpgroupWarps; }
 
 // Warps of a CTA.
@@ -37,21 +36,21 @@ FULGUR_SHARED int exchange_stride(const DecodeTile& tile) { return exchange_colu
 
 // Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
 struct DecodeLayout {
-  int k_bytes, v_bytes;  // of a stage
-  int k, v;              // [stage], of a warp group
+  int k_bytes, v_bytes;                  // of a stage
+  int k, v;                              // [stage], of a warp group
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path
-  int v_tail;            // a barrier: the last V of a sequence is there, before what is after it is cleared
-  int group_bytes;        // from one warp group's buffers to the next one's
-  int q;                 // [panel][row][64 columns], swizzled
-  int q_full, q_empty;   // barriers of Q of warpgroups
-  int merge;             // [warp group][row][exchange_stride]: columns of O
-  int stats;             // [warp group][row]{shift, sum}, then {factor, sum}
-  int totals;            // [row]{shift, sum}
-  int items;             // 16 ints a warp: the work tile at hand
-  int slice;             // 16 ints: the slice of the CTA, or how q blocks go through the dynamic scheduler
-  int turns;             // [slot]{16 bytes}: splits by the dynamic scheduler, then barriers, then barriers
-  int ranks;             // [kDynamicSequences]: an int for each sequence, in the order of their lengths
-  int scan;              // two ints a warp: sums over sequences, and the longest q block; later a flag
+  int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
+  int group_bytes;                       // from one warp group's buffers to the next one's
+  int q;                                 // [panel][row][64 columns], swizzled
+  int q_full, q_empty;                   // barriers of Q of warpgroups
+  int exchange;                          // [warp group][row][exchange_stride]: columns of O
+  int stats;                             // [warp group][row]{shift, sum}, then {factor, sum}
+  int totals;                            // [row]{shift, sum}
+  int work_tiles;                        // 16 ints a warp: WorkTiles
+  int schedule;                          // 16 ints: what a schedule has for the whole CTA
+  int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers
+  int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
+  int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
   int bytes;
 };
 
@@ -69,22 +68,22 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_tail = map.v_empty + 8 * tile.v_stages;
   map.group_bytes = map.k_full + (is_warpgroup_path(tile) ? 1024 : 0);
   map.q = tile.warp_groups * map.group_bytes;
-  const int merged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
+  const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
   map.q_full = map.q + (tile.head_dim + 63) / 64 * rows * 128;
   map.q_empty = map.q_full + 8;
-  map.merge = map.q_full + 16;
-  map.stats = map.merge + tile.warp_groups * merged_rows * exchange_stride(tile) * 4;
-  map.totals = map.stats + tile.warp_groups * merged_rows * 8;
-  map.items = map.totals + merged_rows * 8;
-  map.slice = map.items + tile.warp_groups * tile.warps_per_group * 64;
-  map.turns = map.slice + 64;
-  map.ranks = map.turns + kDynamicSlots * 32;
+  map.exchange = map.q_full + 16;
+  map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;
+  map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
+  map.work_tiles = map.totals + exchanged_rows * 8;
+  map.schedule = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
+  map.slots = map.schedule + 64;
+  map.ranks = map.slots + kDynamicSlots * 32;
   map.scan = map.ranks + kDynamicSequences * 4;
   map.bytes = map.scan + decode_warps(tile) * 8;
   return map;
 }
 
-// Of a row of a part: its O, its shift and its sum.
+// Floats of a row of a partial result: its O, its shift and its sum.
 FULGUR_SHARED int partial_row_floats(int value_dim) { return value_dim + 4; }
 
 }  // namespace fulgur::kernels

@@ -1,20 +1,18 @@
-// Arguments of the decode kernel (sm90/decode/decode.cu), the same for the host and the device.
+// Arguments of the decode kernels, the same for the host and the device.
 //
-// kernel_config.h, generated per plan, holds one `#define` and one anonymous enum of ints:
+// kernel_config.h, generated per plan, holds two macros and one anonymous enum of ints:
 //   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+//   #define FULGUR_SCHEDULE StreamK     the type of the schedule (sm90/decode/schedule/schedule.cuh)
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256)
-//   kWarpsPerGroup      warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup
-//   kWarpGroups          warp groups of a CTA, each with keys of its own
-//   kBlockKeys      Bc, the keys that a warp group takes at a time
+//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
+//   kWarpGroups     warp groups of a CTA, each with tiles of its own
+//   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
-//   kBoxKeys        keys of a page that TMA brings at once to a warpgroup path; 0: lanes copy rows
+//   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path; 0: lanes copy rows
 //   kResidents      CTAs of an SM
 //   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
-//   kRoundRobin     1: CTAs take whole q blocks where lengths make that as even as slices
-//   kDynamic          1: by the dynamic scheduler, and shorter q blocks so with longer ones that are shared out
-//   kSplitting         how q blocks are cut, where slices alone do not say it (host_device/stream_k.h)
-//   kLaneSequences  1 or 2: sequences of each lane that looks for splits, kSplitToFill
+//   kCombineEights  times eight columns that a warp of sm90/decode/combine.cu takes (Schedule::kFragments)
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
@@ -28,10 +26,10 @@
 //   kBatchIdx       1: cache_batch_idx names the row of the batch
 //   kLeftPad        1: leftpad_k says which key is the first
 //   kTree           1: tree_mask says which of the last sq keys a query sees
-//   kFewQueries     queries of the longest sequence that it computes, where sm90/forward/forward.cu has the longer
-//                   ones; 0: all
+//   kFewQueries     the most queries of a sequence that it computes, where sm90/forward/forward.cu computes longer
+//                   ones; 0: it computes all
 //   kAppends        1: it appends new rows of K and V, and attends them, too
-//   kRotatesQ         1: it turns q with the new keys
+//   kRotatesQ       1: it rotates q with the new keys
 //   kUnreadRows     1: there may be new rows that no work tile reads
 #pragma once
 #include "common/append_params.h"
@@ -55,19 +53,19 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* cache_batch_idx;  // [b], kBatchIdx
   const int* leftpad_k;        // [b], kLeftPad
 
-  // [2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; kInvariantSplits: [b][hk][max_splits][split_floats],
-  // kPackedK: [hk][total_k / kPackedSplitKeys][split_floats]; kSplitToFill: [CTAs][split_floats], of which
-  // in warpgroups split_columns() of sm90/decode/output.cuh says what is where.
+  // Partial results of splits, as Schedule::partial_of says. StreamK, StreamKOrRoundRobin, Dynamic:
+  // [2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; SplitToFill: [CTAs][split_floats]; InvariantSplits:
+  // [b][hk][max_splits][split_floats], kPackedK: [hk][total_k / kPackedSplitKeys][split_floats].
   float* partial;
   int* tickets;    // [4 * CTAs + 1], zero before the first launch; every launch leaves them zero
 
   const float* sinks;  // [hq], kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
-  int max_splits, split_floats;  // kSplitting
-  fulgur::kernels::Divisor to_fill, to_fit, heads;  // kSplitToFill: CTAs, and these less the q blocks; hk
+  int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
+  fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
 };
 
-// kAppends: q is where queries go that were turned, and seqused_k is not looked at.
+// kAppends: q is where rotated queries go, and seqused_k is not read.
 struct DecodeAppendParams : DecodeParams {
   AppendParams append;
 };

@@ -1,5 +1,4 @@
-// What all files of the decode kernel know: its sizes, its barriers, and the q blocks of sequences, by lengths on the
-// device.
+// What all files of the decode kernels know: sizes, barriers, and the q blocks of sequences, by lengths on the device.
 #pragma once
 #include "kernel_config.h"
 #include "device/append.cuh"
@@ -15,22 +14,19 @@ constexpr DecodeTile kTile = {kHeadDim,  kValueDim,  kWarpsPerGroup, kWarpGroups
                               kTileRows, kBlockKeys, kKStages,       kVStages};
 
 enum : int {
-  kComputeWarps = kWarpGroups * kWarpsPerGroup,  // of the warp groups
+  kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu
+  kComputeWarps = kWarpGroups * kWarpsPerGroup,
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),
   kCtaThreads = 32 * kCtaWarps,
   kBlockRows = kWarpRows * kWarpsPerGroup,
   kWarpGroupThreads = 32 * kWarpsPerGroup,
-  kWarpgroupPath = is_warpgroup_path(kTile),
-  // sm90/decode/combine.cu puts the splits of q blocks together, in place of the last CTA at each.
-  kCombinesLater = kSplitting == kInvariantSplits || (kSplitting == kSplitToFill && kWarpgroupPath),
-  // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
-  kMovesRegisters = kWarpgroupPath && kCtaWarps == 12,
-  kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
-  kComputeRegisters = (504 - kLoadRegisters) / 2,
+  kFirstLoadWarp = kComputeWarps % kCtaWarps,  // warps that load come after those that compute, or are the same
+  kLoadsAhead = kComputeWarps == kCtaWarps,    // a warp loads for its own products
+  kKeysPerChunk = chunk_keys(kBlockKeys),      // of stream-K
 };
 
-// What the kernels of a plan are given.
+// The argument of the kernels of a plan.
 template <bool appends>
 struct ParamsOf {
   using Type = DecodeParams;
@@ -45,44 +41,42 @@ __device__ __forceinline__ const AppendParams& append_of(const DecodeParams& p) 
   return static_cast<const DecodeAppendParams&>(p).append;
 }
 
-// Barriers by number: those of each warp group, then where the two warpgroups of a warp group take turns, where all
-// warp groups meet that are not the CTA, and where the warps that load wait until the warp groups have asked for their
-// first Q.
+// Named barriers: kWarpGroupBarrier and the next ones are those of each warp group; at kAlternate and the next one two
+// warpgroups of a warp group alternate; at kComputeBarrier all warp groups meet where they are not the whole CTA; at
+// kFirstQuery the warps that load wait until the warp groups have requested their first Q.
 enum : int { kWarpGroupBarrier = 1, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
-// A barrier of a warp group. Of numbers that are no constants the compiler assumes all 16.
+// A barrier of a warp group. The loop makes its number a constant, without which the compiler reserves all 16.
 __device__ __forceinline__ void sync_warp_group(int warp_group) {
-  if (kWarpsPerGroup == 1) {
+  if constexpr (kWarpsPerGroup == 1) {
     __syncwarp();
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kWarpGroups; ++i)
-    if (warp_group == i) named_barrier_sync(kWarpGroupBarrier + i, kWarpGroupThreads);
+    for (int i = 0; i < kWarpGroups; ++i)
+      if (warp_group == i) named_barrier_sync(kWarpGroupBarrier + i, kWarpGroupThreads);
+  }
 }
 
 // A barrier of all warp groups.
 __device__ __forceinline__ void sync_compute_warps() {
-  if (kWarpgroupPath)
-    named_barrier_sync(kComputeBarrier, kComputeThreads);
-  else
+  if (kComputeWarps == kCtaWarps)
     __syncthreads();
+  else
+    named_barrier_sync(kComputeBarrier, kComputeThreads);
 }
 
 constexpr DecodeLayout kLayout = decode_layout(kTile);
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// Of a slice.
-constexpr int kKeysPerChunk = chunk_keys(kBlockKeys);
 // A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
 struct DecodeSequence {
   Lengths n;
-  int entry;  // of the batch; with kPageLists its first one of the page table
+  int entry;  // its row of the batch; kPageLists: its first entry of the page table
 };
 
-// The one place of this kernel that reads lengths and tables' beginnings, as lengths_of does: whatever they say, no
-// access leaves the tensors.
+// The one place of these kernels that reads lengths and where page lists begin, as lengths_of does for other kernels:
+// whatever these tensors say, no access leaves K, V and Q.
 __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int batch) {
   DecodeSequence s = {{0, 0, p.sq, 0}, batch};
   if (kPacked) packed_rows(p.cu_seqlens_q, batch, p.total_q, p.sq, s.n.q_start, s.n.sq);
@@ -111,7 +105,7 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
   return s;
 }
 
-// Rows of a kv head, (query, head of its group), go into blocks.
+// The blocks of rows that a kv head has.
 __device__ __forceinline__ int q_blocks_of(const Lengths& n) {
   return (n.sq * kGroup + kBlockRows - 1) / kBlockRows;
 }

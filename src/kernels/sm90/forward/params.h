@@ -33,7 +33,7 @@
 //                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
-//   kFewQueries     sequences of up to so many queries are sm90/decode/decode.cu's
+//   kFewQueries     sequences of up to so many queries are a decode kernel's
 //   kSplitTail      1: some blocks are cut into parts (host_device/work_tiles.h)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A

@@ -1,0 +1,164 @@
+// Mask and softmax inputs of both decode kernels: which keys a row sees, what a score becomes, and NaN in V at hidden
+// keys.
+#pragma once
+#include "device/transform.cuh"
+#include "sm90/common/softmax.cuh"
+#include "sm90/decode/loads.cuh"
+
+enum : int { kHidesKeys = kHasLeft || kHasRight || kTree };  // some rows do not see all keys of their sequence
+static_assert(!kTree || kBlockKeys <= 64);                   // a word of the tree mask has the bits of a tile
+
+// The keys that rows r and r + 8 of this thread may see: [low[i], high[i]), and of those from key `tokens` on the ones
+// whose bit in tree[i] is set.
+struct RowKeys {
+  int low[2], high[2];
+  int tokens;  // kTree
+  unsigned long long tree[2];
+
+  // A bit for each of the 64 keys from `key` on: 0 where the tree mask hides it.
+  __device__ __forceinline__ unsigned long long bits(int i, int key) const {
+    const int token = key - tokens;
+    if (token >= 0) return tree[i] >> min(token, 63);
+    return token > -64 ? ~(~tree[i] << -token) : ~0ull;
+  }
+};
+
+// The keys that all rows of a work tile see.
+__device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
+  const TileRows rows = rows_of_tile(p, tile);
+  const Band band = band_of(p);
+  const Lengths& n = tile.sequence.n;
+  KeyRange keys = {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
+                   visible_keys(band, n, rows.first / kGroup).end};
+  if (kTree) keys.end = min(keys.end, n.sk - n.sq);  // later keys have bits in the tree mask
+  return keys;
+}
+
+// The two rows of a thread.
+struct ThreadRows {
+  RowKeys keys;
+  int diagonal[2];
+  float slope[2];
+};
+
+__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int warp_of_group) {
+  ThreadRows rows;
+  const Lengths& n = tile.sequence.n;
+  if (kTree) rows.keys.tokens = n.sk - n.sq;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = tile.block * kBlockRows + kWarpRows * warp_of_group + int(thread_row()) + 8 * i;
+    const int query = min(row / kGroup, n.sq - 1);
+    const KeyRange keys = visible_keys(band_of(p), n, query);
+    rows.keys.low[i] = keys.begin;
+    rows.keys.high[i] = keys.end;
+    if (kTree) rows.keys.tree[i] = p.tree_mask[(kPacked ? n.q_start : (long long)(tile.batch) * p.sq) + query];
+    rows.diagonal[i] = diagonal_of(n, query);
+    rows.slope[i] = kAlibi ? alibi_slope(p, tile.batch, tile.head * kGroup + row % kGroup) : 0;
+  }
+  return rows;
+}
+
+// Transforms scores (softcap, ALiBi), and makes those of hidden keys -inf where the tile is `masked`.
+__device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
+                                              const ThreadRows& rows, int key_tile, bool masked) {
+  const int first = key_tile * kBlockKeys + int(thread_column());
+  if (kScoreMode) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i) {
+      const int half = i >> 1 & 1;
+      S[i] = transform_score(p, S[i], rows.slope[half], float(rows.diagonal[half] - (first + i / 4 * 8 + (i & 1))));
+    }
+  }
+  if (!masked) return;
+  const unsigned long long bits[2] = {kTree ? rows.keys.bits(0, first) : 0, kTree ? rows.keys.bits(1, first) : 0};
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; ++i) {
+    const int half = i >> 1 & 1;
+    const int key = first + i / 4 * 8 + (i & 1);
+    if (key < rows.keys.low[half] || key >= rows.keys.high[half]) S[i] = -infinity();
+    if (kTree && (bits[half] >> (key - first) & 1) == 0) S[i] = -infinity();
+  }
+}
+
+__device__ __forceinline__ bool is_finite(u32 half) {
+  constexpr u32 kExponent = FULGUR_INPUT[0] == 'b' ? 0x7f80 : 0x7c00;
+  return (half & kExponent) != kExponent;
+}
+
+// P is 0 at a hidden key, but 0 * NaN is NaN. So NaN and infinity of V are added to O by hand in the rows that see
+// their key, and replaced by 0 in shared memory for the product. `sync` is a barrier of the warp group, which shares
+// the tile.
+template <class Sync>
+__device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const RowKeys& keys, int key_tile, u32 v,
+                                               Sync sync) {
+  const auto pair_at = [&](int key, int column) {
+    return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
+  };
+  sync();
+#pragma unroll 1
+  for (int key = 0; key < kBlockKeys; ++key)
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; i += 4) {
+      const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
+      const float x[2] = {is_finite(pair) ? 0 : low_of(pair), is_finite(pair >> 16) ? 0 : high_of(pair)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = key_tile * kBlockKeys + key;
+        const bool shown = !kTree || (keys.bits(j / 2, at) & 1);
+        if (at >= keys.low[j / 2] && at < keys.high[j / 2] && shown) O[i + j] += x[j % 2];
+      }
+    }
+  sync();
+#pragma unroll 1
+  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
+    const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
+    const u32 pair = load_shared(address);
+    store_shared(address, (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
+  }
+  sync();
+}
+
+// Whether V of a tile has NaN or infinity at a key of the sequence that some row does not see.
+__device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyRange& seen_by_all, int sk) {
+  constexpr int kChunks = kValueDim / 8;
+  const int first = key_tile * kBlockKeys;
+  const int keys = min(int(kBlockKeys), sk - first);
+  const int before = max(min(seen_by_all.begin - first, keys), 0);
+  const int after = max(min(seen_by_all.end - first, keys), before);
+  const int hidden = before + keys - after;
+  bool found = false;
+#pragma unroll 1
+  for (int at = threadIdx.x % 32; at < hidden * kChunks; at += 32) {
+    const int i = at / kChunks;
+    const int key = i < before ? i : i - before + after;
+    const int column = at % kChunks * 8;
+    u32 x[4];
+    load_shared16(v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8), x);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) found = found || !is_finite(x[j]) || !is_finite(x[j] >> 16);
+  }
+  return __any_sync(0xffffffff, found);
+}
+
+// The mask of a work tile, as a thread sees it.
+struct TileMask {
+  KeyRange seen_by_all;
+  ThreadRows rows;
+
+  __device__ __forceinline__ TileMask(const DecodeParams& p, const WorkTile& tile, int warp_of_group)
+      : seen_by_all(keys_seen_by_all(p, tile)), rows(rows_of_thread(p, tile, warp_of_group)) {}
+
+  // Whether some row does not see all keys of a tile.
+  __device__ __forceinline__ bool cuts(int key_tile) const {
+    return key_tile * kBlockKeys < seen_by_all.begin || (key_tile + 1) * kBlockKeys > seen_by_all.end;
+  }
+};
+
+// Keeps NaN and infinity of V in a tile that the mask cuts from the rows that do not see their keys.
+template <class Sync>
+__device__ __forceinline__ void add_hidden_non_finite(float (&O)[kValueDim / 2], const TileMask& mask, int key_tile,
+                                                      u32 v, const SavedWorkTiles& saved, Sync sync) {
+  if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
+    add_non_finite(O, mask.rows.keys, key_tile, v, sync);
+}
