@@ -416,6 +416,20 @@ HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   return tile;
 }
 
+PlanEdges decode_edges(const Problem& p, const Card& card) {
+  PlanEdges edges;
+  if (p.pass != Pass::kForward) return edges;
+  for (const int64_t rows : {4, 8, 16, 32, 64, 128})
+    edges.queries.push_back(std::max<int64_t>(rows / p.group(), 1));
+  const int64_t ctas = card.sms;
+  for (const int64_t q_blocks :
+       {ctas / (kMaxWarps + 1), ctas / kEvenSplits, ctas / (kernels::kWarpgroupWarps + 1),
+        ctas / kSomeSplits, (16 * ctas - 1) / 17, ctas, (32 * ctas - 1) / 17}) {
+    edges.batches.push_back(std::max<int64_t>(q_blocks / p.hk, 1));
+  }
+  return edges;
+}
+
 std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
   if (p.batch == 0 || p.total_q == 0) return "there are no queries";
   if (p.append.host_numbers > 0) {

@@ -124,6 +124,10 @@ std::string hopper_decode_rejects_few(const Problem& problem);
 using HopperDecodeTile = Fitting<HopperDecodePlan>;
 HopperDecodeTile decode_candidate(const Problem& problem, const Card& card);
 
+/// Where the plans of calls like `problem` change: with the rows that each tile is for, and with
+/// the q blocks that each schedule is for.
+PlanEdges decode_edges(const Problem& problem, const Card& card);
+
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
 std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);
 /// The plan that does.

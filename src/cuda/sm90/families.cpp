@@ -26,7 +26,7 @@ const Family& hopper_forward_family() {
 
 const Family& hopper_decode_family() {
   static const PlannedFamily<HopperDecodeCandidate> kFamily(takes_one, decode_rejects,
-                                                            decode_candidates);
+                                                            decode_candidates, decode_edges);
   return kFamily;
 }
 

@@ -66,9 +66,10 @@ class PlannedFamily final : public Family {
   using IsFor = bool(const Problem&);
   using Rejects = std::string(const Problem&);
   using Plans = Fittings(const Problem&, const Card&, std::vector<std::string>*);
+  using Edges = PlanEdges(const Problem&, const Card&);
 
-  PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans)
-      : is_for_(is_for), rejects_(rejects), plans_(plans) {}
+  PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans, Edges* edges = nullptr)
+      : is_for_(is_for), rejects_(rejects), plans_(plans), edges_(edges) {}
 
   bool is_for(const Problem& problem) const override { return is_for_(problem); }
   std::string rejects(const Problem& problem) const override { return rejects_(problem); }
@@ -80,11 +81,15 @@ class PlannedFamily final : public Family {
     }
     return result;
   }
+  PlanEdges edges(const Problem& problem, const Card& card) const override {
+    return edges_ == nullptr ? PlanEdges{} : edges_(problem, card);
+  }
 
  private:
   IsFor* is_for_;
   Rejects* rejects_;
   Plans* plans_;
+  Edges* edges_;
 };
 
 }  // namespace fulgur::cuda
