@@ -228,7 +228,6 @@ class InvariantSplits : public SliceWalk {
   }
 
   static __device__ __forceinline__ float* partial_of(const DecodeParams& p, const WorkTile& tile, int split) {
-    static_assert(!kPackedK || int(kKeysPerChunk) == int(kChunkKeys));
     const long long first = kPackedK ? tile.head * (long long)(p.total_k / kPackedSplitKeys) +
                                            tile.sequence.n.k_start / kPackedSplitKeys
                                      : ((long long)(tile.batch) * p.hk + tile.head) * p.max_splits;
