@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "reference/head.h"
+#include "reference/mask.h"
 #include "reference/score.h"
 
 namespace fulgur::reference {
@@ -16,11 +17,6 @@ inline void load(Traffic* traffic, int64_t elements) {
 inline void store(Traffic* traffic, int64_t elements) {
   if (traffic) traffic->stored += elements;
 }
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
 
 /// The range cut into blocks of B; the last one may be shorter.
 inline std::vector<Range> blocks(Range range, int64_t B) {
@@ -50,24 +46,6 @@ inline Matrix scores(const Head& h, Range I, Range J) {
     }
   }
   return S;
-}
-
-/// All keys of J lie in chunks before or after those of the queries of I.
-inline bool in_other_chunks(const Head& h, Range I, Range J) {
-  const Band& band = h.rule.band;
-  const int64_t diagonal = h.sk - h.sq;  // of query 0
-  return chunk_of(band, J.end - 1) < chunk_of(band, diagonal + I.begin) ||
-         chunk_of(band, J.begin) > chunk_of(band, diagonal + I.end - 1);
-}
-
-/// No query of I sees a key of J: the corner of the tile nearest to the band lies outside it.
-inline bool empty(const Head& h, Range I, Range J) {
-  const Band& band = h.rule.band;
-  if (band.chunk > 0 && in_other_chunks(h, I, J)) return true;
-  // The least and the greatest distance j - (i + sk - sq) in the tile.
-  const int64_t lowest = J.begin - (I.end - 1 + h.sk - h.sq);
-  const int64_t highest = J.end - 1 - (I.begin + h.sk - h.sq);
-  return (band.right >= 0 && lowest > band.right) || (band.left >= 0 && -highest > band.left);
 }
 
 }  // namespace fulgur::reference

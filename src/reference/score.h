@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "reference/head.h"
+#include "reference/mask.h"
 #include "reference/matrix.h"
 
 namespace fulgur::reference {
@@ -15,32 +16,25 @@ struct Score {
   double S, dS_dqk;
 };
 
-/// floor(key / chunk); a key may be one in front of the first.
-inline int64_t chunk_of(const Band& band, int64_t key) {
-  return key >= 0 ? key / band.chunk : -1 - (-1 - key) / band.chunk;
-}
-
-/// S_ij = -inf is the papers' MASK. Such an entry is skipped wherever it would be used, never
-/// multiplied by 0: k_j and v_j may be NaN. Here k_j is not even read.
-inline Score score(const Head& h, int64_t i, int64_t j) {
+/// The score hook: what a product q_i . k_j that the mask shows becomes before the softmax. Softcap
+/// and ALiBi are its two bodies.
+inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
   const Rule& rule = h.rule;
-  const int64_t diagonal = i + h.sk - h.sq;  // the key aligned with query i: bottom right
-  const int64_t distance = j - diagonal;
-  if (rule.band.left >= 0 && -distance > rule.band.left) return {-kInf, 0};
-  if (rule.band.right >= 0 && distance > rule.band.right) return {-kInf, 0};
-  if (rule.band.chunk > 0 && chunk_of(rule.band, j) != chunk_of(rule.band, diagonal)) {
-    return {-kInf, 0};
-  }
-  const int64_t token = j - (h.sk - h.sq);  // of the queries' own
-  if (rule.tree != nullptr && token >= 0 && (rule.tree[i] >> token & 1) == 0) return {-kInf, 0};
-  double S = rule.scale * dot(h.d, h.q + i * h.d, h.k + j * h.d);
+  double S = rule.scale * qk;
   double dS_dqk = rule.scale;
   if (rule.softcap > 0) {
     const double t = std::tanh(S / rule.softcap);
     S = rule.softcap * t;
     dS_dqk *= 1 - t * t;
   }
-  return {S - rule.slope * static_cast<double>(std::abs(distance)), dS_dqk};
+  return {S - rule.slope * static_cast<double>(std::abs(distance(h, i, j))), dS_dqk};
+}
+
+/// S_ij = -inf is the papers' MASK. Such an entry is skipped wherever it would be used, never
+/// multiplied by 0: k_j and v_j may be NaN. Here k_j is not even read.
+inline Score score(const Head& h, int64_t i, int64_t j) {
+  if (!sees(h, i, j)) return {-kInf, 0};
+  return score_of_product(h, i, j, dot(h.d, h.q + i * h.d, h.k + j * h.d));
 }
 
 /// Z_ij x: x / (1 - p) for a kept entry, 0 for a dropped one, also if x is NaN. FlashAttention,

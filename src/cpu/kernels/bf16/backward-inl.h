@@ -27,7 +27,7 @@ struct TileBackwardScratch {
   uint16_t *Q, *dO;            // kGroup x columns of B, summed over d or dv
   uint16_t *Q_rows, *dO_rows;  // B, summed over the rows of the group
   float *P, *Pz, *dS;  // [kBc][kTilePanelRows]; Pz = Z o P, the dropped P (the same without)
-  float* cap_slope;    // the same
+  float* slope;        // the same
   uint16_t *P_keys, *dS_keys;  // A, summed over the rows of the group
   uint16_t* dS_rows;           // [kBc / 32][kParts][16][kTilePanelRows][2]: B, summed over keys
   float *rows, *key;           // [kTileRows][ldk or ldv], [ldk]
@@ -49,7 +49,7 @@ struct TileBackwardScratch {
     P = arena.take(kBc * kTilePanelRows);
     dS = arena.take(kBc * kTilePanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kTilePanelRows) : P;
-    cap_slope = p.softcap > 0 ? arena.take(kBc * kTilePanelRows) : nullptr;
+    slope = has_score_slope(p) ? arena.take(kBc * kTilePanelRows) : nullptr;
     P_keys = arena.take_halves(kParts * kBc * group_rows);
     dS_keys = arena.take_halves(kParts * kBc * group_rows);
     dS_rows = arena.take_halves(kParts * kBc * kTilePanelRows);
@@ -148,14 +148,14 @@ HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const Key
   const Problem& p = task.problem;
   const int64_t n = tile.n, width = kTilePanelRows;
   scale_scores(n, width, query_factor(p), s.P);
-  score_rule(p, t.panel, tile, s.P, width, s.cap_slope);
+  score_rule(p, t.panel, tile, s.P, width, s.slope);
   probabilities(t.panel, tile, s.P, t.lse2);
   if (p.dropout_p > 0) {
     std::copy_n(s.P, n * width, s.Pz);
     drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t.panel, tile, width, s.Pz,
          s.dS);
   }
-  score_gradient(t.panel, tile, s.P, t.D, s.cap_slope, s.dS);
+  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS);
 }
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
@@ -169,7 +169,7 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
   for (int64_t r = 0; r < t.panel.count; ++r) {
     for (int64_t jj = 0; jj < tile.n; ++jj) {
       const int64_t j = tile.j + jj;
-      if (j < t.panel.begin[r] || j >= t.panel.end[r]) continue;
+      if (!t.panel.mask.sees(r, j)) continue;
       const int64_t at = jj * kTilePanelRows + r, key = j - first_key;
       load_queries(task, args.dout, p.dout, p.dv, t.row + r, 1, 1, s.rows, s.ldv);
       add_row(s.Pz[at], s.rows, s.ldv, s.dV + key * s.ldv);
@@ -223,7 +223,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
   const int64_t k_steps = kParts * steps_of(p.d), v_steps = kParts * steps_of(p.dv);
   const int64_t k_blocks = blocks_of(p.d), v_blocks = blocks_of(p.dv);
   const int64_t keys = key_end - key_begin;
-  const bool plain = p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && p.dropout_p == 0;
+  const bool plain = only_scales(p) && p.dropout_p == 0;
   const auto in_group = [](const uint16_t* data, int64_t step) {
     return Operand{data + step * kParts * kTileSize, 64, kGroup * kParts * kTileSize, kTileSize};
   };
@@ -251,7 +251,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       t.row = row + i * kTilePanelRows;
       make_panel(task, t.row, std::min(task.rows(), t.row + kTilePanelRows), &t.panel);
       t.panel.vectors = kTilePanelRows / kLanes;  // the rows that are not there see nothing
-      t.tiles = t.panel.tiles({key_begin, key_end});
+      t.tiles = t.panel.mask.tiles({key_begin, key_end});
       done &= t.tiles.done();
     }
     if (done) continue;

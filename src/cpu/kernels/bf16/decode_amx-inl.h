@@ -155,7 +155,7 @@ class TileDecode {
   }
 
   void run(int64_t key_begin, int64_t key_end) {
-    KeyTiles tiles = heads_[0].rows.panels[0].tiles({key_begin, key_end});  // of every head
+    KeyTiles tiles = heads_[0].rows.panels[0].mask.tiles({key_begin, key_end});  // of every head
     const int64_t heads = heads_.back().index + heads_.back().count;
     const auto keys = [&](const ConstTensor& t, const Layout& layout, int64_t dim) {
       return TileKeys(first_, t, layout, dim, tiles);

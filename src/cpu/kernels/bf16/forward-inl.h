@@ -119,9 +119,7 @@ HWY_INLINE void scale_scores(int64_t n, int64_t width, float factor, float* HWY_
 }
 
 /// Whether a mask and the factor of the softmax are all that scores differ from products by.
-inline bool plain_scores(const Problem& p) {
-  return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && query_factor(p) > 0;
-}
+inline bool plain_scores(const Problem& p) { return only_scales(p) && query_factor(p) > 0; }
 
 /// Where P of keys jj and jj + 1 of a key tile stands in its steps.
 template <int kParts>
@@ -303,7 +301,7 @@ class TileForward {
     for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
       Panel& panel = panels_[count_];
       make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
-      tiles_[count_] = panel.tiles({0, task.s.sk});
+      tiles_[count_] = panel.mask.tiles({0, task.s.sk});
       Census unused;
       pack_columns<kParts>(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
                            s_.Q[count_], &unused);

@@ -8,17 +8,17 @@
 #define FULGUR_CPU_BACKWARD_INL_H_
 #endif
 
-#include "cpu/kernels/simd/panel-inl.h"
+#include "cpu/kernels/simd/score-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 struct BackwardScratch {
-  int64_t ldk, ldv;                // round_up(d), round_up(dv)
-  float *K, *V, *dK, *dV;          // [kTiles * kBc][ldk or ldv]
-  float *Q, *dO;                   // [kPanelRows][ldk or ldv]
-  float *Qt, *dOt;                 // [d or dv][width]
-  float *P, *Pz, *dS, *cap_slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
+  int64_t ldk, ldv;            // round_up(d), round_up(dv)
+  float *K, *V, *dK, *dV;      // [kTiles * kBc][ldk or ldv]
+  float *Q, *dO;               // [kPanelRows][ldk or ldv]
+  float *Qt, *dOt;             // [d or dv][width]
+  float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
 
   BackwardScratch(const Problem& p, Arena& arena)
       : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)) {
@@ -31,7 +31,7 @@ struct BackwardScratch {
     P = arena.take(kBc * kPanelRows);
     dS = arena.take(kBc * kPanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
-    cap_slope = p.softcap > 0 ? arena.take(kBc * kPanelRows) : nullptr;
+    slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
   }
 };
 
@@ -76,13 +76,13 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
 }
 
 /// P = exp(S - LSE) in place (line 11) and dS = P o (dP - D) over dP (line 14), times the slope of
-/// the softcap. Masked entries are set to 0, whatever the row or key holds.
+/// the score. Masked entries are set to 0, whatever the row or key holds.
 HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
   const auto [j, n, partial] = tile;
   const Flushing on(true);
-  const Visible visible(panel, tile);
+  const Visible visible(panel.mask, panel.vectors, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 shift = hn::Load(f, lse2 + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
@@ -97,17 +97,17 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
 }
 
 HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
-                               const float* HWY_RESTRICT D, const float* HWY_RESTRICT cap_slope,
+                               const float* HWY_RESTRICT D, const float* HWY_RESTRICT slope,
                                float* HWY_RESTRICT dS) {
   const F32 f;
   const auto [j, n, partial] = tile;
-  const Visible visible(panel, tile);
+  const Visible visible(panel.mask, panel.vectors, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 d = hn::Load(f, D + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
       const int64_t at = jj * panel.width() + v * kLanes;
       V32 ds = hn::Mul(hn::Load(f, P + at), hn::Sub(hn::Load(f, dS + at), d));
-      if (cap_slope != nullptr) ds = hn::Mul(ds, hn::Load(f, cap_slope + at));
+      if (slope != nullptr) ds = hn::Mul(ds, hn::Load(f, slope + at));
       if (partial) ds = hn::IfThenElseZero(visible.mask(v, jj), ds);
       hn::Store(ds, f, dS + at);
     }
@@ -149,7 +149,7 @@ HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const 
   const int64_t width = panel.width();
   for (int64_t r = 0; r < panel.count; ++r) {
     for (int64_t jj = 0; jj < n; ++jj) {
-      if (j + jj < panel.begin[r] || j + jj >= panel.end[r]) continue;
+      if (!panel.mask.sees(r, j + jj)) continue;
       const int64_t key = j - first_key + jj;
       add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
       add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
@@ -175,7 +175,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
   for (int64_t row = 0; row < task.rows(); row += kPanelRows) {
     Panel panel;
     make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
-    KeyTiles tiles = panel.tiles({key_begin, key_end});
+    KeyTiles tiles = panel.mask.tiles({key_begin, key_end});
     if (tiles.done()) continue;
     const int64_t width = panel.width();
     bool finite = finite_k;
@@ -197,7 +197,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
       gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
-      score_rule(p, panel, tile, s.P, width, s.cap_slope);
+      score_rule(p, panel, tile, s.P, width, s.slope);
       probabilities(panel, tile, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);
@@ -205,7 +205,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
         std::copy_n(s.P, n * width, s.Pz);
         drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
       }
-      score_gradient(panel, tile, s.P, d_row, s.cap_slope, s.dS);
+      score_gradient(panel, tile, s.P, d_row, s.slope, s.dS);
       if (tile.partial && !finite) {
         accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
         continue;

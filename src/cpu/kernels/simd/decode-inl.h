@@ -335,7 +335,7 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
       if (r % rows == 0) {
         load_keys(first.kv_head_after(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
       }
-      if (!all.panels[r / kPanelRows].sees(r % kPanelRows, tile.j + jj)) continue;
+      if (!all.panels[r / kPanelRows].mask.sees(r % kPanelRows, tile.j + jj)) continue;
       const V32 weight = hn::Set(f, all.S[jj * all.width + r]);
       for (int64_t c = 0; c < ldo; c += kLanes) {
         float* o = all.O + r * ldo + c;
@@ -357,7 +357,7 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
   auto* const Q = reinterpret_cast<Element*>(arena.take(all.count * round_up(p.d, kLanes)));
   const float factor = Products::load(first, args, all.count, Q, ldq);
 
-  KeyTiles tiles = all.panels[0].tiles({key_begin, key_end});  // the same for every head
+  KeyTiles tiles = all.panels[0].mask.tiles({key_begin, key_end});  // the same for every head
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
     const auto [j, n, partial] = tile;

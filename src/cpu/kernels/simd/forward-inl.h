@@ -8,7 +8,7 @@
 #endif
 
 #include "base/sinks.h"
-#include "cpu/kernels/simd/panel-inl.h"
+#include "cpu/kernels/simd/score-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -101,7 +101,7 @@ HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& t
                                             const float* HWY_RESTRICT alpha,
                                             float* HWY_RESTRICT Ot) {
   const F32 f;
-  const Visible visible(panel, tile);
+  const Visible visible(panel.mask, panel.vectors, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     for (int64_t c = 0; c < dv; ++c) {
       float* o = Ot + c * panel.width() + v * kLanes;
@@ -174,7 +174,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   for (int64_t row = row_begin; row < row_end; row += kPanelRows, ++count) {
     Panel& panel = panels[count];
     make_panel(task, row, std::min(row_end, row + kPanelRows), &panel);
-    tiles[count] = panel.tiles({0, task.s.sk});
+    tiles[count] = panel.mask.tiles({0, task.s.sk});
     load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk);
     transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
     std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);

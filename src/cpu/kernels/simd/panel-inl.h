@@ -1,4 +1,4 @@
-// A panel: as many rows as three vectors hold, one row a lane, and how their scores are made.
+// A panel: as many rows as three vectors hold, one row a lane.
 #if defined(FULGUR_CPU_PANEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_PANEL_INL_H_
 #undef FULGUR_CPU_PANEL_INL_H_
@@ -6,19 +6,14 @@
 #define FULGUR_CPU_PANEL_INL_H_
 #endif
 
-#include <hwy/contrib/math/math-inl.h>
-
-#include <bit>
-
-#include "call/mask.h"
 #include "cpu/kernels/simd/gemm-inl.h"
 #include "cpu/kernels/simd/kernels.h"
+#include "cpu/kernels/simd/mask-inl.h"
 #include "cpu/kernels/simd/vector-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kPanelRows = 3 * kLanes;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -44,21 +39,12 @@ class Arena {
 struct Panel {
   int64_t count = 0;    ///< rows; the lanes after them compute what nobody reads
   int64_t vectors = 0;  ///< vectors that hold them
-  KeyRange any, all;    ///< keys that some row sees; keys that every row sees
-  int64_t begin[kPanelRows], end[kPanelRows];  ///< keys that each row sees
-  int64_t diagonal[kPanelRows];                ///< the key aligned with each query
-  HWY_ALIGN float slope[kPanelRows];           ///< ALiBi, in log2 units
+  PanelMask mask;
+  int64_t diagonal[kPanelRows];       ///< the key aligned with each query
+  HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
-  int64_t tree;                                ///< keys from this one on have bits; INT64_MAX: none
-  HWY_ALIGN int32_t tree_word[2][kPanelRows];  ///< those of keys tree to tree + 31, and after
 
   int64_t width() const { return vectors * kLanes; }
-  bool sees(int64_t lane, int64_t j) const {
-    if (j < begin[lane] || j >= end[lane]) return false;
-    return j < tree || (tree_word[(j - tree) / 32][lane] >> (j - tree) % 32 & 1) != 0;
-  }
-  /// The tiles of `keys` that the panel visits.
-  KeyTiles tiles(KeyRange keys) const { return {keys, any, all, kBc}; }
 };
 
 /// A walk over the rows of a task from `row` on, without the divisions of query() and head().
@@ -86,120 +72,18 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   const Problem& p = task.problem;
   panel->count = row_end - row_begin;
   panel->vectors = (panel->count + kLanes - 1) / kLanes;
-  panel->any = {INT64_MAX, 0};
-  panel->all = {0, INT64_MAX};
-  const uint64_t* const words = tree_words(p, task.given.tree_mask, task.b, task.s);
-  panel->tree = words == nullptr ? INT64_MAX : task.s.sk - task.s.sq;
+  panel->mask = PanelMask(p, task.s, tree_words(p, task.given.tree_mask, task.b, task.s));
   RowWalk row(task, row_begin);
-  KeyRange keys;
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-    const bool used = lane < panel->count;
     const int64_t i = row.query;
-    if (used) keys = visible_keys(p.mask, task.s, i);
-    int64_t gap = keys.end;  // the first key of these that the row does not see
-    if (words != nullptr) {
-      panel->tree_word[0][lane] = static_cast<int32_t>(words[i]);
-      panel->tree_word[1][lane] = static_cast<int32_t>(words[i] >> 32);
-      gap = std::clamp(panel->tree + std::countr_one(words[i]), keys.begin, keys.end);
-      keys.end = std::clamp(panel->tree + 64 - std::countl_zero(words[i]), keys.begin, keys.end);
-    }
+    if (lane < panel->count) panel->mask.set_row(lane, i);
     const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
-    panel->begin[lane] = keys.begin;
-    panel->end[lane] = used ? keys.end : keys.begin;
     panel->diagonal[lane] = i + task.s.sk - task.s.sq;
     panel->slope[lane] = task.slope(row.head) * kLog2e;
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
-    if (!used) continue;
     if (lane + 1 < panel->count) row.next();
-    panel->all.begin = std::max(panel->all.begin, keys.begin);
-    panel->all.end = std::min(panel->all.end, gap);
-    if (keys.empty()) continue;
-    panel->any.begin = std::min(panel->any.begin, keys.begin);
-    panel->any.end = std::max(panel->any.end, keys.end);
-  }
-}
-
-/// What each row sees, in keys relative to a tile.
-struct Visible {
-  HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];
-  const Panel& panel;
-  int64_t tree;  // keys from this one on have bits
-
-  Visible(const Panel& panel, const KeyTile& tile) : panel(panel), tree(panel.tree - tile.j) {
-    const auto [j, n, partial] = tile;
-    for (int64_t lane = 0; lane < panel.width(); ++lane) {
-      begin[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.begin[lane] - j, 0, n));
-      end[lane] = static_cast<int32_t>(std::clamp<int64_t>(panel.end[lane] - j, 0, n));
-    }
-  }
-  /// Lanes of vector v that see key jj.
-  HWY_INLINE hn::Mask<F32> mask(int64_t v, int64_t jj) const {
-    const I32 i;
-    const auto key = hn::Set(i, static_cast<int32_t>(jj));
-    const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
-    const auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
-    if (jj < tree) return hn::RebindMask(F32(), inside);
-    const int64_t bit = jj - tree;
-    const auto words = hn::Load(i, panel.tree_word[bit / 32] + v * kLanes);
-    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
-    return hn::RebindMask(F32(), hn::And(inside, shown));
-  }
-};
-
-/// The factor of Q in front of the product with K: the scale, and where no softcap follows, the
-/// way to log2 units.
-inline float query_factor(const Problem& p) {
-  return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
-}
-
-/// Turns the products S [n][ld] into scores in log2 units: softcap, ALiBi, then -inf where masked.
-/// Where `slope_of_cap` is given it takes the derivative 1 - tanh^2 of the softcap.
-HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& tile,
-                           float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope_of_cap) {
-  const F32 f;
-  const auto [j, n, partial] = tile;
-  if (p.softcap > 0) {
-    // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
-    // nor its reciprocal would be a normal number.
-    const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
-    const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
-    const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
-    for (int64_t jj = 0; jj < n; ++jj) {
-      for (int64_t v = 0; v < panel.vectors; ++v) {
-        float* at = S + jj * ld + v * kLanes;
-        const V32 t = hn::Tanh(f, hn::Mul(per_cap, hn::Load(f, at)));
-        hn::Store(hn::Mul(cap, t), f, at);
-        if (slope_of_cap != nullptr) {
-          hn::Store(hn::NegMulAdd(t, t, hn::Set(f, 1.0f)), f, slope_of_cap + (at - S));
-        }
-      }
-    }
-  }
-  if (p.has(Arg::kAlibiSlopes)) {
-    for (int64_t v = 0; v < panel.vectors; ++v) {
-      HWY_ALIGN float diagonal[kLanes];
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        diagonal[lane] = static_cast<float>(panel.diagonal[v * kLanes + lane] - j);
-      }
-      const V32 slope = hn::Load(f, panel.slope + v * kLanes), at_diagonal = hn::Load(f, diagonal);
-      for (int64_t jj = 0; jj < n; ++jj) {
-        float* at = S + jj * ld + v * kLanes;
-        const V32 distance = hn::Abs(hn::Sub(at_diagonal, hn::Set(f, static_cast<float>(jj))));
-        hn::Store(hn::NegMulAdd(slope, distance, hn::Load(f, at)), f, at);
-      }
-    }
-  }
-  if (partial) {
-    const Visible visible(panel, tile);
-    const V32 masked = hn::Set(f, -std::numeric_limits<float>::infinity());
-    for (int64_t jj = 0; jj < n; ++jj) {
-      for (int64_t v = 0; v < panel.vectors; ++v) {
-        float* at = S + jj * ld + v * kLanes;
-        hn::Store(hn::IfThenElse(visible.mask(v, jj), hn::Load(f, at), masked), f, at);
-      }
-    }
   }
 }
 

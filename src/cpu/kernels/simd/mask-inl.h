@@ -1,0 +1,118 @@
+// The mask hook of the CPU's kernels: which keys each row of a panel sees, which tiles of keys need
+// the mask, and what becomes of the scores that it hides. call/mask.h has the intervals.
+#if defined(FULGUR_CPU_MASK_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_MASK_INL_H_
+#undef FULGUR_CPU_MASK_INL_H_
+#else
+#define FULGUR_CPU_MASK_INL_H_
+#endif
+
+#include <bit>
+
+#include "call/mask.h"
+#include "cpu/kernels/simd/kernels.h"
+#include "cpu/kernels/simd/vector-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+constexpr int64_t kPanelRows = 3 * kLanes;
+
+/// The keys that the rows of a panel see, one row a lane: those of [begin, end), and from `tree` on
+/// those with a bit in the row's words.
+class PanelMask {
+ public:
+  PanelMask() = default;
+  /// No row yet: each sees nothing. `words` are those of the sequence's queries; null: none.
+  PanelMask(const Problem& p, const Sequence& s, const uint64_t* words)
+      : mask_(&p.mask),
+        s_(s),
+        words_(words),
+        any_{INT64_MAX, 0},
+        all_{0, INT64_MAX},
+        tree_(words == nullptr ? INT64_MAX : s.sk - s.sq) {}
+
+  /// The row of a lane is query i.
+  void set_row(int64_t lane, int64_t i) {
+    KeyRange keys = visible_keys(*mask_, s_, i);
+    int64_t gap = keys.end;  // the first key of these that the row does not see
+    if (words_ != nullptr) {
+      const uint64_t word = words_[i];
+      tree_word_[0][lane] = static_cast<int32_t>(word);
+      tree_word_[1][lane] = static_cast<int32_t>(word >> 32);
+      gap = std::clamp(tree_ + std::countr_one(word), keys.begin, keys.end);
+      keys.end = std::clamp(tree_ + 64 - std::countl_zero(word), keys.begin, keys.end);
+    }
+    begin_[lane] = keys.begin;
+    end_[lane] = keys.end;
+    all_ = {std::max(all_.begin, keys.begin), std::min(all_.end, gap)};
+    if (!keys.empty()) any_ = {std::min(any_.begin, keys.begin), std::max(any_.end, keys.end)};
+  }
+
+  bool sees(int64_t lane, int64_t j) const {
+    if (j < begin_[lane] || j >= end_[lane]) return false;
+    return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
+  }
+  /// The tiles of `keys` that some row sees; the others are empty.
+  KeyTiles tiles(KeyRange keys) const { return {keys, any_, all_, kBc}; }
+
+ private:
+  friend struct Visible;
+
+  const Mask* mask_ = nullptr;
+  Sequence s_{};
+  const uint64_t* words_ = nullptr;
+  KeyRange any_, all_;  // keys that some row sees; keys that every row sees
+  int64_t begin_[kPanelRows] = {}, end_[kPanelRows] = {};
+  int64_t tree_ = INT64_MAX;                         // keys from this one on have bits
+  HWY_ALIGN int32_t tree_word_[2][kPanelRows] = {};  // those of keys tree to tree + 31, and after
+};
+
+/// What each row sees of a tile.
+struct Visible {
+  HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];  // in keys relative to the tile
+  const PanelMask& rows;
+  int64_t tree;  // keys from this one on have bits
+
+  /// Of the rows of so many vectors.
+  Visible(const PanelMask& rows, int64_t vectors, const KeyTile& tile)
+      : rows(rows), tree(rows.tree_ - tile.j) {
+    const auto [j, n, partial] = tile;
+    for (int64_t lane = 0; lane < vectors * kLanes; ++lane) {
+      begin[lane] = static_cast<int32_t>(std::clamp<int64_t>(rows.begin_[lane] - j, 0, n));
+      end[lane] = static_cast<int32_t>(std::clamp<int64_t>(rows.end_[lane] - j, 0, n));
+    }
+  }
+  /// Lanes of vector v that see key jj.
+  HWY_INLINE hn::Mask<F32> mask(int64_t v, int64_t jj) const {
+    const I32 i;
+    const auto key = hn::Set(i, static_cast<int32_t>(jj));
+    const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
+    const auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
+    if (jj < tree) return hn::RebindMask(F32(), inside);
+    const int64_t bit = jj - tree;
+    const auto words = hn::Load(i, rows.tree_word_[bit / 32] + v * kLanes);
+    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
+    return hn::RebindMask(F32(), hn::And(inside, shown));
+  }
+};
+
+/// -inf for the scores S [n][ld] of a tile that the mask hides.
+HWY_INLINE void hide_scores(const PanelMask& rows, int64_t vectors, const KeyTile& tile,
+                            float* HWY_RESTRICT S, int64_t ld) {
+  if (!tile.partial) return;
+  const F32 f;
+  const Visible visible(rows, vectors, tile);
+  const V32 masked = hn::Set(f, -std::numeric_limits<float>::infinity());
+  for (int64_t jj = 0; jj < tile.n; ++jj) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      float* at = S + jj * ld + v * kLanes;
+      hn::Store(hn::IfThenElse(visible.mask(v, jj), hn::Load(f, at), masked), f, at);
+    }
+  }
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

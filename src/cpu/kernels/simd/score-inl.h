@@ -1,0 +1,81 @@
+// The score hook of the CPU's kernels: what becomes of the products of Q and K before the softmax.
+// Softcap and ALiBi are its two bodies.
+#if defined(FULGUR_CPU_SCORE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_SCORE_INL_H_
+#undef FULGUR_CPU_SCORE_INL_H_
+#else
+#define FULGUR_CPU_SCORE_INL_H_
+#endif
+
+#include <hwy/contrib/math/math-inl.h>
+
+#include "cpu/kernels/simd/panel-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// The factor of Q in front of the product with K: the scale, and where no softcap follows, the
+/// way to log2 units.
+inline float query_factor(const Problem& p) {
+  return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
+}
+
+/// Whether the factor is all that scores differ from products by.
+inline bool only_scales(const Problem& p) { return p.softcap == 0 && !p.has(Arg::kAlibiSlopes); }
+
+/// Whether the derivative of a score by its scaled product is not 1 everywhere.
+inline bool has_score_slope(const Problem& p) { return p.softcap > 0; }
+
+/// softcap tanh(S / softcap). `slope`, where it is given, takes the derivative 1 - tanh^2.
+HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, const KeyTile& tile,
+                               float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
+  const F32 f;
+  // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
+  // nor its reciprocal would be a normal number.
+  const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
+  const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
+  const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
+  for (int64_t jj = 0; jj < tile.n; ++jj) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      float* at = S + jj * ld + v * kLanes;
+      const V32 t = hn::Tanh(f, hn::Mul(per_cap, hn::Load(f, at)));
+      hn::Store(hn::Mul(cap, t), f, at);
+      if (slope != nullptr) {
+        hn::Store(hn::NegMulAdd(t, t, hn::Set(f, 1.0f)), f, slope + (at - S));
+      }
+    }
+  }
+}
+
+/// S - alibi |distance of the row's diagonal from the key|, which has the derivative 1.
+HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT S,
+                             int64_t ld) {
+  const F32 f;
+  for (int64_t v = 0; v < panel.vectors; ++v) {
+    HWY_ALIGN float diagonal[kLanes];
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      diagonal[lane] = static_cast<float>(panel.diagonal[v * kLanes + lane] - tile.j);
+    }
+    const V32 slope = hn::Load(f, panel.slope + v * kLanes), at_diagonal = hn::Load(f, diagonal);
+    for (int64_t jj = 0; jj < tile.n; ++jj) {
+      float* at = S + jj * ld + v * kLanes;
+      const V32 distance = hn::Abs(hn::Sub(at_diagonal, hn::Set(f, static_cast<float>(jj))));
+      hn::Store(hn::NegMulAdd(slope, distance, hn::Load(f, at)), f, at);
+    }
+  }
+}
+
+/// Turns the products S [n][ld] of a tile, with their factor, into scores in log2 units, and those
+/// that the mask hides into -inf. `slope` takes the derivatives of the scores by their scaled
+/// products; null: nobody wants them, or all are 1.
+HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& tile,
+                           float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
+  if (p.softcap > 0) softcap_scores(p, panel.vectors, tile, S, ld, slope);
+  if (p.has(Arg::kAlibiSlopes)) alibi_scores(panel, tile, S, ld);
+  hide_scores(panel.mask, panel.vectors, tile, S, ld);
+}
+
+}  // namespace fulgur::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
