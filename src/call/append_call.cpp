@@ -26,7 +26,7 @@ void check_caches(AppendCall& c) {
   check_float("k_cache", k);
   check_dtype("v_cache", v, k.dtype, "the dtype of k_cache");
   check_device("v_cache", v, k.device, AppendCall::kLike);
-  p.dtype = k.dtype;
+  p.dtypes = OperandTypes::all(k.dtype);
   p.device = k.device;
   p.hk = k.shape[2];
   if (p.hk < 1) fail("k_cache", "got {} heads, want at least 1", p.hk);
@@ -52,7 +52,7 @@ void check_rows(const char* name, const ConstTensor& t, const AppendCall& c, boo
     check_shape(name, t, "(batch, seqlen, heads, dim)", {c.p.batch, rows.shape[1], heads, dim},
                 written);
   }
-  check_dtype(name, t, c.p.dtype, "the dtype of k_cache");
+  check_dtype(name, t, c.p.dtypes.k, "the dtype of k_cache");
   check_device(name, t, c.p.device, AppendCall::kLike);
 }
 
@@ -76,8 +76,8 @@ void check_rotary(AppendCall& c) {
   }
   check_tensor("cos", cos, "(positions, rotary_dim / 2)", 2, false);
   check_shape("sin", sin, "the shape of cos", {cos.shape[0], cos.shape[1]}, false);
-  if (cos.dtype != c.p.dtype && cos.dtype != DType::kF32) {
-    fail("cos", "got {}, want {} as k_cache, or f32", name_of(cos.dtype), name_of(c.p.dtype));
+  if (cos.dtype != c.p.dtypes.k && cos.dtype != DType::kF32) {
+    fail("cos", "got {}, want {} as k_cache, or f32", name_of(cos.dtype), name_of(c.p.dtypes.k));
   }
   check_dtype("sin", sin, cos.dtype, "the dtype of cos");
   check_device("cos", cos, c.p.device, AppendCall::kLike);

@@ -135,8 +135,9 @@ Problem without_append(Problem p) {
 }
 
 int64_t rotated_bytes(const Problem& p) {
-  return p.append.turns && p.total_q > 0 ? p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtype)
-                                         : 0;
+  return p.append.turns && p.total_q > 0
+             ? p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtypes.q)
+             : 0;
 }
 
 }  // namespace fulgur

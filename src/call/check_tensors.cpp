@@ -76,10 +76,9 @@ struct Wanted {
 Wanted wanted(TensorType type, const Problem& p) {
   switch (type) {
     case TensorType::kInput:
-      return {p.dtype, "the dtype of q"};
+      return {p.dtypes.q, "the dtype of q"};
     case TensorType::kStatistics:
-      return {p.dtype == DType::kF64 ? DType::kF64 : DType::kF32,
-              "lse and dlse are f32, f64 where q is"};
+      return {p.lse_dtype(), "lse and dlse are f32, f64 where q is"};
     case TensorType::kF32:
       return {DType::kF32, "slopes and sinks are f32"};
     case TensorType::kI32:

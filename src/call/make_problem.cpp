@@ -104,7 +104,7 @@ Problem make_shared(const Args& args, const Options& options) {
   check_tensor("k", k, key_dims, key_rank, false);
   check_tensor("v", v, key_dims, key_rank, false);
   if (is_integer(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
-  p.dtype = q.dtype;
+  p.dtypes = OperandTypes::all(q.dtype);
   p.device = q.device;
   check_dtype("k", k, q.dtype, "the dtype of q");
   check_dtype("v", v, q.dtype, "the dtype of q");
@@ -145,7 +145,8 @@ Problem make_shared(const Args& args, const Options& options) {
     fail("softcap", "got {}, want a finite number >= 0 (0 = off)", p.softcap);
   }
   // Scores are computed in f32, in units of log2.
-  if (p.dtype != DType::kF64 && !std::isfinite(static_cast<float>(p.scale * std::numbers::log2e))) {
+  if (p.dtypes.q != DType::kF64 &&
+      !std::isfinite(static_cast<float>(p.scale * std::numbers::log2e))) {
     fail("scale", "got {}, want scale * log2(e) within the range of f32", p.scale);
   }
   p.dropout_p = options.dropout_p;

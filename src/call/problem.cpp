@@ -11,16 +11,16 @@ double flops_per_score(const Problem& p) {
 }
 
 double bytes(const Problem& p) {
-  const double q_rows = static_cast<double>(p.total_q) * static_cast<double>(p.hq);
+  const auto q_rows = static_cast<double>(p.total_q);
   // Of a cache a call reads no more than its sequences have.
-  const int64_t keys = std::min(p.total_k, p.total_keys);
-  const double k_rows = static_cast<double>(keys) * static_cast<double>(p.hk);
-  const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
-  const double once = q_rows * (d + dv) + k_rows * (d + dv);  // q, out, k, v
+  const auto k_rows = static_cast<double>(std::min(p.total_k, p.total_keys));
+  // q, out, k, v.
+  const double once =
+      q_rows * static_cast<double>(p.query_bytes()) + k_rows * static_cast<double>(p.key_bytes());
   const double gradients = p.pass == Pass::kBackward ? once : 0;
-  const double lse =
-      (p.has(Arg::kLse) + p.has(Arg::kDlse)) * q_rows * (p.dtype == DType::kF64 ? 8 : 4);
-  return (once + gradients) * static_cast<double>(size_of(p.dtype)) + lse;
+  const double lse = (p.has(Arg::kLse) + p.has(Arg::kDlse)) * q_rows *
+                     static_cast<double>(p.hq * size_of(p.lse_dtype()));
+  return once + gradients + lse;
 }
 
 bool Problem::nothing_to_do() const {
@@ -32,7 +32,8 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   const auto add = [&](auto... values) {
     ((hash = (hash ^ static_cast<size_t>(values)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29), ...);
   };
-  add(p.pass, p.dtype, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
+  add(p.pass, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
+  add(p.dtypes.q, p.dtypes.k, p.dtypes.v, p.dtypes.out);
   add(p.packed, p.packed_k, p.total_q, p.total_k, p.total_keys, p.given.bits(), p.on_host.bits(),
       p.mask.left, p.mask.right, p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "base/check.h"
 #include "call/tensors.h"
@@ -10,6 +12,19 @@
 namespace fulgur {
 
 enum class Pass : uint8_t { kForward, kBackward };
+
+/// The dtypes of a call's operands. A gradient has that of its tensor.
+struct OperandTypes {
+  DType q = DType::kF32, k = DType::kF32, v = DType::kF32, out = DType::kF32;
+
+  static OperandTypes all(DType dtype) { return {dtype, dtype, dtype, dtype}; }
+  /// Whether all are one of `dtypes`.
+  bool in(std::initializer_list<DType> dtypes) const {
+    const auto among = [&](DType one) { return std::ranges::find(dtypes, one) != dtypes.end(); };
+    return among(q) && among(k) && among(v) && among(out);
+  }
+  bool operator==(const OperandTypes&) const = default;
+};
 
 /// A validated shape of call: everything that is computed, nothing about how, and nothing that may
 /// change from call to call. Immutable once made; equal problems have the same plan.
@@ -40,7 +55,7 @@ struct Problem {
   };
 
   Pass pass = Pass::kForward;
-  DType dtype = DType::kF32;
+  OperandTypes dtypes;
   Device device;
   int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence that a call may have
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
@@ -69,6 +84,11 @@ struct Problem {
   bool operator==(const Problem&) const = default;
 
   int64_t group() const { return hq / hk; }
+  /// Bytes of a row of q and of out, of all q heads; of a key's rows of k and v, of all kv heads.
+  int64_t query_bytes() const { return hq * (d * size_of(dtypes.q) + dv * size_of(dtypes.out)); }
+  int64_t key_bytes() const { return hk * (d * size_of(dtypes.k) + dv * size_of(dtypes.v)); }
+  /// The dtype of lse and dlse.
+  DType lse_dtype() const { return dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
   bool has(Arg tensor) const { return given.has(tensor); }
   /// All sequences have the same lengths, sq and sk.
   bool alike() const {

@@ -299,7 +299,7 @@ class CpuEngine final : public host::HostEngine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
-    if (p.dtype == DType::kF64) return "computes f32, bf16 and f16";
+    if (!p.dtypes.in({DType::kF32, DType::kBF16, DType::kF16})) return "computes f32, bf16 and f16";
     return {};
   }
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {

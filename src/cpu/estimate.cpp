@@ -65,7 +65,8 @@ Cost cost_of(const CpuPlan& plan, const Kernels& k, const Problem& p,
   const bool forward = p.pass == Pass::kForward;
   const auto hq = static_cast<double>(p.hq), hk = static_cast<double>(p.hk);
   const double flops = flops_per_score(p), sequences = p.alike() ? static_cast<double>(p.batch) : 1;
-  const double element = static_cast<double>((p.d + p.dv) * size_of(p.dtype));  // and its gradient
+  // Of a key of a kv head, and its gradient.
+  const auto element = static_cast<double>(p.d * size_of(p.dtypes.k) + p.dv * size_of(p.dtypes.v));
   const int64_t all_keys = forward ? keys_to_decode(plan, p, lengths) : 0;
   Cost cost;
   cost.at_least = p.softcap > 0 || p.dropout_p > 0;

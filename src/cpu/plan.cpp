@@ -150,7 +150,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
 
 /// How a tile of K lies in pages, and what that costs.
 std::string describe_pages(const CpuPlan& plan, const Problem& p) {
-  const int64_t size = size_of(p.dtype), rows = std::min(p.cache.page, kBc);
+  const int64_t size = size_of(p.dtypes.k), rows = std::min(p.cache.page, kBc);
   const int64_t heads = p.k.head == p.d ? plan.decode_heads : 1;
   std::string s =
       fmt::format("pages: a tile of K lies at {} places or more, {} rows of {} bytes each",
@@ -177,14 +177,13 @@ KeyRange decoded_keys(const Mask& mask, const Sequence& s) {
 
 const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* rejected) {
   const Machine& m = machine();
-  const auto kernels_of = [&](const Bf16Path& path) {
-    return p.dtype == DType::kBF16 ? path.bf16 : path.f16;
-  };
+  const bool bf16 = p.dtypes.in({DType::kBF16});
+  const auto kernels_of = [&](const Bf16Path& path) { return bf16 ? path.bf16 : path.f16; };
   const Bf16Path* chosen = nullptr;
   for (const Bf16Path& path : m.bf16) {
     std::string why;
-    if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-      why = fmt::format("they multiply bf16, not {}", name_of(p.dtype));
+    if (!bf16 && !p.dtypes.in({DType::kF16})) {
+      why = fmt::format("they multiply bf16, not {}", name_of(p.dtypes.q));
     } else if (path.bf16 == nullptr) {
       why = path.unavailable;
     } else if (kernels_of(path) == nullptr) {
@@ -201,7 +200,7 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
   }
   if (chosen == nullptr) return m.vectors;
   rejected->push_back(fmt::format("{} vectors: {} multiply {} faster", m.vectors.target,
-                                  chosen->name, name_of(p.dtype)));
+                                  chosen->name, name_of(p.dtypes.q)));
   return *kernels_of(*chosen);
 }
 
@@ -233,7 +232,7 @@ Explanation describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
   say(fmt::format("{}: tiles of Br {} rows of a head (q heads of a kv head packed), Bc {} keys",
                   k.target, plan.Br, plan.Bc));
   if (!k.vectors) {
-    const bool denormal = p.dtype == DType::kBF16 && p.pass == Pass::kForward;
+    const bool denormal = p.dtypes.v == DType::kBF16 && p.pass == Pass::kForward;
     Details::Texts by_vectors = {"not_finite"};
     if (denormal) by_vectors.emplace_back("denormal_v");
     e.details.add("tiles_by_vectors", std::move(by_vectors));

@@ -38,7 +38,7 @@ const Engine& choose_engine(std::span<const Engine* const> engines, const Proble
     throw Error(unavailable ? Status::kUnavailable : Status::kUnsupported,
                 fmt::format("no engine computes {} attention of {} tensors on {}: {}",
                             problem.pass == Pass::kForward ? "forward" : "backward",
-                            name_of(problem.dtype), name_of(problem.device), reasons));
+                            name_of(problem.dtypes.q), name_of(problem.device), reasons));
   }
   return *chosen;
 }

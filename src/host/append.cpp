@@ -84,15 +84,15 @@ void copy_rows(const HeadRows& rows, int64_t element) {
 template <class T>
 void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
   const Angles<T> angles(c, position);
-  const int64_t turned = 2 * c.pairs, element = size_of(c.p.dtype);
+  const int64_t turned = 2 * c.pairs, element = size_of(c.p.dtypes.k);
   std::array<T, AppendCall::kMaxDim> x, y;
   for (int64_t h = 0; h < rows.heads; ++h) {
     const std::byte* const from = rows.from + h * rows.from_head;
     std::byte* const to = rows.to + h * rows.to_head;
-    load_row(from, c.p.dtype, turned, x.data());
+    load_row(from, c.p.dtypes.k, turned, x.data());
     turn_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs,
              c.args.rows.rotary.interleaved, y.data());
-    store_row(to, c.p.dtype, turned, y.data());
+    store_row(to, c.p.dtypes.k, turned, y.data());
     if (from == to) continue;
     std::memcpy(to + turned * element, from + turned * element,
                 static_cast<size_t>((rows.dim - turned) * element));
@@ -121,9 +121,9 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
     if (c.pairs > 0) {
       turn_rows<T>(c, k, lengths.first_position(t.b) + t.i);
     } else {
-      copy_rows(k, size_of(c.p.dtype));
+      copy_rows(k, size_of(c.p.dtypes.k));
     }
-    copy_rows(v, size_of(c.p.dtype));
+    copy_rows(v, size_of(c.p.dtypes.k));
   });
 }
 
@@ -134,7 +134,7 @@ void append(const AppendCall& c, int threads) {
   const KvLocator places(c.p, c.tables, AppendCall::kLike);
   for (int64_t b = 0; b < c.p.batch; ++b) places.check(b, lengths.new_keys(b));
   check_places_differ(c, lengths, places);
-  if (c.p.dtype == DType::kF64) {
+  if (c.p.dtypes.k == DType::kF64) {
     write_rows<double>(c, lengths, places, threads);
   } else {
     write_rows<float>(c, lengths, places, threads);

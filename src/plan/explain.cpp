@@ -40,8 +40,8 @@ Details::Texts optional_tensors(const Problem& p) {
 
 std::string summary(const Problem& p) {
   std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
-                              p.pass == Pass::kForward ? "forward" : "backward", name_of(p.dtype),
-                              name_of(p.device), p.batch);
+                              p.pass == Pass::kForward ? "forward" : "backward",
+                              name_of(p.dtypes.q), name_of(p.device), p.batch);
   if (p.packed_k) {
     s += fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk);
   } else if (p.packed) {
@@ -73,7 +73,7 @@ std::string summary(const Problem& p) {
 Details call_details(const Problem& p) {
   Details call;
   call.add("pass", p.pass == Pass::kForward ? "forward" : "backward");
-  call.add("dtype", name_of(p.dtype));
+  call.add("dtype", name_of(p.dtypes.q));
   call.add("device", name_of(p.device));
   for (const auto& [name, size] :
        {std::pair{"batch", p.batch}, std::pair{"sq", p.sq}, std::pair{"sk", p.sk},

@@ -17,15 +17,15 @@
 namespace fulgur {
 namespace {
 
-int64_t key_bytes(const Problem& p) { return p.hk * (p.d + p.dv) * size_of(p.dtype); }
-
-int64_t part_out_bytes(const Problem& p) { return p.total_q * part_out(p).row * size_of(p.dtype); }
+int64_t part_out_bytes(const Problem& p) {
+  return p.total_q * part_out(p).row * size_of(p.dtypes.out);
+}
 int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
 /// Bytes of K and V that a call reads less at most: all sequences are one group, as long as the
 /// longest may be. A list of pages may be one sequence, and many of these are more than there is.
 int64_t max_saved(const Problem& p) {
   int64_t saved = 0;
-  return __builtin_mul_overflow(p.batch - 1, p.sk * key_bytes(p), &saved) ? INT64_MAX : saved;
+  return __builtin_mul_overflow(p.batch - 1, p.sk * p.key_bytes(), &saved) ? INT64_MAX : saved;
 }
 
 /// Bytes that a divided call must save: its parts' results are written, read and merged, too.
@@ -154,10 +154,10 @@ class SharedPrefixes final : public Executable {
   Tensor out_at(void* data) const {
     const Layout to = part_out(p_);
     if (p_.packed) {
-      return {data, p_.dtype, p_.device, 3, {p_.total_q, p_.hq, p_.dv}, {to.row, to.head, 1}};
+      return {data, p_.dtypes.out, p_.device, 3, {p_.total_q, p_.hq, p_.dv}, {to.row, to.head, 1}};
     }
     return {data,
-            p_.dtype,
+            p_.dtypes.out,
             p_.device,
             4,
             {p_.batch, p_.sq, p_.hq, p_.dv},

@@ -208,7 +208,7 @@ class ReferenceEngine final : public host::HostEngine {
     return {};
   }
   std::string only_by_name(const Problem& p) const override {
-    return p.dtype == DType::kF64 ? "" : "computes f64 unless asked for by name";
+    return p.dtypes.in({DType::kF64}) ? "" : "computes f64 unless asked for by name";
   }
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
     return std::make_unique<ReferenceExecutable>(problem, threads);

@@ -61,7 +61,7 @@ TEST(CpuPlan, SaysWhatFallsToVectors) {
     kernels.target = "AMX";
     kernels.vectors = vectors;
     Problem p = forward_problem(of(64, 1));
-    p.dtype = dtype;
+    p.dtypes = OperandTypes::all(dtype);
     p.pass = pass;
     const Details details = cpu::describe({}, kernels, p).details;
     if (!details.has("tiles_by_vectors")) return Details::Texts();

@@ -709,7 +709,7 @@ TEST(HopperPlan, OddRowsAreCopied) {
 // With no rows of q: their products with anything are not numbers of 64 bits.
 TEST(AnyPlan, AnyNumberOfHeads) {
   Problem p;
-  p.dtype = DType::kBF16;
+  p.dtypes = OperandTypes::all(DType::kBF16);
   p.packed = p.packed_k = true;
   p.batch = 1 << 20;
   p.hq = p.hk = int64_t{1} << 44;

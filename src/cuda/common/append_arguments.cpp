@@ -33,10 +33,10 @@ AppendRows rows_between(const ConstTensor& from, const Layout& at, const Tensor&
 /// Whether rows and angles, and their halves, are made of 16 bytes at multiples of 16 bytes.
 bool all_wide(const AppendCall& c) {
   const AppendArgs& a = c.args;
-  const int64_t piece = 16 / size_of(c.p.dtype);
+  const int64_t piece = 16 / size_of(c.p.dtypes.k);
   if (c.p.d % piece != 0 || c.p.dv % piece != 0 || c.pairs % piece != 0) return false;
   for (const Layout* rows : {&c.p.k, &c.p.v, &c.k_new, &c.v_new, &c.p.q, &c.q_out}) {
-    if (!rows_aligned(*rows, c.p.dtype)) return false;
+    if (!rows_aligned(*rows, c.p.dtypes.k)) return false;
   }
   for (const ConstTensor* t : {&a.rows.rotary.cos, &a.rows.rotary.sin}) {
     if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return false;
@@ -79,7 +79,7 @@ AppendParams append_params(const AppendCall& c) {
   p.interleaved = a.rows.rotary.interleaved;
   p.advance = c.advance;
   p.wide = all_wide(c);
-  const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtype) : 1);
+  const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtypes.k) : 1);
   p.lanes_log2 = lanes_log2(steps);
   return p;
 }

@@ -18,14 +18,14 @@ int64_t rows_of(const AppendParams& p) { return int64_t{p.tokens.count} + p.quer
 
 void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const AppendParams& params) {
   const int64_t blocks = std::max<int64_t>(rows_of(params), 1);
-  launch(append_kernel(call.p.dtype), gpu, stream, &params, blocks,
+  launch(append_kernel(call.p.dtypes.k), gpu, stream, &params, blocks,
          std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
 }
 
 class CudaAppendStep final : public AppendStep {
  public:
   CudaAppendStep(const Problem& p, Gpu& gpu) : gpu_(gpu) {
-    load(append_kernel(p.dtype), gpu);
+    load(append_kernel(p.dtypes.k), gpu);
     if (p.append.host_numbers > 0) load(CallKernel::kUpload, gpu);
     Arena arena;
     lengths_ = arena.take(p.append.batch * int64_t{sizeof(int32_t)});
@@ -64,7 +64,8 @@ void append(const AppendCall& call, const Run& run) {
   if (params.batch == 0 || rows_of(params) == 0) return;
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  loaded(append_kernel(call.p.dtype), gpu, stream);  // before anything is launched, as it may throw
+  loaded(append_kernel(call.p.dtypes.k), gpu,
+         stream);  // before anything is launched, as it may throw
   const HostMetadata numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
   if (numbers.bytes() > 0) {
@@ -77,7 +78,7 @@ void append(const AppendCall& call, const Run& run) {
 
 void prepare(const AppendCall& call) {
   refuse_f64("k_cache", call.args.rows.k_cache, "append");
-  load(append_kernel(call.p.dtype), usable_gpu(call.p.device.index));
+  load(append_kernel(call.p.dtypes.k), usable_gpu(call.p.device.index));
 }
 
 std::unique_ptr<const AppendStep> append_step(const Problem& problem) {

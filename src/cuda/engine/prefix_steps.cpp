@@ -19,9 +19,9 @@ constexpr double kReadShare = 0.9375, kCachedTimes = 2.667, kCacheShare = 0.8;
 constexpr int kThreads = 256, kGroupThreads = 32;
 
 int64_t cost_bytes_of(const Problem& p, const Card& card) {
-  const double keys = static_cast<double>(p.sk) * static_cast<double>(p.d + p.dv);
-  const double flops = 2 * keys * static_cast<double>(p.hq * p.total_q);
-  const double bytes = keys * static_cast<double>(p.hk * size_of(p.dtype));
+  const auto keys = static_cast<double>(p.sk);
+  const double flops = 2 * keys * static_cast<double>((p.d + p.dv) * p.hq * p.total_q);
+  const double bytes = keys * static_cast<double>(p.key_bytes());
   const bool in_cache = bytes <= kCacheShare * static_cast<double>(card.l2_bytes);
   const double rate =  // a microsecond
       (in_cache ? kCachedTimes : 1) * kReadShare * card.bytes_per_cycle * card.megahertz;

@@ -73,7 +73,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   }
   const bool forward = problem.pass == Pass::kForward;
   if (forward) {
-    add_of_none(append_kernel(problem.dtype));
+    add_of_none(append_kernel(problem.dtypes.k));
     add_of_none(CallKernel::kMerge);
   }
   if (forward || !problem.alike() || problem.has(Arg::kAlibiSlopes) || problem.has(Arg::kSinks)) {

@@ -18,7 +18,7 @@ int64_t rounded(int64_t n) {
 
 std::string shape_class(const Problem& p) {
   std::string text = p.pass == Pass::kForward ? "" : "backward ";
-  text += fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtype),
+  text += fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtypes.q),
                       (p.d + 15) / 16 * 16, (p.dv + 15) / 16 * 16, rounded(p.sq), rounded(p.sk),
                       rounded(p.batch * p.hq), p.group());
   if (p.mask.left >= 0 && p.mask.left < p.sk - 1)

@@ -30,7 +30,7 @@ KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   // 8, 16 or 32 lanes take a row of dO, 8 columns each.
   const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
   HopperBackwardKey key;
-  key.dtype = plan.dtype;
+  key.dtypes = plan.dtypes;
   key.value_dim = value_dim;
   key.dq_method = plan.dq_method;
   if (plan.accumulates_dq()) key.head_dim = round_up(plan.head_dim, kPanelColumns);
@@ -70,7 +70,7 @@ KernelUse round_kernel(const HopperBackwardPlan& plan) {
     static_cast<HopperKey&>(key) = plan;
     key.dropout = plan.dropout;
   }
-  key.dtype = plan.dtype;
+  key.dtypes = plan.dtypes;
   key.head_dim = round_up(plan.head_dim, kPanelColumns);
   key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.packed = plan.packed;
@@ -97,7 +97,7 @@ KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
 
 KernelUse reduce_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key;
-  key.dtype = plan.dtype;
+  key.dtypes = plan.dtypes;
   key.head_dim = plan.head_dim;
   key.value_dim = plan.value_dim;
   key.consumers = plan.consumers;

@@ -160,7 +160,7 @@ int statistics_rows(const Problem& p) {
 }  // namespace
 
 std::string backward_rejects(const Problem& p) {
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }

@@ -86,7 +86,7 @@ int HopperBackwardKey::rows_of_block() const {
   return kRowsConsumers * row_tiles * kernels::kDsTileRows;
 }
 
-bool HopperBackwardKey::half_p() const { return wide() && dtype == DType::kBF16; }
+bool HopperBackwardKey::half_p() const { return wide() && dtypes.out == DType::kBF16; }
 
 double HopperBackwardKey::p_log2() const {
   // As f16, 2^12 P is a normal number for P from 2^-26 on, and finite for P up to 15: a caller's

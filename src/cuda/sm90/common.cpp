@@ -48,7 +48,7 @@ bool takes_both(const Problem& p) {
 }
 
 HopperKey hopper_key(const Problem& p) {
-  return {.dtype = p.dtype,
+  return {.dtypes = p.dtypes,
           .head_dim = ceil_div(p.d, 16) * 16,
           .value_dim = ceil_div(p.dv, 16) * 16,
           .has_left = left_binds(p),
@@ -59,6 +59,11 @@ HopperKey hopper_key(const Problem& p) {
           .packed = p.packed,
           .seqused_q = p.has(Arg::kSeqUsedQ),
           .seqused_k = p.has(Arg::kSeqUsedK)};
+}
+
+std::string dtypes_rejected(const OperandTypes& dtypes) {
+  if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
+  return dtypes == OperandTypes::all(dtypes.q) ? "" : "computes operands of one dtype";
 }
 
 HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
@@ -144,9 +149,9 @@ void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
   if (!copies.entries().empty()) plan.details.add("copies", std::move(copies));
 }
 
-std::string config_text(DType dtype, const KernelConfig& config) {
+std::string config_text(const OperandTypes& dtypes, const KernelConfig& config) {
   std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\n",
-                                 dtype == DType::kBF16 ? "bf16" : "f16");
+                                 dtypes.q == DType::kBF16 ? "bf16" : "f16");
   for (const auto& [name, value] : config.macros)
     text += fmt::format("#define {} {}\n", name, value);
   text += "enum : int {\n";

@@ -54,7 +54,7 @@ bool takes_both(const Problem& problem);
 
 /// What a problem fixes of the text of every kernel.
 struct HopperKey {
-  DType dtype = DType::kBF16;
+  OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
   bool has_left = false, has_right = false, has_chunk = false;
   bool softcap = false, alibi = false;
@@ -75,6 +75,9 @@ struct HopperKey {
   }
 };
 HopperKey hopper_key(const Problem& problem);
+
+/// Why no kernel computes operands of these dtypes; empty where some may.
+std::string dtypes_rejected(const OperandTypes& dtypes);
 
 /// What it fixes of those of the forward pass.
 struct HopperAnyForwardKey : HopperKey {
@@ -141,12 +144,12 @@ struct Copied {
 };
 void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
 
-/// The text of kernel_config.h, from constants of elements of `dtype`, and macros.
+/// The text of kernel_config.h, from constants of operands of `dtypes`, and macros.
 struct KernelConfig {
   std::vector<std::pair<std::string_view, std::string>> macros;
   std::vector<std::pair<std::string_view, int>> constants;
 };
-std::string config_text(DType dtype, const KernelConfig& config);
+std::string config_text(const OperandTypes& dtypes, const KernelConfig& config);
 
 /// The text of a key: a field that is a number is a constant, one that is text a macro.
 template <class Key>
@@ -158,7 +161,7 @@ std::string kernel_config(const Key& key) {
     else
       config.constants.emplace_back(name, static_cast<int>(value));
   });
-  return config_text(key.dtype, config);
+  return config_text(key.dtypes, config);
 }
 
 }  // namespace fulgur::cuda

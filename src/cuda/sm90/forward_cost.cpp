@@ -38,7 +38,9 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
   const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
-  const double copy = 2 * plan.block_keys * dims / kCopyBytes;
+  const int64_t key_bytes =
+      plan.head_dim * size_of(plan.dtypes.k) + plan.value_dim * size_of(plan.dtypes.v);
+  const double copy = plan.block_keys * static_cast<double>(key_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);
   // Where softmax binds, that of the other warpgroups goes on meanwhile.
@@ -89,8 +91,8 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
 }
 
 double reading_cycles(const Problem& p, const Card& card) {
-  const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk);
-  return keys * 2 * static_cast<double>(p.d + p.dv) / (kReadShare * card.bytes_per_cycle);
+  const double keys = static_cast<double>(p.batch) * static_cast<double>(p.sk);
+  return keys * static_cast<double>(p.key_bytes()) / (kReadShare * card.bytes_per_cycle);
 }
 
 double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms) {

@@ -79,7 +79,8 @@ constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend
 
 /// How O leaves. TMA writes multiples of 16 bytes.
 HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
-  if (p.dv % 8 != 0 || !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
+  if (p.dv * size_of(p.dtypes.out) % kCopyAlignment != 0 ||
+      !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
     return HopperForwardPlan::Store::kElements;
   }
   return q_stages == 1 ? HopperForwardPlan::Store::kRows : HopperForwardPlan::Store::kTiles;
@@ -263,7 +264,7 @@ HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& p
 }
 
 std::string forward_rejects(const Problem& p) {
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) return "computes bf16 and f16";
+  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
   if (p.has(Arg::kTreeMask)) return "computes without tree masks";
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);

@@ -11,10 +11,10 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int64_t kElementBytes = 2;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMaxExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
 
+constexpr int64_t kPanelBytes = 128;               // of a row, as the swizzle wants it
 constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
 
 int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }
@@ -30,17 +30,22 @@ std::array<Dimension, 3> outer(const TensorMapShape& s) {
            {"batch", s.batch, s.strides.batch}}};
 }
 
-TensorMapShape of_q(const Problem& p, int64_t dim, const Layout& strides, int box_rows) {
-  return {p.dtype, dim,     p.packed ? p.total_q : p.sq, p.hq, p.packed ? 1 : p.batch,
-          strides, box_rows};
+auto type_of(DType dtype) {
+  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-TensorMapShape of_k(const Problem& p, int64_t dim, const Layout& strides, int box_rows) {
+TensorMapShape of_q(const Problem& p, DType dtype, int64_t dim, const Layout& strides,
+                    int box_rows) {
+  return {dtype, dim, p.packed ? p.total_q : p.sq, p.hq, p.packed ? 1 : p.batch, strides, box_rows};
+}
+
+TensorMapShape of_k(const Problem& p, DType dtype, int64_t dim, const Layout& strides,
+                    int box_rows) {
   if (p.cache.paged()) {
-    return {p.dtype, dim, p.cache.page, p.hk, p.cache.entries, strides, box_rows};
+    return {dtype, dim, p.cache.page, p.hk, p.cache.entries, strides, box_rows};
   }
   const int64_t batch = p.has(Arg::kCacheBatchIdx) ? p.cache.entries : p.batch;
-  return {p.dtype, dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : batch,
+  return {dtype,   dim,     p.packed_k ? p.total_k : p.sk, p.hk, p.packed_k ? 1 : batch,
           strides, box_rows};
 }
 
@@ -52,15 +57,18 @@ KernelUse copy_kernel() {
           0};
 }
 ForwardMaps forward_maps(const Problem& p, int box_keys) {
-  return {of_q(p, p.d, p.q, 64), of_k(p, p.d, p.k, box_keys), of_k(p, p.dv, p.v, box_keys),
-          of_q(p, p.dv, p.out, 16)};
+  const OperandTypes types = p.dtypes;
+  return {of_q(p, types.q, p.d, p.q, 64), of_k(p, types.k, p.d, p.k, box_keys),
+          of_k(p, types.v, p.dv, p.v, box_keys), of_q(p, types.out, p.dv, p.out, 16)};
 }
 
 BackwardMaps backward_maps(const Problem& p) {
   constexpr int kBox = 64;
-  return {of_q(p, p.d, p.q, kBox),     of_k(p, p.d, p.k, kBox),       of_k(p, p.dv, p.v, kBox),
-          of_q(p, p.dv, p.dout, kBox), of_q(p, p.dv, p.out, kBox),    of_q(p, p.d, p.dq, kBox),
-          of_k(p, p.d, p.dk, kBox),    of_k(p, p.dv, p.dv_grad, kBox)};
+  const OperandTypes types = p.dtypes;
+  return {of_q(p, types.q, p.d, p.q, kBox),      of_k(p, types.k, p.d, p.k, kBox),
+          of_k(p, types.v, p.dv, p.v, kBox),     of_q(p, types.out, p.dv, p.dout, kBox),
+          of_q(p, types.out, p.dv, p.out, kBox), of_q(p, types.q, p.d, p.dq, kBox),
+          of_k(p, types.k, p.d, p.dk, kBox),     of_k(p, types.v, p.dv, p.dv_grad, kBox)};
 }
 
 std::string map_unsupported(const TensorMapShape& shape) {
@@ -77,7 +85,7 @@ std::string not_addressable(const TensorMapShape& shape) {
   if (shape.empty()) return {};
   for (const Dimension& d : outer(shape)) {
     if (d.extent == 1) continue;  // its stride is never used
-    const int64_t bytes = d.stride * kElementBytes;
+    const int64_t bytes = d.stride * size_of(shape.dtype);
     if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMaxStrideBytes) {
       return fmt::format("a stride of {} elements between {} is no positive multiple of 16 bytes",
                          d.stride, d.name);
@@ -88,13 +96,13 @@ std::string not_addressable(const TensorMapShape& shape) {
 
 TensorMapShape copied(const TensorMapShape& shape) {
   TensorMapShape copy = shape;
-  const int64_t row = round_up(shape.dim, kCopyAlignment / kElementBytes);
+  const int64_t row = round_up(shape.dim, kCopyAlignment / size_of(shape.dtype));
   copy.strides = {shape.rows * shape.heads * row, shape.heads * row, row};
   return copy;
 }
 
 int64_t copied_bytes(const TensorMapShape& shape) {
-  return shape.batch * copied(shape).strides.batch * kElementBytes;
+  return shape.batch * copied(shape).strides.batch * size_of(shape.dtype);
 }
 
 void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map, Promotion promotion) {
@@ -109,17 +117,16 @@ void encode(const TensorMapShape& shape, void* data, TensorMapBlob* map, Promoti
     for (size_t i = 0; i < dimensions.size(); ++i) {
       const Dimension& d = dimensions[i];
       dims[i + 1] = static_cast<unsigned long long>(d.extent);
-      if (d.extent > 1) byte_strides[i] = static_cast<unsigned long long>(d.stride * kElementBytes);
+      if (d.extent == 1) continue;
+      byte_strides[i] = static_cast<unsigned long long>(d.stride * size_of(shape.dtype));
     }
   }
-  const std::array<unsigned, 4> box{64, static_cast<unsigned>(shape.box_rows), 1, 1};
+  const auto columns = static_cast<unsigned>(kPanelBytes / size_of(shape.dtype));
+  const std::array<unsigned, 4> box{columns, static_cast<unsigned>(shape.box_rows), 1, 1};
   const std::array<unsigned, 4> every{1, 1, 1, 1};
   check(driver().cuTensorMapEncodeTiled(
-            map,
-            shape.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-            4, data, dims.data(), byte_strides.data(), box.data(), every.data(),
-            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            map, type_of(shape.dtype), 4, data, dims.data(), byte_strides.data(), box.data(),
+            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
             promotion == Promotion::k128Bytes ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                               : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
@@ -136,8 +143,10 @@ void* aligned_data(const char* name, const ConstTensor& t, bool empty) {
 
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to) {
   const Layout& strides = from.strides;
-  return {nullptr,    strides.batch, strides.row, strides.head, nullptr, to.strides.head / 8,
-          from.batch, from.rows,     from.heads,  from.dim};
+  return {nullptr,      strides.batch, strides.row,
+          strides.head, nullptr,       to.strides.head * size_of(to.dtype) / kCopyAlignment,
+          from.batch,   from.rows,     from.heads,
+          from.dim};
 }
 
 }  // namespace fulgur::cuda

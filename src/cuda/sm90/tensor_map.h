@@ -10,9 +10,9 @@
 
 namespace fulgur::cuda {
 
-/// What a tensor map says of a 16-bit tensor besides its address: rank 4, dims {dim, rows, heads,
-/// batch} innermost first, boxes of 64 columns (128 bytes, swizzled) and box_rows rows. A packed
-/// tensor has batch 1; one of pages has their keys for rows and themselves for its batch.
+/// What a tensor map says of a tensor besides its address: rank 4, dims {dim, rows, heads, batch}
+/// innermost first, boxes of the columns of a panel (128 bytes, swizzled) and box_rows rows. A
+/// packed tensor has batch 1; one of pages has their keys for rows and themselves for its batch.
 struct TensorMapShape {
   DType dtype = DType::kBF16;
   int64_t dim = 0, rows = 0, heads = 0, batch = 0;

@@ -67,7 +67,7 @@ struct DecodeTile {
     key_addresses(task, t, layout, j, n, at);
     std::copy_n(at, n, soon);
     const int64_t run = n / kStreams, next = std::min(kBc, end - j - n) / kStreams;
-    const int64_t ahead = std::min(run, keys_ahead(task, layout));
+    const int64_t ahead = std::min(run, keys_ahead(task, t.dtype, layout));
     for (int64_t s = 0; s < kStreams; ++s) {
       const char** const to = std::copy_n(at + s * run + ahead, run - ahead, soon + s * run);
       key_addresses(task, t, layout, j + n + s * next, std::min(ahead, next), to);
@@ -84,8 +84,8 @@ struct DecodeTile {
  private:
   static constexpr int64_t kAhead = 4096;  // bytes
 
-  static int64_t keys_ahead(const Task& task, const Layout& layout) {
-    const int64_t stride = std::abs(key_stride(task.problem, layout)) * size_of(task.problem.dtype);
+  static int64_t keys_ahead(const Task& task, DType dtype, const Layout& layout) {
+    const int64_t stride = std::abs(key_stride(task.problem, layout)) * size_of(dtype);
     return (kAhead + stride - 1) / std::max<int64_t>(1, stride);
   }
 };
@@ -387,7 +387,7 @@ inline void decode(const Task& first, const ForwardArgs& args, int64_t heads, in
   const auto by = [&](auto products) HWY_ATTR {
     decode_by<decltype(products)>(first, args, heads, key_begin, key_end, states, scratch);
   };
-  switch (first.problem.dtype) {
+  switch (first.problem.dtypes.k) {
     case DType::kF16:
       return by(Widened<DType::kF16>());
     case DType::kBF16:
