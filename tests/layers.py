@@ -134,13 +134,13 @@ def self_test():
     assert len(check(engines)) == 1
     assert len(check({f"src/call/{n}.h": "" for n in range(MAX_UNITS + 1)})) == 1
     kernels = {
-        "src/kernels/host_device/band.h": "",
-        "src/kernels/sm90/common/softmax.cuh": '#include "kernel_config.h"\n#include "host_device/band.h"',
+        "src/kernels/host_device/mask.h": "",
+        "src/kernels/sm90/common/softmax.cuh": '#include "kernel_config.h"\n#include "host_device/mask.h"',
         "src/kernels/sm90/forward/forward.cu": '#include "sm90/common/softmax.cuh"',
-        "src/cuda/sm90/forward_cost.cpp": '#include "kernels/host_device/band.h"',
+        "src/cuda/sm90/forward_cost.cpp": '#include "kernels/host_device/mask.h"',
     }
     assert check(kernels) == []
-    assert check(kernels | {"src/kernels/host_device/band.h": '#include "sm90/common/softmax.cuh"'})
+    assert check(kernels | {"src/kernels/host_device/mask.h": '#include "sm90/common/softmax.cuh"'})
     assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernels/sm90/common/softmax.cuh"'})) == 1
     assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernel_config.h"'})) == 1
 

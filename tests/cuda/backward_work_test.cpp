@@ -92,7 +92,7 @@ TEST(BackwardWork, RowsSeeingAKey) {
   });
 }
 
-TEST(BackwardWork, AllVisibleIsThatOfEveryScore) {
+TEST(BackwardWork, ATileIsFullWhereEveryScoreIsVisible) {
   int all = 0;
   for_small([&](const Band& band, const Lengths& n) {
     for (const int rows : {1, 2, 4}) {
@@ -103,7 +103,12 @@ TEST(BackwardWork, AllVisibleIsThatOfEveryScore) {
             for (int i = row; i < std::min(row + rows, n.sq); ++i) {
               for (int j = key; j < key + keys; ++j) want = want && sees(band, n, i, j);
             }
-            ASSERT_EQ(all_visible(band, n, rows, row, key, keys), want) << text(band, n) << row;
+            const int last = std::min(row + rows, n.sq) - 1;
+            const KeyRange seen = keys_seen_by_all(band, n, row, last);
+            ASSERT_EQ(is_partial(seen, key, key + keys), !want) << text(band, n) << row;
+            const KeyTiles full = full_key_tiles(band, n, keys, row, last);
+            ASSERT_EQ(key / keys >= full.begin && key / keys < full.end, want)
+                << text(band, n) << row;
             all += want;
           }
         }

@@ -60,7 +60,7 @@ KernelUse keys_kernel(const HopperBackwardPlan& plan) {
 KernelUse rows_kernel(const HopperBackwardPlan& plan) {
   HopperBackwardKey key = plan;
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
-  key.softcap = key.alibi = key.dropout = key.has_dlse = false;
+  key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 

@@ -8,7 +8,7 @@
 
 #include "call/mask.h"
 #include "kernels/host_device/dropout.h"
-#include "kernels/host_device/softcap.h"
+#include "kernels/host_device/score.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -54,6 +54,8 @@ HopperKey hopper_key(const Problem& p) {
           .has_left = left_binds(p),
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
+          .tree = p.has(Arg::kTreeMask),
+          .transforms_scores = transforms(p),
           .softcap = p.softcap > 0,
           .alibi = p.has(Arg::kAlibiSlopes),
           .packed = p.packed,
@@ -69,7 +71,6 @@ std::string dtypes_rejected(const OperandTypes& dtypes) {
 HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
   HopperAnyForwardKey key;
   static_cast<HopperKey&>(key) = hopper_key(p);
-  key.transforms_scores = transforms(p);
   key.has_sinks = p.has(Arg::kSinks);
   key.packed_k = p.packed_k;
   key.has_lse = p.has(Arg::kLse);

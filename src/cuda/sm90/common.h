@@ -57,7 +57,8 @@ struct HopperKey {
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
   bool has_left = false, has_right = false, has_chunk = false;
-  bool softcap = false, alibi = false;
+  bool tree = false;  ///< a tree mask hides some of the last sq keys
+  bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, seqused_q = false, seqused_k = false;
 
   template <class F>
@@ -67,6 +68,8 @@ struct HopperKey {
     f("kHasLeft", has_left);
     f("kHasRight", has_right);
     f("kHasChunk", has_chunk);
+    f("kTree", tree);
+    f("kScoreMode", transforms_scores);
     f("kSoftcap", softcap);
     f("kAlibi", alibi);
     f("kPacked", packed);
@@ -81,7 +84,7 @@ std::string dtypes_rejected(const OperandTypes& dtypes);
 
 /// What it fixes of those of the forward pass.
 struct HopperAnyForwardKey : HopperKey {
-  bool transforms_scores = false, has_sinks = false, packed_k = false, has_lse = false;
+  bool has_sinks = false, packed_k = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   int few_queries =
@@ -90,7 +93,6 @@ struct HopperAnyForwardKey : HopperKey {
   template <class F>
   void for_each_field(const F& f) const {
     HopperKey::for_each_field(f);
-    f("kScoreMode", transforms_scores);
     f("kHasSinks", has_sinks);
     f("kPackedK", packed_k);
     f("kHasLse", has_lse);

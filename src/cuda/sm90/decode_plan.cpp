@@ -398,7 +398,6 @@ HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.batch_idx = p.has(Arg::kCacheBatchIdx);
   plan.leftpad = p.has(Arg::kLeftpadK);
-  plan.tree = p.has(Arg::kTreeMask);
   plan.group = static_cast<int>(p.group());
   plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
   plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();

@@ -37,7 +37,6 @@ struct HopperDecodeKey : HopperAnyForwardKey {
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
   bool batch_idx = false, leftpad = false;
-  bool tree = false;         ///< a tree mask hides some of the last sq keys
   bool appends = false;      ///< new rows of K and V, before it attends
   bool rotates_q = false;    ///< and rotates q with them
   bool unread_rows = false;  ///< perhaps no CTA reads all of them
@@ -64,7 +63,6 @@ struct HopperDecodeKey : HopperAnyForwardKey {
     f("kWholeColumns", whole_columns);
     f("kBatchIdx", batch_idx);
     f("kLeftPad", leftpad);
-    f("kTree", tree);
     f("kAppends", appends);
     f("kRotatesQ", rotates_q);
     f("kUnreadRows", unread_rows);

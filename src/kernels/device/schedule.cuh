@@ -1,4 +1,4 @@
-// The lengths and the band of a call, from the arguments of a kernel.
+// The lengths and the band of a call, from the arguments of a kernel, and whether its mask hides anything.
 #pragma once
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
@@ -14,6 +14,8 @@ __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
   if (kSeqUsedK) n.sk = used_rows(p.seqused_k, batch, n.sk);
   return n;
 }
+
+enum : int { kHidesKeys = kHasLeft || kHasRight || kTree };  // that exist, from some rows
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
   return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0};

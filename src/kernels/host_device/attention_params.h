@@ -36,7 +36,7 @@ struct CallParams {
   float scale_log2;            // scale * log2(e)
   float softcap_scale;         // kSoftcap: 2 * log2(e) * scale / softcap, finite
   float softcap_log2;          // kSoftcap: softcap * log2(e)
-  float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (host_device/softcap.h)
+  float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (host_device/score.h)
 
   int total_q, total_k;  // rows of q and k in all, packed
 

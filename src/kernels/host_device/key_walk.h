@@ -45,10 +45,9 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
   mine.end = min_of(mine.end, item.end);
   mine.begin = max_of(mine.begin, item.begin);
   if (mine.end <= mine.begin) mine.begin = mine.end = item.begin;
-  const int diagonal = diagonal_of(n, row);
-  const int full_end = max_of(keys_seen_from(band, n.sk, diagonal).end, 0) / tile_keys;
-  const int full_begin = (keys_seen_from(band, n.sk, diagonal + kStripRows - 1).begin + tile_keys - 1) / tile_keys;
-  return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full_begin, full_end, n.sk, diagonal};
+  const KeyTiles full = full_key_tiles(band, n, tile_keys, row, row + kStripRows - 1);
+  return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full.begin, full.end, n.sk,
+          diagonal_of(n, row)};
 }
 
 // Where a strip lies.

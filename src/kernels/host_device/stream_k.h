@@ -5,7 +5,7 @@
 // begin and end inside q blocks, of which it has splits. Which slice has a chunk is a formula, so that nobody but the
 // CTAs themselves needs the lengths (LeanAttention, arXiv 2405.10480).
 #pragma once
-#include "host_device/band.h"
+#include "host_device/mask.h"
 
 namespace fulgur::kernels {
 

@@ -10,7 +10,7 @@
 // band, where all are too few, the first and longest. Each part leaves its O and its row statistics in global memory,
 // and the one that finishes last combines them in order.
 #pragma once
-#include "host_device/band.h"
+#include "host_device/mask.h"
 
 namespace fulgur::kernels {
 
@@ -64,7 +64,7 @@ FULGUR_SHARED Item item_of(const Work& work, int hq, bool splits, const Band& ba
   const int rest = number - first_head * work.row_blocks;
   const int head = first_head + rest % section_heads;
   const int block = rest / section_heads;
-  item.block = band.has_left && !band.has_right ? block : work.row_blocks - 1 - block;
+  item.block = first_rows_see_most(band) ? block : work.row_blocks - 1 - block;
   item.head = head % hq;
   item.batch = head / hq;
   return item;

@@ -15,8 +15,8 @@
 // registers.
 enum : int {
   kOverlaps = kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96),
-  kProductsInFlight = kOverlaps && !kSoftcap,  // products that run during arithmetic on scores
-  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kSoftcap + kDropout),
+  kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
+  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kHasScoreSlope + kDropout),
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
   kFrontOfK = min_of(kFrontSteps, kHeadDim / 16),
   kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / 16),
@@ -48,19 +48,19 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// The derivative of softcap at each score of a step, in f16; unused without softcap.
-struct SoftcapSlopes {
-  u32 packed[kSoftcap ? kBlockRows / 4 : 1];
+// The derivative of each score of a step, in f16; unused where all are 1.
+struct ScoreSlopes {
+  u32 packed[kHasScoreSlope ? kBlockRows / 4 : 1];
 };
 
 // dS^T = P^T o (dP^T - D) in X. The product is f32: with rounded factors dQ and dK would lose half of their accuracy.
 __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], const u32 (&P)[kBlockRows / 4],
-                                                const SoftcapSlopes& slopes) {
+                                                const ScoreSlopes& slopes) {
 #pragma unroll
   for (int i = 0; i < kBlockRows / 4; ++i) {
     X[2 * i] *= low_of(P[i]);
     X[2 * i + 1] *= high_of(P[i]);
-    if (kSoftcap) {
+    if (kHasScoreSlope) {
       X[2 * i] *= low_of_half(slopes.packed[i]);
       X[2 * i + 1] *= high_of_half(slopes.packed[i]);
     }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       own.load_v(v.address());
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
-      SoftcapSlopes slopes;
+      ScoreSlopes slopes;
       // P^T = exp(S^T - LSE) in X.
       const auto exponentiate = [&] {
         const Exponents exponents = exponents_of(step, n, key, q);
@@ -181,10 +181,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         for (int j = 0; j < kBlockRows / 8; ++j) {
           float slope[4];
           probabilities(p, X, j, exponents, slope);
-          if (kSoftcap) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
-          if (kSoftcap) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
+          if (kHasScoreSlope) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
+          if (kHasScoreSlope) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
         }
-        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
       };
       u32 P[kBlockRows / 4];  // P^T, then dS^T
       decide_dropout(step);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         // dS^T = P^T o (dP^T - D), during the product of dV.
         if (kDropout) drop_gradients(p, X, P, delta);
         score_gradients(X, P, slopes);
-        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
         wgmma_wait<0>();
         register_fence(dV);
         if (kDropout) o.release_loaded(leader);

@@ -4,7 +4,8 @@
 #pragma once
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/fragment_store.cuh"
-#include "device/transform.cuh"
+#include "sm90/common/mask.cuh"
+#include "device/score.cuh"
 #include "sm90/backward/key_partials.cuh"
 #include "sm90/backward/load.cuh"
 
@@ -95,7 +96,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       for (int i = begin; i < end; ++i) {
         const int tile = descending ? begin + end - 1 - i : i;
         const int row = tile * kBlockRows;
-        const bool full = all_visible(band, n, kBlockRows, row, key, kBlockKeys);
+        const KeyRange seen = keys_seen_by_all(band, n, row, min(row + kBlockRows, n.sq) - 1);
+        const bool masked = is_partial(seen, key, key + kBlockKeys);
         const int head = query_head(p, block);
         const long long first_ds =
             kAccumulatesDq ? 0
@@ -104,12 +106,11 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
 #pragma unroll 1
         for (int g = 0; g < p.split_heads; ++g) {
           const bool last = i == end - 1 && g == p.split_heads - 1;
-          const float slope = kAlibi ? alibi_slope(p, block.batch, head + g) : 0;
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kAccumulatesDq ? int(statistics / kBlockRows)
                                            : int(first_ds) + g * p.score_tiles.head_tiles;
-          const Step step = {place, row, __float_as_int(slope),
-                             (full ? 0 : kMasked) | (last ? kLastStep : 0) | (kDropout ? kHeadOfSplit * g : 0)};
+          const Step step = {place, row, score_head(p, block.batch, head + g),
+                             (masked ? kMasked : 0) | (last ? kLastStep : 0) | (kDropout ? kHeadOfSplit * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
           load.load_queries(step, source, statistics, i == begin && g == 0);
           if constexpr (kKStages > 1)
@@ -179,83 +180,30 @@ __device__ __forceinline__ void issue_gradient(float (&G)[dim / 2], const u32 (&
   wgmma_commit();
 }
 
-// The rows [begin, end) of a row tile that see this thread's keys r (0) and r + 8 (1), relative to its first column of
-// X.
-struct SeenBy {
-  int begin0, begin1, end0, end1;
-};
-
-__device__ __forceinline__ SeenBy seen_by(const BackwardParams& p, const Lengths& n, int key, int row) {
-  const int column = row + int(thread_column());
-  const int offset = n.sk - n.sq;
-  SeenBy seen = {-column, -column, kBlockRows, kBlockRows};
-  if (kHasRight) {
-    seen.begin0 = key - offset - p.window_right - column;
-    seen.begin1 = seen.begin0 + 8;
-  }
-  if (kHasLeft) {
-    seen.end0 = key - offset + p.window_left + 1 - column;
-    seen.end1 = seen.end0 + 8;
-  }
-  if (kHasChunk) {  // r and r + 8 may lie in different chunks
-    // The fence keeps the compiler from dividing before the loop over steps, which would hold more registers there.
-    u32 now[1] = {u32(key)};
-    register_fence(now);
-    const RowRange rows0 = rows_seeing(band_of(p), n, int(now[0]));
-    const RowRange rows1 = rows_seeing(band_of(p), n, int(now[0]) + 8);
-    seen = {rows0.begin - column, rows1.begin - column, rows0.end - column, rows1.end - column};
-  }
-  if (key >= n.sk) seen.end0 = 0, seen.begin0 = kBlockRows;
-  if (key + 8 >= n.sk) seen.end1 = 0, seen.begin1 = kBlockRows;
-  return seen;
-}
-
-// Sets X to 0, whatever its value, for each row that does not see a key.
-__device__ __forceinline__ void hide(float (&X)[kBlockRows / 2], const SeenBy& seen) {
-#pragma unroll
-  for (int i = 0; i < kBlockRows / 2; ++i) {
-    const int row = i / 4 * 8 + (i & 1);
-    const bool visible = row >= (i & 2 ? seen.begin1 : seen.begin0) && row < (i & 2 ? seen.end1 : seen.end0);
-    X[i] = visible ? X[i] : 0;
-  }
-}
-
-// log2 of P of a score. `distance`: from the key to the diagonal of the row.
-__device__ __forceinline__ float exponent(const BackwardParams& p, float score, float alibi, float distance,
-                                          float minus_lse) {
-  if (!kSoftcap && !kAlibi) return __fmaf_rn(score, p.scale_log2, minus_lse);
-  return __fadd_rn(transform_score(p, score, alibi, distance), minus_lse);
-}
-
 // What all scores of a thread have in common in a step.
 struct Exponents {
-  float alibi, distance;  // slope; from the thread's first key to the diagonal of its first row
-  u32 shift;              // address of -LSE of the thread's first row
+  ScoreContext first;  // of the thread's first row and key
+  u32 shift;           // address of -LSE of that row
 };
 
 __device__ __forceinline__ Exponents exponents_of(const Step& step, const Lengths& n, int key, const QBuffers& q) {
-  return {__int_as_float(step.slope), kAlibi ? float(step.row + int(thread_column()) + n.sk - n.sq - key) : 0,
-          shift_of(q) + 4 * thread_column()};
+  const int row = step.row + int(thread_column());
+  return {score_context(step.head, row, diagonal_of(n, row), key), shift_of(q) + 4 * thread_column()};
 }
 
-// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `slopes`: the derivative of softcap at the thread's four scores
-// there.
+// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `slopes`: the derivatives of the thread's four scores there,
+// kHasScoreSlope.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
                                               const Exponents& at, float (&slopes)[4]) {
   float low;
   float high;
   load_shared_pair(at.shift + 32 * j, low, high);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    float& left = X[4 * j + i];
-    float& right = X[4 * j + i + 1];
-    if (kSoftcap) {
-      slopes[i] = softcap_slope(p, left);
-      slopes[i + 1] = softcap_slope(p, right);
-    }
-    const float away = at.distance + float(8 * j - (i & 2 ? 8 : 0));
-    left = exp2_fast(exponent(p, left, at.alibi, away, low));
-    right = exp2_fast(exponent(p, right, at.alibi, away + 1, high));
+  for (int i = 0; i < 4; ++i) {
+    float& x = X[4 * j + i];
+    const ScoreContext entry = at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
+    if (kHasScoreSlope) slopes[i] = score_slope(p, entry, x);
+    x = exp2_fast(exponent(p, entry, x, i & 1 ? high : low));
   }
 }
 

@@ -149,7 +149,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       for (;;) {
         const Step step = load_shared_struct_uniform<Step>(step_of(q));
 
-        // P^T = exp(S^T - LSE). With softcap the other warpgroup gets P^T times its derivative, and masks it itself.
+        // P^T = exp(S^T - LSE). The other warpgroup gets P^T times the score's derivative, and masks it itself.
         exchange.wait_read();
         const Exponents exponents = exponents_of(step, n, key, q);
 #pragma unroll
@@ -160,21 +160,22 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
             const int j = 2 * part + half;
             float slopes[4];
             probabilities(p, X, j, exponents, slopes);
-            if (kSoftcap) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
-            if (kSoftcap) factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
+            if (kHasScoreSlope) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
+            if (kHasScoreSlope)
+              factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
           }
-          if (kSoftcap && kDropout) mark(factors, part);
-          if (kSoftcap) exchange.store(part, factors);
+          if (kHasScoreSlope && kDropout) mark(factors, part);
+          if (kHasScoreSlope) exchange.store(part, factors);
         }
         __syncwarp();
         q.release(leader);
-        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
         u32 P[kBlockRows / 4];
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
-          if (!kSoftcap) {
+          if (!kHasScoreSlope) {
             u32 factors[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) factors[i] = pack_factors(X[8 * part + 2 * i], X[8 * part + 2 * i + 1]);
@@ -279,7 +280,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
           X[2 * i] *= low_factor(P[i]);
           X[2 * i + 1] *= high_factor(P[i]);
         }
-        if (step.state & kMasked) hide(X, seen_by(p, n, key, step.row));
+        if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
         const u32 ds = smem + kKeysLayout.ds + exchange.stage * kKeysLayout.ds_bytes;

@@ -24,7 +24,7 @@ enum : int {
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kHeadPanels,
   // The last key blocks may be cut into two work tiles.
-  kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHasLeft && !kHasRight && !kPacked,
+  kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHidesKeys && !kPacked,
 };
 
 // The places of dS, with what kernel_config.h fixes of them told to the compiler.

@@ -1,5 +1,6 @@
 // Layouts of shared memory of the Hopper backward kernels.
 #pragma once
+#include "host_device/score.h"
 #include "sm90/backward/work.h"
 
 namespace fulgur::kernels {
@@ -43,7 +44,7 @@ enum KeyBlockState : int {
 struct Step {
   int tile;   // with stored dS: its score tile; otherwise its row tile, counted over all q heads
   int row;    // its first row in the sequence
-  int slope;  // the bits of the ALiBi slope, a float
+  ScoreHead head;
   int state;  // bits of StepState
 };
 enum StepState : int {

@@ -5,7 +5,7 @@
 #pragma once
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/fragment_store.cuh"
-#include "device/transform.cuh"
+#include "device/score.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
 
@@ -65,11 +65,10 @@ __device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
 struct Weights {
   float p, ds;
 };
-__device__ __forceinline__ Weights weights_of(const BackwardParams& p, float score, float dp, float kept, float shift,
-                                              float delta, float alibi, int distance) {
-  const float exponent = kSoftcap || kAlibi ? transform_score(p, score, alibi, float(distance)) : score * p.scale_log2;
-  const float probability = exp2_fast(exponent + shift);
-  const float slope = kSoftcap ? softcap_slope(p, score) : 1;
+__device__ __forceinline__ Weights weights_of(const BackwardParams& p, const ScoreContext& at, float s, float dp,
+                                              float kept, float shift, float delta) {
+  const float probability = exp2_fast(exponent(p, at, s, shift));
+  const float slope = score_slope(p, at, s);
   // A dropped entry is 0 even where P or dP is NaN.
   const bool dropped = kDropout && kept == 0;
   return {dropped ? 0 : probability * p.p_scale * kept, probability * ((dropped ? 0 : dp * kept) + delta) * slope};
@@ -98,7 +97,7 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   load_row(row_of(p.q, batch, n.q_start + row, head), p.d, q);
   load_row(row_of(p.dout, batch, n.q_start + row, head), p.dv, dout);
   const long long at = statistics_of(p, n, batch, head) + row;
-  const float alibi = kAlibi ? alibi_slope(p, batch, head) : 0;
+  const ScoreHead of_head = score_head(p, batch, head);
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
 #pragma unroll 1
@@ -107,8 +106,9 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
     float v[kValueShare];
     load_row(row_of(p.k, batch, n.k_start + key, head / p.group), p.d, k);
     load_row(row_of(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
-    const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, head, row, key),
-                                       p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+    const Weights weights = weights_of(p, score_context(of_head, row, diagonal_of(n, row), key), dot(q, k),
+                                       dot(dout, v), kept_of(p, dropout, batch, head, row, key), p.shift[at],
+                                       p.delta[at]);
     add(sum, weights.ds, k);
   }
   store_row(dq, p.d, sum, p.scale);
@@ -139,9 +139,9 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
       load_row(row_of(p.q, batch, n.q_start + row, g), p.d, q);
       load_row(row_of(p.dout, batch, n.q_start + row, g), p.dv, dout);
       const long long at = statistics_of(p, n, batch, g) + row;
-      const float alibi = kAlibi ? alibi_slope(p, batch, g) : 0;
-      const Weights weights = weights_of(p, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
-                                         p.shift[at], p.delta[at], alibi, diagonal_of(n, row) - key);
+      const ScoreContext place = score_context(score_head(p, batch, g), row, diagonal_of(n, row), key);
+      const Weights weights = weights_of(p, place, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
+                                         p.shift[at], p.delta[at]);
       add(sum_k, weights.ds, q);
       add(sum_v, weights.p, dout);
     }

@@ -7,7 +7,7 @@
 #include "sm90/backward/repair.cuh"
 #include "sm90/backward/params.h"
 
-enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHasLeft || kHasRight };
+enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHidesKeys };
 
 // A CTA takes 64 rows, a warpgroup of it one panel. Grid: (chunks of 64 rows of the longest sequence, batch * hq).
 extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)

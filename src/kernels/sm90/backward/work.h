@@ -3,7 +3,7 @@
 // It computes dK and dV, and either adds dQ to dq_accum or stores dS, from which the kernel by rows (rows.cu) computes
 // dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it holds.
 #pragma once
-#include "host_device/band.h"
+#include "host_device/mask.h"
 
 namespace fulgur::kernels {
 
@@ -29,37 +29,6 @@ struct ScoreTile {
 FULGUR_SHARED int quotient(int x, int y) { return y == 1 ? x : x / y; }
 
 FULGUR_SHARED int count_of(int all, int each) { return (all + each - 1) / each; }
-
-// A range of row tiles: [begin, end).
-struct RowTiles {
-  int begin, end;
-};
-
-// The row tiles in which some row sees one of the keys [first, first + count).
-FULGUR_SHARED RowTiles row_tiles(const Band& band, const Lengths& n, int tile_rows, int first, int count) {
-  const int all = count_of(n.sq, tile_rows);
-  const int keys_end = min_of(first + count, n.sk);
-  if (first >= n.sk) return {0, 0};
-  RowTiles tiles = {0, all};
-  if (band.has_right) {
-    const int row = rows_seeing(band, n, first).begin;  // the first row that sees a key
-    if (row >= n.sq) return {0, 0};
-    tiles.begin = max_of(row, 0) / tile_rows;
-  }
-  if (band.has_left) {
-    const int end = rows_seeing(band, n, keys_end - 1).end;  // one after the last row that sees a key
-    tiles.end = end <= 0 ? 0 : min_of(all, count_of(end, tile_rows));
-  }
-  return tiles.end > tiles.begin ? tiles : RowTiles{0, 0};
-}
-
-// Whether every row of the row tile that begins at `row` sees all keys [first, first + count).
-FULGUR_SHARED bool all_visible(const Band& band, const Lengths& n, int tile_rows, int row, int first, int count) {
-  const int last = min_of(row + tile_rows, n.sq) - 1;
-  const KeyRange seen_first = visible_keys(band, n, row);
-  const KeyRange seen_last = visible_keys(band, n, last);
-  return first >= seen_last.begin && first + count <= seen_first.end;
-}
 
 // The part of a call that one launch of the kernel by keys computes: heads, sequences, and row tiles of each sequence.
 // A head is a kv head with all of its q heads, or one of the splits of a kv head.

@@ -4,6 +4,7 @@
 #include "host_device/attention_params.h"
 #include "sm90/common/fragment.cuh"
 #include "device/math.cuh"
+#include "device/schedule.cuh"
 
 __device__ __forceinline__ unsigned short* row_of(const StridedTensor& t, int batch, int row, int head) {
   return t.data + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
@@ -13,11 +14,11 @@ __device__ __forceinline__ unsigned short* row_of(const StridedTensor& t, int ba
 struct Finite {
   u32 trace = 0;  // 0 * everything
   __device__ __forceinline__ void add(u32 packed) {
-    if (kHasLeft || kHasRight) trace = packed_fma(packed, 0, trace);
+    if (kHidesKeys) trace = packed_fma(packed, 0, trace);
   }
   // Says so where they were not.
   __device__ __forceinline__ void report(int* not_finite) const {
-    if ((kHasLeft || kHasRight) && trace != 0) *not_finite = 1;
+    if (kHidesKeys && trace != 0) *not_finite = 1;
   }
 };
 

@@ -5,6 +5,7 @@
 // they leave. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys each
 // of them sees; unless no hidden key is to blame.
 #pragma once
+#include "device/score.cuh"
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/output.cuh"
 #include "sm90/common/pages.cuh"
@@ -15,8 +16,7 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
                                               int row) {
   const Band band = band_of(p);
   const KeyTiles strip = key_tiles(band, n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
-  const int seen_begin = visible_keys(band, n, min(row + 16, n.sq) - 1).begin;  // by all 16 rows
-  const int seen_end = visible_keys(band, n, row).end;
+  const KeyRange seen = keys_seen_by_all(band, n, row, min(row + 16, n.sq) - 1);
   bool found = false;
 #pragma unroll 1
   for (KeyWalk walk = walk_of_strip(band, n, kBlockKeys, strip, place.row); walk.more(); walk.next()) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
     const int end = min((walk.tile + 1) * kBlockKeys, n.sk);
 #pragma unroll 1
     for (int key = walk.tile * kBlockKeys; key < end; ++key) {
-      if (key >= seen_begin && key < seen_end) continue;
+      if (key >= seen.begin && key < seen.end) continue;
       const unsigned short* v = key_row(p, p.v, place, n, key);
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(element_of(v, i)) < infinity());
@@ -48,7 +48,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
-  const float slope = kAlibi ? alibi_slope(p, place.batch, place.head) : 0;
+  const ScoreHead head = score_head(p, place.batch, place.head);
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
   bool done = false;
 #pragma unroll 1
@@ -60,8 +60,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
-    s = kScoreMode == 0 ? s * p.scale_log2 : transform_score(p, s, slope, float(diagonal_of(n, row) - key));
-    float weight = exp2_fast(s + shift);
+    float weight = exp2_fast(exponent(p, score_context(head, row, diagonal_of(n, row), key), s, shift));
     if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;
 #pragma unroll

@@ -150,7 +150,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
   const int warp_group = warp / kWarpsPerGroup;
   const int warp_of_group = warp % kWarpsPerGroup;
   const auto sync = [&] { sync_warp_group(warp_group); };
-  const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  const float c = score_factor(p);
   const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group * kWarpRows * 128;
   const SavedWorkTiles saved(warp);
   bool more = true;

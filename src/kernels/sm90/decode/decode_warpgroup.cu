@@ -155,7 +155,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     sync_warp_group(warp_group);
   };
   Products products(tiles, warp_of_group / 4);
-  const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  const float c = score_factor(p);
   const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group / 4 * 64 * 128;
   const SavedWorkTiles saved(warp);
 #pragma unroll 1

@@ -112,8 +112,7 @@ __device__ __forceinline__ int q_blocks_of(const Lengths& n) {
 
 // The keys that some of the rows [first, last] of a kv head see.
 __device__ __forceinline__ KeyRange keys_of_rows(const DecodeParams& p, const Lengths& n, int first, int last) {
-  const Band band = band_of(p);
-  return {visible_keys(band, n, first / kGroup).begin, visible_keys(band, n, last / kGroup).end};
+  return keys_seen_by_any(band_of(p), n, first / kGroup, last / kGroup);
 }
 
 // The keys that a block of rows sees.

@@ -1,61 +1,39 @@
 // Mask and softmax inputs of both decode kernels: which keys a row sees, what a score becomes, and NaN in V at hidden
 // keys.
 #pragma once
-#include "device/transform.cuh"
+#include "device/score.cuh"
+#include "sm90/common/mask.cuh"
 #include "sm90/common/softmax.cuh"
 #include "sm90/decode/loads.cuh"
 
-enum : int { kHidesKeys = kHasLeft || kHasRight || kTree };  // some rows do not see all keys of their sequence
-static_assert(!kTree || kBlockKeys <= 64);                   // a word of the tree mask has the bits of a tile
-
-// The keys that rows r and r + 8 of this thread may see: [low[i], high[i]), and of those from key `tokens` on the ones
-// whose bit in tree[i] is set.
-struct RowKeys {
-  int low[2], high[2];
-  int tokens;  // kTree
-  unsigned long long tree[2];
-
-  // A bit for each of the 64 keys from `key` on: 0 where the tree mask hides it.
-  __device__ __forceinline__ unsigned long long bits(int i, int key) const {
-    const int token = key - tokens;
-    if (token >= 0) return tree[i] >> min(token, 63);
-    return token > -64 ? ~(~tree[i] << -token) : ~0ull;
-  }
-};
+static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the bits of a tile
 
 // The keys that all rows of a work tile see.
 __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
   const TileRows rows = rows_of_tile(p, tile);
-  const Band band = band_of(p);
-  const Lengths& n = tile.sequence.n;
-  KeyRange keys = {visible_keys(band, n, (rows.first + rows.count - 1) / kGroup).begin,
-                   visible_keys(band, n, rows.first / kGroup).end};
-  if (kTree) keys.end = min(keys.end, n.sk - n.sq);  // later keys have bits in the tree mask
-  return keys;
+  return keys_seen_by_all(p, tile.sequence.n, rows.first / kGroup, (rows.first + rows.count - 1) / kGroup);
 }
 
 // The two rows of a thread.
 struct ThreadRows {
-  RowKeys keys;
-  int diagonal[2];
-  float slope[2];
+  VisibleKeys keys;
+  int query[2], diagonal[2];
+  ScoreHead head[2];
 };
 
 __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int warp_of_group) {
   ThreadRows rows;
   const Lengths& n = tile.sequence.n;
-  if (kTree) rows.keys.tokens = n.sk - n.sq;
+  unsigned long long tree[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = tile.block * kBlockRows + kWarpRows * warp_of_group + int(thread_row()) + 8 * i;
-    const int query = min(row / kGroup, n.sq - 1);
-    const KeyRange keys = visible_keys(band_of(p), n, query);
-    rows.keys.low[i] = keys.begin;
-    rows.keys.high[i] = keys.end;
-    if (kTree) rows.keys.tree[i] = p.tree_mask[(kPacked ? n.q_start : (long long)(tile.batch) * p.sq) + query];
-    rows.diagonal[i] = diagonal_of(n, query);
-    rows.slope[i] = kAlibi ? alibi_slope(p, tile.batch, tile.head * kGroup + row % kGroup) : 0;
+    rows.query[i] = min(row / kGroup, n.sq - 1);
+    if (kTree) tree[i] = p.tree_mask[(kPacked ? n.q_start : (long long)(tile.batch) * p.sq) + rows.query[i]];
+    rows.diagonal[i] = diagonal_of(n, rows.query[i]);
+    rows.head[i] = score_head(p, tile.batch, tile.head * kGroup + row % kGroup);
   }
+  rows.keys = visible_keys_of_queries(p, n, rows.query, tree);
   return rows;
 }
 
@@ -63,22 +41,11 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
 __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
                                               const ThreadRows& rows, int key_tile, bool masked) {
   const int first = key_tile * kBlockKeys + int(thread_column());
-  if (kScoreMode) {
+  const ScoreContext at[2] = {score_context(rows.head[0], rows.query[0], rows.diagonal[0], first),
+                              score_context(rows.head[1], rows.query[1], rows.diagonal[1], first)};
 #pragma unroll
-    for (int i = 0; i < kBlockKeys / 2; ++i) {
-      const int half = i >> 1 & 1;
-      S[i] = transform_score(p, S[i], rows.slope[half], float(rows.diagonal[half] - (first + i / 4 * 8 + (i & 1))));
-    }
-  }
-  if (!masked) return;
-  const unsigned long long bits[2] = {kTree ? rows.keys.bits(0, first) : 0, kTree ? rows.keys.bits(1, first) : 0};
-#pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) {
-    const int half = i >> 1 & 1;
-    const int key = first + i / 4 * 8 + (i & 1);
-    if (key < rows.keys.low[half] || key >= rows.keys.high[half]) S[i] = -infinity();
-    if (kTree && (bits[half] >> (key - first) & 1) == 0) S[i] = -infinity();
-  }
+  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = score(p, at[i >> 1 & 1].moved(0, i / 4 * 8 + (i & 1)), S[i]);
+  if (masked) hide_keys<false>(S, rows.keys, first);
 }
 
 __device__ __forceinline__ bool is_finite(u32 half) {
@@ -90,7 +57,7 @@ __device__ __forceinline__ bool is_finite(u32 half) {
 // their key, and replaced by 0 in shared memory for the product. `sync` is a barrier of the warp group, which shares
 // the tile.
 template <class Sync>
-__device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const RowKeys& keys, int key_tile, u32 v,
+__device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const VisibleKeys& keys, int key_tile, u32 v,
                                                Sync sync) {
   const auto pair_at = [&](int key, int column) {
     return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
@@ -104,9 +71,7 @@ __device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const 
       const float x[2] = {is_finite(pair) ? 0 : low_of(pair), is_finite(pair >> 16) ? 0 : high_of(pair)};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int at = key_tile * kBlockKeys + key;
-        const bool shown = !kTree || (keys.bits(j / 2, at) & 1);
-        if (at >= keys.low[j / 2] && at < keys.high[j / 2] && shown) O[i + j] += x[j % 2];
+        if (keys.sees(j / 2, key_tile * kBlockKeys + key)) O[i + j] += x[j % 2];
       }
     }
   sync();
@@ -151,7 +116,7 @@ struct TileMask {
 
   // Whether some row does not see all keys of a tile.
   __device__ __forceinline__ bool cuts(int key_tile) const {
-    return key_tile * kBlockKeys < seen_by_all.begin || (key_tile + 1) * kBlockKeys > seen_by_all.end;
+    return is_partial(seen_by_all, key_tile * kBlockKeys, (key_tile + 1) * kBlockKeys);
   }
 };
 

@@ -6,6 +6,7 @@
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
 // docs/kernels/README.md says what the words mean.
 #include "sm90/common/dropout.cuh"
+#include "sm90/common/mask.cuh"
 #include "sm90/forward/output.cuh"
 #include "sm90/forward/pipeline.cuh"
 
@@ -23,7 +24,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
       // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of
       // a block, which add up strip by strip, agree on whose strip is whose.
-      flip = (kHasLeft || kHasRight) && !(kSplitTail && item.part >= 0) && !flip;
+      flip = kHidesKeys && !(kSplitTail && item.part >= 0) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
         return mine < end ? kStripRows * mine : n.sq;
@@ -63,6 +64,22 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
   wgmma_commit();
 }
 
+// Scores of the products of a strip at `view` from the key of this thread's first column on.
+__device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
+                                                 int diagonal, int key) {
+  ScoreHead head = {};
+  int row = int(warp_row() + thread_row());
+  diagonal += row;
+  if (kScoreReadsHead) {
+    const Place place = load_place(view);
+    head = score_head(p, place.batch, place.head);
+    row += place.row;
+  }
+  const ScoreContext at = score_context(head, row, diagonal, key);
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = score(p, at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1)), S[i]);
+}
+
 // O += P V
 __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
 #pragma unroll
@@ -87,7 +104,7 @@ __device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, 
 __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   const u32 barrier = kBarrierConsumer + consumer();
-  const float c = kScoreMode == 0 ? p.scale_log2 : 1.f;
+  const float c = score_factor(p);
   QBuffers q_buffers(smem, 0);
   KBuffers keys(smem, 0);
   VBuffers values(smem, 0);
@@ -119,13 +136,14 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
     if (kPacked || kSeqUsedQ) clear_rows_behind_sequence(walk, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
-    const Visible visible = visible_of_thread(p, walk.sk, walk.diagonal);
+    const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
     u32 P[kBlockKeys / 4];
     const auto adjust_scores = [&](bool rightmost) {
-      if (kScoreMode) transform_scores(p, S, view, walk.diagonal, walk.tile);
-      if (walk.masked(band_of(p), rightmost)) mask_scores(S, visible, walk.tile);
+      const int key = walk.tile * kBlockKeys + int(thread_column());
+      transform_scores(p, S, view, walk.diagonal, key);
+      if (walk.masked(band_of(p), rightmost)) hide_keys<true>(S, visible, key);
     };
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products

@@ -54,5 +54,5 @@ __device__ __forceinline__ void finish(const ForwardParams& p, const Place& plac
   if (row >= n.sq) return;
   const bool finite = write_output(p, place, n, row, O, rows, shared + warp_row() * kPanelRowBytes);
   if (kHasLse) store_global_lse(p, place, n, row + thread_row(), rows);
-  if ((kHasLeft || kHasRight) && __any_sync(0xffffffff, !finite)) repair_rows(p, place, n, row, rows);
+  if (kHidesKeys && __any_sync(0xffffffff, !finite)) repair_rows(p, place, n, row, rows);
 }

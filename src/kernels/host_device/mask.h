@@ -1,0 +1,126 @@
+// The mask hook: which keys a row sees and which rows see a key, and, for tiles of both, which are empty, partial or
+// full. Kernels, planners and cost models ask these functions and know no bound themselves; sm90/common/mask.cuh hides
+// the scores of a partial tile. All of it relies on both ends of what a row sees growing with the row.
+#pragma once
+#include "host_device/host_device.h"
+
+namespace fulgur::kernels {
+
+// A sequence: its first row of q and of k among all packed rows (0 unless packed), and how many it has.
+struct Lengths {
+  int q_start, k_start, sq, sk;
+};
+
+// A row on the diagonal of key j sees keys j - left to j + right; a bound that is not had hides nothing. With chunk > 0
+// it sees of these the keys of the chunk of j, which begins at a multiple of `chunk`. Both bounds are had, then, and
+// less than a chunk, as if that were a window that ends where chunks do.
+struct Band {
+  bool has_left, has_right;
+  int left, right;
+  int chunk;
+};
+
+// Keys [begin, end); none when begin >= end.
+struct KeyRange {
+  int begin, end;
+};
+
+// Whether of all rows the first ones see the most keys; otherwise the last ones do.
+FULGUR_SHARED bool first_rows_see_most(const Band& band) { return band.has_left && !band.has_right; }
+
+// The key on the diagonal of a row: the last row stands at the last key.
+FULGUR_SHARED int diagonal_of(const Lengths& n, int row) { return row + n.sk - n.sq; }
+
+// Where the chunk of a key begins, which may be one in front of the first.
+FULGUR_SHARED int chunk_begin(const Band& band, int key) {
+  return (key < 0 ? key - band.chunk + 1 : key) / band.chunk * band.chunk;
+}
+
+// The keys of `sk` that a row on the diagonal of key `diagonal` sees.
+FULGUR_SHARED KeyRange keys_seen_from(const Band& band, int sk, int diagonal) {
+  KeyRange keys = {band.has_left ? max_of(0, diagonal - band.left) : 0,
+                   band.has_right ? min_of(sk, diagonal + band.right + 1) : sk};
+  if (band.chunk > 0) {
+    const int begin = chunk_begin(band, diagonal);
+    keys = {max_of(keys.begin, begin), min_of(keys.end, begin + band.chunk)};
+  }
+  return keys;
+}
+
+FULGUR_SHARED KeyRange visible_keys(const Band& band, const Lengths& n, int row) {
+  return keys_seen_from(band, n.sk, diagonal_of(n, row));
+}
+
+// The keys that some of the rows [first, last] see, and those between them.
+FULGUR_SHARED KeyRange keys_seen_by_any(const Band& band, const Lengths& n, int first, int last) {
+  return {visible_keys(band, n, first).begin, visible_keys(band, n, last).end};
+}
+
+// The keys that each of the rows [first, last] sees. The end may be in front of the first key.
+FULGUR_SHARED KeyRange keys_seen_by_all(const Band& band, const Lengths& n, int first, int last) {
+  return {visible_keys(band, n, last).begin, visible_keys(band, n, first).end};
+}
+
+// Whether a tile of the keys [begin, end) is partial for rows of which all see the keys `all`: some row does not see
+// some of its keys.
+FULGUR_SHARED bool is_partial(const KeyRange& all, int begin, int end) { return begin < all.begin || end > all.end; }
+
+// Rows [begin, end).
+struct RowRange {
+  int begin, end;
+};
+
+// The rows that see a key, wherever rows begin and end. The right bound bounds `begin`, the left one `end`: without it
+// that says nothing.
+FULGUR_SHARED RowRange rows_seeing(const Band& band, const Lengths& n, int key) {
+  const int offset = n.sk - n.sq;
+  RowRange rows = {key - offset - band.right, key - offset + band.left + 1};
+  if (band.chunk > 0) {
+    const int begin = chunk_begin(band, key) - offset;
+    rows = {max_of(rows.begin, begin), min_of(rows.end, begin + band.chunk)};
+  }
+  return rows;
+}
+
+// Tiles [begin, end) of `tile_keys` keys each.
+struct KeyTiles {
+  int begin, end;
+};
+
+// Those that are not empty for the rows [first, last].
+FULGUR_SHARED KeyTiles key_tiles(const Band& band, const Lengths& n, int tile_keys, int first, int last) {
+  const KeyRange keys = keys_seen_by_any(band, n, first, last);
+  if (first >= n.sq || keys.end <= keys.begin) return {0, 0};
+  return {keys.begin / tile_keys, (keys.end + tile_keys - 1) / tile_keys};
+}
+
+// Those that are full for the rows [first, last]; none when begin >= end.
+FULGUR_SHARED KeyTiles full_key_tiles(const Band& band, const Lengths& n, int tile_keys, int first, int last) {
+  const KeyRange keys = keys_seen_by_all(band, n, first, last);
+  return {(keys.begin + tile_keys - 1) / tile_keys, max_of(keys.end, 0) / tile_keys};
+}
+
+// Tiles [begin, end) of `tile_rows` rows each.
+struct RowTiles {
+  int begin, end;
+};
+
+// Those that are not empty for the keys [first, first + count).
+FULGUR_SHARED RowTiles row_tiles(const Band& band, const Lengths& n, int tile_rows, int first, int count) {
+  const int all = (n.sq + tile_rows - 1) / tile_rows;
+  const int last = min_of(first + count, n.sk);  // after the keys
+  if (first >= n.sk) return {0, 0};
+  RowTiles tiles = {0, all};
+  if (band.has_right) {
+    const int row = rows_seeing(band, n, first).begin;  // the first that sees a key
+    if (row >= n.sq) return {0, 0};
+    tiles.begin = max_of(row, 0) / tile_rows;
+  }
+  if (band.has_left) {
+    const int end = rows_seeing(band, n, last - 1).end;  // after the last row that sees a key
+    tiles.end = end <= 0 ? 0 : min_of(all, (end + tile_rows - 1) / tile_rows);
+  }
+  return tiles.end > tiles.begin ? tiles : RowTiles{0, 0};
+}
+
+}  // namespace fulgur::kernels
