@@ -307,6 +307,8 @@ std::vector<Region> copies(int begin, int bytes, int count, int alignment) {
   return all;
 }
 
+constexpr Operands kTypes = {kBF16, kBF16, kBF16, kBF16};
+
 TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
   for (const int d : {16, 64, 80, 128, 144, 256}) {
     for (const int dv : {16, 64, 128, 256}) {
@@ -316,7 +318,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           const int rows = d <= 64 && !wide ? 128 : 64;
           const int keys = wide ? 64 : 128;
           const int k_stages = rows == 128 ? 2 : 1;
-          const BackwardTile tile{d, dv, 2, rows, keys, k_stages, 3, 2, 2, 1, 2, dq_stages};
+          const BackwardTile tile{kTypes, d, dv, 2, rows, keys, k_stages, 3, 2, 2, 1, 2, dq_stages};
           const KeysLayout map = wide ? keys_wide_layout(tile) : keys_layout(tile);
           // 64 columns are a panel, 128 bytes of each row; two of them may be in registers.
           const auto panels = [&](int dim, int of) {
@@ -356,7 +358,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
 TEST(BackwardLayout, BuffersOfRowsAreAlignedAndApart) {
   for (const int d : {16, 64, 128, 256}) {
     for (const int tiles : {1, 2, 4}) {
-      const RowsLayout map = rows_layout({d, d, 2, 64, 128, 1, 2, 2, 2, tiles, 3, 0});
+      const RowsLayout map = rows_layout({kTypes, d, d, 2, 64, 128, 1, 2, 2, 2, tiles, 3, 0});
       std::vector<Region> regions;
       for (int stage = 0; stage < 3; ++stage) {
         const int at = map.stages + stage * map.stage_bytes;

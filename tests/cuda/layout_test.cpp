@@ -10,7 +10,6 @@
 // The device text, read by the host's compiler: the instructions in it are never emitted.
 #define __device__
 #define __forceinline__ inline
-#define FULGUR_INPUT "bf16"
 #include "kernels/host_device/key_walk.h"
 using namespace fulgur::kernels;
 #include "kernels/sm90/ptx/wgmma.cuh"

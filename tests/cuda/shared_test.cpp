@@ -239,9 +239,9 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
       std::vector<std::string> rejected;
       for (const auto& [plan, cycles, tuned_only] :
            forward_candidates(forward_problem({.d = d, .dv = dv}), {}, &rejected)) {
-        const kernels::ForwardLayout map =
-            kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
-                                     plan.q_stages, plan.k_stages, plan.v_stages});
+        const kernels::ForwardLayout map = kernels::forward_layout(
+            {operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
+             plan.q_stages, plan.k_stages, plan.v_stages});
         struct Region {
           int begin, bytes, alignment;
         };

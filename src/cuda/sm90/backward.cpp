@@ -114,8 +114,7 @@ KernelUse dq_kernel(const HopperBackwardPlan& plan) {
 }
 
 StridedTensor strided(const Layout& layout, const void* data = nullptr) {
-  auto* elements = static_cast<unsigned short*>(const_cast<void*>(data));
-  return {elements, layout.batch, layout.row, layout.head};
+  return {const_cast<void*>(data), layout.batch, layout.row, layout.head};
 }
 
 }  // namespace
@@ -200,9 +199,7 @@ void HopperBackward::set_inputs(const Problem& p) {
 BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
                                       char* workspace) const {
   BackwardParams p = params_;
-  const auto data = [](const ConstTensor& t) {
-    return static_cast<unsigned short*>(const_cast<void*>(t.data));
-  };
+  const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
   p.q.data = data(args.q);
   p.k.data = data(args.k);
   p.v.data = data(args.v);
@@ -252,7 +249,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   for (const Input& in : inputs_) {
     if (!in.copied) continue;
     ForwardCopyParams copy = in.copy;
-    copy.from = static_cast<const unsigned short*>((args.*in.argument).data);
+    copy.from = (args.*in.argument).data;
     copy.to = workspace + in.offset;
     launch(stream, copy_, &copy, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
            "launching the kernel that copies rows");
@@ -291,7 +288,7 @@ void HopperBackward::run(const Call& call, const Run& run) const {
            "launching the kernel that reduces dK and dV", Start::kEarly);
   }
   if (plan_.accumulates_dq()) {
-    const int threads = kPanelThreads * kernels::panels_of_columns(plan_.head_dim);
+    const int threads = kPanelThreads * kernels::dq_panels_of(plan_.head_dim);
     launch(stream, dq_, &p, {row_chunks_, batch_heads_}, threads, 0,
            "launching the kernel that rounds dQ", Start::kEarly);
   }

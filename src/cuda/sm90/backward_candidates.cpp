@@ -26,9 +26,9 @@ constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kAtomic, 1}};
 
 kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
-  return {key.head_dim,   key.value_dim, key.consumers,  key.block_rows,
-          key.block_keys, key.k_stages,  key.q_stages,   key.o_stages,
-          key.ds_stages,  key.row_tiles, key.row_stages, key.dq_stages};
+  return {operands_of(key), key.head_dim,   key.value_dim, key.consumers, key.block_rows,
+          key.block_keys,   key.k_stages,   key.q_stages,  key.o_stages,  key.ds_stages,
+          key.row_tiles,    key.row_stages, key.dq_stages};
 }
 
 /// What the problem fixes.
@@ -43,7 +43,10 @@ HopperBackwardPlan common_plan(const Problem& p) {
   plan.copies_k = not_addressable(maps.k);
   plan.copies_v = not_addressable(maps.v);
   plan.copies_dout = not_addressable(maps.dout);
-  plan.elements = p.d % 8 != 0 || p.dv % 8 != 0;
+  const int64_t row_bytes[] = {p.d * size_of(p.dtypes.q), p.d * size_of(p.dtypes.k),
+                               p.dv * size_of(p.dtypes.v)};
+  plan.elements =
+      std::ranges::any_of(row_bytes, [](int64_t bytes) { return bytes % kCopyAlignment != 0; });
   for (const TensorMapShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
     plan.elements = plan.elements || !not_addressable(shape).empty();
   }

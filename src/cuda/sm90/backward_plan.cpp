@@ -104,7 +104,7 @@ TileId HopperBackwardPlan::tile() const {
 }
 
 int64_t HopperBackwardPlan::dq_accum_floats(int64_t hq) const {
-  return accumulates_dq() ? hq * statistics_rows * kernels::panels_of_columns(head_dim) * 64 : 0;
+  return accumulates_dq() ? hq * statistics_rows * kernels::dq_panels_of(head_dim) * 64 : 0;
 }
 
 int64_t HopperBackwardPlan::dq_semaphores(int64_t hq) const {

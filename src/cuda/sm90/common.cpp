@@ -13,6 +13,10 @@
 namespace fulgur::cuda {
 namespace {
 
+kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
+static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
+static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
+
 constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
 
 }  // namespace
@@ -48,9 +52,13 @@ bool takes_both(const Problem& p) {
 }
 
 HopperKey hopper_key(const Problem& p) {
+  const auto rounded = [](int64_t dim, DType dtype) {
+    const int step = kernels::k_step(element_of(dtype));
+    return ceil_div(dim, step) * step;
+  };
   return {.dtypes = p.dtypes,
-          .head_dim = ceil_div(p.d, 16) * 16,
-          .value_dim = ceil_div(p.dv, 16) * 16,
+          .head_dim = rounded(p.d, p.dtypes.k),
+          .value_dim = rounded(p.dv, p.dtypes.v),
           .has_left = left_binds(p),
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
@@ -63,9 +71,16 @@ HopperKey hopper_key(const Problem& p) {
           .seqused_k = p.has(Arg::kSeqUsedK)};
 }
 
+kernels::Operands operands_of(const HopperKey& key) {
+  const OperandTypes& types = key.dtypes;
+  return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
+}
+
 std::string dtypes_rejected(const OperandTypes& dtypes) {
   if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
-  return dtypes == OperandTypes::all(dtypes.q) ? "" : "computes operands of one dtype";
+  // The tensor cores multiply operands of one type: q and k, and gradients of out with v.
+  if (dtypes.q != dtypes.k || dtypes.v != dtypes.out) return "multiplies operands of one dtype";
+  return {};
 }
 
 HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
@@ -150,9 +165,8 @@ void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
   if (!copies.entries().empty()) plan.details.add("copies", std::move(copies));
 }
 
-std::string config_text(const OperandTypes& dtypes, const KernelConfig& config) {
-  std::string text = fmt::format("#pragma once\n#define FULGUR_INPUT \"{}\"\n",
-                                 dtypes.q == DType::kBF16 ? "bf16" : "f16");
+std::string config_text(const KernelConfig& config) {
+  std::string text = "#pragma once\n";
   for (const auto& [name, value] : config.macros)
     text += fmt::format("#define {} {}\n", name, value);
   text += "enum : int {\n";

@@ -11,6 +11,7 @@
 #include "cuda/common/family.h"
 #include "engine/engine.h"
 #include "kernels/host_device/attention_params.h"
+#include "kernels/host_device/element.h"
 
 namespace fulgur::cuda {
 
@@ -55,7 +56,7 @@ bool takes_both(const Problem& problem);
 /// What a problem fixes of the text of every kernel.
 struct HopperKey {
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to 16
+  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
   bool has_left = false, has_right = false, has_chunk = false;
   bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool transforms_scores = false, softcap = false, alibi = false;
@@ -63,6 +64,10 @@ struct HopperKey {
 
   template <class F>
   void for_each_field(const F& f) const {
+    f("kElementQ", dtypes.q);
+    f("kElementK", dtypes.k);
+    f("kElementV", dtypes.v);
+    f("kElementO", dtypes.out);
     f("kHeadDim", head_dim);
     f("kValueDim", value_dim);
     f("kHasLeft", has_left);
@@ -78,6 +83,9 @@ struct HopperKey {
   }
 };
 HopperKey hopper_key(const Problem& problem);
+
+/// The types of its operands as the kernels name them.
+kernels::Operands operands_of(const HopperKey& key);
 
 /// Why no kernel computes operands of these dtypes; empty where some may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
@@ -146,12 +154,12 @@ struct Copied {
 };
 void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
 
-/// The text of kernel_config.h, from constants of operands of `dtypes`, and macros.
+/// The text of kernel_config.h: macros and constants.
 struct KernelConfig {
   std::vector<std::pair<std::string_view, std::string>> macros;
   std::vector<std::pair<std::string_view, int>> constants;
 };
-std::string config_text(const OperandTypes& dtypes, const KernelConfig& config);
+std::string config_text(const KernelConfig& config);
 
 /// The text of a key: a field that is a number is a constant, one that is text a macro.
 template <class Key>
@@ -163,7 +171,7 @@ std::string kernel_config(const Key& key) {
     else
       config.constants.emplace_back(name, static_cast<int>(value));
   });
-  return config_text(key.dtypes, config);
+  return config_text(config);
 }
 
 }  // namespace fulgur::cuda

@@ -87,12 +87,12 @@ HopperDecode::Copy HopperDecode::copy_of(const TensorMapShape& shape, const std:
 DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
   DecodeParams p = params_;
   const auto elements = [](const char* name, const ConstTensor& t, bool any_alignment) {
-    return static_cast<unsigned short*>(aligned_data(name, t, any_alignment));
+    return aligned_data(name, t, any_alignment);
   };
   p.q.data = elements("q", args.q, !plan_.q_whole);
   const auto keys = [&](const char* name, const ConstTensor& t, const Copy& copy) {
     if (!copy.needed) return elements(name, t, no_keys_);
-    return reinterpret_cast<unsigned short*>(workspace + copy.offset);
+    return static_cast<void*>(workspace + copy.offset);
   };
   p.k.data = keys("k", args.k, copy_k_);
   p.v.data = keys("v", args.v, copy_v_);
@@ -122,7 +122,7 @@ void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& pa
   const auto launch_copy = [&](const Copy& copy, const ConstTensor& from, void* to) {
     if (!copy.needed) return;
     ForwardCopyParams p = copy.params;
-    p.from = static_cast<const unsigned short*>(from.data);
+    p.from = from.data;
     p.to = to;
     launch(stream, copy_kernel_, &p, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
            "launching the kernel that copies rows");

@@ -51,8 +51,8 @@ int64_t rows_of_kv_head(const Problem& p) {
 }
 
 kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
-  return {key.head_dim,  key.value_dim,  key.warps_per_group, key.warp_groups,
-          key.tile_rows, key.block_keys, key.k_stages,        key.v_stages};
+  return {operands_of(key), key.head_dim,   key.value_dim, key.warps_per_group, key.warp_groups,
+          key.tile_rows,    key.block_keys, key.k_stages,  key.v_stages};
 }
 
 int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }

@@ -93,20 +93,20 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
   void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o.empty());
   if (plan_.store == HopperForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
-  p.o.data = a.padding.o = static_cast<unsigned short*>(out);
+  p.o.data = a.padding.o = out;
 
   const std::array<const ConstTensor*, 3> tensors = {&args.q, &args.k, &args.v};
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const Input& in = inputs_[i];
     a.copies[i] = in.copy;
-    a.copies[i].from = static_cast<const unsigned short*>(tensors[i]->data);
+    a.copies[i].from = tensors[i]->data;
     a.copies[i].to = workspace + in.offset;
     void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
     // An empty q or out launches nothing; empty k and v are never read, but their maps must be
     // valid: they lie around out.
     if (in.shape.empty()) data = out;
     encode(in.shape, data, &(p.*in.map));
-    (p.*in.tensor).data = static_cast<unsigned short*>(data);
+    (p.*in.tensor).data = data;
   }
   return a;
 }

@@ -26,8 +26,8 @@ constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide nothing mo
 using kernels::Work;
 
 kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
-  return kernels::forward_layout({plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
-                                  plan.q_stages, plan.k_stages, plan.v_stages});
+  return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
+                                  plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.

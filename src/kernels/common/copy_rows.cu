@@ -8,7 +8,8 @@ extern "C" __global__ void __launch_bounds__(256) fulgur_forward_copy(const __gr
     const long long head = i / p.chunks % p.heads;
     const long long row = i / p.chunks / p.heads % p.rows;
     const long long batch = i / p.chunks / p.heads / p.rows;
-    const unsigned short* from = p.from + batch * p.batch_stride + row * p.row_stride + head * p.head_stride + column;
+    const unsigned short* from =
+        static_cast<const unsigned short*>(p.from) + batch * p.batch_stride + row * p.row_stride + head * p.head_stride + column;
     unsigned x[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 8; ++j)

@@ -2,7 +2,7 @@
 #pragma once
 
 struct ForwardCopyParams {
-  const unsigned short* from;  // [batch, rows, heads, dim], 16-bit, any strides but for the last one, which is 1
+  const void* from;  // [batch, rows, heads, dim], 16-bit, any strides but for the last one, which is 1
   long long batch_stride;      // elements
   long long row_stride;        // elements
   long long head_stride;       // elements

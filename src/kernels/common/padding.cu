@@ -4,7 +4,7 @@
 #include "device/lengths.cuh"
 
 __device__ __forceinline__ void write_rows(const ForwardPaddingParams& p, int batch, long long first, long long end) {
-  unsigned short* o = p.o + batch * p.o_batch_stride;
+  unsigned short* o = static_cast<unsigned short*>(p.o) + batch * p.o_batch_stride;
   float* lse = p.lse + batch * p.lse_batch_stride;
   for (long long row = first + blockIdx.x; row < end; row += gridDim.x) {
     for (int i = threadIdx.x; i < p.hq * p.dv; i += blockDim.x)

@@ -2,7 +2,7 @@
 #pragma once
 
 struct ForwardPaddingParams {
-  unsigned short* o;          // [batch, sq, hq, dv] or packed [total_q, hq, dv], 16-bit
+  void* o;                    // [batch, sq, hq, dv] or packed [total_q, hq, dv], 16-bit
   long long o_batch_stride;   // elements (0 when packed)
   long long o_row_stride;     // elements
   long long o_head_stride;    // elements

@@ -1,5 +1,4 @@
-// Elements of any type that memory holds, for kernels that are not of one input type: alone, or as many as 16 bytes
-// hold.
+// Elements of any type that memory holds: alone, packed in words of 32 bits, or as many as 16 bytes hold.
 #pragma once
 #include "host_device/element.h"
 #include "host_device/host_device.h"
@@ -56,3 +55,40 @@ __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
     return y;
   }
 }
+
+// A type of elements: how many a panel and a step of a product have, and words of two.
+template <Element type>
+struct ElementType {
+  using Memory = typename InMemory<type>::Type;
+  static constexpr Element kType = type;
+  enum : int { kBytes = bytes_of(type), kPanelColumns = panel_columns(type), kStep = k_step(type) };
+
+  static __device__ __forceinline__ float to_float(Memory x) { return to_f32<type>(x); }
+
+  // Two values rounded, `low` in the lower half.
+  static __device__ __forceinline__ u32 pack(float low, float high) {
+    u32 packed;
+    if constexpr (type == kBF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    if constexpr (type == kF16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  static __device__ __forceinline__ float low(u32 packed) { return to_f32<type>(static_cast<Memory>(packed)); }
+  static __device__ __forceinline__ float high(u32 packed) {
+    // The compiler would shift it down and up again.
+    if constexpr (type == kBF16) return __uint_as_float(packed & 0xffff0000);
+    return to_f32<type>(static_cast<Memory>(packed >> 16));
+  }
+  // sum + a * b of words.
+  static __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 sum) {
+    if constexpr (type == kBF16) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
+    if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
+    return sum;
+  }
+  // Whether the lower half of a word is neither NaN nor infinite.
+  static __device__ __forceinline__ bool is_finite(u32 packed) {
+    constexpr u32 kExponent = type == kBF16 ? 0x7f80 : 0x7c00;
+    return (packed & kExponent) != kExponent;
+  }
+};
+
+using Half = ElementType<kF16>;

@@ -1,15 +1,20 @@
 // Products of a warp on fragments in registers (mma.sync), and how 16-bit tiles in shared memory become fragments.
 #pragma once
-#include "kernel_config.h"
 #include "device/memory.cuh"
+#include "host_device/element.h"
 
 // C += A B, 16 x 16 by 16 x 8. C is laid out as fragment.cuh says. A: a[0], a[1] are columns 2q, 2q + 1 of rows r and
 // r + 8, a[2], a[3] the same 8 columns on. B: b0 is rows 2q, 2q + 1 of column r, b1 the same 8 rows on.
+template <Element type>
 __device__ __forceinline__ void multiply_16_8_16(float* c, const u32* a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." FULGUR_INPUT "." FULGUR_INPUT
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#define FULGUR_MMA_SYNC(TYPE)                                                      \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                       \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"       \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                             \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (type == kBF16) FULGUR_MMA_SYNC("bf16");
+  if constexpr (type == kF16) FULGUR_MMA_SYNC("f16");
+#undef FULGUR_MMA_SYNC
 }
 
 // As load_shared_matrices, each matrix transposed.

@@ -2,9 +2,9 @@
 #pragma once
 #include "host_device/work_tiles.h"
 
-// A tensor [batch, row, head, dim] of 16-bit elements; strides in elements, of any sign. Packed: no batch stride.
+// A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch stride.
 struct StridedTensor {
-  unsigned short* data;
+  void* data;
   long long batch, row, head;
 };
 

@@ -53,10 +53,11 @@ __device__ __forceinline__ void compute_dq_tile(DqBuffers& buffers, u32 ds, u32 
   float dQ[kColumns / 2];
   wgmma_fence();
 #pragma unroll
-  for (int part = 0; part < kBlockKeys / 16; ++part) {
+  for (int part = 0; part < kBlockKeys / ElementK::kStep; ++part) {
     // The dS tiles of a warpgroup's 64 keys follow each other, then come those of the next warpgroup.
     const int ds_offset = part / 4 * kKeysLayout.ds_bytes + part % 4 * 16 * 128;
-    Wgmma<kColumns>::template multiply<kAcrossK, kAcrossK>(dQ, ds + (ds_offset >> 4), k + (part * 16 * 128 >> 4), part);
+    Wgmma<kColumns, ElementK::kType>::template multiply<kAcrossK, kAcrossK>(
+        dQ, ds + (ds_offset >> 4), k + (part * ElementK::kStep * kPanelRowBytes >> 4), part);
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -91,8 +92,8 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
 #pragma unroll
       for (int tile = 0; tile < kDqTilesOfStep; ++tile) {
-        const int panel = tile % kHeadPanels;
-        const u32 rows = ds + (tile / kHeadPanels * kDsTileBytes >> 4);
+        const int panel = tile % kDqPanels;
+        const u32 rows = ds + (tile / kDqPanels * kDsTileBytes >> 4);
         const u32 columns = k_operand + (panel * kBlockKeys * 128 >> 4);
         const DqTile to = {step.tile * kDqTilesOfStep + tile, block.block, next, 0};
         const auto computed = [&] {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
             named_barrier_arrive(ds_empty(stage, owner), kDsEmptyThreads);
           mbarrier_arrive_if(k.empty(), leader && last);  // frees K for the next block
         };
-        if (panel < kHeadPanels - 1) compute_dq_tile<64>(buffers, rows, columns, to, computed);
+        if (panel < kDqPanels - 1) compute_dq_tile<64>(buffers, rows, columns, to, computed);
         else compute_dq_tile<kLastColumns>(buffers, rows, columns, to, computed);
       }
       stage = stage + 1 == kDsStages ? 0 : stage + 1;

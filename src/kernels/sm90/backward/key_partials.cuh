@@ -34,20 +34,20 @@ __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&
 }
 
 // Stores G, complete, as the rows of a gradient `to` with `columns` columns, at a kv head.
-template <int dim>
+template <class Type, int dim>
 __device__ __forceinline__ void store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
                                                    const KeyBlock& block, int head, int strip, const StridedTensor& to,
                                                    int columns, float scale) {
-  Finite finite;
+  Finite<Type> finite;
   const int key = block.block * kBlockKeys + 64 * strip + warp_row() + thread_row();
   const int rows = key_rows(p, block.batch) - key;
-  unsigned short* row = row_of(to, block.batch, lengths_of(p, block.batch).k_start + key, head);
-  store_global_fragment<dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
+  typename Type::Memory* row = row_of<Type>(to, block.batch, lengths_of(p, block.batch).k_start + key, head);
+  store_global_fragment<Type, dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
   finite.report(p.not_finite);
 }
 
 // Stores G as a partial gradient or as the gradient, as the block says.
-template <int dim>
+template <class Type, int dim>
 __device__ __forceinline__ void end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
                                              int strip, float* partial, const StridedTensor& to, int columns,
                                              float scale) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void end_gradient(const BackwardParams& p, const floa
 #pragma unroll
     for (int i = 0; i < dim / 2; ++i) store[i * 2 * kBlockKeys] = G[i];
   } else {
-    store_key_gradient<dim>(p, G, block, block.head, strip, to, columns, scale);
+    store_key_gradient<Type, dim>(p, G, block, block.head, strip, to, columns, scale);
   }
 }
 

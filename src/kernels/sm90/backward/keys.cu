@@ -18,8 +18,8 @@ enum : int {
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
   kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kHasScoreSlope + kDropout),
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
-  kFrontOfK = min_of(kFrontSteps, kHeadDim / 16),
-  kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / 16),
+  kFrontOfK = min_of(kFrontSteps, kHeadDim / ElementK::kStep),
+  kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / ElementV::kStep),
 };
 
 // The producer's side.
@@ -35,7 +35,7 @@ struct KeysLoader : StepLoader {
       k.advance();
       return;
     }
-    load_keys_into<kHeadPanels>(k, &p.k_map, block, n);
+    load_keys_into<ElementK, kKPanels>(k, &p.k_map, block, n);
     k.advance();
     if (kKStages == 1) load_values(block, n);
   }
@@ -43,7 +43,7 @@ struct KeysLoader : StepLoader {
   // Loads V of a block. If K has two stages, V is free later than K, and so is loaded after the first tile of Q.
   __device__ __forceinline__ void load_values(const KeyBlock& block, const Lengths& n) {
     v.wait_empty();
-    load_keys_into<kValuePanels>(v, &p.v_map, block, n);
+    load_keys_into<ElementV, kVPanels>(v, &p.v_map, block, n);
     v.advance();
   }
 };
@@ -58,19 +58,20 @@ __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], cons
                                                 const ScoreSlopes& slopes) {
 #pragma unroll
   for (int i = 0; i < kBlockRows / 4; ++i) {
-    X[2 * i] *= low_of(P[i]);
-    X[2 * i + 1] *= high_of(P[i]);
+    X[2 * i] *= ElementP::low(P[i]);
+    X[2 * i + 1] *= ElementP::high(P[i]);
     if (kHasScoreSlope) {
-      X[2 * i] *= low_of_half(slopes.packed[i]);
-      X[2 * i + 1] *= high_of_half(slopes.packed[i]);
+      X[2 * i] *= Half::low(slopes.packed[i]);
+      X[2 * i + 1] *= Half::high(slopes.packed[i]);
     }
   }
 }
 
 // Rounds P^T or dS^T to the operand of a gradient.
+template <class Type>
 __device__ __forceinline__ void pack_scores(const float (&X)[kBlockRows / 2], u32 (&P)[kBlockRows / 4]) {
 #pragma unroll
-  for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+  for (int i = 0; i < kBlockRows / 4; ++i) P[i] = Type::pack(X[2 * i], X[2 * i + 1]);
 }
 
 // The ring of dS in shared memory, as a warpgroup that owns keys sees it: it fills stages for the warpgroup that
@@ -107,8 +108,8 @@ struct DsBuffers {
 
 // K and V of the warpgroup's 64 keys as left operands.
 struct OwnKeys {
-  KeyOperand<kHeadDim, kFrontOfK> K;
-  KeyOperand<kValueDim, kFrontOfV> V;
+  KeyOperand<ElementK, kHeadDim, kFrontOfK> K;
+  KeyOperand<ElementV, kValueDim, kFrontOfV> V;
 
   __device__ __forceinline__ void load_k(u32 buffer) { K.load(buffer + consumer() * kBackwardPanelBytes); }
   __device__ __forceinline__ void load_v(u32 buffer) { V.load(buffer + consumer() * kBackwardPanelBytes); }
@@ -181,15 +182,15 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         for (int j = 0; j < kBlockRows / 8; ++j) {
           float slope[4];
           probabilities(p, X, j, exponents, slope);
-          if (kHasScoreSlope) slopes.packed[2 * j] = pack_half(slope[0], slope[1]);
-          if (kHasScoreSlope) slopes.packed[2 * j + 1] = pack_half(slope[2], slope[3]);
+          if (kHasScoreSlope) slopes.packed[2 * j] = Half::pack(slope[0], slope[1]);
+          if (kHasScoreSlope) slopes.packed[2 * j + 1] = Half::pack(slope[2], slope[3]);
         }
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
       };
       u32 P[kBlockRows / 4];  // P^T, then dS^T
       decide_dropout(step);
       exponentiate();
-      pack_scores(X, P);
+      pack_scores<ElementP>(X, P);
       for (;;) {
         // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no dropped entries; D counts for them, too.
         o.wait_full();
@@ -205,7 +206,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(dV);
         wgmma_fence();
         own.V.issue_scores(X, along(o.address()), !kDropout);
-        issue_gradient<kValueDim>(dV, kDropout ? Z : P, across(o.address()));
+        issue_gradient<ElementO, kValueDim>(dV, kDropout ? Z : P, across(o.address()));
         wgmma_wait<kProductsInFlight>();
         register_fence(X);
 
@@ -217,7 +218,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(dV);
         if (kDropout) o.release_loaded(leader);
         else o.release(leader);
-        pack_scores(X, P);
+        pack_scores<ElementDs>(X, P);
         ds.wait_empty();
         store_shared_ds(ds.address(), P);
 
@@ -226,10 +227,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           v.release(leader);
           register_fence(dK);
           wgmma_fence();
-          issue_gradient<kHeadDim>(dK, P, across(q.address()));
+          issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
           ds.commit(p, step);
           block = load_block(k);  // again, rather than kept in registers
-          end_gradient<kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+          end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -241,7 +242,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(dK);
         wgmma_fence();
         own.K.issue_scores(X, along(next.address()), 0);
-        issue_gradient<kHeadDim>(dK, P, across(q.address()));
+        issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
         ds.commit(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
         decide_dropout(step);
@@ -255,15 +256,15 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         wgmma_wait<0>();
         register_fence(dK);
         mbarrier_arrive_if(read, leader);
-        pack_scores(X, P);
+        pack_scores<ElementP>(X, P);
       }
     } else {
-      end_gradient<kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+      end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
     }
     k.release(leader);
 
     block = next_block(k, q, own, X, [&, block] {
-      end_gradient<kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
+      end_gradient<ElementK, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
       if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });
   }

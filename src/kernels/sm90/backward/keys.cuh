@@ -127,9 +127,9 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
 
 // K or V of a warpgroup's 64 keys as the left operand of a product over dims: the first `front_steps` steps of 16 dims
 // in registers, the others in shared memory, whose bandwidth is the limit.
-template <int dim, int front_steps>
+template <class Type, int dim, int front_steps>
 struct KeyOperand {
-  enum : int { kSteps = dim / 16, kFront = front_steps };
+  enum : int { kSteps = dim / Type::kStep, kFront = front_steps };
   u32 front[max_of(4 * kFront, 1)];
   u32 rest;
 
@@ -154,29 +154,30 @@ struct KeyOperand {
   __device__ __forceinline__ void issue_scores(float (&X)[kBlockRows / 2], u32 rows, int keep) const {
 #pragma unroll
     for (int step = kFront; step < kSteps; ++step)
-      Wgmma<kBlockRows>::template multiply<kAlongK, kAlongK>(
+      Wgmma<kBlockRows, Type::kType>::template multiply<kAlongK, kAlongK>(
           X, rest + offset<kBlockKeys>(step) - offset<kBlockKeys>(kFront), rows + offset<kBlockRows>(step),
           keep | (step > kFront));
 #pragma unroll
     for (int step = 0; step < kFront; ++step)
-      Wgmma<kBlockRows>::template multiply<kAlongK>(X, front + 4 * step, rows + offset<kBlockRows>(step),
-                                                    keep | (kSteps > kFront || step > 0));
+      Wgmma<kBlockRows, Type::kType>::template multiply<kAlongK>(X, front + 4 * step, rows + offset<kBlockRows>(step),
+                                                                 keep | (kSteps > kFront || step > 0));
     wgmma_commit();
   }
 
   // The offset of a step of 16 dims in panels of `panel_rows` rows, in units of a descriptor.
   template <int panel_rows>
   static __device__ __forceinline__ constexpr u32 offset(int step) {
-    return (step / 4 * panel_rows * 128 + step % 4 * 32) >> 4;
+    return (step / kPanelSteps * panel_rows * kPanelRowBytes + step % kPanelSteps * kStepBytes) >> 4;
   }
 };
 
 // G += P^T dO, or G += dS^T Q.
-template <int dim>
+template <class Type, int dim>
 __device__ __forceinline__ void issue_gradient(float (&G)[dim / 2], const u32 (&P)[kBlockRows / 4], u32 rows) {
 #pragma unroll
-  for (int step = 0; step < kBlockRows / 16; ++step)
-    Wgmma<dim>::template multiply<kAcrossK>(G, P + 4 * step, rows + (step * 16 * 128 >> 4), 1);
+  for (int step = 0; step < kBlockRows / Type::kStep; ++step)
+    Wgmma<dim, Type::kType>::template multiply<kAcrossK>(G, P + 4 * step,
+                                                         rows + (step * Type::kStep * kPanelRowBytes >> 4), 1);
   wgmma_commit();
 }
 

@@ -17,10 +17,10 @@
 #include "sm90/backward/keys.cuh"
 
 enum : int {
-  kHeadFront = panels_in_registers(kHeadDim),
-  kValueFront = panels_in_registers(kValueDim),
-  kHeadRest = kHeadPanels - kHeadFront,
-  kValueRest = kValuePanels - kValueFront,
+  kHeadFront = panels_in_registers(ElementK::kType, kHeadDim),
+  kValueFront = panels_in_registers(ElementV::kType, kValueDim),
+  kHeadRest = kKPanels - kHeadFront,
+  kValueRest = kVPanels - kValueFront,
 };
 static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64);
 static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == 2);
@@ -40,24 +40,24 @@ struct KeysLoader : StepLoader {
       arrive();
       arrive();
     } else {
-      load_front<kHeadFront>(q, &p.k_map, block, n);
-      load_front<kValueFront>(o, &p.v_map, block, n);
+      load_front<ElementK, kHeadFront>(q, &p.k_map, block, n);
+      load_front<ElementV, kValueFront>(o, &p.v_map, block, n);
       announce(block);
-      if (kHeadRest > 0) load_keys_into<kHeadRest, kHeadFront>(k, &p.k_map, block, n);
+      if (kHeadRest > 0) load_keys_into<ElementK, kHeadRest, kHeadFront>(k, &p.k_map, block, n);
       else arrive();
-      if (kValueRest > 0) load_keys_into<kValueRest, kValueFront>(VRest(smem, 0), &p.v_map, block, n);
+      if (kValueRest > 0) load_keys_into<ElementV, kValueRest, kValueFront>(VRest(smem, 0), &p.v_map, block, n);
       else arrive();
     }
     k.advance();
   }
 
   // Loads the panels for registers into a stage of Q or dO. Its barrier expects two arrivals of the producer.
-  template <int panels, class Ring>
+  template <class Type, int panels, class Ring>
   __device__ __forceinline__ void load_front(Ring& to, const void* map, const KeyBlock& block, const Lengths& n) {
     to.wait_empty();
     if (elect_one()) mbarrier_arrive(to.full());
     __syncwarp();
-    load_keys_into<panels>(to, map, block, n);
+    load_keys_into<Type, panels>(to, map, block, n);
     to.advance();
   }
 
@@ -68,14 +68,17 @@ struct KeysLoader : StepLoader {
 };
 
 // The steps of 16 dims in the panels for registers.
-__device__ constexpr int max_front_steps(int dim) { return min_of(dim / 16, 4 * panels_in_registers(dim)); }
+template <class Type>
+__device__ constexpr int max_front_steps(int dim) {
+  return min_of(dim / Type::kStep, kPanelSteps * panels_in_registers(Type::kType, dim));
+}
 
 // P^T as one warpgroup passes it to the other: f16 has more bits than bf16, and the range that 2^p_log2 P needs.
 __device__ __forceinline__ u32 pack_factors(float low, float high) {
-  return kHalfP ? pack_half(low, high) : pack(low, high);
+  return kHalfP ? Half::pack(low, high) : ElementP::pack(low, high);
 }
-__device__ __forceinline__ float low_factor(u32 pair) { return kHalfP ? low_of_half(pair) : low_of(pair); }
-__device__ __forceinline__ float high_factor(u32 pair) { return kHalfP ? high_of_half(pair) : high_of(pair); }
+__device__ __forceinline__ float low_factor(u32 pair) { return kHalfP ? Half::low(pair) : ElementP::low(pair); }
+__device__ __forceinline__ float high_factor(u32 pair) { return kHalfP ? Half::high(pair) : ElementP::high(pair); }
 
 // The ring through which P^T goes from one warpgroup to the other, in the order of accumulators. Each of its two stages
 // has two named barriers: it has been written, and it has been read.
@@ -130,7 +133,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      KeyOperand<kHeadDim, max_front_steps(kHeadDim)> K;
+      KeyOperand<ElementK, kHeadDim, max_front_steps<ElementK>(kHeadDim)> K;
       q.wait_full();
       K.load(q.address(), k.address());
       q.release_loaded(leader);
@@ -172,7 +175,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
         u32 P[kBlockRows / 4];
 #pragma unroll
-        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = ElementP::pack(X[2 * i], X[2 * i + 1]);
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
           if (!kHasScoreSlope) {
@@ -190,7 +193,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         register_fence(dV);
         register_fence(P);
         wgmma_fence();
-        issue_gradient<kValueDim>(dV, P, tile_of(o.address()));
+        issue_gradient<ElementO, kValueDim>(dV, P, tile_of(o.address()));
         exchange.arrive_written();
         exchange.advance();
         if (step.state & kLastStep) {
@@ -217,7 +220,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_gradient<kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+    end_gradient<ElementV, kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
   }
 }
 
@@ -244,7 +247,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
     begin_gradient<kHeadDim>(p, dK, block, 0, p.partial_dk);
 
     if (block.state & kHasSteps) {
-      KeyOperand<kValueDim, max_front_steps(kValueDim)> V;
+      KeyOperand<ElementV, kValueDim, max_front_steps<ElementV>(kValueDim)> V;
       o.wait_full();
       V.load(o.address(), VRest(smem, 0).address());
       o.release_loaded(leader);
@@ -282,7 +285,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         }
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
 #pragma unroll
-        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = pack(X[2 * i], X[2 * i + 1]);
+        for (int i = 0; i < kBlockRows / 4; ++i) P[i] = ElementDs::pack(X[2 * i], X[2 * i + 1]);
         const u32 ds = smem + kKeysLayout.ds + exchange.stage * kKeysLayout.ds_bytes;
         tma_store_wait_read<kDsStages - 1>();
         __syncwarp();
@@ -294,7 +297,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         register_fence(dK);
         register_fence(P);
         wgmma_fence();
-        issue_gradient<kHeadDim>(dK, P, tile_of(q.address()));
+        issue_gradient<ElementQ, kHeadDim>(dK, P, tile_of(q.address()));
         store_global_ds(p, ds, 0, step.tile);
         if (step.state & kLastStep) {
           wgmma_wait<0>();
@@ -321,7 +324,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_gradient<kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);
+    end_gradient<ElementK, kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);
   }
   tma_store_wait();
 }

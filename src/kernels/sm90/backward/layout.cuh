@@ -1,28 +1,34 @@
 // The layouts of shared memory and of dS in the workspace, for the constants of kernel_config.h.
 #pragma once
-#include "kernel_config.h"
+#include "device/operands.cuh"
 #include "sm90/backward/layout.h"
 #include "sm90/backward/params.h"
 
-__device__ constexpr BackwardTile kTile = {kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
+__device__ constexpr BackwardTile kTile = {kOperands, kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 
+using ElementP = ElementO;   // of P, which is multiplied with dO
+using ElementDs = ElementQ;  // of dS, which is multiplied with Q and K
+
 enum : int {
   kThreads = 128 * (kConsumers + 1),
   kAccumulatesDq = kDqMethod != int(DqMethod::kStored),
   kOrderedDq = kDqMethod == int(DqMethod::kOrdered),
   kKeysThreads = 128 * (kConsumers + 1 + kAccumulatesDq),  // of keys.cu
-  kHeadPanels = panels_of_columns(kHeadDim),
-  kValuePanels = panels_of_columns(kValueDim),
-  kLastColumns = kHeadDim - 64 * (kHeadPanels - 1),  // columns of the last panel of Q and K
+  kQPanels = panels_of(ElementQ::kType, kHeadDim),
+  kKPanels = panels_of(ElementK::kType, kHeadDim),
+  kDqPanels = dq_panels_of(kHeadDim),
+  kVPanels = panels_of(ElementV::kType, kValueDim),
+  kOPanels = panels_of(ElementO::kType, kValueDim),
+  kLastColumns = kHeadDim - 64 * (kDqPanels - 1),  // columns of the last panel of dQ
   kRowSteps = kBlockRows / kDsTileRows,              // dS tiles of a score tile along its rows
   kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
-  kDqTilesOfStep = kRowSteps * kHeadPanels,
+  kDqTilesOfStep = kRowSteps * kDqPanels,
   // The last key blocks may be cut into two work tiles.
   kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHidesKeys && !kPacked,
 };

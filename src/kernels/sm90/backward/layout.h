@@ -1,20 +1,22 @@
 // Layouts of shared memory of the Hopper backward kernels.
 #pragma once
+#include "host_device/element.h"
 #include "host_device/score.h"
 #include "sm90/backward/work.h"
 
 namespace fulgur::kernels {
 
-// A panel is 64 columns of 2 bytes, swizzled: a line of 128 bytes for each row.
-enum : int { kBackwardPanelBytes = 64 * 128 };  // 64 rows of a panel
+enum : int { kBackwardPanelBytes = 64 * kPanelRowBytes };  // 64 rows of a panel
 
-FULGUR_SHARED int panels_of_columns(int dim) { return (dim + 63) / 64; }
+// dQ is accumulated by panels of 64 columns of f32.
+FULGUR_SHARED int dq_panels_of(int head_dim) { return (head_dim + 63) / 64; }
 
 // The panels of K or V that keys_wide.cu holds in registers.
-FULGUR_SHARED int panels_in_registers(int dim) { return min_of(panels_of_columns(dim), 2); }
+FULGUR_SHARED int panels_in_registers(Element type, int dim) { return min_of(panels_of(type, dim), 2); }
 
 // The constants of kernel_config.h that the layouts depend on.
 struct BackwardTile {
+  Operands types;
   int head_dim, value_dim, consumers, block_rows, block_keys, k_stages, q_stages, o_stages, ds_stages, row_tiles;
   int row_stages, dq_stages;
 };
@@ -80,8 +82,8 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   KeysLayout map = {};
   map.k_bytes = k_panels * tile.block_keys * 128;
   map.v_bytes = v_panels * tile.block_keys * 128;
-  map.q_bytes = panels_of_columns(tile.head_dim) * tile.block_rows * 128;
-  map.o_bytes = panels_of_columns(tile.value_dim) * tile.block_rows * 128;
+  map.q_bytes = panels_of(tile.types.q, tile.head_dim) * tile.block_rows * 128;
+  map.o_bytes = panels_of(tile.types.o, tile.value_dim) * tile.block_rows * 128;
   map.p_bytes = 2 * tile.block_rows * tile.block_keys;
   map.ds_bytes = tile.block_rows / kDsTileRows * kDsTileBytes;
   map.k = 0;
@@ -113,13 +115,15 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
 
 // The layout of keys.cu, in which P stays in registers.
 FULGUR_SHARED KeysLayout keys_layout(const BackwardTile& tile) {
-  return keys_layout_of(tile, panels_of_columns(tile.head_dim), panels_of_columns(tile.value_dim), 0);
+  return keys_layout_of(tile, panels_of(tile.types.k, tile.head_dim), panels_of(tile.types.v, tile.value_dim), 0);
 }
 
 // The layout of keys_wide.cu: two stages of P, and the panels of K and V that registers do not hold.
 FULGUR_SHARED KeysLayout keys_wide_layout(const BackwardTile& tile) {
-  return keys_layout_of(tile, panels_of_columns(tile.head_dim) - panels_in_registers(tile.head_dim),
-                        panels_of_columns(tile.value_dim) - panels_in_registers(tile.value_dim), 2);
+  const Element k = tile.types.k;
+  const Element v = tile.types.v;
+  return keys_layout_of(tile, panels_of(k, tile.head_dim) - panels_in_registers(k, tile.head_dim),
+                        panels_of(v, tile.value_dim) - panels_in_registers(v, tile.value_dim), 2);
 }
 
 // A row block: what the producer of rows.cu tells the consumers.
@@ -142,7 +146,7 @@ struct RowsLayout {
 FULGUR_SHARED RowsLayout rows_layout(const BackwardTile& tile) {
   RowsLayout map = {};
   map.ds_bytes = tile.consumers * tile.row_tiles * kDsTileBytes;
-  map.k_bytes = panels_of_columns(tile.head_dim) * kBackwardPanelBytes;
+  map.k_bytes = panels_of(tile.types.k, tile.head_dim) * kBackwardPanelBytes;
   map.stage_bytes = map.ds_bytes + map.k_bytes;
   map.stages = 0;
   map.block = map.stages + tile.row_stages * map.stage_bytes;

@@ -50,21 +50,22 @@ struct StepLoader {
   __device__ __forceinline__ int key_head(const KeyBlock& block) const { return quotient(block.head, p.splits); }
 
   // Loads panels of rows into a stage and makes the last arrival at its barrier.
-  template <int panels, int rows, int first = 0, class Ring>
+  template <class Type, int panels, int rows, int first = 0, class Ring>
   __device__ __forceinline__ void load(const Ring& to, const void* map, const Source& source, int row, bool may_clear,
                                        Keep keep) {
-    const bool cleared = load_rows<panels, rows, first>(to.address(), map, to.full(), smem + kKeysLayout.tail,
-                                                        tail_parity, source, row, may_clear, keep);
+    const bool cleared = load_rows<Type::kType, panels, rows, first>(
+        to.address(), map, to.full(), smem + kKeysLayout.tail, tail_parity, source, row, may_clear, keep);
     if (cleared)
       if (elect_one()) mbarrier_arrive(to.full());
   }
 
   // Loads panels of K or V of a key block.
-  template <int panels, int first = 0, class Ring>
+  template <class Type, int panels, int first = 0, class Ring>
   __device__ __forceinline__ void load_keys_into(const Ring& to, const void* map, const KeyBlock& block,
                                                  const Lengths& n) {
     const Source source = {n.k_start, n.sk, key_head(block), kPacked ? 0 : block.batch};
-    load<panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK, Keep::kShort);
+    load<Type, panels, kBlockKeys, first>(to, map, source, block.block * kBlockKeys, kPacked || kSeqUsedK,
+                                          Keep::kShort);
   }
 
   // Prefetches K and V of a key block to L2, during the last steps of the block before.
@@ -75,11 +76,11 @@ struct StepLoader {
 #pragma unroll
     for (int box = 0; box < kBlockKeys; box += 64) {
 #pragma unroll
-      for (int panel = 0; panel < kHeadPanels; ++panel)
-        tma_prefetch(&p.k_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
+      for (int panel = 0; panel < kKPanels; ++panel)
+        tma_prefetch(&p.k_map, {ElementK::kPanelColumns * panel, row + box, head, kPacked ? 0 : block.batch});
 #pragma unroll
-      for (int panel = 0; panel < kValuePanels; ++panel)
-        tma_prefetch(&p.v_map, {64 * panel, row + box, head, kPacked ? 0 : block.batch});
+      for (int panel = 0; panel < kVPanels; ++panel)
+        tma_prefetch(&p.v_map, {ElementV::kPanelColumns * panel, row + box, head, kPacked ? 0 : block.batch});
     }
   }
 
@@ -95,7 +96,7 @@ struct StepLoader {
   __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics,
                                                bool first) {
     q.wait_empty();
-    load<kHeadPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
+    load<ElementQ, kQPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     if (first) wait_for_earlier_kernels();
     if (elect_one()) {
       store_shared_struct(step_of(q), step);
@@ -114,7 +115,7 @@ struct StepLoader {
       bulk_load(delta_of(o), p.delta + statistics, kStatisticsBytes, o.full(), Keep::kLong);
     }
     __syncwarp();
-    load<kValuePanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
+    load<ElementO, kOPanels, kBlockRows>(o, &p.dout_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     o.advance();
   }
 };

@@ -1,7 +1,7 @@
 // Arguments of the Hopper backward kernels (sm90/backward/*.cu), which the host and the device share.
 //
-// kernel_config.h, generated per plan, holds one `#define` and one anonymous enum of ints:
-//   #define FULGUR_INPUT "bf16"     PTX type of every tensor but the statistics: "bf16" or "f16"
+// kernel_config.h, generated per plan, holds an anonymous enum of ints:
+//   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups: 2, or 1 for a short call

@@ -4,6 +4,7 @@
 // sequence, which no later kernel writes.
 #include "sm90/common/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/math.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"
@@ -19,7 +20,7 @@ enum : int {
 struct Columns {
   u32 packed[4];
 };
-__device__ __forceinline__ Columns load_columns(const unsigned short* from, int count) {
+__device__ __forceinline__ Columns load_columns(const ElementO::Memory* from, int count) {
   Columns x = {};
   if (!kElements) {
     if (count > 0) {
@@ -39,23 +40,27 @@ __device__ __forceinline__ float row_product(const Columns& out, const Columns& 
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    sum += low_of(out.packed[i]) * low_of(dout.packed[i]) + high_of(out.packed[i]) * high_of(dout.packed[i]);
+    sum += ElementO::low(out.packed[i]) * ElementO::low(dout.packed[i]) +
+           ElementO::high(out.packed[i]) * ElementO::high(dout.packed[i]);
 #pragma unroll
   for (int bit = 1; bit < kLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
   return sum;
 }
 
 // Sets rows [first, count) of a tensor without a batch to 0.
+template <class Type>
 __device__ __forceinline__ void clear_rows(const StridedTensor& t, int first, int count, int heads, int dim) {
   for (long long row = first + (long long)(blockIdx.x); row < count; row += gridDim.x)
-    for (int i = threadIdx.x; i < heads * dim; i += blockDim.x) t.data[row * t.row + i / dim * t.head + i % dim] = 0;
+    for (int i = threadIdx.x; i < heads * dim; i += blockDim.x)
+      static_cast<typename Type::Memory*>(t.data)[row * t.row + i / dim * t.head + i % dim] = 0;
 }
 
 // Sets packed rows before the first sequence and after the last one to 0.
+template <class Type>
 __device__ __forceinline__ void clear_around(const StridedTensor& t, const int* cu_seqlens, int batch, int total,
                                              int heads, int dim) {
-  clear_rows(t, 0, min(cu_seqlens[0], total), heads, dim);
-  clear_rows(t, max(cu_seqlens[batch], 0), total, heads, dim);
+  clear_rows<Type>(t, 0, min(cu_seqlens[0], total), heads, dim);
+  clear_rows<Type>(t, max(cu_seqlens[batch], 0), total, heads, dim);
 }
 
 __device__ __forceinline__ float load_row_number(const StridedRows& rows, int batch, int row, int head) {
@@ -81,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     if (!kAccumulatesDq && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kDsTileBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
-      clear_around(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
-      clear_around(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
-      clear_around(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
+      clear_around<ElementQ>(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
+      clear_around<ElementK>(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
+      clear_around<ElementV>(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
     }
   }
   const int lane = threadIdx.x % kLanes;
@@ -95,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     const Lengths n = lengths_of(p, batch);
     if (kSeqUsedQ) {
       StridedTensor dq = p.dq;
-      dq.data = const_cast<unsigned short*>(row_of(p.dq, batch, n.q_start, head));
-      clear_rows(dq, n.sq, query_rows(p, batch), 1, p.d);
+      dq.data = row_of<ElementQ>(p.dq, batch, n.q_start, head);
+      clear_rows<ElementQ>(dq, n.sq, query_rows(p, batch), 1, p.d);
     }
     const int end = count_of(n.sq, kStatisticsRows) * kStatisticsRows;
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
@@ -108,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first + i * kRowsAtOnce + int(threadIdx.x / kLanes);
         const int count = row < n.sq ? p.dv - column : 0;
-        out[i] = load_columns(row_of(p.out, batch, n.q_start + row, head) + column, count);
-        dout[i] = load_columns(row_of(p.dout, batch, n.q_start + row, head) + column, count);
+        out[i] = load_columns(row_of<ElementO>(p.out, batch, n.q_start + row, head) + column, count);
+        dout[i] = load_columns(row_of<ElementO>(p.dout, batch, n.q_start + row, head) + column, count);
         lse[i] = lane == 0 && row < n.sq ? load_row_number(p.lse, batch, n.q_start + row, head) : 0;
       }
       bool clears = kAccumulatesDq;
@@ -117,12 +122,12 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, first / kBlockRows);
         const int split = batch_head / p.split_heads * p.row_splits + first / kBlockRows / p.row_split_tiles;
         const int block = is_ascending(p.key_blocks, split) ? blocks.begin : blocks.end - 1;
-        if (threadIdx.x < kHeadPanels)
-          p.dq_semaphore[(at + first) / 64 * kHeadPanels + threadIdx.x] = kFirstToAdd | block;
+        if (threadIdx.x < kDqPanels)
+          p.dq_semaphore[(at + first) / 64 * kDqPanels + threadIdx.x] = kFirstToAdd | block;
         clears = blocks.begin >= blocks.end;  // no key block adds to these rows
       }
       if (clears) {
-        float4* accum = reinterpret_cast<float4*>(p.dq_accum + (at + first) * (64 * kHeadPanels));
+        float4* accum = reinterpret_cast<float4*>(p.dq_accum + (at + first) * (64 * kDqPanels));
 #pragma unroll
         for (int i = 0; i < 16 * kHeadDim / kPrepareThreads; ++i)
           accum[i * kPrepareThreads + threadIdx.x] = {0, 0, 0, 0};

@@ -12,7 +12,7 @@ enum : int {
 
 // Reduces kReduceColumns columns from `column` on of a gradient `to` with `columns` columns, at key block `number` of a
 // kv head.
-template <int dim>
+template <class Type, int dim>
 __device__ __forceinline__ void reduce(const BackwardParams& p, int batch, int head, int number, int column,
                                        float* partial, StridedTensor to, int columns, float scale) {
   const int strip = threadIdx.x / 128;
@@ -27,8 +27,8 @@ __device__ __forceinline__ void reduce(const BackwardParams& p, int batch, int h
     for (int i = 0; i < kReduceColumns / 2; ++i)
       if (column / 2 + i < dim / 2) G[i] += from[i * 2 * kBlockKeys];
   }
-  to.data += column;
-  store_key_gradient<kReduceColumns>(p, G, block, head, strip, to, columns - column, scale);
+  to.data = static_cast<typename Type::Memory*>(to.data) + column;
+  store_key_gradient<Type, kReduceColumns>(p, G, block, head, strip, to, columns - column, scale);
 }
 
 // Grid: (key blocks times chunks of columns, batch * hk).
@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(kReduceThreads)
       const int number = at / kChunks;
       const int chunk = at % kChunks;
       if (chunk < kHeadChunks) {
-        reduce<kHeadDim>(p, batch, head, number, kReduceColumns * chunk, p.partial_dk, p.dk, p.d, p.scale);
+        reduce<ElementK, kHeadDim>(p, batch, head, number, kReduceColumns * chunk, p.partial_dk, p.dk, p.d, p.scale);
       } else {
-        reduce<kValueDim>(p, batch, head, number, kReduceColumns * (chunk - kHeadChunks), p.partial_dv, p.dv_grad, p.dv,
-                          p.dv_scale);
+        reduce<ElementV, kValueDim>(p, batch, head, number, kReduceColumns * (chunk - kHeadChunks), p.partial_dv,
+                                    p.dv_grad, p.dv, p.dv_scale);
       }
     }
 }

@@ -12,26 +12,26 @@
 enum : int { kHeadShare = (kHeadDim + 31) / 32, kValueShare = (kValueDim + 31) / 32 };
 
 // Loads and stores a lane's share of a row: every 32nd column.
-template <int share>
-__device__ __forceinline__ void load_row(const unsigned short* row, int dims, float (&x)[share]) {
+template <class Type, int share>
+__device__ __forceinline__ void load_row(const typename Type::Memory* row, int dims, float (&x)[share]) {
 #pragma unroll
   for (int i = 0; i < share; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
-    x[i] = column < dims ? to_float(row[column]) : 0;
+    x[i] = column < dims ? Type::to_float(row[column]) : 0;
   }
 }
-template <int share>
-__device__ __forceinline__ void store_row(unsigned short* row, int dims, const float (&x)[share], float scale) {
+template <class Type, int share>
+__device__ __forceinline__ void store_row(typename Type::Memory* row, int dims, const float (&x)[share], float scale) {
 #pragma unroll
   for (int i = 0; i < share; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
-    if (column < dims) row[column] = static_cast<unsigned short>(pack(x[i] * scale, 0));
+    if (column < dims) row[column] = static_cast<typename Type::Memory>(Type::pack(x[i] * scale, 0));
   }
 }
-template <int share>
-__device__ __forceinline__ bool row_is_finite(const unsigned short* row, int dims) {
+template <class Type, int share>
+__device__ __forceinline__ bool row_is_finite(const typename Type::Memory* row, int dims) {
   float x[share];
-  load_row(row, dims, x);
+  load_row<Type>(row, dims, x);
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < share; ++i) finite = finite && fabsf(x[i]) < infinity();
@@ -89,13 +89,13 @@ __device__ __forceinline__ long long statistics_of(const BackwardParams& p, cons
 __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch, int head, int row) {
   const Lengths n = lengths_of(p, batch);
   if (row >= n.sq) return;
-  unsigned short* dq = row_of(p.dq, batch, n.q_start + row, head);
-  if (row_is_finite<kHeadShare>(dq, p.d)) return;
+  ElementQ::Memory* dq = row_of<ElementQ>(p.dq, batch, n.q_start + row, head);
+  if (row_is_finite<ElementQ, kHeadShare>(dq, p.d)) return;
   float q[kHeadShare];
   float dout[kValueShare];
   float sum[kHeadShare] = {};
-  load_row(row_of(p.q, batch, n.q_start + row, head), p.d, q);
-  load_row(row_of(p.dout, batch, n.q_start + row, head), p.dv, dout);
+  load_row<ElementQ>(row_of<ElementQ>(p.q, batch, n.q_start + row, head), p.d, q);
+  load_row<ElementO>(row_of<ElementO>(p.dout, batch, n.q_start + row, head), p.dv, dout);
   const long long at = statistics_of(p, n, batch, head) + row;
   const ScoreHead of_head = score_head(p, batch, head);
   const KeyRange keys = visible_keys(band_of(p), n, row);
@@ -104,29 +104,29 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   for (int key = keys.begin; key < keys.end && !lost(sum, p.d); ++key) {
     float k[kHeadShare];
     float v[kValueShare];
-    load_row(row_of(p.k, batch, n.k_start + key, head / p.group), p.d, k);
-    load_row(row_of(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
+    load_row<ElementK>(row_of<ElementK>(p.k, batch, n.k_start + key, head / p.group), p.d, k);
+    load_row<ElementV>(row_of<ElementV>(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
     const Weights weights = weights_of(p, score_context(of_head, row, diagonal_of(n, row), key), dot(q, k),
                                        dot(dout, v), kept_of(p, dropout, batch, head, row, key), p.shift[at],
                                        p.delta[at]);
     add(sum, weights.ds, k);
   }
-  store_row(dq, p.d, sum, p.scale);
+  store_row<ElementQ>(dq, p.d, sum, p.scale);
 }
 
 // Recomputes a row of dK and dV that is not finite.
 __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, int head, int key) {
   const Lengths n = lengths_of(p, batch);
   if (key >= n.sk) return;
-  unsigned short* dk = row_of(p.dk, batch, n.k_start + key, head);
-  unsigned short* dv = row_of(p.dv_grad, batch, n.k_start + key, head);
-  if (row_is_finite<kHeadShare>(dk, p.d) && row_is_finite<kValueShare>(dv, p.dv)) return;
+  ElementK::Memory* dk = row_of<ElementK>(p.dk, batch, n.k_start + key, head);
+  ElementV::Memory* dv = row_of<ElementV>(p.dv_grad, batch, n.k_start + key, head);
+  if (row_is_finite<ElementK, kHeadShare>(dk, p.d) && row_is_finite<ElementV, kValueShare>(dv, p.dv)) return;
   float k[kHeadShare];
   float v[kValueShare];
   float sum_k[kHeadShare] = {};
   float sum_v[kValueShare] = {};
-  load_row(row_of(p.k, batch, n.k_start + key, head), p.d, k);
-  load_row(row_of(p.v, batch, n.k_start + key, head), p.dv, v);
+  load_row<ElementK>(row_of<ElementK>(p.k, batch, n.k_start + key, head), p.d, k);
+  load_row<ElementV>(row_of<ElementV>(p.v, batch, n.k_start + key, head), p.dv, v);
   const Band band = band_of(p);
   const RowTiles rows = row_tiles(band, n, 1, key, 1);
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
@@ -136,8 +136,8 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
     for (int g = head * p.group; g < (head + 1) * p.group; ++g) {
       float q[kHeadShare];
       float dout[kValueShare];
-      load_row(row_of(p.q, batch, n.q_start + row, g), p.d, q);
-      load_row(row_of(p.dout, batch, n.q_start + row, g), p.dv, dout);
+      load_row<ElementQ>(row_of<ElementQ>(p.q, batch, n.q_start + row, g), p.d, q);
+      load_row<ElementO>(row_of<ElementO>(p.dout, batch, n.q_start + row, g), p.dv, dout);
       const long long at = statistics_of(p, n, batch, g) + row;
       const ScoreContext place = score_context(score_head(p, batch, g), row, diagonal_of(n, row), key);
       const Weights weights = weights_of(p, place, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
@@ -146,8 +146,8 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
       add(sum_v, weights.p, dout);
     }
   }
-  store_row(dk, p.d, sum_k, p.scale);
-  store_row(dv, p.dv, sum_v, 1);
+  store_row<ElementK>(dk, p.d, sum_k, p.scale);
+  store_row<ElementV>(dv, p.dv, sum_v, 1);
 }
 
 // Repairs the share of warp `warp` of `warps` of all rows of dK and dV.

@@ -7,7 +7,7 @@
 #include "sm90/backward/repair.cuh"
 #include "sm90/backward/params.h"
 
-enum : int { kRoundThreads = 128 * kHeadPanels, kRepairs = kHidesKeys };
+enum : int { kRoundThreads = 128 * kDqPanels, kRepairs = kHidesKeys };
 
 // A CTA takes 64 rows, a warpgroup of it one panel. Grid: (chunks of 64 rows of the longest sequence, batch * hq).
 extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
@@ -23,9 +23,9 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
     for (int first = 64 * blockIdx.x; first < n.sq; first += 64 * gridDim.x) {
       // The dQ tiles of 64 rows follow each other, one for each panel.
-      const float4* accum = reinterpret_cast<const float4*>(p.dq_accum + (at + first) * (64 * kHeadPanels));
+      const float4* accum = reinterpret_cast<const float4*>(p.dq_accum + (at + first) * (64 * kDqPanels));
       const int row = first + int(warp_row() + thread_row());
-      unsigned short* dq = row_of(p.dq, batch, n.q_start + row, head);
+      ElementQ::Memory* dq = row_of<ElementQ>(p.dq, batch, n.q_start + row, head);
       float dQ[32] = {};
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
@@ -37,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
         dQ[4 * j + 2] = x.z;
         dQ[4 * j + 3] = x.w;
       }
-      Finite finite;
-      store_global_fragment<64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ, p.scale,
-                                           p.scale, finite);
+      Finite<ElementQ> finite;
+      store_global_fragment<ElementQ, 64, kElements>(dq + 64 * panel, p.dq.row, n.sq - row, p.d - 64 * panel, dQ,
+                                                     p.scale, p.scale, finite);
       if constexpr (kRepairs)
         if (__syncthreads_or(finite.trace != 0))
           for (int i = threadIdx.x / 32; i < 64; i += kRoundThreads / 32) repair_query(p, batch, head, first + i);

@@ -93,7 +93,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           }
         }
         __syncwarp();
-        if (load_rows<kHeadPanels, kDsTileKeys>(buffer + kRowsLayout.ds_bytes, &p.k_map, stages.full(),
+        if (load_rows<ElementK::kType, kKPanels, kDsTileKeys>(buffer + kRowsLayout.ds_bytes, &p.k_map, stages.full(),
                                                smem + kRowsLayout.tail, tail_parity, source, step * kDsTileKeys,
                                                kPacked || kSeqUsedK, Keep::kLong))
           if (elect_one()) mbarrier_arrive(stages.full());
@@ -135,9 +135,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile)
 #pragma unroll
-        for (int part = 0; part < kDsTileKeys / 16; ++part)
-          Wgmma<kHeadDim>::template multiply<kAcrossK, kAcrossK>(
-              dQ[tile], ds + ((tile * kDsTileBytes + part * 16 * 128) >> 4), k + (part * 16 * 128 >> 4), 1);
+        for (int part = 0; part < kDsTileKeys / ElementK::kStep; ++part)
+          Wgmma<kHeadDim, ElementK::kType>::template multiply<kAcrossK, kAcrossK>(
+              dQ[tile], ds + ((tile * kDsTileBytes + part * ElementK::kStep * kPanelRowBytes) >> 4),
+              k + (part * ElementK::kStep * kPanelRowBytes >> 4), 1);
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
@@ -146,14 +147,15 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     }
 
     const Lengths n = lengths_of(p, block.batch);
-    Finite finite;
+    Finite<ElementQ> finite;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const int first = block.row + int(consumer() * kRowTiles + tile) * kDsTileRows;
       if (first >= n.sq) break;  // a second exit; without it the compiler may keep the loop, and dQ in memory
       const int row = first + int(warp_row() + thread_row());
-      unsigned short* dq = row_of(p.dq, block.batch, n.q_start + row, block.head);
-      store_global_fragment<kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale, finite);
+      ElementQ::Memory* dq = row_of<ElementQ>(p.dq, block.batch, n.q_start + row, block.head);
+      store_global_fragment<ElementQ, kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale,
+                                                           finite);
     }
     finite.report(p.not_finite);
   }

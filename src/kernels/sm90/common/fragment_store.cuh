@@ -3,18 +3,20 @@
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
 #include "sm90/common/fragment.cuh"
-#include "device/math.cuh"
+#include "device/operands.cuh"
 #include "device/schedule.cuh"
 
-__device__ __forceinline__ unsigned short* row_of(const StridedTensor& t, int batch, int row, int head) {
-  return t.data + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
+template <class Type>
+__device__ __forceinline__ typename Type::Memory* row_of(const StridedTensor& t, int batch, int row, int head) {
+  return static_cast<typename Type::Memory*>(t.data) + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
 }
 
 // Packed values on their way out, and whether all so far were finite.
+template <class Type>
 struct Finite {
   u32 trace = 0;  // 0 * everything
   __device__ __forceinline__ void add(u32 packed) {
-    if (kHidesKeys) trace = packed_fma(packed, 0, trace);
+    if (kHidesKeys) trace = Type::fma(packed, 0, trace);
   }
   // Says so where they were not.
   __device__ __forceinline__ void report(int* not_finite) const {
@@ -23,14 +25,14 @@ struct Finite {
 };
 
 // 8 columns of a row, of which `count` exist.
-template <bool elements>
-__device__ __forceinline__ void store_global_columns(unsigned short* to, const u32 (&x)[4], int count) {
+template <bool elements, class Memory>
+__device__ __forceinline__ void store_global_columns(Memory* to, const u32 (&x)[4], int count) {
   if (!elements) {
     if (count > 0) *reinterpret_cast<uint4*>(to) = {x[0], x[1], x[2], x[3]};
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (i < count) to[i] = static_cast<unsigned short>(x[i / 2] >> (i % 2 * 16));
+      if (i < count) to[i] = static_cast<Memory>(x[i / 2] >> (i % 2 * 16));
   }
 }
 
@@ -53,14 +55,14 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 // 32 columns, the last time perhaps 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on; `out` is where
 // the row's begin, `dims` so many it has. Quads exchange so that a thread holds 8 adjacent columns, 16 bytes, which are
 // stored at once or by `elements`.
-template <int columns, bool elements>
-__device__ __forceinline__ void store_global_row(unsigned short* out, int dims, const float (&x)[columns / 2], int i,
-                                                 int half, float scale, Finite& finite) {
+template <class Type, int columns, bool elements>
+__device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
+                                                 int i, int half, float scale, Finite<Type>& finite) {
   u32 y[4];  // y[j]: this thread's pair of columns of the j-th group of 8
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int at = i + 4 * j + 2 * half;
-    y[j] = at < columns / 2 ? pack(x[at] * scale, x[at + 1] * scale) : 0;
+    y[j] = at < columns / 2 ? Type::pack(x[at] * scale, x[at + 1] * scale) : 0;
     if (half == 0) finite.add(y[j]);
   }
   quad_transpose(y);
@@ -69,13 +71,13 @@ __device__ __forceinline__ void store_global_row(unsigned short* out, int dims, 
 }
 
 // `columns` columns of the rows r, at `out`, and r + 8; `rows` rows exist from r on.
-template <int columns, bool elements>
-__device__ __forceinline__ void store_global_fragment(unsigned short* out, long long row_stride, int rows, int dims,
-                                                      const float (&x)[columns / 2], float scale0, float scale1,
-                                                      Finite& finite) {
+template <class Type, int columns, bool elements>
+__device__ __forceinline__ void store_global_fragment(typename Type::Memory* out, long long row_stride, int rows,
+                                                      int dims, const float (&x)[columns / 2], float scale0,
+                                                      float scale1, Finite<Type>& finite) {
 #pragma unroll
   for (int i = 0; i < columns / 2; i += 16) {
-    store_global_row<columns, elements>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);
-    store_global_row<columns, elements>(out + 8 * row_stride, rows > 8 ? dims : 0, x, i, 1, scale1, finite);
+    store_global_row<Type, columns, elements>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);
+    store_global_row<Type, columns, elements>(out + 8 * row_stride, rows > 8 ? dims : 0, x, i, 1, scale1, finite);
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "sm90/ptx/mbarrier.cuh"
 #include "device/memory.cuh"
+#include "host_device/element.h"
 #include "sm90/ptx/tma.cuh"
 
 // Rows of a head of a sequence: where its first one lies in the tensor, and how many there are.
@@ -10,24 +11,25 @@ struct Source {
   int head, batch;
 };
 
-// Fills a buffer of panels of `rows` rows, from panel `first` and a sequence's `row` on. Where rows after its end are
-// not TMA's zeros but a neighbour's or padding, they are cleared: they would meet P = 0 or dS = 0, and 0 * NaN is NaN.
+// Fills a buffer of panels of `rows` rows, of elements of `type`, from panel `first` and a sequence's `row` on. Where
+// rows after its end are not TMA's zeros but a neighbour's or padding, they are cleared: they would meet P = 0 or
+// dS = 0, and 0 * NaN is NaN.
 // `tail` is a barrier of the warp's own. The barrier `full` has been told of the bytes unless this returns true: then
 // it is for the caller to arrive.
-template <int panels, int rows, int first = 0>
+template <Element type, int panels, int rows, int first = 0>
 __device__ __forceinline__ bool load_rows(u32 buffer, const void* map, u32 full, u32 tail, u32& tail_parity,
                                           const Source& source, int row, bool may_clear, Keep keep) {
   const int valid = source.count - row;
   const bool clear = may_clear && valid < rows;
   const u32 landed = clear ? tail : full;
   if (elect_one()) {
-    mbarrier_arrive_expect(landed, panels * rows * 128);
+    mbarrier_arrive_expect(landed, panels * rows * kPanelRowBytes);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
 #pragma unroll
       for (int box = 0; box < rows; box += 64)
-        tma_load(buffer + (panel * rows + box) * 128, map, landed,
-                 {64 * (first + panel), source.first + row + box, source.head, source.batch}, keep);
+        tma_load(buffer + (panel * rows + box) * kPanelRowBytes, map, landed,
+                 {panel_columns(type) * (first + panel), source.first + row + box, source.head, source.batch}, keep);
   }
   if (!clear) return false;
   const u32 lane = lane_of_warp();
@@ -36,8 +38,8 @@ __device__ __forceinline__ bool load_rows(u32 buffer, const void* map, u32 full,
 #pragma unroll 1
   for (int panel = 0; panel < panels; ++panel)
 #pragma unroll 1
-    for (int at = max(valid, 0) * 128 + 16 * lane; at < rows * 128; at += 512)
-      store_shared_zero16(buffer + panel * rows * 128 + at);
+    for (int at = max(valid, 0) * kPanelRowBytes + 16 * lane; at < rows * kPanelRowBytes; at += 512)
+      store_shared_zero16(buffer + panel * rows * kPanelRowBytes + at);
   fence_async_proxy();
   __syncwarp();
   return true;

@@ -7,9 +7,9 @@
 // How O leaves: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.
 enum Store : int { kStoreTiles, kStoreRows, kStoreElements };
 
-__device__ __forceinline__ unsigned short* output_row(const AttentionParams& p, const Place& place, const Lengths& n,
+__device__ __forceinline__ ElementO::Memory* output_row(const AttentionParams& p, const Place& place, const Lengths& n,
                                                       int row) {
-  return const_cast<unsigned short*>(row_of(p.o, place.batch, n.q_start + row, place.head));
+  return row_of<ElementO>(p.o, place.batch, n.q_start + row, place.head);
 }
 
 // The normalizer with what dropout multiplies the entries that it keeps with.
@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const
 // The 16 rows of a warp straight from registers.
 __device__ __forceinline__ void store_global_rows(const AttentionParams& p, const Place& place, const Lengths& n,
                                                   int row, const float (&O)[kValueDim / 2], float scale0,
-                                                  float scale1, Finite& finite) {
+                                                  float scale1, Finite<ElementO>& finite) {
   row += thread_row();
-  store_global_fragment<kValueDim, kStore == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row, p.dv, O,
-                                                             scale0, scale1, finite);
+  store_global_fragment<ElementO, kValueDim, kStore == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row,
+                                                                       p.dv, O, scale0, scale1, finite);
 }

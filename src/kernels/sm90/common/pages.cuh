@@ -33,15 +33,18 @@ __device__ __forceinline__ PageRow page_row(const KeyPages& pages, int batch, in
 }
 
 // A row of K or V; null where no page holds it.
-__device__ __forceinline__ const unsigned short* key_row(const AttentionParams& p, const StridedTensor& t,
-                                                         const Place& place, const Lengths& n, int key) {
+template <class Type>
+__device__ __forceinline__ const typename Type::Memory* key_row(const AttentionParams& p, const StridedTensor& t,
+                                                                const Place& place, const Lengths& n, int key) {
   const int head = place.head / p.group;
-  if (kPage == 0) return row_of(t, place.batch, n.k_start + key, head);
+  if (kPage == 0) return row_of<Type>(t, place.batch, n.k_start + key, head);
   const PageRow at = page_row(p.pages, place.batch, n.k_start, n.sk, key);
-  return at.page < 0 ? nullptr : t.data + at.page * t.batch + at.row * t.row + head * t.head;
+  if (at.page < 0) return nullptr;
+  return static_cast<const typename Type::Memory*>(t.data) + at.page * t.batch + at.row * t.row + head * t.head;
 }
 
 // Its elements are zeros there.
-__device__ __forceinline__ float element_of(const unsigned short* row, int column) {
-  return kPage == 0 || row != nullptr ? to_float(row[column]) : 0;
+template <class Type>
+__device__ __forceinline__ float element_of(const typename Type::Memory* row, int column) {
+  return kPage == 0 || row != nullptr ? Type::to_float(row[column]) : 0;
 }

@@ -25,9 +25,10 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
 #pragma unroll 1
     for (int key = walk.tile * kBlockKeys; key < end; ++key) {
       if (key >= seen.begin && key < seen.end) continue;
-      const unsigned short* v = key_row(p, p.v, place, n, key);
+      const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
 #pragma unroll 1
-      for (int i = threadIdx.x % 32; i < p.dv; i += 32) found = found || !(fabsf(element_of(v, i)) < infinity());
+      for (int i = threadIdx.x % 32; i < p.dv; i += 32)
+        found = found || !(fabsf(element_of<ElementV>(v, i)) < infinity());
     }
   }
   return __any_sync(0xffffffff, found);
@@ -42,9 +43,9 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   constexpr int kOutput = (kValueDim + 31) / 32;
   float q[kQuery];
   float o[kOutput];
-  const unsigned short* q_row = row_of(p.q, place.batch, n.q_start + row, place.head);
+  const ElementQ::Memory* q_row = row_of<ElementQ>(p.q, place.batch, n.q_start + row, place.head);
 #pragma unroll
-  for (int i = 0; i < kQuery; ++i) q[i] = lane + 32 * i < p.d ? to_float(q_row[lane + 32 * i]) : 0;
+  for (int i = 0; i < kQuery; ++i) q[i] = lane + 32 * i < p.d ? ElementQ::to_float(q_row[lane + 32 * i]) : 0;
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
@@ -53,11 +54,11 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
-    const unsigned short* k = key_row(p, p.k, place, n, key);
-    const unsigned short* v = key_row(p, p.v, place, n, key);
+    const ElementK::Memory* k = key_row<ElementK>(p, p.k, place, n, key);
+    const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
     float s = 0;
 #pragma unroll
-    for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of(k, lane + 32 * i) : 0;
+    for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of<ElementK>(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
     float weight = exp2_fast(exponent(p, score_context(head, row, diagonal_of(n, row), key), s, shift));
@@ -66,16 +67,16 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
     for (int i = 0; i < kOutput; ++i) {
       if (lane + 32 * i >= p.dv) continue;
-      o[i] += weight * element_of(v, lane + 32 * i);
+      o[i] += weight * element_of<ElementV>(v, lane + 32 * i);
       done = done && o[i] != o[i];
     }
     done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
   }
-  unsigned short* out = output_row(p, place, n, row);
+  ElementO::Memory* out = output_row(p, place, n, row);
   const float scale = output_scale(p, place, sum, shift);
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) {
-    if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<unsigned short>(pack(o[i] * scale, 0));
+    if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<ElementO::Memory>(ElementO::pack(o[i] * scale, 0));
   }
 }
 

@@ -3,9 +3,12 @@
 #pragma once
 #include "sm90/common/fragment.cuh"
 #include "device/math.cuh"
+#include "device/operands.cuh"
+
+using ElementP = ElementV;  // of P, which is multiplied with V
 
 // Of a row of P, a thread's columns together, before the maximum moves; f16 holds 65504 at most.
-enum : int { kSumLimit = FULGUR_INPUT[0] == 'b' ? 1 << 24 : 1 << 12 };
+enum : int { kSumLimit = ElementP::kType == kBF16 ? 1 << 24 : 1 << 12 };
 
 // Softmax state of the two rows r and r + 8 that a thread shares with its quad.
 struct Rows {
@@ -34,8 +37,8 @@ __device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u
     a1 = i == 0 ? p1 : a1 + p1;
     b0 = i == 0 ? p2 : b0 + p2;
     b1 = i == 0 ? p3 : b1 + p3;
-    P[i / 2] = pack(p0, p1);
-    P[i / 2 + 1] = pack(p2, p3);
+    P[i / 2] = ElementP::pack(p0, p1);
+    P[i / 2 + 1] = ElementP::pack(p2, p3);
   }
   sum0 = a0 + a1;
   sum1 = b0 + b1;

@@ -1,6 +1,6 @@
 // What kernels are told of tensors that TMA reads and writes.
 //
-// 16-bit elements, rank 4, dims innermost first {dim, seqlen, heads, batch}, element strides 1, interleave none,
+// Rank 4, dims innermost first {dim, seqlen, heads, batch}, element strides 1, interleave none,
 // swizzle 128B, L2 promotion 256B, out-of-bounds fill zero. Byte strides are those of seqlen, heads and batch
 // (multiples of 16; the base too). Packed: seqlen extent = total rows, batch extent = 1. Extents are the true d / dv
 // (not rounded) and the true seqlen.

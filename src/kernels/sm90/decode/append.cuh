@@ -7,13 +7,13 @@
 #include "device/semaphore.cuh"
 #include "sm90/decode/schedule/schedule.cuh"
 
-constexpr Element kElement = FULGUR_INPUT[0] == 'b' ? kBF16 : kF16;
-
 // Head `head` of the K of a new row, or of its V.
 __device__ __forceinline__ void append_key_head(const AppendParams& a, const AppendToken& token, bool of_v, int head,
                                                 int lane) {
   const AppendPlace to = place_of(a, token);
-  if (to.exists) append_head<kElement>(a, of_v ? a.v : a.k, token, to, head, lane);
+  if (!to.exists) return;
+  if (of_v) append_head<ElementV::kType>(a, a.v, token, to, head, lane);
+  else append_head<ElementK::kType>(a, a.k, token, to, head, lane);
 }
 
 // Groups of lanes take a row each.
@@ -63,7 +63,7 @@ class RowWriter {
     const int query = row / kGroup;
     const AppendToken token = {true, tile.batch, query, tile.sequence.n.q_start + query};
     const AppendPlace to = place_of_query(a_, token);
-    if (to.exists) append_head<kElement>(a_, a_.q, token, to, tile.head * kGroup + row % kGroup, lane_);
+    if (to.exists) append_head<ElementQ::kType>(a_, a_.q, token, to, tile.head * kGroup + row % kGroup, lane_);
   }
 
   const AppendParams& a_;

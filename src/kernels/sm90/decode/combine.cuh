@@ -79,7 +79,7 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTi
         const float shift_of_row = __shfl_sync(0xffffffff, shift, i * kLanes);
         if (row + i >= in_tile.count || column >= kValueDim) continue;
         if (whole)
-          store_columns(p, row_of_tile(p, p.o, tile, in_tile.first + row + i), column, x[i],
+          store_columns(p, row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row + i), column, x[i],
                         normalizer(p.sinks, head_of_row(tile, in_tile.first + row + i), sum_of_row, shift_of_row));
         else
           *reinterpret_cast<float4*>(row_of_split(0, row + i) + column) = x[i];

@@ -13,7 +13,7 @@
 
 static_assert(!kWarpgroupPath && !Schedule::kCombineKernel);
 
-enum : int { kQPanelBytes = kBlockRows * 128 };
+enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
 
 // Q of the work tiles that have keys, one after another. All threads copy it through registers: ahead of its place in
 // shared memory, or when that is free where registers are full, as elements need them, and all that scores may need
@@ -122,8 +122,8 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 
       u32 b[4];
       const u32 row = keys + lane % 8 + lane / 16 * 8;
       load_shared_matrices(k + step / 4 * kPanelBytes + swizzled(row, step % 4 * 2 + lane / 8 % 2), b);
-      multiply_16_8_16(S + keys / 2, a, b[0], b[1]);
-      multiply_16_8_16(S + keys / 2 + 4, a, b[2], b[3]);
+      multiply_16_8_16<ElementK::kType>(S + keys / 2, a, b[0], b[1]);
+      multiply_16_8_16<ElementK::kType>(S + keys / 2 + 4, a, b[2], b[3]);
     }
   }
 }
@@ -138,8 +138,8 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
       u32 b[4];
       load_shared_matrices_transposed(
           v + column / 64 * kPanelBytes + swizzled(keys + lane % 16, column % 64 / 8 + lane / 16), b);
-      multiply_16_8_16(O + column / 2, P + keys / 4, b[0], b[1]);
-      multiply_16_8_16(O + column / 2 + 4, P + keys / 4, b[2], b[3]);
+      multiply_16_8_16<ElementV::kType>(O + column / 2, P + keys / 4, b[0], b[1]);
+      multiply_16_8_16<ElementV::kType>(O + column / 2 + 4, P + keys / 4, b[2], b[3]);
     }
 }
 

@@ -16,7 +16,7 @@
 static_assert(kWarpgroupPath);
 
 enum : int {
-  kQPanelBytes = kBlockRows * 128,
+  kQPanelBytes = kBlockRows * kPanelRowBytes,
   kAlternates = kWarpsPerGroup == 8,  // a warp group is two warpgroups
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kCtaWarps == 12,
@@ -80,10 +80,11 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
   const u32 Q = uniform_descriptor(q, 0);
   const u32 K = uniform_descriptor(k, 0);
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int inside = step % 4 * 32;
-    Wgmma<kBlockKeys>::multiply<kAlongK, kAlongK>(S, Q + ((step / 4 * kQPanelBytes + inside) >> 4),
-                                                  K + ((step / 4 * kPanelBytes + inside) >> 4), step != 0);
+  for (int step = 0; step < kHeadDim / ElementK::kStep; ++step) {
+    const int inside = step % kPanelSteps * kStepBytes;
+    Wgmma<kBlockKeys, ElementK::kType>::multiply<kAlongK, kAlongK>(
+        S, Q + ((step / kPanelSteps * kQPanelBytes + inside) >> 4),
+        K + ((step / kPanelSteps * kPanelBytes + inside) >> 4), step != 0);
   }
   wgmma_commit();
 }
@@ -92,8 +93,9 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
 __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
   const u32 V = uniform_descriptor(v, kPanelBytes);
 #pragma unroll
-  for (int step = 0; step < kBlockKeys / 16; ++step)
-    Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, V + (step * 16 * 128 >> 4), 1);
+  for (int step = 0; step < kBlockKeys / ElementV::kStep; ++step)
+    Wgmma<kValueDim, ElementV::kType>::multiply<kAcrossK>(O, P + 4 * step,
+                                                          V + (step * ElementV::kStep * kPanelRowBytes >> 4), 1);
   wgmma_commit();
 }
 
@@ -241,9 +243,9 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     if (kBoxKeys == 0)
       load_by_lanes(p, LaneLoader<kTileWarps>(p, tiles, tile_warp), buffers_of(warp_group));
     else if (tile_warp == 0)
-      load_keys_by_boxes(p, BoxLoader<kHeadPanels>(p, tiles), buffers_of(warp_group));
+      load_keys_by_boxes(p, BoxLoader<kKPanels>(p, tiles), buffers_of(warp_group));
     else if (tile_warp == 1)
-      load_values_by_boxes(p, BoxLoader<kValuePanels>(p, tiles), buffers_of(warp_group));
+      load_values_by_boxes(p, BoxLoader<kVPanels>(p, tiles), buffers_of(warp_group));
     else
       load_queries(p, tiles, threadIdx.x % 64);
     return;

@@ -68,13 +68,13 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
 }
 
 // Stores two columns of a row of O.
-__device__ __forceinline__ void store_pair(const DecodeParams& p, unsigned short* row, int column, u32 pair) {
+__device__ __forceinline__ void store_pair(const DecodeParams& p, ElementO::Memory* row, int column, u32 pair) {
   if (kOWhole && column + 2 <= p.dv) {
     *reinterpret_cast<u32*>(row + column) = pair;
     return;
   }
-  if (column < p.dv) row[column] = static_cast<unsigned short>(pair);
-  if (column + 1 < p.dv) row[column + 1] = static_cast<unsigned short>(pair >> 16);
+  if (column < p.dv) row[column] = static_cast<ElementO::Memory>(pair);
+  if (column + 1 < p.dv) row[column + 1] = static_cast<ElementO::Memory>(pair >> 16);
 }
 
 // Combines `count` such splits of a q block in the order of their keys, as the result. A warp takes what the warps
@@ -136,12 +136,12 @@ __device__ __forceinline__ void combine_fragments(const DecodeParams& p, const W
     const int at = row + 8 * half;
     if (at >= rows_of_tile(p, tile).count) continue;
     const float scale = normalizer(p.sinks, head_of_row(tile, at), sum[half], shift[half]);
-    unsigned short* const out = row_of_tile(p, p.o, tile, at);
+    ElementO::Memory* const out = row_of_tile<ElementO>(p, p.o, tile, at);
 #pragma unroll
     for (int i = 0; i < kCombineEights; ++i)
       if (exists(i))
         store_pair(p, out, 8 * (first_eight + i) + int(thread_column()),
-                   pack(x[i][2 * half] * scale, x[i][2 * half + 1] * scale));
+                   ElementO::pack(x[i][2 * half] * scale, x[i][2 * half + 1] * scale));
     if (first_eight == 0 && threadIdx.x % 4 == 0) store_lse(p, tile, at, shift[half], sum[half]);
   }
 }

@@ -1,6 +1,6 @@
 // Sizes and the map of shared memory of the decode kernels.
 #pragma once
-#include "host_device/host_device.h"
+#include "host_device/element.h"
 
 namespace fulgur::kernels {
 
@@ -15,6 +15,7 @@ enum : int {
 
 // What the map depends on: constants of kernel_config.h.
 struct DecodeTile {
+  Operands types;
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
 };
 
@@ -57,8 +58,8 @@ struct DecodeLayout {
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   const int rows = kWarpRows * tile.warps_per_group;
   DecodeLayout map = {};
-  map.k_bytes = (tile.head_dim + 63) / 64 * tile.block_keys * 128;
-  map.v_bytes = (tile.value_dim + 63) / 64 * tile.block_keys * 128;
+  map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
+  map.v_bytes = panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
   map.k = 0;
   map.v = tile.k_stages * map.k_bytes;
   map.k_full = map.v + tile.v_stages * map.v_bytes;
@@ -69,7 +70,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.group_bytes = map.k_full + (is_warpgroup_path(tile) ? 1024 : 0);
   map.q = tile.warp_groups * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
-  map.q_full = map.q + (tile.head_dim + 63) / 64 * rows * 128;
+  map.q_full = map.q + panels_of(tile.types.q, tile.head_dim) * rows * kPanelRowBytes;
   map.q_empty = map.q_full + 8;
   map.exchange = map.q_full + 16;
   map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;

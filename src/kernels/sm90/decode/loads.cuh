@@ -5,9 +5,9 @@
 #include "sm90/decode/tile_walk.cuh"
 
 enum : int {
-  kHeadPanels = (kHeadDim + 63) / 64,
-  kValuePanels = (kValueDim + 63) / 64,
-  kPanelBytes = kBlockKeys * 128,
+  kKPanels = panels_of(ElementK::kType, kHeadDim),
+  kVPanels = panels_of(ElementV::kType, kValueDim),
+  kPanelBytes = kBlockKeys * kPanelRowBytes,
 };
 
 // Bytes of the 16 from column `column` on that a row of `dim` columns has.
@@ -40,11 +40,11 @@ class LaneLoader {
   // Starts the loads of this lane's part of the tile.
   template <bool whole>
   __device__ __forceinline__ void copy_keys(u32 to) const {
-    copy_rows<kHeadDim, whole>(p_.k, p_.d, to);
+    copy_rows<ElementK, kHeadDim, whole>(p_.k, p_.d, to);
   }
   template <bool whole>
   __device__ __forceinline__ void copy_values(u32 to) const {
-    copy_rows<kValueDim, whole>(p_.v, p_.dv, to);
+    copy_rows<ElementV, kValueDim, whole>(p_.v, p_.dv, to);
   }
 
   // Goes to the next tile.
@@ -75,33 +75,37 @@ class LaneLoader {
   }
 
   // Where the lane's i-th row lies in K or V.
-  __device__ __forceinline__ const unsigned short* row(const StridedTensor& t, int i) const {
+  template <class Type>
+  __device__ __forceinline__ const typename Type::Memory* row(const StridedTensor& t, int i) const {
     const WorkTile& tile = tiles_.work_tile();
     const DecodeSequence& s = tile.sequence;
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
-    return t.data + entry * t.batch + row * t.row + tile.head * t.head + column_;
+    return static_cast<const typename Type::Memory*>(t.data) + entry * t.batch + row * t.row + tile.head * t.head +
+           column_;
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
     return key(i) < tiles_.work_tile().sequence.n.sk && (kPage == 0 || u32(ids_[i / kRunRows]) < u32(p_.pages.entries));
   }
 
-  template <int columns, bool whole>
+  template <class Type, int columns, bool whole>
   __device__ __forceinline__ void copy_rows(const StridedTensor& t, int dim, u32 to) const {
     const u32 first = to + swizzled(row_, column_ / 8);  // four rows on, a chunk is where it was but for bit 6
-    const unsigned short* from = nullptr;
+    const typename Type::Memory* from = nullptr;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      from = i % kRunRows == 0 ? row(t, i) : from + 4 * t.row;
+      from = i % kRunRows == 0 ? row<Type>(t, i) : from + 4 * t.row;
       const bool there = whole || is_there(i);
-      copy_row<columns, whole>((first ^ (i % 2 * 64)) + i * 512, there ? from : t.data, there ? dim : 0);
+      copy_row<Type, columns, whole>((first ^ (i % 2 * 64)) + i * 512,
+                                     there ? from : static_cast<const typename Type::Memory*>(t.data),
+                                     there ? dim : 0);
     }
   }
 
   // This lane's columns of a row, of which `dim` exist.
-  template <int columns, bool whole>
-  __device__ __forceinline__ void copy_row(u32 to, const unsigned short* from, int dim) const {
+  template <class Type, int columns, bool whole>
+  __device__ __forceinline__ void copy_row(u32 to, const typename Type::Memory* from, int dim) const {
 #pragma unroll
     for (int panel = 0; panel < (columns + 63) / 64; ++panel) {
       if (64 * panel + 64 > columns && 64 * panel + column_ >= columns) continue;

@@ -5,17 +5,17 @@
 #include "sm90/decode/schedule/schedule.cuh"
 
 // Stores four columns of a row of O; `scale` is one over the sum.
-__device__ __forceinline__ void store_columns(const DecodeParams& p, unsigned short* row, int column,
+__device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
                                               const float4& x, float scale) {
-  const u32 low = pack(x.x * scale, x.y * scale);
-  const u32 high = pack(x.z * scale, x.w * scale);
+  const u32 low = ElementO::pack(x.x * scale, x.y * scale);
+  const u32 high = ElementO::pack(x.z * scale, x.w * scale);
   if (kOWhole && column + 4 <= p.dv) {
     *reinterpret_cast<uint2*>(row + column) = {low, high};
     return;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    if (column + i < p.dv) row[column + i] = static_cast<unsigned short>((i < 2 ? low : high) >> (i % 2 * 16));
+    if (column + i < p.dv) row[column + i] = static_cast<ElementO::Memory>((i < 2 ? low : high) >> (i % 2 * 16));
 }
 
 // The q head of a row of a work tile.
@@ -61,11 +61,12 @@ __device__ __forceinline__ void store_warp_group(const DecodeParams& p, const Wo
     const float sum = rows.sum[half];
     if (whole) {
       const float scale = normalizer(p.sinks, head_of_row(tile, in_tile.first + row), sum, shift);
-      unsigned short* const out = exists ? row_of_tile(p, p.o, tile, in_tile.first + row) : p.o.data;
-      Finite any;
+      ElementO::Memory* const out = exists ? row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row)
+                                           : static_cast<ElementO::Memory*>(p.o.data);
+      Finite<ElementO> any;
 #pragma unroll
       for (int i = 0; i < kValueDim / 2; i += 16)
-        store_global_row<kValueDim, !kOWhole>(out, exists ? p.dv : 0, O, i, half, scale, any);
+        store_global_row<ElementO, kValueDim, !kOWhole>(out, exists ? p.dv : 0, O, i, half, scale, any);
       if (exists && threadIdx.x % 4 == 0) store_lse(p, tile, in_tile.first + row, shift, sum);
     } else if (exists) {
       float* const partial = Schedule::partial_of(p, tile, tile.split) + row * partial_row_floats(kValueDim);
@@ -137,7 +138,7 @@ __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const
         add_scaled(sum, *reinterpret_cast<const float4*>(from), factor);
       }
       if (whole)
-        store_columns(p, row_of_tile(p, p.o, tile, in_tile.first + row), first + column, sum,
+        store_columns(p, row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row), first + column, sum,
                       normalizer(p.sinks, head_of_row(tile, in_tile.first + row), totals[row].y, totals[row].x));
       else
         *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;

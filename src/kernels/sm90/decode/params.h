@@ -1,8 +1,8 @@
 // Arguments of the decode kernels, the same for the host and the device.
 //
-// kernel_config.h, generated per plan, holds two macros and one anonymous enum of ints:
-//   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+// kernel_config.h, generated per plan, holds a macro and one anonymous enum of ints:
 //   #define FULGUR_SCHEDULE StreamK     the type of the schedule (sm90/decode/schedule/schedule.cuh)
+//   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups

@@ -1,6 +1,6 @@
 // What all files of the decode kernels know: sizes, barriers, and the q blocks of sequences, by lengths on the device.
 #pragma once
-#include "kernel_config.h"
+#include "device/operands.cuh"
 #include "device/append.cuh"
 #include "sm90/ptx/mbarrier.cuh"
 #include "device/memory.cuh"
@@ -10,7 +10,7 @@
 #include "sm90/decode/layout.h"
 #include "sm90/decode/params.h"
 
-constexpr DecodeTile kTile = {kHeadDim,  kValueDim,  kWarpsPerGroup, kWarpGroups,
+constexpr DecodeTile kTile = {kOperands, kHeadDim,  kValueDim,  kWarpsPerGroup, kWarpGroups,
                               kTileRows, kBlockKeys, kKStages,       kVStages};
 
 enum : int {

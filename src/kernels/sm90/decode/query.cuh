@@ -15,7 +15,7 @@ __device__ __forceinline__ u32 query_place(int at) {
 
 // A chunk of Q in memory: 8 columns of a row, of which `count` exist; none where `count` is not positive.
 struct QueryChunk {
-  const unsigned short* from;
+  const ElementQ::Memory* from;
   int count;
 
   __device__ __forceinline__ uint4 load() const {
@@ -33,5 +33,7 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
   const int row = at / kQueryChunks;
   const int column = at % kQueryChunks * 8;
   const int count = row < rows.count ? p.d - column : 0;
-  return {count > 0 ? row_of_tile(p, p.q, tile, rows.first + row) + column : p.q.data, count};
+  return {count > 0 ? row_of_tile<ElementQ>(p, p.q, tile, rows.first + row) + column
+                    : static_cast<const ElementQ::Memory*>(p.q.data),
+          count};
 }

@@ -48,11 +48,6 @@ __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[
   if (masked) hide_keys<false>(S, rows.keys, first);
 }
 
-__device__ __forceinline__ bool is_finite(u32 half) {
-  constexpr u32 kExponent = FULGUR_INPUT[0] == 'b' ? 0x7f80 : 0x7c00;
-  return (half & kExponent) != kExponent;
-}
-
 // P is 0 at a hidden key, but 0 * NaN is NaN. So NaN and infinity of V are added to O by hand in the rows that see
 // their key, and replaced by 0 in shared memory for the product. `sync` is a barrier of the warp group, which shares
 // the tile.
@@ -68,7 +63,8 @@ __device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const 
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
       const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
-      const float x[2] = {is_finite(pair) ? 0 : low_of(pair), is_finite(pair >> 16) ? 0 : high_of(pair)};
+      const float x[2] = {ElementV::is_finite(pair) ? 0 : ElementV::low(pair),
+                          ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair)};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (keys.sees(j / 2, key_tile * kBlockKeys + key)) O[i + j] += x[j % 2];
@@ -79,7 +75,8 @@ __device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const 
   for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
     const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
     const u32 pair = load_shared(address);
-    store_shared(address, (is_finite(pair) ? pair & 0xffff : 0) | (is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
+    store_shared(address, (ElementV::is_finite(pair) ? pair & 0xffff : 0) |
+                              (ElementV::is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
   }
   sync();
 }
@@ -101,7 +98,7 @@ __device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyR
     u32 x[4];
     load_shared16(v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8), x);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) found = found || !is_finite(x[j]) || !is_finite(x[j] >> 16);
+    for (int j = 0; j < 4; ++j) found = found || !ElementV::is_finite(x[j]) || !ElementV::is_finite(x[j] >> 16);
   }
   return __any_sync(0xffffffff, found);
 }

@@ -177,7 +177,7 @@ class BoxLoader {
 };
 
 // Loads K.
-__device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoader<kHeadPanels> load, u32 buffers) {
+__device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoader<kKPanels> load, u32 buffers) {
   KBuffers keys(buffers, 1);
 #pragma unroll 1
   for (; load.tiles().more(); load.next()) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoa
 }
 
 // Loads V, and Q for warp group 0 where no other warp does.
-__device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kValuePanels> load, u32 buffers) {
+__device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kVPanels> load, u32 buffers) {
   VBuffers values(buffers, 1);
   QueryLoader query(load.tiles());
   const u32 tail = buffers + kLayout.v_tail;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
       mbarrier_wait(tail, tail_parity);
       tail_parity ^= 1;
 #pragma unroll 1
-      for (int panel = 0; panel < kValuePanels; ++panel)
+      for (int panel = 0; panel < kVPanels; ++panel)
         for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
           store_shared_zero16(values.address() + panel * kPanelBytes + at);
       fence_async_proxy();

@@ -49,9 +49,10 @@ __device__ __forceinline__ TileRows rows_of_tile(const DecodeParams& p, const Wo
   return {first, min(tile.sequence.n.sq * kGroup - first, int(kBlockRows))};
 }
 
-__device__ __forceinline__ unsigned short* row_of_tile(const DecodeParams& p, const StridedTensor& t,
+template <class Type>
+__device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams& p, const StridedTensor& t,
                                                        const WorkTile& tile, int row) {
-  return row_of(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
+  return row_of<Type>(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
 }
 
 // The ids of its sequence's pages.

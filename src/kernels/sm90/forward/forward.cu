@@ -55,11 +55,11 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
 // S = Q K^T
 __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
 #pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int panel = step / 4;
-    const int inside = step % 4 * 32;
-    Wgmma<kBlockKeys>::multiply<kAlongK, kAlongK>(S, q + ((panel * kStripPanelBytes + inside) >> 4),
-                                                  k + ((panel * kPanelBytes + inside) >> 4), step != 0);
+  for (int step = 0; step < kHeadDim / ElementK::kStep; ++step) {
+    const int panel = step / kPanelSteps;
+    const int inside = step % kPanelSteps * kStepBytes;
+    Wgmma<kBlockKeys, ElementK::kType>::multiply<kAlongK, kAlongK>(
+        S, q + ((panel * kStripPanelBytes + inside) >> 4), k + ((panel * kPanelBytes + inside) >> 4), step != 0);
   }
   wgmma_commit();
 }
@@ -83,8 +83,9 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 // O += P V
 __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
 #pragma unroll
-  for (int step = 0; step < kBlockKeys / 16; ++step)
-    Wgmma<kValueDim>::multiply<kAcrossK>(O, P + 4 * step, v + (step * 16 * kPanelRowBytes >> 4), 1);
+  for (int step = 0; step < kBlockKeys / ElementV::kStep; ++step)
+    Wgmma<kValueDim, ElementV::kType>::multiply<kAcrossK>(O, P + 4 * step,
+                                                          v + (step * ElementV::kStep * kPanelRowBytes >> 4), 1);
   wgmma_commit();
 }
 
@@ -94,7 +95,7 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
 __device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
   const int valid = walk.sk - walk.diagonal;
   if (valid >= kStripRows || !walk.more()) return;
-  for (int panel = 0; panel < kHeadPanels; ++panel)
+  for (int panel = 0; panel < kQPanels; ++panel)
     for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
       store_shared_zero16(strip + panel * kStripPanelBytes + at);
   fence_async_proxy();

@@ -1,20 +1,18 @@
 // Sizes and the map of shared memory of the Hopper forward kernel.
 #pragma once
+#include "host_device/element.h"
 #include "host_device/key_walk.h"
 
 namespace fulgur::kernels {
 
 enum : int {
-  kPanelColumns = 64,  // buffers are panels of 64 columns, swizzled
-  kPanelRowBytes = 128,
   kStripPanelBytes = kStripRows * kPanelRowBytes,
   kControlBytes = 1024,  // for barriers and views
 };
 
-FULGUR_SHARED int panels_of(int dim) { return (dim + kPanelColumns - 1) / kPanelColumns; }
-
 // What the map depends on: constants of kernel_config.h.
 struct ForwardTile {
+  Operands types;
   int head_dim, value_dim, consumers, block_keys, q_stages, k_stages, v_stages;
 };
 
@@ -33,10 +31,11 @@ struct ForwardLayout {
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
-  map.strip_bytes = kStripPanelBytes * max_of(panels_of(tile.head_dim), panels_of(tile.value_dim));
+  map.strip_bytes =
+      kStripPanelBytes * max_of(panels_of(tile.types.q, tile.head_dim), panels_of(tile.types.o, tile.value_dim));
   map.q_bytes = tile.consumers * map.strip_bytes;
-  map.k_bytes = panels_of(tile.head_dim) * tile.block_keys * kPanelRowBytes;
-  map.v_bytes = panels_of(tile.value_dim) * tile.block_keys * kPanelRowBytes;
+  map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
+  map.v_bytes = panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
   map.q = 0;
   map.k = map.q + tile.q_stages * map.q_bytes;
   map.v = map.k + tile.k_stages * map.k_bytes;

@@ -8,15 +8,17 @@
 // Packs the warp's 16 rows of O into shared memory, swizzled, and lets TMA store them.
 __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, const Place& place, const Lengths& n,
                                                         int row, float (&O)[kValueDim / 2], float scale0, float scale1,
-                                                        u32 shared, Finite& finite) {
+                                                        u32 shared, Finite<ElementO>& finite) {
   const u32 lane = threadIdx.x % 32;
   const u32 line = shared + lane % 16 * kPanelRowBytes;
   const u32 swizzle = lane % 8;
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; i += 8) {  // 16 columns
     const u32 chunk = (i / 4 + lane / 16) % 8;
-    const u32 x[4] = {pack(O[i] * scale0, O[i + 1] * scale0), pack(O[i + 2] * scale1, O[i + 3] * scale1),
-                      pack(O[i + 4] * scale0, O[i + 5] * scale0), pack(O[i + 6] * scale1, O[i + 7] * scale1)};
+    const u32 x[4] = {ElementO::pack(O[i] * scale0, O[i + 1] * scale0),
+                      ElementO::pack(O[i + 2] * scale1, O[i + 3] * scale1),
+                      ElementO::pack(O[i + 4] * scale0, O[i + 5] * scale0),
+                      ElementO::pack(O[i + 6] * scale1, O[i + 7] * scale1)};
     finite.add(x[0]);
     finite.add(x[2]);
     store_shared_matrices(line + i / 32 * kStripPanelBytes + ((chunk ^ swizzle) << 4), x);
@@ -25,9 +27,9 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
   __syncwarp();
   if (elect_one()) {
 #pragma unroll
-    for (int panel = 0; panel < kValuePanels; ++panel)
+    for (int panel = 0; panel < kOPanels; ++panel)
       tma_store(&p.o_map, shared + panel * kStripPanelBytes,
-                {64 * panel, n.q_start + row, place.head, kPacked ? 0 : place.batch});
+                {ElementO::kPanelColumns * panel, n.q_start + row, place.head, kPacked ? 0 : place.batch});
     tma_store_commit();
   }
 }
@@ -38,7 +40,7 @@ __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place
                                              float (&O)[kValueDim / 2], const Rows& rows, u32 shared) {
   const float scale0 = output_scale(p, place, rows.sum[0], rows.shift[0]);
   const float scale1 = output_scale(p, place, rows.sum[1], rows.shift[1]);
-  Finite finite;
+  Finite<ElementO> finite;
   if (kStore != kStoreTiles || (kPacked && row + 16 > n.sq))
     store_global_rows(p, place, n, row, O, scale0, scale1, finite);
   else

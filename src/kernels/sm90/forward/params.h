@@ -1,8 +1,8 @@
 // Arguments of the Hopper forward kernel (sm90/forward/forward.cu), the same for the host and the device. Plain C++ types only:
 // neither side needs a toolkit header.
 //
-// kernel_config.h, generated per plan, holds one `#define` and one anonymous enum of ints:
-//   #define FULGUR_INPUT "bf16"     PTX type of Q K V O: "bf16" or "f16"
+// kernel_config.h, generated per plan, holds an anonymous enum of ints:
+//   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups, a strip of 64 rows of Q each: Br = 64 * kConsumers
@@ -46,10 +46,10 @@
 
 // As sm90/common/tensor_map.h says.
 struct TensorMaps {
-  TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {64, 64, 1, 1}
-  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
-  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
-  TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {64, 16, 1, 1}; unused unless kStoreTiles
+  TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {a panel's columns, 64, 1, 1}
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {a panel's columns, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {a panel's columns, kBoxKeys, 1, 1}; the same
+  TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {a panel's columns, 16, 1, 1}; unused unless kStoreTiles
 };
 
 struct ForwardParams : TensorMaps, AttentionParams {};

@@ -56,45 +56,48 @@ struct Loader {
       if (item.block < 0) {
         mbarrier_arrive(full);
       } else {
-        mbarrier_arrive_expect(full, kConsumers * kHeadPanels * kStripPanelBytes);
+        mbarrier_arrive_expect(full, kConsumers * kQPanels * kStripPanelBytes);
 #pragma unroll
         for (int strip = 0; strip < kConsumers; ++strip)
 #pragma unroll
-          for (int panel = 0; panel < kHeadPanels; ++panel)
+          for (int panel = 0; panel < kQPanels; ++panel)
             tma_load(buffer + strip * kLayout.strip_bytes + panel * kStripPanelBytes, &p.q_map, full,
-                     {64 * panel, n.q_start + strip_row(strip), item.head, kPacked ? 0 : item.batch}, Keep::kShort);
+                     {ElementQ::kPanelColumns * panel, n.q_start + strip_row(strip), item.head,
+                      kPacked ? 0 : item.batch},
+                     Keep::kShort);
       }
     }
     q.advance();
   }
 
   // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for.
-  template <int panels>
+  template <class Type, int panels>
   __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile) {
     if (elect_one()) {
       mbarrier_arrive_expect(barrier, panels * kPanelBytes);
       if (kPage == 0)
-        load_boxes<panels>(buffer, map, barrier,
+        load_boxes<Type, panels>(buffer, map, barrier,
                            {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
     }
     const int box = threadIdx.x % 32;
     if (kPage > 0 && box < kBlockKeys / kBoxKeys) {
       const int key = key_tile * kBlockKeys + box * kBoxKeys;
       const PageRow at = page_row(p.pages, keys.batch, keys.first, keys.count, key);
-      load_boxes<panels>(buffer + box * kBoxKeys * kPanelRowBytes, map, barrier, {0, at.row, keys.head, at.page});
+      load_boxes<Type, panels>(buffer + box * kBoxKeys * kPanelRowBytes, map, barrier, {0, at.row, keys.head, at.page});
     }
   }
 
-  template <int panels>
+  template <class Type, int panels>
   __device__ __forceinline__ void load_boxes(u32 buffer, const void* map, u32 barrier, const BoxStart& at) {
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel)
-      tma_load(buffer + panel * kPanelBytes, map, barrier, {64 * panel, at.row, at.head, at.batch}, Keep::kLong);
+      tma_load(buffer + panel * kPanelBytes, map, barrier, {Type::kPanelColumns * panel, at.row, at.head, at.batch},
+               Keep::kLong);
   }
 
   __device__ __forceinline__ void load_k(const Keys& keys, int key_tile) {
     k.wait_empty();
-    load_tile<kHeadPanels>(k.address(), &p.k_map, k.full(), keys, key_tile);
+    load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile);
     k.advance();
   }
 
@@ -106,12 +109,12 @@ struct Loader {
     const int valid = keys.count - key_tile * kBlockKeys;
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     const u32 landed = clear ? smem + kLayout.v_tail : full;
-    load_tile<kValuePanels>(buffer, &p.v_map, landed, keys, key_tile);
+    load_tile<ElementV, kVPanels>(buffer, &p.v_map, landed, keys, key_tile);
     if (clear) {
       const u32 lane = threadIdx.x % 32;
       mbarrier_wait(landed, tail_parity);
       tail_parity ^= 1;
-      for (int panel = 0; panel < kValuePanels; ++panel)
+      for (int panel = 0; panel < kVPanels; ++panel)
         for (int at = valid * kPanelRowBytes + 16 * lane; at < kPanelBytes; at += 512)
           store_shared_zero16(buffer + panel * kPanelBytes + at);
       fence_async_proxy();

@@ -2,6 +2,7 @@
 // shared memory. An operand in shared memory lies along k (Q and K: k runs along its rows of 128 bytes) or across (V:
 // k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
 #pragma once
+#include "host_device/element.h"
 #include "sm90/ptx/mbarrier.cuh"
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -34,7 +35,8 @@ __device__ __forceinline__ u32 operand_descriptor(u32 shared, u32 leading_bytes)
 // How an operand lies in shared memory; the instruction's transpose bit.
 enum Lies : int { kAlongK = 0, kAcrossK = 1 };
 
-template <int N>
+// Both operands are of one type.
+template <int N, Element type>
 struct Wgmma;
 
 // The text of N / 2 accumulators and their operands, eight at a time.
@@ -73,18 +75,18 @@ struct Wgmma;
 #define FULGUR_O120 FULGUR_O112, FULGUR_O(112)
 #define FULGUR_O128 FULGUR_O120, FULGUR_O(120)
 
-#define FULGUR_MMA(N) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." FULGUR_INPUT "." FULGUR_INPUT " {"
+#define FULGUR_MMA(N, TYPE) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {"
 // R = N / 2 accumulators; a to g: the numbers of the operands after them. `keep` = 0 starts the sum from zero.
-#define FULGUR_WGMMA(N, R, a, b, c, d, e, f, g)                                                                        \
+#define FULGUR_WGMMA_OF(ELEMENT, TYPE, N, R, a, b, c, d, e, f, g)                                                      \
   template <>                                                                                                          \
-  struct Wgmma<N> {                                                                                                    \
+  struct Wgmma<N, ELEMENT> {                                                                                           \
     /* A in shared memory. */                                                                                          \
     template <Lies A_lies, Lies B_lies>                                                                                \
     static __device__ __forceinline__ void multiply(float (&D)[R], u32 A, u32 B, int keep) {                           \
       asm volatile("{.reg .pred keep; .reg .b64 A, B; setp.ne.b32 keep, %" #c ", 0;\n"                                 \
                    "mov.b64 A, {%" #a ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
                    "mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
-                   FULGUR_MMA(N) FULGUR_T##R "}, A, B, keep, 1, 1, %" #d ", %" #e ";}"                                 \
+                   FULGUR_MMA(N, TYPE) FULGUR_T##R "}, A, B, keep, 1, 1, %" #d ", %" #e ";}"                           \
                    : FULGUR_O##R                                                                                       \
                    : "r"(A), "r"(B), "r"(keep), "n"(+A_lies), "n"(+B_lies));                                           \
     }                                                                                                                  \
@@ -93,11 +95,14 @@ struct Wgmma;
     static __device__ __forceinline__ void multiply(float (&D)[R], const u32* A, u32 B, int keep) {                    \
       asm volatile("{.reg .pred keep; .reg .b64 B; setp.ne.b32 keep, %" #f ", 0;\n"                                    \
                    "mov.b64 B, {%" #e ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
-                   FULGUR_MMA(N) FULGUR_T##R "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1, %" #g ";}"       \
+                   FULGUR_MMA(N, TYPE) FULGUR_T##R "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1, %" #g ";}" \
                    : FULGUR_O##R                                                                                       \
                    : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(+B_lies));                     \
     }                                                                                                                  \
   };
+#define FULGUR_WGMMA(N, R, ...)                         \
+  FULGUR_WGMMA_OF(kBF16, "bf16", N, R, __VA_ARGS__)     \
+  FULGUR_WGMMA_OF(kF16, "f16", N, R, __VA_ARGS__)
 FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
 FULGUR_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 FULGUR_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)

@@ -1,0 +1,14 @@
+// The element types of a kernel's operands, from kernel_config.h.
+#pragma once
+#include "kernel_config.h"
+#include "device/elements.cuh"
+
+using ElementQ = ElementType<Element(kElementQ)>;
+using ElementK = ElementType<Element(kElementK)>;
+using ElementV = ElementType<Element(kElementV)>;
+using ElementO = ElementType<Element(kElementO)>;
+
+constexpr Operands kOperands = {ElementQ::kType, ElementK::kType, ElementV::kType, ElementO::kType};
+
+// A product has operands of one type: S = Q K^T, O = P V and their gradients.
+static_assert(ElementQ::kType == ElementK::kType);
