@@ -420,7 +420,7 @@ def append(
     page_indptr=None, cache_batch_idx=None, cos=None, sin=None, interleaved=False,
     rotary_seqlens=None, q=None, cu_seqlens_q=None, causal=False, window=None, chunk=0,
 ):  # fmt: skip
-    """Caches with new keys and values written into them, and queries turned to their positions.
+    """Caches with new keys and values written into them, and queries rotated to their positions.
 
     Means the same as :func:`fulgur.append`, on arrays of JAX, which do not change. Where a compiled
     function has no other use of caches, which are donated to it (``donate_argnums`` of ``jax.jit``)

@@ -51,16 +51,16 @@ void store_row(void* row, DType dtype, int64_t n, const T* __restrict from) {
 /// Turns `pairs` pairs of columns, (2 i, 2 i + 1) or (i, i + pairs), by the angles whose cos and
 /// sin are given.
 template <class T>
-void turn_row(const T* __restrict x, const T* __restrict cos, const T* __restrict sin,
-              int64_t pairs, bool interleaved, T* __restrict y) {
-  const auto turn = [&](int64_t i, int64_t a, int64_t b) {
+void rotate_row(const T* __restrict x, const T* __restrict cos, const T* __restrict sin,
+                int64_t pairs, bool interleaved, T* __restrict y) {
+  const auto rotate = [&](int64_t i, int64_t a, int64_t b) {
     y[a] = x[a] * cos[i] - x[b] * sin[i];
     y[b] = x[a] * sin[i] + x[b] * cos[i];
   };
   if (interleaved) {
-    for (int64_t i = 0; i < pairs; ++i) turn(i, 2 * i, 2 * i + 1);
+    for (int64_t i = 0; i < pairs; ++i) rotate(i, 2 * i, 2 * i + 1);
   } else {
-    for (int64_t i = 0; i < pairs; ++i) turn(i, i, i + pairs);
+    for (int64_t i = 0; i < pairs; ++i) rotate(i, i, i + pairs);
   }
 }
 

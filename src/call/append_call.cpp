@@ -71,7 +71,7 @@ void check_rotary(AppendCall& c) {
   const ConstTensor &cos = a.rows.rotary.cos, &sin = a.rows.rotary.sin;
   if (!cos.given() && !sin.given()) {
     if (a.rows.rotary.rotary_seqlens.given()) fail("rotary_seqlens", "given without cos and sin");
-    if (a.q.given()) fail("q", "given without cos and sin, want what turns it");
+    if (a.q.given()) fail("q", "given without cos and sin, want what rotates it");
     return;
   }
   check_tensor("cos", cos, "(positions, rotary_dim / 2)", 2, false);

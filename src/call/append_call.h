@@ -19,7 +19,7 @@ struct AppendCall {
   bool packed_new = false;
   int64_t tokens = 0;  ///< rows of k_new, those after the last sequence included
   int64_t hq = 0;
-  int64_t pairs = 0;     ///< of columns that turn
+  int64_t pairs = 0;     ///< of columns that are rotated
   bool advance = false;  ///< each query has a position of its own
   Layout k_new{}, v_new{}, q_out{};
 };

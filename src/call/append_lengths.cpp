@@ -58,8 +58,8 @@ void AppendLengths::check_positions(const AppendCall& c) const {
   for (int64_t b = 0; b < c.p.batch; ++b) {
     const int64_t first = first_position(b);
     if (first < 0) fail("rotary_seqlens", "got {} at {}, want >= 0", first, b);
-    const int64_t turned = c.advance ? queries_.of(b) : std::min<int64_t>(queries_.of(b), 1);
-    const int64_t rows = std::max(tokens_.of(b), turned);
+    const int64_t rotated = c.advance ? queries_.of(b) : std::min<int64_t>(queries_.of(b), 1);
+    const int64_t rows = std::max(tokens_.of(b), rotated);
     if (rows > 0 && first + rows > c.args.rows.rotary.cos.shape[0]) {
       fail("cos", "got {} positions, want {} for sequence {}, which has {} from {} on",
            c.args.rows.rotary.cos.shape[0], first + rows, b, rows, first);

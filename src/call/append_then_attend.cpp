@@ -9,7 +9,7 @@
 namespace fulgur {
 namespace {
 
-/// Rows of queries that were turned begin at multiples of 16 bytes.
+/// Rows of queries that are rotated begin at multiples of 16 bytes.
 int64_t rotated_head(int64_t d) { return d > AppendCall::kMaxDim ? d : (d + 7) / 8 * 8; }
 
 void check_said_once(const ForwardArgs& args) {
@@ -105,7 +105,7 @@ void AppendThenAttend::set_lengths() {
 }
 
 void AppendThenAttend::rotate_into(void* memory) {
-  if (!turns()) return;
+  if (!rotates()) return;
   rows_.q_out.data = memory;
   attention_.q = rows_.q_out;
 }
@@ -126,7 +126,7 @@ Problem::Append append_of(const AppendThenAttend& a) {
 }
 
 Problem without_append(Problem p) {
-  if (p.append.turns && p.total_q > 0) {
+  if (p.append.rotates && p.total_q > 0) {
     const int64_t head = rotated_head(p.d), row = p.hq * head;
     p.q = {p.packed ? 0 : p.sq * row, row, head, true};
   }
@@ -135,7 +135,7 @@ Problem without_append(Problem p) {
 }
 
 int64_t rotated_bytes(const Problem& p) {
-  return p.append.turns && p.total_q > 0
+  return p.append.rotates && p.total_q > 0
              ? p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtypes.q)
              : 0;
 }

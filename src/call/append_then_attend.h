@@ -26,8 +26,8 @@ class AppendThenAttend {
   /// them, else a tensor of their shape where cache_seqlens lies.
   const ForwardArgs& attention() const { return attention_; }
 
-  bool turns() const { return rows_.q.given(); }
-  /// The queries that were turned, in memory of the call: what append writes, and attention reads.
+  bool rotates() const { return rows_.q.given(); }
+  /// The queries that are rotated, in memory of the call: what append writes, and attention reads.
   void rotate_into(void* memory);
   /// The lengths attended, in memory of the device.
   void attend_to(const int32_t* lengths);
@@ -47,7 +47,7 @@ Problem::Append append_of(const AppendThenAttend& appending);
 /// The problem of the attention that follows.
 Problem without_append(Problem problem);
 
-/// Bytes of the queries that were turned; 0 where none turn.
+/// Bytes of the queries that are rotated; 0 where none are rotated.
 int64_t rotated_bytes(const Problem& problem);
 
 }  // namespace fulgur

@@ -38,7 +38,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
       p.mask.left, p.mask.right, p.mask.chunk);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.prefix_groups, p.of_groups);
-  add(p.append.given, p.append.turns, p.append.batch, p.append.tokens, p.append.host_numbers);
+  add(p.append.given, p.append.rotates, p.append.batch, p.append.tokens, p.append.host_numbers);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {
     add(l->batch, l->row, l->head, l->aligned);

@@ -46,7 +46,7 @@ struct Problem {
   /// New rows that a call appends before it attends (ForwardArgs::append).
   struct Append {
     bool given = false;
-    bool turns = false;        ///< keys and queries turn
+    bool rotates = false;      ///< keys and queries are rotated
     int64_t batch = 0;         ///< of the caches, also where no query makes `batch` 0
     int64_t tokens = 0;        ///< of all sequences, padding included
     int64_t host_numbers = 0;  ///< lengths in the host's memory, though the caches lie on a device

@@ -82,20 +82,20 @@ void copy_rows(const HeadRows& rows, int64_t element) {
 }
 
 template <class T>
-void turn_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
+void rotate_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
   const Angles<T> angles(c, position);
-  const int64_t turned = 2 * c.pairs, element = size_of(c.p.dtypes.k);
+  const int64_t rotated = 2 * c.pairs, element = size_of(c.p.dtypes.k);
   std::array<T, AppendCall::kMaxDim> x, y;
   for (int64_t h = 0; h < rows.heads; ++h) {
     const std::byte* const from = rows.from + h * rows.from_head;
     std::byte* const to = rows.to + h * rows.to_head;
-    load_row(from, c.p.dtypes.k, turned, x.data());
-    turn_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs,
-             c.args.rows.rotary.interleaved, y.data());
-    store_row(to, c.p.dtypes.k, turned, y.data());
+    load_row(from, c.p.dtypes.k, rotated, x.data());
+    rotate_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs,
+               c.args.rows.rotary.interleaved, y.data());
+    store_row(to, c.p.dtypes.k, rotated, y.data());
     if (from == to) continue;
-    std::memcpy(to + turned * element, from + turned * element,
-                static_cast<size_t>((rows.dim - turned) * element));
+    std::memcpy(to + rotated * element, from + rotated * element,
+                static_cast<size_t>((rows.dim - rotated) * element));
   }
 }
 
@@ -109,7 +109,7 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
     if (n >= tokens.all()) {
       const Tokens::Token t = queries[n - tokens.all()];
       const HeadRows q(a.q, c.p.q, t.b, t.row, a.q_out, c.q_out, t.b, t.row, c.hq, c.p.d);
-      turn_rows<T>(c, q, lengths.first_position(t.b) + (c.advance ? t.i : 0));
+      rotate_rows<T>(c, q, lengths.first_position(t.b) + (c.advance ? t.i : 0));
       return;
     }
     const Tokens::Token t = tokens[n];
@@ -119,7 +119,7 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
     const HeadRows v(a.rows.v_new, c.v_new, t.b, t.row, a.rows.v_cache, c.p.v, place.entry,
                      place.row, c.p.hk, c.p.dv);
     if (c.pairs > 0) {
-      turn_rows<T>(c, k, lengths.first_position(t.b) + t.i);
+      rotate_rows<T>(c, k, lengths.first_position(t.b) + t.i);
     } else {
       copy_rows(k, size_of(c.p.dtypes.k));
     }

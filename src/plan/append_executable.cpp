@@ -68,7 +68,7 @@ class AppendFirstExecutable final : public Executable {
         e.decisions.begin(),
         fmt::format("new rows of k and v, {} in all, go to their caches first{}, and are attended "
                     "then",
-                    p_.append.tokens, p_.append.turns ? ", keys and queries turned" : ""));
+                    p_.append.tokens, p_.append.rotates ? ", keys and queries rotated" : ""));
     return e;
   }
 

@@ -446,7 +446,7 @@ std::vector<KernelRequest> requests_of_plans() {
     const HopperDecodeCandidate candidate(problem, decode_candidate(problem, {}));
     add(candidate);
     std::string why_not;
-    const auto fused = candidate.fused({.given = true, .turns = true}, &why_not);
+    const auto fused = candidate.fused({.given = true, .rotates = true}, &why_not);
     if (fused != nullptr) add(*fused);
   }
   for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses

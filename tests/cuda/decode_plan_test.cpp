@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "cuda/device/launch_memory.h"
-#include "cuda/device/launch_memory.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/sm90/forward_plan.h"
@@ -613,7 +612,7 @@ Problem appending(ForwardShape shape, int64_t tokens) {
   Problem p = forward_problem(shape);
   p.cache.pages = Problem::Cache::Pages::kTable;
   p.cache.page = 16;
-  p.append = {.given = true, .turns = true, .batch = p.batch, .tokens = tokens};
+  p.append = {.given = true, .rotates = true, .batch = p.batch, .tokens = tokens};
   return p;
 }
 
@@ -654,7 +653,7 @@ TEST(DecodePlan, AppendingIsAConstant) {
   ASSERT_TRUE(text.ends_with(none)) << text;
   text.resize(text.size() - none.size());
   EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kRotatesQ = 1,\n  kUnreadRows = 0,\n};\n");
-  p.append.turns = false;
+  p.append.rotates = false;
   EXPECT_EQ(header(p, true), text + "  kAppends = 1,\n  kRotatesQ = 0,\n  kUnreadRows = 0,\n};\n");
   // Rows that a mask may hide from all queries, or that come without one.
   for (const ForwardShape& shape : {ForwardShape{.sq = 1, .mask = window(100, 0)},

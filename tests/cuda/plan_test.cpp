@@ -88,13 +88,13 @@ TEST(HopperPlan, SharesOutEveryTile) {
     const HopperForwardPlan plan = plan_of(p);
     EXPECT_EQ(kernels::blocks_of(plan.work),
               (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
-    EXPECT_EQ(plan.work.items, kernels::blocks_of(plan.work) +
-                                   kernels::split_blocks(plan.work) * (plan.work.split_parts - 1));
+    EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work) +
+                                     kernels::split_blocks(plan.work) * (plan.work.splits - 1));
     EXPECT_EQ(plan.split_tail, kernels::split_blocks(plan.work) > 0);
-    EXPECT_TRUE(!plan.split_tail || (plan.work.split_parts >= 2 && plan.work.split_parts <= 8));
+    EXPECT_TRUE(!plan.split_tail || (plan.work.splits >= 2 && plan.work.splits <= 8));
     const int at_once = 132 * (plan.shares ? plan.residents : 1);
     EXPECT_LT(kernels::split_blocks(plan.work), at_once);
-    EXPECT_EQ(plan.grid, std::min(at_once, plan.work.items));
+    EXPECT_EQ(plan.grid, std::min(at_once, plan.work.q_tiles));
     EXPECT_EQ(plan.work.section_heads, p.group());
     EXPECT_GE(plan.work.bulk_heads, 0);
     EXPECT_LT(plan.work.bulk_heads, plan.work.heads);  // there is a last section
@@ -117,7 +117,7 @@ TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
   EXPECT_EQ(wider, 2);
 }
 
-// Blocks are cut where max_workspace has room for what their parts leave.
+// Blocks are cut where max_workspace has room for what their splits leave.
 TEST(HopperPlan, CutsNoBlocksWithoutRoomForTheirParts) {
   for (const Mask& mask : {full(), causal()}) {
     Problem p = forward_problem({.batch = 1, .sq = 192, .sk = 65536, .hq = 4, .mask = mask});
@@ -130,7 +130,7 @@ TEST(HopperPlan, CutsNoBlocksWithoutRoomForTheirParts) {
     const HopperForwardPlan whole = plan_of(p);
     EXPECT_FALSE(whole.split_tail);
     EXPECT_EQ(workspace_of(p, whole).end, p.max_workspace);
-    EXPECT_EQ(whole.work.items, kernels::blocks_of(whole.work));
+    EXPECT_EQ(whole.work.q_tiles, kernels::blocks_of(whole.work));
   }
 }
 
@@ -356,13 +356,13 @@ TEST(HopperPlan, FewTilesAreSplit) {
   const HopperForwardPlan decode =
       plan_of(forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8}));
   EXPECT_TRUE(decode.split_tail);
-  EXPECT_GE(decode.work.items, 100);
+  EXPECT_GE(decode.work.q_tiles, 100);
   const HopperForwardPlan invariant = plan_of(
       forward_problem({.batch = 1, .sq = 17, .sk = 65536, .hq = 32, .hk = 8, .invariant = true}));
   EXPECT_FALSE(invariant.split_tail);
 }
 
-// Less blocks than SMs, some of them long: the longest are cut, so that no item is.
+// Less blocks than SMs, some of them long: the longest are cut, so that no q tile is.
 TEST(HopperPlan, FewBlocksUnderABandAreCut) {
   const auto plan = [](int64_t s, int64_t heads, const Mask& mask, bool invariant = false) {
     return plan_of(forward_problem({.batch = 1,
@@ -378,15 +378,15 @@ TEST(HopperPlan, FewBlocksUnderABandAreCut) {
   EXPECT_EQ(few.work.first_split, 0);
   EXPECT_EQ(few.work.end_split % 4, 0);
   EXPECT_LT(few.work.end_split, kernels::blocks_of(few.work));  // short blocks stay whole
-  EXPECT_GE(few.work.items, 132);
+  EXPECT_GE(few.work.q_tiles, 132);
   EXPECT_EQ(few.grid, 132);
   const int keys = (4096 + few.block_keys - 1) / few.block_keys;
   int longest = 0;
   const kernels::Band band = band_of(few, causal());
-  for (int i = 0; i < few.work.items; ++i) {
+  for (int i = 0; i < few.work.q_tiles; ++i) {
     const kernels::KeyTiles tiles =
-        kernels::item_key_tiles(few.work, band, {0, 0, 4096, 4096}, few.consumers, few.block_keys,
-                                true, kernels::item_of(few.work, 4, true, band, i));
+        kernels::key_tiles_of(few.work, band, {0, 0, 4096, 4096}, few.consumers, few.block_keys,
+                              true, kernels::q_tile_of(few.work, 4, true, band, i));
     longest = std::max(longest, tiles.end - tiles.begin);
   }
   EXPECT_LE(longest, keys / 2);
@@ -447,7 +447,7 @@ TEST(HopperModel, IsSane) {
     const HopperForwardPlan plan = plan_of(p);
     const BlockCost cost = block_cost(plan, p);
     return predicted_cycles(cost, kernels::blocks_of(plan.work), plan.work.first_split,
-                            plan.work.split_parts, 132);
+                            plan.work.splits, 132);
   };
   const double full_16k = cycles({.batch = 1, .sq = 16384, .sk = 16384, .hq = 16, .hk = 16});
   const double causal_16k =
@@ -467,7 +467,7 @@ TEST(HopperModel, IsSane) {
   EXPECT_NEAR(predicted_cycles({50, 90, 10}, 264, 264, 1, 132), 105, 1e-9);
 }
 
-// SMs that take each item when the one before it ends.
+// SMs that take each q tile when the one before it ends.
 TEST(HopperModel, PredictsItemsTakenOneByOne) {
   for (const int64_t d : {64, 128, 256}) {
     for (const int64_t s : {1024, 4096, 8192, 16384}) {
@@ -479,10 +479,10 @@ TEST(HopperModel, PredictsItemsTakenOneByOne) {
         const BlockCost cost = block_cost(plan, p);
         std::multiset<double> ends;
         for (int i = 0; i < 132; ++i) ends.insert(0);
-        for (int number = 0; number < plan.work.items; ++number) {
-          const kernels::Item item = kernels::item_of(plan.work, static_cast<int>(heads), false,
-                                                      band_of(plan, p.mask), number);
-          const int keys = cost.key_tiles[plan.work.row_blocks - 1 - item.block];
+        for (int number = 0; number < plan.work.q_tiles; ++number) {
+          const kernels::QTile tile = kernels::q_tile_of(plan.work, static_cast<int>(heads), false,
+                                                         band_of(plan, p.mask), number);
+          const int keys = cost.key_tiles[plan.work.row_blocks - 1 - tile.block];
           const double begin = *ends.begin();
           ends.erase(ends.begin());
           ends.insert(begin + cost.end + keys * cost.key_tile);

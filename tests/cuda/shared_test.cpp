@@ -1,6 +1,6 @@
 // The formulas that the host and the device share (src/kernels/shared/*.h, sm90/forward/layout.h):
-// every row, key and item is met exactly once, as the mask says, and the map of shared memory holds
-// together.
+// every row, key and q tile is met exactly once, as the mask says, and the map of shared memory
+// holds together.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -83,7 +83,7 @@ TEST(Band, IsThatOfTheMask) {
   }
 }
 
-/// Walks the strips of an item and compares what they meet with the tiles of the mask.
+/// Walks the strips of a q tile and compares what they meet with the tiles of the mask.
 /// Whether rows [i, i_end) see all, some or none of the keys [j, j_end), row by row.
 Tile classify(const Mask& mask, const Sequence& s, int64_t i, int64_t i_end, int64_t j,
               int64_t j_end) {
@@ -97,16 +97,16 @@ Tile classify(const Mask& mask, const Sequence& s, int64_t i, int64_t i_end, int
 }
 
 void check_item(const kernels::Work& work, const Shape& shape, int block_strips, int tile_keys,
-                const kernels::Item& item, bool splits, std::map<int, int>& visits) {
+                const kernels::QTile& tile, bool splits, std::map<int, int>& visits) {
   const int64_t sq = shape.sq, sk = shape.sk;
   const Mask& mask = shape.mask;
   const Sequence s{0, 0, sq, sk};
   const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
   const kernels::KeyTiles tiles =
-      kernels::item_key_tiles(work, band(mask), n, block_strips, tile_keys, splits, item);
+      kernels::key_tiles_of(work, band(mask), n, block_strips, tile_keys, splits, tile);
   int rightmost = -1;  // that any strip computes
-  const int first = kernels::first_strip(n.sq, block_strips, item.block);
-  const int end = kernels::first_strip(n.sq, block_strips, item.block + 1);
+  const int first = kernels::first_strip(n.sq, block_strips, tile.block);
+  const int end = kernels::first_strip(n.sq, block_strips, tile.block + 1);
   for (int strip = first; strip < end; ++strip) {
     const int row = kernels::kStripRows * strip;
     if (row >= sq) continue;
@@ -136,9 +136,9 @@ void check_item(const kernels::Work& work, const Shape& shape, int block_strips,
       ++visits[walk.tile * 10000 + strip];
     }
     for (int i = 0; i < walk.skip_back; ++i) ASSERT_EQ(tile(t--), Tile::kEmpty);
-    ASSERT_EQ(t, tiles.begin - 1) << "a warpgroup must release every buffer of the item";
+    ASSERT_EQ(t, tiles.begin - 1) << "a warpgroup must release every buffer of the q tile";
   }
-  ASSERT_TRUE(item.part >= 0 || tiles.end <= tiles.begin || rightmost == tiles.end - 1);
+  ASSERT_TRUE(tile.split >= 0 || tiles.end <= tiles.begin || rightmost == tiles.end - 1);
 }
 
 TEST(KeyWalk, MeetsTheTilesOfTheMask) {
@@ -191,30 +191,32 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
           const kernels::Work& work = plan.work;
           const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
           std::map<std::array<int, 3>, std::vector<kernels::KeyTiles>> seen;
-          std::set<int> parts;
-          for (int i = 0; i < work.items; ++i) {
-            const kernels::Item item =
-                kernels::item_of(work, 6, plan.split_tail, band_of(plan, p.mask), i);
-            ASSERT_GE(item.block, 0);
-            ASSERT_LT(item.head, 6);
-            ASSERT_LT(item.batch, batch);
-            const bool again = item.part >= 0 && !parts.insert(item.part).second;
+          std::set<int> splits_seen;
+          for (int i = 0; i < work.q_tiles; ++i) {
+            const kernels::QTile tile =
+                kernels::q_tile_of(work, 6, plan.split_tail, band_of(plan, p.mask), i);
+            ASSERT_GE(tile.block, 0);
+            ASSERT_LT(tile.head, 6);
+            ASSERT_LT(tile.batch, batch);
+            const bool again = tile.split >= 0 && !splits_seen.insert(tile.split).second;
             ASSERT_FALSE(again);
-            seen[{item.batch, item.head, item.block}].push_back(
-                kernels::item_key_tiles(work, band_of(plan, p.mask), n, plan.consumers,
-                                        plan.block_keys, plan.split_tail, item));
+            seen[{tile.batch, tile.head, tile.block}].push_back(
+                kernels::key_tiles_of(work, band_of(plan, p.mask), n, plan.consumers,
+                                      plan.block_keys, plan.split_tail, tile));
           }
           EXPECT_LT(
-              kernels::item_of(work, 6, plan.split_tail, band_of(plan, p.mask), work.items).block,
+              kernels::q_tile_of(work, 6, plan.split_tail, band_of(plan, p.mask), work.q_tiles)
+                  .block,
               0);
           ASSERT_EQ(seen.size(), static_cast<size_t>(kernels::blocks_of(work)));
-          ASSERT_EQ(parts.size(),
-                    static_cast<size_t>(kernels::split_blocks(work) * work.split_parts));
-          ASSERT_TRUE(parts.empty() || *parts.rbegin() + 1 == static_cast<int>(parts.size()));
-          for (auto& [block, tiles] : seen) {  // the parts of a block are its tiles, each once
+          ASSERT_EQ(splits_seen.size(),
+                    static_cast<size_t>(kernels::split_blocks(work) * work.splits));
+          ASSERT_TRUE(splits_seen.empty() ||
+                      *splits_seen.rbegin() + 1 == static_cast<int>(splits_seen.size()));
+          for (auto& [block, tiles] : seen) {  // the splits of a block are its tiles, each once
             const kernels::KeyTiles all =
-                kernels::item_key_tiles(work, band_of(plan, p.mask), n, plan.consumers,
-                                        plan.block_keys, false, {block[2], 0, 0, -1});
+                kernels::key_tiles_of(work, band_of(plan, p.mask), n, plan.consumers,
+                                      plan.block_keys, false, {block[2], 0, 0, -1});
             std::sort(tiles.begin(), tiles.end(),
                       [](const auto& x, const auto& y) { return x.begin < y.begin; });
             ASSERT_EQ(tiles.front().begin, all.begin);

@@ -125,7 +125,7 @@ def c_api_seeds():
         yield f"{name}_plan_longer_lengths", call(
             what, flags=1, how=PLAN | MOVED | OWN_WORKSPACE
         ) + b"\x3c" + struct.pack("<4i", 0, 4, 0, 5)
-    # Caches of 4 pages of 6 keys, with 3 new rows, keys and queries turned, and of 5 rows without.
+    # Caches of 4 pages of 6 keys, with 3 new rows, keys and queries rotated, and of 5 rows without.
     for name, dtype in [("f32", 0), ("bf16", 2)]:
         for how_name, how in [("", 0), ("_plan", PLAN), ("_plan_workspace", PLAN | OWN_WORKSPACE)]:
             yield f"appends_{name}{how_name}", call(

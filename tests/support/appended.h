@@ -44,7 +44,7 @@ class Appended {
 
   /// The new rows and the queries are as a model in double precision says, and nothing else of the
   /// caches and the outputs has changed. What is stored becomes the keys of the workload, and its
-  /// queries those that were turned.
+  /// queries those that are rotated.
   testing::AssertionResult check();
   /// The same after a call with attention, whose queries are not changed.
   testing::AssertionResult check_rows();

@@ -50,7 +50,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   const auto add_of_none = [&](CallKernel kernel) {
     for (const Architecture& a : architectures()) add(use_of(kernel, a.capability));
   };
-  const Problem::Append append{.given = problem.append.given, .turns = problem.append.turns};
+  const Problem::Append append{.given = problem.append.given, .rotates = problem.append.rotates};
   std::vector<Problem> problems = {without_prefixes(without_append(problem))};
   if (problem.prefix_groups > 0 && undivided(problem).empty()) {
     const Problem follows = without_append(problem);

@@ -448,7 +448,7 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
                                  : ceil_div(q_blocks * plan.max_splits, plan.grid) + 1;
   const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
   const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
-  const int64_t rows = work_tiles * (new_rows + (p.append.turns ? queries : 0));
+  const int64_t rows = work_tiles * (new_rows + (p.append.rotates ? queries : 0));
   const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
   const int64_t rounds = ceil_div(rows, groups);
   if (rounds <= kMaxAppendRounds) return {};
@@ -460,7 +460,7 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
 
 HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
   plan.appends = true;
-  plan.rotates_q = p.append.turns;
+  plan.rotates_q = p.append.rotates;
   plan.unread_rows =
       plan.has_left || plan.has_chunk || plan.packed || plan.seqused_q || plan.leftpad;
   return plan;

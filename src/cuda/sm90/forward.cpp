@@ -22,7 +22,7 @@ KernelUse main_kernel(const HopperForwardPlan& plan) {
 
 std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
   std::vector<KernelUse> kernels;
-  if (plan.work.items > 0) kernels.push_back(main_kernel(plan));
+  if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
@@ -38,7 +38,7 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
       workspace_(workspace_of(problem, plan)) {
   set_params(problem);
   set_inputs();
-  if (plan_.work.items > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
+  if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
   if (plan_.has_padding())
     padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
@@ -117,7 +117,7 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
     cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
                  kCopyThreads, 0, "launching the kernel that copies rows");
   }
-  if (plan_.work.items > 0) {
+  if (plan_.work.q_tiles > 0) {
     cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),
                  plan_.shared_bytes, "launching the forward kernel");
   }

@@ -4,7 +4,7 @@ namespace fulgur::cuda {
 
 int64_t HopperForwardPlan::partial_floats() const {
   if (!split_tail) return 0;
-  return int64_t{kernels::split_blocks(work)} * work.split_parts * consumers *
+  return int64_t{kernels::split_blocks(work)} * work.splits * consumers *
          kernels::partial_floats(value_dim);
 }
 

@@ -49,7 +49,7 @@ struct HopperForwardLaunch {
   int shared_bytes = 0;
   int residents = 1;     ///< CTAs that fit an SM
   bool shares = false;   ///< and there are so many that some share one
-  kernels::Work work{};  ///< how rows, heads and keys are cut into items
+  kernels::Work work{};  ///< how rows, heads and keys are cut into q tiles
   int grid = 0;          ///< CTAs
   bool operator==(const HopperForwardLaunch&) const = default;
 };

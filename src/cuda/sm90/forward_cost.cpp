@@ -50,7 +50,7 @@ KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
 }
 
 /// Items of `all` cycles together, the longest taken first. Each is taken when the one before it
-/// ends, and so SMs wait for each other half a short item on average.
+/// ends, and so SMs wait for each other half a short q tile on average.
 double longest_first(double longest, double shortest, double all, int sms) {
   return std::max(longest, all / sms + 0.5 * shortest);
 }
@@ -70,16 +70,16 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), keys_of_longest(p)};
   const kernels::Band band = band_of(plan, p.mask);
   BlockCost cost;
-  cost.leave_part = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
+  cost.leave_split = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
   cost.end = end;
   cost.key_tile = key_tile.steady;
   kernels::Work head{};  // one head alone
-  head.row_blocks = head.items = plan.work.row_blocks;
+  head.row_blocks = head.q_tiles = plan.work.row_blocks;
   head.heads = head.section_heads = 1;
-  for (int number = 0; number < head.items; ++number) {
-    const kernels::Item item = kernels::item_of(head, 1, /*splits=*/false, band, number);
-    const kernels::KeyTiles keys = kernels::item_key_tiles(head, band, longest, plan.consumers,
-                                                           plan.block_keys, /*splits=*/false, item);
+  for (int number = 0; number < head.q_tiles; ++number) {
+    const kernels::QTile tile = kernels::q_tile_of(head, 1, /*splits=*/false, band, number);
+    const kernels::KeyTiles keys = kernels::key_tiles_of(head, band, longest, plan.consumers,
+                                                         plan.block_keys, /*splits=*/false, tile);
     const int count = keys.end - keys.begin;
     cost.key_tiles.push_back(count);
     const double cycles = end + key_tile.steady * count;
@@ -95,29 +95,29 @@ double reading_cycles(const Problem& p, const Card& card) {
   return keys * static_cast<double>(p.key_bytes()) / (kReadShare * card.bytes_per_cycle);
 }
 
-double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms) {
+double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int splits, int sms) {
   const int blocks = static_cast<int>(cost.key_tiles.size());
   double all = 0, longest = 0;
   for (int block = 0; block < blocks; ++block) {
-    const int count = cost.key_tiles[block], pieces = block < cut ? parts : 1;
-    const double leave = pieces > 1 ? cost.leave_part : 0;
-    all += heads * (pieces * (cost.end + 2 * leave) + count * cost.key_tile);
-    const int most = (count + pieces - 1) / pieces;
-    longest = std::max(longest, cost.end + most * cost.key_tile + (pieces + 1) * leave);
+    const int count = cost.key_tiles[block], splits_here = block < cut ? splits : 1;
+    const double leave = splits_here > 1 ? cost.leave_split : 0;
+    all += heads * (splits_here * (cost.end + 2 * leave) + count * cost.key_tile);
+    const int most = (count + splits_here - 1) / splits_here;
+    longest = std::max(longest, cost.end + most * cost.key_tile + (splits_here + 1) * leave);
   }
-  const int items = heads * (blocks + cut * (parts - 1));
-  if (items <= sms) return kSplitLoop * longest;
+  const int q_tiles = heads * (blocks + cut * (splits - 1));
+  if (q_tiles <= sms) return kSplitLoop * longest;
   return kSplitLoop * longest_first(longest, cost.shortest, all, sms);
 }
 
-double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts, int sms) {
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int splits, int sms) {
   const bool equal = cost.longest <= cost.mean * 1.0001;
   if (!equal) return longest_first(cost.longest, cost.shortest, blocks * cost.mean, sms);
   const int split = blocks - first_split;
   const double waves = std::ceil(static_cast<double>(first_split) / sms);
-  const double part_waves = std::ceil(static_cast<double>(split) * parts / sms);
-  const double part = cost.mean / parts + (parts > 1 ? (parts + 1) * cost.leave_part : 0);
-  return waves * cost.mean * (parts > 1 ? kSplitLoop : 1) + part_waves * part;
+  const double split_waves = std::ceil(static_cast<double>(split) * splits / sms);
+  const double of_split = cost.mean / splits + (splits > 1 ? (splits + 1) * cost.leave_split : 0);
+  return waves * cost.mean * (splits > 1 ? kSplitLoop : 1) + split_waves * of_split;
 }
 
 }  // namespace fulgur::cuda

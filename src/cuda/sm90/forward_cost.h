@@ -9,7 +9,7 @@ namespace fulgur::cuda {
 /// SM cycles of the row blocks of one head.
 struct BlockCost {
   double mean = 0, longest = 0, shortest = 0;
-  double leave_part = 0;         ///< to leave one part of a split block, or to add one up
+  double leave_split = 0;        ///< to leave one split of a block, or to add one up
   double end = 0, key_tile = 0;  ///< of a block with its key tiles, and of one of these
   std::vector<int> key_tiles{};  ///< of each row block of a head, in the order they are taken
 };
@@ -23,10 +23,10 @@ BlockCost block_cost(const HopperForwardPlan& plan, const Problem& problem);
 /// rows are few.
 double reading_cycles(const Problem& problem, const Card& card);
 
-/// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `parts`.
-double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int parts, int sms);
+/// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `splits`.
+double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int splits, int sms);
 
-/// Predicts a launch of unequal row blocks of `heads` heads, the first `cut` of each in `parts`.
-double predicted_cycles_of_parts(const BlockCost& cost, int heads, int cut, int parts, int sms);
+/// Predicts a launch of unequal row blocks of `heads` heads, the first `cut` of each in `splits`.
+double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int splits, int sms);
 
 }  // namespace fulgur::cuda

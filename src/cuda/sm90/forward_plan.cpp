@@ -16,7 +16,7 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kMaxParts = 8;  // more have not been measured
+constexpr int kMaxSplits = 8;  // more have not been measured
 constexpr int kMaxCutPagesDim = 192, kMaxChunkPagesDim = 192;
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
@@ -132,45 +132,45 @@ void divide_heads(HopperForwardPlan& plan, const Problem& p, int sms) {
   work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
 }
 
-/// Cuts blocks [first, end) into parts.
-void cut_blocks(HopperForwardPlan& plan, int first, int end, int parts) {
+/// Cuts blocks [first, end) into splits.
+void cut_blocks(HopperForwardPlan& plan, int first, int end, int splits) {
   plan.split_tail = true;
   plan.work.first_split = first;
   plan.work.end_split = end;
-  plan.work.split_parts = parts;
-  plan.work.items = kernels::blocks_of(plan.work) + (end - first) * (parts - 1);
+  plan.work.splits = splits;
+  plan.work.q_tiles = kernels::blocks_of(plan.work) + (end - first) * (splits - 1);
 }
 
 /// Cuts the last blocks, all as long, where they leave SMs idle. Returns the cycles.
 double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
                        double best) {
   const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % sms;
-  const int most = std::min(kMaxParts, ceil_div(p.sk, plan.block_keys));
-  for (int parts = 2; parts <= most && first < blocks; ++parts) {
-    const double cycles = predicted_cycles(cost, blocks, first, parts, sms);
+  const int most = std::min(kMaxSplits, ceil_div(p.sk, plan.block_keys));
+  for (int splits = 2; splits <= most && first < blocks; ++splits) {
+    const double cycles = predicted_cycles(cost, blocks, first, splits, sms);
     if (cycles >= best) continue;
     best = cycles;
-    cut_blocks(plan, first, blocks, parts);
+    cut_blocks(plan, first, blocks, splits);
   }
   return best;
 }
 
 /// Under a band, where there are less blocks than SMs, cuts those that are longer than
-/// a part of the longest: they come first. Returns the cycles.
+/// a split of the longest: they come first. Returns the cycles.
 double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const Work whole = plan.work;
   if (kernels::blocks_of(whole) >= sms || whole.bulk_heads > 0) return best;
   const std::vector<int>& tiles = cost.key_tiles;
   const int longest = tiles.empty() ? 0 : *std::max_element(tiles.begin(), tiles.end());
   double least = kWorthCutting * best;
-  for (int parts = 2; parts <= std::min(kMaxParts, longest); ++parts) {
-    const auto is_short = [&](int count) { return count * parts <= longest; };
+  for (int splits = 2; splits <= std::min(kMaxSplits, longest); ++splits) {
+    const auto is_short = [&](int count) { return count * splits <= longest; };
     const int cut =
         static_cast<int>(std::find_if(tiles.begin(), tiles.end(), is_short) - tiles.begin());
-    const double cycles = predicted_cycles_of_parts(cost, whole.heads, cut, parts, sms);
+    const double cycles = predicted_cycles_of_splits(cost, whole.heads, cut, splits, sms);
     if (cycles >= least) continue;
     best = least = cycles;
-    cut_blocks(plan, 0, whole.heads * cut, parts);
+    cut_blocks(plan, 0, whole.heads * cut, splits);
   }
   return best;
 }
@@ -179,10 +179,10 @@ double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sm
 double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
-  work.split_parts = 1;
+  work.splits = 1;
   divide_heads(plan, p, card.sms);
   const int blocks = kernels::blocks_of(work);
-  work.first_split = work.end_split = work.items = blocks;
+  work.first_split = work.end_split = work.q_tiles = blocks;
   // Where each block has an SM of its own, none shares one.
   plan.shares = plan.residents > 1 && blocks > card.sms;
   const int at_once = card.sms * (plan.shares ? plan.residents : 1);
@@ -201,7 +201,7 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
       best = cycles;
     }
   }
-  plan.grid = std::min(at_once, work.items);
+  plan.grid = std::min(at_once, work.q_tiles);
   return best;
 }
 
@@ -298,7 +298,7 @@ std::string forward_rejects(const Problem& p) {
   const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
   // Doubles, as with no rows of q there may be any number of its heads.
   const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
-  if (heads * static_cast<double>(blocks) * kMaxParts > std::numeric_limits<int>::max()) {
+  if (heads * static_cast<double>(blocks) * kMaxSplits > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {:.0f} heads of {}", heads, blocks);
   }
   return {};
@@ -357,7 +357,7 @@ Explanation describe(const HopperForwardPlan& plan) {
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.grid);
   e.details.add("q_blocks", kernels::blocks_of(work));
-  e.details.add("splits", work.split_parts);
+  e.details.add("splits", work.splits);
   e.details.add("split_q_blocks", kernels::split_blocks(work));
   say(fmt::format(
       "Hopper: {} warpgroups of 64 rows (Br {}), Bc {} keys, d {} and dv {} as computed",
@@ -369,9 +369,9 @@ Explanation describe(const HopperForwardPlan& plan) {
                   plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
                   work.heads - work.bulk_heads));
   if (plan.split_tail) {
-    say(fmt::format("{} blocks, {}, are cut into {} parts of their keys",
+    say(fmt::format("{} blocks, {}, are cut into {} splits of their keys",
                     kernels::split_blocks(work), work.first_split > 0 ? "the last" : "the first",
-                    work.split_parts));
+                    work.splits));
   }
   describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.page > 0) {

@@ -9,7 +9,7 @@ struct AppendRows {
   void* to;
   long long to_batch, to_row, to_head;
   int heads, dim;
-  int pairs;  // of columns that turn
+  int pairs;  // of columns that are rotated
 };
 
 // How rows of sequences follow each other.
@@ -43,6 +43,6 @@ struct AppendParams {
 
   int* lengths;    // [batch]: takes those that sequences have with their new rows; or null
 
-  int wide;        // rows are made of 16 bytes that lie at multiples of 16 bytes, and so are halves that turn
+  int wide;        // rows are made of 16 bytes that lie at multiples of 16 bytes, and so are halves that are rotated
   int lanes_log2;  // that share a row
 };

@@ -63,7 +63,7 @@ __device__ __forceinline__ long long position_of(const AppendParams& p, int b, i
   return first < 0 || position >= p.positions ? -1ll : static_cast<long long>(position);
 }
 
-// The row that takes a token, and the position that it turns to.
+// The row that takes a token, and the position that it is rotated to.
 struct AppendPlace {
   bool exists;
   int entry;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_angles(const void* angles, long long at, in
   }
 }
 
-// Turns N pairs, the first of which is `pair`. Products and sums are rounded one by one, as the CPU rounds them.
+// Rotates N pairs, the first of which is `pair`. Products and sums are rounded one by one, as the CPU rounds them.
 template <Element kType, int N, bool kInterleaved, class T>
 __device__ __forceinline__ void turn_pairs(const AppendParams& p, const T* x, T* y, int pairs, int pair,
                                            long long position) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void turn_pairs(const AppendParams& p, const T* x, T*
   store_pack(y + high, d);
 }
 
-// The lanes of a row: turns its pairs and copies the columns after them, N elements a lane and step.
+// The lanes of a row: rotates its pairs and copies the columns after them, N elements a lane and step.
 template <Element kType, int N, class T>
 __device__ __forceinline__ void write_row(const AppendParams& p, const T* x, T* y, int dim, int pairs,
                                           long long position, int lane) {

@@ -60,7 +60,7 @@ struct AttentionParams : CallParams {
   fulgur::kernels::Work work;
   // [kSchedulerCounters], zero before the first launch; every launch leaves them zero. One launch at a time uses them.
   int* counters;
-  float* partial;  // [split blocks][split_parts][strips][partial_floats(kValueDim)], kSplitTail
+  float* partial;  // [split blocks][splits][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
   KeyPages pages;  // kPage
   const float* sinks;  // [hq], kHasSinks

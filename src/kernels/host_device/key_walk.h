@@ -1,26 +1,26 @@
-// Which key tiles an item has, and what a consumer warpgroup must know of its strip of it.
+// Which key tiles a q tile has, and what a consumer warpgroup must know of its strip of it.
 #pragma once
 #include "host_device/strips.h"
 #include "host_device/work_tiles.h"
 
 namespace fulgur::kernels {
 
-// The key tiles of an item. `block_strips`: as in first_strip.
-FULGUR_SHARED KeyTiles item_key_tiles(const Work& work, const Band& band, const Lengths& n, int block_strips,
-                                      int tile_keys, bool splits, const Item& item) {
-  const int begin = kStripRows * first_strip(n.sq, block_strips, item.block);
-  const int end = min_of(kStripRows * first_strip(n.sq, block_strips, item.block + 1), n.sq);
+// The key tiles of a q tile. `block_strips`: as in first_strip.
+FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Lengths& n, int block_strips,
+                                      int tile_keys, bool splits, const QTile& q_tile) {
+  const int begin = kStripRows * first_strip(n.sq, block_strips, q_tile.block);
+  const int end = min_of(kStripRows * first_strip(n.sq, block_strips, q_tile.block + 1), n.sq);
   const KeyTiles all = key_tiles(band, n, tile_keys, begin, end - 1);
-  return splits && item.part >= 0 ? tiles_of_part(work, all, item.part) : all;
+  return splits && q_tile.split >= 0 ? tiles_of_split(work, all, q_tile.split) : all;
 }
 
-// The key tiles of an item from right to left, as one of its strips meets them: the next tile, and its state for the
+// The key tiles of a q tile from right to left, as one of its strips meets them: the next tile, and its state for the
 // strip. The producer, the consumers and the repair of rows walk alike. Under a band this is a closed form: the tiles
 // that a strip sees lie together, and so do those that all of its rows see.
 struct KeyWalk {
   int tile;                    // the walk is here
   int last;                    // and ends after this one
-  int skip_front, skip_back;   // tiles of the item before and after those, of which the strip sees nothing
+  int skip_front, skip_back;   // tiles of the q tile before and after those, of which the strip sees nothing
   int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows
   int sk;
   int diagonal;  // of the first row
@@ -36,17 +36,17 @@ struct KeyWalk {
   }
 };
 
-// The walk over all key tiles of an item.
-FULGUR_SHARED KeyWalk walk_of_item(const KeyTiles& item) { return {item.end - 1, item.begin, 0, 0, 0, 0, 0, 0}; }
+// The walk over all key tiles of a q tile.
+FULGUR_SHARED KeyWalk walk_of_tiles(const KeyTiles& all) { return {all.end - 1, all.begin, 0, 0, 0, 0, 0, 0}; }
 
 // The walk of the strip that begins at `row`; empty where there are no such rows.
-FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile_keys, const KeyTiles& item, int row) {
+FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile_keys, const KeyTiles& all, int row) {
   KeyTiles mine = key_tiles(band, n, tile_keys, row, min_of(row + kStripRows, n.sq) - 1);
-  mine.end = min_of(mine.end, item.end);
-  mine.begin = max_of(mine.begin, item.begin);
-  if (mine.end <= mine.begin) mine.begin = mine.end = item.begin;
+  mine.end = min_of(mine.end, all.end);
+  mine.begin = max_of(mine.begin, all.begin);
+  if (mine.end <= mine.begin) mine.begin = mine.end = all.begin;
   const KeyTiles full = full_key_tiles(band, n, tile_keys, row, row + kStripRows - 1);
-  return {mine.end - 1, mine.begin, item.end - mine.end, mine.begin - item.begin, full.begin, full.end, n.sk,
+  return {mine.end - 1, mine.begin, all.end - mine.end, mine.begin - all.begin, full.begin, full.end, n.sk,
           diagonal_of(n, row)};
 }
 
@@ -54,10 +54,10 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
 struct Place {
   int row;  // its first, in its sequence
   int head, batch;
-  int part;  // as in Item
+  int split;  // as in QTile
 };
 
-// What a consumer warpgroup must know of its strip of an item. The producer computes it, and the consumers keep little
+// What a consumer warpgroup must know of its strip of a q tile. The producer computes it, and the consumers keep little
 // of it in registers: the main loop has none to spare. One lane writes it and one lane of each warp reads it, those
 // that arrive at the barriers of Q.
 struct View {
@@ -65,9 +65,9 @@ struct View {
   Place place;
 };
 
-FULGUR_SHARED View view_of(const Band& band, const Lengths& n, int tile_keys, const Item& item,
-                           const KeyTiles& item_tiles, int row) {
-  return {walk_of_strip(band, n, tile_keys, item_tiles, row), {row, item.head, item.batch, item.part}};
+FULGUR_SHARED View view_of(const Band& band, const Lengths& n, int tile_keys, const QTile& q_tile,
+                           const KeyTiles& all_tiles, int row) {
+  return {walk_of_strip(band, n, tile_keys, all_tiles, row), {row, q_tile.head, q_tile.batch, q_tile.split}};
 }
 
 FULGUR_SHARED View view_of_the_end() { return {{0, 0, -1, 0, 0, 0, 0, 0}, {0, 0, 0, 0}}; }

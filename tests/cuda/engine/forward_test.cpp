@@ -73,7 +73,7 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   const int64_t Br =
       (state_->launches[0].block / 128 - 1) * tiles.Br;  // a strip for each warpgroup but the first
   EXPECT_EQ(p.work.row_blocks, (1000 + Br - 1) / Br);
-  EXPECT_EQ(p.work.items, 16 * p.work.row_blocks);
+  EXPECT_EQ(p.work.q_tiles, 16 * p.work.row_blocks);
   ASSERT_NE(p.counters, nullptr);
   for (int i = 0; i < 1024; ++i) ASSERT_EQ(p.counters[i], 0);  // the fake's memory is the host's
 }

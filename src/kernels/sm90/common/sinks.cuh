@@ -1,5 +1,5 @@
 // An attention sink is a score of a head, in the units of LSE, that joins the softmax of each of its rows as one more
-// key without a value. It joins when all keys of a row are in: parts of a row do not know of it.
+// key without a value. It joins when all keys of a row are in: splits of a row do not know of it.
 #pragma once
 #include "sm90/common/softmax.cuh"
 

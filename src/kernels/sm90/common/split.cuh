@@ -1,25 +1,25 @@
-// Blocks cut into parts: each part leaves its O and its row statistics, and the last to finish combines all in order,
+// Blocks cut into splits: each split leaves its O and its row statistics, and the last to finish combines all in order,
 // so that the result does not depend on which one that is.
 #pragma once
 #include "sm90/common/softmax.cuh"
 #include "sm90/common/work_tiles.cuh"
 
-// In units of floats, 128 apart, after each other: O, two shifts, two sums.
+// Floats, 128 apart, after each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };
 
-// Leaves this strip's part. True in the part that finishes last, with all of them in `rows` and `O`. `barrier` is a
+// Leaves this strip's partial result. True in the split that finishes last, with all of them in `rows` and `O`. `barrier` is a
 // named barrier of the warpgroup, `flag` an int in shared memory of its own.
-__device__ __forceinline__ bool combine_parts(const AttentionParams& p, const Place& place, Rows& rows,
+__device__ __forceinline__ bool combine_splits(const AttentionParams& p, const Place& place, Rows& rows,
                                               float (&O)[kValueDim / 2], u32 barrier, u32 flag) {
-  if (place.part < 0) return true;
+  if (place.split < 0) return true;
   const int thread = threadIdx.x % 128;
-  const int count = p.work.split_parts;
-  const Part now = part_of(p.work, place.part);
+  const int count = p.work.splits;
+  const Split now = split_of(p.work, place.split);
   const int ticket = now.block * kConsumers + consumer();
   constexpr int kStrip = partial_floats(kValueDim);
-  constexpr int kPart = kConsumers * kStrip;
-  float* parts = p.partial + now.block * count * kPart + consumer() * kStrip + thread;
-  float* mine = parts + now.index * kPart;
+  constexpr int kSplit = kConsumers * kStrip;
+  float* partials = p.partial + now.block * count * kSplit + consumer() * kStrip + thread;
+  float* mine = partials + now.index * kSplit;
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; ++i) mine[i * 128] = O[i];
 #pragma unroll
@@ -39,17 +39,17 @@ __device__ __forceinline__ bool combine_parts(const AttentionParams& p, const Pl
 
   rows = rows_without_keys();
 #pragma unroll 4
-  for (int part = 0; part < count; ++part)
+  for (int split = 0; split < count; ++split)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float shift = load_global_fresh(parts + part * kPart + (kPartialShift + i) * 128);
+      const float shift = load_global_fresh(partials + split * kSplit + (kPartialShift + i) * 128);
       rows.shift[i] = fminf(rows.shift[i], shift);
     }
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
 #pragma unroll 1
-  for (int part = 0; part < count; ++part) {
-    const float* from = parts + part * kPart;
+  for (int split = 0; split < count; ++split) {
+    const float* from = partials + split * kSplit;
     float factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

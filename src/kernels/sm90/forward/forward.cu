@@ -1,6 +1,6 @@
 // Attention forward for Hopper: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation.
 //
-// A CTA takes items: blocks of Br = 64 * kConsumers rows of Q, whose keys it walks from right to left in tiles
+// A CTA takes q tiles: blocks of Br = 64 * kConsumers rows of Q, whose keys it walks from right to left in tiles
 // of Bc. One producer warp feeds rings of K and V by TMA. Each consumer warpgroup owns a strip of 64 rows; it issues
 // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
@@ -16,34 +16,34 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   const u32 lane = threadIdx.x % 32;
   int number = blockIdx.x;
   for (;;) {
-    const Item item = item_of(p, number);
-    const Lengths n = lengths_of(p, item.batch);
-    const int strip = first_strip(n.sq, kConsumers, item.block);
-    const int end = first_strip(n.sq, kConsumers, item.block + 1);
-    if (item.block < 0 || kStripRows * strip < n.sq) {
-      const KeyTiles keys = item_key_tiles(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, item);
-      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the parts of
+    const QTile tile = q_tile_of(p, number);
+    const Lengths n = lengths_of(p, tile.batch);
+    const int strip = first_strip(n.sq, kConsumers, tile.block);
+    const int end = first_strip(n.sq, kConsumers, tile.block + 1);
+    if (tile.block < 0 || kStripRows * strip < n.sq) {
+      const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile);
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the splits of
       // a block, which add up strip by strip, agree on whose strip is whose.
-      flip = kHidesKeys && !(kSplitTail && item.part >= 0) && !flip;
+      flip = kHidesKeys && !(kSplitTail && tile.split >= 0) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
         return mine < end ? kStripRows * mine : n.sq;
       };
-      if (item.block < 0) {
-        load.load_q(item, n, keys, strip_row);
+      if (tile.block < 0) {
+        load.load_q(tile, n, keys, strip_row);
         break;
       }
-      // With one buffer of Q, which the previous item may still be using, the first K comes before.
-      if (kQStages > 1 || keys.end <= keys.begin) load.load_q(item, n, keys, strip_row);
-      const Keys source = keys_of(p, item, n);
+      // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
+      if (kQStages > 1 || keys.end <= keys.begin) load.load_q(tile, n, keys, strip_row);
+      const Keys source = keys_of(p, tile, n);
 #pragma unroll 1
-      for (KeyWalk walk = walk_of_item(keys); walk.more(); walk.next()) {
+      for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
         load.load_k(source, walk.tile);
-        if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(item, n, keys, strip_row);
+        if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
         load.load_v(source, walk.tile);
       }
     }
-    // Not earlier, lest a CTA with a long item hold another one, too. The consumers still have full buffers.
+    // Not earlier, lest a CTA with a long q tile hold another one, too. The consumers still have full buffers.
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       named_barrier_sync(barrier, 128);  // every warp has read Q
     }
     const u32 last_flag = smem + kLayout.last + 4 * consumer();
-    if (!kSplitTail || combine_parts(p, place, rows, O, barrier, last_flag)) finish(p, place, rows, O, strip);
+    if (!kSplitTail || combine_splits(p, place, rows, O, barrier, last_flag)) finish(p, place, rows, O, strip);
     leaving = kLayout.q_empty + 8 * q_buffers.ring.stage();
     q_buffers.advance();
   }

@@ -24,7 +24,7 @@ struct ForwardLayout {
   int q_full, q_empty, k_full, k_empty, v_full, v_empty;  // a barrier of 8 bytes each stage
   int v_tail;
   int view;  // one View per Q buffer and consumer
-  int last;  // one int per consumer: its part is the last to finish
+  int last;  // one int per consumer: its split is the last to finish
   int dropout_key;
   int end, bytes;
 };

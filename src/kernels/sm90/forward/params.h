@@ -35,10 +35,10 @@
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
 //   kFewQueries     sequences of up to so many queries are a decode kernel's
-//   kSplitTail      1: some blocks are cut into parts (host_device/work_tiles.h)
+//   kSplitTail      1: some blocks are cut into splits (host_device/work_tiles.h)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A
-// launch is as many CTAs as the SMs hold, or as there are items, of 128 * (kConsumers + 1) threads;
+// launch is as many CTAs as the SMs hold, or as there are q tiles, of 128 * (kConsumers + 1) threads;
 // sm90/forward_layout says how much shared memory each has.
 #pragma once
 #include "host_device/attention_params.h"

@@ -16,15 +16,15 @@ __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
   return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
 }
 
-// The keys of an item. The division by the heads of a group is made once for all of its tiles: it takes longer than
+// The keys of a q tile. The division by the heads of a group is made once for all of its tiles: it takes longer than
 // the rest of a load.
 struct Keys {
   int first, count;  // in K and V, or in the list of pages
   int head, batch;
 };
 
-__device__ __forceinline__ Keys keys_of(const ForwardParams& p, const Item& item, const Lengths& n) {
-  return {n.k_start, n.sk, item.head / p.group, kPackedK ? 0 : item.batch};
+__device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& tile, const Lengths& n) {
+  return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch};
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -39,10 +39,10 @@ struct Loader {
   __device__ __forceinline__ Loader(const ForwardParams& p, u32 smem)
       : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
 
-  // The strips of an item and a view of each; strip_row says where a warpgroup's begins. The end of all work is views
+  // The strips of a q tile and a view of each; strip_row says where a warpgroup's begins. The end of all work is views
   // without Q.
   template <class StripRow>
-  __device__ __forceinline__ void load_q(const Item& item, const Lengths& n, const KeyTiles& keys,
+  __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const KeyTiles& keys,
                                          StripRow strip_row) {
     q.wait_empty();
     const u32 full = q.full();
@@ -50,10 +50,10 @@ struct Loader {
     if (elect_one()) {
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
-        const View view = view_of(band_of(p), n, kBlockKeys, item, keys, strip_row(strip));
-        store_shared_struct(view_address(smem, q.ring.stage(), strip), item.block < 0 ? view_of_the_end() : view);
+        const View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_row(strip));
+        store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
-      if (item.block < 0) {
+      if (tile.block < 0) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, kConsumers * kQPanels * kStripPanelBytes);
@@ -62,8 +62,8 @@ struct Loader {
 #pragma unroll
           for (int panel = 0; panel < kQPanels; ++panel)
             tma_load(buffer + strip * kLayout.strip_bytes + panel * kStripPanelBytes, &p.q_map, full,
-                     {ElementQ::kPanelColumns * panel, n.q_start + strip_row(strip), item.head,
-                      kPacked ? 0 : item.batch},
+                     {ElementQ::kPanelColumns * panel, n.q_start + strip_row(strip), tile.head,
+                      kPacked ? 0 : tile.batch},
                      Keep::kShort);
       }
     }
