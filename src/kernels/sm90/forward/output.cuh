@@ -10,7 +10,7 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
                                                         int row, float (&O)[kValueDim / 2], float scale0, float scale1,
                                                         u32 shared, Finite<ElementO>& finite) {
   const u32 lane = threadIdx.x % 32;
-  const u32 row = shared + lane % 16 * kPanelRowBytes;
+  const u32 address = shared + lane % 16 * kPanelRowBytes;
   const u32 swizzle = lane % 8;
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; i += 8) {  // 16 columns
@@ -21,7 +21,7 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
                       ElementO::pack(O[i + 6] * scale1, O[i + 7] * scale1)};
     finite.add(x[0]);
     finite.add(x[2]);
-    store_shared_matrices(row + i / 32 * kStripPanelBytes + ((chunk ^ swizzle) << 4), x);
+    store_shared_matrices(address + i / 32 * kStripPanelBytes + ((chunk ^ swizzle) << 4), x);
   }
   fence_async_proxy();
   __syncwarp();
