@@ -319,6 +319,7 @@ TEST_F(Graphs, LengthsOfNewRowsChangeBetweenReplays) {
     }
     const Options options{.mask = c.c.mask};
     forward(args[0], options, stream.run());  // compiles
+    stream.synchronize();  // its rows are written before send() writes the caches
     const Graph graph(stream, [&] { forward(args[0], options, stream.run()); });
     for (int turn = 0; turn < 4; ++turn) {
       const std::vector<double> old = {100.0 - turn, 0.0 + 90 * turn, 17.0 * turn};
