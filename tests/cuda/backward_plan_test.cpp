@@ -15,6 +15,8 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 using test::backward_problem;
 using test::BackwardOptions;
 using test::bytes_of;
@@ -29,19 +31,19 @@ using test::within;
 TEST(BackwardPlan, AccumulatesDqOrStoresDs) {
   for (const Problem& p : many_problems()) {
     std::vector<std::string> rejected;
-    const std::vector<HopperBackwardPlan> all = plans(p, &rejected);
+    const std::vector<BackwardPlan> all = plans(p, &rejected);
     const int64_t max_dim = p.softcap > 0 ? 64 : 128;
     const bool narrow = p.d <= max_dim && p.dv <= max_dim;
     const auto with = [&](DqMethod method) {
-      return std::ranges::count(all, method, &HopperBackwardPlan::dq_method);
+      return std::ranges::count(all, method, &BackwardPlan::dq_method);
     };
-    const auto shorter = std::ranges::count(all, 1, &HopperBackwardPlan::consumers);
+    const auto shorter = std::ranges::count(all, 1, &BackwardPlan::consumers);
     EXPECT_LE(shorter, narrow && p.sq <= 1024 ? 1 : 0);
     EXPECT_EQ(with(DqMethod::kAtomic), narrow ? 1 + shorter : 0);
     EXPECT_EQ(with(DqMethod::kOrdered), narrow ? 1 : 0);
     EXPECT_EQ(with(DqMethod::kStored), 1);
     EXPECT_EQ(rejected.empty(), narrow);
-    for (const HopperBackwardPlan& plan : all) {
+    for (const BackwardPlan& plan : all) {
       EXPECT_EQ(plan.ds_bytes == 0, plan.accumulates_dq());
       EXPECT_EQ(plan.dq_accum_floats(p.hq) > 0, plan.accumulates_dq());
       EXPECT_EQ(plan.dq_semaphores(p.hq) > 0, plan.dq_method == DqMethod::kOrdered);
@@ -53,7 +55,7 @@ TEST(BackwardPlan, AccumulatesDqOrStoresDs) {
 TEST(BackwardPlan, DeterministicCallsAddInOrder) {
   for (const int64_t d : {64, 128}) {
     std::vector<std::string> rejected;
-    const std::vector<HopperBackwardPlan> all =
+    const std::vector<BackwardPlan> all =
         plans(backward_problem({.d = d}, {.deterministic = true}), &rejected);
     ASSERT_EQ(all.size(), 2u);
     EXPECT_EQ(all[0].dq_method, DqMethod::kOrdered);
@@ -66,7 +68,7 @@ TEST(BackwardPlan, DeterministicCallsAddInOrder) {
 TEST(BackwardPlan, InvariantCallsStoreDs) {
   for (const int64_t d : {64, 128}) {
     std::vector<std::string> rejected;
-    const std::vector<HopperBackwardPlan> all =
+    const std::vector<BackwardPlan> all =
         plans(backward_problem({.d = d, .invariant = true}), &rejected);
     ASSERT_EQ(all.size(), 1u);
     EXPECT_EQ(all[0].dq_method, DqMethod::kStored);
@@ -98,7 +100,7 @@ TEST(BackwardPlan, InvariantDoesNotLookAtTheBatch) {
 
 TEST(BackwardPlan, FitsTheMachine) {
   for (const Problem& p : many_problems()) {
-    for (const HopperBackwardPlan& plan : plans(p)) {
+    for (const BackwardPlan& plan : plans(p)) {
       EXPECT_LE(plan.keys_shared_bytes, 232448);
       EXPECT_LE(plan.rows_shared_bytes, 232448);
       EXPECT_GE(plan.q_stages, 2);
@@ -123,7 +125,7 @@ TEST(BackwardPlan, FitsTheMachine) {
 TEST(BackwardPlan, DerivesStages) {
   const auto stages = [](int64_t batch, int64_t d, bool stores) {
     const Problem p = backward_problem({.batch = batch, .d = d});
-    const HopperBackwardPlan plan = stores ? stored(p) : plans(p).front();
+    const BackwardPlan plan = stores ? stored(p) : plans(p).front();
     EXPECT_EQ(plan.k_stages, d == 64 || (d == 128 && !stores) ? 2 : 1);
     return std::array{plan.q_stages, plan.o_stages, plan.row_tiles, plan.row_stages};
   };
@@ -141,14 +143,14 @@ TEST(BackwardPlan, ShortCallsTakeOneWarpgroupACta) {
   const auto fastest = [](const ForwardShape& shape, BackwardOptions options = {}) {
     std::vector<std::string> rejected;
     const auto tiles = backward_candidates(backward_problem(shape, options), {}, &rejected);
-    return std::ranges::min_element(tiles, {}, &HopperBackwardTile::cycles)->plan;
+    return std::ranges::min_element(tiles, {}, &Fitting<BackwardPlan>::cycles)->plan;
   };
   for (const int64_t d : {64, 128}) {
     for (const Mask& mask : {full(), causal()}) {
       for (const auto& [s, heads] : {std::pair{128, 32}, {256, 16}, {512, 16}, {1024, 8}}) {
         const ForwardShape shape{
             .batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask};
-        const HopperBackwardPlan plan = fastest(shape);
+        const BackwardPlan plan = fastest(shape);
         EXPECT_EQ(plan.consumers, 1) << s << " rows, " << heads << " heads, d " << d;
         EXPECT_EQ(plan.block_keys, 64);
         EXPECT_FALSE(plan.wide());
@@ -167,7 +169,7 @@ TEST(BackwardPlan, KernelsAreSharedBetweenPlans) {
   const auto kernels = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::map<std::string, std::string> headers;
     shape.hk = shape.hq;  // groups have a kernel more
-    for (const KernelUse& use : hopper_backward_kernels(stored(backward_problem(shape, with))))
+    for (const KernelUse& use : backward_kernels(stored(backward_problem(shape, with))))
       headers[use.entry] = use.request.kernel_config;
     return headers;
   };
@@ -199,9 +201,9 @@ TEST(BackwardPlan, KernelsAreSharedBetweenPlans) {
 // and so depends on all that scores depend on.
 TEST(BackwardPlan, RoundingIsSharedBetweenPlans) {
   const auto header = [](const ForwardShape& shape) {
-    const HopperBackwardPlan plan = plans(backward_problem(shape)).at(0);
+    const BackwardPlan plan = plans(backward_problem(shape)).at(0);
     EXPECT_TRUE(plan.accumulates_dq());
-    for (const KernelUse& use : hopper_backward_kernels(plan)) {
+    for (const KernelUse& use : backward_kernels(plan)) {
       if (use.entry == std::string("fulgur_backward_round")) return use.request.kernel_config;
     }
     return std::string();
@@ -240,7 +242,7 @@ TEST(BackwardPlan, ShortCallsAddInNoOrder) {
               backward_problem(
                   {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}),
               {}, &rejected);
-          const auto best = std::ranges::min_element(tiles, {}, &HopperBackwardTile::cycles);
+          const auto best = std::ranges::min_element(tiles, {}, &Fitting<BackwardPlan>::cycles);
           EXPECT_EQ(best->plan.dq_method, DqMethod::kAtomic) << s << " " << heads;
         }
       }
@@ -253,7 +255,7 @@ TEST(BackwardPlan, ShortCallsAddInNoOrder) {
 TEST(BackwardPlan, FewKvHeadsAreSplit) {
   const auto splits = [](ForwardShape shape, const BackwardOptions& with = {}) {
     std::set<int64_t> found;
-    for (const HopperBackwardPlan& plan : plans(backward_problem(shape, with))) {
+    for (const BackwardPlan& plan : plans(backward_problem(shape, with))) {
       EXPECT_EQ(plan.splits * plan.split_heads, shape.hq / shape.hk * plan.row_splits);
       found.insert(plan.splits);
     }
@@ -270,13 +272,13 @@ TEST(BackwardPlan, FewKvHeadsAreSplit) {
   // Rows are split, too, unless additions are ordered from the diagonals on.
   const ForwardShape one = {
       .batch = 1, .sq = 8192, .sk = 8192, .hq = 1, .hk = 1, .d = 128, .mask = causal()};
-  for (const HopperBackwardPlan& plan : plans(backward_problem(one)))
+  for (const BackwardPlan& plan : plans(backward_problem(one)))
     EXPECT_EQ(plan.row_splits > 1, plan.dq_method == DqMethod::kAtomic);
   const ForwardShape cross = {.batch = 1, .sq = 16384, .sk = 256, .hq = 16, .hk = 16};
-  for (const HopperBackwardPlan& plan : plans(backward_problem(cross)))
+  for (const BackwardPlan& plan : plans(backward_problem(cross)))
     EXPECT_EQ(plan.row_splits > 1, plan.accumulates_dq());
   const auto reduce = [](const ForwardShape& shape, size_t plan) {
-    for (const KernelUse& use : hopper_backward_kernels(plans(backward_problem(shape)).at(plan))) {
+    for (const KernelUse& use : backward_kernels(plans(backward_problem(shape)).at(plan))) {
       if (use.entry == std::string("fulgur_backward_reduce")) return use.request.kernel_config;
     }
     return std::string();
@@ -300,7 +302,7 @@ TEST(BackwardPlan, FewKvHeadsAreSplit) {
 TEST(BackwardPlan, LastBlocksAreCut) {
   const auto cut = [](const ForwardShape& shape, const BackwardOptions& with = {}) {
     int cut_blocks = 0;
-    for (const HopperBackwardPlan& plan : plans(backward_problem(shape, with))) {
+    for (const BackwardPlan& plan : plans(backward_problem(shape, with))) {
       cut_blocks = std::max(cut_blocks, plan.cut_blocks);
       if (plan.cut_blocks == 0) continue;
       EXPECT_TRUE(plan.dq_method == DqMethod::kAtomic && plan.splits == 1 &&
@@ -345,9 +347,9 @@ TEST(BackwardPlan, LastBlocksAreCut) {
   EXPECT_EQ(cut(of(1, 131072, 3, 3)), 0);
   // Or if the workspace has no room for their partial dK and dV.
   ForwardShape shape = of(4, 4096, 16, 16);
-  const HopperBackwardPlan roomy = plans(backward_problem(shape)).at(0);
+  const BackwardPlan roomy = plans(backward_problem(shape)).at(0);
   shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
-  const HopperBackwardPlan tight = plans(backward_problem(shape)).at(0);
+  const BackwardPlan tight = plans(backward_problem(shape)).at(0);
   EXPECT_EQ(tight.cut_blocks, 0);
   EXPECT_EQ(tight.first_cut_head, 0);
   EXPECT_TRUE(tight.accumulates_dq());
@@ -358,11 +360,11 @@ TEST(BackwardPlan, LastBlocksAreCut) {
 // If the workspace has no room for partial dK and dV of so many splits, there are fewer.
 TEST(BackwardPlan, SplitsFitTheWorkspace) {
   ForwardShape shape = {.batch = 1, .sq = 4096, .sk = 4096, .hq = 8, .hk = 1, .d = 128};
-  const HopperBackwardPlan roomy = plans(backward_problem(shape)).at(0);
+  const BackwardPlan roomy = plans(backward_problem(shape)).at(0);
   ASSERT_TRUE(roomy.reduces());
   shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
   const Problem tight = backward_problem(shape);
-  const HopperBackwardPlan plan = plans(tight).at(0);
+  const BackwardPlan plan = plans(tight).at(0);
   EXPECT_LT(plan.splits, roomy.splits);
   EXPECT_LE(workspace_of(tight, plan).end, shape.max_workspace);
 }
@@ -373,7 +375,7 @@ TEST(BackwardPlan, SinksHaveAKernel) {
     std::set<std::string> texts;
     const Problem p = backward_problem(shape, {.dsinks = dsinks});
     EXPECT_EQ(backward_rejects(p), "");
-    for (const KernelUse& use : hopper_backward_kernels(plans(p).at(0)))
+    for (const KernelUse& use : backward_kernels(plans(p).at(0)))
       texts.insert(use.request.source + use.request.kernel_config);
     return texts;
   };
@@ -393,11 +395,11 @@ TEST(BackwardPlan, SinksHaveAKernel) {
 }
 
 TEST(BackwardPlan, DetailsSayWhatIsDecided) {
-  const Family* const families[] = {&hopper_backward_family()};
+  const Family* const families[] = {&backward_family()};
   const auto details = [&](const Problem& p) {
     Reasons reasons;
     const Candidates all = ranked(p, families, {}, {}, &reasons);
-    const auto& plan = dynamic_cast<const HopperBackwardCandidate&>(*all.at(0)).plan();
+    const auto& plan = dynamic_cast<const BackwardCandidate&>(*all.at(0)).plan();
     return with_reasons(describe(plan), reasons).details;
   };
   Details d = details(backward_problem({.sq = 4096, .sk = 4096, .hk = 8, .d = 128}));
@@ -447,7 +449,7 @@ TEST(BackwardPlan, DetailsSayWhatIsDecided) {
 }
 
 TEST(BackwardPlan, TakesTheFastestFormThatFits) {
-  const Family* const families[] = {&hopper_backward_family()};
+  const Family* const families[] = {&backward_family()};
   const Problem p = backward_problem({.batch = 4, .sq = 1000, .sk = 1500, .hq = 2, .hk = 2});
   Reasons reasons;
   const auto all_within = [&](int64_t bytes) {

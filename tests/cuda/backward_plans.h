@@ -13,32 +13,34 @@
 
 namespace fulgur::test {
 
-using cuda::HopperBackwardPlan;
-using kernels::DqMethod;
+namespace sm90 = cuda::sm90;
 
-inline std::vector<HopperBackwardPlan> plans(const Problem& p, std::vector<std::string>* rejected) {
-  std::vector<HopperBackwardPlan> all;
-  for (const cuda::HopperBackwardTile& tile : cuda::backward_candidates(p, {}, rejected)) {
+using kernels::DqMethod;
+using sm90::BackwardPlan;
+
+inline std::vector<BackwardPlan> plans(const Problem& p, std::vector<std::string>* rejected) {
+  std::vector<BackwardPlan> all;
+  for (const sm90::Fitting<sm90::BackwardPlan>& tile : sm90::backward_candidates(p, {}, rejected)) {
     EXPECT_GT(tile.cycles, 0);
     all.push_back(tile.plan);
   }
   return all;
 }
 
-inline std::vector<HopperBackwardPlan> plans(const Problem& p) {
+inline std::vector<BackwardPlan> plans(const Problem& p) {
   std::vector<std::string> rejected;
   return plans(p, &rejected);
 }
 
 /// The plan that stores dS.
-inline HopperBackwardPlan stored(const Problem& p) {
-  const std::vector<HopperBackwardPlan> all = plans(p);
-  const auto found = std::ranges::find(all, DqMethod::kStored, &HopperBackwardPlan::dq_method);
+inline BackwardPlan stored(const Problem& p) {
+  const std::vector<BackwardPlan> all = plans(p);
+  const auto found = std::ranges::find(all, DqMethod::kStored, &BackwardPlan::dq_method);
   EXPECT_NE(found, all.end());
   return *found;
 }
 
-inline int64_t bytes_of(const Problem& p, const HopperBackwardPlan& plan) {
+inline int64_t bytes_of(const Problem& p, const BackwardPlan& plan) {
   return workspace_of(p, plan).end;
 }
 

@@ -5,6 +5,8 @@
 #include "every_tile.h"
 
 namespace fulgur::test {
+
+namespace sm90 = cuda::sm90;
 namespace {
 
 class BackwardTiles : public OnGpu, public testing::WithParamInterface<Case> {};
@@ -56,7 +58,7 @@ TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
       w.options.engine = "cuda";
       run_backward_tiles(w, expect(w), sms);
       std::vector<std::string> rejected;
-      for (const auto& [plan, cycles, tuned_only] : cuda::backward_candidates(
+      for (const auto& [plan, cycles, tuned_only] : sm90::backward_candidates(
                make_problem(w.backward, w.options), {.sms = sms}, &rejected)) {
         const std::string family = plan.tile().family;
         seen.insert(family + (plan.reduces() ? " split" : " whole"));
@@ -75,9 +77,9 @@ TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
 
 constexpr int kFew = 3;  // SMs that calls with cut blocks are planned for
 
-std::vector<cuda::HopperBackwardTile> tiles_of(const Workload& w) {
+std::vector<sm90::Fitting<sm90::BackwardPlan>> tiles_of(const Workload& w) {
   std::vector<std::string> rejected;
-  return cuda::backward_candidates(make_problem(w.backward, w.options), {.sms = kFew}, &rejected);
+  return sm90::backward_candidates(make_problem(w.backward, w.options), {.sms = kFew}, &rejected);
 }
 
 /// dK and dV by the first tile, exactly.
@@ -107,11 +109,11 @@ std::pair<std::vector<double>, std::vector<double>> key_gradients(
 testing::AssertionResult cut_keeps_bits(Workload& w,
                                         const std::function<testing::AssertionResult()>& is_right) {
   w.options.engine = "cuda";
-  const cuda::HopperBackwardPlan cut = tiles_of(w).at(0).plan;
+  const sm90::BackwardPlan cut = tiles_of(w).at(0).plan;
   if (cut.cut_blocks != kFew - 1) return testing::AssertionFailure() << "nothing is cut";
   const auto of_cut_blocks = key_gradients(w, is_right);
-  w.options.max_workspace = cuda::workspace_of(make_problem(w.backward, w.options), cut).end - 1;
-  const cuda::HopperBackwardPlan whole = tiles_of(w).at(0).plan;
+  w.options.max_workspace = sm90::workspace_of(make_problem(w.backward, w.options), cut).end - 1;
+  const sm90::BackwardPlan whole = tiles_of(w).at(0).plan;
   if (whole.cut_blocks > 0 || whole.splits > 1) return testing::AssertionFailure() << "no blocks";
   if (key_gradients(w, is_right) != of_cut_blocks)
     return testing::AssertionFailure() << "other bits";
@@ -193,7 +195,7 @@ TEST_F(BackwardShort, OneWarpgroupACta) {
     std::set<std::string> others;
     int short_tiles = 0;
     for (const auto& [plan, cycles, tuned_only] :
-         cuda::backward_candidates(make_problem(w.backward, w.options), {.sms = 132}, &rejected)) {
+         sm90::backward_candidates(make_problem(w.backward, w.options), {.sms = 132}, &rejected)) {
       if (plan.consumers != 1) {
         others.insert(plan.tile().text());
         continue;

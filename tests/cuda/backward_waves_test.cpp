@@ -14,6 +14,8 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 using test::backward_problem;
 using test::bytes_of;
 using test::ForwardShape;
@@ -50,7 +52,7 @@ std::vector<Problem> large_problems() {
 }
 
 /// Whether a wave is as small as it can be: one row block, of the largest, of one kv head.
-bool is_smallest(const HopperBackwardPlan& plan) {
+bool is_smallest(const BackwardPlan& plan) {
   const kernels::Wave& wave = plan.waves[0].wave;
   const int rows = plan.head_dim > 128                           ? 128
                    : plan.head_dim > 64 || plan.block_rows == 64 ? 256
@@ -63,7 +65,7 @@ TEST(BackwardWaves, DsFitsTheWorkspace) {
   int cut = 0, smallest = 0;
   for (const std::vector<Problem>& problems : {many_problems(), large_problems()}) {
     for (const Problem& p : problems) {
-      const HopperBackwardPlan plan = stored(p);
+      const BackwardPlan plan = stored(p);
       EXPECT_TRUE(plan.ds_bytes <= max_ds_bytes(p) || is_smallest(plan))
           << plan.ds_bytes << " bytes; " << p.batch << " x " << p.sq << " x " << p.sk << ", heads "
           << p.hq << " " << p.hk << ", d " << p.d << ", mask " << p.mask.left << " "
@@ -80,7 +82,7 @@ TEST(BackwardWaves, DsFitsTheWorkspace) {
 
 TEST(BackwardWaves, DsOfOneRowBlockAlwaysHasRoom) {
   const Problem p = backward_problem({.batch = 1, .sq = 1, .sk = 1 << 20, .hq = 64, .hk = 1});
-  const HopperBackwardPlan plan = stored(p);
+  const BackwardPlan plan = stored(p);
   EXPECT_GT(plan.ds_bytes, max_ds_bytes(p));
   EXPECT_EQ(plan.ds_bytes, int64_t{64} * (1 << 20) * 64 * 2);
 }
@@ -102,7 +104,7 @@ std::vector<Problem> tight_problems() {
 TEST(BackwardWaves, WavesFitMaxWorkspace) {
   int fewer_heads = 0, fewer_rows = 0;
   for (const Problem& p : tight_problems()) {
-    const HopperBackwardPlan roomy = stored(within(p, 0)), tight = stored(p);
+    const BackwardPlan roomy = stored(within(p, 0)), tight = stored(p);
     const int64_t wanted = bytes_of(p, roomy);
     EXPECT_LE(bytes_of(p, tight), p.max_workspace);
     EXPECT_GE(tight.waves.size(), roomy.waves.size());
@@ -128,7 +130,7 @@ TEST(BackwardWaves, SmallerWavesAreSlower) {
   ASSERT_LT(least, most / 4);
   double cycles = tile(most).cycles;
   for (int64_t bytes = most / 2; bytes >= least; bytes /= 2) {
-    const HopperBackwardTile smaller = tile(bytes);
+    const Fitting<BackwardPlan> smaller = tile(bytes);
     EXPECT_GE(smaller.cycles, cycles);
     EXPECT_GT(smaller.plan.waves.size(), 1u);
     EXPECT_EQ(smaller.plan.tile(), stored(p).tile());
@@ -141,7 +143,7 @@ TEST(BackwardWaves, WavesCoverAll) {
   for (const std::vector<Problem>& problems :
        {many_problems(), large_problems(), tight_problems()}) {
     for (const Problem& p : problems) {
-      for (const HopperBackwardPlan& plan : plans(p)) {
+      for (const BackwardPlan& plan : plans(p)) {
         const int row_tiles = ceil_div(p.sq, plan.block_rows);
         std::map<std::pair<int, int>, int> next;  // row tile of a head and a sequence
         for (const auto& [wave, key_blocks, row_blocks] : plan.waves) {
@@ -201,7 +203,7 @@ std::vector<kernels::Lengths> lengths_of(const Problem& p, std::mt19937& random)
 
 /// Every score tile of a wave has a place of its own, on which the kernels by keys and by rows
 /// agree. Returns their number.
-int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const kernels::Wave& wave,
+int64_t check_places(const Problem& p, const BackwardPlan& plan, const kernels::Wave& wave,
                      const std::vector<kernels::Lengths>& lengths) {
   const kernels::Band band = band_of(plan, p.mask);
   const kernels::ScoreTile each = plan.score_tile();
@@ -240,7 +242,7 @@ int64_t check_places(const Problem& p, const HopperBackwardPlan& plan, const ker
 
 void check_places(const ForwardShape& shape, bool compact) {
   const Problem p = backward_problem(shape, {.deterministic = true});
-  const HopperBackwardPlan plan = stored(p);
+  const BackwardPlan plan = stored(p);
   SCOPED_TRACE(testing::Message() << p.sq << " x " << p.sk << ", d " << p.d << ", mask "
                                   << p.mask.left << " " << p.mask.right << " " << p.mask.chunk
                                   << ", " << plan.waves.size() << " waves");

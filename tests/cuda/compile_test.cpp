@@ -36,6 +36,8 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 namespace fs = std::filesystem;
 using test::backward_problem;
 using test::forward_problem;
@@ -443,7 +445,7 @@ std::vector<KernelRequest> requests_of_plans() {
   }
   for (const Problem& problem : decode_problems()) {
     EXPECT_EQ(decode_rejects(problem), "");
-    const HopperDecodeCandidate candidate(problem, decode_candidate(problem, {}));
+    const DecodeCandidate candidate(problem, decode_candidate(problem, {}));
     add(candidate);
     std::string why_not;
     const auto fused = candidate.fused({.given = true, .rotates = true}, &why_not);
@@ -514,7 +516,7 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
     for (const int capability : {80, 89, 90, 100, 120}) {
       const KernelRequest request = use_of(kernel, capability).request;
       const Cubin cubin = compile(request);
-      if (capability == kHopperCapability) {
+      if (capability == kCapability) {
         EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
       }
       EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << cubin.log;
@@ -526,9 +528,9 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
 Cubin compile_text(const std::string& text, const std::string& header) {
   KernelSources sources = embedded_sources();
   sources["text.cu"] = text;
-  const std::vector<std::string> options = {
-      std::string("--gpu-architecture=") + kHopperArchitecture, "--std=c++20",
-      "--modify-stack-limit=false", "--ptxas-options=-v"};
+  const std::vector<std::string> options = {std::string("--gpu-architecture=") + kArchitecture,
+                                            "--std=c++20", "--modify-stack-limit=false",
+                                            "--ptxas-options=-v"};
   return nvrtc_compile(sources, "text.cu", header, options);
 }
 

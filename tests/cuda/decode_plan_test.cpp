@@ -22,6 +22,8 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 using kernels::ChunkRange;
 using kernels::Slices;
 using test::forward_problem;
@@ -120,7 +122,7 @@ TEST(Slices, EverySplitOfAQBlockHasOne) {
   }
 }
 
-HopperDecodePlan plan_of(const test::ForwardShape& shape) {
+DecodePlan plan_of(const test::ForwardShape& shape) {
   return decode_candidate(forward_problem(shape), {}).plan;
 }
 
@@ -129,7 +131,7 @@ TEST(DecodePlan, FitsTheMachine) {
     for (const int64_t dv : {8, 64, 128, 256}) {
       for (const int64_t hq : {1, 4, 8, 16, 71}) {
         for (const int64_t sq : {1, 2, 4, 16, 300}) {
-          const HopperDecodePlan plan = plan_of({.sq = sq, .hq = hq, .hk = 1, .d = d, .dv = dv});
+          const DecodePlan plan = plan_of({.sq = sq, .hq = hq, .hk = 1, .d = d, .dv = dv});
           SCOPED_TRACE(fmt::format("{} {} {} {}", d, dv, hq, sq));
           EXPECT_LE(plan.shared_bytes * plan.residents, Card{}.shared_bytes);
           EXPECT_LE(plan.threads(), plan.warps_per_group >= 4 ? 384 : 256);
@@ -147,7 +149,7 @@ TEST(DecodePlan, FitsTheMachine) {
 // Of the tiles of many rows there is room for as many buffers as keep K and V on their way.
 TEST(DecodePlan, ManyRowsHaveSixBuffers) {
   const auto buffers = [](int64_t d) {
-    const HopperDecodePlan plan = plan_of({.sq = 16, .hq = 8, .hk = 1, .d = d, .dv = d});
+    const DecodePlan plan = plan_of({.sq = 16, .hq = 8, .hk = 1, .d = d, .dv = d});
     EXPECT_EQ(plan.block_rows(), 128);
     return std::pair{plan.block_keys, plan.k_stages + plan.v_stages};
   };
@@ -366,7 +368,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
   const auto plan = [](int64_t batch, int64_t sq) {
     Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
     p.given.set(Arg::kCacheBatchIdx, true);
-    HopperDecodePlan made = decode_candidate(p, {}).plan;
+    DecodePlan made = decode_candidate(p, {}).plan;
     EXPECT_EQ(made.schedule, DecodeSchedule::kInvariantSplits);
     return kernel_config(made);
   };
@@ -436,7 +438,7 @@ TEST(DecodePlan, OfInvariantCallsDependsOnNoLayout) {
       Problem p = forward_problem(shape);
       change(p);
       EXPECT_EQ(decode_rejects(p), "");
-      const HopperDecodePlan plan = decode_candidate(p, {}).plan;
+      const DecodePlan plan = decode_candidate(p, {}).plan;
       return std::array{plan.warps_per_group, plan.warp_groups, plan.block_keys};
     };
     const auto side_by_side = tile([](Problem&) {});
@@ -546,7 +548,7 @@ TEST(DecodePlan, SinksAreAConstant) {
   const auto plan = [](bool sinks) {
     return decode_candidate(forward_problem({.sq = 1, .seqused = true, .sinks = sinks}), {}).plan;
   };
-  HopperDecodePlan with = plan(true);
+  DecodePlan with = plan(true);
   EXPECT_NE(kernel_config(with).find("kHasSinks = 1,"), std::string::npos);
   with.has_sinks = false;
   EXPECT_EQ(with, plan(false));
@@ -594,7 +596,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         const Candidates all = ranked(p, architectures()[0].families, {}, {}, &reasons);
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
-        const HopperDecodePlan plan = decode_candidate(p, {}).plan;
+        const DecodePlan plan = decode_candidate(p, {}).plan;
         EXPECT_EQ(plan.schedule == DecodeSchedule::kInvariantSplits, invariant);
         EXPECT_NE(kernel_config(plan).find("  kTree = 1,\n"), std::string::npos);
         p.given.set(Arg::kTreeMask, false);
@@ -644,7 +646,7 @@ TEST(DecodePlan, AppendsFewNewRows) {
 // What it does besides are constants after all others, which stay as they are.
 TEST(DecodePlan, AppendingIsAConstant) {
   const auto header = [](const Problem& p, bool fused) {
-    const HopperDecodePlan plan = decode_candidate(p, {}).plan;
+    const DecodePlan plan = decode_candidate(p, {}).plan;
     return kernel_config(fused ? fused_plan(p, plan) : plan);
   };
   Problem p = appending({.sq = 1, .mask = causal()}, 2);

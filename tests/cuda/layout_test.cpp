@@ -17,6 +17,8 @@ using namespace fulgur::kernels;
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 /// Where TMA puts element (row, column) of a box of 64 16-bit columns, swizzled by 128
 /// bytes: the 16-byte chunk's number is xored with the row's in its group of 8 (CUDA driver API).
 int swizzled(int row, int column) {

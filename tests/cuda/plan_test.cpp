@@ -21,32 +21,34 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 using test::forward_problem;
 
 /// The plan that is chosen, and why.
 struct Choice {
-  HopperForwardPlan plan;
+  ForwardPlan plan;
   Reasons reasons;
 };
 
 Choice choose(const Problem& problem, const Card& card = {},
               std::span<const MeasuredTile> measured = {}) {
-  const Family* const families[] = {&hopper_forward_family()};
+  const Family* const families[] = {&forward_family()};
   Choice choice;
   const Candidates candidates = ranked(problem, families, card, measured, &choice.reasons);
-  choice.plan = dynamic_cast<const HopperForwardCandidate&>(*candidates.at(0)).plan();
+  choice.plan = dynamic_cast<const ForwardCandidate&>(*candidates.at(0)).plan();
   return choice;
 }
 
-HopperForwardPlan plan_of(const Problem& problem, const Card& card = {}) {
+ForwardPlan plan_of(const Problem& problem, const Card& card = {}) {
   return choose(problem, card).plan;
 }
 
 /// The plans of the tiles that fit.
-std::vector<HopperForwardPlan> fitting(const Problem& problem) {
+std::vector<ForwardPlan> fitting(const Problem& problem) {
   std::vector<std::string> rejected;
-  std::vector<HopperForwardPlan> plans;
-  for (const HopperForwardTile& tile : forward_candidates(problem, {}, &rejected))
+  std::vector<ForwardPlan> plans;
+  for (const Fitting<ForwardPlan>& tile : forward_candidates(problem, {}, &rejected))
     plans.push_back(tile.plan);
   return plans;
 }
@@ -67,9 +69,9 @@ std::vector<Problem> many_problems() {
   return all;
 }
 
-TEST(HopperPlan, FitsTheMachine) {
+TEST(Sm90Plan, FitsTheMachine) {
   for (const Problem& p : many_problems()) {
-    for (const HopperForwardPlan& plan : fitting(p)) {
+    for (const ForwardPlan& plan : fitting(p)) {
       EXPECT_LE(plan.shared_bytes, 232448);
       EXPECT_TRUE(plan.q_stages == 2 || p.d > 128);
       EXPECT_GE(plan.k_stages, 2);
@@ -83,9 +85,9 @@ TEST(HopperPlan, FitsTheMachine) {
   }
 }
 
-TEST(HopperPlan, SharesOutEveryTile) {
+TEST(Sm90Plan, SharesOutEveryTile) {
   for (const Problem& p : many_problems()) {
-    const HopperForwardPlan plan = plan_of(p);
+    const ForwardPlan plan = plan_of(p);
     EXPECT_EQ(kernels::blocks_of(plan.work),
               (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
     EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work) +
@@ -102,7 +104,7 @@ TEST(HopperPlan, SharesOutEveryTile) {
   }
 }
 
-TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
+TEST(Sm90Plan, TakesTheCheapestAndNamesTheOthers) {
   const Reasons reasons =
       choose(forward_problem({.sq = 16384, .sk = 16384, .hq = 16, .hk = 16})).reasons;
   EXPECT_EQ(reasons.details.get<std::string>("tile_from"), "cost_model");
@@ -118,16 +120,16 @@ TEST(HopperPlan, TakesTheCheapestAndNamesTheOthers) {
 }
 
 // Blocks are cut where max_workspace has room for what their splits leave.
-TEST(HopperPlan, CutsNoBlocksWithoutRoomForTheirParts) {
+TEST(Sm90Plan, CutsNoBlocksWithoutRoomForTheirParts) {
   for (const Mask& mask : {full(), causal()}) {
     Problem p = forward_problem({.batch = 1, .sq = 192, .sk = 65536, .hq = 4, .mask = mask});
-    const HopperForwardPlan cut = plan_of(p);
+    const ForwardPlan cut = plan_of(p);
     ASSERT_TRUE(cut.split_tail);
     const int64_t wanted = workspace_of(p, cut).end;
     p.max_workspace = wanted;
     EXPECT_EQ(plan_of(p), cut);
     p.max_workspace = LaunchMemory::kZeroed;
-    const HopperForwardPlan whole = plan_of(p);
+    const ForwardPlan whole = plan_of(p);
     EXPECT_FALSE(whole.split_tail);
     EXPECT_EQ(workspace_of(p, whole).end, p.max_workspace);
     EXPECT_EQ(whole.work.q_tiles, kernels::blocks_of(whole.work));
@@ -135,15 +137,15 @@ TEST(HopperPlan, CutsNoBlocksWithoutRoomForTheirParts) {
 }
 
 // The tile of an invariant call must not depend on the batch, and so not on what a workspace takes.
-TEST(HopperPlan, AllTilesOfInvariantCallsWantTheSame) {
+TEST(Sm90Plan, AllTilesOfInvariantCallsWantTheSame) {
   for (const int64_t batch : {1, 50}) {
     const Problem p = forward_problem({.batch = batch, .sq = 300, .sk = 9000, .invariant = true});
-    for (const HopperForwardPlan& plan : fitting(p))
+    for (const ForwardPlan& plan : fitting(p))
       EXPECT_EQ(workspace_of(p, plan).end, workspace_of(p, fitting(p)[0]).end);
   }
 }
 
-TEST(HopperPlan, NoTileIsAnErrorThatSaysWhy) {
+TEST(Sm90Plan, NoTileIsAnErrorThatSaysWhy) {
   const auto plan = [] { plan_of(forward_problem({.d = 256}), {.shared_bytes = 50000}); };
   EXPECT_EQ(test::status_of(plan), Status::kUnsupported);
   const std::string why = test::message_of(plan);
@@ -155,7 +157,7 @@ TEST(HopperPlan, NoTileIsAnErrorThatSaysWhy) {
 /// Times of every tile of a problem; `fastest` takes 10 us, the others 20, 30 and so on.
 std::vector<MeasuredTile> measured(const Problem& p, size_t fastest) {
   std::vector<MeasuredTile> tiles;
-  for (const HopperForwardPlan& plan : fitting(p)) {
+  for (const ForwardPlan& plan : fitting(p)) {
     const double us = tiles.size() == fastest ? 10 : 20 + 10.0 * static_cast<double>(tiles.size());
     tiles.push_back({plan.tile(), us});
   }
@@ -169,11 +171,11 @@ bool rejects_tuned(const Reasons& reasons) {
   });
 }
 
-TEST(HopperPlan, TakesTheTileThatWasMeasuredToBeFastest) {
+TEST(Sm90Plan, TakesTheTileThatWasMeasuredToBeFastest) {
   int other = 0;
   for (const Problem& p : many_problems()) {
-    const std::vector<HopperForwardPlan> all = fitting(p);
-    const HopperForwardPlan predicted = plan_of(p);
+    const std::vector<ForwardPlan> all = fitting(p);
+    const ForwardPlan predicted = plan_of(p);
     for (size_t i = 0; i < all.size(); ++i) {
       const auto [plan, reasons] = choose(p, {}, measured(p, i));
       EXPECT_EQ(reasons.details.get<std::string>("tile_from"), "tuning");
@@ -189,7 +191,7 @@ TEST(HopperPlan, TakesTheTileThatWasMeasuredToBeFastest) {
   EXPECT_GT(other, 100);
 }
 
-TEST(HopperPlan, TunedTilesThatAreNotItsOwnAreNamed) {
+TEST(Sm90Plan, TunedTilesThatAreNotItsOwnAreNamed) {
   const Problem p = forward_problem({});
   std::vector<MeasuredTile> less = measured(p, 1), more = less, others = less;
   ASSERT_GE(less.size(), 2u);
@@ -203,7 +205,7 @@ TEST(HopperPlan, TunedTilesThatAreNotItsOwnAreNamed) {
   }
 }
 
-TEST(HopperPlan, InvariantTakesNoTunedTile) {
+TEST(Sm90Plan, InvariantTakesNoTunedTile) {
   for (const int64_t batch : {1, 64}) {
     const Problem p = forward_problem({.batch = batch, .invariant = true});
     for (size_t i = 0; i < fitting(p).size(); ++i) {
@@ -270,10 +272,10 @@ TEST(ShapeClass, FourClassesAnOctave) {
 }
 
 // What was measured to be fastest on an H200.
-TEST(HopperPlan, TakesTheMeasuredTiles) {
+TEST(Sm90Plan, TakesTheMeasuredTiles) {
   const auto tile = [](int64_t d, int64_t s, const Mask& mask) {
     const int64_t heads = 2048 / d, batch = 16384 / s;
-    const HopperForwardPlan plan = plan_of(forward_problem(
+    const ForwardPlan plan = plan_of(forward_problem(
         {.batch = batch, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}));
     return std::pair(plan.consumers, plan.block_keys);
   };
@@ -295,7 +297,7 @@ TEST(HopperPlan, TakesTheMeasuredTiles) {
 // Batch 1 and 2 of short sequences, on an H100: a warpgroup alone with its rows, two of them on a
 // SM where there are more than 132 and their memory fits, and larger blocks where there
 // is more to do.
-TEST(HopperPlan, SmallBlocksWhereThereAreFew) {
+TEST(Sm90Plan, SmallBlocksWhereThereAreFew) {
   const auto tile = [](int64_t d, int64_t s, int64_t heads, const Mask& mask) {
     const auto chosen = choose(forward_problem(
         {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = mask}));
@@ -313,9 +315,9 @@ TEST(HopperPlan, SmallBlocksWhereThereAreFew) {
   EXPECT_NE(std::get<0>(tile(64, 1024, 32, full())), 1);
 }
 
-TEST(HopperPlan, DerivesTheMeasuredStages) {
+TEST(Sm90Plan, DerivesTheMeasuredStages) {
   const auto stages = [](int64_t d, int64_t s) {
-    const HopperForwardPlan plan =
+    const ForwardPlan plan =
         plan_of(forward_problem({.batch = 8, .sq = s, .sk = s, .hq = 8, .hk = 8, .d = d}));
     return std::array{plan.q_stages, plan.k_stages, plan.v_stages};
   };
@@ -329,14 +331,14 @@ TEST(HopperPlan, DerivesTheMeasuredStages) {
   EXPECT_EQ(stages(256, 4096), (std::array{1, 3, 2}));
 }
 
-TEST(HopperPlan, BoundsThatBindNothingAreNone) {
+TEST(Sm90Plan, BoundsThatBindNothingAreNone) {
   EXPECT_FALSE(plan_of(forward_problem({.sq = 1, .mask = causal()})).has_right);
   EXPECT_TRUE(plan_of(forward_problem({.sq = 2, .mask = causal()})).has_right);
   EXPECT_FALSE(plan_of(forward_problem({.mask = window(1023, -1)})).has_left);
   EXPECT_TRUE(plan_of(forward_problem({.mask = window(1022, -1)})).has_left);
   // Of 1024 keys. Chunks have both bounds, those of the window around one.
   const auto chunks = [](int64_t chunk, const Mask& of, int64_t sq) {
-    const HopperForwardPlan plan = plan_of(forward_problem({.sq = sq, .mask = chunked(chunk, of)}));
+    const ForwardPlan plan = plan_of(forward_problem({.sq = sq, .mask = chunked(chunk, of)}));
     EXPECT_TRUE(!plan.has_chunk || (plan.has_left && plan.has_right));
     return plan.has_chunk;
   };
@@ -352,18 +354,18 @@ TEST(HopperPlan, BoundsThatBindNothingAreNone) {
   EXPECT_EQ(around.chunk, 100);
 }
 
-TEST(HopperPlan, FewTilesAreSplit) {
-  const HopperForwardPlan decode =
+TEST(Sm90Plan, FewTilesAreSplit) {
+  const ForwardPlan decode =
       plan_of(forward_problem({.batch = 1, .sq = 1, .sk = 65536, .hq = 32, .hk = 8}));
   EXPECT_TRUE(decode.split_tail);
   EXPECT_GE(decode.work.q_tiles, 100);
-  const HopperForwardPlan invariant = plan_of(
+  const ForwardPlan invariant = plan_of(
       forward_problem({.batch = 1, .sq = 17, .sk = 65536, .hq = 32, .hk = 8, .invariant = true}));
   EXPECT_FALSE(invariant.split_tail);
 }
 
 // Less blocks than SMs, some of them long: the longest are cut, so that no q tile is.
-TEST(HopperPlan, FewBlocksUnderABandAreCut) {
+TEST(Sm90Plan, FewBlocksUnderABandAreCut) {
   const auto plan = [](int64_t s, int64_t heads, const Mask& mask, bool invariant = false) {
     return plan_of(forward_problem({.batch = 1,
                                     .sq = s,
@@ -373,7 +375,7 @@ TEST(HopperPlan, FewBlocksUnderABandAreCut) {
                                     .mask = mask,
                                     .invariant = invariant}));
   };
-  const HopperForwardPlan few = plan(4096, 4, causal());
+  const ForwardPlan few = plan(4096, 4, causal());
   EXPECT_TRUE(few.split_tail);
   EXPECT_EQ(few.work.first_split, 0);
   EXPECT_EQ(few.work.end_split % 4, 0);
@@ -396,8 +398,8 @@ TEST(HopperPlan, FewBlocksUnderABandAreCut) {
   EXPECT_FALSE(plan(4096, 4, window(200, 0)).split_tail);
 }
 
-TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
-  const Family* const families[] = {&hopper_forward_family(), &hopper_invariant_by_rows()};
+TEST(Sm90Plan, InvariantDoesNotLookAtTheBatch) {
+  const Family* const families[] = {&forward_family(), &invariant_by_rows_family()};
   const Mask masks[] = {full(),
                         causal(),
                         window(300, 0),
@@ -426,7 +428,7 @@ TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
                 const Candidates ranked_now = ranked(p, families, {}, {}, &reasons);
                 headers.insert(ranked_now.at(0)->kernels().at(0).request.kernel_config);
                 // Bounds are those of the mask, or such that no row reaches: never of the batch.
-                const kernels::Band band = band_of(hopper_key(p), mask);
+                const kernels::Band band = band_of(kernel_key(p), mask);
                 const int64_t left = mask.chunk > 0 ? mask.chunk - 1 : mask.left,
                               most = (1 << 30) - 1024;
                 EXPECT_EQ(band.left, left < 0 ? 0 : std::min(left, most));
@@ -441,10 +443,10 @@ TEST(HopperPlan, InvariantDoesNotLookAtTheBatch) {
   }
 }
 
-TEST(HopperModel, IsSane) {
+TEST(Sm90Model, IsSane) {
   const auto cycles = [](const test::ForwardShape& shape) {
     const Problem p = forward_problem(shape);
-    const HopperForwardPlan plan = plan_of(p);
+    const ForwardPlan plan = plan_of(p);
     const BlockCost cost = block_cost(plan, p);
     return predicted_cycles(cost, kernels::blocks_of(plan.work), plan.work.first_split,
                             plan.work.splits, 132);
@@ -468,13 +470,13 @@ TEST(HopperModel, IsSane) {
 }
 
 // SMs that take each q tile when the one before it ends.
-TEST(HopperModel, PredictsItemsTakenOneByOne) {
+TEST(Sm90Model, PredictsItemsTakenOneByOne) {
   for (const int64_t d : {64, 128, 256}) {
     for (const int64_t s : {1024, 4096, 8192, 16384}) {
       for (const int64_t heads : {4, 16, 64, 500}) {
         const Problem p = forward_problem(
             {.batch = 1, .sq = s, .sk = s, .hq = heads, .hk = heads, .d = d, .mask = causal()});
-        HopperForwardPlan plan = plan_of(p);
+        ForwardPlan plan = plan_of(p);
         if (plan.split_tail) continue;
         const BlockCost cost = block_cost(plan, p);
         std::multiset<double> ends;
@@ -496,10 +498,10 @@ TEST(HopperModel, PredictsItemsTakenOneByOne) {
 }
 
 // 1024 rows are 16 strips of 64: with three warpgroups 2, 2, 3, 3, 3 and 3 a block.
-TEST(HopperModel, ShortBlocksComeFirst) {
+TEST(Sm90Model, ShortBlocksComeFirst) {
   const auto cost = [](int64_t sk, const Mask& mask) {
     const Problem p = forward_problem({.sq = 1024, .sk = sk, .mask = mask});
-    HopperForwardPlan plan = plan_of(p);
+    ForwardPlan plan = plan_of(p);
     plan.consumers = 3;
     plan.block_keys = 64;
     plan.work.row_blocks = 6;
@@ -512,7 +514,7 @@ TEST(HopperModel, ShortBlocksComeFirst) {
 }
 
 // All heads at once under a band only where enough SMs share each.
-TEST(HopperPlan, HeadsInOneSection) {
+TEST(Sm90Plan, HeadsInOneSection) {
   const auto bulk = [](int64_t s, int64_t hk, const Mask& mask) {
     return plan_of(forward_problem({.batch = 16384 / s,
                                     .sq = s,
@@ -530,7 +532,7 @@ TEST(HopperPlan, HeadsInOneSection) {
   EXPECT_GT(bulk(16384, 8, full()), 0);
 }
 
-TEST(HopperRejects, NamesWhatAndWhatInstead) {
+TEST(Sm90Rejects, NamesWhatAndWhatInstead) {
   const auto why = [](const test::ForwardShape& shape) {
     return forward_rejects(forward_problem(shape));
   };
@@ -543,7 +545,7 @@ TEST(HopperRejects, NamesWhatAndWhatInstead) {
   }
 }
 
-TEST(HopperRejects, Caches) {
+TEST(Sm90Rejects, Caches) {
   const auto why = [](auto change) {
     Problem p = forward_problem({});
     change(p);
@@ -586,7 +588,7 @@ TEST(HopperRejects, Caches) {
 }
 
 // Boxes of a key tile lie inside one page each, and begin where the swizzle does.
-TEST(HopperForwardTiles, BoxesOfPages) {
+TEST(Sm90ForwardTiles, BoxesOfPages) {
   for (const int64_t d : {32, 64, 128, 192, 256}) {
     for (const int64_t page : {8, 16, 24, 48, 64, 80, 256}) {
       Problem p = forward_problem({.d = d, .mask = causal()});
@@ -596,7 +598,7 @@ TEST(HopperForwardTiles, BoxesOfPages) {
       std::vector<std::string> rejected;
       const auto tiles = forward_candidates(p, {}, &rejected);
       ASSERT_FALSE(tiles.empty()) << d;
-      for (const HopperForwardTile& tile : tiles) {
+      for (const Fitting<ForwardPlan>& tile : tiles) {
         const int box = tile.plan.box_keys;
         EXPECT_EQ(page % box, 0);
         EXPECT_EQ(tile.plan.block_keys % box, 0);
@@ -608,7 +610,7 @@ TEST(HopperForwardTiles, BoxesOfPages) {
 }
 
 // Sinks change a constant of kernel_config.h, and nothing else of a plan.
-TEST(HopperForwardPlan, SinksAreAConstant) {
+TEST(ForwardPlan, SinksAreAConstant) {
   std::vector<std::string> rejected;
   const auto plans = [&](bool sinks) {
     return forward_candidates(forward_problem({.mask = causal(), .sinks = sinks}), {}, &rejected);
@@ -616,7 +618,7 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
   const auto without = plans(false), with = plans(true);
   ASSERT_EQ(with.size(), without.size());
   for (size_t i = 0; i < with.size(); ++i) {
-    HopperForwardPlan plan = with[i].plan;
+    ForwardPlan plan = with[i].plan;
     EXPECT_NE(kernel_config(plan).find("kHasSinks = 1,"), std::string::npos);
     EXPECT_NE(kernel_config(without[i].plan).find("kHasSinks = 0,"), std::string::npos);
     plan.has_sinks = false;
@@ -624,14 +626,14 @@ TEST(HopperForwardPlan, SinksAreAConstant) {
   }
 }
 
-TEST(HopperRejects, TreeMasks) {
+TEST(Sm90Rejects, TreeMasks) {
   Problem p = forward_problem({});
   p.given.set(Arg::kTreeMask, true);
   EXPECT_EQ(forward_rejects(p), "computes without tree masks");
 }
 
 // The kernel counts rows and diagonals with ints.
-TEST(HopperRejects, SequencesThatIntsCannotCount) {
+TEST(Sm90Rejects, SequencesThatIntsCannotCount) {
   const int64_t most = (int64_t{1} << 29) - 1;
   const auto why = [](int64_t sq, int64_t sk, bool packed) {
     return forward_rejects(
@@ -669,7 +671,7 @@ TEST(HopperRejects, SequencesThatIntsCannotCount) {
 
 // 0 times the -inf of a hidden key is NaN: scores whose scale rounds to nothing are multiplied
 // before they are hidden.
-TEST(HopperPlan, ScalesThatRoundToNothingAreNotFolded) {
+TEST(Sm90Plan, ScalesThatRoundToNothingAreNotFolded) {
   for (const double scale : {1.0, 1e-30, 1e-37}) {
     EXPECT_FALSE(plan_of(forward_problem({.scale = scale})).transforms_scores) << scale;
   }
@@ -679,26 +681,26 @@ TEST(HopperPlan, ScalesThatRoundToNothingAreNotFolded) {
 }
 
 // What TMA cannot address is copied or stored otherwise, and said.
-TEST(HopperPlan, OddRowsAreCopied) {
-  using Store = HopperForwardPlan::Store;
-  const auto copies = [](const HopperForwardPlan& plan) {
+TEST(Sm90Plan, OddRowsAreCopied) {
+  using Store = ForwardPlan::Store;
+  const auto copies = [](const ForwardPlan& plan) {
     return std::array{!plan.copies_q.empty(), !plan.copies_k.empty(), !plan.copies_v.empty()};
   };
-  const HopperForwardPlan even = plan_of(forward_problem({.d = 72}));
+  const ForwardPlan even = plan_of(forward_problem({.d = 72}));
   EXPECT_FALSE(even.copies());
   EXPECT_EQ(even.store, Store::kTiles);
   EXPECT_EQ(plan_of(forward_problem({.d = 256})).store, Store::kRows);
-  const HopperForwardPlan odd = plan_of(forward_problem({.d = 17, .dv = 64}));
+  const ForwardPlan odd = plan_of(forward_problem({.d = 17, .dv = 64}));
   EXPECT_EQ(copies(odd), (std::array{true, true, false}));
   EXPECT_EQ(odd.store, Store::kTiles);
-  const HopperForwardPlan odd_v = plan_of(forward_problem({.dv = 20}));
+  const ForwardPlan odd_v = plan_of(forward_problem({.dv = 20}));
   EXPECT_EQ(copies(odd_v), (std::array{false, false, true}));
   EXPECT_EQ(odd_v.store, Store::kElements);
   const Details details = describe(odd_v).details;
   EXPECT_TRUE(details.has("copies.v")) << details.json();
   EXPECT_FALSE(details.has("copies.k")) << details.json();
   EXPECT_TRUE(details.get<bool>("stores_elements")) << details.json();
-  const HopperForwardPlan shifted = plan_of(forward_problem({.base = 0x7f0000000008}));
+  const ForwardPlan shifted = plan_of(forward_problem({.base = 0x7f0000000008}));
   EXPECT_EQ(copies(shifted), (std::array{true, true, true}));
   EXPECT_EQ(shifted.store, Store::kElements);
   // A box of one row, head and sequence has no strides.
@@ -715,7 +717,7 @@ TEST(AnyPlan, AnyNumberOfHeads) {
   p.hq = p.hk = int64_t{1} << 44;
   p.sk = p.total_k = p.total_keys = 64;
   p.d = p.dv = 64;
-  EXPECT_NE(hopper_decode_rejects_few(p).find("up to 2^31 tiles"), std::string::npos);
+  EXPECT_NE(decode_rejects_few(p).find("up to 2^31 tiles"), std::string::npos);
   p.hk = 1;
   EXPECT_NE(forward_rejects(p).find("18446744073709551616 heads"), std::string::npos);
   p.pass = Pass::kBackward;

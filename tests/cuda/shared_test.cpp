@@ -17,6 +17,8 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace sm90;
+
 using test::forward_problem;
 
 TEST(Strips, EachIsInOneBlock) {
@@ -62,7 +64,7 @@ std::vector<Shape> shapes() {
 
 kernels::Band band(const Mask& mask) {
   const bool chunks = mask.chunk > 0;
-  return band_of(HopperKey{.has_left = chunks || mask.left >= 0,
+  return band_of(KernelKey{.has_left = chunks || mask.left >= 0,
                            .has_right = chunks || mask.right >= 0,
                            .has_chunk = chunks},
                  mask);
@@ -171,9 +173,9 @@ TEST(KeyWalk, MeetsTheTilesOfTheMask) {
 }
 
 /// The plan of the tile that the cost model likes best.
-HopperForwardPlan plan_of(const Problem& p) {
+ForwardPlan plan_of(const Problem& p) {
   std::vector<std::string> rejected;
-  const std::vector<HopperForwardTile> tiles = forward_candidates(p, {}, &rejected);
+  const std::vector<Fitting<ForwardPlan>> tiles = forward_candidates(p, {}, &rejected);
   return std::min_element(tiles.begin(), tiles.end(),
                           [](const auto& x, const auto& y) { return x.cycles < y.cycles; })
       ->plan;
@@ -187,7 +189,7 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
         for (const Mask& mask : {full(), causal(), window(50, -1), chunked(700, causal())}) {
           const Problem p =
               forward_problem({.batch = batch, .sq = sq, .sk = sk, .hq = 6, .hk = 2, .mask = mask});
-          const HopperForwardPlan plan = plan_of(p);
+          const ForwardPlan plan = plan_of(p);
           const kernels::Work& work = plan.work;
           const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
           std::map<std::array<int, 3>, std::vector<kernels::KeyTiles>> seen;

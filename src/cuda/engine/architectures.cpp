@@ -12,8 +12,8 @@ namespace fulgur::cuda {
 
 std::span<const Architecture> architectures() {
   static const std::array<const Family*, 4> kHopper = {
-      &hopper_forward_family(), &hopper_decode_family(), &hopper_invariant_by_rows(),
-      &hopper_backward_family()};
+      &sm90::forward_family(), &sm90::decode_family(), &sm90::invariant_by_rows_family(),
+      &sm90::backward_family()};
   // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
   // taken to read as fast.
   static constexpr Card kH200{};
@@ -23,7 +23,7 @@ std::span<const Architecture> architectures() {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const std::array<Architecture, 1> kArchitectures = {
-      {{kHopperCapability, "Hopper", kHopper, kHopperCards}}};
+      {{sm90::kCapability, "Hopper", kHopper, kHopperCards}}};
   return kArchitectures;
 }
 

@@ -7,7 +7,7 @@
 #include "cuda/sm90/common.h"
 #include "kernels/host_device/work_tiles.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
@@ -22,14 +22,14 @@ constexpr int kPanelColumns = 64, kWarpColumns = 32;
 
 int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
-KernelUse use(const char* source, const HopperBackwardKey& key, const char* entry, int shared) {
-  return {{source, kernel_config(key), kHopperArchitecture}, entry, shared};
+KernelUse use(const char* source, const BackwardKey& key, const char* entry, int shared) {
+  return {{source, kernel_config(key), kArchitecture}, entry, shared};
 }
 
-KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
+KernelUse prepare_kernel(const BackwardPlan& plan) {
   // 8, 16 or 32 lanes take a row of dO, 8 columns each.
   const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
-  HopperBackwardKey key;
+  BackwardKey key;
   key.dtypes = plan.dtypes;
   key.value_dim = value_dim;
   key.dq_method = plan.dq_method;
@@ -49,25 +49,25 @@ KernelUse prepare_kernel(const HopperBackwardPlan& plan) {
   return use("sm90/backward/prepare.cu", key, "fulgur_backward_prepare", 0);
 }
 
-KernelUse keys_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key = plan;
+KernelUse keys_kernel(const BackwardPlan& plan) {
+  BackwardKey key = plan;
   key.row_tiles = key.row_stages = 0;
   key.has_dlse = false;
   return use(plan.wide() ? "sm90/backward/keys_wide.cu" : "sm90/backward/keys.cu", key,
              "fulgur_backward_keys", plan.keys_shared_bytes);
 }
 
-KernelUse rows_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key = plan;
+KernelUse rows_kernel(const BackwardPlan& plan) {
+  BackwardKey key = plan;
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
-KernelUse round_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key;
+KernelUse round_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
   if (plan.repairs()) {
-    static_cast<HopperKey&>(key) = plan;
+    static_cast<KernelKey&>(key) = plan;
     key.dropout = plan.dropout;
   }
   key.dtypes = plan.dtypes;
@@ -79,24 +79,24 @@ KernelUse round_kernel(const HopperBackwardPlan& plan) {
   return use("sm90/backward/round.cu", key, "fulgur_backward_round", 0);
 }
 
-KernelUse repair_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key;
-  static_cast<HopperKey&>(key) = plan;
+KernelUse repair_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
+  static_cast<KernelKey&>(key) = plan;
   key.head_dim = round_up(plan.head_dim, kWarpColumns);
   key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.dropout = plan.dropout;
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
-KernelUse sinks_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key;
+KernelUse sinks_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
   key.packed = plan.packed;
   key.seqused_q = plan.seqused_q;
   return use("sm90/backward/sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
-KernelUse reduce_kernel(const HopperBackwardPlan& plan) {
-  HopperBackwardKey key;
+KernelUse reduce_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
   key.dtypes = plan.dtypes;
   key.head_dim = plan.head_dim;
   key.value_dim = plan.value_dim;
@@ -109,7 +109,7 @@ KernelUse reduce_kernel(const HopperBackwardPlan& plan) {
 }
 
 /// The kernel that stores dQ.
-KernelUse dq_kernel(const HopperBackwardPlan& plan) {
+KernelUse dq_kernel(const BackwardPlan& plan) {
   return plan.accumulates_dq() ? round_kernel(plan) : rows_kernel(plan);
 }
 
@@ -119,7 +119,7 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 
 }  // namespace
 
-std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
+std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), dq_kernel(plan), prepare_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
@@ -128,8 +128,8 @@ std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan) {
   return kernels;
 }
 
-HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan,
-                               Reasons reasons)
+BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
+                                       Reasons reasons)
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
@@ -147,7 +147,7 @@ HopperBackward::HopperBackward(const Problem& problem, Gpu& gpu, const HopperBac
   if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
-void HopperBackward::set_params(const Problem& p) {
+void BackwardExecutable::set_params(const Problem& p) {
   BackwardParams& to = params_;
   static_cast<CallParams&>(to) = call_params(p, band_of(plan_, p.mask));
   to.q = strided(p.q);
@@ -178,12 +178,12 @@ void HopperBackward::set_params(const Problem& p) {
   batch_heads_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY));
 }
 
-void HopperBackward::set_inputs(const Problem& p) {
+void BackwardExecutable::set_inputs(const Problem& p) {
   const BackwardMaps maps = backward_maps(p);
   const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
                          const TensorMapShape& shape, bool copied, int64_t offset,
                          TensorMapBlob BackwardParams::*map) {
-    Input in{name, argument, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map};
+    Input in{name, argument, copied ? sm90::copied(shape) : shape, copied, offset, {}, map};
     if (copied) in.copy = copy_params(shape, in.shape);
     return in;
   };
@@ -196,8 +196,8 @@ void HopperBackward::set_inputs(const Problem& p) {
             &BackwardParams::dout_map)};
 }
 
-BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
-                                      char* workspace) const {
+BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& run,
+                                          char* workspace) const {
   BackwardParams p = params_;
   const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
   p.q.data = data(args.q);
@@ -235,7 +235,7 @@ BackwardParams HopperBackward::params(const BackwardArgs& args, const Run& run,
   return p;
 }
 
-void HopperBackward::run(const Call& call, const Run& run) const {
+void BackwardExecutable::run(const Call& call, const Run& run) const {
   const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
   metadata_.check(args);
   if (workspace_.end == 0) return;
@@ -298,15 +298,15 @@ void HopperBackward::run(const Call& call, const Run& run) const {
   }
 }
 
-Explanation HopperBackward::explain() const {
+Explanation BackwardExecutable::explain() const {
   Explanation e = with_reasons(describe(plan_), reasons_);
   metadata_.describe(e);
   return e;
 }
 
-WorkspaceNeed HopperBackward::workspace() const {
+WorkspaceNeed BackwardExecutable::workspace() const {
   if (workspace_.end == 0) return {};
   return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

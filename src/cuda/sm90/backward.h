@@ -11,15 +11,15 @@
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/sm90/backward/params.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// The kernels that a plan launches, the kernel by keys first.
-std::vector<KernelUse> hopper_backward_kernels(const HopperBackwardPlan& plan);
+std::vector<KernelUse> backward_kernels(const BackwardPlan& plan);
 
 /// The host's half of the kernels of sm90/backward/: a plan with its compiled kernels on a device.
-class HopperBackward final : public Executable {
+class BackwardExecutable final : public Executable {
  public:
-  HopperBackward(const Problem& problem, Gpu& gpu, const HopperBackwardPlan& plan, Reasons reasons);
+  BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan, Reasons reasons);
 
   /// Encodes the tensor maps and launches on the stream.
   void run(const Call& call, const Run& run) const override;
@@ -43,15 +43,15 @@ class HopperBackward final : public Executable {
   BackwardParams params(const BackwardArgs& args, const Run& run, char* workspace) const;
 
   Gpu& gpu_;
-  HopperBackwardPlan plan_;
+  BackwardPlan plan_;
   Reasons reasons_;
   HostMetadata metadata_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, dq_ = nullptr, sinks_ = nullptr,
              reduce_ = nullptr, repair_ = nullptr, copy_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0;  ///< the grid of the kernels that prepare and round rows
-  HopperBackwardWorkspace workspace_;
+  BackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common
   std::array<Input, 4> inputs_;
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -10,7 +10,7 @@
 #include "cuda/sm90/backward_waves.h"
 #include "cuda/sm90/tensor_map.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int kMaxStages = 6;
@@ -25,16 +25,16 @@ constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kStored, 2},
                            {DqMethod::kAtomic, 1}};
 
-kernels::BackwardTile tile_of(const HopperBackwardKey& key) {
+kernels::BackwardTile tile_of(const BackwardKey& key) {
   return {operands_of(key), key.head_dim,   key.value_dim, key.consumers, key.block_rows,
           key.block_keys,   key.k_stages,   key.q_stages,  key.o_stages,  key.ds_stages,
           key.row_tiles,    key.row_stages, key.dq_stages};
 }
 
 /// What the problem fixes.
-HopperBackwardPlan common_plan(const Problem& p) {
-  HopperBackwardPlan plan;
-  static_cast<HopperKey&>(plan) = hopper_key(p);
+BackwardPlan common_plan(const Problem& p) {
+  BackwardPlan plan;
+  static_cast<KernelKey&>(plan) = kernel_key(p);
   plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has(Arg::kDlse);
   plan.dsinks = p.has(Arg::kDsinks);
@@ -55,13 +55,13 @@ HopperBackwardPlan common_plan(const Problem& p) {
 
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
 /// derivative of softcap, and P without dropped entries.
-bool needs_wide(const HopperBackwardPlan& plan) {
+bool needs_wide(const BackwardPlan& plan) {
   if (plan.softcap && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
   return plan.head_dim > (plan.softcap || plan.dropout ? 128 : 192) || plan.value_dim > 128;
 }
 
 /// The largest d and dv for which a warpgroup holds dK and dV if another one computes dQ.
-int max_accumulated_dim(const HopperBackwardPlan& plan) {
+int max_accumulated_dim(const BackwardPlan& plan) {
   return plan.softcap ? 64 : plan.dropout ? 96 : 128;
 }
 
@@ -80,7 +80,7 @@ bool is_short(const Problem& p, int sms) {
 
 /// Br: 128 if rows are one panel, for fewer waits, but 64 if a call is so short that the wait for
 /// the first step counts more.
-int step_rows(const HopperBackwardPlan& plan, const Problem& p, int sms) {
+int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   constexpr int64_t kFewRows = 256;
   const bool few =
       plan.dq_method == DqMethod::kAtomic && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
@@ -89,7 +89,7 @@ int step_rows(const HopperBackwardPlan& plan, const Problem& p, int sms) {
 
 /// Fills the shared memory of the kernel by keys with stages. False if it does not hold two of Q
 /// and of dO.
-bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
+bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   // A second stage of K takes the next block while the last steps of this one go on. For rows of
   // more panels it has the room of a second stage of dS, which is worth more only where additions
   // are ordered: they hold up the warpgroup that reads dS.
@@ -127,7 +127,7 @@ bool derive_stages(HopperBackwardPlan& plan, int shared_bytes) {
 }
 
 /// The same for the kernel by rows.
-bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
+bool derive_row_stages(BackwardPlan& plan, int shared_bytes) {
   for (plan.row_stages = kMaxStages; plan.row_stages >= 2; --plan.row_stages) {
     plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
     if (plan.rows_shared_bytes <= shared_bytes) return true;
@@ -136,7 +136,7 @@ bool derive_row_stages(HopperBackwardPlan& plan, int shared_bytes) {
 }
 
 /// Why a plan that accumulates dQ does not compute a problem; empty if it does.
-std::string not_accumulated(const HopperBackwardPlan& plan, const Problem& p) {
+std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
   if (const int max = max_accumulated_dim(plan); std::max(p.d, p.dv) > max) {
     return fmt::format("dQ accumulated: computes d and dv up to {}{}, got {} and {}", max,
                        plan.softcap   ? " with softcap"
@@ -190,13 +190,13 @@ std::string backward_rejects(const Problem& p) {
   return {};
 }
 
-std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card& card,
-                                                    std::vector<std::string>* rejected) {
-  std::vector<HopperBackwardTile> tiles;
+std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,
+                                                       std::vector<std::string>* rejected) {
+  std::vector<Fitting<BackwardPlan>> tiles;
   for (const auto [dq_method, consumers] : kForms) {
     if (consumers == 1 && !is_short(p, card.sms)) continue;
-    HopperBackwardTile tile{common_plan(p), 0};
-    HopperBackwardPlan& plan = tile.plan;
+    Fitting<BackwardPlan> tile{common_plan(p), 0};
+    BackwardPlan& plan = tile.plan;
     plan.dq_method = dq_method;
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
@@ -211,7 +211,7 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card
     if (!derive_stages(plan, card.shared_bytes)) continue;
     plan.statistics_rows = statistics_rows(p);
     plan.grid = card.sms;
-    HopperBackwardPlan roomy = plan;
+    BackwardPlan roomy = plan;
     tile.cycles = plan_waves(plan, p, card, p.max_workspace);
     if (!derive_row_stages(plan, card.shared_bytes)) continue;
     const double cycles = p.max_workspace > 0 ? plan_waves(roomy, p, card, 0) : tile.cycles;
@@ -227,4 +227,4 @@ std::vector<HopperBackwardTile> backward_candidates(const Problem& p, const Card
   return tiles;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <functional>
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 using kernels::BlockOrder;
@@ -30,11 +30,9 @@ BlockSchedule with_section(BlockSchedule all, int heads) {
 
 double backward_bytes_per_cycle(const Card& card) { return kMemoryShare * card.bytes_per_cycle; }
 
-bool has_one_panel(const HopperBackwardKey& key) {
-  return std::max(key.head_dim, key.value_dim) <= 64;
-}
+bool has_one_panel(const BackwardKey& key) { return std::max(key.head_dim, key.value_dim) <= 64; }
 
-BackwardWork::BackwardWork(const Problem& p, const HopperBackwardPlan& plan)
+BackwardWork::BackwardWork(const Problem& p, const BackwardPlan& plan)
     : tile(plan.score_tile()),
       band(band_of(plan, p.mask)),
       lengths{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)},
@@ -49,8 +47,8 @@ int64_t BackwardWork::score_tiles_between(const kernels::ScoreTiles& store, int 
          kernels::tiles_before(store, band, lengths, tile, begin);
 }
 
-BackwardCost::BackwardCost(const Problem& p, const HopperBackwardPlan& plan,
-                           const BackwardWork& work, const Card& card)
+BackwardCost::BackwardCost(const Problem& p, const BackwardPlan& plan, const BackwardWork& work,
+                           const Card& card)
     : p_(p),
       plan_(plan),
       work_(work),
@@ -264,4 +262,4 @@ double BackwardCost::dq_accum_cycles() const {
   return first_semaphore_cycles() + bytes * floats / rate;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

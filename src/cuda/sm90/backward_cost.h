@@ -5,7 +5,7 @@
 #include "cuda/common/family.h"
 #include "cuda/sm90/backward_plan.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 inline constexpr double kBackwardLaunchCycles = 10000;
 inline constexpr int64_t kFewKeyBlocks = 4;  ///< an SM
@@ -14,11 +14,11 @@ inline constexpr int64_t kFewKeyBlocks = 4;  ///< an SM
 double backward_bytes_per_cycle(const Card& card);
 
 /// Whether rows of Q, K, V and dO are one panel each.
-bool has_one_panel(const HopperBackwardKey& key);
+bool has_one_panel(const BackwardKey& key);
 
 /// A problem in tiles of a plan.
 struct BackwardWork {
-  BackwardWork(const Problem& problem, const HopperBackwardPlan& plan);
+  BackwardWork(const Problem& problem, const BackwardPlan& plan);
 
   kernels::ScoreTile tile;
   kernels::Band band;
@@ -36,7 +36,7 @@ struct BackwardWork {
 /// In which order CTAs take blocks, and how many cycles they take.
 class BackwardCost {
  public:
-  BackwardCost(const Problem& problem, const HopperBackwardPlan& plan, const BackwardWork& work,
+  BackwardCost(const Problem& problem, const BackwardPlan& plan, const BackwardWork& work,
                const Card& card);
 
   /// Key blocks of `batch_heads` heads. Under a right bound they have different lengths, which
@@ -75,10 +75,10 @@ class BackwardCost {
   double list_cycles(int batch_heads) const;
 
   const Problem& p_;
-  const HopperBackwardPlan& plan_;
+  const BackwardPlan& plan_;
   const BackwardWork& work_;
   int sms_;
   double bytes_per_cycle_, l2_bytes_;
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

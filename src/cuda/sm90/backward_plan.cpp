@@ -8,7 +8,7 @@
 #include "cuda/device/launch_memory.h"
 #include "cuda/sm90/tensor_map.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int kRowsConsumers = 2;  ///< warpgroups of the kernel by rows
@@ -25,7 +25,7 @@ std::string name_of(DqMethod method) {
   return "stored";
 }
 
-void describe_dq(const HopperBackwardPlan& plan, Explanation& e) {
+void describe_dq(const BackwardPlan& plan, Explanation& e) {
   const bool deterministic = plan.dq_method != DqMethod::kAtomic;
   e.details.add("dq", name_of(plan.dq_method));
   e.details.add("deterministic", deterministic);
@@ -56,7 +56,7 @@ void describe_dq(const HopperBackwardPlan& plan, Explanation& e) {
       plan.ds_bytes));
 }
 
-void describe_splits(const HopperBackwardPlan& plan, Explanation& e) {
+void describe_splits(const BackwardPlan& plan, Explanation& e) {
   e.details.add("splits", plan.splits);
   e.details.add("split_q_heads", plan.split_heads);
   e.details.add("row_splits", plan.row_splits);
@@ -77,43 +77,41 @@ void describe_splits(const HopperBackwardPlan& plan, Explanation& e) {
 
 }  // namespace
 
-BackwardRegisters HopperBackwardKey::registers() const {
+BackwardRegisters BackwardKey::registers() const {
   if (consumers == 1) return {24, 240, 152};
   return accumulates_dq() ? BackwardRegisters{24, 208, 72} : BackwardRegisters{24, 240, 24};
 }
 
-int HopperBackwardKey::rows_of_block() const {
-  return kRowsConsumers * row_tiles * kernels::kDsTileRows;
-}
+int BackwardKey::rows_of_block() const { return kRowsConsumers * row_tiles * kernels::kDsTileRows; }
 
-bool HopperBackwardKey::half_p() const { return wide() && dtypes.out == DType::kBF16; }
+bool BackwardKey::half_p() const { return wide() && dtypes.out == DType::kBF16; }
 
-double HopperBackwardKey::p_log2() const {
+double BackwardKey::p_log2() const {
   // As f16, 2^12 P is a normal number for P from 2^-26 on, and finite for P up to 15: a caller's
   // LSE may be less than that of the scores.
   return half_p() ? 12 : 0;
 }
 
-int HopperBackwardKey::tile_bytes() const {
+int BackwardKey::tile_bytes() const {
   return block_rows / kernels::kDsTileRows * (block_keys / kernels::kDsTileKeys) *
          kernels::kDsTileBytes;
 }
 
-TileId HopperBackwardPlan::tile() const {
+TileId BackwardPlan::tile() const {
   return {fmt::format("sm90_backward_{}", name_of(dq_method)), block_rows, block_keys};
 }
 
-int64_t HopperBackwardPlan::dq_accum_floats(int64_t hq) const {
+int64_t BackwardPlan::dq_accum_floats(int64_t hq) const {
   return accumulates_dq() ? hq * statistics_rows * kernels::dq_panels_of(head_dim) * 64 : 0;
 }
 
-int64_t HopperBackwardPlan::dq_semaphores(int64_t hq) const {
+int64_t BackwardPlan::dq_semaphores(int64_t hq) const {
   return dq_method == DqMethod::kOrdered ? dq_accum_floats(hq) / kernels::kDqTileFloats : 0;
 }
 
-HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan& plan) {
+BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks) return {};
-  HopperBackwardWorkspace at;
+  BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
   at.shift = arena.take(statistics);
@@ -140,7 +138,7 @@ HopperBackwardWorkspace workspace_of(const Problem& p, const HopperBackwardPlan&
   return at;
 }
 
-Explanation describe(const HopperBackwardPlan& plan) {
+Explanation describe(const BackwardPlan& plan) {
   Explanation e;
   e.Br = plan.block_rows;
   e.Bc = plan.block_keys;
@@ -178,4 +176,4 @@ Explanation describe(const HopperBackwardPlan& plan) {
   return e;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

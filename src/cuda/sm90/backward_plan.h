@@ -11,7 +11,7 @@
 #include "kernels/sm90/backward/layout.h"
 #include "kernels/sm90/backward/work.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 using kernels::DqMethod;
 
@@ -22,7 +22,7 @@ struct BackwardRegisters {
 };
 
 /// What kernel_config.h fixes at compile time.
-struct HopperBackwardKey : HopperKey {
+struct BackwardKey : KernelKey {
   int block_rows = 0;  ///< Br
   int consumers = 2;   ///< warpgroups that compute dK and dV; 1: for a short call
   int block_keys = 0;  ///< Bc: 64 for each of them, or 64 for both (wide)
@@ -34,7 +34,7 @@ struct HopperBackwardKey : HopperKey {
 
   template <class F>
   void for_each_field(const F& f) const {
-    HopperKey::for_each_field(f);
+    KernelKey::for_each_field(f);
     f("kConsumers", consumers);
     f("kBlockRows", block_rows);
     f("kBlockKeys", block_keys);
@@ -55,9 +55,7 @@ struct HopperBackwardKey : HopperKey {
     f("kHasDlse", has_dlse);
     f("kElements", elements);
   }
-  bool operator==(const HopperBackwardKey& o) const {
-    return kernel_config(*this) == kernel_config(o);
-  }
+  bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
   /// Whether dQ is added to dq_accum while dK and dV are computed; otherwise dS is stored.
   bool accumulates_dq() const { return dq_method != DqMethod::kStored; }
@@ -79,7 +77,7 @@ struct BackwardWave {
 };
 
 /// How the kernels are launched.
-struct HopperBackwardLaunch {
+struct BackwardLaunch {
   int keys_shared_bytes = 0, rows_shared_bytes = 0;
   kernels::ScoreTiles score_tiles{};
   std::vector<BackwardWave> waves;
@@ -95,15 +93,15 @@ struct HopperBackwardLaunch {
   /// (batch * heads + head) on.
   int cut_blocks = 0, first_cut_head = 0;
   int grid = 0;  ///< CTAs, at most
-  bool operator==(const HopperBackwardLaunch&) const = default;
+  bool operator==(const BackwardLaunch&) const = default;
 };
 
 /// Every decision about a backward pass by the kernels of sm90/backward/.
-struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
+struct BackwardPlan : BackwardKey, BackwardLaunch {
   /// Why tensors are copied to where TMA can address them; empty for those that are not.
   std::string copies_q, copies_k, copies_v, copies_dout;
   bool dsinks = false;  ///< the gradient of the sinks is wanted
-  bool operator==(const HopperBackwardPlan&) const = default;
+  bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;
   /// Whether gradients may need repair, since a mask hides what products touch.
@@ -119,7 +117,7 @@ struct HopperBackwardPlan : HopperBackwardKey, HopperBackwardLaunch {
 };
 
 /// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.
-struct HopperBackwardWorkspace {
+struct BackwardWorkspace {
   int64_t shift = 0, delta = 0;            ///< statistics of rows
   int64_t dq_accum = 0, dq_semaphore = 0;  ///< of plans that accumulate dQ
   int64_t zeros = 0, ds = 0;               ///< of plans that store dS
@@ -129,9 +127,9 @@ struct HopperBackwardWorkspace {
   std::array<int64_t, 4> copies{};  ///< of q, k, v and dout
   int64_t metadata = 0, end = 0;    ///< metadata of the host
 };
-HopperBackwardWorkspace workspace_of(const Problem& problem, const HopperBackwardPlan& plan);
+BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 
 /// The plan in sentences and as data.
-Explanation describe(const HopperBackwardPlan& plan);
+Explanation describe(const BackwardPlan& plan);
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -7,7 +7,7 @@
 
 #include "cuda/sm90/backward_cost.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 using kernels::BlockSchedule;
@@ -26,7 +26,7 @@ struct WaveShape {
 /// Divides a call, whose splits are set, into waves whose dS fits max_ds_bytes().
 class WavePlanner {
  public:
-  WavePlanner(const Problem& problem, HopperBackwardPlan& plan, const Card& card)
+  WavePlanner(const Problem& problem, BackwardPlan& plan, const Card& card)
       : p_(problem),
         plan_(plan),
         work_(problem, plan),
@@ -224,7 +224,7 @@ class WavePlanner {
   }
 
   const Problem& p_;
-  HopperBackwardPlan& plan_;
+  BackwardPlan& plan_;
   BackwardWork work_;
   BackwardCost cost_;
   int sms_;
@@ -237,7 +237,7 @@ struct Splits {
 };
 
 /// All splits that may be worth it.
-std::vector<Splits> splits_of(const Problem& p, const HopperBackwardPlan& plan, const Card& card) {
+std::vector<Splits> splits_of(const Problem& p, const BackwardPlan& plan, const Card& card) {
   std::vector<Splits> all = {{1, 1}};
   // The order of a sum over splits, and with it its last bits, would depend on the batch.
   if (p.invariant || p.sq == 0 || p.sk == 0) return all;
@@ -261,7 +261,7 @@ std::vector<Splits> splits_of(const Problem& p, const HopperBackwardPlan& plan, 
 }
 
 /// Cycles in which a kernel adds the partial dK and dV of all splits.
-double reduce_cycles(const HopperBackwardPlan& plan, const Problem& p, const Card& card) {
+double reduce_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
   // Bytes of memory for each element: measured, nearly twice those that are written and read.
   constexpr double kReduceBytes = 14;
   const auto elements = static_cast<double>(p.batch * p.hk * plan.splits * p.sk * (p.d + p.dv));
@@ -274,13 +274,12 @@ int64_t max_ds_bytes(const Problem& p) {
   return std::max(int64_t{256} << 20, static_cast<int64_t>(bytes(p)));
 }
 
-double plan_waves(HopperBackwardPlan& plan, const Problem& p, const Card& card,
-                  int64_t max_workspace) {
-  HopperBackwardPlan best;
+double plan_waves(BackwardPlan& plan, const Problem& p, const Card& card, int64_t max_workspace) {
+  BackwardPlan best;
   double min_cycles = 0;
   int64_t min_bytes = -1;  // of a plan that does not fit
   for (const Splits& splits : splits_of(p, plan, card)) {
-    HopperBackwardPlan divided = plan;
+    BackwardPlan divided = plan;
     divided.splits = splits.heads * splits.rows;
     divided.split_heads = static_cast<int>(p.group()) / splits.heads;
     divided.row_splits = splits.rows;
@@ -299,4 +298,4 @@ double plan_waves(HopperBackwardPlan& plan, const Problem& p, const Card& card,
   return min_cycles;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -10,7 +10,7 @@
 #include "kernels/host_device/dropout.h"
 #include "kernels/host_device/score.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
@@ -51,7 +51,7 @@ bool takes_both(const Problem& p) {
   return few > 0 && p.sq > few && (p.packed || p.has(Arg::kSeqUsedQ));
 }
 
-HopperKey hopper_key(const Problem& p) {
+KernelKey kernel_key(const Problem& p) {
   const auto rounded = [](int64_t dim, DType dtype) {
     const int step = kernels::k_step(element_of(dtype));
     return ceil_div(dim, step) * step;
@@ -71,7 +71,7 @@ HopperKey hopper_key(const Problem& p) {
           .seqused_k = p.has(Arg::kSeqUsedK)};
 }
 
-kernels::Operands operands_of(const HopperKey& key) {
+kernels::Operands operands_of(const KernelKey& key) {
   const OperandTypes& types = key.dtypes;
   return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
 }
@@ -83,9 +83,9 @@ std::string dtypes_rejected(const OperandTypes& dtypes) {
   return {};
 }
 
-HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
-  HopperAnyForwardKey key;
-  static_cast<HopperKey&>(key) = hopper_key(p);
+AnyForwardKey any_forward_key(const Problem& p) {
+  AnyForwardKey key;
+  static_cast<KernelKey&>(key) = kernel_key(p);
   key.has_sinks = p.has(Arg::kSinks);
   key.packed_k = p.packed_k;
   key.has_lse = p.has(Arg::kLse);
@@ -95,7 +95,7 @@ HopperAnyForwardKey hopper_any_forward_key(const Problem& p) {
   return key;
 }
 
-kernels::Band band_of(const HopperKey& key, const Mask& mask) {
+kernels::Band band_of(const KernelKey& key, const Mask& mask) {
   const auto bound = [](bool has, int64_t keys) {
     return has ? static_cast<int>(std::min(keys, kMaxBound)) : 0;
   };
@@ -146,7 +146,7 @@ KeyPages key_pages(const Problem& p) {
           nullptr, nullptr};
 }
 
-void describe_tile(const TileId& tile, const HopperKey& key, Details& details) {
+void describe_tile(const TileId& tile, const KernelKey& key, Details& details) {
   details.add("kernel", tile.family);
   details.add("Br", tile.Br);
   details.add("Bc", tile.Bc);
@@ -175,4 +175,4 @@ std::string config_text(const KernelConfig& config) {
   return text + "};\n";
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

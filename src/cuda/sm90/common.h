@@ -13,12 +13,12 @@
 #include "kernels/host_device/attention_params.h"
 #include "kernels/host_device/element.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 // What the plans of all kernels for Hopper have in common.
 
-inline constexpr const char* kHopperArchitecture = "sm_90a";
-inline constexpr int kHopperCapability = 90;
+inline constexpr const char* kArchitecture = "sm_90a";
+inline constexpr int kCapability = 90;
 
 /// d and dv; rows of a sequence, which the kernels count with ints.
 inline constexpr int kMaxDim = 256;
@@ -54,7 +54,7 @@ bool takes_both(const Problem& problem);
 // fields with the name that device text has; its text and whether keys are equal follow from that.
 
 /// What a problem fixes of the text of every kernel.
-struct HopperKey {
+struct KernelKey {
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
   bool has_left = false, has_right = false, has_chunk = false;
@@ -82,16 +82,16 @@ struct HopperKey {
     f("kSeqUsedK", seqused_k);
   }
 };
-HopperKey hopper_key(const Problem& problem);
+KernelKey kernel_key(const Problem& problem);
 
 /// The types of its operands as the kernels name them.
-kernels::Operands operands_of(const HopperKey& key);
+kernels::Operands operands_of(const KernelKey& key);
 
 /// Why no kernel computes operands of these dtypes; empty where some may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
 
 /// What it fixes of those of the forward pass.
-struct HopperAnyForwardKey : HopperKey {
+struct AnyForwardKey : KernelKey {
   bool has_sinks = false, packed_k = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
@@ -100,7 +100,7 @@ struct HopperAnyForwardKey : HopperKey {
 
   template <class F>
   void for_each_field(const F& f) const {
-    HopperKey::for_each_field(f);
+    KernelKey::for_each_field(f);
     f("kHasSinks", has_sinks);
     f("kPackedK", packed_k);
     f("kHasLse", has_lse);
@@ -109,10 +109,10 @@ struct HopperAnyForwardKey : HopperKey {
     f("kFewQueries", few_queries);
   }
 };
-HopperAnyForwardKey hopper_any_forward_key(const Problem& problem);
+AnyForwardKey any_forward_key(const Problem& problem);
 
 /// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
-kernels::Band band_of(const HopperKey& key, const Mask& mask);
+kernels::Band band_of(const KernelKey& key, const Mask& mask);
 
 /// scale * log2(e), as the kernels compute with it.
 float scale_log2(const Problem& problem);
@@ -145,7 +145,7 @@ inline void set_random_numbers(CallParams& params, const Run& run) {
 }
 
 /// Adds the tile of a kernel, and d and dv as it computes them.
-void describe_tile(const TileId& tile, const HopperKey& key, Details& details);
+void describe_tile(const TileId& tile, const KernelKey& key, Details& details);
 
 /// Adds to a plan which tensors are copied to rows of multiples of 16 bytes: those with a reason.
 struct Copied {
@@ -174,4 +174,4 @@ std::string kernel_config(const Key& key) {
   return config_text(config);
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -11,20 +11,19 @@
 #include "kernels/host_device/stream_k.h"
 #include "kernels/sm90/decode/layout.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
-KernelUse decode_kernel(const HopperDecodePlan& plan) {
+KernelUse decode_kernel(const DecodePlan& plan) {
   return {{plan.warpgroup_path() ? "sm90/decode/decode_warpgroup.cu" : "sm90/decode/decode_warp.cu",
-           kernel_config(plan), kHopperArchitecture},
+           kernel_config(plan), kArchitecture},
           "fulgur_decode",
           plan.shared_bytes};
 }
 
-KernelUse combine_kernel(const HopperDecodePlan& plan) {
-  return {{"sm90/decode/combine.cu", kernel_config(plan), kHopperArchitecture},
-          "fulgur_decode_combine",
-          0};
+KernelUse combine_kernel(const DecodePlan& plan) {
+  return {
+      {"sm90/decode/combine.cu", kernel_config(plan), kArchitecture}, "fulgur_decode_combine", 0};
 }
 
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
@@ -33,16 +32,16 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 }  // namespace
 
-std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan) {
+std::vector<KernelUse> decode_kernels(const DecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.has_combine_kernel()) kernels.push_back(combine_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
+  if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
-HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& plan,
-                           Reasons reasons)
+DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan& plan,
+                                   Reasons reasons)
     : problem_(p),
       gpu_(gpu),
       plan_(plan),
@@ -71,20 +70,20 @@ HopperDecode::HopperDecode(const Problem& p, Gpu& gpu, const HopperDecodePlan& p
   }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.has_combine_kernel()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
-  if (plan_.has_padding())
-    padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
-HopperDecode::Copy HopperDecode::copy_of(const TensorMapShape& shape, const std::string& why,
-                                         int64_t offset, StridedTensor* to) const {
+DecodeExecutable::Copy DecodeExecutable::copy_of(const TensorMapShape& shape,
+                                                 const std::string& why, int64_t offset,
+                                                 StridedTensor* to) const {
   const bool needed = !why.empty();
   const TensorMapShape lies = needed ? copied(shape) : shape;
   *to = tensor_of(lies.strides);
   return {needed, offset, copy_params(shape, lies)};
 }
 
-DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) const {
+DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, char* workspace) const {
   DecodeParams p = params_;
   const auto elements = [](const char* name, const ConstTensor& t, bool any_alignment) {
     return aligned_data(name, t, any_alignment);
@@ -117,8 +116,8 @@ DecodeParams HopperDecode::arguments(const ForwardArgs& args, char* workspace) c
   return p;
 }
 
-void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& params,
-                                 CUstream stream) const {
+void DecodeExecutable::launch_copies(const ForwardArgs& args, const DecodeParams& params,
+                                     CUstream stream) const {
   const auto launch_copy = [&](const Copy& copy, const ConstTensor& from, void* to) {
     if (!copy.needed) return;
     ForwardCopyParams p = copy.params;
@@ -131,7 +130,7 @@ void HopperDecode::launch_copies(const ForwardArgs& args, const DecodeParams& pa
   launch_copy(copy_v_, args.v, params.v.data);
 }
 
-void HopperDecode::run(const Call& call, const Run& run) const {
+void DecodeExecutable::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
   const auto stream = static_cast<CUstream>(run.stream);
   if (!plan_.appends) {
@@ -151,8 +150,8 @@ void HopperDecode::run(const Call& call, const Run& run) const {
   this->run(appending.attention(), append, lease.data, stream);
 }
 
-void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char* workspace,
-                       CUstream stream) const {
+void DecodeExecutable::run(const ForwardArgs& args, const AppendParams& append, char* workspace,
+                           CUstream stream) const {
   void* const metadata = workspace + workspace_.metadata;
   const DecodeAppendParams params{arguments(metadata_.moved(args, metadata), workspace), append};
   metadata_.store(args, stream, metadata);
@@ -175,15 +174,15 @@ void HopperDecode::run(const ForwardArgs& args, const AppendParams& append, char
   launch_padding(stream, padding_kernel_, padding, gpu_.sms());
 }
 
-Explanation HopperDecode::explain() const {
+Explanation DecodeExecutable::explain() const {
   Explanation e = with_reasons(describe(plan_, problem_), reasons_);
   metadata_.describe(e);
   return e;
 }
 
-WorkspaceNeed HopperDecode::workspace() const {
+WorkspaceNeed DecodeExecutable::workspace() const {
   if (workspace_.end == 0) return {};
   return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

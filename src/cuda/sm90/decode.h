@@ -11,15 +11,15 @@
 #include "kernels/common/padding_params.h"
 #include "kernels/sm90/decode/params.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// What a plan launches: the decode kernel first, then those with it.
-std::vector<KernelUse> hopper_decode_kernels(const HopperDecodePlan& plan);
+std::vector<KernelUse> decode_kernels(const DecodePlan& plan);
 
 /// The host's half of the kernels of sm90/decode/: a plan with its compiled kernels on a device.
-class HopperDecode final : public Executable {
+class DecodeExecutable final : public Executable {
  public:
-  HopperDecode(const Problem& problem, Gpu& gpu, const HopperDecodePlan& plan, Reasons reasons);
+  DecodeExecutable(const Problem& problem, Gpu& gpu, const DecodePlan& plan, Reasons reasons);
 
   void run(const Call& call, const Run& run) const override;
   Explanation explain() const override;
@@ -43,12 +43,12 @@ class HopperDecode final : public Executable {
 
   Problem problem_;
   Gpu& gpu_;
-  HopperDecodePlan plan_;
+  DecodePlan plan_;
   Reasons reasons_;
   ForwardMaps maps_;
   bool no_keys_;  ///< no row of k
   HostMetadata metadata_;
-  HopperDecodeWorkspace workspace_;
+  DecodeWorkspace workspace_;
   CUfunction kernel_ = nullptr, combine_kernel_ = nullptr;
   CUfunction padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   DecodeParams params_{};  ///< what every run has in common
@@ -56,4 +56,4 @@ class HopperDecode final : public Executable {
   ForwardPaddingParams padding_{};
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

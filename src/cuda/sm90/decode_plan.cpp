@@ -15,7 +15,7 @@
 #include "kernels/host_device/stream_k.h"
 #include "kernels/sm90/decode/layout.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int kSwizzledRows = 8;
@@ -50,12 +50,12 @@ int64_t rows_of_kv_head(const Problem& p) {
   return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
 }
 
-kernels::DecodeTile tile_of(const HopperDecodeKey& key) {
+kernels::DecodeTile tile_of(const DecodeKey& key) {
   return {operands_of(key), key.head_dim,   key.value_dim, key.warps_per_group, key.warp_groups,
           key.tile_rows,    key.block_keys, key.k_stages,  key.v_stages};
 }
 
-int bytes_of(const HopperDecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
+int bytes_of(const DecodeKey& key) { return kernels::decode_layout(tile_of(key)).bytes; }
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides) {
@@ -102,7 +102,7 @@ bool has_enough_q_blocks(const Problem& p, int ctas) { return 17 * p.batch * p.h
 
 /// The path, warp groups, their tiles and their buffers, for the rows of a kv head and as shared
 /// memory holds.
-void set_tile(HopperDecodePlan& plan, const Problem& p, const Card& card) {
+void set_tile(DecodePlan& plan, const Problem& p, const Card& card) {
   // How many rows there are depends on the batch: invariant calls have a tile for many and few.
   const int64_t rows = p.invariant ? kFewRows : rows_of_kv_head(p);
   const int dim = std::max(plan.head_dim, plan.value_dim);
@@ -163,7 +163,7 @@ struct KeyCycles {
   double reading, products;
 };
 
-KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
+KeyCycles key_cycles(const DecodePlan& plan, const Problem& p) {
   const int64_t rows = p.of_groups ? ceil_div(rows_of_kv_head(p), p.batch) : rows_of_kv_head(p);
   const double blocks = ceil_div(rows, plan.block_rows());
   const double dims = plan.head_dim + plan.value_dim;
@@ -172,16 +172,16 @@ KeyCycles key_cycles(const HopperDecodePlan& plan, const Problem& p) {
 }
 
 /// Of fewer splits a warp of combine.cu takes more columns: a warp costs more than their loads.
-int64_t many_splits(const HopperDecodePlan& plan) { return plan.warps_per_group + 1; }
+int64_t many_splits(const DecodePlan& plan) { return plan.warps_per_group + 1; }
 
 /// For how many splits there is room in the workspace.
-int64_t room_for_splits(const Problem& p, const HopperDecodePlan& plan) {
+int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
   if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
   return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) * p.hk;
 }
 
 /// Whether few q blocks are split so that each CTA has about one split.
-bool splits_to_fill(const Problem& p, const HopperDecodePlan& plan) {
+bool splits_to_fill(const Problem& p, const DecodePlan& plan) {
   const bool warpgroups = plan.warpgroup_path();
   const int64_t q_blocks = p.batch * p.hk;
   // Two q blocks of the warp path have slices, which measure 11.1 us where such splits take 14.2.
@@ -193,7 +193,7 @@ bool splits_to_fill(const Problem& p, const HopperDecodePlan& plan) {
 
 /// Whether CTAs may take whole q blocks: each sequence has one for each kv head, and there are
 /// enough of them for all CTAs.
-bool takes_whole_q_blocks(const Problem& p, const HopperDecodePlan& plan) {
+bool takes_whole_q_blocks(const Problem& p, const DecodePlan& plan) {
   // The warp path has no registers for it with all that a tree mask takes.
   if (plan.tree && !plan.warpgroup_path()) return false;
   return !p.of_groups && rows_of_kv_head(p) <= plan.block_rows() &&
@@ -203,14 +203,14 @@ bool takes_whole_q_blocks(const Problem& p, const HopperDecodePlan& plan) {
 /// Whether such q blocks go by the dynamic scheduler: of the warpgroup path where some CTA has two,
 /// of the warp path where equal slices of so many keys differ in time between SMs by more than the
 /// scheduler costs.
-bool is_dynamic(const Problem& p, const HopperDecodePlan& plan) {
+bool is_dynamic(const Problem& p, const DecodePlan& plan) {
   if (p.batch > kernels::kDynamicSequences) return false;
   const int64_t q_blocks = p.batch * p.hk;
   if (plan.warpgroup_path()) return q_blocks > plan.grid;
   return q_blocks * p.sk >= kLongDynamic * plan.grid;
 }
 
-DecodeSchedule schedule_for(const Problem& p, const HopperDecodePlan& plan) {
+DecodeSchedule schedule_for(const Problem& p, const DecodePlan& plan) {
   if (p.invariant) return DecodeSchedule::kInvariantSplits;
   if (splits_to_fill(p, plan)) return DecodeSchedule::kSplitToFill;
   if (!takes_whole_q_blocks(p, plan)) return DecodeSchedule::kStreamK;
@@ -218,7 +218,7 @@ DecodeSchedule schedule_for(const Problem& p, const HopperDecodePlan& plan) {
 }
 
 /// The schedule of `q_blocks`, in words.
-std::string how_q_blocks_are_scheduled(const HopperDecodePlan& plan, int64_t q_blocks) {
+std::string how_q_blocks_are_scheduled(const DecodePlan& plan, int64_t q_blocks) {
   switch (plan.schedule) {
     case DecodeSchedule::kSplitToFill:
       return fmt::format(
@@ -263,7 +263,7 @@ const char* name_of(DecodeSchedule schedule) {
 }
 
 /// What partial results a schedule has whose splits are counted before they are computed.
-void set_splits(HopperDecodePlan& plan, const Problem& p) {
+void set_splits(DecodePlan& plan, const Problem& p) {
   const int64_t chunks = ceil_div(p.sk, kernels::chunk_keys(plan.block_keys));
   if (plan.schedule == DecodeSchedule::kSplitToFill) {
     if (p.batch > kLanes) plan.lane_sequences = 2;
@@ -276,7 +276,7 @@ void set_splits(HopperDecodePlan& plan, const Problem& p) {
   }
 }
 
-double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms) {
+double predicted_cycles(const DecodePlan& plan, const Problem& p, int sms) {
   const KeyCycles key = key_cycles(plan, p);
   const double keys = static_cast<double>(p.batch * p.hk) * static_cast<double>(p.sk) / sms;
   const double start = kStartCycles + (plan.block_rows() > kFewRows ? kManyRowsCycles : 0);
@@ -285,7 +285,7 @@ double predicted_cycles(const HopperDecodePlan& plan, const Problem& p, int sms)
 
 }  // namespace
 
-std::string HopperDecodeKey::schedule_type() const {
+std::string DecodeKey::schedule_type() const {
   switch (schedule) {
     case DecodeSchedule::kSplitToFill:
       return fmt::format("SplitToFill<{}>", lane_sequences);
@@ -301,30 +301,28 @@ std::string HopperDecodeKey::schedule_type() const {
   return "StreamK";
 }
 
-int HopperDecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
+int DecodePlan::threads() const { return 32 * kernels::decode_warps(tile_of(*this)); }
 
-int HopperDecodePlan::split_floats() const {
-  return split_rows * kernels::partial_row_floats(value_dim);
-}
+int DecodePlan::split_floats() const { return split_rows * kernels::partial_row_floats(value_dim); }
 
-bool HopperDecodePlan::warpgroup_path() const { return kernels::is_warpgroup_path(tile_of(*this)); }
+bool DecodePlan::warpgroup_path() const { return kernels::is_warpgroup_path(tile_of(*this)); }
 
-bool HopperDecodePlan::has_combine_kernel() const {
+bool DecodePlan::has_combine_kernel() const {
   return schedule == DecodeSchedule::kInvariantSplits ||
          (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());
 }
 
-bool HopperDecodePlan::counts_splits() const {
+bool DecodePlan::counts_splits() const {
   return schedule == DecodeSchedule::kSplitToFill || schedule == DecodeSchedule::kInvariantSplits;
 }
 
-int HopperDecodePlan::combine_warps() const {
+int DecodePlan::combine_warps() const {
   return schedule == DecodeSchedule::kSplitToFill
              ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
              : split_rows;
 }
 
-HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& plan) {
+DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
   if (p.total_q == 0) return {};
   int64_t floats = 0;  // of partial results
   if (!plan.counts_splits())
@@ -332,7 +330,7 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
   else if (plan.max_splits > 1)
     floats = room_for_splits(p, plan) * plan.split_floats();
   const ForwardMaps maps = forward_maps(p, plan.block_keys);
-  HopperDecodeWorkspace at;
+  DecodeWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
@@ -346,7 +344,7 @@ HopperDecodeWorkspace workspace_of(const Problem& p, const HopperDecodePlan& pla
 }
 
 std::string decode_rejects(const Problem& p) {
-  const std::string why = hopper_decode_rejects_few(p);
+  const std::string why = decode_rejects_few(p);
   if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
   return fmt::format(
       "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
@@ -354,7 +352,7 @@ std::string decode_rejects(const Problem& p) {
       kFewRows, p.sq, p.group());
 }
 
-std::string hopper_decode_rejects_few(const Problem& p) {
+std::string decode_rejects_few(const Problem& p) {
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
@@ -391,9 +389,9 @@ std::string hopper_decode_rejects_few(const Problem& p) {
   return {};
 }
 
-HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
-  HopperDecodePlan plan;
-  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
+Fitting<DecodePlan> decode_candidate(const Problem& p, const Card& card) {
+  DecodePlan plan;
+  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
   plan.card = card;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.batch_idx = p.has(Arg::kCacheBatchIdx);
@@ -407,7 +405,7 @@ HopperDecodeTile decode_candidate(const Problem& p, const Card& card) {
   plan.grid = std::min(card.sms * plan.residents, int{kernels::kMaxSlices});
   plan.schedule = schedule_for(p, plan);
   set_splits(plan, p);
-  HopperDecodeTile tile{plan, predicted_cycles(plan, p, card.sms), {}};
+  Fitting<DecodePlan> tile{plan, predicted_cycles(plan, p, card.sms), {}};
   // Groups have few q blocks with many keys, which no other kernel cuts where lengths differ.
   if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
@@ -429,7 +427,7 @@ PlanEdges decode_edges(const Problem& p, const Card& card) {
   return edges;
 }
 
-std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
+std::string not_fused(const Problem& p, const DecodePlan& plan) {
   if (p.batch == 0 || p.total_q == 0) return "there are no queries";
   if (p.append.host_numbers > 0) {
     return "its lengths lie in the host's memory, from where a launch brings them first";
@@ -458,7 +456,7 @@ std::string not_fused(const Problem& p, const HopperDecodePlan& plan) {
       rows, groups, rounds, kMaxAppendRounds);
 }
 
-HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
+DecodePlan fused_plan(const Problem& p, DecodePlan plan) {
   plan.appends = true;
   plan.rotates_q = p.append.rotates;
   plan.unread_rows =
@@ -466,7 +464,7 @@ HopperDecodePlan fused_plan(const Problem& p, HopperDecodePlan plan) {
   return plan;
 }
 
-Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
+Explanation describe(const DecodePlan& plan, const Problem& p) {
   const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
   const KeyCycles key = key_cycles(plan, p);
   const double cycles = predicted_cycles(plan, p, plan.grid / plan.residents);
@@ -519,4 +517,4 @@ Explanation describe(const HopperDecodePlan& plan, const Problem& p) {
   return e;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

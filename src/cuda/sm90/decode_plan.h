@@ -10,7 +10,7 @@
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/planned_family.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// Which CTA computes which keys: the types in src/kernels/sm90/decode/schedule/, which say how.
 enum class DecodeSchedule {
@@ -22,7 +22,7 @@ enum class DecodeSchedule {
 };
 
 /// What kernel_config.h fixes at compile time.
-struct HopperDecodeKey : HopperAnyForwardKey {
+struct DecodeKey : AnyForwardKey {
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
@@ -46,7 +46,7 @@ struct HopperDecodeKey : HopperAnyForwardKey {
 
   template <class F>
   void for_each_field(const F& f) const {
-    HopperAnyForwardKey::for_each_field(f);
+    AnyForwardKey::for_each_field(f);
     f("kWarpsPerGroup", warps_per_group);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
@@ -67,23 +67,21 @@ struct HopperDecodeKey : HopperAnyForwardKey {
     f("kRotatesQ", rotates_q);
     f("kUnreadRows", unread_rows);
   }
-  bool operator==(const HopperDecodeKey& o) const {
-    return kernel_config(*this) == kernel_config(o);
-  }
+  bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
   /// Whether it sees to rows of q that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
 };
 
 /// Every decision about a forward pass by the kernels of sm90/decode/.
-struct HopperDecodePlan : HopperDecodeKey {
+struct DecodePlan : DecodeKey {
   Card card;  ///< that it is for
   int shared_bytes = 0;
   int grid = 0;                        ///< CTAs
   int max_splits = 1, split_rows = 0;  ///< of a q block
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
-  bool operator==(const HopperDecodePlan&) const = default;
+  bool operator==(const DecodePlan&) const = default;
 
   TileId tile() const { return {"sm90_decode", block_rows(), block_keys}; }
   int block_rows() const { return 16 * warps_per_group; }  ///< Br
@@ -104,34 +102,33 @@ struct HopperDecodePlan : HopperDecodeKey {
 
 /// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
-struct HopperDecodeWorkspace {
+struct DecodeWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
   int64_t rotated = 0;              ///< q
   int64_t partial = 0;              ///< partial results of splits
   int64_t metadata = 0, end = 0;    ///< host metadata
 };
-HopperDecodeWorkspace workspace_of(const Problem& problem, const HopperDecodePlan& plan);
+DecodeWorkspace workspace_of(const Problem& problem, const DecodePlan& plan);
 
 /// Why the decode kernels (docs/kernels/decode.md) do not compute a forward problem, and what they
 /// do compute; empty when they do.
 std::string decode_rejects(const Problem& problem);
 /// The same of its part of a problem that takes_both.
-std::string hopper_decode_rejects_few(const Problem& problem);
+std::string decode_rejects_few(const Problem& problem);
 
 /// A plan for a problem that is not rejected.
-using HopperDecodeTile = Fitting<HopperDecodePlan>;
-HopperDecodeTile decode_candidate(const Problem& problem, const Card& card);
+Fitting<DecodePlan> decode_candidate(const Problem& problem, const Card& card);
 
 /// Where the plans of calls like `problem` change: with the rows that each tile is for, and with
 /// the q blocks that each schedule is for.
 PlanEdges decode_edges(const Problem& problem, const Card& card);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
-std::string not_fused(const Problem& problem, const HopperDecodePlan& plan);
+std::string not_fused(const Problem& problem, const DecodePlan& plan);
 /// The plan that does.
-HopperDecodePlan fused_plan(const Problem& problem, HopperDecodePlan plan);
+DecodePlan fused_plan(const Problem& problem, DecodePlan plan);
 
 /// The plan of a problem in sentences and as data.
-Explanation describe(const HopperDecodePlan& plan, const Problem& problem);
+Explanation describe(const DecodePlan& plan, const Problem& problem);
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -5,18 +5,15 @@
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/planned_family.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
-using HopperForwardCandidate =
-    PlannedCandidate<HopperForwardPlan, HopperForward, hopper_forward_kernels>;
-using HopperDecodeCandidate =
-    PlannedCandidate<HopperDecodePlan, HopperDecode, hopper_decode_kernels>;
-using HopperBackwardCandidate =
-    PlannedCandidate<HopperBackwardPlan, HopperBackward, hopper_backward_kernels>;
+using ForwardCandidate = PlannedCandidate<ForwardPlan, ForwardExecutable, forward_kernels>;
+using DecodeCandidate = PlannedCandidate<DecodePlan, DecodeExecutable, decode_kernels>;
+using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, backward_kernels>;
 
 /// The kernels of sm90/forward/, sm90/decode/ and sm90/backward/.
-const Family& hopper_forward_family();
-const Family& hopper_decode_family();
-const Family& hopper_backward_family();
+const Family& forward_family();
+const Family& decode_family();
+const Family& backward_family();
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

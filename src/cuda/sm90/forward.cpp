@@ -9,27 +9,27 @@
 #include "cuda/sm90/common.h"
 #include "fulgur/error.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
-KernelUse main_kernel(const HopperForwardPlan& plan) {
-  return {{"sm90/forward/forward.cu", kernel_config(plan), kHopperArchitecture},
+KernelUse main_kernel(const ForwardPlan& plan) {
+  return {{"sm90/forward/forward.cu", kernel_config(plan), kArchitecture},
           "fulgur_forward",
           plan.shared_bytes};
 }
 
 }  // namespace
 
-std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan) {
+std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(padding_kernel(kHopperCapability));
+  if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
-HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan,
-                             Reasons reasons)
+ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const ForwardPlan& plan,
+                                     Reasons reasons)
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
@@ -39,12 +39,11 @@ HopperForward::HopperForward(const Problem& problem, Gpu& gpu, const HopperForwa
   set_params(problem);
   set_inputs();
   if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
-  if (plan_.has_padding())
-    padding_kernel_ = gpu_.kernel(padding_kernel(kHopperCapability)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
   if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
-void HopperForward::set_params(const Problem& p) {
+void ForwardExecutable::set_params(const Problem& p) {
   if (plan_.counters() * int64_t{sizeof(int)} > LaunchMemory::kZeroed) {
     throw Error(Status::kInternal,
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
@@ -58,10 +57,10 @@ void HopperForward::set_params(const Problem& p) {
   padding_ = padding_params(p);
 }
 
-void HopperForward::set_inputs() {
+void ForwardExecutable::set_inputs() {
   const auto input = [&](const char* name, const TensorMapShape& shape, bool copied, int64_t offset,
                          TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
-    Input in{name, copied ? fulgur::cuda::copied(shape) : shape, copied, offset, {}, map, tensor};
+    Input in{name, copied ? sm90::copied(shape) : shape, copied, offset, {}, map, tensor};
     const Layout& to = in.shape.strides;
     params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = copy_params(shape, in.shape);
@@ -74,8 +73,8 @@ void HopperForward::set_inputs() {
       input("v", maps_.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map, &ForwardParams::v)};
 }
 
-HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const Run& run,
-                                                  char* workspace) const {
+ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& args, const Run& run,
+                                                          char* workspace) const {
   Arguments a{params_, padding_, {}};
   ForwardParams& p = a.forward;
   p.counters = reinterpret_cast<int*>(workspace);
@@ -90,9 +89,9 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   p.sinks = static_cast<const float*>(args.sinks.data);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
-  const bool elements = plan_.store == HopperForwardPlan::Store::kElements;
+  const bool elements = plan_.store == ForwardPlan::Store::kElements;
   void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o.empty());
-  if (plan_.store == HopperForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
+  if (plan_.store == ForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
   p.o.data = a.padding.o = out;
 
   const std::array<const ConstTensor*, 3> tensors = {&args.q, &args.k, &args.v};
@@ -111,7 +110,7 @@ HopperForward::Arguments HopperForward::arguments(const ForwardArgs& args, const
   return a;
 }
 
-void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
+void ForwardExecutable::launch(const Arguments& arguments, CUstream stream) const {
   for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!inputs_[i].copied) continue;
     cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
@@ -126,7 +125,7 @@ void HopperForward::launch(const Arguments& arguments, CUstream stream) const {
   }
 }
 
-void HopperForward::run(const Call& call, const Run& run) const {
+void ForwardExecutable::run(const Call& call, const Run& run) const {
   const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
   numbers_.check(args);
   if (maps_.o.empty()) return;
@@ -140,15 +139,15 @@ void HopperForward::run(const Call& call, const Run& run) const {
   launch(there, stream);
 }
 
-Explanation HopperForward::explain() const {
+Explanation ForwardExecutable::explain() const {
   Explanation e = with_reasons(describe(plan_), reasons_);
   numbers_.describe(e);
   return e;
 }
 
-WorkspaceNeed HopperForward::workspace() const {
+WorkspaceNeed ForwardExecutable::workspace() const {
   if (workspace_.end == 0) return {};
   return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -12,15 +12,15 @@
 #include "kernels/common/padding_params.h"
 #include "kernels/sm90/forward/params.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// What a plan launches: the forward kernel first, if there is work, then those with it.
-std::vector<KernelUse> hopper_forward_kernels(const HopperForwardPlan& plan);
+std::vector<KernelUse> forward_kernels(const ForwardPlan& plan);
 
 /// The host's half of sm90/forward/forward.cu: a plan with its compiled kernels on a device.
-class HopperForward final : public Executable {
+class ForwardExecutable final : public Executable {
  public:
-  HopperForward(const Problem& problem, Gpu& gpu, const HopperForwardPlan& plan, Reasons reasons);
+  ForwardExecutable(const Problem& problem, Gpu& gpu, const ForwardPlan& plan, Reasons reasons);
 
   /// Encodes the tensor maps and launches on the stream.
   void run(const Call& call, const Run& run) const override;
@@ -51,15 +51,15 @@ class HopperForward final : public Executable {
   void launch(const Arguments& arguments, CUstream stream) const;
 
   Gpu& gpu_;
-  HopperForwardPlan plan_;
+  ForwardPlan plan_;
   Reasons reasons_;
   ForwardMaps maps_;
   HostMetadata numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
-  HopperForwardWorkspace workspace_;
+  ForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
   std::array<Input, 3> inputs_;
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -7,10 +7,10 @@
 #include "cuda/sm90/common.h"
 #include "kernels/host_device/work_tiles.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// What kernel_config.h fixes at compile time.
-struct HopperForwardKey : HopperAnyForwardKey {
+struct ForwardKey : AnyForwardKey {
   int consumers = 0;   ///< warpgroups of 64 rows each
   int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
@@ -23,7 +23,7 @@ struct HopperForwardKey : HopperAnyForwardKey {
 
   template <class F>
   void for_each_field(const F& f) const {
-    HopperAnyForwardKey::for_each_field(f);
+    AnyForwardKey::for_each_field(f);
     f("kConsumers", consumers);
     f("kBlockKeys", block_keys);
     f("kQStages", q_stages);
@@ -36,29 +36,27 @@ struct HopperForwardKey : HopperAnyForwardKey {
     f("kSplitTail", split_tail);
     f("kStore", store);
   }
-  bool operator==(const HopperForwardKey& o) const {
-    return kernel_config(*this) == kernel_config(o);
-  }
+  bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
 };
 
 /// How it is launched.
-struct HopperForwardLaunch {
+struct ForwardLaunch {
   int shared_bytes = 0;
   int residents = 1;     ///< CTAs that fit an SM
   bool shares = false;   ///< and there are so many that some share one
   kernels::Work work{};  ///< how rows, heads and keys are cut into q tiles
   int grid = 0;          ///< CTAs
-  bool operator==(const HopperForwardLaunch&) const = default;
+  bool operator==(const ForwardLaunch&) const = default;
 };
 
 /// Every decision about a forward pass by sm90/forward/forward.cu.
-struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
+struct ForwardPlan : ForwardKey, ForwardLaunch {
   /// Why q, k and v are copied to where TMA can address them; empty where they are not.
   std::string copies_q, copies_k, copies_v;
-  bool operator==(const HopperForwardPlan&) const = default;
+  bool operator==(const ForwardPlan&) const = default;
 
   TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
   bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
@@ -70,4 +68,4 @@ struct HopperForwardPlan : HopperForwardKey, HopperForwardLaunch {
   int counters() const;
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

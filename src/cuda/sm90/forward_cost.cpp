@@ -6,7 +6,7 @@
 #include "cuda/sm90/common.h"
 #include "kernels/host_device/key_walk.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 // Measured on an H200.
@@ -29,7 +29,7 @@ struct KeyTile {
   double ends;    // first S and softmax of a tile, where warpgroups wait for the same units
 };
 
-KeyTile key_tile_cycles(const HopperForwardPlan& plan) {
+KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double scores = 64.0 * plan.block_keys;  // of a warpgroup
   const double dims = plan.head_dim + plan.value_dim;
   const double product = 2 * scores * dims / kTensorFlops;
@@ -64,7 +64,7 @@ int keys_of_longest(const Problem& p) {
 
 }  // namespace
 
-BlockCost block_cost(const HopperForwardPlan& plan, const Problem& p) {
+BlockCost block_cost(const ForwardPlan& plan, const Problem& p) {
   const KeyTile key_tile = key_tile_cycles(plan);
   const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), keys_of_longest(p)};
@@ -120,4 +120,4 @@ double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int 
   return waves * cost.mean * (splits > 1 ? kSplitLoop : 1) + split_waves * of_split;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

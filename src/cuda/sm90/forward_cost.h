@@ -4,7 +4,7 @@
 
 #include "cuda/sm90/forward_config.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// SM cycles of the row blocks of one head.
 struct BlockCost {
@@ -17,7 +17,7 @@ struct BlockCost {
 /// Predicts the row blocks of a plan whose tile and stages are set: each key tile takes as long as
 /// the slowest of tensor cores, softmax, copies, and one warpgroup's own chain of the first two; at
 /// the ends of a block the tensor cores' work overlaps with nothing, where they bind.
-BlockCost block_cost(const HopperForwardPlan& plan, const Problem& problem);
+BlockCost block_cost(const ForwardPlan& plan, const Problem& problem);
 
 /// Cycles in which K and V come from memory once, spread over all SMs: what binds where
 /// rows are few.
@@ -29,4 +29,4 @@ double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int 
 /// Predicts a launch of unequal row blocks of `heads` heads, the first `cut` of each in `splits`.
 double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int splits, int sms);
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

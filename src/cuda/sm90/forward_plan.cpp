@@ -13,7 +13,7 @@
 #include "cuda/sm90/tensor_map.h"
 #include "kernels/sm90/forward/layout.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int kMaxSplits = 8;  // more have not been measured
@@ -25,7 +25,7 @@ constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide nothing mo
 
 using kernels::Work;
 
-kernels::ForwardLayout layout_of(const HopperForwardPlan& plan) {
+kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
                                   plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages});
 }
@@ -78,18 +78,18 @@ constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
 /// How O leaves. TMA writes multiples of 16 bytes.
-HopperForwardPlan::Store store_of(const Problem& p, int q_stages) {
+ForwardPlan::Store store_of(const Problem& p, int q_stages) {
   if (p.dv * size_of(p.dtypes.out) % kCopyAlignment != 0 ||
       !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
-    return HopperForwardPlan::Store::kElements;
+    return ForwardPlan::Store::kElements;
   }
-  return q_stages == 1 ? HopperForwardPlan::Store::kRows : HopperForwardPlan::Store::kTiles;
+  return q_stages == 1 ? ForwardPlan::Store::kRows : ForwardPlan::Store::kTiles;
 }
 
 /// What the problem fixes for every tile.
-HopperForwardPlan common(const Problem& p) {
-  HopperForwardPlan plan;
-  static_cast<HopperAnyForwardKey&>(plan) = hopper_any_forward_key(p);
+ForwardPlan common(const Problem& p) {
+  ForwardPlan plan;
+  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
   plan.dropout = p.dropout_p > 0;
   plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
@@ -100,7 +100,7 @@ HopperForwardPlan common(const Problem& p) {
 }
 
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
-bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
+bool derive_stages(ForwardPlan& plan, int shared_bytes) {
   plan.q_stages = plan.k_stages = plan.v_stages = 0;
   const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
   const int most = std::min(kMaxStages, kKeysAhead / plan.block_keys);
@@ -121,7 +121,7 @@ bool derive_stages(HopperForwardPlan& plan, int shared_bytes) {
 /// that K and V come to L2 once and little by little, with the copies of other heads. The last
 /// one is as long as it takes to leave the SMs with short blocks at the end. Under a
 /// band all heads may be in it, if enough SMs share the K and V of each.
-void divide_heads(HopperForwardPlan& plan, const Problem& p, int sms) {
+void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   const bool band = plan.has_left || plan.has_right;
   const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // an SM
   const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
@@ -133,7 +133,7 @@ void divide_heads(HopperForwardPlan& plan, const Problem& p, int sms) {
 }
 
 /// Cuts blocks [first, end) into splits.
-void cut_blocks(HopperForwardPlan& plan, int first, int end, int splits) {
+void cut_blocks(ForwardPlan& plan, int first, int end, int splits) {
   plan.split_tail = true;
   plan.work.first_split = first;
   plan.work.end_split = end;
@@ -142,7 +142,7 @@ void cut_blocks(HopperForwardPlan& plan, int first, int end, int splits) {
 }
 
 /// Cuts the last blocks, all as long, where they leave SMs idle. Returns the cycles.
-double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
+double cut_last_blocks(ForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
                        double best) {
   const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % sms;
   const int most = std::min(kMaxSplits, ceil_div(p.sk, plan.block_keys));
@@ -157,7 +157,7 @@ double cut_last_blocks(HopperForwardPlan& plan, const Problem& p, const BlockCos
 
 /// Under a band, where there are less blocks than SMs, cuts those that are longer than
 /// a split of the longest: they come first. Returns the cycles.
-double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sms, double best) {
+double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const Work whole = plan.work;
   if (kernels::blocks_of(whole) >= sms || whole.bulk_heads > 0) return best;
   const std::vector<int>& tiles = cost.key_tiles;
@@ -176,7 +176,7 @@ double cut_longest_blocks(HopperForwardPlan& plan, const BlockCost& cost, int sm
 }
 
 /// Decides how blocks are shared out, and returns the predicted cycles.
-double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
+double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
   work.splits = 1;
@@ -192,7 +192,7 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
   // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
   const bool no_registers = plan.page > 0 && plan.value_dim > kMaxCutPagesDim;
   if (!p.invariant && !plan.packed && !no_registers) {
-    HopperForwardPlan cut = plan;
+    ForwardPlan cut = plan;
     const double cycles = plan.has_left || plan.has_right
                               ? cut_longest_blocks(cut, cost, at_once, best)
                               : cut_last_blocks(cut, p, cost, at_once, best);
@@ -206,7 +206,7 @@ double schedule(HopperForwardPlan& plan, const Problem& p, const Card& card) {
 }
 
 /// Cycles by which tiles are compared. Schedules the plan.
-double predict(HopperForwardPlan& plan, const Problem& p, const Card& card) {
+double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   const double cycles = schedule(plan, p, card);
   if (!p.invariant) return cycles;
   // The order must not depend on the batch either: that of one long sequence.
@@ -214,7 +214,7 @@ double predict(HopperForwardPlan& plan, const Problem& p, const Card& card) {
   one.packed = false;
   one.batch = 1;
   one.sq = one.sk = 8192;
-  HopperForwardPlan other = plan;
+  ForwardPlan other = plan;
   other.work.heads = card.sms;
   return schedule(other, one, card);
 }
@@ -247,10 +247,10 @@ std::string pages_rejected(const Problem& p) {
 
 }  // namespace
 
-HopperForwardWorkspace workspace_of(const Problem& p, const HopperForwardPlan& plan) {
+ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
   const ForwardMaps maps = forward_maps(p, plan.box_keys);
   if (maps.o.empty()) return {};
-  HopperForwardWorkspace at;
+  ForwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   at.partial = arena.take(plan.partial_floats() * int64_t{sizeof(float)});
   const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
@@ -304,9 +304,9 @@ std::string forward_rejects(const Problem& p) {
   return {};
 }
 
-std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Card& card,
-                                                  std::vector<std::string>* rejected) {
-  std::vector<HopperForwardTile> tiles;
+std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
+                                                     std::vector<std::string>* rejected) {
+  std::vector<Fitting<ForwardPlan>> tiles;
   const auto scores = p.dropout_p > 0 ? Tile::kDropped
                       : transforms(p) ? Tile::kTransformed
                                       : Tile::kPlain;
@@ -314,7 +314,7 @@ std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Card& 
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
     if (!fits || (tile.scores & scores) == 0) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
-    HopperForwardTile t{common(p), 0, {}};
+    Fitting<ForwardPlan> t{common(p), 0, {}};
     if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
@@ -342,7 +342,7 @@ std::vector<HopperForwardTile> forward_candidates(const Problem& p, const Card& 
   return tiles;
 }
 
-Explanation describe(const HopperForwardPlan& plan) {
+Explanation describe(const ForwardPlan& plan) {
   const Work& work = plan.work;
   Explanation e;
   // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
@@ -379,11 +379,11 @@ Explanation describe(const HopperForwardPlan& plan) {
     say(fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,
                     plan.page_lists ? "page_indptr" : "page_table", plan.box_keys));
   }
-  if (plan.store == HopperForwardPlan::Store::kElements) {
+  if (plan.store == ForwardPlan::Store::kElements) {
     e.details.add("stores_elements", true);
     say("O is stored by elements: its rows are no multiples of 16 bytes");
   }
   return e;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

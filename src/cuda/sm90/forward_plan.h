@@ -10,30 +10,27 @@
 #include "cuda/sm90/forward_config.h"
 #include "cuda/sm90/planned_family.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// Where things begin in the workspace, in bytes, after the counters and tickets. All 0 where
 /// nothing is launched.
-struct HopperForwardWorkspace {
+struct ForwardWorkspace {
   int64_t partial = 0;              ///< what parts of split blocks leave
   std::array<int64_t, 3> copies{};  ///< of q, k and v
   int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
-HopperForwardWorkspace workspace_of(const Problem& problem, const HopperForwardPlan& plan);
+ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
 
 /// Why sm90/forward/forward.cu does not compute a forward problem, and what it does compute; empty
 /// when it does.
 std::string forward_rejects(const Problem& problem);
 
-/// A plan with one of the tiles.
-using HopperForwardTile = Fitting<HopperForwardPlan>;
-
 /// A plan for every tile that fits, with the stages that the shared memory has room for. `rejected`
 /// takes the others and why.
-std::vector<HopperForwardTile> forward_candidates(const Problem& problem, const Card& card,
-                                                  std::vector<std::string>* rejected);
+std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& problem, const Card& card,
+                                                     std::vector<std::string>* rejected);
 
 /// The plan in sentences and as data.
-Explanation describe(const HopperForwardPlan& plan);
+Explanation describe(const ForwardPlan& plan);
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -10,7 +10,7 @@
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 /// Runs both kernels one after the other in one workspace.
@@ -72,16 +72,15 @@ class InvariantByRows final : public Family {
   bool is_for(const Problem& p) const override { return p.pass == Pass::kForward && takes_both(p); }
   std::string rejects(const Problem& problem) const override {
     const std::string why = forward_rejects(problem);
-    return why.empty() ? hopper_decode_rejects_few(problem) : why;
+    return why.empty() ? decode_rejects_few(problem) : why;
   }
   Candidates candidates(const Problem& problem, const Card& card,
                         std::vector<std::string>* rejected) const override {
-    const auto few =
-        std::make_shared<HopperDecodeCandidate>(problem, decode_candidate(problem, card));
+    const auto few = std::make_shared<DecodeCandidate>(problem, decode_candidate(problem, card));
     Candidates result;
-    for (const HopperForwardTile& tile : forward_candidates(problem, card, rejected)) {
+    for (const Fitting<ForwardPlan>& tile : forward_candidates(problem, card, rejected)) {
       result.push_back(std::make_shared<ByRowsCandidate>(
-          std::make_shared<HopperForwardCandidate>(problem, tile), few));
+          std::make_shared<ForwardCandidate>(problem, tile), few));
     }
     return result;
   }
@@ -89,9 +88,9 @@ class InvariantByRows final : public Family {
 
 }  // namespace
 
-const Family& hopper_invariant_by_rows() {
+const Family& invariant_by_rows_family() {
   static const InvariantByRows kFamily;
   return kFamily;
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

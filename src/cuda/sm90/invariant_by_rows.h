@@ -2,10 +2,10 @@
 
 #include "cuda/common/family.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// Invariant calls whose sequences have few rows or many, which only their lengths say: two kernels
 /// compute the sequences that are their own.
-const Family& hopper_invariant_by_rows();
+const Family& invariant_by_rows_family();
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

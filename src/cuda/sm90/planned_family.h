@@ -7,7 +7,7 @@
 
 #include "cuda/common/family.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// A plan that fits a problem and a card.
 template <class Plan>
@@ -92,4 +92,4 @@ class PlannedFamily final : public Family {
   Edges* edges_;
 };
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -8,7 +8,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/sm90/common.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 namespace {
 
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
@@ -52,9 +52,7 @@ TensorMapShape of_k(const Problem& p, DType dtype, int64_t dim, const Layout& st
 }  // namespace
 
 KernelUse copy_kernel() {
-  return {{"common/copy_rows.cu", "", native_architecture(kHopperCapability)},
-          "fulgur_forward_copy",
-          0};
+  return {{"common/copy_rows.cu", "", native_architecture(kCapability)}, "fulgur_forward_copy", 0};
 }
 ForwardMaps forward_maps(const Problem& p, int box_keys) {
   const OperandTypes types = p.dtypes;
@@ -149,4 +147,4 @@ ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& 
           from.dim};
 }
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

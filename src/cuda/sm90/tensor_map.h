@@ -8,7 +8,7 @@
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/sm90/common/tensor_map.h"
 
-namespace fulgur::cuda {
+namespace fulgur::cuda::sm90 {
 
 /// What a tensor map says of a tensor besides its address: rank 4, dims {dim, rows, heads, batch}
 /// innermost first, boxes of the columns of a panel (128 bytes, swizzled) and box_rows rows. A
@@ -69,4 +69,4 @@ inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks an SM
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to);
 
-}  // namespace fulgur::cuda
+}  // namespace fulgur::cuda::sm90

@@ -17,6 +17,8 @@
 #include "rejected.h"
 
 namespace fulgur::test {
+
+namespace sm90 = cuda::sm90;
 namespace {
 
 /// A process of its own, whose cache folder no other test looks into.
@@ -59,9 +61,9 @@ class Tune : public OnFakeGpu {
   }
 };
 
-std::vector<cuda::HopperForwardTile> tiles_of(const ForwardShape& shape) {
+std::vector<sm90::Fitting<sm90::ForwardPlan>> tiles_of(const ForwardShape& shape) {
   std::vector<std::string> rejected;
-  return cuda::forward_candidates(forward_problem(shape), {}, &rejected);
+  return sm90::forward_candidates(forward_problem(shape), {}, &rejected);
 }
 
 bool contains(const std::string& text, const std::string& part) {
