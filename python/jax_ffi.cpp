@@ -346,7 +346,8 @@ struct AppendForward : Rows {
 
   template <class View>
   static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.q = operand("q"), .append = read_caches(operand, result)};
+    Args args{.append = read_caches(operand, result)};
+    args.q = operand("q");
     read_new(args.append, operand);
     Pass::read_optional(args, shared, operand);
     read_tables(args.cache, shared, operand);
