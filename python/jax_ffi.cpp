@@ -3,43 +3,21 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <vector>
 
 #include "api/prepare.h"
+#include "calls.h"
 #include "fulgur/fulgur.h"
 
 namespace fulgur::python {
 namespace {
 
 using xla::DataType;
-
-/// The operands that a call may have after those it must have, in this order: bits of the number
-/// that says which are there. fulgur/jax.py has the same list.
-enum Given {
-  kCuSeqlensQ,
-  kCuSeqlensK,
-  kSequsedQ,
-  kSequsedK,
-  kAlibiSlopes,
-  kSinks,
-  kRngState,
-  kPageTable,
-  kPageIndptr,
-  kCacheBatchIdx,
-  kLeftpadK,
-  kTreeMask,
-  kPrefixGroups,
-  kPrefixLens,
-  kCuSeqlensKNew,
-  kCos,
-  kSin,
-  kRotarySeqlens,
-  kDlse
-};
 
 [[noreturn]] void fail(const std::string& message) {
   throw Error(Status::kInvalidArgument, message);
@@ -66,18 +44,27 @@ DType dtype_of(const char* name, DataType dtype) {
                   name));
 }
 
-/// The numbers of an attribute, which Python makes as an array of T.
+/// Takes the numbers of an attribute, which Python makes as an array of T, in their order.
 template <class T>
-std::span<const T> numbers(const xla::Attributes& attributes, std::string_view name, size_t want) {
-  for (int64_t i = 0; i < attributes.size; ++i) {
-    if (std::string_view(attributes.names[i]->data, attributes.names[i]->size) != name) continue;
-    const auto* array = static_cast<const xla::Array*>(attributes.items[i]);
-    if (attributes.types[i] == xla::kArray && array->size == want) {
-      return {static_cast<const T*>(array->data), want};
+class Numbers {
+ public:
+  Numbers(const xla::Attributes& attributes, std::string_view name) {
+    for (int64_t i = 0; i < attributes.size; ++i) {
+      const auto& [data, size] = *attributes.names[i];
+      if (std::string_view(data, size) != name || attributes.types[i] != xla::kArray) continue;
+      const auto* array = static_cast<const xla::Array*>(attributes.items[i]);
+      numbers_ = {static_cast<const T*>(array->data), array->size};
     }
   }
-  fail(fmt::format("{}: want an attribute of {} numbers", name, want));
-}
+  T next() {
+    if (next_ == numbers_.size()) fail(fmt::format("got {} numbers, want more of them", next_));
+    return numbers_[next_++];
+  }
+
+ private:
+  std::span<const T> numbers_;
+  size_t next_ = 0;
+};
 
 /// Takes operands, or results, in their order.
 class Reader {
@@ -140,29 +127,31 @@ Tensor view(const char* name, const xla::Buffer& buffer, Device device, const Ma
   return t;
 }
 
-/// What all calls have: options, and operands that may be there.
+/// What all calls have: options, and which of the tensors that they may have are there.
 struct Shared {
   Options options;
   bool interleaved = false;
-  int64_t given = 0;
+  int64_t given = -1;  ///< a bit for each Arg
 
+  /// Every tensor is there.
+  Shared() = default;
   explicit Shared(const xla::Attributes& attributes) {
-    const auto reals = numbers<double>(attributes, "reals", 3);
-    options.scale = reals[0];
-    options.softcap = reals[1];
-    options.dropout_p = reals[2];
-    const auto integers = numbers<int64_t>(attributes, "integers", 10);
-    options.mask = {.left = integers[0], .right = integers[1], .chunk = integers[2]};
-    options.max_seqlen_q = integers[3];
-    options.max_seqlen_k = integers[4];
-    options.deterministic = integers[5] != 0;
-    options.invariant = integers[6] != 0;
-    options.max_workspace = integers[7];
-    interleaved = integers[8] != 0;
-    given = integers[9];
+    Numbers<double> reals(attributes, "reals");
+    Numbers<int64_t> integers(attributes, "integers");
+    const auto read = [&](const char*, auto& to) {
+      using To = std::remove_reference_t<decltype(to)>;
+      if constexpr (std::is_integral_v<To>) {
+        to = static_cast<To>(integers.next());
+      } else {
+        to = reals.next();
+      }
+    };
+    for_each_option(read, options);
+    interleaved = integers.next() != 0;
+    given = integers.next();
   }
 
-  bool has(Given operand) const { return (given >> operand & 1) != 0; }
+  bool has(Arg arg) const { return (given >> static_cast<int>(arg) & 1) != 0; }
 };
 
 /// Where a call computes, as XLA's call frame says.
@@ -204,117 +193,60 @@ Place place_of(const xla::CallFrame& frame, DeviceType type, Options& options) {
   return place;
 }
 
+/// Takes tensors of a call from its operands, or from its results, in the order of their table.
+template <class Args, class View>
+void read(Args& args, const Shared& shared, bool (*takes)(const TensorRule&), View& next) {
+  const auto visit = [&](const TensorRule& rule, auto& t) {
+    if (takes(rule) && (rule.need != Need::kOptional || shared.has(rule.arg))) t = next(rule.name);
+  };
+  for_each_tensor(visit, args);
+}
+
 /// What both passes have.
+template <class Arguments>
 struct Pass {
-  /// `q` may be any operand with its first dimensions.
-  static Mapped mapped(const Shared& shared, const xla::Buffer& q) {
-    const bool packed = shared.has(kCuSeqlensQ);
-    Mapped mapped(q, packed ? 3 : 4);
+  using Args = Arguments;
+
+  /// The first operand has the first dimensions of q.
+  static Mapped mapped(const Shared& shared, const xla::Buffer& first) {
+    const bool packed = shared.has(Arg::kCuSeqlensQ);
+    Mapped mapped(first, packed ? 3 : 4);
     // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
     // has one sink for each head; and tables name places of the cache with them.
-    mapped.folded = mapped.dims > 0 && !packed && !shared.has(kRngState) && !shared.has(kSinks) &&
-                    !shared.has(kPageTable) && !shared.has(kCacheBatchIdx);
+    mapped.folded = mapped.dims > 0 && !packed && !shared.has(Arg::kRngState) &&
+                    !shared.has(Arg::kSinks) && !shared.has(Arg::kPageTable) &&
+                    !shared.has(Arg::kCacheBatchIdx);
     return mapped;
   }
-
-  template <class Args, class View>
-  static void read_optional(Args& args, const Shared& shared, View& next) {
-    if (shared.has(kCuSeqlensQ)) args.lengths.cu_seqlens_q = next("cu_seqlens_q");
-    if (shared.has(kCuSeqlensK)) args.lengths.cu_seqlens_k = next("cu_seqlens_k");
-    if (shared.has(kSequsedQ)) args.lengths.seqused_q = next("seqused_q");
-    if (shared.has(kSequsedK)) args.lengths.seqused_k = next("seqused_k");
-    if (shared.has(kAlibiSlopes)) args.alibi_slopes = next("alibi_slopes");
-    if (shared.has(kSinks)) args.sinks = next("sinks");
-    if (shared.has(kRngState)) args.rng_state = next("rng_state");
+  template <class View>
+  static Args read(const Shared& shared, View operand, View result) {
+    Args args;
+    python::read(args, shared, inputs, operand);
+    python::read(args, shared, outputs, result);
+    return args;
   }
 };
 
-/// Where the sequences of a cache lie.
-template <class View>
-void read_tables(fulgur::KvCache& cache, const Shared& shared, View& next) {
-  if (shared.has(kPageTable)) cache.page_table = next("page_table");
-  if (shared.has(kPageIndptr)) cache.page_indptr = next("page_indptr");
-  if (shared.has(kCacheBatchIdx)) cache.cache_batch_idx = next("cache_batch_idx");
-}
-
-/// What the forward pass alone takes after them.
-template <class View>
-void read_others(ForwardArgs& args, const Shared& shared, View& next) {
-  if (shared.has(kLeftpadK)) args.cache.leftpad_k = next("leftpad_k");
-  if (shared.has(kTreeMask)) args.tree_mask = next("tree_mask");
-  if (shared.has(kPrefixGroups)) args.shared_prefix.prefix_groups = next("prefix_groups");
-  if (shared.has(kPrefixLens)) args.shared_prefix.prefix_lens = next("prefix_lens");
-}
-
-struct Forward : Pass {
-  using Args = ForwardArgs;
+struct Forward : Pass<ForwardArgs> {
   static constexpr const char* kTarget = "fulgur_forward";
 
-  template <class View>
-  static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.q = operand("q"), .k = operand("k"), .v = operand("v")};
-    read_optional(args, shared, operand);
-    read_tables(args.cache, shared, operand);
-    read_others(args, shared, operand);
-    args.out = result("out");
-    if (results > 1) args.lse = result("lse");
-    return args;
-  }
   static void run(const Args& args, const Options& options, const Run& run) {
     forward(args, options, run);
   }
 };
 
-struct Backward : Pass {
-  using Args = BackwardArgs;
+struct Backward : Pass<BackwardArgs> {
   static constexpr const char* kTarget = "fulgur_backward";
 
-  template <class View>
-  static Args read(const Shared& shared, View operand, View result, int64_t) {
-    Args args{.dout = operand("dout"),
-              .q = operand("q"),
-              .k = operand("k"),
-              .v = operand("v"),
-              .out = operand("out"),
-              .lse = operand("lse")};
-    read_optional(args, shared, operand);
-    if (shared.has(kDlse)) args.dlse = operand("dlse");
-    args.dq = result("dq");
-    args.dk = result("dk");
-    args.dv = result("dv");
-    if (shared.has(kSinks)) args.dsinks = result("dsinks");
-    return args;
-  }
   static void run(const Args& args, const Options& options, const Run& run) {
     backward(args, options, run);
   }
 };
 
-/// What both calls have that write new rows: their results lie in the memory of the first operands,
-/// as the call has asked XLA for.
+/// What both calls have that write new rows. The caches, and q where it turns, are operands whose
+/// memory is that of results, as the call has asked XLA for.
 struct Rows {
   static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
-
-  template <class View>
-  static fulgur::NewRows read_caches(View& operand, View& result) {
-    result("k_cache");
-    result("v_cache");
-    return {.k_cache = operand("k_cache"), .v_cache = operand("v_cache")};
-  }
-  template <class View>
-  static void read_new(fulgur::NewRows& rows, View& operand) {
-    rows.k_new = operand("k_new");
-    rows.v_new = operand("v_new");
-    rows.cache_seqlens = operand("cache_seqlens");
-  }
-  template <class View>
-  static void read_positions(fulgur::NewRows& rows, const Shared& shared, View& operand) {
-    if (shared.has(kCuSeqlensKNew)) rows.cu_seqlens_k_new = operand("cu_seqlens_k_new");
-    if (shared.has(kCos)) rows.rotary.cos = operand("cos");
-    if (shared.has(kSin)) rows.rotary.sin = operand("sin");
-    if (shared.has(kRotarySeqlens)) rows.rotary.rotary_seqlens = operand("rotary_seqlens");
-    rows.rotary.interleaved = shared.interleaved;
-  }
 };
 
 struct Append : Rows {
@@ -322,16 +254,12 @@ struct Append : Rows {
   static constexpr const char* kTarget = "fulgur_append";
 
   template <class View>
-  static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.rows = read_caches(operand, result)};
-    if (results > 2) {
-      args.q = operand("q");
-      args.q_out = result("q");
-    }
-    read_new(args.rows, operand);
-    if (shared.has(kCuSeqlensQ)) args.cu_seqlens_q = operand("cu_seqlens_q");
-    read_tables(args.cache, shared, operand);
-    read_positions(args.rows, shared, operand);
+  static Args read(const Shared& shared, View operand, View result) {
+    const auto operands = [](const TensorRule& rule) { return rule.arg != Arg::kQOut; };
+    Args args;
+    python::read(args, shared, operands, operand);
+    python::read(args, shared, outputs, result);
+    args.rows.rotary.interleaved = shared.interleaved;
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
@@ -345,16 +273,13 @@ struct AppendForward : Rows {
   static constexpr const char* kTarget = "fulgur_append_forward";
 
   template <class View>
-  static Args read(const Shared& shared, View operand, View result, int64_t results) {
-    Args args{.append = read_caches(operand, result)};
-    args.q = operand("q");
-    read_new(args.append, operand);
-    Pass::read_optional(args, shared, operand);
-    read_tables(args.cache, shared, operand);
-    read_others(args, shared, operand);
-    read_positions(args.append, shared, operand);
-    args.out = result("out");
-    if (results > 3) args.lse = result("lse");
+  static Args read(const Shared& shared, View operand, View result) {
+    Args args;
+    python::read(args.append, shared, every, operand);
+    python::read(args, shared, inputs_but_keys, operand);
+    python::read(args.append, shared, outputs, result);
+    python::read(args, shared, outputs, result);
+    args.append.rotary.interleaved = shared.interleaved;
     return args;
   }
   static void run(const Args& args, const Options& options, const Run& run) {
@@ -375,7 +300,7 @@ void call(const xla::CallFrame& frame, DeviceType type) {
         return view(name, from.next(), place.device, mapped, n);
       };
     };
-    const auto args = Call::read(shared, next(operands), next(results), frame.results.size);
+    const auto args = Call::read(shared, next(operands), next(results));
     operands.finish();
     results.finish();
     if (prepares) {
@@ -435,7 +360,25 @@ xla::Error* handle(xla::CallFrame* frame) {
   }
 }
 
+/// The names of a call's operands and results.
+template <class Call>
+JaxCall names_of() {
+  JaxCall call{.target = Call::kTarget};
+  const auto record = [](std::vector<std::string>& names) {
+    return [&](const char* name) {
+      names.emplace_back(name);
+      return Tensor{};
+    };
+  };
+  Call::read(Shared(), record(call.operands), record(call.results));
+  return call;
+}
+
 }  // namespace
+
+std::vector<JaxCall> jax_calls() {
+  return {names_of<Forward>(), names_of<Backward>(), names_of<Append>(), names_of<AppendForward>()};
+}
 
 const JaxHandler (&jax_handlers())[kJaxHandlers] {
   constexpr auto kCpu = DeviceType::kCpu, kCuda = DeviceType::kCuda;

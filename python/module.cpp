@@ -1,7 +1,8 @@
 /// The Python module fulgur._fulgur: plans, append, merge, engines, on views of arrays. What users
-/// call, with its defaults and its documentation, is fulgur/__init__.py.
+/// call is fulgur/_calls.py and fulgur/_plans.py, its defaults and documentation fulgur/_spec.py.
 
 #include <fmt/format.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -15,6 +16,7 @@
 #include "api/prepare.h"
 #include "arrays.h"
 #include "call/tensors.h"
+#include "calls.h"
 #include "fulgur/append.h"
 #include "jax_ffi.h"
 #include "program.h"
@@ -76,17 +78,8 @@ Args read_args(const Entries& views) {
 /// The options of _arguments.py, types and integer ranges checked there.
 fulgur::Options read_options(const Entries& from) {
   fulgur::Options to;
-  to.mask = {.left = nb::cast<int64_t>(from["left"]),
-             .right = nb::cast<int64_t>(from["right"]),
-             .chunk = nb::cast<int64_t>(from["chunk"])};
-  if (!from["scale"].is_none()) to.scale = nb::cast<double>(from["scale"]);
-  to.softcap = nb::cast<double>(from["softcap"]);
-  to.dropout_p = nb::cast<double>(from["dropout_p"]);
-  to.max_seqlen_q = nb::cast<int64_t>(from["max_seqlen_q"]);
-  to.max_seqlen_k = nb::cast<int64_t>(from["max_seqlen_k"]);
-  to.deterministic = nb::cast<bool>(from["deterministic"]);
-  to.invariant = nb::cast<bool>(from["invariant"]);
-  to.max_workspace = nb::cast<int64_t>(from["max_workspace"]);
+  const auto read = [&]<class T>(const char* name, T& option) { option = nb::cast<T>(from[name]); };
+  fulgur::python::for_each_option(read, to);
   to.threads = nb::cast<int>(from["threads"]);
   to.engine = nb::cast<std::string>(from["engine"]);
   return to;
@@ -214,6 +207,93 @@ nb::dict jax_handlers() {
   return calls;
 }
 
+/// {call: (names of operands, names of results)}.
+nb::dict jax_calls() {
+  nb::dict calls;
+  for (const auto& [target, operands, results] : fulgur::python::jax_calls()) {
+    calls[target] = nb::make_tuple(operands, results);
+  }
+  return calls;
+}
+
+/// A tensor of the library's calls.
+struct TensorEntry {
+  const char* name;
+  int number;  ///< of its Arg
+  bool required, written;
+  const char *dtype, *shape;  ///< in words; empty where they follow from q, k and v
+};
+
+const char* words(fulgur::TensorShape shape) {
+  switch (shape) {
+    case fulgur::TensorShape::kHeads:
+      return "``(hq,)``";
+    case fulgur::TensorShape::kSlopes:
+      return "``(hq,)`` or ``(batch, hq)``";
+    case fulgur::TensorShape::kBatch:
+      return "``(batch,)``";
+    case fulgur::TensorShape::kBatchPlusOne:
+      return "``(batch + 1,)``";
+    case fulgur::TensorShape::kGroups:
+      return "``(groups,)``";
+    case fulgur::TensorShape::kGroupsPlusOne:
+      return "``(groups + 1,)``";
+    case fulgur::TensorShape::kSeedAndOffset:
+      return "``(2,)``";
+    case fulgur::TensorShape::kQueries:
+      return "``(batch, sq)`` or packed ``(total_q,)``";
+    default:
+      return "";
+  }
+}
+
+const char* words(fulgur::TensorType type) {
+  switch (type) {
+    case fulgur::TensorType::kF32:
+      return "float32";
+    case fulgur::TensorType::kI32:
+      return "int32";
+    case fulgur::TensorType::kI64:
+      return "int64";
+    default:
+      return "";
+  }
+}
+
+template <class Args>
+std::vector<TensorEntry> tensor_entries() {
+  std::vector<TensorEntry> entries;
+  Args args;
+  const auto visit = [&](const fulgur::TensorRule& rule, auto&) {
+    entries.push_back({.name = rule.name,
+                       .number = static_cast<int>(rule.arg),
+                       .required = rule.need != fulgur::Need::kOptional,
+                       .written = rule.written(),
+                       .dtype = words(rule.type),
+                       .shape = words(rule.shape)});
+  };
+  fulgur::for_each_tensor(visit, args);
+  return entries;
+}
+
+/// {call: its tensors}, in the order of the library's tables.
+nb::dict tensors() {
+  nb::dict calls;
+  calls["forward"] = tensor_entries<ForwardArgs>();
+  calls["backward"] = tensor_entries<BackwardArgs>();
+  calls["append"] = tensor_entries<AppendArgs>();
+  return calls;
+}
+
+/// {name: default} of the options that JAX's calls take, in their order.
+nb::dict option_defaults() {
+  nb::dict defaults;
+  const auto visit = [&](const char* name, const auto& value) { defaults[name] = value; };
+  fulgur::Options options;
+  fulgur::python::for_each_option(visit, options);
+  return defaults;
+}
+
 /// The program, with its name as the first argument.
 int run_program(std::vector<std::string> arguments) {
   std::vector<char*> pointers;
@@ -296,7 +376,18 @@ NB_MODULE(_fulgur, m) {
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
+  m.def("torch_schemas", &fulgur::python::torch_schemas);
   m.def("jax_handlers", &jax_handlers);
+  m.def("jax_calls", &jax_calls);
+  nb::class_<TensorEntry>(m, "TensorEntry")
+      .def_ro("name", &TensorEntry::name)
+      .def_ro("number", &TensorEntry::number)
+      .def_ro("required", &TensorEntry::required)
+      .def_ro("written", &TensorEntry::written)
+      .def_ro("dtype", &TensorEntry::dtype)
+      .def_ro("shape", &TensorEntry::shape);
+  m.def("tensors", &tensors);
+  m.def("option_defaults", &option_defaults);
   m.def("run_program", &run_program, "arguments"_a);
   // Daemon threads keep what they compute with: at the end of the process that is no leak.
   nb::module_::import_("atexit").attr("register")(nb::cpp_function([] {

@@ -4,14 +4,18 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "calls.h"
 #include "fulgur/fulgur.h"
 
 namespace fulgur::python {
@@ -122,20 +126,21 @@ class Arguments {
  public:
   explicit Arguments(const uint64_t* stack) : next_(stack) { owned_.reserve(32); }
 
-  Handle tensor() { return owned_.emplace_back(reinterpret_cast<Handle>(*next_++)).get(); }
-  Handle optional_tensor() {
+  Handle tensor(const TensorRule&) {
+    return owned_.emplace_back(reinterpret_cast<Handle>(*next_++)).get();
+  }
+  Handle optional_tensor(const TensorRule&) {
     const auto value = optional();
     if (value == nullptr) return nullptr;
     return owned_.emplace_back(reinterpret_cast<Handle>(*value)).get();
   }
-  std::optional<double> optional_real() {
+  void operator()(const char*, int64_t& to) { to = static_cast<int64_t>(*next_++); }
+  void operator()(const char*, double& to) { to = std::bit_cast<double>(*next_++); }
+  void operator()(const char*, bool& to) { to = (*next_++ & 1) != 0; }
+  void operator()(const char*, std::optional<double>& to) {
     const auto value = optional();
-    if (value == nullptr) return std::nullopt;
-    return std::bit_cast<double>(*value);
+    if (value != nullptr) to = std::bit_cast<double>(*value);
   }
-  int64_t integer() { return static_cast<int64_t>(*next_++); }
-  double real() { return std::bit_cast<double>(*next_++); }
-  bool boolean() { return (*next_++ & 1) != 0; }
 
  private:
   std::unique_ptr<uint64_t, DeleteValue> optional() {
@@ -144,6 +149,47 @@ class Arguments {
 
   const uint64_t* next_;
   std::vector<Owned> owned_;
+};
+
+/// Writes the arguments of a schema where Arguments would read them. All options have a default:
+/// an argument that a call leaves out costs half of one that it passes, 0.1 to 0.2 us.
+class Schema {
+ public:
+  Handle tensor(const TensorRule& rule) {
+    add(fmt::format("Tensor{} {}", written(rule), rule.name));
+    return nullptr;
+  }
+  Handle optional_tensor(const TensorRule& rule) {
+    add(fmt::format("Tensor{}? {}=None", written(rule), rule.name));
+    return nullptr;
+  }
+  void operator()(const char* name, int64_t value) {
+    add(fmt::format("SymInt {}={}", name, value));
+  }
+  void operator()(const char* name, double value) {
+    add(fmt::format("float {}={:.1f}", name, value));
+  }
+  void operator()(const char* name, bool value) {
+    add(fmt::format("bool {}={}", name, value ? "True" : "False"));
+  }
+  void operator()(const char* name, const std::optional<double>&) {
+    add(fmt::format("float? {}=None", name));
+  }
+
+  const std::string& text() const { return text_; }
+
+ private:
+  /// The alias annotation of a tensor that the operator writes.
+  std::string written(const TensorRule& rule) {
+    return rule.written() ? fmt::format("({}!)", alias_++) : "";
+  }
+  void add(const std::string& argument) {
+    text_ += text_.empty() ? "" : ", ";
+    text_ += argument;
+  }
+
+  std::string text_;
+  char alias_ = 'a';
 };
 
 DType dtype_of(const char* name, Handle handle) {
@@ -229,50 +275,6 @@ Run run_on(Device device, Options& options) {
   return run;
 }
 
-/// What both passes take after their tensors, in the order of the schemas in fulgur/torch.py.
-struct Shared {
-  Handle cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, rng_state;
-  Options options;
-
-  explicit Shared(Arguments& in) {
-    sinks = in.optional_tensor();
-    cu_seqlens_q = in.optional_tensor();
-    cu_seqlens_k = in.optional_tensor();
-    seqused_q = in.optional_tensor();
-    seqused_k = in.optional_tensor();
-    alibi_slopes = in.optional_tensor();
-    rng_state = in.optional_tensor();
-    options.max_seqlen_q = in.integer();
-    options.max_seqlen_k = in.integer();
-    options.mask.left = in.integer();
-    options.mask.right = in.integer();
-    options.mask.chunk = in.integer();
-    options.scale = in.optional_real();
-    options.softcap = in.real();
-    options.dropout_p = in.real();
-    options.invariant = in.boolean();
-    options.max_workspace = in.integer();
-  }
-
-  template <class Args>
-  void fill(Args& args) const {
-    args.lengths.cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q);
-    args.lengths.cu_seqlens_k = view("cu_seqlens_k", cu_seqlens_k);
-    args.lengths.seqused_q = view("seqused_q", seqused_q);
-    args.lengths.seqused_k = view("seqused_k", seqused_k);
-    args.alibi_slopes = view("alibi_slopes", alibi_slopes);
-    args.sinks = view("sinks", sinks);
-    if (options.dropout_p == 0) return;
-    if (rng_state == nullptr) {
-      throw Error(Status::kInvalidArgument,
-                  "rng_state: not given, want seed and offset of dropout");
-    }
-    args.rng_state = view("rng_state", rng_state);
-  }
-
-  Run run(Device device) { return run_on(device, options); }
-};
-
 void check_rank(const char* name, const ConstTensor& t) {
   if (t.rank == 3 || t.rank == 4) return;
   throw Error(Status::kInvalidArgument,
@@ -280,46 +282,71 @@ void check_rank(const char* name, const ConstTensor& t) {
                           name, t.describe()));
 }
 
-/// What all operators of the forward pass take; `out` and `lse` where the caller has them, new rows
-/// of k and v and the lengths before them where they are appended.
-struct Forward {
-  enum class Besides : uint8_t { kNothing, kResults, kRows };
+/// Dropout's numbers are there wherever a call may drop, and count where it does.
+template <class Args>
+void check_rng_state(Args& args, const Options& options) {
+  if (options.dropout_p == 0) {
+    args.rng_state = {};
+  } else if (!args.rng_state.given()) {
+    throw Error(Status::kInvalidArgument, "rng_state: not given, want seed and offset of dropout");
+  }
+}
 
-  Handle q, k, v, out = nullptr, lse = nullptr;
-  Handle k_new = nullptr, v_new = nullptr, cache_seqlens = nullptr;
-  Shared shared;
+// Which tensors of a call an operator takes.
 
-  Forward(Arguments& in, Besides besides)
-      : q(in.tensor()),
-        k(in.tensor()),
-        v(in.tensor()),
-        out(besides == Besides::kResults ? in.tensor() : nullptr),
-        lse(besides == Besides::kResults ? in.tensor() : nullptr),
-        k_new(besides == Besides::kRows ? in.tensor() : nullptr),
-        v_new(besides == Besides::kRows ? in.tensor() : nullptr),
-        cache_seqlens(besides == Besides::kRows ? in.tensor() : nullptr),
-        shared(in) {}
+using Takes = bool(const TensorRule&);
 
-  ForwardArgs args() const {
-    ForwardArgs args{.q = view("q", q),
-                     .k = view("k", k),
-                     .v = view("v", v),
-                     .out = view("out", out),
-                     .lse = view("lse", lse)};
-    shared.fill(args);
+/// The forward pass has a gradient where it takes no others than the backward pass.
+bool with_gradient(const TensorRule& rule) {
+#define FULGUR_IS(member, of, ...) || rule.arg == Arg::of
+  return false FULGUR_BACKWARD_TENSORS(FULGUR_IS) FULGUR_VAR_LEN_TENSORS(FULGUR_IS);
+#undef FULGUR_IS
+}
+bool inputs_with_gradient(const TensorRule& rule) { return inputs(rule) && with_gradient(rule); }
+
+/// The tensors that an operator takes of a call.
+template <class Args, Takes takes>
+class Handles {
+ public:
+  /// Those that a call must give, or those that it may.
+  template <class In>
+  void read(In& in, bool must) {
+    size_t i = 0;
+    const auto visit = [&](const TensorRule& rule, auto&) {
+      Handle& handle = handles_[i++];
+      if (!takes(rule) || must != (rule.need != Need::kOptional)) return;
+      handle = must ? in.tensor(rule) : in.optional_tensor(rule);
+    };
+    Args args;
+    for_each_tensor(visit, args);
+  }
+  Args args() const {
+    Args args;
+    size_t i = 0;
+    const auto visit = [&](const TensorRule& rule, auto& t) { t = view(rule.name, handles_[i++]); };
+    for_each_tensor(visit, args);
     return args;
   }
-  void run(const ForwardArgs& args) {
-    const Run run = shared.run(args.q.device);
-    forward(args, shared.options, run);
-  }
+
+ private:
+  std::array<Handle, sizeof(Args) / sizeof(Tensor)>
+      handles_{};  // as many as its table has, or more
 };
 
-/// Computes, and leaves fresh results on the stack. `v` is the call's.
-void run_forward(Forward& call, ForwardArgs& args, const ConstTensor& v, uint64_t* stack) {
+/// In every schema the tensors that a call must give stand first.
+template <class In, class... Tensors>
+void read_tensors(In& in, Tensors&... of) {
+  (of.read(in, true), ...);
+  (of.read(in, false), ...);
+}
+
+/// Computes out and lse, fresh tensors, onto the stack of an operator. `v`: the values that the
+/// call reads.
+void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint64_t* stack) {
   const ConstTensor& q = args.q;
   check_rank("q", q);
   check_rank("v", v);
+  check_rng_state(args, options);
   const bool packed = q.rank == 3;
   const int64_t dv = v.shape[v.rank - 1];
   const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -330,188 +357,189 @@ void run_forward(Forward& call, ForwardArgs& args, const ConstTensor& v, uint64_
                                 : empty(lse_dtype, {n[0], n[2], n[1]}, q.device);
   args.out = out_view;
   args.lse = lse_view;
-  call.run(args);
+  const Run run = run_on(q.device, options);
+  forward(args, options, run);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
 }
 
-void forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Forward call(in, Forward::Besides::kNothing);
-  ForwardArgs args = call.args();
-  run_forward(call, args, args.v, stack);
-}
+// The operators: what each reads, in the order of its schema, and computes.
 
-/// What reading a cache may take besides, in the order of the schemas.
-struct Cache {
-  Handle page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens;
+template <Takes takes>
+struct ForwardPass {
+  static constexpr const char* kResults = "(Tensor out, Tensor lse)";
 
-  explicit Cache(Arguments& in)
-      : page_table(in.optional_tensor()),
-        page_indptr(in.optional_tensor()),
-        cache_batch_idx(in.optional_tensor()),
-        leftpad_k(in.optional_tensor()),
-        tree_mask(in.optional_tensor()),
-        prefix_groups(in.optional_tensor()),
-        prefix_lens(in.optional_tensor()) {}
-
-  void fill(ForwardArgs& args) const {
-    args.cache = {.page_table = view("page_table", page_table),
-                  .page_indptr = view("page_indptr", page_indptr),
-                  .cache_batch_idx = view("cache_batch_idx", cache_batch_idx),
-                  .leftpad_k = view("leftpad_k", leftpad_k)};
-    args.tree_mask = view("tree_mask", tree_mask);
-    args.shared_prefix = {.prefix_groups = view("prefix_groups", prefix_groups),
-                          .prefix_lens = view("prefix_lens", prefix_lens)};
-  }
-};
-
-void forward_cached_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Forward call(in, Forward::Besides::kNothing);
-  const Cache cache(in);
-  ForwardArgs args = call.args();
-  cache.fill(args);
-  run_forward(call, args, args.v, stack);
-}
-
-void append_forward_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Forward call(in, Forward::Besides::kRows);
-  const Cache cache(in);
-  const Handle cu_seqlens_k_new = in.optional_tensor();
-  const Handle cos = in.optional_tensor(), sin = in.optional_tensor();
-  const bool interleaved = in.boolean();
-  const Handle rotary_seqlens = in.optional_tensor();
-  ForwardArgs args = call.args();
-  cache.fill(args);
-  args.k = args.v = {};
-  args.append = {.k_cache = view("k_cache", call.k),
-                 .v_cache = view("v_cache", call.v),
-                 .k_new = view("k_new", call.k_new),
-                 .v_new = view("v_new", call.v_new),
-                 .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
-                 .cache_seqlens = view("cache_seqlens", call.cache_seqlens),
-                 .rotary = {.cos = view("cos", cos),
-                            .sin = view("sin", sin),
-                            .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
-                            .interleaved = interleaved}};
-  run_forward(call, args, args.append.v_cache, stack);
-}
-
-void forward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Forward call(in, Forward::Besides::kResults);
-  call.run(call.args());
-}
-
-/// What both operators of the backward pass take; dq, dk and dv where the caller has them.
-struct Backward {
-  Handle dout, q, k, v, out, lse, dq = nullptr, dk = nullptr, dv = nullptr, dlse;
-  Shared shared;
-
-  Backward(Arguments& in, bool with_results)
-      : dout(in.tensor()),
-        q(in.tensor()),
-        k(in.tensor()),
-        v(in.tensor()),
-        out(in.tensor()),
-        lse(in.tensor()),
-        dq(with_results ? in.tensor() : nullptr),
-        dk(with_results ? in.tensor() : nullptr),
-        dv(with_results ? in.tensor() : nullptr),
-        dlse(in.optional_tensor()),
-        shared(in) {
-    shared.options.deterministic = in.boolean();
-  }
-
-  BackwardArgs args() const {
-    BackwardArgs args{.dout = view("dout", dout),
-                      .q = view("q", q),
-                      .k = view("k", k),
-                      .v = view("v", v),
-                      .out = view("out", out),
-                      .lse = view("lse", lse),
-                      .dq = view("dq", dq),
-                      .dk = view("dk", dk),
-                      .dv = view("dv", dv),
-                      .dlse = view("dlse", dlse)};
-    shared.fill(args);
-    return args;
-  }
-  void run(const BackwardArgs& args) {
-    const Run run = shared.run(args.q.device);
-    backward(args, shared.options, run);
-  }
-};
-
-void backward_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Backward call(in, false);
-  BackwardArgs args = call.args();
-  check_rank("q", args.q);
-  check_rank("k", args.k);
-  check_rank("v", args.v);
-  auto [dq, dq_view] = empty_like(args.q);
-  auto [dk, dk_view] = empty_like(args.k);
-  auto [dv, dv_view] = empty_like(args.v);
-  auto [dsinks, dsinks_view] = empty(DType::kF32, {args.sinks.numel()}, args.q.device);
-  args.dq = dq_view;
-  args.dk = dk_view;
-  args.dv = dv_view;
-  if (args.sinks.given()) args.dsinks = dsinks_view;
-  call.run(args);
-  stack[0] = reinterpret_cast<uint64_t>(dq.release());
-  stack[1] = reinterpret_cast<uint64_t>(dk.release());
-  stack[2] = reinterpret_cast<uint64_t>(dv.release());
-  stack[3] = reinterpret_cast<uint64_t>(dsinks.release());
-}
-
-void backward_into_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  Backward call(in, true);
-  const Handle dsinks = in.optional_tensor();
-  BackwardArgs args = call.args();
-  args.dsinks = view("dsinks", dsinks);
-  call.run(args);
-}
-
-void append_kernel(uint64_t* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  const Handle k_cache = in.tensor(), v_cache = in.tensor(), k_new = in.tensor();
-  const Handle v_new = in.tensor(), cache_seqlens = in.tensor();
-  const Handle cu_seqlens_k_new = in.optional_tensor(), page_table = in.optional_tensor();
-  const Handle page_indptr = in.optional_tensor(), cache_batch_idx = in.optional_tensor();
-  const Handle cos = in.optional_tensor(), sin = in.optional_tensor();
-  const bool interleaved = in.boolean();
-  const Handle rotary_seqlens = in.optional_tensor(), q = in.optional_tensor();
-  const Handle q_out = in.optional_tensor(), cu_seqlens_q = in.optional_tensor();
+  Handles<ForwardArgs, takes> tensors;
   Options options;
-  options.mask.left = in.integer();
-  options.mask.right = in.integer();
-  options.mask.chunk = in.integer();
-  const AppendArgs args{
-      .rows = {.k_cache = view("k_cache", k_cache),
-               .v_cache = view("v_cache", v_cache),
-               .k_new = view("k_new", k_new),
-               .v_new = view("v_new", v_new),
-               .cu_seqlens_k_new = view("cu_seqlens_k_new", cu_seqlens_k_new),
-               .cache_seqlens = view("cache_seqlens", cache_seqlens),
-               .rotary = {.cos = view("cos", cos),
-                          .sin = view("sin", sin),
-                          .rotary_seqlens = view("rotary_seqlens", rotary_seqlens),
-                          .interleaved = interleaved}},
-      .cache = {.page_table = view("page_table", page_table),
-                .page_indptr = view("page_indptr", page_indptr),
-                .cache_batch_idx = view("cache_batch_idx", cache_batch_idx)},
-      .q = view("q", q),
-      .q_out = view("q_out", q_out),
-      .cu_seqlens_q = view("cu_seqlens_q", cu_seqlens_q)};
-  const Run run = run_on(args.rows.k_cache.device, options);
-  append(args, options, run);
+
+  template <class In>
+  explicit ForwardPass(In& in) {
+    read_tensors(in, tensors);
+    for_each_option(in, options);
+  }
+  void run(uint64_t* stack) {
+    ForwardArgs args = tensors.args();
+    run_forward(args, args.v, options, stack);
+  }
+};
+
+struct Forward : ForwardPass<inputs_with_gradient> {
+  static constexpr const char* kName = "forward";
+  using ForwardPass::ForwardPass;
+};
+
+struct ForwardCached : ForwardPass<inputs> {
+  static constexpr const char* kName = "forward_cached";
+  using ForwardPass::ForwardPass;
+};
+
+struct ForwardInto : ForwardPass<with_gradient> {
+  static constexpr const char* kName = "forward_into";
+  static constexpr const char* kResults = "()";
+  using ForwardPass::ForwardPass;
+
+  void run(uint64_t*) {
+    ForwardArgs args = tensors.args();
+    check_rng_state(args, options);
+    const Run run = run_on(args.q.device, options);
+    forward(args, options, run);
+  }
+};
+
+template <Takes takes>
+struct BackwardPass {
+  Handles<BackwardArgs, takes> tensors;
+  Options options;
+
+  template <class In>
+  explicit BackwardPass(In& in) {
+    read_tensors(in, tensors);
+    for_each_option(in, options);
+  }
+  void compute(BackwardArgs& args) {
+    check_rng_state(args, options);
+    const Run run = run_on(args.q.device, options);
+    backward(args, options, run);
+  }
+};
+
+struct Backward : BackwardPass<inputs> {
+  static constexpr const char* kName = "backward";
+  static constexpr const char* kResults = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
+  using BackwardPass::BackwardPass;
+
+  void run(uint64_t* stack) {
+    BackwardArgs args = tensors.args();
+    check_rank("q", args.q);
+    check_rank("k", args.k);
+    check_rank("v", args.v);
+    auto [dq, dq_view] = empty_like(args.q);
+    auto [dk, dk_view] = empty_like(args.k);
+    auto [dv, dv_view] = empty_like(args.v);
+    auto [dsinks, dsinks_view] = empty(DType::kF32, {args.sinks.numel()}, args.q.device);
+    args.dq = dq_view;
+    args.dk = dk_view;
+    args.dv = dv_view;
+    if (args.sinks.given()) args.dsinks = dsinks_view;
+    compute(args);
+    stack[0] = reinterpret_cast<uint64_t>(dq.release());
+    stack[1] = reinterpret_cast<uint64_t>(dk.release());
+    stack[2] = reinterpret_cast<uint64_t>(dv.release());
+    stack[3] = reinterpret_cast<uint64_t>(dsinks.release());
+  }
+};
+
+struct BackwardInto : BackwardPass<every> {
+  static constexpr const char* kName = "backward_into";
+  static constexpr const char* kResults = "()";
+  using BackwardPass::BackwardPass;
+
+  void run(uint64_t*) {
+    BackwardArgs args = tensors.args();
+    compute(args);
+  }
+};
+
+struct Append {
+  static constexpr const char* kName = "append";
+  static constexpr const char* kResults = "()";
+
+  Handles<AppendArgs, every> tensors;
+  Options options;
+  bool interleaved = false;
+
+  template <class In>
+  explicit Append(In& in) {
+    read_tensors(in, tensors);
+    in("interleaved", interleaved);
+    for_each_mask_option(in, options);
+  }
+  void run(uint64_t*) {
+    AppendArgs args = tensors.args();
+    args.rows.rotary.interleaved = interleaved;
+    const Run run = run_on(args.rows.k_cache.device, options);
+    append(args, options, run);
+  }
+};
+
+struct AppendForward {
+  static constexpr const char* kName = "append_forward";
+  static constexpr const char* kResults = "(Tensor out, Tensor lse)";
+
+  Handles<ForwardArgs, inputs_but_keys> attention;
+  Handles<NewRows, every> rows;
+  Options options;
+  bool interleaved = false;
+
+  template <class In>
+  explicit AppendForward(In& in) {
+    read_tensors(in, attention, rows);
+    in("interleaved", interleaved);
+    for_each_option(in, options);
+  }
+  void run(uint64_t* stack) {
+    ForwardArgs args = attention.args();
+    args.append = rows.args();
+    args.append.rotary.interleaved = interleaved;
+    run_forward(args, args.append.v_cache, options, stack);
+  }
+};
+
+template <class Operator>
+void kernel(uint64_t* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  Operator call(in);
+  call.run(stack);
+}
+
+struct Entry {
+  const char* name;
+  Kernel* kernel;
+  std::string schema;
+};
+
+template <class Operator>
+Entry entry() {
+  Schema schema;
+  const Operator call(schema);
+  return {Operator::kName, kernel<Operator>,
+          fmt::format("{}({}) -> {}", Operator::kName, schema.text(), Operator::kResults)};
+}
+
+const std::array<Entry, 7>& entries() {
+  static const std::array<Entry, 7> kEntries{
+      entry<Forward>(),      entry<ForwardInto>(), entry<ForwardCached>(), entry<Backward>(),
+      entry<BackwardInto>(), entry<Append>(),      entry<AppendForward>()};
+  return kEntries;
 }
 
 }  // namespace
+
+std::vector<std::string> torch_schemas() {
+  std::vector<std::string> schemas;
+  for (const Entry& entry : entries()) schemas.push_back(entry.schema);
+  return schemas;
+}
 
 void register_torch_ops() {
   if (torch != nullptr) return;
@@ -520,13 +548,9 @@ void register_torch_ops() {
   for (const char* device : {"CPU", "CUDA"}) {
     OpaqueLibrary* library = nullptr;
     torch->check(torch->library_init_impl("fulgur", device, "python/torch_ops.cpp", 0, &library));
-    torch->check(torch->library_impl(library, "forward", forward_kernel));
-    torch->check(torch->library_impl(library, "forward_into", forward_into_kernel));
-    torch->check(torch->library_impl(library, "forward_cached", forward_cached_kernel));
-    torch->check(torch->library_impl(library, "backward", backward_kernel));
-    torch->check(torch->library_impl(library, "backward_into", backward_into_kernel));
-    torch->check(torch->library_impl(library, "append", append_kernel));
-    torch->check(torch->library_impl(library, "append_forward", append_forward_kernel));
+    for (const Entry& entry : entries()) {
+      torch->check(torch->library_impl(library, entry.name, entry.kernel));
+    }
   }
 }
 

@@ -53,40 +53,54 @@ def array_list(name, arrays):
         raise TypeError(f"{name}: got {type(arrays).__name__}, want a sequence of arrays") from None
 
 
-def options(
-    causal, window, chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, deterministic,
-    invariant, threads, engine, max_workspace=0,
-):  # fmt: skip
-    """fulgur::Options."""
-    left = right = -1
+def _option(name, value, default):
+    """An option of the kind of its default; None, that of scale, is any number."""
+    if isinstance(default, bool):
+        return flag(name, value)
+    if isinstance(default, int):
+        return integer(name, value, *INT64)
+    return None if value is None and default is None else real(name, value)
+
+
+_OPTIONS = _fulgur.option_defaults()
+
+
+def options(given):
+    """fulgur::Options of the arguments that a call is given."""
+    result = {**_OPTIONS, "threads": 0, "engine": ""}
+    for name, value in given.items():
+        if name in _OPTIONS:
+            result[name] = _option(name, value, _OPTIONS[name])
+    window = given.get("window")
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise TypeError(f"window: got {window!r}, want None or (left, right)")
         left, right = (integer("window", side, -1, INT64[1]) for side in window)
-    if flag("causal", causal):
-        right = 0
-    if not isinstance(engine, str):
-        raise TypeError(f"engine: got {type(engine).__name__}, want a string")
-    return {
-        "left": left,
-        "right": right,
-        "chunk": integer("chunk", chunk, 0, INT64[1]),
-        "scale": None if scale is None else real("scale", scale),
-        "softcap": real("softcap", softcap),
-        "dropout_p": real("dropout_p", dropout_p),
-        "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q, *INT64),
-        "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k, *INT64),
-        "deterministic": flag("deterministic", deterministic),
-        "invariant": flag("invariant", invariant),
-        "max_workspace": integer("max_workspace", max_workspace, *INT64),
-        "threads": integer("threads", threads, *INT32),
-        "engine": engine,
-    }
+        result["window_left"], result["window_right"] = left, right
+    if flag("causal", given.get("causal", False)):
+        result["window_right"] = 0
+    if "chunk" in given and result["chunk"] < 0:
+        raise ValueError(f"chunk: got {result['chunk']}, want 0 to {INT64[1]}")
+    if "threads" in given:
+        result["threads"] = integer("threads", given["threads"], *INT32)
+    if "engine" in given:
+        result["engine"] = given["engine"]
+        if not isinstance(result["engine"], str):
+            raise TypeError(f"engine: got {type(given['engine']).__name__}, want a string")
+    return result
 
 
-def random_numbers(seed, offset):
+def random_numbers(given):
     """Seed and offset of dropout."""
-    return integer("seed", seed, *UINT64), integer("offset", offset, *UINT64)
+    return tuple([integer(x, given.get(x, 0), *UINT64) for x in ("seed", "offset")])
+
+
+def return_lse(given):
+    return flag("return_lse", given.get("return_lse", False))
+
+
+def interleaved(given):
+    return flag("interleaved", given.get("interleaved", False))
 
 
 def _is_torch(array):
@@ -104,8 +118,9 @@ def _is_cupy(array):
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
-def run_stream(q, stream):
+def run_stream(q, given):
     """The handle of a call's stream; 0 is the default one."""
+    stream = given.get("stream")
     if stream is None:
         return 0 if isinstance(q, np.ndarray) else _fulgur.current_stream(q)
     if hasattr(stream, "__cuda_stream__"):
@@ -172,34 +187,18 @@ def views(stream=0, **arrays):
     return {name: view(name, array, stream=stream) for name, array in arrays.items()}
 
 
-# What a call may take besides, in the order of `extras`; of a backward pass the first row.
-_EXTRAS = (
-    "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state",
-    "page_table", "page_indptr", "cache_batch_idx", "leftpad_k", "tree_mask", "prefix_groups",
-    "prefix_lens",
-)  # fmt: skip
-
-
-def extras(stream, *arrays):
-    """Views of those arrays that are given, by name."""
+def given_views(stream, names, given):
+    """Views of those arrays with these names that a call is given."""
     return {
-        name: view(name, array, stream=stream)
-        for name, array in zip(_EXTRAS, arrays)
-        if array is not None
+        name: view(name, given[name], stream=stream)
+        for name in names
+        if given.get(name) is not None
     }
 
 
-def given_views(stream, **arrays):
-    """Views of further arrays that are given, by name."""
-    return {
-        name: view(name, array, stream=stream)
-        for name, array in arrays.items()
-        if array is not None
-    }
-
-
-def planned_views(dtype, device, **given):
+def planned_views(given, **arrays):
     """Views of arrays or, without memory, of shapes by name."""
+    dtype, device = given.get("dtype", "f32"), given.get("device", "cpu")
     for name, x in (("dtype", dtype), ("device", device)):
         if not isinstance(x, str):
             raise TypeError(f"{name}: got {x!r}, want a string")
@@ -209,7 +208,7 @@ def planned_views(dtype, device, **given):
             if isinstance(x, (tuple, list))
             else view(name, x)
         )
-        for name, x in given.items()
+        for name, x in arrays.items()
     }
 
 
@@ -218,17 +217,24 @@ def lse_dtype(dtype):
     return "f64" if dtype == "f64" else "f32"
 
 
-def forward_results(q, v):
-    """(shape, dtype) of out and lse by name."""
+def forward_results(q, v, with_lse):
+    """(shape, dtype) of out by name, and of lse."""
     out, dtype = q.shape[:-1] + v.shape[-1:], q.dtype
-    lse = (*out[:-3], out[-2], out[-3]) if len(out) >= 3 else out
-    return {"out": (out, dtype), "lse": (lse, lse_dtype(dtype))}
+    results = {"out": (out, dtype)}
+    if with_lse:
+        lse = (*out[:-3], out[-2], out[-3]) if len(out) >= 3 else out
+        results["lse"] = (lse, lse_dtype(dtype))
+    return results
 
 
-def backward_results(q, k, v, sinks):
+def backward_results(views, given):
     """(shape, dtype) of dq, dk and dv by name, and of dsinks where there are sinks."""
-    results = {"d" + name: (x.shape, x.dtype) for name, x in zip(QKV, (q, k, v))}
-    return results if sinks is None else results | {"dsinks": (sinks.shape, "f32")}
+    results = {"d" + name: (views[name].shape, views[name].dtype) for name in QKV}
+    if "sinks" in views:
+        results["dsinks"] = (views["sinks"].shape, "f32")
+    elif given.get("dsinks") is not None:
+        raise ValueError("dsinks: given without sinks")
+    return results
 
 
 def planned_results(results, given, device):
@@ -236,7 +242,7 @@ def planned_results(results, given, device):
     return {
         name: (
             _fulgur.planned(name, shape, dtype, device)
-            if given[name] is None
+            if given.get(name) is None
             else view(name, given[name], writable=True)
         )
         for name, (shape, dtype) in results.items()
@@ -285,9 +291,11 @@ def filled(results, given, like, fill, stream=0):
     """
     arrays, views = {}, {}
     for name, (shape, dtype) in results.items():
-        array = empty(shape, dtype, like) if given[name] is None else given[name]
+        array = given.get(name)
+        if array is None:
+            array = empty(shape, dtype, like)
         arrays[name], views[name] = array, view(name, array, True, stream)
     fill(views)
     return tuple(
-        [of_kind(like, x) if given[name] is None else x for name, x in arrays.items()]
+        [of_kind(like, x) if given.get(name) is None else x for name, x in arrays.items()]
     )

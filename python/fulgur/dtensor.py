@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from fulgur.torch import by_name
+from fulgur.torch._operators import by_name
 
 __all__ = []
 

@@ -11,7 +11,8 @@ import torch
 from fulgur import _drop_in
 from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts
 from fulgur._names import OPTIONS, PRIVATE, named
-from fulgur.torch import attention, whole_rows
+from fulgur.torch import attention
+from fulgur.torch._tensors import whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
 

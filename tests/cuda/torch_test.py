@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import fulgur.torch  # the operators, which the others take
-from fulgur import _sdpa, flash_attn, flash_attn_cute, flash_attn_interface
-from fulgur.torch import attention, random_numbers
+from fulgur import flash_attn, flash_attn_cute, flash_attn_interface
+from fulgur.torch import _operators, attention
+from fulgur.torch._random import random_numbers
 
 
 def make(*shapes, dtype=torch.bfloat16, grad=False):
@@ -319,9 +320,9 @@ class TestSdpa(OnGpu):
         self.addCleanup(torch_attention.restore_flash_attention_impl, _raise_warn=False)
 
     def test_is_asked(self):
-        calls, compute = [], _sdpa._forward_into
-        self.addCleanup(setattr, _sdpa, "_forward_into", compute)
-        _sdpa._forward_into = lambda *x, **y: (calls.append(x), compute(*x, **y))
+        calls, compute = [], _operators.forward_into
+        self.addCleanup(setattr, _operators, "forward_into", compute)
+        _operators.forward_into = lambda *x, **y: (calls.append(x), compute(*x, **y))
         q, k, v = (x.transpose(1, 2) for x in make_qkv(sq=192, hk=8))
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         self.assertEqual(len(calls), 1)

@@ -12,7 +12,7 @@ from torch.nn import attention as torch_attention  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
 import fulgur.torch  # noqa: E402
-from fulgur import _sdpa  # noqa: E402
+from fulgur.torch import _operators, _sdpa  # noqa: E402
 
 
 def make(*shapes, dtype=torch.float32, grad=True):
@@ -25,8 +25,8 @@ class TestSdpa:
     def _active(self, monkeypatch):
         """Activates fulgur, and counts its calls."""
         self.calls = []
-        compute = _sdpa._forward_into
-        monkeypatch.setattr(_sdpa, "_forward_into", lambda *x, **y: (self.calls.append(x), compute(*x, **y)))
+        compute = _operators.forward_into
+        monkeypatch.setattr(_operators, "forward_into", lambda *x, **y: (self.calls.append(x), compute(*x, **y)))
         torch_attention.activate_flash_attention_impl("fulgur")
         yield
         torch_attention.restore_flash_attention_impl(_raise_warn=False)

@@ -909,11 +909,15 @@ def test_handlers_say_what_they_are(call, platform, stage):
 
 
 class Frame:
-    """XLA's call of a handler, on a device that there need not be."""
+    """XLA's call of a handler, on a device that there need not be. `given`: the names of tensors that
+    such a call may lack, and this one has."""
 
-    def __init__(self, stage, operands, results, given=0):
+    def __init__(self, stage, operands, results, given=()):
         self.asked, self.errors = [], []
-        numbers = [np.array(x) for x in ([0.25, 0.0, 0.0], [-1, 0, 0, 0, 0, 0, 0, 0, 0, given])]
+        given = sum(1 << BITS[name] for name in given)
+        options = _fulgur.option_defaults() | dict(scale=0.25, window_right=0)
+        reals, integers = ([x for x in options.values() if isinstance(x, float) == real] for real in (True, False))
+        numbers = [np.array(x) for x in (reals, [*integers, 0, given])]
         self.kept = [numbers]
         arrays = [self.keep(struct(INT(12 if x.dtype.kind == "f" else 5), SIZE(x.size), POINTER(x.ctypes.data)))
                   for x in numbers]  # fmt: skip
@@ -976,12 +980,13 @@ class Frame:
         return self.keep(struct(SIZE(), POINTER(), struct(SIZE(), POINTER(), INT(), INT()), POINTER(), *table))
 
 
+BITS = {tensor.name: tensor.number for tensors in _fulgur.tensors().values() for tensor in tensors}
 ROWS, LSE = (1, 5, 2, 16), (1, 2, 5)
 CALLS = {
-    "fulgur_forward": ([ROWS] * 3, [ROWS, LSE]),
+    "fulgur_forward": ([ROWS] * 3, [ROWS, LSE], ["lse"]),
     "fulgur_backward": ([ROWS] * 5 + [LSE], [ROWS] * 3),
     "fulgur_append": ([ROWS] * 4 + [(1,)], [ROWS] * 2),
-    "fulgur_append_forward": ([ROWS] * 5 + [(1,)], [ROWS] * 3 + [LSE]),
+    "fulgur_append_forward": ([ROWS] * 4 + [(1,), ROWS], [ROWS] * 3 + [LSE], ["lse"]),
 }
 
 
@@ -999,15 +1004,15 @@ def test_cuda_handlers_ask_for_device_and_stream(call, stage, number):
 @pytest.mark.parametrize(
     "operands, results, given, message",
     [
-        ([ROWS], [ROWS], 0, "got 1 operands, want more"),
-        ([], [ROWS], 0, "got 0 operands, want more"),
-        ([ROWS] * 3, [], 0, "got 0 results, want more"),
-        ([ROWS] * 4, [ROWS], 0, "got 4 operands, want 3"),
-        ([ROWS] * 3, [ROWS, LSE, LSE], 0, "got 3 results, want 2"),
-        ([ROWS] * 3, [ROWS], 8, "got 3 operands, want more"),
-        ([ROWS, (5, 2, 16), ROWS], [ROWS], 0, "k: got 3 dimensions"),
-        ([(2, *ROWS), (2,), (2, *ROWS)], [ROWS], 0, "k: got 0 dimensions"),
-        ([(1, 5, 2, 16), (1, 5, 3, 16), ROWS], [ROWS], 0, "q: got 2 heads"),
+        ([ROWS], [ROWS], [], "got 1 operands, want more"),
+        ([], [ROWS], [], "got 0 operands, want more"),
+        ([ROWS] * 3, [], [], "got 0 results, want more"),
+        ([ROWS] * 4, [ROWS], [], "got 4 operands, want 3"),
+        ([ROWS] * 3, [ROWS, LSE, LSE], ["lse"], "got 3 results, want 2"),
+        ([ROWS] * 3, [ROWS], ["sinks"], "got 3 operands, want more"),
+        ([ROWS, (5, 2, 16), ROWS], [ROWS], [], "k: got 3 dimensions"),
+        ([(2, *ROWS), (2,), (2, *ROWS)], [ROWS], [], "k: got 0 dimensions"),
+        ([(1, 5, 2, 16), (1, 5, 3, 16), ROWS], [ROWS], [], "q: got 2 heads"),
     ],
 )  # fmt: skip
 def test_wrong_calls_of_handlers(operands, results, given, message):

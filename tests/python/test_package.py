@@ -5,6 +5,7 @@ import doctest
 import importlib.metadata
 import inspect
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import fulgur
+from fulgur import _fulgur
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -132,27 +134,115 @@ def test_program_can_be_interrupted():
 def functions_of(body, owner):
     """(stub, what it describes) of the public functions, and of the methods of classes."""
     for node in body:
-        if isinstance(node, ast.ClassDef) and (cls := getattr(owner, node.name, None)):
+        bases = {x.__name__: x for x in fulgur.Plan.__mro__}  # what plans share is no name of the module
+        if isinstance(node, ast.ClassDef) and (cls := getattr(owner, node.name, bases.get(node.name))):
             yield from functions_of(node.body, cls)
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
             yield node, getattr(owner, node.name)
 
 
-def test_stubs_have_the_signatures():
-    folder = Path(fulgur.__file__).parent
-    assert (folder / "py.typed").exists()
-    stubs = list(functions_of(ast.parse((folder / "__init__.pyi").read_text()).body, fulgur))
-    names = [stub.name for stub, _ in stubs]
-    assert set(names) == {*FUNCTIONS, "run", "explain", "details", "workspace"} and names.count("run") == 4
+# Those of each module, and of its classes.
+STUBS = {
+    "fulgur": {*FUNCTIONS, "run", "explain", "details", "workspace"},
+    "fulgur.torch": {"append", "append_attention", "attention"},
+    "fulgur.jax": {"append", "append_attention", "attention", "dot_product_attention"},
+}
+
+
+@pytest.mark.parametrize("name", STUBS)
+def test_stubs_have_the_signatures(name):
+    module = pytest.importorskip(name)
+    stub_file = Path(module.__file__).with_suffix(".pyi")
+    assert (Path(fulgur.__file__).parent / "py.typed").exists()
+    stubs = list(functions_of(ast.parse(stub_file.read_text()).body, module))
+    assert {stub.name for stub, _ in stubs} == STUBS[name]
     for stub, function in stubs:
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-        assert [a.arg for a in stub.args.args] == positional
+        assert [a.arg for a in stub.args.args] == positional, stub.name
         assert [a.arg for a in stub.args.kwonlyargs] == list(keywords)
         for argument, default in zip(stub.args.kwonlyargs, stub.args.kw_defaults):
             if default is not None:
                 assert ast.literal_eval(default) == keywords[argument.arg], argument.arg
+
+
+def test_stubs_are_those_of_the_script():
+    path = ROOT / "tools/make_stubs.py"
+    script = runpy.run_path(str(path))
+    for stub, text in script["stubs"]().items():
+        assert stub.read_text() == text, f"{stub}: run {path}"
+
+
+# The functions that take the tensors of calls of the library.
+TAKE = {
+    "forward": ["attention", "plan", "Plan.run", "explain", "torch.attention", "jax.attention"],
+    "backward": ["attention_backward", "plan_backward", "BackwardPlan.run"],
+    "append": ["append", "torch.append", "jax.append"],
+    "append forward": ["append_attention", "torch.append_attention", "jax.append_attention"],
+}
+# The tensors among them that a function has no argument for: results that it returns, keys that are those of the
+# caches, and what PyTorch and JAX have in another way: dropout's numbers, and results to write to.
+NO_ARGUMENTS = {
+    "attention": "lse",
+    "plan": "lse",
+    "explain": "out lse",
+    "torch.attention": "out lse rng_state",
+    "jax.attention": "out lse rng_state",
+    "jax.append": "q_out",
+    "append_attention": "k v cu_seqlens_k seqused_k q_out lse rng_state",
+    "torch.append_attention": "k v cu_seqlens_k seqused_k q_out lse rng_state out",
+    "jax.append_attention": "k v cu_seqlens_k seqused_k q_out lse rng_state out",
+}
+
+
+@pytest.mark.parametrize("calls, name", [(calls, name) for calls, names in TAKE.items() for name in names])
+def test_every_tensor_of_the_library_is_an_argument(calls, name):
+    """A row of the library's tables that Python lacks fails here."""
+    module, _, function = name.rpartition(".")
+    owner = fulgur if module in ("", "Plan", "BackwardPlan") else pytest.importorskip(f"fulgur.{module}")
+    owner = getattr(owner, module) if module in ("Plan", "BackwardPlan") else owner
+    function = getattr(owner, function)
+    tensors = {x.name for call in calls.split() for x in _fulgur.tensors()[call]}
+    tensors -= set(NO_ARGUMENTS.get(name, "").split())
+    assert tensors - set(inspect.signature(function).parameters) == set()
+    for tensor in tensors:
+        assert re.search(rf"\b{tensor}\b[\w,\s]*: ", function.__doc__), tensor
+
+
+def test_every_tensor_of_the_library_is_in_the_operators_and_calls():
+    tensors = {call: {x.name for x in entries} for call, entries in _fulgur.tensors().items()}
+    appended = tensors["append"] | tensors["forward"] - {"k", "v", "out", "lse"}
+    schemas = {text.partition("(")[0]: text for text in _fulgur.torch_schemas()}
+    wanted = {
+        "forward_cached": tensors["forward"] - {"out", "lse"},
+        "forward": tensors["forward"] & tensors["backward"] - {"out", "lse"},
+        "forward_into": tensors["forward"] & tensors["backward"],
+        "backward": tensors["backward"] - {"dq", "dk", "dv", "dsinks"},
+        "backward_into": tensors["backward"],
+        "append": tensors["append"],
+        "append_forward": appended - {"q_out"},
+    }
+    assert schemas.keys() == wanted.keys()
+    for name, text in schemas.items():
+        arguments = text.partition("(")[2].rpartition(" -> ")[0]
+        found = re.findall(r"Tensor(?:\(\w!\))?\??\s(\w+)", arguments)
+        assert sorted(found) == sorted(wanted[name])
+    written = {
+        "fulgur_forward": {"out", "lse"},
+        "fulgur_backward": {"dq", "dk", "dv", "dsinks"},
+        "fulgur_append": {"k_cache", "v_cache", "q_out"},
+        "fulgur_append_forward": {"k_cache", "v_cache", "out", "lse"},
+    }
+    read = {
+        "fulgur_forward": wanted["forward_cached"],
+        "fulgur_backward": wanted["backward"],
+        "fulgur_append": tensors["append"] - {"q_out"},
+        "fulgur_append_forward": wanted["append_forward"],
+    }
+    for name, (operands, results) in _fulgur.jax_calls().items():
+        assert sorted(operands) == sorted(read[name])
+        assert sorted(results) == sorted(written[name])
 
 
 def test_stubs_and_module_have_the_same_names():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fulgur  # noqa: E402
 from fulgur.flash_attn import flash_attn_varlen_func  # noqa: E402
-from fulgur.torch import attention  # noqa: E402
+from fulgur.torch import _operators, attention  # noqa: E402
 
 forward = torch.ops.fulgur.forward.default
 backward = torch.ops.fulgur.backward.default
@@ -87,6 +87,22 @@ def in_numpy(options):
         for name, x in options.items()
         if not name.startswith("max_")
     }
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+def test_views_that_stand_for_other_values(grad):
+    """Negated ones, and those whose rows are not in one piece."""
+    z = torch.randn(2, 7, 4, 8, dtype=torch.complex64)
+    negated = z.conj().imag
+    turned = torch.randn(2, 7, 8, 4).transpose(2, 3)
+    assert negated.is_neg() and turned.stride(-1) != 1
+    for x in (negated, turned):
+        plain = x.resolve_neg().contiguous().detach()
+        same = [y.detach().requires_grad_(grad) for y in (x, plain)]
+        outs = [attention(y, plain, y) for y in same]
+        assert torch.equal(*outs)
+        if grad:
+            assert torch.equal(*(torch.autograd.grad(out.sum(), y)[0] for out, y in zip(outs, same)))
 
 
 @each_option
@@ -542,22 +558,24 @@ class TestOpcheck:
         """Every argument in the place that the schema says, with defaults and without."""
         q, k, v = make_qkv()
         used_q, used_k = (torch.tensor(x, dtype=torch.int32) for x in ([4, 7], [9, 3]))
-        slopes, rng = torch.rand(4), torch.tensor([1, 2])
-        numbers = (0, 0, 5, 0, 4, 0.7, 2.0, 0.3, True, 1 << 30)
-        out, lse = forward(q, k, v, SINKS, None, None, used_q, used_k, slopes, rng, *numbers)
-        options = dict(
-            sinks=SINKS, seqused_q=used_q, seqused_k=used_k, alibi_slopes=slopes, window=(5, 0),
-            chunk=4, scale=0.7, softcap=2.0, dropout_p=0.3, invariant=True,
+        shared = dict(
+            sinks=SINKS, seqused_q=used_q, seqused_k=used_k, alibi_slopes=torch.rand(4), chunk=4, scale=0.7,
+            softcap=2.0, dropout_p=0.3, rng_state=torch.tensor([1, 2]), invariant=True, max_workspace=1 << 30,
+            deterministic=True,
         )  # fmt: skip
-        want = fulgur.attention(q, k, v, rng_state=rng, return_lse=True, **options)
+
+        def by_position(op, **given):
+            given |= shared | dict(window_left=5, window_right=0)
+            arguments = op._schema.arguments
+            assert given.keys() <= {x.name for x in arguments}
+            return op(*(given.get(x.name, x.default_value) for x in arguments))
+
+        out, lse = by_position(forward, q=q, k=k, v=v)
+        want = fulgur.attention(q, k, v, return_lse=True, window=(5, 0), **shared)
         assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-        got = backward(
-            dout, q, k, v, out, lse, dlse, SINKS, None, None, used_q, used_k, slopes, rng, *numbers, True
-        )
-        expected = fulgur.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, rng_state=rng, deterministic=True, **options
-        )
+        got = by_position(backward, dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
+        expected = fulgur.attention_backward(dout, q, k, v, out, lse, dlse=dlse, window=(5, 0), **shared)
         assert all(map(torch.equal, got, expected))
 
 
@@ -752,13 +770,12 @@ class TestFunc:
 class TestDeterministic:
     def test_flag_of_torch(self, monkeypatch):
         seen = []
-        import fulgur.torch as module
 
         def spy(*tensors, **options):
             seen.append(options.get("deterministic", False))
             return backward(*tensors, **options)
 
-        monkeypatch.setattr(module, "_backward", spy)
+        monkeypatch.setattr(_operators, "backward", spy)
         torch.use_deterministic_algorithms(True)
         try:
             q, k, v = make_qkv(grad=True)

@@ -315,12 +315,10 @@ class TestAppend:
     @pytest.mark.parametrize("packed, rotated", BOTH)
     def test_opcheck(self, packed, rotated):
         given, options = self.arguments(packed, rotated)
-        of = options.get
-        q = of("q")
-        torch.library.opcheck(append_op, (
-            *caches(), *given, of("cu_seqlens_k_new"), self.TABLE, None, None, of("cos"), of("sin"),
-            rotated, None, q, None if q is None else torch.zeros_like(q), of("cu_seqlens_q"), -1, 0, 3,
-        ))  # fmt: skip
+        options |= dict(window_right=0 if options.pop("causal", False) else -1, chunk=3)
+        if rotated:
+            options["q_out"] = torch.zeros_like(options["q"])
+        torch.library.opcheck(append_op, (*caches(), *given), options)
 
     def test_other_places_and_positions(self):
         (k, v, old), options = self.arguments(False, True)

@@ -8,7 +8,9 @@ from fulgur._drop_in import (
     want_parts, with_kvcache,
 )  # fmt: skip
 from fulgur._names import OPTIONS, PRIVATE, named
-from fulgur.torch import attention, rng_state_of, whole_rows
+from fulgur.torch import attention
+from fulgur.torch._random import rng_state_of
+from fulgur.torch._tensors import whole_rows
 
 USE_TRITON_ROCM = False
 _NAMES = OPTIONS | {"page_table": "block_table"}

@@ -6,7 +6,8 @@ import torch
 from fulgur import _drop_in
 from fulgur._drop_in import beside_pages, longest, refuse, sides, want_tensors
 from fulgur._names import OPTIONS, PRIVATE, named
-from fulgur.torch import attention, whole_rows
+from fulgur.torch import attention
+from fulgur.torch._tensors import whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
 

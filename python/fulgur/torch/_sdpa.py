@@ -12,11 +12,9 @@ import torch
 from torch.nn.attention import SDPBackend, register_flash_attention_impl
 
 from fulgur._names import named
-from fulgur.torch import rng_state_of
+from fulgur.torch import _operators
+from fulgur.torch._random import rng_state_of
 
-_forward = torch.ops.fulgur.forward.default
-_forward_into = torch.ops.fulgur.forward_into.default
-_backward = torch.ops.fulgur.backward.default
 # What PyTorch calls what errors name.
 _NAMES = {
     "q": "query", "k": "key", "v": "value", "lse": "logsumexp", "dout": "grad_out",
@@ -52,7 +50,7 @@ def _dense(query, key, value, shared):
     out = _out_like(query, value)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     q, k, v = (_rows(x).transpose(1, 2) for x in (query, key, value))
-    named(_NAMES, _forward_into, q, k, v, out.transpose(1, 2), lse, **shared)
+    named(_NAMES, _operators.forward_into, q, k, v, out.transpose(1, 2), lse, **shared)
     return out, lse
 
 
@@ -61,7 +59,7 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
     *gradients, _ = named(
-        _NAMES, _backward, grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
+        _NAMES, _operators.backward, grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
     )
     return tuple(x.transpose(1, 2) for x in gradients)
 
@@ -184,7 +182,7 @@ def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p
     rng_state = rng_state_of(query, dropout_p)
     lengths = cum_q, cum_k, max_q, max_k
     shared = _cuda_shared_of_forward(rng_state, *lengths, dropout_p, *rest, **options)
-    out, lse = named(_NAMES, _forward, _rows(query), _rows(key), _rows(value), **shared)
+    out, lse = named(_NAMES, _operators.forward, _rows(query), _rows(key), _rows(value), **shared)
     return out, lse, *_behind(query, rng_state)
 
 
@@ -194,7 +192,7 @@ def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):
     rows, heads = query.shape[-3:-1]
     shape = (heads, rows) if packed else (query.shape[0], heads, rows)
     lse = query.new_empty(shape, dtype=torch.float32)
-    named(_NAMES, _forward_into, _rows(query), _rows(key), _rows(value), out, lse, **shared)
+    named(_NAMES, _operators.forward_into, _rows(query), _rows(key), _rows(value), out, lse, **shared)
     return lse
 
 
@@ -209,7 +207,7 @@ def _cuda_flash_backward(
     tensors = (_rows(x) for x in (query, key, value, out, logsumexp))
     deterministic = torch.are_deterministic_algorithms_enabled()
     rows = _rows(grad_out), *tensors
-    return named(_NAMES, _backward, *rows, **shared, deterministic=deterministic)[:3]
+    return named(_NAMES, _operators.backward, *rows, **shared, deterministic=deterministic)[:3]
 
 
 class _Active:

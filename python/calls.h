@@ -1,0 +1,43 @@
+/// What PyTorch's operators and JAX's handlers take of a call: its tensors, as their table has them
+/// (call/tensors.h), and these options. From both come the schemas, the order of operands and what
+/// reads them.
+#pragma once
+
+#include "call/tensors.h"
+
+namespace fulgur::python {
+
+/// Calls visit(name in Python, member) for each option that says which keys a query sees.
+template <class Visit>
+void for_each_mask_option(Visit&& visit, Options& options) {
+  visit("window_left", options.mask.left);
+  visit("window_right", options.mask.right);
+  visit("chunk", options.mask.chunk);
+}
+
+/// Calls visit(name in Python, member) for each option but `threads` and `engine`, which PyTorch
+/// and XLA decide.
+template <class Visit>
+void for_each_option(Visit&& visit, Options& options) {
+  visit("max_seqlen_q", options.max_seqlen_q);
+  visit("max_seqlen_k", options.max_seqlen_k);
+  for_each_mask_option(visit, options);
+  visit("scale", options.scale);
+  visit("softcap", options.softcap);
+  visit("dropout_p", options.dropout_p);
+  visit("invariant", options.invariant);
+  visit("max_workspace", options.max_workspace);
+  visit("deterministic", options.deterministic);
+}
+
+// Which tensors of a table an operator or a call takes.
+
+inline bool every(const TensorRule&) { return true; }
+inline bool inputs(const TensorRule& rule) { return !rule.written(); }
+inline bool outputs(const TensorRule& rule) { return rule.written(); }
+/// A call that appends reads k and v from its caches, which are tensors of NewRows.
+inline bool inputs_but_keys(const TensorRule& rule) {
+  return inputs(rule) && rule.need != Need::kUnlessAppend;
+}
+
+}  // namespace fulgur::python

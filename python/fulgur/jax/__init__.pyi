@@ -1,0 +1,389 @@
+from typing import Any, Literal, overload
+
+from jax import Array
+from jax.typing import ArrayLike
+
+__all__ = [
+    "append",
+    "append_attention",
+    "attention",
+    "dot_product_attention",
+]
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    seed: int | ArrayLike = 0,
+    offset: int | ArrayLike = 0,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[False] = False,
+) -> Array:
+    """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
+
+    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
+    sinks; caches and tree masks have none. Under vmap the mapped dimension becomes a part of the
+    batch; packed sequences and calls with dropout, sinks or tables of a cache are computed one after
+    the other.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
+        k: ``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.
+        v: ``(batch, sk, hk, dv)`` or ``(total_k, hk, dv)``, dtype of q; 1 <= dv <= 512.
+        causal: query i of sq sees keys up to i + sk - sq.
+        window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is unbounded.
+            With ``causal`` both hold.
+        chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
+            layers of Llama 4).
+        scale: of the scores; default 1 / sqrt(d). Known when the call is traced, as are all numbers but
+            for seed and offset.
+        softcap: 0 is off.
+        alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
+            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
+            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
+        seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or a
+            key of ``jax.random``, of ``key`` or of ``PRNGKey``.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
+            or ``cu_seqlens_q`` alone with a cache, whose k and v have four dimensions.
+        max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, in host
+            memory only. With a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room
+            for.
+        seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist: the
+            rows after are padding, with out 0, lse -inf and gradients 0.
+        seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page, hk,
+            dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j // page]``.
+            seqused_k must be given.
+        page_indptr: int32 ``(batch + 1,)``: page_table is ``(ids,)``, and the pages of sequence b are
+            ``page_table[page_indptr[b]:page_indptr[b + 1]]``.
+        cache_batch_idx: int32 ``(batch,)``: sequence b is row ``cache_batch_idx[b]`` of k and v.
+        leftpad_k: int32 ``(batch,)``: the first ``leftpad_k[b]`` keys of sequence b do not exist.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: bit j says whether a query
+            sees the jth of the last sq keys, the drafted tokens. NumPy has int64, JAX under
+            ``jax_enable_x64`` alone, and may give the low and the high half of each word instead:
+            uint32 ``(batch, sq, 2)`` or ``(total_q, 2)``.
+        prefix_groups, prefix_lens: int32 ``(groups + 1,)`` and ``(groups,)``, with a page_table:
+            sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
+            ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are read
+            once, through the pages of the first sequence, where that pays. Both or none.
+        deterministic: the backward pass gives the same bits in every run.
+        invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+            Gradients on a GPU then take a slower form that fits; where none does, an error says the
+            least.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq, sq)`` or packed
+        ``(hq, total_q)``, natural log. Gradients flow through both.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        jax.errors.JaxRuntimeError: values of lengths or tables are wrong, max_workspace is too small,
+            or no engine computes this there; where the compiled function has run before, ValueError.
+    """
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    seed: int | ArrayLike = 0,
+    offset: int | ArrayLike = 0,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[True],
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    dropout_p: float = 0.0,
+    seed: int | ArrayLike = 0,
+    offset: int | ArrayLike = 0,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: bool,
+) -> Array | tuple[Array, Array]: ...
+@overload
+def append(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    cache_seqlens: ArrayLike,
+    *,
+    cu_seqlens_k_new: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: ArrayLike | None = None,
+    q: None = None,
+    cu_seqlens_q: None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+) -> tuple[Array, Array]:
+    """Caches with new keys and values written into them, and queries rotated to their positions.
+
+    Means the same as :func:`fulgur.append`, on arrays of JAX, which do not change. Where a compiled
+    function has no other use of caches, which are donated to it (``donate_argnums`` of ``jax.jit``)
+    or its own, as in ``jax.lax.scan``, the new ones take their memory; anywhere else they are copied
+    first. There is no gradient. Under vmap calls are computed one after the other.
+
+    Args:
+        k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
+            cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, cu_seqlens_q, causal, window,
+            chunk: as for :func:`fulgur.append`.
+
+    Returns:
+        (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
+        are as they were, and so are packed queries of no sequence.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        jax.errors.JaxRuntimeError: values of lengths or tables are wrong, or no engine appends there;
+            where the compiled function has run before, ValueError. On a CUDA device values are not
+            checked: tokens without a place there are not written.
+    """
+@overload
+def append(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    cache_seqlens: ArrayLike,
+    *,
+    cu_seqlens_k_new: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    interleaved: bool = False,
+    rotary_seqlens: ArrayLike | None = None,
+    q: ArrayLike,
+    cu_seqlens_q: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+) -> tuple[Array, Array, Array]: ...
+@overload
+def append_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    cache_seqlens: ArrayLike,
+    *,
+    cu_seqlens_k_new: ArrayLike | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[False] = False,
+) -> tuple[Array, Array, Array]:
+    """:func:`append` and the :func:`attention` that follows, in one call: its bits are those of both.
+
+    Means the same as :func:`fulgur.append_attention`, on arrays of JAX. The caches are written as
+    :func:`append` writes them: in their own memory where they are donated. There is no gradient.
+    Under vmap calls are computed one after the other.
+
+    Args:
+        q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
+            rotary_seqlens, causal, window, chunk, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
+            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
+            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, return_lse: as for
+            :func:`fulgur.append_attention`.
+
+    Returns:
+        (k_cache, v_cache, out), with ``return_lse`` (k_cache, v_cache, out, lse); out and lse are as
+        :func:`attention` has them.
+
+    Raises:
+        As :func:`append`, also where no engine computes this.
+    """
+@overload
+def append_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    cache_seqlens: ArrayLike,
+    *,
+    cu_seqlens_k_new: ArrayLike | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[True],
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def append_attention(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k_new: ArrayLike,
+    v_new: ArrayLike,
+    cache_seqlens: ArrayLike,
+    *,
+    cu_seqlens_k_new: ArrayLike | None = None,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: ArrayLike | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    page_indptr: ArrayLike | None = None,
+    cache_batch_idx: ArrayLike | None = None,
+    leftpad_k: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    prefix_groups: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: bool,
+) -> tuple[Array, ...]: ...
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: None = None,
+    return_residual: bool = False,
+) -> Any: ...

@@ -1,0 +1,360 @@
+from typing import Literal, overload
+
+from torch import Tensor
+
+__all__ = [
+    "append",
+    "append_attention",
+    "attention",
+]
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[False] = False,
+) -> Tensor:
+    """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
+
+    Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
+    k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    apart; with a cache, q alone is cast, to the dtype of the cache.
+
+    Args:
+        q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
+        k: ``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.
+        v: ``(batch, sk, hk, dv)`` or ``(total_k, hk, dv)``, dtype of q; 1 <= dv <= 512.
+        causal: query i of sq sees keys up to i + sk - sq.
+        window: ``(left, right)``: keys from i + sk - sq - left to i + sk - sq + right, -1 is unbounded.
+            With ``causal`` both hold.
+        chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
+            layers of Llama 4).
+        scale: of the scores; default 1 / sqrt(d).
+        softcap: 0 is off.
+        alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
+            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
+            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
+        cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
+            ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
+            or ``cu_seqlens_q`` alone with a cache, whose k and v have four dimensions.
+        max_seqlen_q, max_seqlen_k: the longest packed sequences; 0 reads them from cu_seqlens, in host
+            memory only. With a page_table max_seqlen_k bounds seqused_k; 0 is what the table has room
+            for.
+        seqused_q: int32 ``(batch,)``: only the first ``seqused_q[b]`` queries of sequence b exist: the
+            rows after are padding, with out 0, lse -inf and gradients 0.
+        seqused_k: int32 ``(batch,)``: only the first ``seqused_k[b]`` keys of sequence b exist.
+        page_table: int32 ``(batch, max_pages)``: k is ``(pages, page, hk, d)``, v ``(pages, page, hk,
+            dv)``, and key j of sequence b is row ``j % page`` of page ``page_table[b, j // page]``.
+            seqused_k must be given.
+        page_indptr: int32 ``(batch + 1,)``: page_table is ``(ids,)``, and the pages of sequence b are
+            ``page_table[page_indptr[b]:page_indptr[b + 1]]``.
+        cache_batch_idx: int32 ``(batch,)``: sequence b is row ``cache_batch_idx[b]`` of k and v.
+        leftpad_k: int32 ``(batch,)``: the first ``leftpad_k[b]`` keys of sequence b do not exist.
+        tree_mask: int64 ``(batch, sq)`` or packed ``(total_q,)``, sq <= 64: a word of bits for each
+            query. The last sq keys of a sequence are the tokens of its queries, and bit j says whether
+            a query sees the jth of them, where the mask shows it, too (drafts of speculative decoding).
+            Earlier keys are as without it. It has no gradient.
+        prefix_groups, prefix_lens: int32 ``(groups + 1,)`` and ``(groups,)``, with a page_table:
+            sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
+            ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are read
+            once, through the pages of the first sequence, where that pays. Both or none.
+        deterministic: the backward pass gives the same bits in every run; so it does under
+            ``torch.use_deterministic_algorithms(True)``.
+        invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+            Gradients on a GPU then take a slower form that fits; where none does, an error says the
+            least.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
+        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
+        NotImplementedError: another derivative than the first, or one in forward mode, is wanted.
+    """
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    q: None = None,
+    q_out: None = None,
+    cu_seqlens_q: None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+) -> None:
+    """Writes new keys and values into caches, in place, and turns them and q to their positions.
+
+    Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
+    recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under autocast q,
+    k_new and v_new are cast to the dtype of the caches.
+
+    Args:
+        k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
+            cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, q_out, cu_seqlens_q, causal,
+            window, chunk: as for :func:`fulgur.append`.
+
+    Returns:
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        the last sequence are not written.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or the tensors are where no
+            engine appends.
+    """
+@overload
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    q: Tensor,
+    q_out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+) -> Tensor: ...
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[False] = False,
+) -> Tensor:
+    """:func:`append` and the :func:`attention` that follows, in one call.
+
+    Means the same as :func:`fulgur.append_attention`, as an operator that ``torch.compile`` sees.
+    Nothing is recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under
+    autocast q, k_new and v_new are cast to the dtype of the caches.
+
+    Args:
+        q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
+            rotary_seqlens, causal, window, chunk, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
+            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
+            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, return_lse: as for
+            :func:`fulgur.append_attention`.
+
+    Returns:
+        As :func:`attention`.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or no engine computes this.
+    """
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def append_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_k_new: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    rotary_seqlens: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    prefix_groups: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...

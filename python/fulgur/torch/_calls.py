@@ -1,0 +1,185 @@
+"""The functions of fulgur.torch."""
+
+import torch
+from torch._C._functorch import is_batchedtensor
+from torch.autograd import forward_ad
+
+from fulgur._spec import OPTIONAL, WITHOUT_GRADIENT, check, described
+from fulgur.torch import _operators
+from fulgur.torch._autograd import Attention, FunctionalAttention
+from fulgur.torch._random import random_numbers
+from fulgur.torch._tensors import (
+    autocasts, cast_to_cache, sides, want_constant, want_no_gradient, whole_rows,
+)  # fmt: skip
+
+_WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
+_OF_CACHES = frozenset(WITHOUT_GRADIENT) - {"tree_mask", "prefix_groups", "prefix_lens"}
+
+
+def _given(names, given):
+    """The tensors with these names that a call is given."""
+    return {name: x for name, x in given.items() if x is not None and name in names}
+
+
+def _mask(given):
+    """The options of an operator that say which keys a query sees, but for those at their defaults: each
+    that is passed takes time."""
+    numbers = {}
+    if given.get("window") is not None:
+        numbers["window_left"], numbers["window_right"] = sides(given["window"])
+    if given.get("causal"):
+        numbers["window_right"] = 0
+    if given.get("chunk"):
+        numbers["chunk"] = given["chunk"]
+    return numbers
+
+
+def _numbers(given):
+    """The same of all its options."""
+    numbers = _mask(given)
+    for name in ("softcap", "invariant", "max_workspace"):
+        if given.get(name):
+            numbers[name] = given[name]
+    if given.get("scale") is not None:
+        numbers["scale"] = given["scale"]
+    # With lengths they may be numbers that torch.compile does not know, and does not compare.
+    max_seqlen_q, max_seqlen_k = given.get("max_seqlen_q", 0), given.get("max_seqlen_k", 0)
+    if given.get("cu_seqlens_q") is not None or max_seqlen_q:
+        numbers["max_seqlen_q"] = max_seqlen_q
+    if given.get("cu_seqlens_k") is not None or given.get("page_table") is not None or max_seqlen_k:
+        numbers["max_seqlen_k"] = max_seqlen_k
+    return numbers
+
+
+@described("torch.attention")
+def attention(q, k, v, **given):
+    """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
+
+    Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
+    k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    apart; with a cache, q alone is cast, to the dtype of the cache.
+
+    Args:
+        {arguments}
+
+    Returns:
+        out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
+        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
+        NotImplementedError: another derivative than the first, or one in forward mode, is wanted.
+    """
+    check("torch.attention", given)
+    for name in ("scale", "softcap", "alibi_slopes"):
+        want_constant(name, given.get(name))
+    numbers, tensors, cache = _numbers(given), _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given)
+    sinks = tensors.get("sinks")
+    cached = not _OF_CACHES.isdisjoint(cache)
+    if cache:
+        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
+    if autocasts(q):
+        dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
+        q = q.to(dtype)
+        if not cached:
+            k, v = k.to(dtype), v.to(dtype)
+    q = whole_rows("q", q)
+    if given.get("dropout_p"):
+        numbers["dropout_p"] = given["dropout_p"]
+        tensors["rng_state"] = random_numbers(q)
+    if not cached:
+        k, v = whole_rows("k", k), whole_rows("v", v)
+    functional = torch._C._are_functorch_transforms_active()
+    # What vmap maps may require grad outside of it, and does not say so inside.
+    mapped = functional and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
+    if cache:
+        out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
+    elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or getattr(sinks, "requires_grad", False)
+    ):  # fmt: skip
+        if getattr(sinks, "requires_grad", False) and sinks.device != q.device:
+            raise ValueError(
+                f"sinks: requires grad on {sinks.device}, want {q.device} as q, where dsinks lies"
+            )
+        if given.get("deterministic") or torch.are_deterministic_algorithms_enabled():
+            numbers["deterministic"] = True
+        function = FunctionalAttention if functional else Attention
+        inputs = (q, k, v, *tensors.values())
+        if torch.compiler.is_compiling():
+            inputs = _apart(inputs)
+        out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors)), *inputs[3:])
+    else:
+        out, lse = _operators.forward(q, k, v, **tensors, **numbers)
+    return (out, lse) if given.get("return_lse") else out
+
+
+def _apart(tensors):
+    """Views of those that come again: Dynamo lets a Function take no tensor twice."""
+    return [x.view_as(x) if any(x is y for y in tensors[:i]) else x for i, x in enumerate(tensors)]
+
+
+@described("torch.append")
+def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
+    """Writes new keys and values into caches, in place, and turns them and q to their positions.
+
+    Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
+    recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under autocast q,
+    k_new and v_new are cast to the dtype of the caches.
+
+    Args:
+        {arguments}
+
+    Returns:
+        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        the last sequence are not written.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or the tensors are where no
+            engine appends.
+    """
+    check("torch.append", given)
+    q, q_out = given.get("q"), given.get("q_out")
+    want_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, q=q, q_out=q_out)
+    q, k_new, v_new = cast_to_cache(k_cache, q, k_new, v_new)
+    k_new, v_new = whole_rows("k_new", k_new), whole_rows("v_new", v_new)
+    tensors = _given(OPTIONAL["append"], given)
+    if q is not None:
+        tensors["q"] = q = whole_rows("q", q)
+        if q_out is None:
+            q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _operators.append(
+        k_cache, v_cache, k_new, v_new, cache_seqlens, q_out=q_out,
+        interleaved=given.get("interleaved", False), **tensors, **_mask(given),
+    )  # fmt: skip
+    return q_out
+
+
+@described("torch.append_attention")
+def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
+    """:func:`append` and the :func:`attention` that follows, in one call.
+
+    Means the same as :func:`fulgur.append_attention`, as an operator that ``torch.compile`` sees.
+    Nothing is recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under
+    autocast q, k_new and v_new are cast to the dtype of the caches.
+
+    Args:
+        {arguments}
+
+    Returns:
+        As :func:`attention`.
+
+    Raises:
+        RuntimeError: an argument is wrong, and nothing was written; or no engine computes this.
+    """
+    check("torch.append_attention", given)
+    want_no_gradient(
+        q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, sinks=given.get("sinks"),
+    )  # fmt: skip
+    q, k_new, v_new = cast_to_cache(k_cache, q, k_new, v_new)
+    tensors = _given(OPTIONAL["append"] + OPTIONAL["forward"], given)
+    out, lse = _operators.append_forward(
+        whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new), whole_rows("v_new", v_new),
+        cache_seqlens, interleaved=given.get("interleaved", False), **tensors, **_numbers(given),
+    )  # fmt: skip
+    return (out, lse) if given.get("return_lse") else out
