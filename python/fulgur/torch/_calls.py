@@ -89,9 +89,10 @@ def attention(q, k, v, **given):
         tensors["rng_state"] = random_numbers(q)
     if not cached:
         k, v = whole_rows("k", k), whole_rows("v", v)
-    functional = torch._C._are_functorch_transforms_active()
-    # What vmap maps may require grad outside of it, and does not say so inside.
-    mapped = functional and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
+    functional, compiling = torch._C._are_functorch_transforms_active(), torch.compiler.is_compiling()
+    # What vmap maps may require grad outside of it, and does not say so inside. In a graph the operator's rule
+    # under vmap refuses it: PyTorch 2.11 does not trace the Function there.
+    mapped = functional and not compiling and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
     if cache:
         out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
@@ -106,7 +107,7 @@ def attention(q, k, v, **given):
             numbers["deterministic"] = True
         function = FunctionalAttention if functional else Attention
         inputs = (q, k, v, *tensors.values())
-        if torch.compiler.is_compiling():
+        if compiling:
             inputs = _apart(inputs)
         out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors)), *inputs[3:])
     else:
