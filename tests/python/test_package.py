@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import graphlib
 import importlib.metadata
 import inspect
 import re
@@ -243,6 +244,23 @@ def test_every_tensor_of_the_library_is_in_the_operators_and_calls():
     for name, (operands, results) in _fulgur.jax_calls().items():
         assert sorted(operands) == sorted(read[name])
         assert sorted(results) == sorted(written[name])
+
+
+def test_imports_have_no_circles():
+    """A module that is imported by its package's __init__.py may take the package's other modules alone."""
+    folder = Path(fulgur.__file__).parent
+    names = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    imports = {}
+    for name, path in names.items():
+        nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom)]
+        taken = {(f"{x.module}.{y.name}", x.module) for x in nodes for y in x.names}
+        known = {*names, "fulgur._fulgur"}
+        imports[name] = {module if module in known else package for module, package in taken} & names.keys()
+    assert "fulgur._spec" in imports["fulgur.torch._calls"]
+    graphlib.TopologicalSorter(imports).prepare()  # raises where there is one
 
 
 def test_stubs_and_module_have_the_same_names():
