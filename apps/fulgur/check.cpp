@@ -40,6 +40,7 @@ const CheckCase kCases[] = {
     {"causal, sq > sk", 1, 150, 70, 2, 2, 32, 32, causal()},
     {"window", 1, 257, 257, 1, 1, 128, 128, window(40, 7)},
     {"chunks", 2, 190, 300, 4, 2, 128, 128, chunked(100, causal())},
+    {"top left", 2, 190, 300, 4, 2, 128, 128, top_left(causal())},
     {"grouped heads", 1, 96, 130, 8, 2, 64, 64, causal()},
     {"d != dv", 1, 100, 100, 2, 2, 192, 128},
     {"wide heads", 1, 40, 50, 1, 1, 512, 256},

@@ -33,6 +33,9 @@ void OptionFlags::add_to(CLI::App& command) {
       ->excludes(causal);
   add_whole(command, "--chunk", chunk_,
             "Of these keys a query sees those of its chunk of N alone; default 0: off");
+  command.add_flag(
+      "--top-left", top_left_,
+      "The first query is at the first key, instead of the last query at the last key");
   add_real(command, "--scale", scale_, "Scale of the scores; default 1 / sqrt(d)")->type_name("S");
   add_real(command, "--softcap", softcap_, "Scores become C tanh(score / C)")->type_name("C");
   auto* dropout = add_real(command, "--dropout", dropout_,
@@ -52,6 +55,7 @@ Options OptionFlags::options() const {
   options.mask = chunked(chunk_, causal_           ? causal()
                                  : window_.empty() ? full()
                                                    : parse_window(window_));
+  options.mask.top_left = top_left_;
   options.scale = scale_;
   options.softcap = softcap_;
   options.dropout_p = dropout_;

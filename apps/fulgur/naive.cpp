@@ -65,7 +65,7 @@ NaiveResult naive_attention(const NaiveHead& h) {
   Matrix slope_of_cap{h.sq, h.sk, h.dtype};
   for (int64_t i = 0; i < h.sq; ++i) {
     for (int64_t j = 0; j < h.sk; ++j) {
-      const int64_t diagonal = i + h.sk - h.sq;
+      const int64_t diagonal = h.mask.top_left ? i : i + h.sk - h.sq;
       double s = rounded(h.scale * S(i, j), h.dtype), slope = 1;
       if (h.softcap > 0) {
         const double t = rounded(std::tanh(s / h.softcap), h.dtype);

@@ -50,6 +50,7 @@ typedef struct fulgur_options {
   const char* engine;     ///< null or "" picks
   int64_t max_workspace;  ///< bytes that a plan may want besides the tensors; 0 = any number
   int64_t chunk;          ///< a query sees the keys of its chunk of so many alone; 0 = off
+  int top_left;           ///< query 0 is at key 0; 0: the last query is at the last key
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows

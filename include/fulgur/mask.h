@@ -4,14 +4,19 @@
 
 namespace fulgur {
 
-/// A band of visible keys, aligned bottom-right: query i of sq sees the keys j of sk with
-/// i + sk - sq - left <= j <= i + sk - sq + right. -1 means unbounded on that side.
+/// A band of visible keys around a diagonal: query i of sq, at key D(i), sees the keys j of sk with
+/// D(i) - left <= j <= D(i) + right. -1 means unbounded on that side. The mask is aligned
+/// bottom-right, D(i) = i + sk - sq (the last query is at the last key), or top-left.
 struct Mask {
   int64_t left = -1;
   int64_t right = -1;
-  /// Of these keys, those of the query's chunk: floor(j / chunk) = floor((i + sk - sq) / chunk), as
-  /// the local layers of Llama 4 have it. 0 is off.
+  /// Of these keys, those of the query's chunk: floor(j / chunk) = floor(D(i) / chunk), as the
+  /// local layers of Llama 4 have it. 0 is off.
   int64_t chunk = 0;
+  /// D(i) = i: the first query is at the first key of its sequence, whatever sq and sk are. ALiBi
+  /// counts distances from there, too. Not with a tree mask, and not with rotary embeddings, whose
+  /// queries are the last tokens.
+  bool top_left = false;
   bool operator==(const Mask&) const = default;
 };
 
@@ -23,7 +28,9 @@ constexpr Mask causal() { return {-1, 0}; }
 constexpr Mask window(int64_t left, int64_t right) { return {left, right}; }
 /// Of what another mask shows, each query sees the keys of its own chunk of `chunk` keys.
 constexpr Mask chunked(int64_t chunk, const Mask& of = full()) {
-  return {of.left, of.right, chunk};
+  return {of.left, of.right, chunk, of.top_left};
 }
+/// Another mask, aligned top-left.
+constexpr Mask top_left(const Mask& of) { return {of.left, of.right, of.chunk, true}; }
 
 }  // namespace fulgur

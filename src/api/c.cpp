@@ -189,7 +189,7 @@ Options convert(const fulgur_options* given) {
   const fulgur_options o =
       given == nullptr ? defaults() : read_struct("options", given, kMinOptions, defaults());
   Options options;
-  options.mask = {o.window_left, o.window_right, o.chunk};
+  options.mask = {o.window_left, o.window_right, o.chunk, o.top_left != 0};
   if (o.scale != nullptr) options.scale = *o.scale;
   options.softcap = o.softcap;
   options.dropout_p = o.dropout_p;

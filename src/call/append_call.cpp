@@ -118,6 +118,9 @@ AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
   check_new(c);
   check_rotary(c);
   check_queries(c);
+  if (mask.top_left && args.q.given()) {
+    fail("top_left", "given with queries to rotate, want a mask aligned bottom-right");
+  }
   c.advance = mask != full();
   return c;
 }

@@ -174,6 +174,7 @@ void check_tree(const ConstTensor& t, const Problem& p) {
   if (p.sq > kMaxTreeTokens) {
     fail("tree_mask", "given for sequences of {} queries, want at most {}", p.sq, kMaxTreeTokens);
   }
+  if (p.mask.top_left) fail("top_left", "given with a tree_mask, want a mask aligned bottom-right");
 }
 
 /// Nothing but dsinks is written: no sequence is left, as the sizes with a 0 may be too large to

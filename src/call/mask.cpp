@@ -18,11 +18,15 @@ Mask window_around(const Mask& mask) {
   const auto side = [&](int64_t keys) {
     return keys < 0 ? mask.chunk - 1 : std::min(keys, mask.chunk - 1);
   };
-  return window(side(mask.left), side(mask.right));
+  return {side(mask.left), side(mask.right), 0, mask.top_left};
+}
+
+int64_t diagonal_of(const Mask& mask, const Sequence& s, int64_t i) {
+  return mask.top_left ? i : i + s.sk - s.sq;
 }
 
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i) {
-  const int64_t diagonal = i + s.sk - s.sq, longest = s.sq + s.sk;
+  const int64_t diagonal = diagonal_of(mask, s, i), longest = s.sq + s.sk;
   // A window wider than the sequence is unbounded; the comparison also keeps the sums in range.
   const bool left = mask.left >= 0 && mask.left < longest;
   const bool right = mask.right >= 0 && mask.right < longest;

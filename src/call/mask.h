@@ -17,6 +17,9 @@ struct KeyRange {
 /// The band without chunks in which all of a mask lies: a chunk is no longer than its keys.
 Mask window_around(const Mask& mask);
 
+/// The key on the diagonal of query i of a sequence, which may lie outside of its keys.
+int64_t diagonal_of(const Mask& mask, const Sequence& s, int64_t i);
+
 /// The keys that query i of a sequence sees: those of its band and chunk in [0, sk).
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i);
 
@@ -38,7 +41,10 @@ class KeyTiles {
   KeyTiles() = default;
   /// The tiles of `keys`, which begin at a multiple of Bc: some row sees `any`, every row `all`.
   KeyTiles(KeyRange keys, KeyRange any, KeyRange all, int64_t Bc)
-      : keys_end_(keys.end), end_(std::min(keys.end, any.end)), all_(all), Bc_(Bc) {
+      : keys_end_(keys.end),
+        end_(any.empty() ? 0 : std::min(keys.end, any.end)),
+        all_(all),
+        Bc_(Bc) {
     go_to(std::max(keys.begin, any.begin / Bc * Bc));
   }
   bool done() const { return tile_.j == kEnd; }

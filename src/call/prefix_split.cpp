@@ -78,6 +78,8 @@ std::string undivided(const Problem& p) {
   if (p.total_q == 0) return "there are no queries";
   if (p.invariant) return "`invariant`: the bits of a sequence would depend on its group";
   if (p.mask.left >= 0 || p.mask.chunk > 0) return "the mask hides keys of a prefix";
+  if (p.mask.top_left)
+    return "the mask is aligned top-left, and a part does not know its first key";
   if (p.has(Arg::kAlibiSlopes))
     return "ALiBi biases by the distance of a key, which a part does not know";
   if (p.dropout_p > 0) return "dropout draws for each sequence";

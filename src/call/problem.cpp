@@ -35,7 +35,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   add(p.pass, p.device.type, p.device.index, p.batch, p.sq, p.sk, p.hq, p.hk, p.d, p.dv);
   add(p.dtypes.q, p.dtypes.k, p.dtypes.v, p.dtypes.out);
   add(p.packed, p.packed_k, p.total_q, p.total_k, p.total_keys, p.given.bits(), p.on_host.bits(),
-      p.mask.left, p.mask.right, p.mask.chunk);
+      p.mask.left, p.mask.right, p.mask.chunk, p.mask.top_left);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
       p.prefix_groups, p.of_groups);
   add(p.append.given, p.append.rotates, p.append.batch, p.append.tokens, p.append.host_numbers);

@@ -59,6 +59,7 @@ std::string summary(const Problem& p) {
     s += fmt::format("window ({}, {})", band.left, band.right);
   }
   if (p.mask.chunk > 0) s += fmt::format(", chunks of {} keys", p.mask.chunk);
+  if (p.mask.top_left) s += ", aligned top-left";
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
@@ -85,6 +86,7 @@ Details call_details(const Problem& p) {
   if (p.mask.left >= 0) call.add("left", p.mask.left);
   if (p.mask.right >= 0) call.add("right", p.mask.right);
   if (p.mask.chunk > 0) call.add("chunk", p.mask.chunk);
+  if (p.mask.top_left) call.add("top_left", true);
   call.add("scale", p.scale);
   if (p.softcap > 0) call.add("softcap", p.softcap);
   if (p.dropout_p > 0) call.add("dropout_p", p.dropout_p);

@@ -9,11 +9,12 @@
 
 namespace fulgur::reference {
 
-/// Query i sees the keys j in [i + sk - sq - left, i + sk - sq + right] (bottom-right aligned);
-/// -1 is unbounded. Causal is right = 0. Where chunk > 0, of these the keys j with
-/// floor(j / chunk) = floor((i + sk - sq) / chunk).
+/// Query i, at key D(i) = i + sk - sq, or i where top_left is set, sees the keys j in
+/// [D(i) - left, D(i) + right]; -1 is unbounded. Causal is right = 0. Where chunk > 0, of these the
+/// keys j with floor(j / chunk) = floor(D(i) / chunk).
 struct Band {
   int64_t left = -1, right = -1, chunk = 0;
+  bool top_left = false;
 };
 
 struct Dropout {
@@ -22,7 +23,7 @@ struct Dropout {
 };
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
-/// -slope * |i + sk - sq - j|, then the band mask and the tree mask; then the softmax, which the
+/// -slope * |D(i) - j|, then the band mask and the tree mask; then the softmax, which the
 /// sink joins; after it dropout.
 struct Rule {
   double scale = 1;

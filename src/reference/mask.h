@@ -13,8 +13,13 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
-/// Of key j from the key aligned with query i: the last query stands at the last key.
-inline int64_t distance(const Head& h, int64_t i, int64_t j) { return j - (i + h.sk - h.sq); }
+/// The key on the diagonal of query i.
+inline int64_t diagonal_of(const Head& h, int64_t i) {
+  return h.rule.band.top_left ? i : i + h.sk - h.sq;
+}
+
+/// Of key j from that on the diagonal of query i.
+inline int64_t distance(const Head& h, int64_t i, int64_t j) { return j - diagonal_of(h, i); }
 
 /// floor(key / chunk); a key may be one in front of the first.
 inline int64_t chunk_of(const Band& band, int64_t key) {
@@ -35,9 +40,8 @@ inline bool sees(const Head& h, int64_t i, int64_t j) {
 /// All keys of J lie in chunks before or after those of the queries of I.
 inline bool in_other_chunks(const Head& h, Range I, Range J) {
   const Band& band = h.rule.band;
-  const int64_t diagonal = h.sk - h.sq;  // of query 0
-  return chunk_of(band, J.end - 1) < chunk_of(band, diagonal + I.begin) ||
-         chunk_of(band, J.begin) > chunk_of(band, diagonal + I.end - 1);
+  return chunk_of(band, J.end - 1) < chunk_of(band, diagonal_of(h, I.begin)) ||
+         chunk_of(band, J.begin) > chunk_of(band, diagonal_of(h, I.end - 1));
 }
 
 /// No query of I sees a key of J: the corner of the tile nearest to the band lies outside it.

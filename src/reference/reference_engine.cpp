@@ -149,7 +149,7 @@ class Work {
                  .softcap = p_.softcap,
                  .slope = slope(b, h),
                  .sink = sink(h),
-                 .band = {p_.mask.left, p_.mask.right, p_.mask.chunk},
+                 .band = {p_.mask.left, p_.mask.right, p_.mask.chunk, p_.mask.top_left},
                  .tree = tree_words(p_, tree_mask_of(args_), b, s),
                  .dropout = {p_.dropout_p, dropout_},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h)}};

@@ -287,6 +287,8 @@ const std::vector<WrongAppend>& wrongs() {
        "engine: got \"gpu\", want cpu or reference: k_cache is on cpu"},
       {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "window_left: got -2, want -1"},
       {"chunk", table, [](A&, Options& o) { o.mask.chunk = -2; }, "chunk: got -2, want 0"},
+      {"top_left", table, [](A&, Options& o) { o.mask.top_left = true; },
+       "top_left: given with queries to rotate, want a mask aligned bottom-right"},
       {"threads", table, [](A&, Options& o) { o.threads = 1025; },
        "threads: got 1025, want >= 0 .* and <= 1024"},
   };

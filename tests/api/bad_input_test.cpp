@@ -428,6 +428,8 @@ const std::vector<Wrong>& wrongs() {
        "tree_mask: got strides \\(9, 1\\), want rows side by side: \\(8, 1\\)", kForwardOnly},
       {"tree_strided", [](Call& c) { c.tree_mask.strides[1] = 2; },
        "tree_mask: last stride is 2, want 1", kForwardOnly},
+      {"tree_of_a_top_left_mask", [](Call& c) { c.options.mask.top_left = true; },
+       "top_left: given with a tree_mask, want a mask aligned bottom-right", kForwardOnly},
       {"tree_null", [](Call& c) { c.tree_mask.data = nullptr; }, "tree_mask: data is null",
        kForwardOnly},
       {"tree_on_cuda", [](Call& c) { c.tree_mask = on_cuda(c.tree_mask); },

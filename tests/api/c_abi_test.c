@@ -19,7 +19,7 @@ VALUE(FULGUR_INTERNAL, 5);
 
 #if defined(__LP64__)
 
-SIZE(fulgur_options, 104);
+SIZE(fulgur_options, 112);
 FIELD(fulgur_options, struct_size, 0, 8);
 FIELD(fulgur_options, window_left, 8, 8);
 FIELD(fulgur_options, window_right, 16, 8);
@@ -34,6 +34,7 @@ FIELD(fulgur_options, threads, 72, 4);
 FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
 FIELD(fulgur_options, chunk, 96, 8);
+FIELD(fulgur_options, top_left, 104, 4);
 
 SIZE(fulgur_var_len, 40);
 FIELD(fulgur_var_len, struct_size, 0, 8);

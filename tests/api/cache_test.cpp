@@ -164,7 +164,8 @@ TEST_P(Cache, AnyRowsOfAKvHeadFollowTheDefinition) {
   for (const Shape& shape :
        {Shape{9, 3, 80, causal()}, Shape{13, 4, 128, causal()}, Shape{23, 5, 128, window(400, 7)},
         Shape{27, 3, 256, Mask{}}, Shape{20, 5, 256, causal()}, Shape{40, 7, 64, causal()},
-        Shape{6, 4, 128, chunked(250, causal())}, Shape{17, 2, 64, chunked(300)}}) {
+        Shape{6, 4, 128, chunked(250, causal())}, Shape{17, 2, 64, chunked(300)},
+        Shape{6, 4, 128, top_left(window(-1, 200))}}) {
     const Case c = {.dtype = DType::kBF16,
                     .batch = 3,
                     .sq = shape.sq,

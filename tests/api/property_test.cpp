@@ -146,6 +146,36 @@ TEST_P(Property, WindowWiderThanTheSequenceIsFull) {
   }
 }
 
+// Of as many queries as keys both alignments are one mask; of others a top-left band is a
+// bottom-right one that is shifted.
+TEST_P(Property, TopLeftIsAShiftedBand) {
+  struct Masks {
+    int64_t sq, sk;
+    Mask top_left, bottom_right;
+  };
+  for (const DType dtype : kDtypes) {
+    for (const Masks& masks : {Masks{100, 100, causal(), causal()},
+                               {100, 100, window(30, 7), window(30, 7)},
+                               {100, 100, chunked(40), chunked(40)},
+                               {130, 100, causal(), window(-1, 30)},
+                               {130, 100, window(40, 5), window(10, 35)},
+                               {100, 130, window(-1, 30), causal()}}) {
+      const auto [sq, sk, first, last] = masks;
+      Workload a({.dtype = dtype, .sq = sq, .sk = sk, .mask = top_left(first)}, 5),
+          b({.dtype = dtype, .sq = sq, .sk = sk, .mask = last}, 5);
+      a.options.engine = b.options.engine = engine();
+      if (!computes([&] { a.run_forward(); })) continue;
+      b.run_forward();
+      expect_near(read(a.forward.out), read(b.forward.out), ulp(dtype));
+      expect_near(read(a.forward.lse), read(b.forward.lse), 1e-5);
+      if (!computes([&] { a.run_backward(); })) continue;
+      b.run_backward();
+      expect_near(read(a.backward.dq), read(b.backward.dq), ulp(dtype));
+      expect_near(read(a.backward.dk), read(b.backward.dk), ulp(dtype));
+    }
+  }
+}
+
 TEST_P(Property, MultiHeadEqualsHeadsOneByOne) {
   for (const DType dtype : kDtypes) {
     Workload w({.dtype = dtype, .sq = 60, .sk = 80, .hq = 6, .hk = 2, .d = 40, .dv = 24}, 6);

@@ -424,7 +424,12 @@ TEST_P(Repeat, InvariantToNeighbours) {
                                1e4,
                                std::numeric_limits<double>::infinity(),
                                std::numeric_limits<double>::quiet_NaN()};
-  const Mask masks[] = {full(), causal(), window(100, 0), window(700, 30), chunked(150, causal())};
+  const Mask masks[] = {full(),
+                        causal(),
+                        window(100, 0),
+                        window(700, 30),
+                        chunked(150, causal()),
+                        top_left(window(-1, 60))};
   const char* const names[] = {"out", "dq", "dk", "dv", "lse"};
   const int rounds = engine() == "reference" ? 4 : 30;
   int computed = 0;

@@ -259,6 +259,7 @@ TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
       {"`invariant`", [](Options& o, ForwardTensors&) { o.invariant = true; }},
       {"the mask hides", [](Options& o, ForwardTensors&) { o.mask = window(400, 0); }},
       {"the mask hides", [](Options& o, ForwardTensors&) { o.mask = chunked(64); }},
+      {"aligned top-left", [](Options& o, ForwardTensors&) { o.mask = top_left(causal()); }},
       {"ALiBi", [&](Options&, ForwardTensors& t) { t.alibi_slopes = slopes; }},
       {"dropout", [](Options& o, ForwardTensors&) { o.dropout_p = 0.1; }},
       {"leftpad_k", [&](Options&, ForwardTensors& t) { t.leftpad_k = leftpad; }},

@@ -15,7 +15,7 @@ namespace {
 
 // mask.h, word for word.
 bool sees(const Mask& mask, const Sequence& s, int64_t i, int64_t j) {
-  const int64_t diagonal = i + s.sk - s.sq;
+  const int64_t diagonal = mask.top_left ? i : i + s.sk - s.sq;
   if (mask.left >= 0 && j < diagonal - mask.left) return false;
   if (mask.right >= 0 && j > diagonal + mask.right) return false;
   const auto chunk_of = [&](int64_t key) {
@@ -42,6 +42,7 @@ const std::vector<Mask>& masks() {
     for (const Mask& band : {full(), causal(), window(2, -1), window(3, 4), window(9, 100)}) {
       for (const int64_t chunk : {1, 2, 3, 5, 8, 16, 40}) all.push_back(chunked(chunk, band));
     }
+    for (size_t i = 0, count = all.size(); i < count; ++i) all.push_back(top_left(all[i]));
     return all;
   }();
   return kMasks;
@@ -121,9 +122,9 @@ TEST(Tiles, ClassifyAgreesWithEveryScore) {
               ASSERT_EQ(map.tiles[static_cast<size_t>(r * map.cols + c)],
                         tile_of(mask, s, r * Br, std::min(s.sq, (r + 1) * Br), c * Bc,
                                 std::min(s.sk, (c + 1) * Bc)))
-                  << "mask " << mask.left << ", " << mask.right << ", " << mask.chunk << " sq "
-                  << s.sq << " sk " << s.sk << " tile " << r << ", " << c << " of " << Br << " x "
-                  << Bc;
+                  << "mask " << mask.left << ", " << mask.right << ", " << mask.chunk << ", "
+                  << mask.top_left << " sq " << s.sq << " sk " << s.sk << " tile " << r << ", " << c
+                  << " of " << Br << " x " << Bc;
             }
           }
         }

@@ -12,15 +12,20 @@
 namespace fulgur::kernels {
 namespace {
 
-/// Masks with all small bounds, a bound of -1 hides nothing; and all that are less than a chunk.
+/// Masks with all small bounds, a bound of -1 hides nothing; and all that are less than a chunk;
+/// all of them aligned bottom-right and top-left.
 std::vector<Band> bands(int most) {
   std::vector<Band> all;
   for (int left = -1; left <= most; ++left) {
     for (int right = -1; right <= most; ++right) {
-      all.push_back({left >= 0, right >= 0, std::max(left, 0), std::max(right, 0), 0});
+      all.push_back({left >= 0, right >= 0, std::max(left, 0), std::max(right, 0), 0, false});
       for (int chunk = std::max(left, right) + 1; left >= 0 && right >= 0 && chunk <= most; ++chunk)
-        all.push_back({true, true, left, right, chunk});
+        all.push_back({true, true, left, right, chunk, false});
     }
+  }
+  for (size_t i = 0, count = all.size(); i < count; ++i) {
+    all.push_back(all[i]);
+    all.back().top_left = true;
   }
   return all;
 }
@@ -56,7 +61,8 @@ void for_small(const Visit& visit) {
 
 std::string text(const Band& band, const Lengths& n) {
   return testing::PrintToString(std::vector{n.sq, n.sk, band.has_left ? band.left : -1,
-                                            band.has_right ? band.right : -1, band.chunk});
+                                            band.has_right ? band.right : -1, band.chunk,
+                                            int{band.top_left}});
 }
 
 // A row tile is among those of a key tile, and this one among its key tiles, exactly if some row
@@ -142,7 +148,7 @@ TEST(BackwardWork, TilesAboveTheDiagonalHaveRoom) {
         const long long room =
             tiles_above_diagonal(band, n, each, i + 1) - tiles_above_diagonal(band, n, each, i);
         ASSERT_GE(room, key_tiles_of(band, n, each, i).end) << text(band, n) << i;
-        const int diagonal = diagonal_of(n, (i + 2) * each.rows - 1) + band.right;
+        const int diagonal = diagonal_of(band, n, (i + 2) * each.rows - 1) + band.right;
         ASSERT_LE(room, std::clamp(count_of(std::max(diagonal, 0) + 1, each.keys), 0,
                                    count_of(n.sk, each.keys)))
             << text(band, n) << i;

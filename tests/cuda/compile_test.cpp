@@ -129,6 +129,10 @@ std::vector<Problem> problems() {
   }
   for (const int64_t d : {32, 64, 96, 128, 192, 256})
     all.push_back(forward_problem({.d = d, .mask = chunked(300, causal())}));
+  for (const int64_t d : {64, 128, 256}) {
+    all.push_back(forward_problem(
+        {.d = d, .mask = top_left(causal()), .alibi = true, .packed = true, .seqused = true}));
+  }
   for (const auto& [d, dv] : {std::pair{64, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}}) {
     Problem pages = forward_problem({.d = d, .dv = dv, .mask = causal(), .seqused = true});
     pages.cache.pages = Problem::Cache::Pages::kTable;
@@ -220,6 +224,7 @@ std::vector<Problem> decode_problems() {
           p.given.set(Arg::kLeftpadK, true);
         });
   }
+  add({.mask = top_left(window(100, 20)), .alibi = true, .seqused = true}, paged);
   for (const Mask& mask : {window(100, 20), chunked(300, window(100, 20))}) {
     add({.d = 256, .dv = 256, .mask = mask, .softcap = 9, .alibi = true, .seqused = true},
         [](Problem& p) { p.given.set(Arg::kTreeMask, true); });
@@ -300,7 +305,8 @@ std::vector<Problem> backward_problems() {
     add({.mask = causal(), .dropout = 0.1});
     add({.packed = true, .dropout = 0.1});
     add({.mask = chunked(300, causal())});
-    for (const Mask& mask : {window(100, 20), chunked(300, window(100, 20))}) {
+    for (const Mask& mask :
+         {window(100, 20), chunked(300, window(100, 20)), top_left(window(100, 20))}) {
       add({.dtype = DType::kF16,
            .mask = mask,
            .softcap = 9,

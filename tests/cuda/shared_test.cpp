@@ -57,6 +57,7 @@ std::vector<Shape> shapes() {
           chunked(80, causal()), chunked(256, causal()), chunked(150, window(70, 20)),
           chunked(90, window(200, -1))}) {
       all.push_back({sq, sk, mask});
+      all.push_back({sq, sk, top_left(mask)});
     }
   }
   return all;
@@ -66,7 +67,8 @@ kernels::Band band(const Mask& mask) {
   const bool chunks = mask.chunk > 0;
   return band_of(KernelKey{.has_left = chunks || mask.left >= 0,
                            .has_right = chunks || mask.right >= 0,
-                           .has_chunk = chunks},
+                           .has_chunk = chunks,
+                           .top_left = mask.top_left},
                  mask);
 }
 

@@ -439,6 +439,7 @@ void fuzz(Reader& in) {
         options.invariant = in.byte() & 1;
         if (in.byte() & 1) options.max_workspace = in.wild();
         if (in.byte() & 1) options.chunk = in.wild();
+        options.top_left = in.byte() & 1;
         break;
       default:
         change(o[in.byte() % kCount], in);

@@ -42,6 +42,8 @@ def test_attend_keeps_the_dtype_of_the_inputs(tmp_path, numpy_type, dtype):
         (["--chunk", "12", "--causal"], {"chunk": 12, "right": 0}),
         (["--chunk", "12", "--window", "4,2"], {"chunk": 12, "left": 4, "right": 2}),
         (["--chunk", "0"], {}),
+        (["--causal", "--top-left"], {"right": 0, "top_left": True}),
+        (["--window", "5,3", "--top-left"], {"left": 5, "right": 3, "top_left": True}),
         (["--scale", "0.3"], {"scale": 0.3}),
         (["--softcap", "1.5", "--causal"], {"softcap": 1.5, "right": 0}),
         (["--threads", "1"], {}),

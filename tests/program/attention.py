@@ -3,15 +3,15 @@
 import numpy as np
 
 
-def visible(sq, sk, left, right, chunk=0):
-    i, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)[None, :]
+def visible(sq, sk, left, right, chunk=0, top_left=False):
+    i, j = np.arange(sq)[:, None] + (0 if top_left else sk - sq), np.arange(sk)[None, :]
     one_chunk = i // chunk == j // chunk if chunk else True
     return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right)) & one_chunk
 
 
 def attention(
-    q, k, v, dout=None, dlse=0, left=-1, right=-1, chunk=0, scale=None, softcap=0.0, slopes=None,
-    used=None, sinks=None, words=None,
+    q, k, v, dout=None, dlse=0, left=-1, right=-1, chunk=0, top_left=False, scale=None, softcap=0.0,
+    slopes=None, used=None, sinks=None, words=None,
 ):  # fmt: skip
     """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
@@ -28,7 +28,7 @@ def attention(
     for n in range(b):
         keys = sk if used is None else used[n]
         seen = np.zeros((sq, sk), bool)
-        seen[:, :keys] = visible(sq, keys, left, right, chunk)
+        seen[:, :keys] = visible(sq, keys, left, right, chunk, top_left)
         for i in range(sq if words is not None else 0):
             for token in range(sq):
                 if keys - sq + token >= 0 and not int(words[n, i]) >> token & 1:

@@ -93,6 +93,7 @@ inline fulgur_options c_options(const Options& options) {
   o.engine = options.engine.c_str();
   o.max_workspace = options.max_workspace;
   o.chunk = options.mask.chunk;
+  o.top_left = options.mask.top_left;
   return o;
 }
 

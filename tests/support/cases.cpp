@@ -336,6 +336,38 @@ std::vector<Case> chunk_cases() {
   return cases;
 }
 
+// Masks aligned top-left: fewer queries than keys, so that no row sees the last keys, and more, so
+// that the last rows see few keys or none.
+std::vector<Case> top_left_cases() {
+  const Mask kMasks[] = {causal(),       window(-1, 30), window(20, -1),           window(40, 2),
+                         window(100, 0), full(),         chunked(100, causal()),   chunked(48),
+                         window(0, 0),   causal(),       chunked(64, window(9, 3))};
+  constexpr Pair kLengths[] = {{64, 333},  {333, 64}, {1, 333},  {4, 1024}, {127, 127}, {300, 1000},
+                               {1000, 65}, {65, 127}, {16, 200}, {7, 2},    {128, 256}, {640, 512}};
+  constexpr Pair kDims[] = {{64, 64}, {128, 128}, {17, 17}, {256, 256}, {192, 128}, {40, 24}};
+  std::vector<Case> cases;
+  for (size_t i = 0; i < 5 * std::size(kLengths); ++i) {
+    const size_t turn = i + i / std::size(kLengths);
+    Case c;
+    c.dtype = turn % 11 == 9 ? DType::kF64 : kDtypes[turn % 3];
+    c.batch = kBatches[i / 3 % 2 + 1];
+    std::tie(c.sq, c.sk) = kLengths[i % std::size(kLengths)];
+    std::tie(c.hq, c.hk) = kHeads[turn % std::size(kHeads)];
+    std::tie(c.d, c.dv) = kDims[turn / 2 % std::size(kDims)];
+    c.mask = top_left(kMasks[turn % std::size(kMasks)]);
+    c.layout = i % 5 < 2 ? Layout::kPacked : i % 5 == 2 ? Layout::kBhsd : Layout::kBshd;
+    c.softcap = i % 7 == 3 ? 2 : 0;
+    c.alibi = c.mask == top_left(full()) || i % 9 == 4 ? Alibi::kHeads : Alibi::kNone;
+    c.dropout = i % 13 == 5 ? 0.25 : 0;
+    c.seqused_q = turn % 5 == 2;
+    c.seqused = turn % 4 == 1;
+    c.dlse = turn % 2 == 1;
+    c.sinks = i % 13 > 10;
+    cases.push_back(c);
+  }
+  return cases;
+}
+
 std::vector<Case> select(bool small) {
   std::vector<Case> selected;
   int cheap = 0;
@@ -365,6 +397,7 @@ const char* name_of(Layout layout) {
 }
 
 std::string name_of(const Mask& mask) {
+  if (mask.top_left) return "topleft_" + name_of(Mask{mask.left, mask.right, mask.chunk});
   if (mask.chunk > 0) {
     return name_of(window(mask.left, mask.right)) + "_chunk" + std::to_string(mask.chunk);
   }
@@ -404,6 +437,7 @@ std::vector<Case> all_cases() {
   for (const Case& c : long_cases()) cases.push_back(c);
   for (const Case& c : tree_cases()) cases.push_back(c);
   for (const Case& c : chunk_cases()) cases.push_back(c);
+  for (const Case& c : top_left_cases()) cases.push_back(c);
   return cases;
 }
 

@@ -109,7 +109,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       const int64_t j = sk - sq + token;
       if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
     }
-    const int64_t diagonal = i + sk - sq;
+    const int64_t diagonal = rule.band.top_left ? i : i + sk - sq;
     int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
     int64_t end = rule.band.right < 0 ? sk : std::min(sk, diagonal + rule.band.right + 1);
     if (rule.band.chunk > 0) {
@@ -280,7 +280,7 @@ Expected expect_some(const Workload& w, bool gradients) {
                   o.softcap,
                   slope,
                   sinks[h],
-                  {o.mask.left, o.mask.right, o.mask.chunk},
+                  {o.mask.left, o.mask.right, o.mask.chunk, o.mask.top_left},
                   tree.empty() ? nullptr : tree.data() + s.q_begin,
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n)}};

@@ -15,8 +15,10 @@ void for_lengths(Problem p, const Architecture& architecture, const Card& card,
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
   // A window, or a chunk, bounds only what is longer.
-  if (p.mask.right >= 0) rows.insert(rows.end(), {p.mask.right + 1, p.mask.right + 2});
-  if (p.mask.left >= 0) keys.push_back(p.mask.left + 2);
+  std::vector<int64_t>& after = p.mask.top_left ? keys : rows;
+  std::vector<int64_t>& before = p.mask.top_left ? rows : keys;
+  if (p.mask.right >= 0) after.insert(after.end(), {p.mask.right + 1, p.mask.right + 2});
+  if (p.mask.left >= 0) before.push_back(p.mask.left + 2);
   if (p.mask.chunk > 0) keys.insert(keys.end(), {p.mask.chunk, p.mask.chunk + 1});
   std::set<int64_t> batches = {1, 4, 16, 32, 64, 256, 1024};
   for (const Family* family : architecture.families) {

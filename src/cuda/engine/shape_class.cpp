@@ -21,9 +21,11 @@ std::string shape_class(const Problem& p) {
   text += fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtypes.q),
                       (p.d + 15) / 16 * 16, (p.dv + 15) / 16 * 16, rounded(p.sq), rounded(p.sk),
                       rounded(p.batch * p.hq), p.group());
-  if (p.mask.left >= 0 && p.mask.left < p.sk - 1)
+  const auto [before, after] =
+      p.mask.top_left ? std::pair{p.sq, p.sk} : std::pair{p.sk, p.sq};  // keys around diagonals
+  if (p.mask.left >= 0 && p.mask.left < before - 1)
     text += fmt::format(" left {}", rounded(p.mask.left));
-  if (p.mask.right >= 0 && p.mask.right < p.sq - 1)
+  if (p.mask.right >= 0 && p.mask.right < after - 1)
     text += fmt::format(" right {}", rounded(p.mask.right));
   if (p.mask.chunk > 0 && p.mask.chunk < p.sk)
     text += fmt::format(" chunk {}", rounded(p.mask.chunk));
@@ -33,7 +35,7 @@ std::string shape_class(const Problem& p) {
         std::pair{alibi, "alibi"}, std::pair{p.packed, "packed"},
         std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"},
         std::pair{p.has(Arg::kSeqUsedK), "seqused_k"}, std::pair{p.has(Arg::kTreeMask), "tree"},
-        std::pair{p.dropout_p > 0, "dropout"},
+        std::pair{p.mask.top_left, "top_left"}, std::pair{p.dropout_p > 0, "dropout"},
         std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
     if (is) text += fmt::format(" {}", name);
   }

@@ -40,6 +40,7 @@ KernelUse prepare_kernel(const BackwardPlan& plan) {
     key.has_left = plan.has_left;
     key.has_right = plan.has_right;
     key.has_chunk = plan.has_chunk;
+    key.top_left = plan.top_left;
     key.seqused_k = plan.seqused_k;
   }
   key.packed = plan.packed;

@@ -22,17 +22,27 @@ constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diag
 }  // namespace
 
 bool left_binds(const Problem& p) {
-  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < p.sk - 1));
+  // A row has at most so many keys before its diagonal.
+  const int64_t keys = (p.mask.top_left ? p.sq : p.sk) - 1;
+  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < keys));
 }
 
 bool right_binds(const Problem& p) {
-  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < p.sq - 1));
+  const int64_t keys = (p.mask.top_left ? p.sk : p.sq) - 1;
+  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < keys));
 }
 
 bool chunk_binds(const Problem& p) {
-  // One chunk of all keys hides them from rows in front of the first key, as causal does.
-  const bool rows_in_front = p.sq > 1 && p.mask.right != 0;
-  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_in_front);
+  // One chunk of all keys hides them from rows in front of the first key, as causal does, or after
+  // the last one.
+  const bool rows_outside = p.mask.top_left ? p.sq > p.mask.chunk : p.sq > 1 && p.mask.right != 0;
+  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_outside);
+}
+
+bool top_left_binds(const Problem& p) {
+  const bool same = !p.packed && !p.has(Arg::kSeqUsedQ) && !p.has(Arg::kSeqUsedK) && p.sq == p.sk;
+  const bool has_diagonal = left_binds(p) || right_binds(p) || p.has(Arg::kAlibiSlopes);
+  return p.mask.top_left && has_diagonal && (p.invariant || !same);
 }
 
 bool has_cache(const Problem& p) {
@@ -62,6 +72,7 @@ KernelKey kernel_key(const Problem& p) {
           .has_left = left_binds(p),
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
+          .top_left = top_left_binds(p),
           .tree = p.has(Arg::kTreeMask),
           .transforms_scores = transforms(p),
           .softcap = p.softcap > 0,
@@ -100,8 +111,12 @@ kernels::Band band_of(const KernelKey& key, const Mask& mask) {
     return has ? static_cast<int>(std::min(keys, kMaxBound)) : 0;
   };
   const Mask around = window_around(mask);
-  return {key.has_left, key.has_right, bound(key.has_left, around.left),
-          bound(key.has_right, around.right), bound(key.has_chunk, mask.chunk)};
+  return {key.has_left,
+          key.has_right,
+          bound(key.has_left, around.left),
+          bound(key.has_right, around.right),
+          bound(key.has_chunk, mask.chunk),
+          key.top_left};
 }
 
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }

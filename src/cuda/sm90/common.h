@@ -57,7 +57,7 @@ bool takes_both(const Problem& problem);
 struct KernelKey {
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
-  bool has_left = false, has_right = false, has_chunk = false;
+  bool has_left = false, has_right = false, has_chunk = false, top_left = false;
   bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool transforms_scores = false, softcap = false, alibi = false;
   bool packed = false, seqused_q = false, seqused_k = false;
@@ -73,6 +73,7 @@ struct KernelKey {
     f("kHasLeft", has_left);
     f("kHasRight", has_right);
     f("kHasChunk", has_chunk);
+    f("kTopLeft", top_left);
     f("kTree", tree);
     f("kScoreMode", transforms_scores);
     f("kSoftcap", softcap);

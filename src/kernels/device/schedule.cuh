@@ -18,7 +18,7 @@ __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
 enum : int { kHidesKeys = kHasLeft || kHasRight || kTree };  // that exist, from some rows
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
-  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0};
+  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0, bool(kTopLeft)};
 }
 
 // Rows of q that a sequence has, beyond seqused_q too.

@@ -47,7 +47,7 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
   if (mine.end <= mine.begin) mine.begin = mine.end = all.begin;
   const KeyTiles full = full_key_tiles(band, n, tile_keys, row, row + kStripRows - 1);
   return {mine.end - 1, mine.begin, all.end - mine.end, mine.begin - all.begin, full.begin, full.end, n.sk,
-          diagonal_of(n, row)};
+          diagonal_of(band, n, row)};
 }
 
 // Where a strip lies.

@@ -18,6 +18,7 @@ struct Band {
   bool has_left, has_right;
   int left, right;
   int chunk;
+  bool top_left;  // the first row is on the diagonal of the first key; otherwise the last one is on that of the last
 };
 
 // Keys [begin, end); none when begin >= end.
@@ -28,8 +29,10 @@ struct KeyRange {
 // Whether of all rows the first ones see the most keys; otherwise the last ones do.
 FULGUR_SHARED bool first_rows_see_most(const Band& band) { return band.has_left && !band.has_right; }
 
-// The key on the diagonal of a row: the last row stands at the last key.
-FULGUR_SHARED int diagonal_of(const Lengths& n, int row) { return row + n.sk - n.sq; }
+// The key on the diagonal of a row.
+FULGUR_SHARED int diagonal_of(const Band& band, const Lengths& n, int row) {
+  return band.top_left ? row : row + n.sk - n.sq;
+}
 
 // Where the chunk of a key begins, which may be one in front of the first.
 FULGUR_SHARED int chunk_begin(const Band& band, int key) {
@@ -48,7 +51,7 @@ FULGUR_SHARED KeyRange keys_seen_from(const Band& band, int sk, int diagonal) {
 }
 
 FULGUR_SHARED KeyRange visible_keys(const Band& band, const Lengths& n, int row) {
-  return keys_seen_from(band, n.sk, diagonal_of(n, row));
+  return keys_seen_from(band, n.sk, diagonal_of(band, n, row));
 }
 
 // The keys that some of the rows [first, last] see, and those between them.
@@ -73,7 +76,7 @@ struct RowRange {
 // The rows that see a key, wherever rows begin and end. The right bound bounds `begin`, the left one `end`: without it
 // that says nothing.
 FULGUR_SHARED RowRange rows_seeing(const Band& band, const Lengths& n, int key) {
-  const int offset = n.sk - n.sq;
+  const int offset = diagonal_of(band, n, 0);
   RowRange rows = {key - offset - band.right, key - offset + band.left + 1};
   if (band.chunk > 0) {
     const int begin = chunk_begin(band, key) - offset;

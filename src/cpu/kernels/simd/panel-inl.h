@@ -78,7 +78,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     const int64_t i = row.query;
     if (lane < panel->count) panel->mask.set_row(lane, i);
     const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
-    panel->diagonal[lane] = i + task.s.sk - task.s.sq;
+    panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
     panel->slope[lane] = task.slope(row.head) * kLog2e;
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);

@@ -189,7 +189,7 @@ struct Exponents {
 
 __device__ __forceinline__ Exponents exponents_of(const Step& step, const Lengths& n, int key, const QBuffers& q) {
   const int row = step.row + int(thread_column());
-  return {score_context(step.head, row, diagonal_of(n, row), key), shift_of(q) + 4 * thread_column()};
+  return {score_context(step.head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }
 
 // P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `slopes`: the derivatives of the thread's four scores there,

@@ -15,7 +15,7 @@
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
 //   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
-//   kHasLeft, kHasRight, kHasChunk, kScoreMode, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout    as in
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout    as in
 //                   sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes

@@ -106,7 +106,7 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
     float v[kValueShare];
     load_row<ElementK>(row_of<ElementK>(p.k, batch, n.k_start + key, head / p.group), p.d, k);
     load_row<ElementV>(row_of<ElementV>(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
-    const Weights weights = weights_of(p, score_context(of_head, row, diagonal_of(n, row), key), dot(q, k),
+    const Weights weights = weights_of(p, score_context(of_head, row, diagonal_of(band_of(p), n, row), key), dot(q, k),
                                        dot(dout, v), kept_of(p, dropout, batch, head, row, key), p.shift[at],
                                        p.delta[at]);
     add(sum, weights.ds, k);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
       load_row<ElementQ>(row_of<ElementQ>(p.q, batch, n.q_start + row, g), p.d, q);
       load_row<ElementO>(row_of<ElementO>(p.dout, batch, n.q_start + row, g), p.dv, dout);
       const long long at = statistics_of(p, n, batch, g) + row;
-      const ScoreContext place = score_context(score_head(p, batch, g), row, diagonal_of(n, row), key);
+      const ScoreContext place = score_context(score_head(p, batch, g), row, diagonal_of(band_of(p), n, row), key);
       const Weights weights = weights_of(p, place, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
                                          p.shift[at], p.delta[at]);
       add(sum_k, weights.ds, q);

@@ -126,7 +126,7 @@ FULGUR_SHARED long long sum_of_quotients(long long x, int each, int limit) {
 
 // The number of score tiles before row tile `tile` of a sequence under a right bound.
 FULGUR_SHARED long long tiles_above_diagonal(const Band& band, const Lengths& n, const ScoreTile& each, int tile) {
-  const int ahead = n.sk - n.sq + band.right;  // keys that a row before row 0 would see
+  const int ahead = diagonal_of(band, n, 0) + band.right;  // keys that a row before row 0 would see
   const int start = ahead > 0 ? count_of(ahead, each.rows) : -(-ahead / each.rows);
   const int ratio = each.keys / each.rows;
   const int limit = count_of(n.sk, each.keys);

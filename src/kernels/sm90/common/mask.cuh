@@ -94,7 +94,7 @@ struct VisibleRows {
 template <int rows>
 __device__ __forceinline__ VisibleRows visible_rows(const CallParams& p, const Lengths& n, int key, int row) {
   const int column = row + int(thread_column());
-  const int offset = n.sk - n.sq;
+  const int offset = diagonal_of(band_of(p), n, 0);
   VisibleRows visible = {{-column, -column}, {rows, rows}};
   if (kHasRight) {
     visible.begin[0] = key - offset - p.window_right - column;

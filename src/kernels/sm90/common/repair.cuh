@@ -61,7 +61,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of<ElementK>(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
-    float weight = exp2_fast(exponent(p, score_context(head, row, diagonal_of(n, row), key), s, shift));
+    float weight = exp2_fast(exponent(p, score_context(head, row, diagonal_of(band_of(p), n, row), key), s, shift));
     if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;
 #pragma unroll

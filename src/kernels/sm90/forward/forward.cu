@@ -92,9 +92,15 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
 // Rows of a box of Q after the end of a sequence may be the next sequence's, or padding. They become the zeros
 // that TMA gives where a tensor ends: the lazy rescale votes over the rows of a warp, and so the bits of a row depend
 // on the other rows of its warp. Zeros depend on nothing but where the sequence ends.
-__device__ __forceinline__ void clear_rows_behind_sequence(const KeyWalk& walk, u32 strip, u32 barrier) {
-  const int valid = walk.sk - walk.diagonal;
-  if (valid >= kStripRows || !walk.more()) return;
+__device__ __forceinline__ void clear_rows_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
+                                                          u32 strip, u32 barrier) {
+  if (!walk.more()) return;
+  int valid = walk.sk - walk.diagonal;
+  if (kTopLeft) {
+    const Place place = load_place(view);
+    valid = lengths_of(p, place.batch).sq - place.row;
+  }
+  if (valid >= kStripRows) return;
   for (int panel = 0; panel < kQPanels; ++panel)
     for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
       store_shared_zero16(strip + panel * kStripPanelBytes + at);
@@ -135,7 +141,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
-    if (kPacked || kSeqUsedQ) clear_rows_behind_sequence(walk, strip, barrier);
+    if (kPacked || kSeqUsedQ) clear_rows_after_sequence(p, walk, view, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
     const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
