@@ -32,6 +32,7 @@ ForwardPaddingParams padding_params(const Problem& p) {
   params.total_q = static_cast<int>(p.total_q);
   params.hq = static_cast<int>(p.hq);
   params.dv = static_cast<int>(p.dv);
+  params.element_bytes = static_cast<int>(size_of(p.dtypes.out));
   return params;
 }
 

@@ -141,10 +141,17 @@ void* aligned_data(const char* name, const ConstTensor& t, bool empty) {
 
 ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& to) {
   const Layout& strides = from.strides;
-  return {nullptr,      strides.batch, strides.row,
-          strides.head, nullptr,       to.strides.head * size_of(to.dtype) / kCopyAlignment,
-          from.batch,   from.rows,     from.heads,
-          from.dim};
+  return {nullptr,
+          strides.batch,
+          strides.row,
+          strides.head,
+          nullptr,
+          to.strides.head * size_of(to.dtype) / kCopyAlignment,
+          from.batch,
+          from.rows,
+          from.heads,
+          from.dim,
+          static_cast<int>(size_of(from.dtype))};
 }
 
 }  // namespace fulgur::cuda::sm90

@@ -2,11 +2,12 @@
 #pragma once
 
 struct ForwardCopyParams {
-  const void* from;  // [batch, rows, heads, dim], 16-bit, any strides but for the last one, which is 1
+  const void* from;  // [batch, rows, heads, dim], any strides but for the last one, which is 1
   long long batch_stride;      // elements
   long long row_stride;        // elements
   long long head_stride;       // elements
-  void* to;  // [batch, rows, heads, chunks], contiguous, 8 elements each; zero beyond dim
+  void* to;  // [batch, rows, heads, chunks], contiguous, 16 bytes each; zero beyond dim
   long long chunks;  // of a row
   long long batch, rows, heads, dim;
+  int element_bytes;  // 1, 2 or 4
 };

@@ -3,12 +3,22 @@
 #include "common/padding_params.h"
 #include "device/lengths.cuh"
 
+// O = 0 for the row at `row` elements of o. T is an unsigned integer with the size of an element.
+template <class T>
+__device__ __forceinline__ void clear_row(const ForwardPaddingParams& p, long long row) {
+  for (int i = threadIdx.x; i < p.hq * p.dv; i += blockDim.x)
+    static_cast<T*>(p.o)[row + i / p.dv * p.o_head_stride + i % p.dv] = 0;
+}
+
 __device__ __forceinline__ void write_rows(const ForwardPaddingParams& p, int batch, long long first, long long end) {
-  unsigned short* o = static_cast<unsigned short*>(p.o) + batch * p.o_batch_stride;
   float* lse = p.lse + batch * p.lse_batch_stride;
   for (long long row = first + blockIdx.x; row < end; row += gridDim.x) {
-    for (int i = threadIdx.x; i < p.hq * p.dv; i += blockDim.x)
-      o[row * p.o_row_stride + i / p.dv * p.o_head_stride + i % p.dv] = 0;
+    const long long at = batch * p.o_batch_stride + row * p.o_row_stride;
+    switch (p.element_bytes) {
+      case 1: clear_row<unsigned char>(p, at); break;
+      case 2: clear_row<unsigned short>(p, at); break;
+      default: clear_row<unsigned>(p, at);
+    }
     if (p.lse == nullptr) continue;
     for (int head = threadIdx.x; head < p.hq; head += blockDim.x)
       lse[head * p.lse_head_stride + row] = -__int_as_float(0x7f800000);

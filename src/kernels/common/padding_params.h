@@ -2,7 +2,7 @@
 #pragma once
 
 struct ForwardPaddingParams {
-  void* o;                    // [batch, sq, hq, dv] or packed [total_q, hq, dv], 16-bit
+  void* o;                    // [batch, sq, hq, dv] or packed [total_q, hq, dv]
   long long o_batch_stride;   // elements (0 when packed)
   long long o_row_stride;     // elements
   long long o_head_stride;    // elements
@@ -12,4 +12,5 @@ struct ForwardPaddingParams {
   const int* cu_seqlens_q;    // [batch + 1], or null
   const int* seqused_q;       // [batch], or null
   int batch, sq, total_q, hq, dv;
+  int element_bytes;  // of o: 1, 2 or 4
 };
