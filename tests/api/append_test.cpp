@@ -217,7 +217,7 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
-  // Fewer in the emulator, on whose few SMs more calls have lines by turns.
+  // Fewer in the emulator, on whose few SMs more calls have the dynamic schedule.
   EXPECT_TRUE(engine() != "cuda" || fused_ > 20) << fused_;
 }
 

@@ -464,9 +464,9 @@ TEST_P(Cache, LongSequencesInAnyBatch) {
   }
 }
 
-// As many lines as an H200 has SMs, or more where there are fewer: of equal lengths
-// they may be taken whole, of others not.
-TEST_P(Cache, ManyLines) {
+// As many q blocks as an H200 has SMs, or more where there are fewer: of equal lengths they may be
+// taken whole, of others not.
+TEST_P(Cache, ManyQBlocks) {
   for (const auto& [sq, unequal] :
        {std::pair{1, false}, std::pair{1, true}, std::pair{12, false}, std::pair{12, true}}) {
     const Case c{.dtype = DType::kBF16,

@@ -192,9 +192,9 @@ std::vector<Problem> decode_problems() {
       shape.sq = sq;
       add_one();
     }
-    // More lines of narrow teams than are cut into pieces, and as many as are taken whole.
-    for (const int64_t lines : {80, 160}) {
-      shape.batch = lines / shape.hk;
+    // More q blocks of the warp path than are split, and as many as are taken whole.
+    for (const int64_t q_blocks : {80, 160}) {
+      shape.batch = q_blocks / shape.hk;
       for (const int64_t sq : {1, 2, 4}) {
         shape.sq = sq;
         add_one();
@@ -206,7 +206,7 @@ std::vector<Problem> decode_problems() {
     add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
     if (d >= 128) add({.d = d, .dv = dv, .mask = chunked(300, causal()), .seqused = true}, paged);
   }
-  for (const int64_t d : {64, 128, 256})  // pieces of more sequences than a warp has lanes
+  for (const int64_t d : {64, 128, 256})  // splits of more sequences than a warp has lanes
     add({.batch = 40, .hk = 1, .d = d, .dv = d, .mask = causal(), .seqused = true}, paged);
   for (const int64_t d : {64, 128, 248}) {
     add({.dtype = DType::kF16,

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "by_turns.h"
 #include "cached.h"
 #include "device.h"
+#include "dynamic_decode.h"
 #include "engine_memory.h"
 
 namespace fulgur::test {
@@ -87,7 +87,7 @@ TEST_F(ManyRuns, KeepTheBitsOfTheForwardPass) {
 }
 
 TEST_F(ManyRuns, KeepTheBitsOfDecode) {
-  for (const int64_t sq : {1, 4, 8, 16}) {  // of 8 heads: narrow teams, one and two warpgroups
+  for (const int64_t sq : {1, 4, 8, 16}) {  // of 8 heads: the warp path, one and two warpgroups
     for (const int64_t d : {64, 128}) {
       keeps_its_bits({.dtype = DType::kBF16,
                       .batch = 2,
@@ -104,8 +104,8 @@ TEST_F(ManyRuns, KeepTheBitsOfDecode) {
   }
 }
 
-// Pages in a random order: few lines of few and many rows, of more sequences than a warp has lanes,
-// as many lines as CTAs, and lines of unequal lengths.
+// Pages in a random order: few q blocks of few and many rows, of more sequences than a warp has
+// lanes, as many q blocks as CTAs, and q blocks of unequal lengths.
 TEST_F(ManyRuns, KeepTheBitsOfDecodeOverPages) {
   struct Shape {
     int64_t batch, sq, hk;
@@ -138,9 +138,9 @@ TEST_F(ManyRuns, KeepTheBitsOfDecodeOverPages) {
   }
 }
 
-// Lines by turns, narrow teams' and wide ones', with one that is cut into many pieces: whoever
-// has a piece, and puts the line together. The bits are right, too.
-TEST_F(ManyRuns, KeepTheBitsOfLinesByTurns) {
+// The dynamic schedule, of the warp path and of the warpgroup path, with a q block of many splits:
+// whichever CTAs have them, and combine them. The bits are right, too.
+TEST_F(ManyRuns, KeepTheBitsOfTheDynamicSchedule) {
   for (const int64_t sq : {1, 16}) {
     SCOPED_TRACE(sq);
     std::vector<Rows> rows(250, {0, 0, sq, 600});
@@ -156,7 +156,7 @@ TEST_F(ManyRuns, KeepTheBitsOfLinesByTurns) {
                 .layout = Layout::kPacked},
                5, rows);
     w.options.engine = "cuda";
-    ASSERT_TRUE(goes_by_turns(w));
+    ASSERT_TRUE(is_dynamic(w));
     keeps_its_bits(w, false);
     ASSERT_TRUE(forward_is_right(w, expect_forward(w)));
   }

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "appended.h"
-#include "by_turns.h"
 #include "cached.h"
+#include "dynamic_decode.h"
 #include "every_tile.h"
 #include "fulgur/merge.h"
 #include "shared.h"
@@ -118,9 +118,9 @@ TEST_F(Sanitize, UsedQueriesOfFew) {
                      .mask = causal(),
                      .seqused_q = true}));
 }
-// Few lines in as many pieces as there are CTAs, of as many keys as each has; of 33
+// SplitToFill: few q blocks in as many splits as there are CTAs, each of about as many keys; of 33
 // sequences lanes have two.
-TEST_F(Sanitize, PiecesThatFillTheCard) {
+TEST_F(Sanitize, SplitsThatFillTheCard) {
   for (const auto& [batch, group, d] : {std::array<int64_t, 3>{1, 4, 64},
                                         {1, 4, 128},
                                         {4, 4, 64},
@@ -140,8 +140,8 @@ TEST_F(Sanitize, PiecesThatFillTheCard) {
                        .seqused = true}));
   }
 }
-// The same of narrow teams: more than 64 pieces are put together in groups of them.
-TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
+// The same of the warp path: more than 64 splits are combined in groups of them.
+TEST_F(Sanitize, SplitsThatFillTheCardOfFewRows) {
   for (const auto& [batch, sk, hk, d] : {std::array<int64_t, 4>{1, 4600, 1, 64},
                                          {1, 500, 4, 128},
                                          {2, 700, 2, 64},
@@ -158,9 +158,9 @@ TEST_F(Sanitize, PiecesThatFillTheCardOfFewRows) {
                        .seqused = true}));
   }
 }
-/// Runs packed sequences of so many keys and `sq` queries, the sixth without any, of more lines
-/// than CTAs. False, and nothing is run, where they do not go by turns.
-bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
+/// Runs packed sequences of so many keys and `sq` queries, the sixth without any, of more q blocks
+/// than CTAs. False, and nothing is run, where their schedule is not the dynamic one.
+bool run_dynamic(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
   std::vector<Rows> rows;
   for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
   const int64_t hk = enough_heads(keys.size());
@@ -176,7 +176,7 @@ bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, i
               .sinks = d == 128},
              3, rows);
   w.options.engine = "cuda";
-  if (!goes_by_turns(w)) return false;
+  if (!is_dynamic(w)) return false;
   const Expected e = expect_forward(w);
   for (int run = 0; run < 2; ++run) {
     w.run_forward();
@@ -185,41 +185,41 @@ bool run_by_turns(const std::vector<int64_t>& keys, int64_t sq, int64_t group, i
   return true;
 }
 
-// More lines than CTAs, which take them by turns: of equal lengths, and with one that is
-// cut, one too short for turns, and one each without keys and without queries.
-TEST_F(Sanitize, LinesByTurns) {
+// More q blocks than CTAs, which request one after another: of equal lengths, and with one that is
+// split, a short one, and one each without keys and without queries.
+TEST_F(Sanitize, Dynamic) {
   const std::vector<int64_t> equal(14, 800);
   std::vector<int64_t> mixed(10, 800);
   for (const int64_t sk : {0, 300, 2500}) mixed.push_back(sk);
   mixed[1] = 17000;
   for (const auto& [sq, group, d] :
        {std::array<int64_t, 3>{5, 8, 128}, {16, 4, 128}, {16, 8, 64}, {16, 2, 256}}) {
-    EXPECT_TRUE(run_by_turns(equal, sq, group, d));
-    EXPECT_TRUE(run_by_turns(mixed, sq, group, d));
+    EXPECT_TRUE(run_dynamic(equal, sq, group, d));
+    EXPECT_TRUE(run_dynamic(mixed, sq, group, d));
   }
 }
-// Those of narrow teams go by turns where they are long, as they are with few SMs;
+// The warp path has the dynamic schedule where q blocks are long, as they are with few SMs;
 // runs_test has longer ones.
-TEST_F(Sanitize, LinesOfFewRowsByTurns) {
+TEST_F(Sanitize, DynamicOfFewRows) {
   std::vector<int64_t> keys(10, 800);
   for (const int64_t sk : {0, 300, 2500}) keys.push_back(sk);
   keys[1] = 17000;
-  if (!run_by_turns(keys, 1, 4, 128)) GTEST_SKIP() << "these lines are too short for this card";
-  EXPECT_TRUE(run_by_turns(keys, 1, 16, 64));
+  if (!run_dynamic(keys, 1, 4, 128)) GTEST_SKIP() << "these sequences are too short for this card";
+  EXPECT_TRUE(run_dynamic(keys, 1, 16, 64));
 }
-// A line of so many parts that all CTAs put it together, and a last round of few lines,
-// which are cut. The emulator runs it with 16 SMs.
-TEST_F(Sanitize, PartsOfLinesByTurns) {
+// A q block of so many splits that all CTAs combine them, and a last round of few q blocks, which
+// are split. The emulator runs it with 16 SMs.
+TEST_F(Sanitize, DynamicWithSplits) {
   std::vector<int64_t> uneven(24, 600);
   uneven[7] = 40000;
   const std::vector<int64_t> even(20, 4000);
   for (const auto& keys : {uneven, even}) {
-    EXPECT_TRUE(run_by_turns(keys, 16, 8, 64));
-    EXPECT_TRUE(run_by_turns(keys, 8, 8, 128));
+    EXPECT_TRUE(run_dynamic(keys, 16, 8, 64));
+    EXPECT_TRUE(run_dynamic(keys, 8, 8, 128));
   }
 }
-// By turns over pages, whose keys TMA brings, or lanes of the warps that load.
-TEST_F(Sanitize, LinesByTurnsOverPages) {
+// Over pages, whose keys TMA brings, or lanes of the warps that load.
+TEST_F(Sanitize, DynamicOverPages) {
   const int64_t hk = enough_heads(12);
   for (const int64_t page : {16, 5}) {
     for (const int64_t sq : {5, 16}) {
@@ -233,7 +233,7 @@ TEST_F(Sanitize, LinesByTurnsOverPages) {
                   .seqused = true},
                  4);
       w.options.engine = "cuda";
-      ASSERT_TRUE(goes_by_turns(w)) << sq;
+      ASSERT_TRUE(is_dynamic(w)) << sq;
       Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, page}, 8);
       const Expected e = expect_forward(w);
       cached.run_forward();
@@ -259,7 +259,7 @@ TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
                        .sinks = true}));
   }
 }
-// Of an invariant call, sequences of few rows with keys in pieces, of rows that are copied, with
+// Of an invariant call, sequences of few rows with keys in splits, of rows that are copied, with
 // one that is another kernel's.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {
   for (const int64_t d : {64, 36}) {

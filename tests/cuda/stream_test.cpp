@@ -11,7 +11,7 @@ using Streams = OnGpu;
 using Bytes = std::vector<std::byte>;
 
 // Runs that share the keys of tiles out, so that they meet in a workspace, and runs that fill the
-// device; over pages pieces that another kernel puts together, and shares.
+// device; over pages splits that another kernel combines, and slices of stream-K.
 struct Shape {
   int64_t batch, sq, sk, heads, d, page = 0;
   DeviceCall call(uint64_t seed, int device = 0) const {
@@ -19,13 +19,12 @@ struct Shape {
   }
 };
 constexpr Shape kFewTiles{1, 1, 9000, 8, 128}, kManyTiles{2, 777, 777, 20, 64},
-    kOddRows{1, 100, 3000, 3, 100}, kPieces{4, 12, 2000, 8, 128, 16},
-    kShares{5, 3, 3000, 20, 64, 24};
-constexpr Shape kShapes[] = {kFewTiles, kManyTiles, kOddRows, kPieces, kShares};
+    kOddRows{1, 100, 3000, 3, 100}, kSplits{4, 12, 2000, 8, 128, 16},
+    kSlices{5, 3, 3000, 20, 64, 24};
+constexpr Shape kShapes[] = {kFewTiles, kManyTiles, kOddRows, kSplits, kSlices};
 
-// Puts runs of both on their streams by turns and compares with each alone.
-void run_by_turns(const DeviceCall& a, const Plan& plan_a, const DeviceCall& b,
-                  const Plan& plan_b) {
+// Puts runs of both on their streams in turn and compares with each alone.
+void run_in_turn(const DeviceCall& a, const Plan& plan_a, const DeviceCall& b, const Plan& plan_b) {
   const Stream streams[2];
   const DeviceCall* const calls[] = {&a, &b};
   const Plan* const plans[] = {&plan_a, &plan_b};
@@ -46,7 +45,7 @@ TEST_F(Streams, TwoRunOnePlan) {
   for (const Shape& shape : kShapes) {
     const DeviceCall a = shape.call(1), b = shape.call(2);
     const Plan plan = fulgur::plan(a.args());
-    run_by_turns(a, plan, b, plan);
+    run_in_turn(a, plan, b, plan);
   }
 }
 
@@ -55,13 +54,14 @@ TEST_F(Streams, TwoRunTwoPlans) {
   const Plan plan_few = fulgur::plan(few.args()), plan_many = fulgur::plan(many.args()),
              plan_odd = fulgur::plan(odd.args());
   EXPECT_TRUE(splits(plan_few));
-  run_by_turns(few, plan_few, many, plan_many);
-  run_by_turns(few, plan_few, odd, plan_odd);
-  const DeviceCall pieces = kPieces.call(4), shares = kShares.call(5);
-  const Plan plan_pieces = fulgur::plan(pieces.args()), plan_shares = fulgur::plan(shares.args());
-  EXPECT_TRUE(plan_pieces.details().get<bool>("combine_kernel"));
-  EXPECT_TRUE(splits(plan_shares));
-  run_by_turns(pieces, plan_pieces, shares, plan_shares);
+  run_in_turn(few, plan_few, many, plan_many);
+  run_in_turn(few, plan_few, odd, plan_odd);
+  const DeviceCall of_splits = kSplits.call(4), slices = kSlices.call(5);
+  const Plan plan_splits = fulgur::plan(of_splits.args()),
+             plan_slices = fulgur::plan(slices.args());
+  EXPECT_TRUE(plan_splits.details().get<bool>("combine_kernel"));
+  EXPECT_TRUE(splits(plan_slices));
+  run_in_turn(of_splits, plan_splits, slices, plan_slices);
 }
 
 // A stream's runs follow each other although they share memory.

@@ -107,9 +107,9 @@ TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
   const auto p = params<DecodeParams>(2);
   EXPECT_EQ(p.sq, 300);  // beyond 16 they are told by their own length
   EXPECT_EQ(static_cast<void*>(p.tickets), mine);
-  const int64_t pieces = 18000 / 512 * 2 * 64 * 132 * int64_t{4};
-  expect_apart({{p.tickets, need.zeroed_bytes}, {p.partial, pieces}}, mine, need.bytes);
-  EXPECT_EQ(need.bytes, need.zeroed_bytes + pieces);
+  const int64_t partial = 18000 / 512 * 2 * 64 * 132 * int64_t{4};
+  expect_apart({{p.tickets, need.zeroed_bytes}, {p.partial, partial}}, mine, need.bytes);
+  EXPECT_EQ(need.bytes, need.zeroed_bytes + partial);
 }
 
 // What lanes cannot copy 16 bytes at a time comes to where they can: an invariant call's kernel
