@@ -19,10 +19,10 @@ namespace fulgur {
 /// v.
 ///
 ///   scores = scale * q k^T, then softcap * tanh(scores / softcap), then the ALiBi bias
-///   -slope * |i + sk - sq - j|, then the mask, then softmax (of these and the head's sink), then
+///   -slope * |D(i) - j| (mask.h), then the mask, then softmax (of these and the head's sink), then
 ///   dropout, then v.
 struct Options {
-  Mask mask{};                    ///< full(), causal(), window(left, right), chunked(chunk)
+  Mask mask{};  ///< full(), causal(), window(left, right), chunked(chunk), top_left(mask)
   std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
   double softcap = 0;             ///< >= 0; 0 = off
   /// Dropout of the probabilities: an entry is dropped with this probability (0 <= p < 1), the kept
@@ -59,9 +59,10 @@ struct ForwardArgs {
   /// i64 (2): seed and offset of dropout instead of those of Run, as bits of unsigned numbers. They
   /// are read when the call computes, so that they may change between the replays of a graph.
   ConstTensor rng_state{};
-  /// f32 (hq): a score of each q head that joins the softmax of every row and brings no value
-  /// (attention sinks): lse = log(exp(sink) + sum of exp(scores)), out = sum of exp(scores - lse)
-  /// v. Not scaled, capped, masked or dropped. -inf: no sink; +inf: out = 0, lse = +inf.
+  /// (hq), f32 or a 16-bit dtype of q: a score of each q head that joins the softmax of every row
+  /// and brings no value (attention sinks): lse = log(exp(sink) + sum of exp(scores)), out = sum of
+  /// exp(scores - lse) v. Not scaled, capped, masked or dropped. -inf: no sink; +inf: out = 0, lse
+  /// = +inf.
   ConstTensor sinks{};
   /// i64 (batch, sq), packed (total_q), side by side; sq <= 64: a word of bits for each query. The
   /// last sq keys of a sequence are its queries' own tokens, and bit j says whether a query sees
@@ -92,7 +93,8 @@ struct BackwardArgs {
   ConstTensor rng_state{};  ///< as in ForwardArgs, with the values that the forward pass had
   /// As in ForwardArgs. dq, dk and dv know of them by lse.
   ConstTensor sinks{};
-  Tensor dsinks{};  ///< f32 (hq), the gradient of the sinks; optional, and with them alone
+  Tensor
+      dsinks{};  ///< (hq) of their dtype, the gradient of the sinks; optional, and with them alone
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

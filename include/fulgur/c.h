@@ -113,7 +113,8 @@ typedef struct fulgur_forward_args {
   const DLTensor *out, *lse;     ///< written; lse may be null
   const DLTensor* alibi_slopes;  ///< f32 (hq) or (batch, hq)
   const DLTensor* rng_state;     ///< i64 (2): seed and offset of dropout, instead of fulgur_run's
-  const DLTensor* sinks;  ///< f32 (hq): a score of each q head in every softmax, without a value
+  const DLTensor* sinks;  ///< (hq), f32 or as a 16-bit q: a score of each q head in every softmax,
+                          ///< without a value
   const DLTensor* tree_mask;  ///< i64 (batch, sq): which of the last sq keys each query sees
   const fulgur_var_len* lengths;
   const fulgur_kv_cache* cache;
@@ -132,7 +133,7 @@ typedef struct fulgur_backward_args {
   const DLTensor* rng_state;
   const DLTensor* sinks;   ///< as in fulgur_forward_args
   const DLTensor* dlse;    ///< gradient of lse, shaped like it; null = 0
-  const DLTensor* dsinks;  ///< written: f32 (hq), gradient of sinks; may be null
+  const DLTensor* dsinks;  ///< written: (hq) of their dtype, gradient of sinks; may be null
   const fulgur_var_len* lengths;
 } fulgur_backward_args;
 

@@ -16,8 +16,7 @@ int64_t used_stride(const ConstTensor& t, int i) { return t.shape[i] > 1 ? t.str
 
 }  // namespace
 
-void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank,
-                  bool written) {
+bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int rank) {
   if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
   if (t.rank != rank)
     fail(name, "got {} dimensions {}, want {} {}", t.rank, t.describe(), rank, dims);
@@ -28,7 +27,7 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
       fail(name, "got negative size {} in shape {}", t.shape[i], list(t, t.shape));
     empty |= t.shape[i] == 0;
   }
-  if (empty) return;
+  if (empty) return false;
   const auto fits = [](int64_t size) {
     return size >= -kMaxTensorBytes && size <= kMaxTensorBytes;
   };
@@ -43,17 +42,24 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
            list(t, t.shape), list(t, t.strides));
     }
   }
+  return true;
+}
+
+void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank,
+                  bool written) {
+  if (!check_sizes(name, t, dims, rank)) return;
   if (t.shape[rank - 1] > 1 && t.strides[rank - 1] != 1) {
     fail(name, "last stride is {}, want 1 (strides {}, in elements)", t.strides[rank - 1],
          list(t, t.strides));
   }
   if (!written) return;
   std::array<std::pair<int64_t, int64_t>, ConstTensor::kMaxRank> by_stride;  // (|stride|, size)
-  for (int i = 0; i < rank; ++i) by_stride[i] = {std::abs(used_stride(t, i)), t.shape[i]};
-  std::sort(by_stride.begin(), by_stride.begin() + rank);
+  const auto used = std::span(by_stride).first(std::min<size_t>(rank, by_stride.size()));
+  for (int i = 0; i < rank; ++i) used[i] = {std::abs(used_stride(t, i)), t.shape[i]};
+  std::ranges::sort(used);
   int64_t reach = 0;
   for (int i = 0; i < rank; ++i) {
-    const auto [stride, size] = by_stride[i];
+    const auto [stride, size] = used[i];
     if (size == 1) continue;
     if (stride <= reach) {
       fail(name, "elements overlap: shape {} with strides {}; an output needs its own memory",

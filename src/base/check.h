@@ -30,8 +30,11 @@ std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kM
 /// do not overflow.
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 47;
 
-/// Rank, sizes >= 0, at most kMaxTensorBytes, the last stride 1. A `written` tensor must
-/// not overlap itself. `dims` names the dimensions: "(batch, seqlen, heads, dim)".
+/// Rank, sizes >= 0, at most kMaxTensorBytes. `dims` names the dimensions: "(batch, max_pages)".
+/// Returns whether there are elements.
+bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int rank);
+
+/// check_sizes, and the last stride is 1. A `written` tensor must not overlap itself.
 void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank, bool written);
 
 /// check_tensor, and the shape is `want`.

@@ -73,14 +73,18 @@ struct Wanted {
   const char* why;
 };
 
-Wanted wanted(TensorType type, const Problem& p) {
+Wanted wanted(TensorType type, const ConstTensor& t, const Problem& p) {
   switch (type) {
     case TensorType::kInput:
       return {p.dtypes.q, "the dtype of q"};
     case TensorType::kStatistics:
       return {p.lse_dtype(), "lse and dlse are f32, f64 where q is"};
     case TensorType::kF32:
-      return {DType::kF32, "slopes and sinks are f32"};
+      return {DType::kF32, "slopes are f32"};
+    case TensorType::kSinkType:
+      if (size_of(p.dtypes.q) == 2 && t.dtype == p.dtypes.q) return {t.dtype, ""};
+      return {DType::kF32,
+              size_of(p.dtypes.q) == 2 ? "sinks are f32, or have the dtype of q" : "sinks are f32"};
     case TensorType::kI32:
       return {DType::kI32, "lengths and indices are int32"};
     case TensorType::kI64:
@@ -127,7 +131,7 @@ void check_by_rule(const TensorRule& rule, const ConstTensor& t, const Problem& 
                    const char* like) {
   const Dims dims = dims_of(rule, t, p);
   check_shape(rule.name, t, dims.words, std::span(dims.sizes).first(dims.rank), rule.written());
-  const auto [dtype, why] = wanted(rule.type, p);
+  const auto [dtype, why] = wanted(rule.type, t, p);
   check_dtype(rule.name, t, dtype, why);
   if (rule.place == Place::kHostToo) {
     check_device_or_host(rule.name, t, p.device, like);

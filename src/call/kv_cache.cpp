@@ -39,16 +39,20 @@ void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor
               false);
   if (tensors.page_indptr.given()) {
     p.cache.pages = Pages::kLists;
-    check_tensor("page_table", table, "(ids), as with page_indptr", 1, false);
+    check_sizes("page_table", table, "(ids), as with page_indptr", 1);
   } else {
     p.cache.pages = Pages::kTable;
-    check_tensor("page_table", table, "(batch, max_pages)", 2, false);
-    check_shape("page_table", table, "(batch, max_pages)", {p.batch, table.shape[1]}, false);
+    check_sizes("page_table", table, "(batch, max_pages)", 2);
+    if (table.shape[0] != p.batch) {
+      fail("page_table", "got shape {}, want ({}, {}) = (batch, max_pages)",
+           list(table, table.shape), p.batch, table.shape[1]);
+    }
     p.cache.table_stride = p.batch > 1 ? table.strides[0] : 0;
   }
   check_dtype("page_table", table, DType::kI32, "page ids are int32");
   check_device("page_table", table, p.device, names.like);
   p.cache.ids = table.shape[table.rank - 1];
+  p.cache.id_stride = p.cache.ids > 1 ? table.strides[table.rank - 1] : 1;
   p.total_k = p.cache.entries * p.cache.page;
   if (max_seqlen_k < 0) fail("max_seqlen_k", "got {}, want >= 0", max_seqlen_k);
   const int64_t room = product("page_table", table, p.cache.ids, p.cache.page);

@@ -26,12 +26,14 @@ void KvLocator::check(int64_t b, const Sequence& s) const {
   }
 }
 
-const int32_t* KvLocator::pages(int64_t b) const {
-  return table_ + (indptr_ != nullptr ? indptr_[b] : b * p_->cache.table_stride);
+PageIds KvLocator::pages(int64_t b) const {
+  const Problem::Cache& cache = p_->cache;
+  const int64_t first = indptr_ != nullptr ? indptr_[b] * cache.id_stride : b * cache.table_stride;
+  return {table_ + first, cache.id_stride};
 }
 
 void KvLocator::check_pages(int64_t b, const Sequence& s) const {
-  const int32_t* const ids = pages(b);
+  const PageIds ids = pages(b);
   const int64_t page = p_->cache.page, end = (s.k_begin + s.sk + page - 1) / page;
   for (int64_t i = s.k_begin / page; i < end; ++i) {
     if (ids[i] < 0 || ids[i] >= p_->cache.entries) {
@@ -43,7 +45,7 @@ void KvLocator::check_pages(int64_t b, const Sequence& s) const {
 
 KvSpan KvLocator::of(int64_t b, const Sequence& s) const {
   if (p_->cache.paged()) return {s.k_begin, 0, pages(b), p_->cache.page};
-  return {s.k_begin, p_->has(Arg::kCacheBatchIdx) ? batch_idx_[b] : b};
+  return {s.k_begin, p_->has(Arg::kCacheBatchIdx) ? batch_idx_[b] : b, {}};
 }
 
 }  // namespace fulgur

@@ -8,11 +8,18 @@
 
 namespace fulgur {
 
+/// The ids of the pages of a sequence, as a page table has them.
+struct PageIds {
+  const int32_t* first = nullptr;  ///< null without pages
+  int64_t stride = 1;              ///< from an id to the next
+  int32_t operator[](int64_t i) const { return first[i * stride]; }
+};
+
 /// Where the keys of a sequence lie in K and V: in rows of one entry of the batch, or of pages.
 struct KvSpan {
-  int64_t begin = 0;               ///< the row of its first key
-  int64_t entry = 0;               ///< of the batch
-  const int32_t* pages = nullptr;  ///< row r is row r % page of pages[r / page]; null without pages
+  int64_t begin = 0;  ///< the row of its first key
+  int64_t entry = 0;  ///< of the batch
+  PageIds pages{};    ///< row r is row r % page of pages[r / page]
   int64_t page = 0;
 };
 
@@ -20,12 +27,13 @@ struct KvSpan {
 /// row + count) of an entry of the batch, or of a page.
 class KvRuns {
  public:
-  KvRuns(const KvSpan& keys, int64_t j, int64_t n) : page_(keys.page), left_(n) {
+  KvRuns(const KvSpan& keys, int64_t j, int64_t n)
+      : pages_(keys.pages), page_(keys.page), left_(n) {
     row = keys.begin + j;
     count = n;
     entry = keys.entry;
-    if (keys.pages == nullptr || n == 0) return;
-    id_ = keys.pages + row / page_;
+    if (pages_.first == nullptr || n == 0) return;
+    at_ = row / page_;
     row %= page_;
     go_to_page();
   }
@@ -33,7 +41,7 @@ class KvRuns {
   void next() {
     left_ -= count;
     if (left_ == 0) return;
-    ++id_;
+    ++at_;
     row = 0;
     go_to_page();
   }
@@ -42,12 +50,13 @@ class KvRuns {
 
  private:
   void go_to_page() {
-    entry = *id_;
+    entry = pages_[at_];
     count = std::min(left_, page_ - row);
   }
 
-  const int32_t* id_ = nullptr;
+  PageIds pages_;
   int64_t page_, left_;
+  int64_t at_ = 0;  // of the page's id
 };
 
 /// The keys of the sequences of one call whose tables are in the host's memory, where they stay.
@@ -70,8 +79,7 @@ class KvLocator {
  private:
   KvLocator(const Problem& problem, const Sequences& sequences, const KvCache& tensors);
 
-  /// The first page id of sequence b.
-  const int32_t* pages(int64_t b) const;
+  PageIds pages(int64_t b) const;  // of sequence b
   void check_pages(int64_t b, const Sequence& s) const;
 
   const Problem* p_;

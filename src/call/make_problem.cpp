@@ -232,6 +232,8 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
 Problem make_problem(const BackwardArgs& args, const Options& options) {
   if (args.dsinks.given() && !args.sinks.given()) fail("dsinks", "given without sinks");
   Problem p = make_shared(args, options);
+  if (args.dsinks.given())
+    check_dtype("dsinks", args.dsinks, args.sinks.dtype, "the dtype of sinks");
   p.pass = Pass::kBackward;
   p.dout = rows_layout(args.dout);
   p.out = rows_layout(args.out);

@@ -87,6 +87,7 @@ std::string undivided(const Problem& p) {
   if (p.has(Arg::kSeqUsedQ)) return "seqused_q leaves gaps between the rows of q";
   if (!packs(p)) return "the sequences of q do not lie one after the other";
   const bool table = p.cache.pages == Problem::Cache::Pages::kTable;
+  if (p.cache.id_stride != 1) return "the ids of a row of page_table do not lie side by side";
   if (table && p.batch > 1 && p.cache.table_stride < p.cache.ids) {
     return "the rows of page_table do not lie one after the other";
   }

@@ -37,7 +37,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   add(p.packed, p.packed_k, p.total_q, p.total_k, p.total_keys, p.given.bits(), p.on_host.bits(),
       p.mask.left, p.mask.right, p.mask.chunk, p.mask.top_left);
   add(p.cache.pages, p.cache.entries, p.cache.page, p.cache.ids, p.cache.table_stride,
-      p.prefix_groups, p.of_groups);
+      p.cache.id_stride, p.prefix_groups, p.of_groups);
   add(p.append.given, p.append.rotates, p.append.batch, p.append.tokens, p.append.host_numbers);
   for (const Layout* l :
        {&p.q, &p.k, &p.v, &p.out, &p.dout, &p.dq, &p.dk, &p.dv_grad, &p.lse, &p.dlse}) {

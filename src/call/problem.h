@@ -38,6 +38,7 @@ struct Problem {
     int64_t page = 0;          ///< keys of a page
     int64_t ids = 0;           ///< of the table: of a sequence at most, or of all lists
     int64_t table_stride = 0;  ///< from the ids of a sequence to those of the next
+    int64_t id_stride = 1;     ///< from an id of a sequence to its next
 
     bool operator==(const Cache&) const = default;
     bool paged() const { return pages != Pages::kNone; }

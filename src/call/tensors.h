@@ -92,6 +92,7 @@ enum class TensorShape : uint8_t {
 enum class TensorType : uint8_t {
   kInput,       ///< the dtype of q
   kStatistics,  ///< f32, f64 where q is
+  kSinkType,    ///< f32, or the dtype of q where that has 16 bits
   kF32,
   kI32,
   kI64,
@@ -162,7 +163,7 @@ struct TensorRule {
   T(lse, kLse, kOptional, kWritten, kRowStatistics, kStatistics, kDevice)  \
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
-  T(sinks, kSinks, kOptional, kRead, kHeads, kF32, kHostToo)               \
+  T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
   T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)
 
 #define FULGUR_BACKWARD_TENSORS(T)                                         \
@@ -177,9 +178,9 @@ struct TensorRule {
   T(dv, kDv, kRequired, kWritten, kRowsOfV, kInput, kDevice)               \
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
-  T(sinks, kSinks, kOptional, kRead, kHeads, kF32, kHostToo)               \
+  T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
   T(dlse, kDlse, kOptional, kRead, kRowStatistics, kStatistics, kDevice)   \
-  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kF32, kDevice)
+  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kSinkType, kDevice)
 
 #define FULGUR_APPEND_TENSORS(T)                              \
   T(q, kQ, kOptional, kRead, kOwn, kInput, kDevice)           \

@@ -49,8 +49,7 @@ class Work {
         args_(args),
         sequences_(problem, args),
         keys_(problem, sequences_, args),
-        given_{static_cast<const float*>(args.alibi_slopes.data),
-               static_cast<const float*>(args.sinks.data), tree_mask_of(args),
+        given_{static_cast<const float*>(args.alibi_slopes.data), args.sinks, tree_mask_of(args),
                dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
@@ -205,17 +204,17 @@ class Work {
   void sink_gradients(const Rows& D_of) const {
     const auto* lse = static_cast<const float*>(args_.lse.data);
     each(p_.hq, [&](int64_t h) {
+      const double sink = given_.sink(h);
       double sum = 0;
       for (int64_t b = 0; b < p_.batch; ++b) {
         const Task t = task(b, h / p_.group());
         const float* const D = D_of(t) + h % p_.group() * t.s.sq;
         for (int64_t i = 0; i < t.s.sq; ++i) {
-          const double P =
-              sink_probability(given_.sinks[h], lse[p_.lse.offset(b, t.s.q_begin + i, h)]);
+          const double P = sink_probability(sink, lse[p_.lse.offset(b, t.s.q_begin + i, h)]);
           if (P != 0) sum -= P * D[i];
         }
       }
-      static_cast<float*>(args_.dsinks.data)[h] = static_cast<float>(sum);
+      store_element(args_.dsinks.data, args_.dsinks.dtype, h, sum);
     });
   }
 

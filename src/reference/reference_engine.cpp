@@ -121,7 +121,7 @@ class Work {
     for (int64_t h = 0; h < p_.hq; ++h) {
       double sum = 0;
       for (size_t at = h; at < of_sequences.size(); at += p_.hq) sum += of_sequences[at];
-      store_element(args_.dsinks.data, DType::kF32, h, sum);
+      store_element(args_.dsinks.data, args_.dsinks.dtype, h, sum);
     }
   }
 
@@ -133,7 +133,7 @@ class Work {
 
   double sink(int64_t h) const {
     if (!p_.has(Arg::kSinks)) return -std::numeric_limits<double>::infinity();
-    return load_element(args_.sinks.data, DType::kF32, h);
+    return load_element(args_.sinks.data, args_.sinks.dtype, h);
   }
 
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,

@@ -403,6 +403,12 @@ const std::vector<Wrong>& wrongs() {
        kBackwardOnly},
       {"dsinks_on_cuda", [](Call& c) { c.dsinks = on_cuda(c.dsinks); },
        "dsinks: on cuda:0, want cpu", kBackwardOnly},
+      {"dsinks_of_another_dtype",
+       [](Call& c) {
+         for (Tensor* t : {&c.q, &c.k, &c.v, &c.out, &c.dout, &c.dq, &c.dk, &c.dv, &c.sinks})
+           t->dtype = DType::kBF16;
+       },
+       "dsinks: got f32, want bf16", kBackwardOnly},
       {"dsinks_without_sinks", [](Call& c) { c.sinks = {}; }, "dsinks: given without sinks",
        kBackwardOnly},
       {"dsinks_are_sinks", [](Call& c) { c.dsinks.data = c.sinks.data; },

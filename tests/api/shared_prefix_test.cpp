@@ -265,6 +265,7 @@ TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
       {"leftpad_k", [&](Options&, ForwardTensors& t) { t.leftpad_k = leftpad; }},
       {"seqused_q", [&](Options&, ForwardTensors& t) { t.seqused_q = used; }},
       {"the rows of page_table", [](Options&, ForwardTensors& t) { t.page_table.strides[0] = 0; }},
+      {"the ids of a row", [](Options&, ForwardTensors& t) { t.page_table.strides[1] = 0; }},
       {"at most", [](Options&, ForwardTensors& t) { t.page_table.shape[1] = 10; }},
       {"130 rows of a kv head", [](Options&, ForwardTensors&) {}, rows},
       {"the sequences of q", [](Options&, ForwardTensors&) {}, padded},

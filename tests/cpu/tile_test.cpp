@@ -222,8 +222,7 @@ struct Prepared {
     backward = w.backward;
     problem = make_problem(forward, w.options);
     backward_problem = make_problem(backward, w.options);
-    given = {static_cast<const float*>(forward.alibi_slopes.data),
-             static_cast<const float*>(forward.sinks.data), forward.tree_mask,
+    given = {static_cast<const float*>(forward.alibi_slopes.data), forward.sinks, forward.tree_mask,
              dropout_of(problem, forward, w.run_options)};
   }
   void run_forward(const tiles::Path& path, int64_t block = tiles::kBlock) const {

@@ -21,6 +21,7 @@ std::string CacheShape::name() const {
   std::string s = orders[static_cast<int>(order)];
   s += std::string("_") + indices[static_cast<int>(index)];
   if (index != Index::kBatch) s += "_page" + std::to_string(page);
+  if (id_stride != 1) s += "_ids" + std::to_string(id_stride);
   return s + (leftpad ? "_leftpad" : "");
 }
 
@@ -36,6 +37,12 @@ std::vector<CacheShape> cache_shapes() {
         }
       }
       all.push_back({order, Index::kBatch, 0, leftpad});
+    }
+    for (const Index index : {Index::kTable, Index::kLists}) {
+      for (const int64_t page : {3, 64}) {
+        for (const int64_t id_stride : {3, -2})
+          all.push_back({Order::kNhd, index, page, leftpad, id_stride});
+      }
     }
   }
   return all;
@@ -108,11 +115,13 @@ void Cached::make_storage() {
   forward.v = view(c.dv, dims[1], both ? rows_ * c.hk * dims[0] : 0);
 
   const auto sequences = static_cast<int64_t>(w_.sequences.size());
-  const auto index = [&](std::initializer_list<int64_t> sizes, int64_t row) {
+  const auto index = [&](std::initializer_list<int64_t> sizes, int64_t row, int64_t step) {
+    const int64_t ids = std::data(sizes)[sizes.size() - 1], length = std::abs(step);
     const std::vector<int64_t> strides =
-        sizes.size() == 2 ? std::vector<int64_t>{row, 1} : std::vector<int64_t>{1};
-    storages_.emplace_back(DType::kI32, sizes.size() == 2 ? sequences * row : *sizes.begin());
-    return storages_.back().view(0, std::span(sizes.begin(), sizes.size()), strides);
+        sizes.size() == 2 ? std::vector<int64_t>{row * length, step} : std::vector<int64_t>{step};
+    storages_.emplace_back(DType::kI32, (sizes.size() == 2 ? sequences * row : ids) * length);
+    return storages_.back().view(step < 0 ? (ids - 1) * length : 0,
+                                 std::span(sizes.begin(), sizes.size()), strides);
   };
   int64_t most = 0, all = kExtra;
   std::vector<int64_t> indptr{all};
@@ -122,11 +131,11 @@ void Cached::make_storage() {
     indptr.push_back(all);
   }
   if (batch) {
-    forward.cache_batch_idx = index({sequences}, 0);
+    forward.cache_batch_idx = index({sequences}, 0, 1);
   } else if (shape.index == CacheShape::Index::kTable) {
-    forward.page_table = index({sequences, most + kExtra}, most + kExtra + 3);
+    forward.page_table = index({sequences, most + kExtra}, most + kExtra + 3, shape.id_stride);
   } else {
-    forward.page_table = index({all}, 0);
+    forward.page_table = index({all}, 0, shape.id_stride);
     forward.page_indptr = vector(indptr);
   }
 }
@@ -190,11 +199,12 @@ void Cached::write_index() {
     const auto row = static_cast<int64_t>(b);
     const int64_t first =
         forward.page_indptr.given()
-            ? static_cast<int64_t>(load(forward.page_indptr.data, DType::kI32, row))
+            ? static_cast<int64_t>(load(forward.page_indptr.data, DType::kI32, row)) *
+                  shape.id_stride
             : row * forward.page_table.strides[0];
     if (w_.sequences[b].sk == 0) continue;
     for (int64_t i = padding(b) / shape.page; i < entries_of(b); ++i) {
-      put(forward.page_table, first + i, entries[b][static_cast<size_t>(i)]);
+      put(forward.page_table, first + i * shape.id_stride, entries[b][static_cast<size_t>(i)]);
     }
   }
 }

@@ -23,6 +23,7 @@ struct CacheShape {
   Index index = Index::kTable;
   int64_t page = 16;
   bool leftpad = false;
+  int64_t id_stride = 1;  ///< of page_table, from an id to the next
 
   std::string name() const;
 };

@@ -145,7 +145,7 @@ std::vector<Case> long_cases() {
        .mask = window(127, 0),
        .dlse = true,
        .sinks = true},
-      {.dtype = bf16,  // a line in many parts of many rows
+      {.dtype = bf16,  // a q block of many rows in many splits
        .sq = 4,
        .sk = 4096,
        .hq = 8,

@@ -396,7 +396,8 @@ testing::AssertionResult backward_is_right(const Workload& w, const Expected& e)
   if (!b.dsinks.given()) return testing::AssertionSuccess();
   // They are f32 whatever the tensors are, but take D from O, which is rounded as these are.
   const double bound = std::max(t, tolerance(DType::kF32)) * e.unit.dsinks +
-                       half_ulp(w.c.dtype) * e.unit.rounded_dsinks;
+                       half_ulp(w.c.dtype) * e.unit.rounded_dsinks +
+                       half_ulp(b.dsinks.dtype) * max_abs(e.reference.dsinks);
   return within("dsinks", b.dsinks, e.reference.dsinks, e.naive.dsinks, 3, bound);
 }
 

@@ -221,11 +221,14 @@ void Workload::make_options(uint64_t seed) {
   write(forward.alibi_slopes, slopes);
 }
 
-// From about the LSE of the keys that a row sees to far below it; the third is none.
+// From about the LSE of the keys that a row sees to far below it; the third is none. Every other
+// case has them in the dtype of q where that has 16 bits.
 void Workload::make_sinks() {
   const std::array shape{c.hq}, strides{int64_t{1}};
-  forward.sinks = backward.sinks = storage(DType::kF32, c.hq, false).view(0, shape, strides);
-  backward.dsinks = storage(DType::kF32, c.hq, true).view(0, shape, strides);
+  const bool as_q = size_of(c.dtype) == 2 && c.seed() % 2 == 0;
+  const DType dtype = as_q ? c.dtype : DType::kF32;
+  forward.sinks = backward.sinks = storage(dtype, c.hq, false).view(0, shape, strides);
+  backward.dsinks = storage(dtype, c.hq, true).view(0, shape, strides);
   const bool bounded = c.mask.left >= 0 && c.mask.right >= 0;
   int64_t seen = bounded ? std::min(c.sk, c.mask.left + c.mask.right + 1) : c.sk;
   if (c.mask.chunk > 0) seen = std::min(seen, c.mask.chunk);

@@ -65,6 +65,7 @@ AppendParams append_params(const AppendCall& c) {
   p.page_indptr = ints(a.cache.page_indptr);
   p.cache_batch_idx = ints(a.cache.cache_batch_idx);
   p.table_stride = cache.table_stride;
+  p.id_stride = cache.id_stride;
   p.ids = cache.ids;
   p.room = c.p.sk;
   p.entries = cache.entries;

@@ -9,6 +9,7 @@
 #include <span>
 #include <type_traits>
 
+#include "base/convert.h"
 #include "call/check_tensors.h"
 #include "call/lengths.h"
 #include "cuda/common/call_kernel.h"
@@ -42,12 +43,22 @@ void for_each_name(const Problem& problem, const Take& take) {
   for_each_tensor(visit, none);
 }
 
-/// Adds the bytes of a vector, or of the rows of a matrix, whatever lies between them.
+/// Adds the numbers of a vector, or of the rows of a matrix, whatever lies between them. Those of
+/// 16 bits become f32.
 void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
   const int64_t element = size_of(t.dtype), rows = t.rank == 2 ? t.shape[0] : 1;
+  const int64_t columns = t.shape[t.rank - 1];
   for (int64_t i = 0; i < rows; ++i) {
     const auto* row = static_cast<const std::byte*>(t.data) + i * t.strides[0] * element;
-    bytes.insert(bytes.end(), row, row + t.shape[t.rank - 1] * element);
+    if (element == sizeof(int)) {
+      bytes.insert(bytes.end(), row, row + columns * element);
+      continue;
+    }
+    for (int64_t j = 0; j < columns; ++j) {
+      const auto x = static_cast<float>(load_element(row, t.dtype, j));
+      const auto* from = reinterpret_cast<const std::byte*>(&x);
+      bytes.insert(bytes.end(), from, from + sizeof(x));
+    }
   }
 }
 
@@ -82,7 +93,8 @@ Args HostMetadata::moved(Args args, void* to) const {
   auto* at = static_cast<int*>(to);
   for_each(problem_, args, [&](ConstTensor& numbers) {
     const auto shape = std::span(numbers.shape).first(static_cast<size_t>(numbers.rank));
-    numbers = ConstTensor::contiguous(at, numbers.dtype, shape, problem_.device);
+    const DType dtype = size_of(numbers.dtype) == sizeof(int) ? numbers.dtype : DType::kF32;
+    numbers = ConstTensor::contiguous(at, dtype, shape, problem_.device);
     at += numbers.numel();
   });
   return args;

@@ -211,8 +211,8 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.dv_grad.data = data(args.dv);
   p.lse.data = static_cast<const float*>(args.lse.data);
   p.dlse.data = static_cast<const float*>(args.dlse.data);
-  p.sinks = static_cast<const float*>(args.sinks.data);
-  p.dsinks = static_cast<float*>(args.dsinks.data);
+  p.sinks = sinks_of(args.sinks);
+  p.dsinks = args.dsinks.data;
   set_tensors(p, args);
   set_random_numbers(p, run);
   p.counters = reinterpret_cast<int*>(workspace);

@@ -156,9 +156,17 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   return params;
 }
 
+Sinks sinks_of(const ConstTensor& sinks) {
+  return {sinks.data, static_cast<kernels::Element>(sinks.dtype)};
+}
+
 KeyPages key_pages(const Problem& p) {
-  return {static_cast<int>(p.cache.entries), static_cast<int>(p.cache.ids), p.cache.table_stride,
-          nullptr, nullptr};
+  return {static_cast<int>(p.cache.entries),
+          static_cast<int>(p.cache.ids),
+          p.cache.table_stride,
+          p.cache.id_stride,
+          nullptr,
+          nullptr};
 }
 
 void describe_tile(const TileId& tile, const KernelKey& key, Details& details) {

@@ -128,6 +128,8 @@ CallParams call_params(const Problem& problem, const kernels::Band& band);
 /// The pages of its keys, without addresses.
 KeyPages key_pages(const Problem& problem);
 
+Sinks sinks_of(const ConstTensor& sinks);
+
 /// The tensors that every pass reads besides q, k and v.
 template <class Args>
 void set_tensors(CallParams& params, const Args& args) {

@@ -105,7 +105,7 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, char* workspac
   }
   p.lse = static_cast<float*>(args.lse.data);
   set_tensors(p, args);
-  p.sinks = static_cast<const float*>(args.sinks.data);
+  p.sinks = sinks_of(args.sinks);
   p.pages.table = ints(args.cache.page_table);
   p.pages.indptr = ints(args.cache.page_indptr);
   p.cache_batch_idx = ints(args.cache.cache_batch_idx);

@@ -86,7 +86,7 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
   a.padding.seqused_q = p.seqused_q;
   p.pages.table = static_cast<const int*>(args.cache.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
-  p.sinks = static_cast<const float*>(args.sinks.data);
+  p.sinks = sinks_of(args.sinks);
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
   const bool elements = plan_.store == ForwardPlan::Store::kElements;

@@ -29,6 +29,7 @@ struct AppendParams {
   const int* page_indptr;      // [batch + 1] or null
   const int* cache_batch_idx;  // [batch] or null
   long long table_stride;      // from the ids of a sequence to those of the next, without page_indptr
+  long long id_stride;         // from an id to the next
   long long ids;               // of all lists
   long long room;              // rows of a sequence at most
   long long entries;           // of a cache: pages, or rows of the batch

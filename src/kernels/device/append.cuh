@@ -79,13 +79,14 @@ __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const App
   if (!token.exists || length < 0 || row >= p.room || position < 0) return {false};
   if (p.page_table != nullptr) {
     const u32 page = row / p.page;
-    long long id = token.b * p.table_stride + page;
+    long long at = token.b * p.table_stride + page * p.id_stride;
     if (p.page_indptr != nullptr) {
       const int begin = p.page_indptr[token.b];
-      id = static_cast<long long>(begin) + page;
+      const long long id = static_cast<long long>(begin) + page;
       if (begin < 0 || id >= p.page_indptr[token.b + 1] || id >= p.ids) return {false};
+      at = id * p.id_stride;
     }
-    const int entry = p.page_table[id];
+    const int entry = p.page_table[at];
     return {entry >= 0 && entry < p.entries, entry, row - page * p.page, position};
   }
   const int entry = p.cache_batch_idx == nullptr ? token.b : p.cache_batch_idx[token.b];

@@ -56,6 +56,19 @@ __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
   }
 }
 
+// Element i of an array whose type a kernel is told when it runs.
+__device__ __forceinline__ float element_at(const void* data, Element type, int i) {
+  if (type == kF32) return static_cast<const float*>(data)[i];
+  const unsigned short x = static_cast<const unsigned short*>(data)[i];
+  return type == kBF16 ? to_f32<kBF16>(x) : to_f32<kF16>(x);
+}
+__device__ __forceinline__ void set_element(void* data, Element type, int i, float x) {
+  if (type == kF32)
+    static_cast<float*>(data)[i] = x;
+  else
+    static_cast<unsigned short*>(data)[i] = type == kBF16 ? from_f32<kBF16>(x) : from_f32<kF16>(x);
+}
+
 // A type of elements: how many a panel and a step of a product have, and words of two.
 template <Element type>
 struct ElementType {

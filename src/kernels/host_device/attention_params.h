@@ -1,5 +1,6 @@
 // What kernels are told of a call, the same for the host and the device.
 #pragma once
+#include "host_device/element.h"
 #include "host_device/work_tiles.h"
 
 // A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch stride.
@@ -12,9 +13,16 @@ struct StridedTensor {
 struct KeyPages {
   int entries;  // pages that there are
   int ids;      // in the table: of a sequence, or of all lists
-  long long table_stride;
+  long long table_stride;  // from the ids of a sequence to those of the next, without indptr
+  long long id_stride;     // from an id to the next
   const int* table;   // [b, ids], or [ids]: the lists of all sequences
   const int* indptr;  // [b + 1], kPageLists: where the list of a sequence begins
+};
+
+// The sinks [hq], kHasSinks.
+struct Sinks {
+  const void* data;
+  fulgur::kernels::Element type;
 };
 
 // What is computed: inputs, lengths, mask and scores.
@@ -63,5 +71,5 @@ struct AttentionParams : CallParams {
   float* partial;  // [split blocks][splits][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
   KeyPages pages;  // kPage
-  const float* sinks;  // [hq], kHasSinks
+  Sinks sinks;
 };

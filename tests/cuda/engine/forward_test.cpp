@@ -247,12 +247,12 @@ TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
   const ForwardCall forward = forward_call({.sinks = true});
   const ForwardArgs there = placed(forward.args, kBase);
   plan(forward.args, forward.options).run(there);
-  EXPECT_EQ(params<ForwardParams>(0).sinks, there.sinks.data);
+  EXPECT_EQ(params<ForwardParams>(0).sinks.data, there.sinks.data);
   const ForwardCall decode = forward_call({.sq = 1, .seqused = true, .sinks = true});
   const ForwardArgs few = placed(decode.args, kBase);
   plan(decode.args, decode.options).run(few);
   ASSERT_STREQ(state_->launches[1].kernel, "fulgur_decode");
-  EXPECT_EQ(params<DecodeParams>(1).sinks, few.sinks.data);
+  EXPECT_EQ(params<DecodeParams>(1).sinks.data, few.sinks.data);
 
   const BackwardCall call = backward_call({.hk = 8, .sinks = true}, {.dsinks = true});
   const BackwardArgs args = placed(call.args, kBase);
@@ -261,7 +261,7 @@ TEST_F(OnFakeGpu, SinksGoToTheirKernels) {
   EXPECT_STREQ(state_->launches[2].kernel, "fulgur_backward_prepare");
   EXPECT_STREQ(state_->launches[3].kernel, "fulgur_backward_sinks");
   EXPECT_EQ(state_->launches[3].grid, 8u);  // heads
-  EXPECT_EQ(params<BackwardParams>(3).sinks, args.sinks.data);
+  EXPECT_EQ(params<BackwardParams>(3).sinks.data, args.sinks.data);
   EXPECT_EQ(params<BackwardParams>(3).dsinks, args.dsinks.data);
 }
 

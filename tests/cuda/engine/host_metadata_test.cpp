@@ -107,7 +107,7 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoSideBySide) {
       const auto expect = [&](const auto& p) {
         EXPECT_EQ(static_cast<const void*>(p.alibi_slopes), store.to);
         EXPECT_EQ(p.alibi_batch_stride, kHq);
-        EXPECT_EQ(p.sinks, p.alibi_slopes + kBatch * kHq);
+        EXPECT_EQ(p.sinks.data, p.alibi_slopes + kBatch * kHq);
       };
       if (sq == 1) {
         expect(params<DecodeParams>(1));
@@ -139,7 +139,7 @@ TEST_F(OnFakeGpu, SlopesAndSinksOfTheHostGoToTheGradients) {
     const auto p = params<BackwardParams>(i);
     EXPECT_EQ(static_cast<const void*>(p.alibi_slopes), store.to);
     EXPECT_EQ(p.alibi_batch_stride, 0);
-    EXPECT_EQ(p.sinks, p.alibi_slopes + 8);
+    EXPECT_EQ(p.sinks.data, p.alibi_slopes + 8);
     EXPECT_EQ(p.dsinks, args.dsinks.data);
   }
 }
@@ -157,12 +157,28 @@ TEST_F(OnFakeGpu, SinksOfTheHostBesideNoRows) {
   const auto store = params<UploadMetadataParams>(0);
   EXPECT_EQ(stored_floats(store), sinks);
   for (size_t i = 1; i < state_->launches.size(); ++i) {
-    EXPECT_EQ(static_cast<const void*>(params<BackwardParams>(i).sinks), store.to);
+    EXPECT_EQ(params<BackwardParams>(i).sinks.data, store.to);
   }
   state_->launches.clear();
   args.dsinks = {};
   plan(args, call.options).run(args);
   EXPECT_TRUE(state_->launches.empty());
+}
+
+// Sinks of 16 bits become f32 on their way.
+TEST_F(OnFakeGpu, SinksOfTheHostInTheDtypeOfQ) {
+  const std::vector<uint16_t> sinks = {0x3f80, 0xc000, 0xff80, 0x3e00};  // 1, -2, -inf, 0.125
+  const ForwardCall call = forward_call({.hq = 4, .hk = 4, .sinks = true});
+  ForwardArgs args = placed(call.args, kBase);
+  args.sinks = ConstTensor::contiguous(sinks.data(), DType::kBF16, std::array<int64_t, 1>{4});
+  plan(args, call.options).run(args);
+  ASSERT_FALSE(state_->launches.empty());
+  const auto store = params<UploadMetadataParams>(0);
+  const float infinity = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(stored_floats(store), (std::vector<float>{1, -2, -infinity, 0.125f}));
+  const auto p = params<ForwardParams>(1);
+  EXPECT_EQ(p.sinks.data, store.to);
+  EXPECT_EQ(p.sinks.type, kernels::kF32);
 }
 
 TEST_F(OnFakeGpu, WrongPlacesOfSlopesAndSinks) {

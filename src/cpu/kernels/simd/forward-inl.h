@@ -131,7 +131,7 @@ HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
   if (!p.has(Arg::kLse) && !p.has(Arg::kSinks)) return end;
   end.lse = l == 0 ? -std::numeric_limits<float>::infinity() : (m + std::log2(l)) * kLn2;
   if (!p.has(Arg::kSinks)) return end;
-  const SinkJoined joined = join_sink(task.given.sinks[task.head(r)], end.lse);
+  const SinkJoined joined = join_sink(task.given.sink(task.head(r)), end.lse);
   return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
 }
 

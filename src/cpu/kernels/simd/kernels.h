@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "base/convert.h"
 #include "call/kv_locator.h"
 #include "call/lengths.h"
 #include "call/tree.h"
@@ -17,9 +18,12 @@ constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel
 /// What a call gives besides its tensors of rows.
 struct Given {
   const float* slopes;  ///< ALiBi; null without
-  const float* sinks;   ///< null without
+  ConstTensor sinks;
   ConstTensor tree_mask;
   kernels::DropoutMask dropout;
+
+  /// The sink of q head h; there must be sinks.
+  double sink(int64_t h) const { return load_element(sinks.data, sinks.dtype, h); }
 };
 
 /// The kv head that a task works on. The rows of its q heads are flattened: row r is query r % sq

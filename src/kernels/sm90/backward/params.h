@@ -15,8 +15,8 @@
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
 //   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout    as in
-//                   sm90/forward/params.h
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout
+//                   as in sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
 #pragma once
@@ -72,8 +72,8 @@ struct BackwardParams : BackwardMaps, CallParams {
   int* first_parts;   // warps that have stored partial dK and dV of first parts of cut blocks
 
   // For sinks.cu, if the gradient of the sinks is wanted.
-  const float* sinks;  // [hq]
-  float* dsinks;       // [hq]
+  Sinks sinks;
+  void* dsinks;  // [hq], of the type of the sinks
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
   int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next

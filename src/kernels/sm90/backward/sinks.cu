@@ -1,6 +1,7 @@
 // The gradient of the sinks. A sink is a key without a value, so that dsink = sum of P_sink (dLSE - D) over the rows of
 // its head in all sequences. prepare.cu computes dLSE - D of each row.
 #include "device/dependent_launch.cuh"
+#include "device/elements.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/params.h"
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kSinksThreads)
   __shared__ double sums[kSinksThreads];
   wait_for_earlier_kernels();
   const int head = blockIdx.x;
-  const float sink = p.sinks[head];
+  const float sink = element_at(p.sinks.data, p.sinks.type, head);
   const int chunks = count_of(p.sq, kStatisticsRows);
   double sum = 0;
   for (long long at = threadIdx.x / 32; at < (long long)(p.batch) * chunks; at += kSinksWarps) {
@@ -41,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(kSinksThreads)
     __syncthreads();
     if (threadIdx.x < step) sums[threadIdx.x] += sums[threadIdx.x + step];
   }
-  if (threadIdx.x == 0) p.dsinks[head] = float(sums[0]);
+  if (threadIdx.x == 0) set_element(p.dsinks, p.sinks.type, head, float(sums[0]));
 }

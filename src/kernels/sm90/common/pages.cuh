@@ -28,7 +28,8 @@ struct PageRow {
 __device__ __forceinline__ PageRow page_row(const KeyPages& pages, int batch, int start, int count, int key) {
   const int row = start + key;
   if (key >= count) return {-1, 0};
-  const int id = pages.table[(kPageLists ? 0 : batch * pages.table_stride) + row / max_of(kPage, 1)];
+  const long long list = kPageLists ? 0 : batch * pages.table_stride;
+  const int id = pages.table[list + row / max_of(kPage, 1) * pages.id_stride];
   return {u32(id) < u32(pages.entries) ? id : -1, row % max_of(kPage, 1)};
 }
 

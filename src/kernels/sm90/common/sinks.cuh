@@ -20,11 +20,11 @@ __device__ __forceinline__ SinkJoined join_sink(float sink, float lse) {
 }
 
 // What the products of a row of a head must be multiplied with in the end, and its LSE.
-__device__ __forceinline__ float normalizer(const float* sinks, int head, float sum, float shift) {
+__device__ __forceinline__ float normalizer(const Sinks& sinks, int head, float sum, float shift) {
   if (!kHasSinks) return normalizer(sum);
-  return normalizer(sum) * join_sink(sinks[head], lse_of(sum, shift)).keys;
+  return normalizer(sum) * join_sink(element_at(sinks.data, sinks.type, head), lse_of(sum, shift)).keys;
 }
-__device__ __forceinline__ float lse_of(const float* sinks, int head, float sum, float shift) {
+__device__ __forceinline__ float lse_of(const Sinks& sinks, int head, float sum, float shift) {
   const float lse = lse_of(sum, shift);
-  return kHasSinks ? join_sink(sinks[head], lse).lse : lse;
+  return kHasSinks ? join_sink(element_at(sinks.data, sinks.type, head), lse).lse : lse;
 }

@@ -16,7 +16,8 @@
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kHasSinks, kHasLse    as in sm90/forward/params.h
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kHasSinks, kHasLse
+//                   as in sm90/forward/params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
 //   kSeqUsedQ       1: seqused_q[batch] bounds the queries
@@ -59,7 +60,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   float* partial;
   int* tickets;    // [4 * CTAs + 1], zero before the first launch; every launch leaves them zero
 
-  const float* sinks;  // [hq], kHasSinks
+  Sinks sinks;     // kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
   fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk

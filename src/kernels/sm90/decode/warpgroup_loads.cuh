@@ -95,6 +95,7 @@ class PageIds {
   __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& tile, int page) {
     const DecodeSequence& s = tile.sequence;
     ids_ = page_ids(p, tile);
+    stride_ = p.pages.id_stride;
     count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
     first_ = page / 32 * 32;
     here_ = load(first_);
@@ -117,10 +118,11 @@ class PageIds {
  private:
   __device__ __forceinline__ int load(int first) const {
     const int page = first + int(threadIdx.x % 32);
-    return page < count_ ? ids_[page] : -1;
+    return page < count_ ? ids_[page * stride_] : -1;
   }
 
   const int* ids_;
+  long long stride_;
   int count_;  // pages that have keys of the sequence
   int first_, here_, next_;
 };

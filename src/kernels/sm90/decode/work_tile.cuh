@@ -57,5 +57,5 @@ __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams
 
 // The ids of its sequence's pages.
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
-  return p.pages.table + (kPageLists ? tile.sequence.entry : tile.batch * p.pages.table_stride);
+  return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);
 }
