@@ -13,6 +13,7 @@ void for_each_mask_option(Visit&& visit, Options& options) {
   visit("window_left", options.mask.left);
   visit("window_right", options.mask.right);
   visit("chunk", options.mask.chunk);
+  visit("top_left", options.mask.top_left);
 }
 
 /// Calls visit(name in Python, member) for each option but `threads` and `engine`, which PyTorch

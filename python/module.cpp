@@ -251,6 +251,8 @@ const char* words(fulgur::TensorType type) {
   switch (type) {
     case fulgur::TensorType::kF32:
       return "float32";
+    case fulgur::TensorType::kSinkType:
+      return "float32 or the 16-bit dtype of q";
     case fulgur::TensorType::kI32:
       return "int32";
     case fulgur::TensorType::kI64:

@@ -436,7 +436,8 @@ struct Backward : BackwardPass<inputs> {
     auto [dq, dq_view] = empty_like(args.q);
     auto [dk, dk_view] = empty_like(args.k);
     auto [dv, dv_view] = empty_like(args.v);
-    auto [dsinks, dsinks_view] = empty(DType::kF32, {args.sinks.numel()}, args.q.device);
+    const DType sinks = args.sinks.given() ? args.sinks.dtype : args.q.dtype;
+    auto [dsinks, dsinks_view] = empty(sinks, {args.sinks.numel()}, args.q.device);
     args.dq = dq_view;
     args.dk = dk_view;
     args.dv = dv_view;

@@ -211,6 +211,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -256,12 +257,15 @@ def attention(
             With ``causal`` both hold.
         chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
             layers of Llama 4).
+        top_left: query i is at key i instead of key i + sk - sq, for the mask and ALiBi: the first
+            query is at the first key of its sequence. Not with ``tree_mask`` or rotary embeddings.
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead of
@@ -328,6 +332,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -367,6 +372,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -419,6 +425,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,
 ) -> None:
@@ -447,8 +454,8 @@ def append(
             token + i if ``causal``, ``window`` or ``chunk`` hides keys, else all to that of the first.
         q_out: where the rotated queries go; may be q itself.
         cu_seqlens_q: int32 ``(batch + 1,)``.
-        page_table, page_indptr, cache_batch_idx, causal, window, chunk, threads, stream: as for
-            :func:`attention`.
+        page_table, page_indptr, cache_batch_idx, causal, window, chunk, top_left, threads, stream: as
+            for :func:`attention`.
 
     Returns:
         The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
@@ -490,6 +497,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,
 ) -> _Array: ...
@@ -510,6 +518,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -554,10 +563,10 @@ def append_attention(
         interleaved: columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
         rotary_seqlens: int32 ``(batch,)``: the position of each sequence's first new token; default
             cache_seqlens.
-        causal, window, chunk, scale, softcap, alibi_slopes, sinks, cu_seqlens_q, max_seqlen_q,
-            max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
-            prefix_groups, prefix_lens, invariant, max_workspace, threads, engine, return_lse, out,
-            stream: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
+            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
+            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, threads, engine,
+            return_lse, out, stream: as for :func:`attention`.
 
     Returns:
         As :func:`attention`.
@@ -590,6 +599,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -630,6 +640,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -665,6 +676,7 @@ def attention_backward(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -699,10 +711,10 @@ def attention_backward(
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
-        dsinks: float32 ``(hq,)``: where to write; with sinks alone.
-        causal, window, chunk, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset, rng_state,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, deterministic,
-            invariant, max_workspace, threads, engine, stream: as for :func:`attention`.
+        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: where to write; with sinks alone.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset,
+            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            deterministic, invariant, max_workspace, threads, engine, stream: as for :func:`attention`.
 
     Returns:
         (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
@@ -731,6 +743,7 @@ def attention_backward(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -768,6 +781,7 @@ def plan(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -803,10 +817,11 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         out: given if runs will give one with other strides than a fresh array has.
-        causal, window, chunk, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr,
-            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, deterministic, invariant,
-            max_workspace, threads, engine, return_lse: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table,
+            page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
+            deterministic, invariant, max_workspace, threads, engine, return_lse: as for
+            :func:`attention`.
 
     Returns:
         A :class:`Plan`.
@@ -837,6 +852,7 @@ def plan(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -877,6 +893,7 @@ def plan_backward(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -909,10 +926,10 @@ def plan_backward(
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
-        dsinks: float32 ``(hq,)``: likewise; with sinks alone.
-        causal, window, chunk, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, deterministic, invariant,
-            max_workspace, threads, engine: as for :func:`attention`.
+        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, deterministic,
+            invariant, max_workspace, threads, engine: as for :func:`attention`.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -941,6 +958,7 @@ def explain(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
@@ -979,9 +997,9 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
-        causal, window, chunk, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset, rng_state,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table,
-            page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset,
+            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
             deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.
 
     Raises:

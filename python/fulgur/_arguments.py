@@ -231,7 +231,7 @@ def backward_results(views, given):
     """(shape, dtype) of dq, dk and dv by name, and of dsinks where there are sinks."""
     results = {"d" + name: (views[name].shape, views[name].dtype) for name in QKV}
     if "sinks" in views:
-        results["dsinks"] = (views["sinks"].shape, "f32")
+        results["dsinks"] = (views["sinks"].shape, views["sinks"].dtype)
     elif given.get("dsinks") is not None:
         raise ValueError("dsinks: given without sinks")
     return results

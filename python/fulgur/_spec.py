@@ -80,6 +80,11 @@ _MASK = _rows(
         "of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local "
         "layers of Llama 4).",
     ),
+    (
+        "top_left", "bool", False,
+        "query i is at key i instead of key i + sk - sq, for the mask and ALiBi: the first query is at the "
+        "first key of its sequence. Not with ``tree_mask`` or rotary embeddings.",
+    ),
 )  # fmt: skip
 _SCORES = _rows(
     ("scale", "float | None", None, "of the scores; default 1 / sqrt(d)."),

@@ -38,8 +38,8 @@ def in_lse(rows):
     return (rows[0], slice(None), rows[1]) if isinstance(rows, tuple) else (slice(None), rows)
 
 
-def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, scale=None, softcap=0.0,
-                  alibi_slopes=None, sinks=None, tree_words=None, **_):  # fmt: skip
+def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, top_left=False, scale=None,
+                  softcap=0.0, alibi_slopes=None, sinks=None, tree_words=None, **_):  # fmt: skip
     """P and LSE of one sequence q [sq, hq, d], k [sk, hq, d], and d score / d (q k^T)."""
     sq, sk = len(q), len(k)
     scale = r(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
@@ -48,7 +48,7 @@ def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, scale=None,
     if softcap:
         tanh = r(np.tanh(S / r(softcap)))
         S, slope = r(r(softcap) * tanh), scale * (1 - tanh * tanh)
-    i, j = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
+    i, j = np.arange(sq)[:, None] + (0 if top_left else sk - sq), np.arange(sk)
     if alibi_slopes is not None:
         slopes = alibi_slopes if np.ndim(alibi_slopes) == 1 else alibi_slopes[b]
         S = S - slopes[:, None, None] * abs(i - j)

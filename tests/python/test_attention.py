@@ -23,6 +23,9 @@ CASES = {
     "chunks, more queries": ((2, 37, 2, 8), 15, 2, 8, dict(chunk=6)),
     "causal chunks": ((2, 40, 4, 24), 70, 2, 24, dict(chunk=16, causal=True)),
     "chunks and window": ((1, 33, 2, 16), 50, 2, 16, dict(chunk=9, window=(4, 2))),
+    "top left": ((2, 33, 4, 16), 70, 2, 24, dict(causal=True, top_left=True)),
+    "top left, more queries": ((1, 90, 2, 16), 37, 2, 16, dict(window=(20, 3), top_left=True)),
+    "chunks, top left, keys in use": ((2, 50, 4, 16), 99, 2, 16, dict(chunk=17, top_left=True, seqused_k=[99, 30])),
     "chunks of keys in use": ((2, 3, 4, 16), 99, 2, 16, dict(chunk=40, causal=True, seqused_k=[99, 42])),
     "grouped heads": ((2, 19, 6, 24), 29, 2, 24, dict(causal=True)),
     "one kv head": ((1, 9, 4, 16), 64, 1, 16, {}),
@@ -81,7 +84,7 @@ def check(q, k, v, dout, **options):
     naive = reference.attention_backward(dout, q, k, v, precision=q.dtype, **options)
     assert len(gradients) == (4 if "sinks" in options else 3)
     for name, got, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), gradients, exact, naive):
-        assert got.dtype == (np.float32 if name == "dsinks" else q.dtype)
+        assert got.dtype == (options["sinks"] if name == "dsinks" else q).dtype
         reference.assert_close(name, got, want, yardstick, 3)
     return out, lse, gradients
 

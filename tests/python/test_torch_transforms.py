@@ -415,15 +415,17 @@ def test_flops_of_bands_are_counted(sq, sk):
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k = torch.empty(1, sq, 1, 1, device="meta"), torch.empty(1, sk, 1, 1, device="meta")
-    places, keys = np.arange(sq)[:, None] + sk - sq, np.arange(sk)
-    for left, right, chunk in itertools.product([-1, 0, 1, 3, 9], [-1, 0, 2, 9], [0, 1, 2, 3, 9]):
+    keys = np.arange(sk)
+    bounds = [-1, 0, 1, 3, 9], [-1, 0, 2, 9], [0, 1, 2, 3, 9], [False, True]
+    for left, right, chunk, top_left in itertools.product(*bounds):
+        places = np.arange(sq)[:, None] + (0 if top_left else sk - sq)
         seen = (left < 0) | (keys >= places - left)
         seen = seen & ((right < 0) | (keys <= places + right))
         if chunk > 0:
             seen = seen & (keys // chunk == places // chunk)
         with FlopCounterMode(display=False) as counter:
-            attention(q, k, k, window=(left, right), chunk=chunk)
-        assert counter.get_total_flops() == 4 * seen.sum(), (left, right, chunk)
+            attention(q, k, k, window=(left, right), chunk=chunk, top_left=top_left)
+        assert counter.get_total_flops() == 4 * seen.sum(), (left, right, chunk, top_left)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -19,6 +19,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
@@ -60,13 +61,16 @@ def attention(
             With ``causal`` both hold.
         chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
             layers of Llama 4).
+        top_left: query i is at key i instead of key i + sk - sq, for the mask and ALiBi: the first
+            query is at the first key of its sequence. Not with ``tree_mask`` or rotary embeddings.
         scale: of the scores; default 1 / sqrt(d). Known when the call is traced, as are all numbers but
             for seed and offset.
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or a
             key of ``jax.random``, of ``key`` or of ``PRNGKey``.
@@ -119,6 +123,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
@@ -153,6 +158,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
@@ -199,6 +205,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
 ) -> tuple[Array, Array]:
     """Caches with new keys and values written into them, and queries rotated to their positions.
 
@@ -210,7 +217,7 @@ def append(
     Args:
         k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
             cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, cu_seqlens_q, causal, window,
-            chunk: as for :func:`fulgur.append`.
+            chunk, top_left: as for :func:`fulgur.append`.
 
     Returns:
         (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
@@ -243,6 +250,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def append_attention(
@@ -261,6 +269,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
@@ -288,10 +297,10 @@ def append_attention(
 
     Args:
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
-            rotary_seqlens, causal, window, chunk, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
-            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
-            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, return_lse: as for
-            :func:`fulgur.append_attention`.
+            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks,
+            cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
+            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
+            return_lse: as for :func:`fulgur.append_attention`.
 
     Returns:
         (k_cache, v_cache, out), with ``return_lse`` (k_cache, v_cache, out, lse); out and lse are as
@@ -317,6 +326,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
@@ -353,6 +363,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,

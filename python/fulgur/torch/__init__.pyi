@@ -17,6 +17,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -55,12 +56,15 @@ def attention(
             With ``causal`` both hold.
         chunk: of these keys j, those with j // chunk == (i + sk - sq) // chunk; 0 is off (the local
             layers of Llama 4).
+        top_left: query i is at key i instead of key i + sk - sq, for the mask and ALiBi: the first
+            query is at the first key of its sequence. Not with ``tree_mask`` or rotary embeddings.
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
@@ -111,6 +115,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -143,6 +148,7 @@ def attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -188,6 +194,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
 ) -> None:
     """Writes new keys and values into caches, in place, and turns them and q to their positions.
 
@@ -198,7 +205,7 @@ def append(
     Args:
         k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, page_table, page_indptr,
             cache_batch_idx, cos, sin, interleaved, rotary_seqlens, q, q_out, cu_seqlens_q, causal,
-            window, chunk: as for :func:`fulgur.append`.
+            window, chunk, top_left: as for :func:`fulgur.append`.
 
     Returns:
         The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
@@ -230,6 +237,7 @@ def append(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
 ) -> Tensor: ...
 @overload
 def append_attention(
@@ -248,6 +256,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -275,10 +284,10 @@ def append_attention(
 
     Args:
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
-            rotary_seqlens, causal, window, chunk, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
-            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
-            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, return_lse: as for
-            :func:`fulgur.append_attention`.
+            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks,
+            cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
+            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
+            return_lse: as for :func:`fulgur.append_attention`.
 
     Returns:
         As :func:`attention`.
@@ -303,6 +312,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -339,6 +349,7 @@ def append_attention(
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
+    top_left: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,

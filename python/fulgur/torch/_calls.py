@@ -31,6 +31,8 @@ def _mask(given):
         numbers["window_right"] = 0
     if given.get("chunk"):
         numbers["chunk"] = given["chunk"]
+    if given.get("top_left"):
+        numbers["top_left"] = True
     return numbers
 
 

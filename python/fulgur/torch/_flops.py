@@ -14,14 +14,14 @@ def _triangle(n):
 
 def _visible_scores(
     q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, window_left=-1,
-    window_right=-1, chunk=0, leftpad_k=None, page_table=None, **_,
+    window_right=-1, chunk=0, top_left=False, leftpad_k=None, page_table=None, **_,
 ):  # fmt: skip
     """How many scores the mask shows in all sequences of all heads. Where fake tensors, or those on meta,
     do not tell the lengths, packed sequences are equally long, and all others as long as they may be."""
 
     def in_band(sq, sk):
-        def up_to(right):  # key i + sk - sq + right of query i
-            right += sk - sq
+        def up_to(right):  # of query i the key `right` after that on its diagonal
+            right += 0 if top_left else sk - sq
             corners = (right + sq, 1), (right, -1), (right + sq - sk, -1), (right - sk, 1)
             return sum(sign * _triangle(n) for n, sign in corners)
 
@@ -34,7 +34,8 @@ def _visible_scores(
         count = 0
         for start in range(0, sk, chunk):
             end = min(start + chunk, sk)
-            count += in_band(max(end - max(start, sk - sq), 0), end - start)
+            rows = min(start + chunk, sq) - start if top_left else end - max(start, sk - sq)
+            count += in_band(max(rows, 0), end - start)
         return count
 
     heads = q.shape[-2]

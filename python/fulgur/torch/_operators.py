@@ -71,7 +71,7 @@ def _fake_append_forward(q, v_cache, **_):
 
 @_fake(backward)
 def _fake_backward(q, k, v, sinks=None, **_):
-    dsinks = q.new_empty((0,) if sinks is None else sinks.shape, dtype=torch.float32)
+    dsinks = q.new_empty((0,)) if sinks is None else q.new_empty(sinks.shape, dtype=sinks.dtype)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
 
 
