@@ -177,7 +177,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       ScoreSlopes slopes;
       // P^T = exp(S^T - LSE) in X.
       const auto exponentiate = [&] {
-        const Exponents exponents = exponents_of(step, n, key, q);
+        const Exponents exponents = exponents_of(p, step, n, key, q);
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
           float slope[4];

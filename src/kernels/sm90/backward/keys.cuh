@@ -187,7 +187,8 @@ struct Exponents {
   u32 shift;           // address of -LSE of that row
 };
 
-__device__ __forceinline__ Exponents exponents_of(const Step& step, const Lengths& n, int key, const QBuffers& q) {
+__device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int key,
+                                                   const QBuffers& q) {
   const int row = step.row + int(thread_column());
   return {score_context(step.head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }

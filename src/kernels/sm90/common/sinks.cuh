@@ -1,6 +1,8 @@
 // An attention sink is a score of a head, in the units of LSE, that joins the softmax of each of its rows as one more
 // key without a value. It joins when all keys of a row are in: splits of a row do not know of it.
 #pragma once
+#include "device/elements.cuh"
+#include "host_device/attention_params.h"
 #include "sm90/common/softmax.cuh"
 
 // A row with its sink.
