@@ -20,7 +20,7 @@ using sm90::BackwardPlan;
 
 inline std::vector<BackwardPlan> plans(const Problem& p, std::vector<std::string>* rejected) {
   std::vector<BackwardPlan> all;
-  for (const sm90::Fitting<sm90::BackwardPlan>& tile : sm90::backward_candidates(p, {}, rejected)) {
+  for (const auto& tile : sm90::backward_candidates(p, {}, rejected)) {
     EXPECT_GT(tile.cycles, 0);
     all.push_back(tile.plan);
   }

@@ -77,7 +77,7 @@ TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
 
 constexpr int kFew = 3;  // SMs that calls with cut blocks are planned for
 
-std::vector<sm90::Fitting<sm90::BackwardPlan>> tiles_of(const Workload& w) {
+std::vector<cuda::Fitting<sm90::BackwardPlan>> tiles_of(const Workload& w) {
   std::vector<std::string> rejected;
   return sm90::backward_candidates(make_problem(w.backward, w.options), {.sms = kFew}, &rejected);
 }

@@ -27,6 +27,7 @@
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
 #include "cuda/sm90/backward_candidates.h"
+#include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/families.h"
 #include "cuda/sm90/forward_plan.h"
 #include "engines.h"

@@ -1,8 +1,12 @@
-/// Decode calls with the dynamic schedule, on whatever card.
+/// Decode calls with the dynamic schedule, whether or not the cost model would take it.
 #pragma once
 
-#include <string>
+#include <functional>
 
+#include "call/make_problem.h"
+#include "cuda/engine/devices.h"
+#include "cuda/sm90/decode_candidates.h"
+#include "cuda/sm90/families.h"
 #include "device.h"
 #include "engine_memory.h"
 #include "workload.h"
@@ -14,12 +18,29 @@ inline int64_t enough_heads(size_t sequences) {
   return cuda::Gpu::at(0).sms() / static_cast<int64_t>(sequences) + 1;
 }
 
-/// Whether the plan of the workload's forward pass has the dynamic schedule.
-inline bool is_dynamic(const Workload& w) {
+/// Runs a forward pass so often by each plan that has the dynamic schedule, and calls check(run)
+/// after each run.
+inline void run_dynamic_plans(const ForwardTensors& tensors, const Options& options, int runs,
+                              const std::function<void(int run)>& check) {
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
   EngineMemory memory("cuda");
-  const ForwardTensors there = memory.at(w.forward);
-  const Details details = plan(there, memory.options(w.forward, w.options)).details();
-  return details.get<std::string>("schedule") == "dynamic";
+  const ForwardArgs args = memory.at(tensors);
+  const Problem problem = make_problem(args, memory.options(tensors, options));
+  int plans = 0;
+  for (const cuda::sm90::DecodePlan& plan : cuda::sm90::decode_plans(problem, cuda::card_of(gpu))) {
+    if (plan.schedule != cuda::sm90::DecodeSchedule::kDynamic) continue;
+    ++plans;
+    const auto executable =
+        cuda::sm90::DecodeCandidate(problem, {plan, plan.cycles, {}}).executable(gpu, {});
+    for (int run = 0; run < runs && !testing::Test::HasFatalFailure(); ++run) {
+      SCOPED_TRACE(testing::Message() << plan.tile().text() << " run " << run);
+      memory.send();
+      executable->run(&args, Run{});
+      memory.bring_back();
+      check(run);
+    }
+  }
+  EXPECT_GT(plans, 0);
 }
 
 }  // namespace fulgur::test

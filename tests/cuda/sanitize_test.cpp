@@ -159,8 +159,9 @@ TEST_F(Sanitize, SplitsThatFillTheCardOfFewRows) {
   }
 }
 /// Runs packed sequences of so many keys and `sq` queries, the sixth without any, of more q blocks
-/// than CTAs. False, and nothing is run, where their schedule is not the dynamic one.
-bool run_dynamic(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
+/// than CTAs, with the dynamic schedule.
+void run_dynamic(const std::vector<int64_t>& keys, int64_t sq, int64_t group, int64_t d) {
+  SCOPED_TRACE(testing::Message() << sq << " " << group << " " << d);
   std::vector<Rows> rows;
   for (const int64_t sk : keys) rows.push_back({0, 0, rows.size() == 5 ? 0 : sq, sk});
   const int64_t hk = enough_heads(keys.size());
@@ -176,13 +177,8 @@ bool run_dynamic(const std::vector<int64_t>& keys, int64_t sq, int64_t group, in
               .sinks = d == 128},
              3, rows);
   w.options.engine = "cuda";
-  if (!is_dynamic(w)) return false;
   const Expected e = expect_forward(w);
-  for (int run = 0; run < 2; ++run) {
-    w.run_forward();
-    EXPECT_TRUE(forward_is_right(w, e)) << sq << " " << group << " " << d << " run " << run;
-  }
-  return true;
+  run_dynamic_plans(w.forward, w.options, 2, [&](int) { EXPECT_TRUE(forward_is_right(w, e)); });
 }
 
 // More q blocks than CTAs, which request one after another: of equal lengths, and with one that is
@@ -194,18 +190,17 @@ TEST_F(Sanitize, Dynamic) {
   mixed[1] = 17000;
   for (const auto& [sq, group, d] :
        {std::array<int64_t, 3>{5, 8, 128}, {16, 4, 128}, {16, 8, 64}, {16, 2, 256}}) {
-    EXPECT_TRUE(run_dynamic(equal, sq, group, d));
-    EXPECT_TRUE(run_dynamic(mixed, sq, group, d));
+    run_dynamic(equal, sq, group, d);
+    run_dynamic(mixed, sq, group, d);
   }
 }
-// The warp path has the dynamic schedule where q blocks are long, as they are with few SMs;
-// runs_test has longer ones.
+// On the warp path, too; runs_test has longer ones.
 TEST_F(Sanitize, DynamicOfFewRows) {
   std::vector<int64_t> keys(10, 800);
   for (const int64_t sk : {0, 300, 2500}) keys.push_back(sk);
   keys[1] = 17000;
-  if (!run_dynamic(keys, 1, 4, 128)) GTEST_SKIP() << "these sequences are too short for this card";
-  EXPECT_TRUE(run_dynamic(keys, 1, 16, 64));
+  run_dynamic(keys, 1, 4, 128);
+  run_dynamic(keys, 1, 16, 64);
 }
 // A q block of so many splits that all CTAs combine them, and a last round of few q blocks, which
 // are split. The emulator runs it with 16 SMs.
@@ -214,8 +209,8 @@ TEST_F(Sanitize, DynamicWithSplits) {
   uneven[7] = 40000;
   const std::vector<int64_t> even(20, 4000);
   for (const auto& keys : {uneven, even}) {
-    EXPECT_TRUE(run_dynamic(keys, 16, 8, 64));
-    EXPECT_TRUE(run_dynamic(keys, 8, 8, 128));
+    run_dynamic(keys, 16, 8, 64);
+    run_dynamic(keys, 8, 8, 128);
   }
 }
 // Over pages, whose keys TMA brings, or lanes of the warps that load.
@@ -233,11 +228,11 @@ TEST_F(Sanitize, DynamicOverPages) {
                   .seqused = true},
                  4);
       w.options.engine = "cuda";
-      ASSERT_TRUE(is_dynamic(w)) << sq;
       Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, page}, 8);
       const Expected e = expect_forward(w);
-      cached.run_forward();
-      ASSERT_TRUE(forward_is_right(w, e)) << page << " " << sq;
+      SCOPED_TRACE(testing::Message() << page << " " << sq);
+      run_dynamic_plans(cached.forward, w.options, 1,
+                        [&](int) { ASSERT_TRUE(forward_is_right(w, e)); });
     }
   }
 }

@@ -19,7 +19,7 @@ struct Shape {
   }
 };
 constexpr Shape kFewTiles{1, 1, 9000, 8, 128}, kManyTiles{2, 777, 777, 20, 64},
-    kOddRows{1, 100, 3000, 3, 100}, kSplits{4, 12, 2000, 8, 128, 16},
+    kOddRows{1, 100, 3000, 3, 100}, kSplits{4, 40, 8000, 8, 128, 16},
     kSlices{5, 3, 3000, 20, 64, 24};
 constexpr Shape kShapes[] = {kFewTiles, kManyTiles, kOddRows, kSplits, kSlices};
 

@@ -64,11 +64,6 @@ class Candidate {
 
 using Candidates = std::vector<std::shared_ptr<const Candidate>>;
 
-/// Numbers of queries and of sequences at which the plans of a family change.
-struct PlanEdges {
-  std::vector<int64_t> queries, batches;
-};
-
 /// Kernels that share a source: one way to compute problems on one architecture.
 class Family {
  public:
@@ -80,8 +75,9 @@ class Family {
   /// Every tile that fits the problem and the card. `rejected` takes the others.
   virtual Candidates candidates(const Problem& problem, const Card& card,
                                 std::vector<std::string>* rejected) const = 0;
-  /// Where its plans of calls like `problem` change on a card: prewarming tries these, too.
-  virtual PlanEdges edges(const Problem&, const Card&) const { return {}; }
+  /// Candidates that calls like `problem` may get with any lengths and batch, which a walk over a
+  /// few of these might miss: prewarming compiles them, too.
+  virtual Candidates reachable(const Problem&, const Card&) const { return {}; }
 };
 
 /// A tile, and how long a call took with it on a device.

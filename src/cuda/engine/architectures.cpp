@@ -6,7 +6,6 @@
 
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
-#include "cuda/sm90/invariant_by_rows.h"
 
 namespace fulgur::cuda {
 

@@ -1,7 +1,6 @@
 #include "cuda/engine/reachable.h"
 
-#include <algorithm>
-#include <set>
+#include <vector>
 
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
@@ -9,9 +8,8 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Calls visit(problem) for problems like `p` with lengths and batches of every kind on a card.
-void for_lengths(Problem p, const Architecture& architecture, const Card& card,
-                 const std::function<void(const Problem&)>& visit) {
+/// Calls visit(problem) for problems like `p` with lengths and batches of every kind.
+void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
   // A window, or a chunk, bounds only what is longer.
@@ -20,13 +18,7 @@ void for_lengths(Problem p, const Architecture& architecture, const Card& card,
   if (p.mask.right >= 0) after.insert(after.end(), {p.mask.right + 1, p.mask.right + 2});
   if (p.mask.left >= 0) before.push_back(p.mask.left + 2);
   if (p.mask.chunk > 0) keys.insert(keys.end(), {p.mask.chunk, p.mask.chunk + 1});
-  std::set<int64_t> batches = {1, 4, 16, 32, 64, 256, 1024};
-  for (const Family* family : architecture.families) {
-    const PlanEdges edges = family->edges(p, card);
-    rows.insert(rows.end(), edges.queries.begin(), edges.queries.end());
-    batches.insert(edges.batches.begin(), edges.batches.end());
-  }
-  for (const int64_t batch : batches) {
+  for (const int64_t batch : {1, 4, 16, 32, 64, 256, 1024}) {
     p.batch = batch;
     for (const int64_t sq : rows) {
       for (const int64_t sk : keys) {
@@ -43,11 +35,12 @@ void for_lengths(Problem p, const Architecture& architecture, const Card& card,
 void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit) {
   for (const Architecture& architecture : architectures()) {
     for (const Card& card : architecture.cards) {
-      for_lengths(problem, architecture, card, [&](const Problem& p) {
+      for_lengths(problem, [&](const Problem& p) {
         if (!no_family_computes(p).empty()) return;  // too long, or too many heads
         Reasons reasons;
         visit(ranked(p, architecture.families, card, {}, &reasons));
       });
+      for (const Family* family : architecture.families) visit(family->reachable(problem, card));
     }
   }
 }

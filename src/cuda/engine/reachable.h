@@ -7,7 +7,8 @@
 namespace fulgur::cuda {
 
 /// Calls visit(candidates) with the ranked candidates, without tuning, of calls like `problem` with
-/// lengths and batches of every kind, on every card that there are kernels for.
+/// lengths and batches of every kind, on every card that there are kernels for; then with what each
+/// family says that it can reach besides.
 void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit);
 
 }  // namespace fulgur::cuda

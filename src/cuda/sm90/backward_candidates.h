@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cuda/sm90/backward_plan.h"
-#include "cuda/sm90/planned_family.h"
+#include "cuda/common/planned_family.h"
 
 namespace fulgur::cuda::sm90 {
 

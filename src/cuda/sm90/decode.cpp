@@ -15,8 +15,10 @@ namespace fulgur::cuda::sm90 {
 namespace {
 
 KernelUse decode_kernel(const DecodePlan& plan) {
+  DecodeKey key = plan;
+  key.combine_eights = 1;  // combine.cu's alone
   return {{plan.warpgroup_path() ? "sm90/decode/decode_warpgroup.cu" : "sm90/decode/decode_warp.cu",
-           kernel_config(plan), kArchitecture},
+           kernel_config(key), kArchitecture},
           "fulgur_decode",
           plan.shared_bytes};
 }

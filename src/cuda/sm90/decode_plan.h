@@ -8,7 +8,7 @@
 #include "call/problem.h"
 #include "cuda/common/family.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/planned_family.h"
+#include "kernels/sm90/decode/layout.h"
 
 namespace fulgur::cuda::sm90 {
 
@@ -79,6 +79,9 @@ struct DecodePlan : DecodeKey {
   int shared_bytes = 0;
   int grid = 0;                        ///< CTAs
   int max_splits = 1, split_rows = 0;  ///< of a q block
+  double cycles = 0;                   ///< predicted, of an SM, where all sequences have sk keys
+  double expected_cycles = 0;          ///< the same where their lengths may differ
+  bool memory_binds = true;            ///< by that prediction, or else the products bind
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
   bool operator==(const DecodePlan&) const = default;
@@ -100,6 +103,15 @@ struct DecodePlan : DecodeKey {
   int counters() const { return 4 * grid + 1; }
 };
 
+/// Rows of a kv head of the longest sequence that the decode kernels compute of a problem.
+int64_t rows_of_kv_head(const Problem& problem);
+
+/// What shared memory holds for a kernel.
+kernels::DecodeTile decode_tile(const DecodeKey& key);
+
+/// What a problem and a card fix of every plan.
+DecodePlan decode_common(const Problem& problem, const Card& card);
+
 /// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
 struct DecodeWorkspace {
@@ -115,13 +127,6 @@ DecodeWorkspace workspace_of(const Problem& problem, const DecodePlan& plan);
 std::string decode_rejects(const Problem& problem);
 /// The same of its part of a problem that takes_both.
 std::string decode_rejects_few(const Problem& problem);
-
-/// A plan for a problem that is not rejected.
-Fitting<DecodePlan> decode_candidate(const Problem& problem, const Card& card);
-
-/// Where the plans of calls like `problem` change: with the rows that each tile is for, and with
-/// the q blocks that each schedule is for.
-PlanEdges decode_edges(const Problem& problem, const Card& card);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
 std::string not_fused(const Problem& problem, const DecodePlan& plan);

@@ -1,7 +1,15 @@
 #include "cuda/sm90/families.h"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <utility>
+
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
+#include "cuda/sm90/decode_candidates.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {
@@ -16,6 +24,79 @@ std::vector<Fitting<DecodePlan>> decode_candidates(const Problem& problem, const
   return {decode_candidate(problem, card)};
 }
 
+/// Runs both kernels one after the other in one workspace.
+class ByRowsExecutable final : public Executable {
+ public:
+  ByRowsExecutable(std::unique_ptr<const Executable> many, std::unique_ptr<const Executable> few)
+      : many_(std::move(many)), few_(std::move(few)) {}
+
+  void run(const Call& call, const Run& run) const override {
+    many_->run(call, run);
+    few_->run(call, run);
+  }
+  Explanation explain() const override {
+    Explanation both = many_->explain(), few = few_->explain();
+    both.details.add("few_rows", few.details);
+    for (const std::string& sentence : few.decisions) {
+      both.decisions.push_back(
+          fmt::format("of sequences of up to {} rows of a kv head: {}", kFewRows, sentence));
+    }
+    return both;
+  }
+  WorkspaceNeed workspace() const override {
+    WorkspaceNeed need = many_->workspace();
+    need.bytes = std::max(need.bytes, few_->workspace().bytes);
+    return need;
+  }
+
+ private:
+  std::unique_ptr<const Executable> many_, few_;
+};
+
+/// A candidate for the sequences of many rows with the one for those of few.
+class ByRowsCandidate final : public Candidate {
+ public:
+  ByRowsCandidate(std::shared_ptr<const Candidate> many, std::shared_ptr<const Candidate> few)
+      : many_(std::move(many)), few_(std::move(few)) {
+    tile = many_->tile;
+    cycles = many_->cycles;
+    workspace = std::max(many_->workspace, few_->workspace);
+    tuned_only = many_->tuned_only;
+  }
+
+  std::vector<KernelUse> kernels() const override {
+    std::vector<KernelUse> kernels = many_->kernels();
+    std::ranges::move(few_->kernels(), std::back_inserter(kernels));
+    return kernels;
+  }
+  std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override {
+    return std::make_unique<ByRowsExecutable>(many_->executable(gpu, std::move(reasons)),
+                                              few_->executable(gpu, {}));
+  }
+
+ private:
+  std::shared_ptr<const Candidate> many_, few_;
+};
+
+class InvariantByRows final : public Family {
+ public:
+  bool is_for(const Problem& p) const override { return p.pass == Pass::kForward && takes_both(p); }
+  std::string rejects(const Problem& problem) const override {
+    const std::string why = forward_rejects(problem);
+    return why.empty() ? decode_rejects_few(problem) : why;
+  }
+  Candidates candidates(const Problem& problem, const Card& card,
+                        std::vector<std::string>* rejected) const override {
+    const auto few = std::make_shared<DecodeCandidate>(problem, decode_candidate(problem, card));
+    Candidates result;
+    for (const Fitting<ForwardPlan>& tile : forward_candidates(problem, card, rejected)) {
+      result.push_back(std::make_shared<ByRowsCandidate>(
+          std::make_shared<ForwardCandidate>(problem, tile), few));
+    }
+    return result;
+  }
+};
+
 }  // namespace
 
 const Family& forward_family() {
@@ -26,7 +107,12 @@ const Family& forward_family() {
 
 const Family& decode_family() {
   static const PlannedFamily<DecodeCandidate> kFamily(takes_one, decode_rejects, decode_candidates,
-                                                      decode_edges);
+                                                      decode_reachable);
+  return kFamily;
+}
+
+const Family& invariant_by_rows_family() {
+  static const InvariantByRows kFamily;
   return kFamily;
 }
 

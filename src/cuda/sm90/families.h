@@ -1,9 +1,9 @@
 #pragma once
 
+#include "cuda/common/planned_family.h"
 #include "cuda/sm90/backward.h"
 #include "cuda/sm90/decode.h"
 #include "cuda/sm90/forward.h"
-#include "cuda/sm90/planned_family.h"
 
 namespace fulgur::cuda::sm90 {
 
@@ -15,5 +15,9 @@ using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, bac
 const Family& forward_family();
 const Family& decode_family();
 const Family& backward_family();
+
+/// Invariant calls whose sequences have few rows or many, which only their lengths say: two kernels
+/// compute the sequences that are their own.
+const Family& invariant_by_rows_family();
 
 }  // namespace fulgur::cuda::sm90

@@ -18,8 +18,8 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
     *t = Tensor::contiguous(nullptr, DType::kF16, {40, 16, 2, 128}, device);
     t->strides[0] = 9000;
   }
-  args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {3, 7}, device);
-  args.cache.page_table.strides[0] = 12;
+  args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {3, 70}, device);
+  args.cache.page_table.strides[0] = 75;
   args = placed(args, kBase);
   args.cache.page_table.data = at(64);
   args.k.data = at(256);
@@ -39,8 +39,8 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   EXPECT_EQ(p.k.row, 256);
   EXPECT_EQ(p.k.head, 128);
   EXPECT_EQ(static_cast<const void*>(p.pages.table), at(64));
-  EXPECT_EQ(p.pages.table_stride, 12);
-  EXPECT_EQ(p.pages.ids, 7);
+  EXPECT_EQ(p.pages.table_stride, 75);
+  EXPECT_EQ(p.pages.ids, 70);
   EXPECT_EQ(p.pages.entries, 40);
   EXPECT_EQ(p.batch, 3);
   EXPECT_EQ(p.hk, 2);

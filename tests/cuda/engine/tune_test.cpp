@@ -61,7 +61,7 @@ class Tune : public OnFakeGpu {
   }
 };
 
-std::vector<sm90::Fitting<sm90::ForwardPlan>> tiles_of(const ForwardShape& shape) {
+std::vector<cuda::Fitting<sm90::ForwardPlan>> tiles_of(const ForwardShape& shape) {
   std::vector<std::string> rejected;
   return sm90::forward_candidates(forward_problem(shape), {}, &rejected);
 }

@@ -7,7 +7,7 @@
 
 #include "cuda/common/family.h"
 
-namespace fulgur::cuda::sm90 {
+namespace fulgur::cuda {
 
 /// A plan that fits a problem and a card.
 template <class Plan>
@@ -66,10 +66,12 @@ class PlannedFamily final : public Family {
   using IsFor = bool(const Problem&);
   using Rejects = std::string(const Problem&);
   using Plans = Fittings(const Problem&, const Card&, std::vector<std::string>*);
-  using Edges = PlanEdges(const Problem&, const Card&);
+  /// Plans, each with a problem that it computes.
+  using Reachable = std::vector<std::pair<Problem, typename Planned::Plan>>(const Problem&,
+                                                                            const Card&);
 
-  PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans, Edges* edges = nullptr)
-      : is_for_(is_for), rejects_(rejects), plans_(plans), edges_(edges) {}
+  PlannedFamily(IsFor* is_for, Rejects* rejects, Plans* plans, Reachable* reachable = nullptr)
+      : is_for_(is_for), rejects_(rejects), plans_(plans), reachable_(reachable) {}
 
   bool is_for(const Problem& problem) const override { return is_for_(problem); }
   std::string rejects(const Problem& problem) const override { return rejects_(problem); }
@@ -81,15 +83,21 @@ class PlannedFamily final : public Family {
     }
     return result;
   }
-  PlanEdges edges(const Problem& problem, const Card& card) const override {
-    return edges_ == nullptr ? PlanEdges{} : edges_(problem, card);
+  Candidates reachable(const Problem& problem, const Card& card) const override {
+    Candidates result;
+    if (reachable_ == nullptr) return result;
+    for (const auto& [like, plan] : reachable_(problem, card)) {
+      result.push_back(
+          std::make_shared<Planned>(like, Fitting<typename Planned::Plan>{plan, 0, {}}));
+    }
+    return result;
   }
 
  private:
   IsFor* is_for_;
   Rejects* rejects_;
   Plans* plans_;
-  Edges* edges_;
+  Reachable* reachable_;
 };
 
-}  // namespace fulgur::cuda::sm90
+}  // namespace fulgur::cuda
