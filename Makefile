@@ -1,13 +1,14 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-arm test-emulator test-kernels build bench bench-decode gpu-report wheel install-deps clean
+.PHONY: help run check test test-all test-arm test-emulator test-kernels build bench bench-decode gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
 help:
 	@echo 'make run           compute attention on sample tensors, check it, denoise a picture'
 	@echo 'make check         build, and run what takes less than a minute'
-	@echo 'make test          build and run every test'
+	@echo 'make test          build and run every kind of test, of slow ones a sample'
+	@echo 'make test-all      build and run every test (an hour and a half on 2 cores)'
 	@echo 'make test-emulator run every test of the GPU kernels in the emulator (20 minutes on 2 cores)'
 	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
 	@echo 'make test-kernels  compile every kernel that a plan can ask for (12 minutes on 2 cores)'
@@ -31,6 +32,10 @@ check:
 test:
 	tools/install_deps.sh build test bench
 	tools/test.py
+
+test-all:
+	tools/install_deps.sh build test bench
+	tools/test.py --all
 
 test-emulator:
 	tools/install_deps.sh build test bench

@@ -33,7 +33,10 @@ COMPILERS = {"CC": "gcc", "CXX": "g++", "CMAKE_C_COMPILER_LAUNCHER": "ccache",
              "CMAKE_CXX_COMPILER_LAUNCHER": "ccache", "CCACHE_BASEDIR": str(ROOT), "CCACHE_DEPEND": "1"}
 # Two programs at a time share the cores: threads that spin while they wait would take them from the other one.
 THREADS = {"OMP_WAIT_POLICY": "passive"}
-EMULATED = 2  # tests of the emulator in a run of every step
+# A run draws samples by the day's number, or by this one.
+SEED = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
+EVERYTHING = "--all" in sys.argv[1:]  # without samples
+EMULATED = 2  # tests of the emulator in a run
 ALONE = 15  # files of the library that are compiled by themselves in such a run
 STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
@@ -72,15 +75,15 @@ def pip_install(*what, python=VENV_PYTHON):
 
 
 def pytest(name, *arguments, env=None):
+    """The tests; of those that are marked slow a sample."""
     run(VENV_PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses=2", "--dist=worksteal",
-        f"--junitxml={RESULTS / name}.xml", *arguments, env=env)
+        f"--junitxml={RESULTS / name}.xml", *([] if EVERYTHING else ["--slow", SEED]), *arguments, env=env)
 
 
 def sample(what, every, count):
-    """`count` of them, drawn by FULGUR_TEST_SEED, which is the day's number unless it is set."""
-    seed = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
-    drawn = random.Random(seed).sample(every, min(count, len(every)))
-    print(f"{len(drawn)} of {len(every)} {what}, drawn by FULGUR_TEST_SEED={seed}", flush=True)
+    """`count` of them, drawn by SEED; with --all every one."""
+    drawn = every if EVERYTHING else random.Random(SEED).sample(every, min(count, len(every)))
+    print(f"{len(drawn)} of {len(every)} {what}, drawn by FULGUR_TEST_SEED={SEED}", flush=True)
     return drawn
 
 
@@ -213,8 +216,9 @@ def arm():
     ctest("arm")
 
 
-EVERY = (release, program, python, static, asan, tsan, fuzz)
-STEPS = {step.__name__: step for step in (*EVERY, emulator, alone, arm)}
+ALWAYS = (release, program, python, static)
+SANITIZED = (asan, tsan, fuzz)  # each a build of its own: one of them in a run
+STEPS = {step.__name__: step for step in (*ALWAYS, *SANITIZED, emulator, alone, arm)}
 
 
 def count(name):
@@ -234,7 +238,11 @@ def main():
             f"  {name:9} {step.__doc__}" for name, step in STEPS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=", ".join(STEPS))
-    steps = parser.parse_args().steps or [step.__name__ for step in EVERY]
+    parser.add_argument("--all", action="store_true", help="every test, where a run draws samples")
+    steps = parser.parse_args().steps
+    if not steps:
+        drawn = sample("sanitizers", SANITIZED, 1)
+        steps = [step.__name__ for step in (*ALWAYS, *drawn)]
     if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"unknown step {unknown[0]}, want some of {', '.join(STEPS)}")
 

@@ -10,6 +10,7 @@ import pytest
 from program import fails, fulgur, listing, succeeds
 
 
+@pytest.mark.slow
 def test_bench_quick(tmp_path):
     stdout = succeeds("bench", "--json", "speed.json", cwd=tmp_path)
     report = json.loads((tmp_path / "speed.json").read_text())
@@ -38,6 +39,7 @@ def test_bench_quick(tmp_path):
     assert "as fast when causal" in stdout
 
 
+@pytest.mark.slow
 def test_bench_on_a_gpu(on_gpu, tmp_path):
     stdout = succeeds("bench", "--device", "cuda", "--json", "speed.json", env=on_gpu, cwd=tmp_path)
     report = json.loads((tmp_path / "speed.json").read_text())
@@ -71,6 +73,7 @@ def check_decode(row):
     assert row["dtype"] == "bf16" and row["causal"] == (row["sq"] > 1)
 
 
+@pytest.mark.slow
 def test_bench_decode(tmp_path):
     report, stdout = decode_rows(tmp_path, "batch:1", "batch:4", "keys:1024", "hq:32", "hk:8", "hk:32", "page:16",
                                  "page:none")

@@ -134,6 +134,7 @@ def test_prewarm_of_the_backward_pass(on_gpu, tmp_path):
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_prewarm_of_caches(on_gpu, tmp_path, flags):
     heads = ["--hq", "8", "--hk", "2"]
     command = ["prewarm", "--d", "64", "--dtype", "bf16", "--causal", "--folder", str(tmp_path / "there")]

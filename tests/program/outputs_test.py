@@ -6,6 +6,7 @@ import resource
 import subprocess
 
 import numpy as np
+import pytest
 
 from attention import assert_close, attention
 from program import ALL, FORWARD, LSE, PROGRAM, RNG, fails, listing, load, save, succeeds, tensors
@@ -117,6 +118,7 @@ def on_a_terminal(*args, cwd):
     return shown.decode()
 
 
+@pytest.mark.slow
 def test_long_work_shows_a_bar_and_is_right(tmp_path):
     """Beyond 2e11 flops the work is done in steps over batches and kv heads. The gradient comes
     from the last rows alone, which makes the float64 reference small."""

@@ -231,6 +231,7 @@ class TestInstallAs:
                     assert "flash_attn.cute" not in sys.modules and not hasattr(flash_attn, "cute")
             assert {x for x in sys.modules if x.startswith("flash_attn")} == before
 
+    @pytest.mark.slow
     def test_statements_that_programs_have(self):
         code = """
 import fulgur

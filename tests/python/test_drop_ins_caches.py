@@ -146,6 +146,7 @@ class TestCaches:
     @pytest.mark.parametrize("kind, backend", [
         ("pages", "aot_eager"), ("pages", "inductor"), ("rows", "aot_eager"), ("batch", "aot_eager"),
     ])  # fmt: skip
+    @pytest.mark.slow
     def test_in_one_graph(self, module, step, kind, backend):
         """The bits of eager mode, in the results and in the caches, whatever requires grad."""
         options = dict(self.STEPS[step])

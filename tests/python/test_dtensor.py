@@ -117,11 +117,13 @@ def run_two(code, folder, *arguments):
         assert process.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_batch_and_heads_are_sharded(tmp_path):
     run_two(CODE, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP"])
+@pytest.mark.slow
 def test_models_train(kind, tmp_path):
     """With the gradients of one process that has the whole batch."""
     run_two(MODEL, tmp_path, kind)

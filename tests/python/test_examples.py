@@ -20,6 +20,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_math(tmp_path):
     to = tmp_path / "training.json"
     shape = ("--seqlen", 64, "--batch", 4, "--steps", 25, "--attn", "fulgur,math,fa3")
@@ -36,6 +37,7 @@ def test_the_losses_are_those_of_math(tmp_path):
     assert run(TABLE, to).returncode == 1
 
 
+@pytest.mark.slow
 def test_speed_in_turns(tmp_path):
     to = tmp_path / "training.json"
     shape = ("--seqlen", 32, "--batch", 1, "--steps", 1, "--turns", 2, "--attn", "fulgur,sdpa")
@@ -48,6 +50,7 @@ def test_speed_in_turns(tmp_path):
     ET.parse(to.with_suffix(".svg"))
 
 
+@pytest.mark.slow
 def test_wrong_arguments():
     done = run(TRAIN, "speed", "--attn", "fulgur,other")
     assert done.returncode == 2 and "--attn: got other" in done.stderr

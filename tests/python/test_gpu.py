@@ -101,6 +101,7 @@ def on_fake_gpu(tmp_path_factory):
     return lambda code, **variables: run(PRELUDE.format(tests=str(TESTS / "python")) + code, **variables)
 
 
+@pytest.mark.slow
 def test_a_call_is_put_on_the_stream_of_the_library(on_fake_gpu):
     on_fake_gpu("""
 out, lse = fulgur.attention(q, k, k, causal=True, return_lse=True)
@@ -200,6 +201,7 @@ assert driver.launch_count() == 6
 """)
 
 
+@pytest.mark.slow
 def test_slopes_and_sinks_on_the_host(on_fake_gpu):
     on_fake_gpu("""
 slopes, sinks = np.ones((2, 8), np.float32)[:, :4], np.zeros(4, np.float32)
@@ -309,6 +311,7 @@ assert driver.launch_count() == 0
         ("FAKE_CUDA_CAPABILITY", "75", r"has compute capability 7.5; want (9.0 \(Hopper\) for attention|8.0 or more)"),
     ],
 )
+@pytest.mark.slow
 def test_a_machine_that_does_not_do(on_fake_gpu, variable, value, reason):
     """Every call says why, as a fulgur.Error, and the CPU is none the worse for it."""
     on_fake_gpu(

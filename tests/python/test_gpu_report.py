@@ -121,6 +121,7 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.slow
 def test_seconds_from_a_wheel(tmp_path):
     """Of a wheel that stands in for ours, although another fulgur is installed."""
     wheel = tmp_path / "fulgur-0.0.0-py3-none-any.whl"

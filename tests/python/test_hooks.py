@@ -81,6 +81,7 @@ class TestSdpa:
         assert self.compare(*make(*[(2, 1, 9, 512)] * 3), is_causal=True) == 1
         assert self.compare(*make(*[(2, 1, 9, 513)] * 3), is_causal=True) == 0
 
+    @pytest.mark.slow
     def test_under_compile(self):
         q, k, v = make(*[(2, 4, 9, 16)] * 3)
         call = lambda *x: scaled_dot_product_attention(*x, is_causal=True) * 2  # noqa: E731
@@ -184,6 +185,7 @@ class TestTransformers:
         ours, theirs = (model.generate(tokens, **generate) for model in self.pair(kind, **options))
         assert torch.equal(ours, theirs)
 
+    @pytest.mark.slow
     def test_under_compile(self):
         """In one graph, masks included."""
         model = self.model("Mistral", "fulgur", sliding_window=5)
@@ -236,6 +238,7 @@ class TestTransformers:
         got = model(rows, position_ids=places, **lengths).logits
         torch.testing.assert_close(got, want)
 
+    @pytest.mark.slow
     def test_packed_in_several_rows(self):
         """A compiled model cannot tell how many sequences there are."""
         model, eager = self.pair()
@@ -251,6 +254,7 @@ class TestTransformers:
         with pytest.raises(RuntimeError, match=message):
             compiled(tokens, position_ids=places % 6, use_cache=False)
 
+    @pytest.mark.slow
     def test_an_old_version_is_refused(self):
         code = """
 import transformers

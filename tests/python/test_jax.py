@@ -393,6 +393,7 @@ print("sharded")
 """
 
 
+@pytest.mark.slow
 def test_shard_map_over_batch_and_heads():
     done = run_python(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert done.returncode == 0 and "sharded" in done.stdout, done.stderr

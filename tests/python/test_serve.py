@@ -17,6 +17,7 @@ def run(*arguments):
 
 @pytest.mark.parametrize("device", [(), ("--device", "cpu")], ids=["numpy", "torch"])
 @pytest.mark.parametrize("shape", [(), ("--page", 1, "--pages", 120), ("--page", 17, "--pages", 9, "--budget", 7)])
+@pytest.mark.slow
 def test_tokens_are_those_of_dense_attention(shape, device):
     if device:
         pytest.importorskip("torch")

@@ -100,6 +100,7 @@ def test_gradient_of_sinks(name):
     assert_allclose(got, differences, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sinks_alone_may_want_a_gradient():
     q, k, v = make_qkv()
     sinks = SINKS.clone().requires_grad_()
@@ -501,6 +502,7 @@ def test_another_thread_computes_gradients():
     assert not errors
 
 
+@pytest.mark.slow
 def test_an_old_torch_is_refused():
     import subprocess
     import sys
@@ -514,6 +516,7 @@ import fulgur.torch
     assert "ImportError: fulgur.torch: got PyTorch 2.10.1+cpu, want 2.11 or newer" in done.stderr
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader_compute():
     """They are forked from a process that has computed on several threads, and have several of their own."""
     code = """

@@ -293,6 +293,7 @@ class TestAppend:
 
     @pytest.mark.parametrize("packed, rotated", BOTH)
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    @pytest.mark.slow
     def test_step_in_one_graph(self, packed, rotated, backend):
         """Rows are written before the attention after them reads."""
         def step(k_cache, v_cache, q, *given):
@@ -400,6 +401,7 @@ class TestAppend:
 
     @pytest.mark.parametrize("packed, rotated", BOTH)
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    @pytest.mark.slow
     def test_with_attention_in_one_graph(self, packed, rotated, backend):
         def step(k_cache, v_cache, q, *given):
             return append_attention(q, k_cache, v_cache, *given, **options) + k_cache.sum()
@@ -412,6 +414,7 @@ class TestAppend:
         assert all(map(torch.equal, got, want))
 
     @pytest.mark.parametrize("packed, rotated", BOTH)
+    @pytest.mark.slow
     def test_opcheck_with_attention(self, packed, rotated):
         q, given, options = self.call(packed, rotated)
         options["window_right"] = 0 if options.pop("causal") else -1

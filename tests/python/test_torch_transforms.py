@@ -74,6 +74,7 @@ class TestCompile:
         for a, b in zip(*(torch.autograd.grad(x.sum(), tensors) for x in (out, want))):
             assert torch.equal(a, b)
 
+    @pytest.mark.slow
     def test_inductor(self):
         """With work of the compiler's own around the operator."""
         def call(q, k, v):
@@ -145,6 +146,7 @@ class TestOpcheck:
         torch.library.opcheck(forward, tensors, given)
 
     @each_option
+    @pytest.mark.slow
     def test_backward(self, options):
         tensors, given = self.arguments(options)
         out, lse = forward(*tensors, **given)
@@ -154,6 +156,7 @@ class TestOpcheck:
             torch.library.opcheck(backward, (dout, *tensors, out, lse), given | more)
 
     @each_option
+    @pytest.mark.slow
     def test_results_where_the_caller_wants_them(self, options):
         tensors, given = self.arguments(options)
         want = forward(*tensors, **given)

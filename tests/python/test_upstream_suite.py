@@ -40,6 +40,7 @@ def test_pairs():
 
 
 @pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.slow
 def test_counts(tmp_path, broken):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_flash_attn.py").write_text(f"BROKEN = {broken}\n" + SUITE)
@@ -57,6 +58,7 @@ def test_counts(tmp_path, broken):
         assert failure["test"] == "test_pairs" and "AssertionError" in failure["why"]
 
 
+@pytest.mark.slow
 def test_no_such_test(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_flash_attn.py").write_text(SUITE)
