@@ -7,29 +7,6 @@
 namespace fulgur::python {
 namespace {
 
-/// What a type offers as __dlpack_c_exchange_api__ (DLPack 1.3): its tensors and its stream without
-/// a call of Python. Header: DLPackExchangeAPI.
-struct ExchangeApi {
-  uint32_t major, minor;
-  const void* older;
-  void* allocate;
-  void* managed_from_object;
-  void* object_from_managed;
-  int (*tensor)(PyObject* array, DLTensor* borrowed);
-  int (*current_stream)(int device_type, int32_t device, void** stream);
-};
-
-/// The exchange API of the array's own type: a subclass may have changed what its arrays are.
-const ExchangeApi* exchange_api(nb::handle array) {
-  const nb::object of_type = nb::getattr(array.type(), "__dict__");
-  const nb::object capsule = of_type.attr("get")("__dlpack_c_exchange_api__");
-  if (capsule.is_none()) return nullptr;
-  const void* api = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
-  if (api == nullptr) throw nb::python_error();
-  const auto* exchange = static_cast<const ExchangeApi*>(api);
-  return exchange->major == 1 && exchange->tensor != nullptr ? exchange : nullptr;
-}
-
 /// Where an array says that it is; none where it does not say, or fails to, as its __dlpack__ will.
 std::optional<DLDevice> device_of(nb::handle array) {
   if (!nb::hasattr(array, "__dlpack_device__")) return std::nullopt;
@@ -100,10 +77,6 @@ Device device_named(const std::string& name) {
   fail(fmt::format("device: got '{}', want 'cpu', 'cuda' or 'cuda:0'", name));
 }
 
-}  // namespace
-
-namespace {
-
 /// A view of what `source` exports, which is `array` or stands for it.
 View imported(const char* name, nb::handle array, nb::handle source, bool writable, bool bf16) {
   View result;
@@ -124,9 +97,19 @@ View imported(const char* name, nb::handle array, nb::handle source, bool writab
 
 }  // namespace
 
+const ExchangeApi* exchange_api(nb::handle type) {
+  const nb::object of_type = nb::getattr(type, "__dict__");
+  const nb::object capsule = of_type.attr("get")("__dlpack_c_exchange_api__");
+  if (capsule.is_none()) return nullptr;
+  const void* api = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+  if (api == nullptr) throw nb::python_error();
+  const auto* exchange = static_cast<const ExchangeApi*>(api);
+  return exchange->major == 1 && exchange->tensor != nullptr ? exchange : nullptr;
+}
+
 View view(const char* name, nb::handle array, bool writable, uintptr_t stream) {
   View result;
-  if (const ExchangeApi* api = exchange_api(array)) {
+  if (const ExchangeApi* api = exchange_api(array.type())) {
     DLTensor tensor{};
     if (api->tensor(array.ptr(), &tensor) != 0) throw nb::python_error();
     result.array = nb::borrow(array);
@@ -176,7 +159,7 @@ WorkspaceView workspace_view(nb::handle array, Device device, uintptr_t stream) 
 }
 
 uintptr_t current_stream(nb::handle array) {
-  if (const ExchangeApi* api = exchange_api(array)) {
+  if (const ExchangeApi* api = exchange_api(array.type())) {
     DLTensor tensor{};
     if (api->tensor(array.ptr(), &tensor) != 0) {
       PyErr_Clear();  // view() tells that the array has no memory, and its name

@@ -25,6 +25,22 @@ struct View {
   nb::ndarray<nb::ro> memory;
 };
 
+/// What a type offers as __dlpack_c_exchange_api__ (DLPack 1.3): its tensors and its stream without
+/// a call of Python. Header: DLPackExchangeAPI.
+struct ExchangeApi {
+  uint32_t major, minor;
+  const void* older;
+  void* allocate;
+  void* managed_from_object;
+  void* object_from_managed;
+  int (*tensor)(PyObject* array, DLTensor* borrowed);
+  int (*current_stream)(int device_type, int32_t device, void** stream);
+};
+
+/// The exchange API of a type itself, null where it has none: a subclass may have changed what its
+/// arrays are.
+const ExchangeApi* exchange_api(nb::handle type);
+
 /// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`.
 View view(const char* name, nb::handle array, bool writable, uintptr_t stream);
 /// The same of an array of NumPy, whose memory is the host's. A bfloat16 array, which NumPy cannot

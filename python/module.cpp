@@ -20,6 +20,7 @@
 #include "fulgur/append.h"
 #include "jax_ffi.h"
 #include "program.h"
+#include "torch_direct.h"
 #include "torch_ops.h"
 #include "without_gil.h"
 
@@ -378,6 +379,11 @@ NB_MODULE(_fulgur, m) {
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
+  nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")
+      .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object, nb::object>(), "seen_by"_a,
+           "types"_a, "empty_like"_a, "empty_out"_a, "empty_lse"_a)
+      .def("forward", &fulgur::python::TorchDirect::forward, "q"_a.none(), "k"_a.none(),
+           "v"_a.none(), "tensors"_a, "options"_a, "with_lse"_a);
   m.def("torch_schemas", &fulgur::python::torch_schemas);
   m.def("jax_handlers", &jax_handlers);
   m.def("jax_calls", &jax_calls);

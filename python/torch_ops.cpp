@@ -76,6 +76,7 @@ struct Torch {
   /// Null in a PyTorch without CUDA.
   int32_t (*current_cuda_stream)(int32_t device, void** stream) =
       cuda_library.optional<int32_t(int32_t, void**)>("aoti_torch_get_current_cuda_stream");
+  bool (*grad_enabled)() = cpu_library.function<bool()>("aoti_torch_grad_mode_is_enabled");
   int32_t (*num_threads)(uint32_t*) =
       cpu_library.function<int32_t(uint32_t*)>("torch_get_num_threads");
   /// Null before PyTorch 2.13, which deletes with C++'s own operator.
@@ -346,7 +347,6 @@ void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint
   const ConstTensor& q = args.q;
   check_rank("q", q);
   check_rank("v", v);
-  check_rng_state(args, options);
   const bool packed = q.rank == 3;
   const int64_t dv = v.shape[v.rank - 1];
   const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
@@ -357,8 +357,7 @@ void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint
                                 : empty(lse_dtype, {n[0], n[2], n[1]}, q.device);
   args.out = out_view;
   args.lse = lse_view;
-  const Run run = run_on(q.device, options);
-  forward(args, options, run);
+  torch_forward(args, options);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
 }
@@ -400,9 +399,7 @@ struct ForwardInto : ForwardPass<with_gradient> {
 
   void run(uint64_t*) {
     ForwardArgs args = tensors.args();
-    check_rng_state(args, options);
-    const Run run = run_on(args.q.device, options);
-    forward(args, options, run);
+    torch_forward(args, options);
   }
 };
 
@@ -535,6 +532,14 @@ const std::array<Entry, 7>& entries() {
 }
 
 }  // namespace
+
+bool torch_grad_enabled() { return torch->grad_enabled(); }
+
+void torch_forward(ForwardArgs& args, Options& options) {
+  check_rng_state(args, options);
+  const Run run = run_on(args.q.device, options);
+  forward(args, options, run);
+}
 
 std::vector<std::string> torch_schemas() {
   std::vector<std::string> schemas;

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "fulgur/fulgur.h"
+
 namespace fulgur::python {
 
 /// The schema of each operator but random_numbers.
@@ -14,5 +16,12 @@ std::vector<std::string> torch_schemas();
 /// in the process: nothing of PyTorch is needed to build, and one build serves all its versions
 /// from 2.11 on. Throws Error(kUnavailable) where it lacks a function.
 void register_torch_ops();
+
+/// Whether autograd records.
+bool torch_grad_enabled();
+
+/// What the operators of the forward pass compute into args.out and args.lse: with PyTorch's
+/// threads, or on its current stream.
+void torch_forward(ForwardArgs& args, Options& options);
 
 }  // namespace fulgur::python

@@ -2,7 +2,9 @@
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
+from fulgur.torch import _direct as direct
 from fulgur.torch import _operators
 from fulgur.torch._tensors import whole_rows
 from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
@@ -14,7 +16,9 @@ from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
 
 def _forward(q, k, v, options, tensors):
     numbers, names = options
-    return _operators.forward(q, k, v, **dict(zip(names, tensors)), **numbers)
+    given = dict(zip(names, tensors))
+    results = None if is_dynamo_compiling() else direct.forward(q, k, v, given, numbers, True)
+    return _operators.forward(q, k, v, **given, **numbers) if results is None else results
 
 
 def _save(ctx, tensors, options):

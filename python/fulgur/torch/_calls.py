@@ -3,8 +3,11 @@
 import torch
 from torch._C._functorch import is_batchedtensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
+from fulgur import _fulgur
 from fulgur._spec import OPTIONAL, WITHOUT_GRADIENT, check, described
+from fulgur.torch import _direct as direct
 from fulgur.torch import _operators
 from fulgur.torch._autograd import Attention, FunctionalAttention
 from fulgur.torch._random import random_numbers
@@ -12,45 +15,26 @@ from fulgur.torch._tensors import (
     autocasts, cast_to_cache, sides, want_constant, want_no_gradient, whole_rows,
 )  # fmt: skip
 
+_OPTIONS = frozenset(_fulgur.option_defaults())
+_OPTIONS_OF_APPEND = _OPTIONS & {x.name for x in _operators.append._schema.arguments}
+_CONSTANTS = {"scale", "softcap", "alibi_slopes"}
 _WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
 _OF_CACHES = frozenset(WITHOUT_GRADIENT) - {"tree_mask", "prefix_groups", "prefix_lens"}
 
 
 def _given(names, given):
-    """The tensors with these names that a call is given."""
+    """What a call is given of these names."""
     return {name: x for name, x in given.items() if x is not None and name in names}
 
 
-def _mask(given):
-    """The options of an operator that say which keys a query sees, but for those at their defaults: each
-    that is passed takes time."""
-    numbers = {}
+def _options(given, names=_OPTIONS):
+    """The options with these names that a call is given, and the sides of its window."""
+    options = _given(names, given)
     if given.get("window") is not None:
-        numbers["window_left"], numbers["window_right"] = sides(given["window"])
+        options["window_left"], options["window_right"] = sides(given["window"])
     if given.get("causal"):
-        numbers["window_right"] = 0
-    if given.get("chunk"):
-        numbers["chunk"] = given["chunk"]
-    if given.get("top_left"):
-        numbers["top_left"] = True
-    return numbers
-
-
-def _numbers(given):
-    """The same of all its options."""
-    numbers = _mask(given)
-    for name in ("softcap", "invariant", "max_workspace"):
-        if given.get(name):
-            numbers[name] = given[name]
-    if given.get("scale") is not None:
-        numbers["scale"] = given["scale"]
-    # With lengths they may be numbers that torch.compile does not know, and does not compare.
-    max_seqlen_q, max_seqlen_k = given.get("max_seqlen_q", 0), given.get("max_seqlen_k", 0)
-    if given.get("cu_seqlens_q") is not None or max_seqlen_q:
-        numbers["max_seqlen_q"] = max_seqlen_q
-    if given.get("cu_seqlens_k") is not None or given.get("page_table") is not None or max_seqlen_k:
-        numbers["max_seqlen_k"] = max_seqlen_k
-    return numbers
+        options["window_right"] = 0
+    return options
 
 
 @described("torch.attention")
@@ -72,10 +56,11 @@ def attention(q, k, v, **given):
         RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
         NotImplementedError: another derivative than the first, or one in forward mode, is wanted.
     """
-    check("torch.attention", given)
-    for name in ("scale", "softcap", "alibi_slopes"):
-        want_constant(name, given.get(name))
-    numbers, tensors, cache = _numbers(given), _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given)
+    numbers, tensors, cache, return_lse = _arguments(given) if given else ({}, {}, {}, False)
+    if not (is_dynamo_compiling() or cache or numbers.get("dropout_p") or forward_ad._current_level >= 0):
+        results = direct.forward(q, k, v, tensors, numbers, return_lse)
+        if results is not None:
+            return results
     sinks = tensors.get("sinks")
     cached = not _OF_CACHES.isdisjoint(cache)
     if cache:
@@ -86,15 +71,14 @@ def attention(q, k, v, **given):
         if not cached:
             k, v = k.to(dtype), v.to(dtype)
     q = whole_rows("q", q)
-    if given.get("dropout_p"):
-        numbers["dropout_p"] = given["dropout_p"]
+    if numbers.get("dropout_p"):
         tensors["rng_state"] = random_numbers(q)
     if not cached:
         k, v = whole_rows("k", k), whole_rows("v", v)
-    functional, compiling = torch._C._are_functorch_transforms_active(), torch.compiler.is_compiling()
+    functional, dynamo = torch._C._are_functorch_transforms_active(), is_dynamo_compiling()
     # What vmap maps may require grad outside of it, and does not say so inside. In a graph the operator's rule
     # under vmap refuses it: PyTorch 2.11 does not trace the Function there.
-    mapped = functional and not compiling and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
+    mapped = functional and not dynamo and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
     if cache:
         out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
@@ -105,16 +89,25 @@ def attention(q, k, v, **given):
             raise ValueError(
                 f"sinks: requires grad on {sinks.device}, want {q.device} as q, where dsinks lies"
             )
-        if given.get("deterministic") or torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled():
             numbers["deterministic"] = True
         function = FunctionalAttention if functional else Attention
         inputs = (q, k, v, *tensors.values())
-        if compiling:
+        if dynamo:
             inputs = _apart(inputs)
         out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors)), *inputs[3:])
     else:
         out, lse = _operators.forward(q, k, v, **tensors, **numbers)
-    return (out, lse) if given.get("return_lse") else out
+    return (out, lse) if return_lse else out
+
+
+def _arguments(given):
+    """What a call of attention gives: options and tensors by name, those without a gradient apart, and whether lse is
+    returned."""
+    check("torch.attention", given)
+    for name in _CONSTANTS & given.keys():
+        want_constant(name, given[name])
+    return _options(given), _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given), given.get("return_lse", False)
 
 
 def _apart(tensors):
@@ -153,7 +146,7 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
             q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _operators.append(
         k_cache, v_cache, k_new, v_new, cache_seqlens, q_out=q_out,
-        interleaved=given.get("interleaved", False), **tensors, **_mask(given),
+        interleaved=given.get("interleaved", False), **tensors, **_options(given, _OPTIONS_OF_APPEND),
     )  # fmt: skip
     return q_out
 
@@ -183,6 +176,6 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
     tensors = _given(OPTIONAL["append"] + OPTIONAL["forward"], given)
     out, lse = _operators.append_forward(
         whole_rows("q", q), k_cache, v_cache, whole_rows("k_new", k_new), whole_rows("v_new", v_new),
-        cache_seqlens, interleaved=given.get("interleaved", False), **tensors, **_numbers(given),
+        cache_seqlens, interleaved=given.get("interleaved", False), **tensors, **_options(given),
     )  # fmt: skip
     return (out, lse) if given.get("return_lse") else out

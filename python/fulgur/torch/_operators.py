@@ -56,12 +56,20 @@ def _fake(op):
     return register
 
 
+def empty_out(q, v):
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def empty_lse(q):
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    *batch, rows, heads, _ = q.shape
+    return q.new_empty((*batch, heads, rows), dtype=dtype)
+
+
 @_fake(forward)
 @_fake(forward_cached)
 def _fake_forward(q, v, **_):
-    lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=lse_dtype)
+    return empty_out(q, v), empty_lse(q)
 
 
 @_fake(append_forward)

@@ -1,0 +1,25 @@
+"""The forward pass without PyTorch's dispatcher, which takes longer than a small call."""
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from fulgur import _fulgur
+from fulgur.torch._operators import empty_lse, empty_out
+
+# forward(q, k, v, tensors, options, with_lse): out, or (out, lse), of further tensors and of options by name. None
+# where the operator has to compute the call, or to say why it cannot, and where autograd has to record it.
+forward = _fulgur.TorchDirect(
+    seen_by=(  # modes, transforms, traces, autocast and profilers see every call
+        is_in_torch_dispatch_mode,
+        torch._C._len_torch_dispatch_stack,  # has modes that are pushed without being entered, too
+        torch._C._len_torch_function_stack,
+        torch._C._are_functorch_transforms_active,
+        torch._C._get_tracing_state,
+        torch._C._is_any_autocast_enabled,
+        torch.autograd._profiler_enabled,
+    ),
+    types=(torch.Tensor, torch.nn.Parameter),
+    empty_like=torch.empty_like,  # takes half the time of empty_out
+    empty_out=empty_out,
+    empty_lse=empty_lse,
+).forward

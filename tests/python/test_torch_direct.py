@@ -1,0 +1,182 @@
+"""Calls of fulgur.torch.attention around PyTorch's dispatcher, and what has to see the operator instead."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_inputs import each_option, inputs, make, make_qkv  # noqa: E402
+
+from fulgur.torch import _direct, attention  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh_torch")
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Whether the calls since were computed around the dispatcher, in their order."""
+    found = []
+    forward = _direct.forward
+
+    def spy(*arguments):
+        results = forward(*arguments)
+        found.append(results is not None)
+        return results
+
+    monkeypatch.setattr(_direct, "forward", spy)
+    return found
+
+
+@each_option
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+def test_the_same_bits_as_the_operator(options, grad, computed):
+    q, k, v = inputs(options, grad=grad)
+    direct = attention(q, k, v, return_lse=True, **options)
+    alone = attention(q, k, v, **options)
+    assert computed[-1]
+    with DispatchMode():
+        dispatched = attention(q, k, v, return_lse=True, **options)
+    assert not computed[-1]
+    assert all(map(torch.equal, direct, dispatched))
+    assert torch.equal(alone, direct[0]) and alone.requires_grad == grad
+    assert all(x.is_contiguous() and x.dtype == y.dtype for x, y in zip((alone, *direct), (alone, *dispatched)))
+    if grad:
+        dout = torch.randn_like(alone)
+        gradients = (torch.autograd.grad(out, (q, k, v), dout) for out in (alone, direct[0], dispatched[0]))
+        for first, *others in zip(*gradients):
+            assert all(torch.equal(first, x) for x in others)
+
+
+def test_parameters_and_inference_mode(computed):
+    q, k, v = make_qkv()
+    want = attention(q, k, v)
+    q = torch.nn.Parameter(q)
+    with torch.no_grad():
+        assert torch.equal(attention(q, k, v), want)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, k, v), want)
+    assert computed == [True] * 3
+
+
+MODES = {
+    "dispatch mode": DispatchMode,
+    "function mode": FunctionMode,
+    "default device": lambda: torch.device("cpu"),
+    "counter of flops": lambda: FlopCounterMode(display=False),
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "profiler of autograd": torch.autograd.profiler.profile,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+def test_modes_see_the_operator(mode, grad, computed):
+    q, k, v = make_qkv(grad=grad)
+    with mode():
+        attention(q, k, v)
+    assert not any(computed)
+    attention(q, k, v)
+    assert computed[-1]
+
+
+def test_profiler_shows_the_operator():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(*make_qkv())
+    assert "fulgur::forward" in {event.key for event in profile.key_averages()}
+
+
+def plain(q, k, v):
+    return attention(q, k, v)
+
+
+TRANSFORMS = {
+    "vmap": torch.vmap(lambda *x: plain(*(y[None] for y in x))),
+    "functionalize": torch.func.functionalize(plain),
+    "make_fx": make_fx(plain),
+    "make_fx before dispatch": make_fx(plain, pre_dispatch=True),
+    "make_fx of symbols": make_fx(plain, tracing_mode="symbolic"),
+    "jit.trace": lambda *x: torch.jit.trace(plain, x, check_trace=False),
+    "compile": torch.compile(plain, fullgraph=True, backend="aot_eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("transformed", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_see_the_operator(transformed, computed):
+    transformed(*make_qkv())
+    assert not any(computed)
+
+
+def test_graphs_have_the_operator():
+    graph = make_fx(plain)(*make_qkv()).graph
+    assert torch.ops.fulgur.forward.default in {node.target for node in graph.nodes}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
+@pytest.mark.parametrize("kind", ["subclass", "negated"])
+def test_tensors_that_are_not_what_their_memory_says(kind, name, computed):
+    tensors = dict(zip("qkv", make_qkv()), alibi_slopes=torch.rand(4))
+    want = attention(**tensors)
+    x = tensors[name]
+    tensors[name] = x.as_subclass(Subclass) if kind == "subclass" else torch.complex(x, -x).conj().imag
+    out = attention(**tensors)
+    assert torch.equal(out, want) and computed == [True, False]
+    assert type(out) is (Subclass if kind == "subclass" and name != "alibi_slopes" else type(out))
+
+
+def test_negated_views_of_one_column(computed):
+    """Whose strides do not tell that they are views of complex numbers."""
+    q, k, v = make((2, 7, 1, 1), (2, 9, 1, 1), (2, 9, 1, 1))
+    slopes = torch.rand(1)
+    want = attention(q, k, v, alibi_slopes=slopes)
+    negated = [torch.complex(x, -x).conj().imag for x in (q, k, v, slopes)]
+    assert torch.equal(attention(*negated[:3], alibi_slopes=negated[3]), want) and computed == [True, False]
+
+
+def test_fake_tensors(computed):
+    with FakeTensorMode() as mode:
+        q, k, v = make_qkv()
+        assert attention(q, k, v).shape == (2, 7, 4, 16)
+    out = attention(*(mode.from_tensor(x) for x in make_qkv()))
+    assert out.shape == (2, 7, 4, 16) and not any(computed)
+
+
+def test_rows_that_are_not_in_one_piece(computed):
+    q, k, v = make_qkv()
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)
+    assert turned.stride(-1) != 1
+    assert torch.equal(attention(turned, k, v), attention(q, k, v)) and computed == [False, True]
+
+
+def test_layouts_of_q(computed):
+    """out is contiguous whatever the strides of q are."""
+    q, k, v = make((2, 4, 7, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    out = attention(q.transpose(1, 2), k, v)
+    assert out.is_contiguous() and torch.equal(out, attention(q.transpose(1, 2).contiguous(), k, v))
+    assert computed == [True, True]
+
+
+def test_wrong_calls_get_the_error_of_the_operator(computed):
+    q, k, v = make_qkv()
+    with pytest.raises(RuntimeError, match="^k: got"):
+        attention(q, k[..., :4], v)
+    assert computed == [False]
