@@ -125,9 +125,9 @@ View host_view(const char* name, nb::handle array, bool writable, bool bf16) {
 
 View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,
              const std::string& device) {
-  const size_t most = Tensor::kMaxRank;
-  if (shape.empty() || shape.size() > most) {
-    fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), most));
+  const size_t max_rank = Tensor::kMaxRank;
+  if (shape.empty() || shape.size() > max_rank) {
+    fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), max_rank));
   }
   for (const DType type :
        {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32, DType::kI64}) {

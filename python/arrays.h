@@ -43,8 +43,8 @@ const ExchangeApi* exchange_api(nb::handle type);
 
 /// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`.
 View view(const char* name, nb::handle array, bool writable, uintptr_t stream);
-/// The same of an array of NumPy, whose memory is the host's. A bfloat16 array, which NumPy cannot
-/// say, comes as its 16-bit integers, with `bf16`.
+/// A view of the memory of an array of NumPy, which is the host's. A bfloat16 array, which NumPy
+/// cannot say, comes as its 16-bit integers, with `bf16`.
 View host_view(const char* name, nb::handle array, bool writable, bool bf16);
 
 /// A contiguous tensor without memory, to plan with.

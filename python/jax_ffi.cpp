@@ -243,8 +243,8 @@ struct Backward : Pass<BackwardArgs> {
   }
 };
 
-/// What both calls have that write new rows. The caches, and q where it turns, are operands whose
-/// memory is that of results, as the call has asked XLA for.
+/// What both calls have that write new rows. The caches, and q where it is rotated, are operands
+/// whose memory is that of results, as the call has asked XLA for.
 struct Rows {
   static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
 };

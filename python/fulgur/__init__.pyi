@@ -296,9 +296,9 @@ def attention(
             once, through the pages of the first sequence, where that pays. Both or none.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
-        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+        max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
             Gradients on a GPU then take a slower form that fits; where none does, an error says the
-            least.
+            minimum.
         threads: 0 is OMP_NUM_THREADS or all cores.
         engine: "" picks; "cpu", "cuda" or "reference" (``fulgur.engines()``).
         return_lse: return ``(out, lse)``.
@@ -458,7 +458,7 @@ def append(
             for :func:`attention`.
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        The rotated queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:
@@ -545,8 +545,8 @@ def append_attention(
     """:func:`append` and the :func:`attention` that follows, in one call: its bits are those of both.
 
     Sequence b attends its ``cache_seqlens[b]`` rows and the new ones. With cos and sin the queries
-    turn, too, and q keeps its values. On a GPU the kernel that attends appends few new rows itself,
-    and lengths may change from replay to replay of a graph.
+    are rotated, too, and q keeps its values. On a GPU the kernel that attends appends few new rows
+    itself, and lengths may change from replay to replay of a graph.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``.

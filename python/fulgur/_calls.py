@@ -97,7 +97,7 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
         {arguments}
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        The rotated queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:
@@ -124,12 +124,12 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
             views["q_out"] = _a.view("q_out", given["q_out"], True, stream)
         _fulgur.append(views, options, interleaved, stream)
         return None
-    (turned,) = _a.filled(
+    (rotated,) = _a.filled(
         {"q_out": (views["q"].shape, views["q"].dtype)}, given, q,
         lambda written: _fulgur.append(views | written, options, interleaved, stream),
         stream,
     )  # fmt: skip
-    return turned
+    return rotated
 
 
 @described("append_attention")
@@ -137,8 +137,8 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
     """:func:`append` and the :func:`attention` that follows, in one call: its bits are those of both.
 
     Sequence b attends its ``cache_seqlens[b]`` rows and the new ones. With cos and sin the queries
-    turn, too, and q keeps its values. On a GPU the kernel that attends appends few new rows itself,
-    and lengths may change from replay to replay of a graph.
+    are rotated, too, and q keeps its values. On a GPU the kernel that attends appends few new rows
+    itself, and lengths may change from replay to replay of a graph.
 
     Args:
         {arguments}

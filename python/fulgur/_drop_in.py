@@ -73,7 +73,7 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=bound)
 
 
-class _BesidePages(torch.autograd.Function):
+class _WithPages(torch.autograd.Function):
     """A result that has no gradient, which its backward pass says."""
 
     @staticmethod
@@ -88,7 +88,7 @@ class _BesidePages(torch.autograd.Function):
         )
 
 
-def beside_pages(name, table, inputs, call):
+def with_pages(name, table, inputs, call):
     """The results of call(). Where it reads the pages of a table, which callers know by `name`, they
     require grad where inputs do, as upstream's, and the backward pass raises."""
     if table is None or not torch.is_grad_enabled():
@@ -97,7 +97,7 @@ def beside_pages(name, table, inputs, call):
         return call()
     with torch.no_grad():
         results = call()
-    return tuple(_BesidePages.apply(name, x, *inputs) for x in results)
+    return tuple(_WithPages.apply(name, x, *inputs) for x in results)
 
 
 def want_tensors(**given):
@@ -155,7 +155,7 @@ def with_kvcache(
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")
     if k is None and rotary_cos is not None:
-        raise ValueError("rotary_cos: given without k and v, want the keys that turn")
+        raise ValueError("rotary_cos: given without k and v, want the keys that are rotated")
     if cache_seqlens is None and k is not None:
         raise ValueError("cache_seqlens: got None, want where k and v go")
     if isinstance(cache_seqlens, int):
@@ -185,13 +185,13 @@ def with_kvcache(
                 _NAMES_OF_NEW_ROWS, append_attention, q, k_cache, v_cache, k, v, cache_seqlens,
                 leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **rows, **queries, **options,
             )  # fmt: skip
-        turned = named(
+        rotated = named(
             _NAMES_OF_NEW_ROWS, append, k_cache, v_cache, k, v, cache_seqlens,
             q=None if rotary_cos is None else q, causal=options["causal"],
             cu_seqlens_q=None if rotary_cos is None else cu_seqlens_q,
             window=options["window"], chunk=chunk, **rows,
         )  # fmt: skip
-        q = q if turned is None else turned
+        q = q if rotated is None else rotated
         cache_seqlens = cache_seqlens + (k.shape[1] if new is None else new.diff())
     if padded:
         if options["scale"] is None:

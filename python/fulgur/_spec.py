@@ -15,12 +15,12 @@ from fulgur import _fulgur
 
 # What each call of the library takes, "forward", "backward" and "append", by name.
 TENSORS = {call: {x.name: x for x in entries} for call, entries in _fulgur.tensors().items()}
-# The names of those that a call reads if it has them.
+# The names of the tensors that each call reads where it is given them.
 OPTIONAL = {
     call: tuple(x.name for x in entries.values() if not x.required and not x.written)
     for call, entries in TENSORS.items()
 }
-# Those of the forward pass alone, which has no gradient with them.
+# The tensors that the forward pass alone takes: a call with one of them has no gradient.
 WITHOUT_GRADIENT = tuple(x for x in OPTIONAL["forward"] if x not in TENSORS["backward"])
 
 REQUIRED = inspect.Parameter.empty
@@ -166,8 +166,8 @@ _HOW = _rows(
     ),
     (
         "max_workspace", "int", 0,
-        "the most bytes that the call may want besides its arrays; 0 is any number. Gradients on a "
-        "GPU then take a slower form that fits; where none does, an error says the least.",
+        "the bytes that the call may want besides its arrays at most; 0 is any number. Gradients on a "
+        "GPU then take a slower form that fits; where none does, an error says the minimum.",
     ),
 )  # fmt: skip
 _THREADS = _rows(("threads", "int", 0, "0 is OMP_NUM_THREADS or all cores."))
@@ -342,7 +342,8 @@ def _of_run(*groups):
     return _only(_OF_RUNS, *groups)
 
 
-# What fulgur.torch has in another way: PyTorch's generator, threads and stream.
+# Arguments that fulgur.torch and fulgur.jax lack: random numbers, threads, devices and streams are those of PyTorch
+# and of XLA.
 _TORCHS = "seed offset rng_state threads engine out stream"
 _JAXS = "rng_state threads engine out stream"
 _OF_TORCH = {

@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     """out, or (out, softmax_lse, None, None): attention over a cache, to which k and v are added in
     place.
 
-    rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal``,
+    rotary_cos and rotary_sin rotate k to cache_seqlens + its row, and q likewise if ``causal``,
     a window or chunks bound it, else all of q to cache_seqlens; rotary_seqlens stands in for
     cache_seqlens there. With page_table, cache_batch_idx names its rows.
     """

@@ -246,7 +246,7 @@ def test_wide_values_on_a_gpu_raise():
     assert torch.equal(fa3.flash_attn_func(q, k, v), attention(q, k, v))
 
 
-def test_splits_beside_pages_raise():
+def test_splits_with_pages_raise():
     q, k, v = make_qkv()
     pages = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 7, 14), max_seqlen_q=3,
                  max_seqlen_k=7, block_table=int32(0, 1).reshape(2, 1))  # fmt: skip

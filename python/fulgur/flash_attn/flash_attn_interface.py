@@ -4,7 +4,7 @@ dim)``."""
 import torch
 
 from fulgur._drop_in import (
-    PARTS_OF_KV, PARTS_OF_QKV, beside_pages, keys_of_packed_queries, longest, refuse, sides, want_int32,
+    PARTS_OF_KV, PARTS_OF_QKV, with_pages, keys_of_packed_queries, longest, refuse, sides, want_int32,
     want_parts, with_kvcache,
 )  # fmt: skip
 from fulgur._names import OPTIONS, PRIVATE, named
@@ -47,7 +47,7 @@ def _attention(
         window=sides(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True, **packed,
     )  # fmt: skip
-    results = beside_pages("block_table", packed.get("page_table"), (q, k, v), call)
+    results = with_pages("block_table", packed.get("page_table"), (q, k, v), call)
     return _results(results, q, return_attn_probs, dropout_p)
 
 
@@ -138,7 +138,7 @@ def flash_attn_with_kvcache(
 ):  # fmt: skip
     """out, or (out, softmax_lse): attention over a cache, to which k and v are added in place.
 
-    rotary_cos and rotary_sin turn k to cache_seqlens + its row, and q likewise if ``causal`` or a
+    rotary_cos and rotary_sin rotate k to cache_seqlens + its row, and q likewise if ``causal`` or a
     window bounds it, else all of q to cache_seqlens.
     """
     want_int32(
@@ -161,7 +161,7 @@ def flash_attn_with_kvcache(
 def _shared(
     softmax_scale, causal, left, right, softcap, alibi_slopes, dropout_p, rng_state, **where
 ):
-    """What both operators take besides their tensors; `where` the sequences lie."""
+    """The options of both operators; `where` the sequences lie."""
     return dict(
         scale=softmax_scale, window_left=left, window_right=0 if causal else right, softcap=softcap,
         alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng_state=rng_state, **where,

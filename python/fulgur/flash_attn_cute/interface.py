@@ -4,7 +4,7 @@ ones are those that rings and PyTorch call."""
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import beside_pages, longest, refuse, sides, want_tensors
+from fulgur._drop_in import with_pages, longest, refuse, sides, want_tensors
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention
 from fulgur.torch._tensors import whole_rows
@@ -68,7 +68,7 @@ def flash_attn_varlen_func(
         return_lse=True, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table,
         **_packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table),
     )  # fmt: skip
-    out, lse = beside_pages("page_table", page_table, (q, k, v, learnable_sink), call)
+    out, lse = with_pages("page_table", page_table, (q, k, v, learnable_sink), call)
     return out, lse if return_lse else None
 
 

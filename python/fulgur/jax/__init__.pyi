@@ -100,9 +100,9 @@ def attention(
             once, through the pages of the first sequence, where that pays. Both or none.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
-        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+        max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
             Gradients on a GPU then take a slower form that fits; where none does, an error says the
-            least.
+            minimum.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -220,7 +220,7 @@ def append(
             chunk, top_left: as for :func:`fulgur.append`.
 
     Returns:
-        (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
+        (k_cache, v_cache), with q (k_cache, v_cache, q), the rotated queries. Rows that take no token
         are as they were, and so are packed queries of no sequence.
 
     Raises:

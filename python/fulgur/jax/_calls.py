@@ -165,7 +165,7 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
         {arguments}
 
     Returns:
-        (k_cache, v_cache), with q (k_cache, v_cache, q), the turned queries. Rows that take no token
+        (k_cache, v_cache), with q (k_cache, v_cache, q), the rotated queries. Rows that take no token
         are as they were, and so are packed queries of no sequence.
 
     Raises:

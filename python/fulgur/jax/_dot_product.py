@@ -125,14 +125,14 @@ def _band(local_window_size, is_causal):
     return left, right
 
 
-def _before(name, lengths, batch, most):
-    """Which of `most` rows each sequence has; None where all have all."""
+def _before(name, lengths, batch, rows):
+    """Which of `rows` rows each sequence has; None where all have all."""
     if lengths is None:
         return None
     lengths = jnp.asarray(lengths)
     if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
         raise ValueError(f"{name}: got {lengths.dtype.name} {lengths.shape}, want int32 ({batch},)")
-    return jnp.arange(most)[None] < lengths[:, None]
+    return jnp.arange(rows)[None] < lengths[:, None]
 
 
 def _key_mask(mask, batch, keys):

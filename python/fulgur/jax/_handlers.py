@@ -38,7 +38,7 @@ def _call(target, results, options, operands):
     """The results by name of a handler, of operands by name; dimensions of vmap lie in front of those of
     all arrays.
 
-    What append writes, the caches and its turned queries, lies where its operands are.
+    What append writes, the caches and its rotated queries, lies where its operands are.
     """
     names, names_of_results = _CALLS[target]
     taken = [x for x in names if x in operands]

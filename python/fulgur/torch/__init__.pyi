@@ -93,9 +93,9 @@ def attention(
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
-        max_workspace: the most bytes that the call may want besides its arrays; 0 is any number.
+        max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
             Gradients on a GPU then take a slower form that fits; where none does, an error says the
-            least.
+            minimum.
         return_lse: return ``(out, lse)``.
 
     Returns:
@@ -196,7 +196,7 @@ def append(
     chunk: int = 0,
     top_left: bool = False,
 ) -> None:
-    """Writes new keys and values into caches, in place, and turns them and q to their positions.
+    """Writes new keys and values into caches, in place, and rotates them and q to their positions.
 
     Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
     recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under autocast q,
@@ -208,7 +208,7 @@ def append(
             window, chunk, top_left: as for :func:`fulgur.append`.
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        The rotated queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:

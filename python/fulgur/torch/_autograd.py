@@ -81,7 +81,7 @@ class Attention(torch.autograd.Function):
 
 
 class FunctionalAttention(torch.autograd.Function):
-    """The same for torch.func, which wants the saving apart; in eager mode that costs 20 us."""
+    """Records the gradient under torch.func, which wants the saving apart; in eager mode that costs 20 us."""
 
     generate_vmap_rule = True
 

@@ -107,7 +107,8 @@ def _arguments(given):
     check("torch.attention", given)
     for name in _CONSTANTS & given.keys():
         want_constant(name, given[name])
-    return _options(given), _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given), given.get("return_lse", False)
+    tensors, cache = _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given)
+    return _options(given), tensors, cache, given.get("return_lse", False)
 
 
 def _apart(tensors):
@@ -117,7 +118,7 @@ def _apart(tensors):
 
 @described("torch.append")
 def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
-    """Writes new keys and values into caches, in place, and turns them and q to their positions.
+    """Writes new keys and values into caches, in place, and rotates them and q to their positions.
 
     Means the same as :func:`fulgur.append`, as an operator that ``torch.compile`` sees. Nothing is
     recorded: tensors that require grad are refused but under ``torch.no_grad()``. Under autocast q,
@@ -127,7 +128,7 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
         {arguments}
 
     Returns:
-        The turned queries, fresh or the very ``q_out`` given; None without q. Packed rows after
+        The rotated queries, fresh or the very ``q_out`` given; None without q. Packed rows after
         the last sequence are not written.
 
     Raises:

@@ -34,7 +34,7 @@ def by_name(op, arguments):
 
 
 # What lies where the first tensor of a call does; the others may be on the CPU with a GPU.
-_BESIDE_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
+_ON_DEVICE_OF_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
 
 
 def _fake(op):
@@ -47,7 +47,7 @@ def _fake(op):
             first, device = next((name, x.device) for name, x in given.items())
             for name, x in given.items():
                 # PyTorch comes here for one tensor on meta, too, and the results would be there.
-                if x.device != device and (x.device.type == "meta" or name in _BESIDE_FIRST):
+                if x.device != device and (x.device.type == "meta" or name in _ON_DEVICE_OF_FIRST):
                     raise ValueError(f"{name}: got a tensor on {x.device}, want {device} as {first}")
             return results(**given)
 

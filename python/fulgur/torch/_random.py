@@ -65,5 +65,5 @@ def random_numbers(q):
 
 
 def rng_state_of(q, dropout_p):
-    """The same for both passes of a call that may have no dropout: the generator stays then."""
+    """Seed and offset for both passes of a call; 0 where it has no dropout, and the generator stays as it is."""
     return random_numbers(q) if dropout_p else q.new_zeros(2, dtype=torch.int64)

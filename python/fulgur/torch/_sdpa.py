@@ -115,7 +115,7 @@ def _cpu_backward(
 # On CUDA, they are aligned at the bottom right.
 
 
-def _behind(q, rng_state):
+def _last_results(q, rng_state):
     """What PyTorch's kernels return at the end: rng_state, an unused one, no probabilities."""
     unused = torch.zeros((), dtype=torch.uint64, device=q.device)
     return rng_state.view(torch.uint64), unused, q.new_empty(0)
@@ -136,7 +136,7 @@ def _cuda_sdpa_forward(
     shared = _cuda_options(dropout_p, rng_state, is_causal, scale)
     out, lse = _dense(query, key, value, shared)
     lengths = query.shape[2], key.shape[2]
-    return out, lse, None, None, *lengths, *_behind(query, rng_state)
+    return out, lse, None, None, *lengths, *_last_results(query, rng_state)
 
 
 def _cuda_sdpa_backward(
@@ -178,12 +178,12 @@ def _cuda_shared_of_forward(
 
 
 def _cuda_flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout_p, *rest, **options):
-    """Of (batch, seqlen, heads, dim) or packed tensors."""
+    """Computes tensors (batch, seqlen, heads, dim), or packed ones."""
     rng_state = rng_state_of(query, dropout_p)
     lengths = cum_q, cum_k, max_q, max_k
     shared = _cuda_shared_of_forward(rng_state, *lengths, dropout_p, *rest, **options)
     out, lse = named(_NAMES, _operators.forward, _rows(query), _rows(key), _rows(value), **shared)
-    return out, lse, *_behind(query, rng_state)
+    return out, lse, *_last_results(query, rng_state)
 
 
 def _cuda_flash_forward_inplace(out, query, key, value, *arguments, **options):

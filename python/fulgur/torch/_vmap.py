@@ -37,7 +37,8 @@ def _fold(size, given, mapped):
 
 
 def _fold_heads(size, given, mapped):
-    """The same as a part of the heads: each has a sink, whose gradient is wanted for each call."""
+    """Arguments of a batched call with the mapped dimension as a part of the heads: each has a sink, whose gradient is
+    wanted for each call."""
     for name, refused in (
         ("dropout_p", "rng_state" in given),
         ("seqused_q, mapped", mapped.get("seqused_q") is not None),

@@ -16,11 +16,11 @@ def rotate_half(x, interleaved=False):
 
 
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
-    """x ``(batch, seqlen, heads, dim)`` turned by the angles of cos and sin, in float32 or better, and
-    rounded once, as the caches' kernels turn it.
+    """x ``(batch, seqlen, heads, dim)`` rotated by the angles of cos and sin, in float32 or better, and
+    rounded once, as the caches' kernels rotate it.
 
     cos and sin are ``(seqlen, rotary_dim / 2)`` or ``(batch, seqlen, rotary_dim / 2)``; the first
-    rotary_dim of dim are turned.
+    rotary_dim of dim are rotated.
     """
     dim = 2 * cos.shape[-1]
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -29,15 +29,15 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
         for t in (cos, sin)
     )
     straight = x[..., :dim].to(exact)
-    turned = straight * cos + rotate_half(straight, interleaved) * sin
-    return torch.cat((turned.to(x.dtype), x[..., dim:]), -1)
+    rotated = straight * cos + rotate_half(straight, interleaved) * sin
+    return torch.cat((rotated.to(x.dtype), x[..., dim:]), -1)
 
 
 def apply_rotary_emb(
     x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None,
     max_seqlen=None,
 ):  # fmt: skip
-    """x ``(batch, seqlen, heads, dim)`` or packed ``(total, heads, dim)``, each row turned by the
+    """x ``(batch, seqlen, heads, dim)`` or packed ``(total, heads, dim)``, each row rotated by the
     angles of its place in its sequence plus ``seqlen_offsets``, a number or int ``(batch,)``.
 
     cos and sin are ``(longest, rotary_dim / 2)``; places after them, which offsets in a tensor may
@@ -62,8 +62,8 @@ def apply_rotary_emb(
         sequence = sequence.clamp(max=len(cu_seqlens) - 2)  # rows after the last are padding
         places = rows - cu_seqlens[sequence] + (offsets[sequence] if offsets.dim() else offsets)
     places = places.clamp(max=positions - 1)
-    turned = apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
-    return x.copy_(turned) if inplace else turned
+    rotated = apply_rotary_emb_torch(x, cos[places], sin[places], interleaved)
+    return x.copy_(rotated) if inplace else rotated
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -87,11 +87,11 @@ def apply_rotary_emb_qkv_(
     if (cos_k is None) != (sin_k is None):
         given, lacking = ("cos_k", "sin_k") if sin_k is None else ("sin_k", "cos_k")
         raise ValueError(f"{lacking}: got None, want it with {given}")
-    turn = functools.partial(
+    rotate = functools.partial(
         apply_rotary_emb, interleaved=interleaved, inplace=True, seqlen_offsets=seqlen_offsets
     )
-    turn(q, cos, sin)
-    turn(k, *((cos, sin) if cos_k is None else (cos_k, sin_k)))
+    rotate(q, cos, sin)
+    rotate(k, *((cos, sin) if cos_k is None else (cos_k, sin_k)))
     return qkv
 
 
@@ -106,7 +106,7 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """The embedding with its angles: place p turns pair i of the first ``dim`` dims by p base^(-2i / dim)
+    """The embedding with its angles: place p rotates pair i of the first ``dim`` dims by p base^(-2i / dim)
     (Su et al., eq. 15). The tables grow with the longest sequence that was seen.
 
     With ``scale_base`` q grows and k shrinks with its place (XPos, Sun et al., arXiv 2212.10554): recommended
@@ -132,7 +132,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables_of(self, seqlen, like):
         """(cos, sin) of q and of k for so many places; a tensor of offsets takes what is there."""
-        exact = torch.promote_types(like.dtype, torch.float32)  # rows are rounded once, when they are turned
+        exact = torch.promote_types(like.dtype, torch.float32)  # rows are rounded once, when they are rotated
         there = self._tables[0][0] if self._tables else None
         fits = there is not None and (there.device, there.dtype) == (like.device, exact)
         fits = fits and (seqlen is None or seqlen <= len(there))
@@ -154,8 +154,8 @@ class RotaryEmbedding(torch.nn.Module):
         return self._tables
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
-        """qkv as `apply_rotary_emb_qkv_` takes it, turned in place and returned; or q ``(batch, seqlen, heads,
-        dim)`` with kv ``(batch, seqlen, 2, heads, dim)``: both, turned in place.
+        """qkv as `apply_rotary_emb_qkv_` takes it, rotated in place and returned; or q ``(batch, seqlen, heads,
+        dim)`` with kv ``(batch, seqlen, 2, heads, dim)``: both, rotated in place.
 
         ``seqlen_offset`` is a number or int ``(batch,)``; with a tensor ``max_seqlen`` says how long the
         tables must be.
