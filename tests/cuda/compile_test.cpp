@@ -452,11 +452,13 @@ std::vector<KernelRequest> requests_of_plans() {
   }
   for (const Problem& problem : decode_problems()) {
     EXPECT_EQ(decode_rejects(problem), "");
-    const DecodeCandidate candidate(problem, decode_candidate(problem, {}));
-    add(candidate);
-    std::string why_not;
-    const auto fused = candidate.fused({.given = true, .rotates = true}, &why_not);
-    if (fused != nullptr) add(*fused);
+    for (const DecodePlan& plan : decode_plans(problem, {})) {
+      const DecodeCandidate candidate(problem, {plan, plan.cycles, {}});
+      add(candidate);
+      std::string why_not;
+      const auto fused = candidate.fused({.given = true, .rotates = true}, &why_not);
+      if (fused != nullptr) add(*fused);
+    }
   }
   for (const int64_t d : {64, 128, 256}) {  // by tuning, where what spills loses
     for (const Problem& problem : {forward_problem({.d = d, .mask = causal()}),

@@ -189,12 +189,8 @@ std::vector<std::pair<Problem, DecodePlan>> decode_reachable(const Problem& prob
   // Numbers of queries with each tile and mask, of keys with each mask, and of sequences: few ones
   // with many splits of a q block and with few, and so many that CTAs have several q blocks.
   const int64_t group = problem.group();
-  std::set<int64_t> queries = {1}, keys = {128, 8192, 131072},
-                    batches = {1, 33, kernels::kDynamicSequences};
-  for (const int64_t rows : kTileRows) {
-    queries.insert(std::max<int64_t>(rows / group, 1));
-    queries.insert(rows / group + 1);
-  }
+  std::set<int64_t> queries = {1}, keys = {8192}, batches = {1, 33, kernels::kDynamicSequences};
+  for (const int64_t rows : kTileRows) queries.insert(std::max<int64_t>(rows / group, 1));
   const Mask& mask = problem.mask;
   if (mask.right >= 0) queries.insert({mask.right + 1, mask.right + 2});
   if (mask.left >= 0) keys.insert({mask.left + 1, mask.left + 2});

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "call/append_then_attend.h"
 #include "cuda/common/call_kernel.h"
