@@ -30,6 +30,10 @@ std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kM
 /// do not overflow.
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 47;
 
+/// The ends of so many sequences and where the first begins: batch + 1, or INT64_MAX, which no
+/// tensor has.
+inline int64_t ends_of(int64_t batch) { return batch < INT64_MAX ? batch + 1 : batch; }
+
 /// Rank, sizes >= 0, at most kMaxTensorBytes. `dims` names the dimensions: "(batch, max_pages)".
 /// Returns whether there are elements.
 bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int rank);

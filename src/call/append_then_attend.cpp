@@ -33,7 +33,8 @@ void check_queries(const ForwardArgs& args) {
   check_tensor("q", q, packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", rank, false);
   const int64_t batch = args.append.cache_seqlens.shape[0];
   if (packed) {
-    check_lengths("cu_seqlens_q", args.lengths.cu_seqlens_q, batch + 1, "(batch + 1)", q.device);
+    check_lengths("cu_seqlens_q", args.lengths.cu_seqlens_q, ends_of(batch), "(batch + 1)",
+                  q.device);
   } else if (q.shape[0] != batch) {
     fail("q", "got {} sequences, want {}, as cache_seqlens has", q.shape[0], batch);
   }

@@ -43,7 +43,7 @@ Dims dims_of(const TensorRule& rule, const ConstTensor& t, const Problem& p) {
     case TensorShape::kBatch:
       return {"(batch)", {p.batch}};
     case TensorShape::kBatchPlusOne:
-      return {"(batch + 1)", {p.batch + 1}};
+      return {"(batch + 1)", {ends_of(p.batch)}};
     case TensorShape::kGroups:
       return {"(groups)", {p.prefix_groups}};
     case TensorShape::kGroupsPlusOne:

@@ -287,6 +287,15 @@ const std::vector<WrongAppend>& wrongs() {
        "engine: got \"gpu\", want cpu or reference: k_cache is on cpu"},
       {"mask", table, [](A&, Options& o) { o.mask.left = -2; }, "window_left: got -2, want -1"},
       {"chunk", table, [](A&, Options& o) { o.mask.chunk = -2; }, "chunk: got -2, want 0"},
+      {"batch_of_the_largest_number", Index::kBatch,
+       [](A& a, Options&) {
+         for (Tensor* cache : {&a.k_cache, &a.v_cache}) {
+           cache->shape[0] = INT64_MAX;
+           cache->shape[1] = 0;
+         }
+         a.cache_seqlens.shape[0] = INT64_MAX;
+       },
+       "cu_seqlens_k_new: got .*want \\(9223372036854775807\\)", true},
       {"top_left", table, [](A&, Options& o) { o.mask.top_left = true; },
        "top_left: given with queries to rotate, want a mask aligned bottom-right"},
       {"threads", table, [](A&, Options& o) { o.threads = 1025; },

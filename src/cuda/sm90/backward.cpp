@@ -213,6 +213,7 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.dlse.data = static_cast<const float*>(args.dlse.data);
   p.sinks = sinks_of(args.sinks);
   p.dsinks = args.dsinks.data;
+  p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
   set_tensors(p, args);
   set_random_numbers(p, run);
   p.counters = reinterpret_cast<int*>(workspace);

@@ -73,7 +73,8 @@ struct BackwardParams : BackwardMaps, CallParams {
 
   // For sinks.cu, if the gradient of the sinks is wanted.
   Sinks sinks;
-  void* dsinks;  // [hq], of the type of the sinks
+  void* dsinks;  // [hq]
+  fulgur::kernels::Element dsinks_type;
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
   int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next

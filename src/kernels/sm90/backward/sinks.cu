@@ -42,5 +42,5 @@ extern "C" __global__ void __launch_bounds__(kSinksThreads)
     __syncthreads();
     if (threadIdx.x < step) sums[threadIdx.x] += sums[threadIdx.x + step];
   }
-  if (threadIdx.x == 0) set_element(p.dsinks, p.sinks.type, head, float(sums[0]));
+  if (threadIdx.x == 0) set_element(p.dsinks, p.dsinks_type, head, float(sums[0]));
 }
