@@ -94,7 +94,7 @@ def test_check_passes_for_every_dtype():
     stdout = succeeds("check")
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
-        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 15
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 16
     assert stdout.endswith("\n45 forward and 45 backward checks passed\n")
     assert "not computed" not in stdout
 

@@ -187,7 +187,7 @@ def test_check_on_a_gpu(on_gpu):
     """Each check is computed, or has its reason; the fake GPU's kernels compute nothing, and no
     check lets that pass."""
     code, ends, reasons, last = check_on_gpu(on_gpu)
-    assert len(ends) == 45
+    assert len(ends) == 48
     assert all("engine cuda: " in why for why in reasons)
     computed = set(ends.values()) - {"not computed"}
     counted = sum(map(int, re.findall(r"(\d+) (?:forward|backward)", last)))
@@ -215,5 +215,5 @@ def test_the_gpu_examples_compare_with_the_cpu(with_nvrtc, name):
 
 def test_check_of_what_a_gpu_does_not_compute_is_no_success(on_gpu):
     code, ends, reasons, last = check_on_gpu(on_gpu, "--dtype", "f32")
-    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 30
+    assert code == 1 and set(ends.values()) == {"not computed"} and sum(reasons.values()) == 32
     assert last.startswith("fulgur: nothing was checked: ")
