@@ -50,7 +50,7 @@ class Options(Struct):
         *SIZE, *fields("window_left", "window_right", of=ctypes.c_int64), *fields("scale"),
         *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
         *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
-        *fields("max_workspace", "chunk", of=ctypes.c_int64),
+        *fields("max_workspace", "chunk", of=ctypes.c_int64), *fields("top_left", of=ctypes.c_int),
     ]
 
 

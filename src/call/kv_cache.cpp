@@ -1,6 +1,8 @@
 #include "call/kv_cache.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 
 #include "base/check.h"
 
@@ -53,6 +55,9 @@ void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor
   check_device("page_table", table, p.device, names.like);
   p.cache.ids = table.shape[table.rank - 1];
   p.cache.id_stride = p.cache.ids > 1 ? table.strides[table.rank - 1] : 1;
+  if (std::abs(p.cache.id_stride) > std::numeric_limits<int32_t>::max()) {
+    fail("page_table", "last stride is {}, want less than 2^31", p.cache.id_stride);
+  }
   p.total_k = p.cache.entries * p.cache.page;
   if (max_seqlen_k < 0) fail("max_seqlen_k", "got {}, want >= 0", max_seqlen_k);
   const int64_t room = product("page_table", table, p.cache.ids, p.cache.page);

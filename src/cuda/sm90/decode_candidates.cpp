@@ -56,6 +56,9 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const bool more_scores = plan.transforms_scores || plan.has_left;
   const bool no_registers = more_scores && (p.invariant || !by_boxes);
   if (dim > 128 && (plan.tree || no_registers)) return 16;
+  // Nor are there any where TMA brings pages and q is read by elements.
+  const bool elements = !plan.q_whole && plan.page > 0 && by_boxes;
+  if (dim > 240 && elements && plan.warps_per_group < kMaxWarps) return 16;
   return plan.warps_per_group == kMaxWarps && !plan.tree && keeps_up ? large : keys;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "call/append_then_attend.h"
 #include "cuda/common/call_kernel.h"
@@ -17,19 +18,21 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
-constexpr int64_t kWholeRow = 8;  // elements that a lane copies at once
+constexpr int64_t kLaneBytes = 16;  // that a lane copies at once
 /// Rows that a group of lanes of a CTA may write one after the other before it attends:
 /// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
 constexpr int64_t kMaxAppendRounds = 8;
 
+int64_t lane_elements(DType dtype) { return kLaneBytes / size_of(dtype); }
+
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
-std::string not_whole(const Layout& strides) {
+std::string not_whole(const Layout& strides, DType dtype) {
   for (const auto& [name, stride] :
        {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
         std::pair{"heads", strides.head}}) {
-    if (stride % kWholeRow != 0) {
+    if (stride % lane_elements(dtype) != 0) {
       return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
-                         name, kWholeRow);
+                         name, lane_elements(dtype));
     }
   }
   return strides.aligned ? "" : "has data at no multiple of 16 bytes";
@@ -105,10 +108,13 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.batch_idx = p.has(Arg::kCacheBatchIdx);
   plan.leftpad = p.has(Arg::kLeftpadK);
   plan.group = static_cast<int>(p.group());
-  plan.q_whole = p.d % kWholeRow == 0 && not_whole(p.q).empty();
-  plan.o_whole = p.dv % kWholeRow == 0 && not_whole(p.out).empty();
-  plan.copies_k = not_whole(p.k);
-  plan.copies_v = not_whole(p.v);
+  const auto whole = [](int64_t dim, const Layout& strides, DType dtype) {
+    return dim % lane_elements(dtype) == 0 && not_whole(strides, dtype).empty();
+  };
+  plan.q_whole = whole(p.d, p.q, p.dtypes.q);
+  plan.o_whole = whole(p.dv, p.out, p.dtypes.out);
+  plan.copies_k = not_whole(p.k, p.dtypes.k);
+  plan.copies_v = not_whole(p.v, p.dtypes.v);
   return plan;
 }
 
@@ -187,8 +193,9 @@ std::string decode_rejects_few(const Problem& p) {
   if (p.dropout_p > 0) return "computes without dropout";
   // Other rows are copied where no other kernel can take the call.
   const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask);
-  for (const auto& [name, strides] : {std::pair{"k", &p.k}, std::pair{"v", &p.v}}) {
-    if (const std::string why = not_whole(*strides); !why.empty() && others_take) {
+  for (const auto& [name, strides, dtype] :
+       {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
+    if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {
       return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
                          why);
     }
@@ -236,7 +243,9 @@ std::string not_fused(const Problem& p, const DecodePlan& plan) {
   const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
   const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
   const int64_t rows = work_tiles * (new_rows + (p.append.rotates ? queries : 0));
-  const int groups = plan.threads() >> lanes_log2(ceil_div(std::max(p.d, p.dv), kWholeRow));
+  const int64_t lanes =
+      std::max(ceil_div(p.d, lane_elements(p.dtypes.k)), ceil_div(p.dv, lane_elements(p.dtypes.v)));
+  const int groups = plan.threads() >> lanes_log2(lanes);
   const int64_t rounds = ceil_div(rows, groups);
   if (rounds <= kMaxAppendRounds) return {};
   return fmt::format(

@@ -71,7 +71,7 @@ class LaneLoader {
     const int* const ids = page_ids(p_, tiles_.work_tile());
 #pragma unroll
     for (int i = 0; i < kRows; i += kRunRows)
-      ids_[i / kRunRows] = key(i) < s.n.sk ? ids[(s.n.k_start + key(i)) / max_of(kPage, 1) * p_.pages.id_stride] : -1;
+      ids_[i / kRunRows] = key(i) < s.n.sk ? page_id(p_, ids, (s.n.k_start + key(i)) / max_of(kPage, 1)) : -1;
   }
 
   // Where the lane's i-th row lies in K or V.

@@ -95,19 +95,18 @@ class PageIds {
   __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& tile, int page) {
     const DecodeSequence& s = tile.sequence;
     ids_ = page_ids(p, tile);
-    stride_ = p.pages.id_stride;
     count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
     first_ = page / 32 * 32;
-    here_ = load(first_);
-    next_ = load(first_ + 32);
+    here_ = load(p, first_);
+    next_ = load(p, first_ + 32);
   }
   // The id of the page that each lane asks for, -1 after the last one. It is one of a tile, which has keys of the pages
   // `first` to `last`; both grow from tile to tile, by less than 32.
-  __device__ __forceinline__ int id(int page, int first, int last) {
+  __device__ __forceinline__ int id(const DecodeParams& p, int page, int first, int last) {
     if (first >= first_ + 32) {
       first_ += 32;
       here_ = next_;
-      next_ = load(first_ + 32);
+      next_ = load(p, first_ + 32);
     }
     const int here = __shfl_sync(0xffffffff, here_, page % 32);
     if (last < first_ + 32) return here;  // the next ones need not be there
@@ -116,13 +115,12 @@ class PageIds {
   }
 
  private:
-  __device__ __forceinline__ int load(int first) const {
+  __device__ __forceinline__ int load(const DecodeParams& p, int first) const {
     const int page = first + int(threadIdx.x % 32);
-    return page < count_ ? ids_[page * stride_] : -1;
+    return page < count_ ? page_id(p, ids_, page) : -1;
   }
 
   const int* ids_;
-  long long stride_;
   int count_;  // pages that have keys of the sequence
   int first_, here_, next_;
 };
@@ -167,7 +165,7 @@ class BoxLoader {
     const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
     if (begins) ids_.begin(p_, tiles_.work_tile(), from / max_of(kPage, 1));
     const int id =
-        ids_.id(row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
+        ids_.id(p_, row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
     entry_ = key < s.n.sk ? id : -1;
     row_ %= max_of(kPage, 1);
   }

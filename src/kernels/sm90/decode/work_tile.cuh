@@ -59,3 +59,8 @@ __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
   return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);
 }
+
+// The i-th of them. Their stride fits an int, as the host checks: a product of 64 bits takes too many registers.
+__device__ __forceinline__ int page_id(const DecodeParams& p, const int* ids, int i) {
+  return ids[i * static_cast<long long>(int(p.pages.id_stride))];
+}
