@@ -54,9 +54,11 @@ void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor
   check_dtype("page_table", table, DType::kI32, "page ids are int32");
   check_device("page_table", table, p.device, names.like);
   p.cache.ids = table.shape[table.rank - 1];
-  p.cache.id_stride = p.cache.ids > 1 ? table.strides[table.rank - 1] : 1;
+  // Strides of an empty table may be any numbers.
+  const bool strided = p.cache.ids > 1 && table.numel() > 0;
+  p.cache.id_stride = strided ? table.strides[table.rank - 1] : 1;
   if (std::abs(p.cache.id_stride) > std::numeric_limits<int32_t>::max()) {
-    fail("page_table", "last stride is {}, want less than 2^31", p.cache.id_stride);
+    fail("page_table", "last stride is {}, want one between -2^31 and 2^31", p.cache.id_stride);
   }
   p.total_k = p.cache.entries * p.cache.page;
   if (max_seqlen_k < 0) fail("max_seqlen_k", "got {}, want >= 0", max_seqlen_k);

@@ -84,7 +84,7 @@ const std::vector<Wrong>& wrongs() {
       {"table_of_huge_strides", table, [](Call& c) { c.page_table.strides[1] = INT64_MAX / 4; },
        "page_table: .*more than 2\\^47 bytes"},
       {"table_of_wide_ids", table, [](Call& c) { c.page_table.strides[1] = int64_t{1} << 31; },
-       "page_table: last stride is 2147483648, want less than 2\\^31"},
+       "page_table: last stride is 2147483648, want one between -2\\^31 and 2\\^31"},
       {"table_on_cuda", table, [](Call& c) { c.page_table = on_cuda(c.page_table); },
        "page_table: on cuda:0, want cpu"},
       {"table_null", table, [](Call& c) { c.page_table.data = nullptr; },

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sm90/backward_plan.h"
 #include "cuda/common/planned_family.h"
+#include "cuda/sm90/backward_plan.h"
 
 namespace fulgur::cuda::sm90 {
 

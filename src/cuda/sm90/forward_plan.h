@@ -7,8 +7,8 @@
 
 #include "call/problem.h"
 #include "cuda/common/family.h"
-#include "cuda/sm90/forward_config.h"
 #include "cuda/common/planned_family.h"
+#include "cuda/sm90/forward_config.h"
 
 namespace fulgur::cuda::sm90 {
 
