@@ -41,7 +41,7 @@ constexpr double kCombineBytes = 57;  // of partial results that a CTA reads
 constexpr double kCombineLaunch = 740;  // of combine.cu
 constexpr double kCombineWave = 2440;   // of kWaveWarps of its warps on each SM
 constexpr double kWaveWarps = 8;
-// Lengths that a call may have: how much a plan counts for each kind.
+// Lengths that a call may have: how often a plan expects each kind.
 constexpr double kAlikeWeight = 0.6, kSpreadWeight = 0.2, kOneLongWeight = 0.2;
 
 // What the schedules and combines of src/kernels/sm90/decode/ say of themselves.
@@ -436,8 +436,8 @@ double expected_decode_cycles(const DecodePlan& plan, const Problem& p) {
   const DecodeCost cost(plan, p);
   const double alike = cost.cycles(cost.alike());
   if (p.alike() || p.batch <= 1) return alike;
-  return std::pow(alike, kAlikeWeight) * std::pow(cost.cycles(cost.spread()), kSpreadWeight) *
-         std::pow(cost.cycles(cost.one_long()), kOneLongWeight);
+  return kAlikeWeight * alike + kSpreadWeight * cost.cycles(cost.spread()) +
+         kOneLongWeight * cost.cycles(cost.one_long());
 }
 
 bool memory_binds(const DecodePlan& plan, const Problem& p) {

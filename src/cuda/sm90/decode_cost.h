@@ -10,8 +10,8 @@ namespace fulgur::cuda::sm90 {
 /// combined.
 double decode_cycles(const DecodePlan& plan, const Problem& problem);
 
-/// The same as far as lengths are known before a call runs: where they may differ, the geometric
-/// mean over equal lengths, lengths spread evenly, and one long sequence among short ones.
+/// The same as far as lengths are known before a call runs: where they may differ, the mean of what
+/// equal, evenly drawn and one long length take.
 double expected_decode_cycles(const DecodePlan& plan, const Problem& problem);
 
 /// Whether reading K and V takes longer than the products with them.
