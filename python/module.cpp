@@ -382,8 +382,10 @@ NB_MODULE(_fulgur, m) {
   nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")
       .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object, nb::object>(), "seen_by"_a,
            "types"_a, "empty_like"_a, "empty_out"_a, "empty_lse"_a)
+      .def("attention", &fulgur::python::TorchDirect::attention, "q"_a.none(), "k"_a.none(),
+           "v"_a.none(), "given"_a)
       .def("forward", &fulgur::python::TorchDirect::forward, "q"_a.none(), "k"_a.none(),
-           "v"_a.none(), "tensors"_a, "options"_a, "with_lse"_a);
+           "v"_a.none(), "tensors"_a, "options"_a);
   m.def("torch_schemas", &fulgur::python::torch_schemas);
   m.def("jax_handlers", &jax_handlers);
   m.def("jax_calls", &jax_calls);

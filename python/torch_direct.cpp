@@ -22,6 +22,61 @@ bool is_true(const nb::object& object) {
 
 nb::object interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
 
+std::string_view text_of(nb::handle name) {
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+  if (text == nullptr) throw nb::python_error();
+  return {text, static_cast<size_t>(size)};
+}
+
+// Numbers of Python's own types alone: what a tensor or a symbol converts to is not all that it is.
+
+[[noreturn]] void refuse(const char* name) { throw nb::type_error(name); }
+
+void read(const char* name, nb::handle value, bool& to) {
+  if (!PyBool_Check(value.ptr())) refuse(name);
+  to = value.is(Py_True);
+}
+void read(const char* name, nb::handle value, int64_t& to) {
+  if (!PyLong_CheckExact(value.ptr())) refuse(name);
+  to = nb::cast<int64_t>(value);
+}
+void read(const char* name, nb::handle value, double& to) {
+  if (!PyFloat_CheckExact(value.ptr()) && !PyLong_CheckExact(value.ptr())) refuse(name);
+  to = nb::cast<double>(value);
+}
+void read(const char* name, nb::handle value, std::optional<double>& to) {
+  read(name, value, to.emplace());
+}
+
+/// Reads an option; false where there is none with this name.
+bool read_option(std::string_view name, nb::handle value, Options& options) {
+  bool known = false;
+  const auto visit = [&](const char* option, auto& to) {
+    if (name != option) return;
+    read(option, value, to);
+    known = true;
+  };
+  for_each_option(visit, options);
+  return known;
+}
+
+void read_window(nb::handle sides, Mask& mask) {
+  if (!PyTuple_CheckExact(sides.ptr()) || PyTuple_GET_SIZE(sides.ptr()) != 2) refuse("window");
+  read("window", PyTuple_GET_ITEM(sides.ptr(), 0), mask.left);
+  read("window", PyTuple_GET_ITEM(sides.ptr(), 1), mask.right);
+}
+
+/// What `compute` returns, None where it throws.
+template <class Compute>
+nb::object or_none(Compute&& compute) {
+  try {
+    return compute();
+  } catch (const std::exception&) {
+    return nb::none();
+  }
+}
+
 /// Whether q has the shape and the strides of out.
 bool is_as_out(const ForwardArgs& args) {
   const auto& [q, v] = std::tie(args.q, args.v);
@@ -50,13 +105,14 @@ bool TorchDirect::has_to_be_seen() const {
   return false;
 }
 
-bool TorchDirect::is_plain(nb::handle tensor, bool grad) const {
-  bool known = false;
-  for (const nb::handle type : types_) known = known || tensor.type().is(type);
-  return known && !(grad && is_true(tensor.attr(requires_grad_)));
+bool TorchDirect::is_recorded(nb::handle tensor) const {
+  return torch_grad_enabled() && is_true(tensor.attr(requires_grad_));
 }
 
 Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
+  bool known = false;
+  for (const nb::handle type : types_) known = known || tensor.type().is(type);
+  if (!known || is_recorded(tensor)) refuse(name);
   DLTensor view{};
   if (exchange_->tensor(tensor.ptr(), &view) != 0) throw nb::python_error();
   const Tensor t = Tensor::from_dlpack(view, name);
@@ -66,48 +122,79 @@ Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
   return t;
 }
 
-nb::object TorchDirect::forward(nb::handle q, nb::handle k, nb::handle v, const nb::dict& tensors,
-                                const nb::dict& options, bool with_lse) const {
-  try {
-    const bool grad = torch_grad_enabled();
-    bool plain = is_plain(q, grad) && is_plain(k, grad) && is_plain(v, grad);
-    for (const auto& [name, tensor] : tensors) plain = plain && is_plain(tensor, grad);
-    if (!plain || has_to_be_seen()) return nb::none();
+bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const {
+  bool known = false;
+  const auto visit = [&](const TensorRule& rule, auto& t) {
+    if (rule.written() || rule.need != Need::kOptional || name != rule.name) return;
+    t = view(rule.name, tensor);
+    known = true;
+  };
+  for_each_tensor(visit, args);
+  return known;
+}
 
+nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
+                                  const nb::dict& given) const {
+  return or_none([&]() -> nb::object {
+    // Without an exception, which takes a microsecond, where training comes by.
+    if (is_recorded(q) || is_recorded(k) || is_recorded(v) || has_to_be_seen()) return nb::none();
     ForwardArgs args;
-    args.q = view("q", q);
-    args.k = view("k", k);
-    args.v = view("v", v);
-    for (const auto& [name, tensor] : tensors) {
-      const std::string_view wanted = nb::cast<const char*>(name);
-      const auto read = [&](const TensorRule& rule, auto& t) {
-        if (wanted == rule.name) t = view(rule.name, tensor);
-      };
-      for_each_tensor(read, args);
+    Options options;
+    bool causal = false, with_lse = false;
+    for (const auto& [key, value] : given) {
+      if (value.is_none()) continue;
+      const std::string_view name = text_of(key);
+      if (name == "causal") {
+        read("causal", value, causal);
+      } else if (name == "return_lse") {
+        read("return_lse", value, with_lse);
+      } else if (name == "window") {
+        read_window(value, options.mask);
+      } else if (name == "window_left" || name == "window_right" || name == "rng_state") {
+        return nb::none();  // arguments of the operators alone
+      } else if (!read_option(name, value, options) && !read_tensor(name, value, args)) {
+        return nb::none();
+      }
     }
+    if (causal) options.mask.right = 0;
+    if (options.dropout_p != 0) return nb::none();
+    return compute(q, k, v, args, options, with_lse);
+  });
+}
+
+nb::object TorchDirect::forward(nb::handle q, nb::handle k, nb::handle v, const nb::dict& tensors,
+                                const nb::dict& options) const {
+  return or_none([&]() -> nb::object {
+    if (has_to_be_seen()) return nb::none();
+    ForwardArgs args;
     Options numbers;
-    for (const auto& [name, number] : options) {
-      const std::string_view wanted = nb::cast<const char*>(name);
-      const auto read = [&]<class T>(const char* known, T& option) {
-        if (wanted == known) option = nb::cast<T>(number);
-      };
-      for_each_option(read, numbers);
+    for (const auto& [key, tensor] : tensors) {
+      if (!read_tensor(text_of(key), tensor, args)) return nb::none();
     }
-    const nb::object out = is_as_out(args) ? empty_like_(q) : empty_out_(q, v);
-    args.out = view("out", out);
-    nb::object lse;
-    if (with_lse) {
-      lse = empty_lse_(q);
-      args.lse = view("lse", lse);
+    for (const auto& [key, number] : options) {
+      if (!read_option(text_of(key), number, numbers)) return nb::none();
     }
-    {
-      const WithoutGil unlocked;
-      torch_forward(args, numbers);
-    }
-    return with_lse ? nb::make_tuple(out, lse) : out;
-  } catch (const std::exception&) {
-    return nb::none();
+    return compute(q, k, v, args, numbers, true);
+  });
+}
+
+nb::object TorchDirect::compute(nb::handle q, nb::handle k, nb::handle v, ForwardArgs& args,
+                                Options& options, bool with_lse) const {
+  args.q = view("q", q);
+  args.k = view("k", k);
+  args.v = view("v", v);
+  const nb::object out = is_as_out(args) ? empty_like_(q) : empty_out_(q, v);
+  args.out = view("out", out);
+  nb::object lse;
+  if (with_lse) {
+    lse = empty_lse_(q);
+    args.lse = view("lse", lse);
   }
+  {
+    const WithoutGil unlocked;
+    torch_forward(args, options);
+  }
+  return with_lse ? nb::make_tuple(out, lse) : out;
 }
 
 }  // namespace fulgur::python

@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string_view>
+
 #include "arrays.h"
 
 namespace fulgur::python {
@@ -16,18 +18,27 @@ class TorchDirect {
   TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like, nb::object empty_out,
               nb::object empty_lse);
 
-  /// out, or (out, lse), as the operator forward computes them, of further tensors and of options
-  /// by name. None where PyTorch has to see the call, where autograd has to record it, and where it
-  /// fails, which the operator explains.
+  /// What fulgur.torch.attention returns of these keyword arguments: out, or (out, lse). None where
+  /// PyTorch has to see the call, where autograd has to record it, where it draws random numbers,
+  /// and where an argument is of another type than most callers give or wrong, which the operators
+  /// and what calls them explain.
+  nb::object attention(nb::handle q, nb::handle k, nb::handle v, const nb::dict& given) const;
+
+  /// (out, lse) as the operator forward computes them, of further tensors and of options by name;
+  /// None as for attention.
   nb::object forward(nb::handle q, nb::handle k, nb::handle v, const nb::dict& tensors,
-                     const nb::dict& options, bool with_lse) const;
+                     const nb::dict& options) const;
 
  private:
   bool has_to_be_seen() const;
-  /// Whether a tensor is no subclass, and autograd does not record it.
-  bool is_plain(nb::handle tensor, bool grad) const;
-  /// Throws where a tensor has no rows, or others than its memory says.
+  bool is_recorded(nb::handle tensor) const;
+  /// Throws where a tensor is of a subclass, is recorded by autograd, has no rows, or has others
+  /// than its memory says.
   Tensor view(const char* name, nb::handle tensor) const;
+  /// Reads a tensor that a call has besides q, k and v; false where it has none with this name.
+  bool read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const;
+  nb::object compute(nb::handle q, nb::handle k, nb::handle v, ForwardArgs& args, Options& options,
+                     bool with_lse) const;
 
   nb::tuple seen_by_, types_;
   nb::object empty_like_, empty_out_, empty_lse_;

@@ -3,6 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
@@ -34,14 +35,17 @@ class Subclass(torch.Tensor):
 def computed(monkeypatch):
     """Whether the calls since were computed around the dispatcher, in their order."""
     found = []
-    forward = _direct.forward
 
-    def spy(*arguments):
-        results = forward(*arguments)
-        found.append(results is not None)
-        return results
+    def spy_on(function):
+        def spy(*arguments):
+            results = function(*arguments)
+            found.append(results is not None)
+            return results
 
-    monkeypatch.setattr(_direct, "forward", spy)
+        return spy
+
+    for name in ("attention", "forward"):
+        monkeypatch.setattr(_direct, name, spy_on(getattr(_direct, name)))
     return found
 
 
@@ -63,6 +67,52 @@ def test_the_same_bits_as_the_operator(options, grad, computed):
         gradients = (torch.autograd.grad(out, (q, k, v), dout) for out in (alone, direct[0], dispatched[0]))
         for first, *others in zip(*gradients):
             assert all(torch.equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"scale": np.float64(0.5)}, {"softcap": torch.tensor(2.0)}, {"chunk": np.int64(4)}, {"window": [3, 1]},
+        {"causal": 1}, {"dropout_p": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_few_callers_give_goes_by_the_operator(option, computed):
+    q, k, v = make_qkv()
+    out = attention(q, k, v, **option)
+    assert computed == [False] and out.shape == (2, 7, 4, 16)
+    ((name, value),) = option.items()
+    if name != "dropout_p":
+        plain = {"window": tuple, "causal": bool, "chunk": int}.get(name, float)(value)
+        assert torch.equal(attention(q, k, v, **{name: plain}), out) and computed == [False, True]
+
+
+def test_options_that_are_none_are_not_given(computed):
+    q, k, v = make_qkv()
+    out = attention(q, k, v, window=None, scale=None, sinks=None, page_table=None)
+    assert torch.equal(out, attention(q, k, v)) and computed == [True, True]
+
+
+@pytest.mark.parametrize("name", ["window_left", "window_right", "rng_state", "threads", "out", "dout", "no_such"])
+def test_arguments_of_others_are_refused(name, computed):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        attention(*make_qkv(), **{name: 1})
+    assert computed == [False]
+
+
+def test_caches_and_tree_masks(computed):
+    q, k, v = make_qkv()
+    pages = {"page_table": torch.tensor([[1], [0]], dtype=torch.int32),
+             "seqused_k": torch.tensor([9, 8], dtype=torch.int32)}  # fmt: skip
+    tree = {"tree_mask": torch.randint(1, 128, (2, 7)), "causal": True}
+    for options in pages, tree:
+        out = attention(q, k, v, return_lse=True, **options)
+        with DispatchMode():
+            want = attention(q, k, v, return_lse=True, **options)
+        assert all(map(torch.equal, out, want))
+        with pytest.raises(ValueError, match="k: requires grad"):
+            attention(q, k.clone().requires_grad_(), v, **options)
+    assert computed == [True, False, False] * 2
 
 
 def test_parameters_and_inference_mode(computed):

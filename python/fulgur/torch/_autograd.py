@@ -17,7 +17,7 @@ from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
 def _forward(q, k, v, options, tensors):
     numbers, names = options
     given = dict(zip(names, tensors))
-    results = None if is_dynamo_compiling() else direct.forward(q, k, v, given, numbers, True)
+    results = None if is_dynamo_compiling() else direct.forward(q, k, v, given, numbers)
     return _operators.forward(q, k, v, **given, **numbers) if results is None else results
 
 

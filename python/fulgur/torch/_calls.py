@@ -56,11 +56,11 @@ def attention(q, k, v, **given):
         RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
         NotImplementedError: another derivative than the first, or one in forward mode, is wanted.
     """
-    numbers, tensors, cache, return_lse = _arguments(given) if given else ({}, {}, {}, False)
-    if not (is_dynamo_compiling() or cache or numbers.get("dropout_p") or forward_ad._current_level >= 0):
-        results = direct.forward(q, k, v, tensors, numbers, return_lse)
+    if not (is_dynamo_compiling() or forward_ad._current_level >= 0):
+        results = direct.attention(q, k, v, given)
         if results is not None:
             return results
+    numbers, tensors, cache, return_lse = _arguments(given)
     sinks = tensors.get("sinks")
     cached = not _OF_CACHES.isdisjoint(cache)
     if cache:

@@ -6,9 +6,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from fulgur import _fulgur
 from fulgur.torch._operators import empty_lse, empty_out
 
-# forward(q, k, v, tensors, options, with_lse): out, or (out, lse), of further tensors and of options by name. None
-# where the operator has to compute the call, or to say why it cannot, and where autograd has to record it.
-forward = _fulgur.TorchDirect(
+_direct = _fulgur.TorchDirect(
     seen_by=(  # modes, transforms, traces, autocast and profilers see every call
         is_in_torch_dispatch_mode,
         torch._C._len_torch_dispatch_stack,  # has modes that are pushed without being entered, too
@@ -22,4 +20,9 @@ forward = _fulgur.TorchDirect(
     empty_like=torch.empty_like,  # takes half the time of empty_out
     empty_out=empty_out,
     empty_lse=empty_lse,
-).forward
+)
+# attention(q, k, v, given): what fulgur.torch.attention returns of its keyword arguments.
+# forward(q, k, v, tensors, options): (out, lse) of further tensors and of options by name.
+# Both return None where the operators have to compute the call, or to say why they cannot, and where autograd has to
+# record it.
+attention, forward = _direct.attention, _direct.forward
