@@ -5,7 +5,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   # The least that Highway compiles well on x86: every CPU since about 2011.
   set(FULGUR_HIGHWAY_OPTIONS -msse4.2 -mpclmul -maes)
   if(FULGUR_SANITIZE)
-    # The best that this machine has alone: sanitizers find the same in all, and each takes minutes to compile.
+    # The best vectors that this machine has alone: sanitizers find the same in all, and each takes a minute to compile.
     include(CheckCXXSourceRuns)
     check_cxx_source_runs("int main() { return !__builtin_cpu_supports(\"avx512bw\"); }" FULGUR_HAS_AVX512)
     check_cxx_source_runs("int main() { return !__builtin_cpu_supports(\"avx2\"); }" FULGUR_HAS_AVX2)
@@ -14,6 +14,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     elseif(FULGUR_HAS_AVX2)
       set(FULGUR_HIGHWAY_OPTIONS -march=haswell -maes)
     endif()
+    list(APPEND FULGUR_HIGHWAY_OPTIONS -DHWY_COMPILE_ONLY_STATIC)
   endif()
 else()
   # Vectors of a length unknown to the compiler cannot be held in arrays, as the blocks of registers are; NEON serves

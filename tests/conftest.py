@@ -1,8 +1,8 @@
-"""Slow tests: `--slow SEED` runs a quarter of those that are marked `slow`, another one with each seed."""
+"""Slow tests: `--slow SEED` runs a sixth of those that are marked `slow`, another one with each seed."""
 
 import random
 
-SHARE = 4
+SHARE = 6
 
 
 def pytest_addoption(parser):

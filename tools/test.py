@@ -37,6 +37,7 @@ THREADS = {"OMP_WAIT_POLICY": "passive"}
 SEED = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
 EVERYTHING = "--all" in sys.argv[1:]  # without samples
 EMULATED = 2  # tests of the emulator in a run
+PARTS = 3  # of the cases of slow C++ tests a run takes one part of so many
 ALONE = 15  # files of the library that are compiled by themselves in such a run
 STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
@@ -68,6 +69,15 @@ def build(preset, *settings):
 
 def ctest(preset, *arguments, name=None, env=None):
     run("ctest", "--preset", preset, "--output-junit", RESULTS / f"{name or preset}.xml", *arguments, env=env)
+
+
+def ctest_sample(preset, *arguments):
+    """The tests, and a part of the cases of each slow one."""
+    part = {} if EVERYTHING else {"GTEST_TOTAL_SHARDS": str(PARTS), "GTEST_SHARD_INDEX": str(SEED % PARTS)}
+    try:
+        ctest(preset, "-LE", "slow", *arguments)
+    finally:
+        ctest(preset, "-L", "slow", *arguments, name=f"{preset}-slow", env=part)
 
 
 def pip_install(*what, python=VENV_PYTHON):
@@ -106,13 +116,13 @@ def install_packages():
 
 
 def release():
-    """The release build: every C++ test, installation, symbols, layers, README.md's C++; of the emulator a sample."""
+    """The release build: C++ tests, installation, symbols, layers, README.md's C++; of the emulator a sample."""
     build("release", "-DFULGUR_TESTS=ON", "-DFULGUR_BENCH=ON")
     listed = subprocess.run(["ctest", "--preset", "release", "--show-only=json-v1", "-L", "emulator"], cwd=ROOT,
                             check=True, capture_output=True, text=True).stdout
     every = [test["name"] for test in json.loads(listed)["tests"]]
     left_out = set(every) - set(sample("tests of the emulator", every, EMULATED))
-    ctest("release", *(["-E", f"^({'|'.join(left_out)})$"] if left_out else []))
+    ctest_sample("release", *(["-E", f"^({'|'.join(left_out)})$"] if left_out else []))
 
 
 def emulator():
@@ -172,13 +182,13 @@ def compile_alone(choose):
 def asan():
     """The small tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
     build("asan")
-    ctest("asan")
+    ctest_sample("asan")
 
 
 def tsan():
     """The tests where threads share work under ThreadSanitizer."""
     build("tsan")
-    ctest("tsan")
+    ctest_sample("tsan")
 
 
 def fuzz():
@@ -221,12 +231,13 @@ SANITIZED = (asan, tsan, fuzz)  # each a build of its own: one of them in a run
 STEPS = {step.__name__: step for step in (*ALWAYS, *SANITIZED, emulator, alone, arm)}
 
 
+def result_files(name):
+    return [path for path in (RESULTS / f"{name}.xml", RESULTS / f"{name}-slow.xml") if path.exists()]
+
+
 def count(name):
-    """(passed, failed, skipped) of the step's result file."""
-    path = RESULTS / f"{name}.xml"
-    if not path.exists():
-        return 0, 0, 0
-    cases = list(ET.parse(path).iter("testcase"))
+    """(passed, failed, skipped) of the step's result files."""
+    cases = [case for path in result_files(name) for case in ET.parse(path).iter("testcase")]
     failed = sum(c.find("failure") is not None or c.find("error") is not None for c in cases)
     skipped = sum(c.find("skipped") is not None for c in cases)
     return len(cases) - failed - skipped, failed, skipped
@@ -252,7 +263,8 @@ def main():
         packages()
     for name in steps:
         print(f"\n== {name}: {STEPS[name].__doc__}", flush=True)
-        (RESULTS / f"{name}.xml").unlink(missing_ok=True)
+        for path in result_files(name):
+            path.unlink()
         start, start_cpu, problem = time.monotonic(), cpu_seconds(), ""
         try:
             STEPS[name]()
