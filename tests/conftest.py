@@ -1,8 +1,8 @@
-"""Slow tests: `--slow SEED` runs a sixth of those that are marked `slow`, another one with each seed."""
+"""Slow tests: `--slow SEED` runs an eighth of those that are marked `slow`, another one with each seed."""
 
 import random
 
-SHARE = 6
+SHARE = 8
 
 
 def pytest_addoption(parser):

@@ -162,6 +162,7 @@ class TestNothing:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.slow
 def test_autocast_casts_to_the_dtype_of_caches(module, dtype, appends, paged):
     q, new = make((2, 1, 2, 16), (2, 1, 2, 16))
     cache = make((2, 8, 2, 16))[0].to(dtype)

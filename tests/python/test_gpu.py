@@ -112,6 +112,7 @@ assert set(asked) == {0x77}, asked
 """)
 
 
+@pytest.mark.slow
 def test_results_of_cupy_which_has_no_array_namespace(on_fake_gpu):
     """They are made on the device of q, and their names are NumPy's."""
     on_fake_gpu("""
@@ -138,6 +139,7 @@ assert driver.launch_count() == 1 and driver.last_stream() == 0x77
 
 
 @pytest.mark.parametrize("given, exported, launched", [("0", 1, "None"), ("1", 1, 1), ("0x99", 0x99, 0x99)])
+@pytest.mark.slow
 def test_a_stream_of_the_caller(on_fake_gpu, given, exported, launched):
     """The default stream is 0 to the driver and 1 to DLPack."""
     on_fake_gpu(f"""

@@ -238,6 +238,7 @@ def test_jit_and_checkpoint():
     "case, mapped",
     [*((case, "qkv") for case in CASES), ("used", "q"), ("packed", "kv"), ("dropout", "qkv"), ("dropout", "k")],
 )
+@pytest.mark.slow
 def test_vmap(case, mapped):
     options = CASES.get(case, dict(dropout_p=0.5, seed=3))
 
@@ -519,6 +520,7 @@ def test_max_workspace():
     np.testing.assert_allclose(gradient(more), gradient(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_old_jax():
     done = run_python("import jax; jax.__version_info__, jax.__version__ = (0, 6, 2), '0.6.2'; import fulgur.jax")
     assert done.returncode == 1 and "fulgur.jax: got JAX 0.6.2, want 0.7 or newer" in done.stderr

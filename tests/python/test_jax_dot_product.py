@@ -83,6 +83,7 @@ LENGTHS = dict(query_seq_lengths=jnp.array([9, 4]), key_value_seq_lengths=jnp.ar
     [{}, dict(is_causal=True), dict(local_window_size=(2, 1)), LENGTHS, dict(is_causal=True, **LENGTHS)],
     ids=["full", "causal", "window", "lengths", "causal, lengths"],
 )
+@pytest.mark.slow
 def test_options_mean_what_they_mean_in_jax(options, dtype):
     tensors = qkv(T=9, S=9, H=32, dtype=dtype)
     got = jax.jit(partial(dot_product_attention, **options))(*tensors)
@@ -96,6 +97,7 @@ def test_options_mean_what_they_mean_in_jax(options, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_dtypes(dtype):
     tensors = qkv(T=33, S=33, H=32, dtype=dtype)
     check_dot_product(tensors, np.repeat(band(33, 33, right=0), 2, axis=0), is_causal=True)
@@ -111,6 +113,7 @@ BANDS = [
 
 
 @pytest.mark.parametrize("T, S, causal, window", BANDS)
+@pytest.mark.slow
 def test_bands_start_top_left(T, S, causal, window):
     left, right = (window, window) if isinstance(window, int) else window or (None, None)
     if causal:
@@ -129,6 +132,7 @@ def test_bands_start_top_left(T, S, causal, window):
         ("float16", {"is_causal": True}, "qkm"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_lengths_and_masks_of_keys(dtype, options, which):
     B, T, S = 4, 11, 13
     q_lengths, k_lengths = jnp.array([11, 4, 0, 7]), jnp.array([5, 13, 3, 0])
@@ -179,6 +183,7 @@ def test_three_dimensions_and_key_mask_for_all():
     np.testing.assert_allclose(want[0], theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_residual():
     tensors = qkv(T=6, S=6)
     given = arrays((2, 6, 4, 16), (2, 6, 4), seed=1)
@@ -228,6 +233,7 @@ def test_wrong_arguments_of_dot_product_attention(options, error, message):
         dot_product_attention(**options)
 
 
+@pytest.mark.slow
 def test_limits_beside_hidden_keys():
     with pytest.raises(NotImplementedError, match="query: got head dim 509 .* want 508 at most"):
         dot_product_attention(*qkv(H=509), is_causal=True, key_value_seq_lengths=LENGTH)

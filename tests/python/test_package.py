@@ -117,6 +117,7 @@ def test_program_fails():
     assert done.returncode == 1 and done.stderr.startswith("fulgur: ") and "no.npy" in done.stderr
 
 
+@pytest.mark.slow
 def test_program_can_be_interrupted():
     command = ["env", "--default-signal=INT"]  # even where the tests run in the background
     command += [sys.executable, "-B", "-m", "fulgur", "bench", "--grid", "standard"]

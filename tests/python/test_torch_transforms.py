@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torch")
 
 class TestCompile:
     @each_option
+    @pytest.mark.slow
     def test_one_graph(self, options):
         q, k, v = inputs(options, grad=True)
         call = lambda *x: attention(*x, return_lse=True, **options)  # noqa: E731
