@@ -1,7 +1,7 @@
 /// XLA's foreign function interface, as far as fulgur.jax uses it: the layout of the C structs that
 /// XLA hands to a handler and takes from it. These are facts of its ABI, the same in all jaxlibs
-/// from 0.7 to 0.12; tests/python/test_jax_handlers.py compares them with the header that jaxlib
-/// brings (xla/ffi/api/c_api.h), so that neither JAX nor its headers are needed to build.
+/// from 0.7 to 0.12; tests/python/with_jax/test_jax_handlers.py compares them with the header that
+/// jaxlib brings (xla/ffi/api/c_api.h), so that neither JAX nor its headers are needed to build.
 #pragma once
 
 #include <cstddef>

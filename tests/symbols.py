@@ -1,6 +1,6 @@
 """The shared library exports the public API and nothing else: symbols.py LIBRARY.
 
-Of C functions it exports each one that c.h declares, and no other. tests/api/c_abi_test.c lists
+Of C functions it exports each one that c.h declares, and no other. tests/api/c/c_abi_test.c lists
 them once more, so that none goes missing unnoticed: programs find them by name.
 """
 
@@ -40,7 +40,7 @@ def main(library):
     exported = {name for _, name in symbols if re.fullmatch(r"fulgur_\w+", name)}
     foreign += sorted(exported - functions)
     missing += sorted(functions - exported)
-    alone = sorted(functions ^ declared("tests/api/c_abi_test.c"))
+    alone = sorted(functions ^ declared("tests/api/c/c_abi_test.c"))
     for name in foreign:
         print(f"exported, but not public: {name}")
     for name in missing:

@@ -67,7 +67,7 @@ else
   check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
   for package in torch jax cupy; do
     if [ -d "$packed/python" ] && python3 -c "import $package" 2>/dev/null; then
-      check $package env PYTHONPATH="$packed/python:${PYTHONPATH:-}" python3 "$root/tests/cuda/${package}_test.py"
+      check $package env PYTHONPATH="$packed/python:${PYTHONPATH:-}" python3 "$root/tests/cuda/gpu/${package}_test.py"
     fi
   done
   # Small shapes for every path of the kernels, which are compiled by now; each tool has an eighth of them in each of

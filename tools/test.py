@@ -36,7 +36,7 @@ THREADS = {"OMP_WAIT_POLICY": "passive"}
 # A run draws samples by the day's number, or by this one.
 SEED = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal()))
 EVERYTHING = "--all" in sys.argv[1:]  # without samples
-EMULATED = 1  # of the tests of the emulator
+EMULATED = 2  # of the tests of the emulator
 PARTS = 6  # of the cases of slow C++ tests a run takes one part of so many
 ALONE = 15  # files of the library that are compiled by themselves in such a run
 STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")

@@ -1,7 +1,7 @@
 // The blocks of rows that the CPU engine shares out to threads, for kernels of any machine.
 #include <gtest/gtest.h>
 
-#include "../cuda/forward_call.h"
+#include "../cuda/plans/forward_call.h"
 #include "cpu/plan.h"
 
 namespace fulgur::test {

@@ -79,10 +79,10 @@ def on_fake_gpu(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fake")
     (folder / "look.cpp").write_text(LOOK)
     root = TESTS.parent
-    includes = [f"-I{root / name}" for name in ("src", "src/kernels", "include", "tests/cuda")]
+    includes = [f"-I{root / name}" for name in ("src", "src/kernels", "include", "tests/cuda/fake")]
     subprocess.run(
         ["c++", "-std=c++20", "-shared", "-fPIC", *includes, folder / "look.cpp",
-         TESTS / "cuda/fake_driver.cpp", TESTS / "cuda/fake_kernels.cpp", "-o", folder / "libcuda.so.1"],
+         TESTS / "cuda/fake/fake_driver.cpp", TESTS / "cuda/fake/fake_kernels.cpp", "-o", folder / "libcuda.so.1"],
         check=True,
     )  # fmt: skip
     environment = dict(os.environ, LD_LIBRARY_PATH=str(folder), FULGUR_CACHE_DIR=str(folder / "cache"))

@@ -23,9 +23,16 @@ KernelUse decode_kernel(const DecodePlan& plan) {
           plan.shared_bytes};
 }
 
+/// It reads neither q, k nor v, and no scores.
 KernelUse combine_kernel(const DecodePlan& plan) {
+  DecodeKey key = plan;
+  key.head_dim = key.value_dim;
+  key.transforms_scores = key.softcap = key.alibi = false;
+  key.k_stages = key.v_stages = key.warp_groups = key.residents = 1;
+  key.box_keys = 0;
+  key.q_whole = key.batch_idx = false;
   return {
-      {"sm90/decode/combine.cu", kernel_config(plan), kArchitecture}, "fulgur_decode_combine", 0};
+      {"sm90/decode/combine.cu", kernel_config(key), kArchitecture}, "fulgur_decode_combine", 0};
 }
 
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "../forward_call.h"
+#include "../plans/forward_call.h"
 #include "fulgur/append.h"
 #include "fulgur/merge.h"
 #include "kernels/common/append_params.h"

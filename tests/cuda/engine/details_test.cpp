@@ -8,7 +8,7 @@
 #include <string>
 #include <variant>
 
-#include "../backward_call.h"
+#include "../plans/backward_call.h"
 #include "calls.h"
 #include "cpu/plan.h"
 #include "fulgur/cuda.h"

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../backward_call.h"
-#include "../fake_driver.h"
+#include "../fake/fake_driver.h"
+#include "../plans/backward_call.h"
 #include "cuda/jit/nvrtc.h"
 #include "engines.h"
 #include "kernels/sm90/decode/params.h"

@@ -1,4 +1,4 @@
-"""fulgur on CuPy's arrays: python3 tests/cuda/cupy_test.py, with fulgur and cupy importable and a GPU."""
+"""fulgur on CuPy's arrays: python3 tests/cuda/gpu/cupy_test.py, with fulgur and cupy importable and a GPU."""
 
 import unittest
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-TOOL = Path(__file__).parents[2] / "tools/upstream_suite.py"
+TOOL = Path(__file__).parents[3] / "tools/upstream_suite.py"
 
 SUITE = """
 import pytest, torch

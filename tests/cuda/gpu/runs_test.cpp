@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../plans/dynamic_decode.h"
 #include "cached.h"
 #include "device.h"
-#include "dynamic_decode.h"
 #include "engine_memory.h"
 
 namespace fulgur::test {

@@ -13,7 +13,7 @@ import numpy as np
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time would go there
 jax.config.update("jax_numpy_rank_promotion", "raise")  # as some callers set it
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DTYPES = ["float32", "bfloat16", "float16"]
 
 

@@ -1,4 +1,4 @@
-"""fulgur in JAX on a GPU: python3 tests/cuda/jax_test.py, with fulgur, jax and a CUDA plugin of jax importable."""
+"""fulgur in JAX on a GPU: python3 tests/cuda/gpu/jax_test.py, with fulgur, jax and a CUDA plugin of jax importable."""
 
 import statistics
 import time

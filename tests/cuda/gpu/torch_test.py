@@ -1,4 +1,4 @@
-"""fulgur in PyTorch on a GPU: python3 tests/cuda/torch_test.py, with fulgur and torch importable.
+"""fulgur in PyTorch on a GPU: python3 tests/cuda/gpu/torch_test.py, with fulgur and torch importable.
 
 Gradients are tested where the CUDA engine computes them, and skipped with its own words elsewhere.
 """
@@ -264,7 +264,7 @@ class TestServe(OnGpu):
     """The example, which compares its tokens with dense attention itself."""
 
     def test_tokens_are_those_of_dense_attention(self):
-        serve = Path(__file__).parents[2] / "examples/serve.py"
+        serve = Path(__file__).parents[3] / "examples/serve.py"
         for shape in ((), ("--page", "17", "--pages", "9", "--budget", "7")):
             command = [sys.executable, "-B", serve, "--device", "cuda", *shape]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "../plans/dynamic_decode.h"
 #include "appended.h"
 #include "cached.h"
-#include "dynamic_decode.h"
 #include "every_tile.h"
 #include "fulgur/merge.h"
 #include "shared.h"

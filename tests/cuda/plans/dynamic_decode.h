@@ -3,11 +3,11 @@
 
 #include <functional>
 
+#include "../gpu/device.h"
 #include "call/make_problem.h"
 #include "cuda/engine/devices.h"
 #include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/families.h"
-#include "device.h"
 #include "engine_memory.h"
 #include "workload.h"
 
