@@ -105,14 +105,18 @@ bool TorchDirect::has_to_be_seen() const {
   return false;
 }
 
-bool TorchDirect::is_recorded(nb::handle tensor) const {
-  return torch_grad_enabled() && is_true(tensor.attr(requires_grad_));
+bool TorchDirect::is_tensor(nb::handle object) const {
+  bool known = false;
+  for (const nb::handle type : types_) known = known || object.type().is(type);
+  return known;
+}
+
+bool TorchDirect::is_recorded(nb::handle object) const {
+  return torch_grad_enabled() && is_tensor(object) && is_true(object.attr(requires_grad_));
 }
 
 Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
-  bool known = false;
-  for (const nb::handle type : types_) known = known || tensor.type().is(type);
-  if (!known || is_recorded(tensor)) refuse(name);
+  if (!is_tensor(tensor) || is_recorded(tensor)) refuse(name);
   DLTensor view{};
   if (exchange_->tensor(tensor.ptr(), &view) != 0) throw nb::python_error();
   const Tensor t = Tensor::from_dlpack(view, name);

@@ -31,7 +31,9 @@ class TorchDirect {
 
  private:
   bool has_to_be_seen() const;
-  bool is_recorded(nb::handle tensor) const;
+  /// Whether an object is a tensor of no subclass, whose attributes may be anybody's.
+  bool is_tensor(nb::handle object) const;
+  bool is_recorded(nb::handle object) const;
   /// Throws where a tensor is of a subclass, is recorded by autograd, has no rows, or has others
   /// than its memory says.
   Tensor view(const char* name, nb::handle tensor) const;
