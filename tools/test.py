@@ -38,6 +38,7 @@ SEED = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal())
 EVERYTHING = "--all" in sys.argv[1:]  # without samples
 EMULATED = 2  # of the tests of the emulator
 PARTS = 6  # of the cases of slow C++ tests a run takes one part of so many
+CHECKED = 10  # test programs that a run builds with AddressSanitizer
 ALONE = 15  # files of the library that are compiled by themselves in such a run
 STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
@@ -77,7 +78,19 @@ def ctest_sample(preset, *arguments):
     try:
         ctest(preset, "-LE", "slow", *arguments)
     finally:
-        ctest(preset, "-L", "slow", *arguments, name=f"{preset}-slow", env=part)
+        ctest(preset, "-L", "slow", "--no-tests=ignore", *arguments, name=f"{preset}-slow", env=part)
+
+
+def listed(preset, *arguments):
+    """The tests of a configured preset, as CTest describes them."""
+    shown = subprocess.run(["ctest", "--preset", preset, "--show-only=json-v1", *arguments], cwd=ROOT, check=True,
+                           capture_output=True, text=True).stdout
+    return json.loads(shown)["tests"]
+
+
+def these(names):
+    """CTest's arguments for the tests with these names."""
+    return "-R", f"^({'|'.join(names)})$"
 
 
 def pip_install(*what, python=VENV_PYTHON):
@@ -118,9 +131,7 @@ def install_packages():
 def release():
     """The release build: C++ tests, installation, symbols, layers, README.md's C++; of the emulator a sample."""
     build("release", "-DFULGUR_TESTS=ON", "-DFULGUR_BENCH=ON")
-    listed = subprocess.run(["ctest", "--preset", "release", "--show-only=json-v1", "-L", "emulator"], cwd=ROOT,
-                            check=True, capture_output=True, text=True).stdout
-    every = [test["name"] for test in json.loads(listed)["tests"]]
+    every = [test["name"] for test in listed("release", "-L", "emulator")]
     left_out = set(every) - set(sample("tests of the emulator", every, EMULATED))
     ctest_sample("release", *(["-E", f"^({'|'.join(left_out)})$"] if left_out else []))
 
@@ -180,9 +191,15 @@ def compile_alone(choose):
 
 
 def asan():
-    """The small tests under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    build("asan")
-    ctest_sample("asan")
+    """Small tests under AddressSanitizer and UndefinedBehaviorSanitizer, of some programs."""
+    run("cmake", "--preset", "asan")
+    programs = {}  # the tests of each
+    for test in listed("asan"):
+        programs.setdefault(pathlib.Path(test["command"][0]).name, []).append(test["name"])
+    check = programs.pop("sanitizer_test")  # that sanitizers find what they are for
+    drawn = sample("programs of tests", sorted(programs), CHECKED)
+    run("cmake", "--build", BUILD / "asan", "--target", "sanitizer_test", *drawn)
+    ctest_sample("asan", *these([*check, *(name for program in drawn for name in programs[program])]))
 
 
 def tsan():
