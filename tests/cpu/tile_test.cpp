@@ -492,3 +492,7 @@ TEST_P(Paths, VisibleInfinities) {
 }  // namespace
 }  // namespace fulgur::test
 #endif
+
+#if HWY_ONCE && !(HWY_TARGETS & HWY_AVX3)
+TEST(Tiles, WantAvx512) { GTEST_SKIP() << "compiled without AVX-512"; }
+#endif
