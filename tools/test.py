@@ -38,9 +38,9 @@ SEED = int(os.environ.get("FULGUR_TEST_SEED", datetime.date.today().toordinal())
 EVERYTHING = "--all" in sys.argv[1:]  # without samples
 EMULATED = 2  # of the tests of the emulator
 PARTS = 6  # of the cases of slow C++ tests a run takes one part of so many
-CHECKED = 10  # of the small tests a run builds so many with AddressSanitizer
+CHECKED = 6  # of the small tests a run builds so many with AddressSanitizer
 PROGRAMS = {"attention_small": "attention_test", "sanitizer": "sanitizer_test"}  # of tests with other names
-ALONE = 15  # files of the library that are compiled by themselves in such a run
+ALONE = 8  # files of the library that are compiled by themselves in such a run
 STATIC = ("-G", "Ninja", "-DBUILD_SHARED_LIBS=OFF", "-DFULGUR_APP=OFF", "-DFULGUR_TESTS=OFF", "-DFULGUR_BENCH=OFF")
 FUZZ_TARGETS = ("fuzz_c_api", "fuzz_npy", "fuzz_safetensors")  # two at a time
 FUZZ_SECONDS = 10  # of each target
