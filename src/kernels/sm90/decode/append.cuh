@@ -1,7 +1,8 @@
-// Appends new rows of K and V to their caches, and rotates queries, before the warp groups attend (kAppends). A CTA
-// writes those of the new rows that its own work tiles read, and waits for no other CTA. Others may write the same
-// rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all splits of a q block
-// do. All write the same bits, so that a row holds these from the CTA's own write on, whichever comes first or last.
+// Appends new rows of K and V to their caches, and rotates queries, before the warp groups attend (kAppends). The
+// compute warps of a CTA write those of the new rows that its own work tiles read, and wait for no other CTA. Others may
+// write the same rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all splits
+// of a q block do. All write the same bits, so that a row holds these from the CTA's own write on, whichever comes first
+// or last.
 #pragma once
 #include "device/append.cuh"
 #include "device/semaphore.cuh"
@@ -35,7 +36,7 @@ class RowWriter {
     const TileRows queries = rows_of_tile(p, tile);
     const int rows = keys + (kRotatesQ ? queries.count : 0);
 #pragma unroll 1
-    for (; row_ < rows; row_ += kCtaThreads >> a_.lanes_log2) {
+    for (; row_ < rows; row_ += kComputeThreads >> a_.lanes_log2) {
       if (row_ < keys)
         append_key_head(a_, new_token(a_.tokens, tile.batch, first + row_ / 2), row_ % 2, tile.head, lane_);
       else
@@ -70,12 +71,16 @@ class RowWriter {
   int lane_, row_;
 };
 
-// Writes what the work tiles of the CTA read, before the loads of all its threads. There is one work tile at least.
-__device__ __forceinline__ void append_of_tiles(const DecodeParams& p, WorkTiles work_tiles) {
+// The compute warps write what the work tiles of the CTA read, before any warp loads it. `work_tiles` is at the first
+// one, before and after.
+__device__ __forceinline__ void append_of_tiles(const DecodeParams& p, WorkTiles& work_tiles) {
   RowWriter writer(append_of(p));
+  const SavedWorkTiles saved(uniform(threadIdx.x / 32));
+  saved.save(work_tiles);
 #pragma unroll 1
   do writer.append(p, work_tiles.tile);
   while (work_tiles.next(p));
   if (kBoxKeys > 0) fence_async_proxy_global();  // TMA reads them
-  __syncthreads();
+  sync_compute_warps();
+  work_tiles = saved.load();
 }

@@ -42,7 +42,7 @@ class Queries {
  private:
   enum : int {
     kOfThread = (kBlockRows * kQueryChunks + kComputeThreads - 1) / kComputeThreads,
-    kAhead = kQWhole && !(kHeadDim > 240 && kScoreMode && kHasLeft),
+    kAhead = kQWhole && !(kHeadDim > 240 && ((kPage > 0 && kBlockKeys == 16) || (kScoreMode && kHasLeft))),
   };
 
   static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kComputeThreads; }

@@ -229,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     if (!Schedule::kCombinesAtEnd) return;
     more = false;
   }
-  if (kAppends) append_of_tiles(p, work_tiles);
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int warp_group) {
     return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
@@ -251,6 +250,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     return;
   }
   if (kMovesRegisters) registers_raise<kComputeRegisters>();
+  if (kAppends) append_of_tiles(p, work_tiles);
   Queries queries(p, work_tiles.tile, more);
   compute(p, work_tiles, more, queries, Tiles(buffers_of(warp / kWarpsPerGroup)));
   if constexpr (Schedule::kCombinesAtEnd) CombineAtEnd<Schedule>::run(p);
