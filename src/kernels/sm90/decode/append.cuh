@@ -51,7 +51,7 @@ class RowWriter {
     const int steps = (2 * a_.k.heads + of_warp - 1) / of_warp;
 #pragma unroll 1
     for (int at = blockIdx.x + gridDim.x * (threadIdx.x / 32); at < a_.tokens.count * steps;
-         at += gridDim.x * kCtaWarps) {
+         at += gridDim.x * kComputeWarps) {
       const AppendToken token = token_of(a_.tokens, a_.batch, at / steps);
       const int head = at % steps * of_warp + threadIdx.x % 32 / (1 << a_.lanes_log2);
       if (head < 2 * a_.k.heads) append_key_head(a_, token, head % 2, head / 2, lane_);
@@ -71,10 +71,12 @@ class RowWriter {
   int lane_, row_;
 };
 
-// The compute warps write what the work tiles of the CTA read, before any warp loads it. `work_tiles` is at the first
-// one, before and after.
-__device__ __forceinline__ void append_of_tiles(const DecodeParams& p, WorkTiles& work_tiles) {
+// By the compute warps, before any warp loads what is written here. `work_tiles` is at the first one, before and after,
+// if there are `more`.
+__device__ __forceinline__ void append_rows(const DecodeParams& p, WorkTiles& work_tiles, bool more) {
   RowWriter writer(append_of(p));
+  if (kUnreadRows) writer.append_unread();
+  if (!more) return;
   const SavedWorkTiles saved(uniform(threadIdx.x / 32));
   saved.save(work_tiles);
 #pragma unroll 1

@@ -195,10 +195,10 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 
 extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     fulgur_decode(const __grid_constant__ PlanParams p) {
-  if (kAppends && kUnreadRows) RowWriter(append_of(p)).append_unread();
   WorkTiles work_tiles;
-  if (!work_tiles.first(p)) return;
-  if (kAppends) append_of_tiles(p, work_tiles);
+  const bool more = work_tiles.first(p);
+  if (kAppends) append_rows(p, work_tiles, more);
+  if (!more) return;
   const int warp = uniform(threadIdx.x / 32);
   const int warp_group = warp / kWarpsPerGroup;
   const u32 buffers =

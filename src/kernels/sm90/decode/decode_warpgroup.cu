@@ -222,13 +222,9 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
-  if (kAppends && kUnreadRows) RowWriter(append_of(p)).append_unread();
   WorkTiles work_tiles;
-  bool more = true;
-  if (!work_tiles.first(p)) {
-    if (!Schedule::kCombinesAtEnd) return;
-    more = false;
-  }
+  const bool more = work_tiles.first(p);
+  if (!more && !Schedule::kCombinesAtEnd && !kUnreadRows) return;
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int warp_group) {
     return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
@@ -250,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     return;
   }
   if (kMovesRegisters) registers_raise<kComputeRegisters>();
-  if (kAppends) append_of_tiles(p, work_tiles);
+  if (kAppends) append_rows(p, work_tiles, more);
   Queries queries(p, work_tiles.tile, more);
   compute(p, work_tiles, more, queries, Tiles(buffers_of(warp / kWarpsPerGroup)));
   if constexpr (Schedule::kCombinesAtEnd) CombineAtEnd<Schedule>::run(p);
