@@ -33,6 +33,7 @@ KernelUse prepare_kernel(const BackwardPlan& plan) {
   key.dtypes = plan.dtypes;
   key.value_dim = value_dim;
   key.dq_method = plan.dq_method;
+  key.rounds_dq = plan.rounds_dq;
   if (plan.accumulates_dq()) key.head_dim = round_up(plan.head_dim, kPanelColumns);
   if (plan.dq_method == DqMethod::kOrdered) {
     key.block_rows = plan.block_rows;
@@ -121,7 +122,8 @@ StridedTensor strided(const Layout& layout, const void* data = nullptr) {
 }  // namespace
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
-  std::vector<KernelUse> kernels = {keys_kernel(plan), dq_kernel(plan), prepare_kernel(plan)};
+  std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan)};
+  if (!plan.rounds_dq) kernels.push_back(dq_kernel(plan));
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
@@ -141,7 +143,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   set_inputs(problem);
   prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
-  dq_ = gpu_.kernel(dq_kernel(plan_)).function;
+  if (!plan_.rounds_dq) dq_ = gpu_.kernel(dq_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
@@ -222,6 +224,7 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
   p.dq_accum = reinterpret_cast<float*>(workspace + workspace_.dq_accum);
   p.dq_semaphore = reinterpret_cast<int*>(workspace + workspace_.dq_semaphore);
+  p.dq_additions = reinterpret_cast<int*>(workspace + workspace_.dq_additions);
   p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
   p.partial_dk = reinterpret_cast<float*>(workspace + workspace_.partial_dk);
@@ -289,7 +292,7 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
     launch(stream, reduce_, &p, {blocks, batch_heads}, 2 * plan_.block_keys, 0,
            "launching the kernel that reduces dK and dV", Start::kEarly);
   }
-  if (plan_.accumulates_dq()) {
+  if (plan_.accumulates_dq() && !plan_.rounds_dq) {
     const int threads = kPanelThreads * kernels::dq_panels_of(plan_.head_dim);
     launch(stream, dq_, &p, {row_chunks_, batch_heads_}, threads, 0,
            "launching the kernel that rounds dQ", Start::kEarly);

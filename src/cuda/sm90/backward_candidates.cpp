@@ -78,6 +78,25 @@ bool is_short(const Problem& p, int sms) {
   return p.sq <= kMaxShortRows && p.group() == 1 && one_round(p, 64, sms);
 }
 
+/// Whether the kernel by keys rounds dQ, too: where each CTA has one key block, so that all of a
+/// head run at the same time, and each row is seen, so that some key block completes it. Additions
+/// are then counted, which takes longer than they do: it was measured as faster where each CTA has
+/// few.
+bool rounds_dq(const Problem& p, const BackwardPlan& plan, int sms) {
+  constexpr int64_t kMaxRows = 1024;
+  if (plan.dq_method != DqMethod::kAtomic || p.sq > kMaxRows || p.group() > 1 || p.packed ||
+      p.has(Arg::kSeqUsedQ) || p.has(Arg::kSeqUsedK) || !one_round(p, plan.block_keys, sms)) {
+    return false;
+  }
+  const BackwardWork work(p, plan);
+  for (int tile = 0; tile < work.row_tiles; ++tile) {
+    const kernels::KeyTiles seen = kernels::key_tiles_of(work.band, work.lengths, work.tile, tile);
+    if (seen.begin >= seen.end) return false;
+  }
+  if (plan.consumers == 2) return has_one_panel(plan) && (!plan.repairs() || work.row_tiles <= 4);
+  return work.row_tiles <= 2 && (plan.repairs() || !has_one_panel(plan));
+}
+
 /// Br: 128 if rows are one panel, for fewer waits, but 64 if a call is so short that the wait for
 /// the first step counts more.
 int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
@@ -211,8 +230,10 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     if (!derive_stages(plan, card.shared_bytes)) continue;
     plan.statistics_rows = statistics_rows(p);
     plan.grid = card.sms;
+    plan.rounds_dq = rounds_dq(p, plan, card.sms);
     BackwardPlan roomy = plan;
     tile.cycles = plan_waves(plan, p, card, p.max_workspace);
+    plan.rounds_dq = plan.rounds_dq && plan.splits == 1;
     if (!derive_row_stages(plan, card.shared_bytes)) continue;
     const double cycles = p.max_workspace > 0 ? plan_waves(roomy, p, card, 0) : tile.cycles;
     if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {

@@ -34,9 +34,10 @@ void describe_dq(const BackwardPlan& plan, Explanation& e) {
   e.details.add("waves_split_rows", plan.splits_rows);
   if (plan.accumulates_dq()) {
     e.decisions.push_back(
-        fmt::format("dQ accumulated in f32 by a warpgroup of its own, additions {}",
+        fmt::format("dQ accumulated in f32 by a warpgroup of its own, additions {}{}",
                     deterministic ? "ordered by semaphores: deterministic"
-                                  : "atomic, in no fixed order: not deterministic"));
+                                  : "atomic, in no fixed order: not deterministic",
+                    plan.rounds_dq ? "; the CTA that completes 64 rows rounds them" : ""));
     return;
   }
   if (plan.waves.empty()) return;
@@ -109,6 +110,10 @@ int64_t BackwardPlan::dq_semaphores(int64_t hq) const {
   return dq_method == DqMethod::kOrdered ? dq_accum_floats(hq) / kernels::kDqTileFloats : 0;
 }
 
+int64_t BackwardPlan::dq_additions(int64_t hq) const {
+  return rounds_dq ? hq * statistics_rows / 64 : 0;
+}
+
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks) return {};
   BackwardWorkspace at;
@@ -118,6 +123,7 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   at.delta = arena.take(statistics);
   at.dq_accum = arena.take(plan.dq_accum_floats(p.hq) * int64_t{sizeof(float)});
   at.dq_semaphore = arena.take(plan.dq_semaphores(p.hq) * int64_t{sizeof(int)});
+  at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
   at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
   at.ds = arena.take(plan.ds_bytes);
   const bool has_partials = plan.splits_rows || plan.reduces() || plan.cut_blocks > 0;

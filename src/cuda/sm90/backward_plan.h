@@ -28,6 +28,7 @@ struct BackwardKey : KernelKey {
   int block_keys = 0;  ///< Bc: 64 for each of them, or 64 for both (wide)
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, dq_stages = 0;
   DqMethod dq_method = DqMethod::kStored;
+  bool rounds_dq = false;             ///< the kernel by keys rounds dQ, too: of a short call
   int row_tiles = 0, row_stages = 0;  ///< of the kernel by rows
   bool dropout = false, has_dlse = false;
   bool elements = false;  ///< gradients are stored by elements
@@ -44,6 +45,7 @@ struct BackwardKey : KernelKey {
     f("kDsStages", ds_stages);
     f("kDqStages", dq_stages);
     f("kDqMethod", dq_method);
+    f("kRoundsDq", rounds_dq);
     f("kHalfP", half_p());
     f("kRowTiles", row_tiles);
     f("kRowStages", row_stages);
@@ -111,6 +113,7 @@ struct BackwardPlan : BackwardKey, BackwardLaunch {
   int threads() const { return 128 * (consumers + 1 + accumulates_dq()); }  ///< of the keys' kernel
   int64_t dq_accum_floats(int64_t hq) const;
   int64_t dq_semaphores(int64_t hq) const;
+  int64_t dq_additions(int64_t hq) const;
   /// Whether a kernel adds partial dK and dV of splits after all waves.
   bool reduces() const { return splits > 1; }
   bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
@@ -118,9 +121,9 @@ struct BackwardPlan : BackwardKey, BackwardLaunch {
 
 /// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.
 struct BackwardWorkspace {
-  int64_t shift = 0, delta = 0;            ///< statistics of rows
-  int64_t dq_accum = 0, dq_semaphore = 0;  ///< of plans that accumulate dQ
-  int64_t zeros = 0, ds = 0;               ///< of plans that store dS
+  int64_t shift = 0, delta = 0;                              ///< statistics of rows
+  int64_t dq_accum = 0, dq_semaphore = 0, dq_additions = 0;  ///< of plans that accumulate dQ
+  int64_t zeros = 0, ds = 0;                                 ///< of plans that store dS
   int64_t partial_dk = 0,
           partial_dv = 0;           ///< for later waves, second parts of blocks, or reduction
   int64_t first_parts = 0;          ///< counts warps that have stored those of first parts

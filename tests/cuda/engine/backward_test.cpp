@@ -108,7 +108,7 @@ TEST_F(OnFakeGpu, SinksOfNoRowsHaveAGradient) {
 }
 
 TEST_F(OnFakeGpu, BackwardThatAccumulatesDqLaunchesOnce) {
-  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
+  const BackwardCall call = backward_call({.batch = 3, .sq = 1000, .sk = 900, .hk = 8, .d = 64});
   const Plan plan = fulgur::plan(call.args, call.options);
   EXPECT_EQ(plan.details().get<std::string>("dq"), "atomic");
   const WorkspaceNeed need = plan.workspace();
@@ -123,16 +123,37 @@ TEST_F(OnFakeGpu, BackwardThatAccumulatesDqLaunchesOnce) {
   for (const size_t i : {0, 1, 2}) EXPECT_EQ(state_->launches[i].early, i > 0);
   for (const int i : {0, 2}) {  // 64 rows of a head a CTA
     EXPECT_EQ(state_->launches[i].grid, 16u);
-    EXPECT_EQ(state_->launches[i].grid_y, 16u);
+    EXPECT_EQ(state_->launches[i].grid_y, 24u);
   }
   const auto p = params<BackwardParams>(1);
-  const int64_t statistics = 8 * 2 * 1024 * 4;
+  const int64_t statistics = 8 * 3 * 1024 * 4;
   expect_apart({{p.counters, need.zeroed_bytes},
                 {p.shift, statistics},
                 {p.delta, statistics},
                 {p.dq_accum, statistics * 64}},
                mine, need.bytes);
   EXPECT_LT(need.bytes, need.zeroed_bytes + 67 * statistics);
+}
+
+// Each key block has an SM: the CTA that completes rows of dQ rounds them.
+TEST_F(OnFakeGpu, BackwardOfAShortCallLaunchesTwoKernels) {
+  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  const WorkspaceNeed need = plan.workspace();
+  auto* const mine = reinterpret_cast<char*>(2 * kBase);
+  plan.run(placed(call.args, kBase), {.workspace = {mine, need.bytes}});
+  ASSERT_EQ(state_->launches.size(), 2u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_backward_prepare");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_backward_keys");
+  EXPECT_EQ(state_->launches[1].grid, 128u);
+  const auto p = params<BackwardParams>(1);
+  const int64_t statistics = 8 * 2 * 1024 * 4;
+  expect_apart({{p.counters, need.zeroed_bytes},
+                {p.shift, statistics},
+                {p.delta, statistics},
+                {p.dq_accum, statistics * 64},
+                {p.dq_additions, statistics / 64}},
+               mine, need.bytes);
 }
 
 // Graphs of drivers before CUDA 12.3 do not know of kernels that start early.
@@ -153,7 +174,7 @@ class OldGraphs : public OnFakeGpu {
 };
 
 TEST_F(OldGraphs, KernelsStartOneAfterAnother) {
-  const BackwardCall call = backward_call({.sq = 1000, .sk = 900, .hk = 8, .d = 64});
+  const BackwardCall call = backward_call({.batch = 3, .sq = 1000, .sk = 900, .hk = 8, .d = 64});
   fulgur::plan(call.args, call.options).run(placed(call.args, kBase));
   ASSERT_EQ(state_->launches.size(), 3u);
   for (const FakeLaunch& launch : state_->launches) EXPECT_FALSE(launch.early);

@@ -212,5 +212,55 @@ TEST_F(BackwardShort, OneWarpgroupACta) {
   EXPECT_TRUE(splits_rows);
 }
 
+// dQ is rounded, and what a hidden NaN has reached is repaired, by the kernel by keys: planned for
+// so many SMs that each key block has one. Rows end inside of tiles; key blocks that begin at
+// different rows, one row tile alone, more keys than rows.
+TEST_F(BackwardShort, KernelByKeysRoundsDq) {
+  const Case shape{
+      .dtype = DType::kBF16, .batch = 2, .sq = 300, .sk = 300, .hq = 2, .hk = 2, .d = 64, .dv = 64};
+  std::vector<Case> cases(6, shape);
+  cases[1].dtype = DType::kF16;
+  cases[1].sq = 200;
+  cases[1].sk = 170;
+  cases[1].dropout = 0.1;
+  cases[2].mask = causal();
+  cases[3].sq = 70;
+  cases[3].sk = 180;
+  cases[3].d = 40;
+  cases[3].mask = window(90, 20);
+  cases[4].sq = 120;
+  cases[4].sk = 130;
+  cases[4].d = cases[4].dv = 128;
+  cases[4].mask = causal();
+  cases[5].sq = 60;
+  cases[5].d = 96;
+  cases[5].dv = 80;
+  for (const Case& c : cases) {
+    for (const bool poisoned : {false, true}) {
+      if (poisoned && c.mask.right < 0) continue;
+      Workload w(c, c.seed());
+      w.options.engine = "cuda";
+      if (poisoned) {  // the first row, which few keys see
+        std::vector<double> dout = read(w.backward.dout);
+        dout[3] = std::numeric_limits<double>::quiet_NaN();
+        write(w.backward.dout, dout);
+      }
+      std::vector<std::string> rejected;
+      std::set<std::string> others;
+      int rounding = 0;
+      for (const auto& [plan, cycles, tuned_only] : sm90::backward_candidates(
+               make_problem(w.backward, w.options), {.sms = 132}, &rejected)) {
+        rounding += plan.rounds_dq;
+        if (!plan.rounds_dq) others.insert(plan.tile().text());
+      }
+      EXPECT_GT(rounding, 0) << c.name();
+      const Expected e = expect(w);
+      run_tiles<BackwardArgs>(
+          w, w.backward, others, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); },
+          132);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fulgur::test

@@ -250,6 +250,49 @@ TEST(BackwardPlan, ShortCallsAddInNoOrder) {
   }
 }
 
+// The kernel by keys rounds dQ where each key block has an SM and some key block adds to each row.
+TEST(BackwardPlan, KernelByKeysRoundsDqOfShortCalls) {
+  const auto rounds = [](const Problem& p) {
+    bool any = false;
+    for (const BackwardPlan& plan : plans(p)) {
+      const auto kernels = sm90::backward_kernels(plan);
+      const bool launched = std::ranges::any_of(kernels, [](const cuda::KernelUse& use) {
+        return use.entry == std::string("fulgur_backward_round");
+      });
+      EXPECT_EQ(launched, plan.accumulates_dq() && !plan.rounds_dq);
+      EXPECT_EQ(workspace_of(p, plan).dq_additions < workspace_of(p, plan).zeros, plan.rounds_dq);
+      if (!plan.rounds_dq) continue;
+      any = true;
+      EXPECT_EQ(plan.dq_method, DqMethod::kAtomic);
+      EXPECT_FALSE(plan.packed || plan.reduces() || plan.cut_blocks > 0);
+      EXPECT_LE(p.sq, 1024);  // bits of a word for each 64 rows
+      const kernels::BlockSchedule& blocks = plan.waves.at(0).key_blocks;
+      EXPECT_LE(blocks.blocks * blocks.batch_heads, 132);
+    }
+    return any;
+  };
+  for (const Problem& p : many_problems()) rounds(p);
+  const ForwardShape shape{.batch = 2, .sq = 256, .sk = 256, .hq = 32, .hk = 32, .d = 64};
+  const auto with = [&](const auto& change) {
+    ForwardShape changed = shape;
+    change(changed);
+    return backward_problem(changed);
+  };
+  EXPECT_TRUE(rounds(backward_problem(shape)));
+  EXPECT_TRUE(rounds(with([](ForwardShape& s) { s.mask = causal(); })));
+  EXPECT_FALSE(rounds(backward_problem(shape, {.deterministic = true})));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.invariant = true; })));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.packed = true; })));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.seqused = true; })));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.hk = 8; })));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.batch = 3; })));  // more key blocks than SMs
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) { s.sk = 0; })));
+  EXPECT_FALSE(rounds(with([](ForwardShape& s) {  // the first rows see no key
+    s.sk = 100;
+    s.mask = causal();
+  })));
+}
+
 // Kv heads are split if they leave SMs idle, but not if the batch would decide it for a sequence.
 // The kernel that reduces depends on what is written, not on how it was computed.
 TEST(BackwardPlan, FewKvHeadsAreSplit) {

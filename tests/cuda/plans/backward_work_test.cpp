@@ -353,6 +353,7 @@ TEST(BackwardLayout, BuffersOfKeysAreAlignedAndApart) {
           for (const int barrier : {map.k_full, map.k_empty}) add(barrier, 8, k_stages, 8);
           for (const int barrier : {map.q_full, map.q_empty}) add(barrier, 8, 3, 8);
           for (const int barrier : {map.o_full, map.o_empty}) add(barrier, 8, 2, 8);
+          add(map.complete, 4, dq_stages, 4);
           check_apart(regions, map.bytes);
           if (testing::Test::HasFatalFailure()) return;
         }

@@ -1,6 +1,7 @@
 // dQ = dS K by a third consumer warpgroup, which reads dS of each step from shared memory and computes dQ tiles. Warps
 // next to the producer add these to dq_accum in global memory. Key blocks add to the same tiles in no fixed order; with
 // kOrderedDq a semaphore of each dQ tile makes them add in the order in which CTAs take them, and the first one stores.
+// With kRoundsDq they count additions, and who counts the last one of 64 rows rounds these.
 #pragma once
 #include "device/dependent_launch.cuh"
 #include "device/semaphore.cuh"
@@ -11,11 +12,13 @@ __device__ __forceinline__ u32 ds_full(u32 stage) { return 1 + stage; }
 __device__ __forceinline__ u32 ds_empty(u32 stage, u32 owner) { return 1 + kDsStages + stage * kConsumers + owner; }
 __device__ __forceinline__ u32 dq_full(u32 stage) { return 1 + kDsStages * (1 + kConsumers) + stage; }
 __device__ __forceinline__ u32 dq_empty(u32 stage) { return dq_full(kDqStages) + stage; }
+__device__ __forceinline__ u32 dq_added() { return dq_empty(kDqStages); }  // kRoundsDq
 
 enum : int {
   kDsFullThreads = 128 * (kConsumers + 1),  // the warpgroups that own keys arrive, the one that computes dQ waits
   kDsEmptyThreads = 256,                    // the warpgroup that computes dQ arrives, one that owns keys waits
   kDqThreads = 128 + 32,                    // the warpgroup that computes dQ, and the warp of the stage
+  kDqAddedThreads = 32 * kDqStages + 128 * kConsumers,  // the warps of all stages arrive, those that round dQ wait
 };
 
 __device__ __forceinline__ u32 dq_buffer(u32 smem, u32 stage) {
@@ -72,6 +75,12 @@ __device__ __forceinline__ void compute_dq_tile(DqBuffers& buffers, u32 ds, u32 
   buffers.commit(tile);
 }
 
+// The additions to dq_accum of each 64 rows of a step, by all key blocks.
+__device__ __forceinline__ int additions_of(const BackwardParams& p, const KeyBlock& block, const Step& step) {
+  const KeyTiles blocks = key_tiles_of(band_of(p), lengths_of(p, block.batch), kScoreTile, step.row / kBlockRows);
+  return (blocks.end - blocks.begin) * kDqPanels;
+}
+
 // The loop of the warpgroup that computes dQ.
 __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
@@ -95,7 +104,9 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
         const int panel = tile % kDqPanels;
         const u32 rows = ds + (tile / kDqPanels * kDsTileBytes >> 4);
         const u32 columns = k_operand + (panel * kBlockKeys * 128 >> 4);
-        const DqTile to = {step.tile * kDqTilesOfStep + tile, block.block, next, 0};
+        DqTile to = {step.tile * kDqTilesOfStep + tile, block.block, next, 0};
+        if (kRoundsDq) to.block = step.state & kCounted;
+        if (kRoundsDq) to.next = additions_of(p, block, step);
         const auto computed = [&] {
           if (tile < kDqTilesOfStep - 1) return;
 #pragma unroll
@@ -118,10 +129,27 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
   }
 }
 
+// Counts the additions to dq_accum of this warp when they are complete, kRoundsDq. `added`: a bit for each 64 rows to
+// which it has added, by their number over all q heads modulo 32; `first_rows`: the first of these numbers. The bits of
+// those rows that have all of their additions now.
+__device__ __forceinline__ u32 count_additions(const BackwardParams& p, u32 added, int first_rows, int all) {
+  tma_store_wait();
+  __syncwarp();
+  const u32 lane = threadIdx.x % 32;
+  const int rows = first_rows + int((lane - first_rows) % 32);
+  const bool last = added >> lane & 1 && take_ticket(p.dq_additions + rows, all - 1) == all - 1;
+  return __ballot_sync(0xffffffff, last);
+}
+
 // The loop of the warp of one stage: it adds the dQ tiles of this stage to dq_accum. With kOrderedDq it waits until the
 // semaphore of the tile has the number of its key block, and sets it to the next one after the addition is complete.
+// With kRoundsDq it counts additions that are complete, as the tiles say, and at the end.
 __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem, u32 stage) {
   const u32 buffer = dq_buffer(smem, stage);
+  u32 added = 0;     // kRoundsDq: a bit for each 64 rows to which it has added since it has counted
+  u32 complete = 0;  // and for those that it has completed
+  int first_rows = 0;
+  int all = 0;
   wait_for_earlier_kernels();
   for (;;) {
     named_barrier_sync(dq_full(stage), kDqThreads);
@@ -146,6 +174,21 @@ __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem,
       tma_store_wait();
       if (elect_one()) store_release(p.dq_semaphore + now.tile, now.next);
     }
+    if (kRoundsDq) {
+      const int rows = now.tile / kDqPanels;
+      first_rows = added == 0 ? rows : min(first_rows, rows);
+      added |= 1u << rows % 32;
+      all = now.next;
+      if (now.block) {
+        complete |= count_additions(p, added, first_rows, all);
+        added = 0;
+      }
+    }
   }
   tma_store_wait();
+  if (kRoundsDq) {
+    complete |= count_additions(p, added, first_rows, all);
+    if (elect_one()) store_shared(smem + kKeysLayout.complete + 4 * stage, complete);
+    named_barrier_arrive(dq_added(), kDqAddedThreads);
+  }
 }

@@ -33,9 +33,10 @@ __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&
   }
 }
 
-// Stores G, complete, as the rows of a gradient `to` with `columns` columns, at a kv head.
+// Stores G, complete, as the rows of a gradient `to` with `columns` columns, at a kv head. Whether all that the thread
+// has stored is finite; without kRoundsDq a later kernel is told if it is not.
 template <class Type, int dim>
-__device__ __forceinline__ void store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
+__device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
                                                    const KeyBlock& block, int head, int strip, const StridedTensor& to,
                                                    int columns, float scale) {
   Finite<Type> finite;
@@ -43,21 +44,22 @@ __device__ __forceinline__ void store_key_gradient(const BackwardParams& p, cons
   const int rows = key_rows(p, block.batch) - key;
   typename Type::Memory* row = row_of<Type>(to, block.batch, lengths_of(p, block.batch).k_start + key, head);
   store_global_fragment<Type, dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
-  finite.report(p.not_finite);
+  if (!kRoundsDq) finite.report(p.not_finite);
+  return finite.trace == 0;
 }
 
-// Stores G as a partial gradient or as the gradient, as the block says.
+// Stores G as a partial gradient or as the gradient, as the block says, and returns what store_key_gradient does.
 template <class Type, int dim>
-__device__ __forceinline__ void end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
+__device__ __forceinline__ bool end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
                                              int strip, float* partial, const StridedTensor& to, int columns,
                                              float scale) {
-  if (block.state & kStoresPartial) {
+  if (!kRoundsDq && block.state & kStoresPartial) {
     float* const store = partial_of<dim>(p, partial, block, strip);
 #pragma unroll
     for (int i = 0; i < dim / 2; ++i) store[i * 2 * kBlockKeys] = G[i];
-  } else {
-    store_key_gradient<Type, dim>(p, G, block, block.head, strip, to, columns, scale);
+    return true;
   }
+  return store_key_gradient<Type, dim>(p, G, block, block.head, strip, to, columns, scale);
 }
 
 // The number of warps that store partial gradients of first parts.

@@ -8,6 +8,8 @@
 // computes dQ. docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
+#include "sm90/backward/repair.cuh"
+#include "sm90/backward/round.cuh"
 
 // Two choices that are faster where dQ is accumulated, except in order for head dims above 96: arithmetic on scores
 // overlaps the second of two products, unless the derivative of softcap takes the registers for that; and K and V are
@@ -144,6 +146,40 @@ __device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers&
   return block;
 }
 
+// Repairs dK and dV of the warp's 16 keys where they are not finite.
+__device__ __forceinline__ void repair_own_keys(const BackwardParams& p, bool finite) {
+  if (__all_sync(0xffffffff, finite)) return;
+  __syncwarp();
+  const KeyBlock block = key_block_of(p, blockIdx.x);
+  const int key = block.block * kBlockKeys + 64 * consumer() + warp_row();
+  for (int i = 0; i < 16; ++i) repair_key(p, block.batch, block.head, key + i);
+}
+
+// Rounds dQ of all rows that this CTA has completed, each 64 of them by a warpgroup that owns keys, and repairs them,
+// each 16 by the warp that has stored them.
+__device__ __forceinline__ void round_complete_rows(const BackwardParams& p, u32 smem) {
+  const KeyBlock block = key_block_of(p, blockIdx.x);
+  const Lengths n = lengths_of(p, block.batch);
+  const int head = query_head(p, block);
+  const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, block.batch, p.sq);
+  named_barrier_sync(dq_added(), kDqAddedThreads);
+  u32 complete = 0;
+#pragma unroll
+  for (int stage = 0; stage < kDqStages; ++stage) complete |= load_shared(smem + kKeysLayout.complete + 4 * stage);
+  int turn = 0;
+#pragma unroll 1
+  for (int first = 0; first < n.sq; first += 64) {
+    if ((complete >> (at + first) / 64 % 32 & 1) == 0) continue;
+    if (turn++ % kConsumers != int(consumer())) continue;
+    const Finite<ElementQ> finite = round_rows<kDqPanels>(p, n, block.batch, head, at, first, 0);
+    if constexpr (kRepairs) {
+      if (__all_sync(0xffffffff, finite.trace == 0)) continue;
+      __syncwarp();
+      for (int i = 0; i < 16; ++i) repair_query(p, block.batch, head, first + int(warp_row()) + i);
+    }
+  }
+}
+
 __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
   KBuffer k(smem, 0);
@@ -155,6 +191,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
   OwnKeys own;
   float X[kBlockRows / 2];  // S^T, then dP^T
+  bool finite = true;       // dK and dV of the thread, kRoundsDq
   for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
@@ -230,7 +267,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
           ds.commit(p, step);
           block = load_block(k);  // again, rather than kept in registers
-          end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+          finite &=
+              end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
           q.release(leader);
@@ -264,9 +302,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     k.release(leader);
 
     block = next_block(k, q, own, X, [&, block] {
-      end_gradient<ElementK, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
+      finite &= end_gradient<ElementK, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
       if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });
+  }
+  if constexpr (kRoundsDq != 0) {
+    if constexpr (kRepairs) repair_own_keys(p, finite);
+    round_complete_rows(p, smem);
   }
   tma_store_wait();
   let_next_kernel_start();  // not earlier: its CTAs would crowd on the SMs that are idle already

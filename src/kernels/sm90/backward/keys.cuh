@@ -47,10 +47,26 @@ __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const Key
 // keys has just been; those of an ascending section begin at the last row, one after another.
 __device__ __forceinline__ bool is_descending(const BackwardParams& p, const KeyBlock& block, int work_tile) {
   if (!kAccumulatesDq || !kHasRight) return false;
+  if (kRoundsDq) return true;
   if (kHasLeft) return true;
   if (kOrderedDq || p.key_blocks.order == kAlternating) return block.state & kNextIsHigher;
   const int of_round = min(p.key_blocks.blocks * p.key_blocks.section_heads, int(gridDim.x));
   return work_tile < of_round || work_tile / of_round % 2 == 0;
+}
+
+// The row tile with which a key block begins, of `tiles`, if no mask hides any. With kRoundsDq the blocks of a head
+// begin at different rows, so that each of them completes dQ of some rows.
+__device__ __forceinline__ int first_tile_of(const KeyBlock& block, int tiles) {
+  if (!kRoundsDq || kHidesKeys) return 0;
+  const int tile = block.block * kBlockKeys / kBlockRows;
+  return tile < tiles ? tile : tile % tiles;
+}
+
+// Whether the warps that add to dq_accum count their additions after step i, kRoundsDq. Blocks that begin at different
+// rows need it only once before the last step, so that those rows are completed by different CTAs.
+__device__ __forceinline__ bool counts_after(int i, int end) {
+  enum : int { kSteps = max_of(kDqStages / kDqTilesOfStep, 1) };  // in which each of them adds
+  return kRoundsDq && (kHidesKeys || (i < end - 1 && i >= end - 1 - kSteps));
 }
 
 // The loop of the producer warp. Loader adds the loads of K and V to a StepLoader.
@@ -92,9 +108,11 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
       const int key = block.block * kBlockKeys;
       const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
       const bool descending = is_descending(p, block, work_tile);
+      const int rotation = first_tile_of(block, end - begin);
 #pragma unroll 1
       for (int i = begin; i < end; ++i) {
-        const int tile = descending ? begin + end - 1 - i : i;
+        const int next = i + rotation;
+        const int tile = descending ? begin + end - 1 - i : next < end ? next : next - (end - begin);
         const int row = tile * kBlockRows;
         const KeyRange seen = keys_seen_by_all(band, n, row, min(row + kBlockRows, n.sq) - 1);
         const bool masked = is_partial(seen, key, key + kBlockKeys);
@@ -110,7 +128,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const int place = kAccumulatesDq ? int(statistics / kBlockRows)
                                            : int(first_ds) + g * p.score_tiles.head_tiles;
           const Step step = {place, row, score_head(p, block.batch, head + g),
-                             (masked ? kMasked : 0) | (last ? kLastStep : 0) | (kDropout ? kHeadOfSplit * g : 0)};
+                             (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |
+                                 (kDropout ? kHeadOfSplit * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
           load.load_queries(step, source, statistics, i == begin && g == 0);
           if constexpr (kKStages > 1)

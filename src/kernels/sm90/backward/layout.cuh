@@ -29,6 +29,7 @@ enum : int {
   kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kDqPanels,
+  kRepairs = kHidesKeys,  // a hidden NaN or infinity may reach gradients
   // The last key blocks may be cut into two work tiles.
   kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHidesKeys && !kPacked,
 };

@@ -52,14 +52,15 @@ struct Step {
 enum StepState : int {
   kMasked = 1,       // some row does not see some key
   kLastStep = 2,     // of its work tile
-  kHeadOfSplit = 4,  // with dropout: times the number of the q head in its split
+  kCounted = 4,      // kRoundsDq: the additions of the steps so far are counted after it
+  kHeadOfSplit = 8,  // with dropout: times the number of the q head in its split
 };
 
 // A dQ tile, 64 rows of a panel, on its way from shared memory to dq_accum.
 struct DqTile {
   int tile;   // its number in dq_accum; < 0: no more work
-  int block;  // the key block that it comes from
-  int next;   // the key block that adds next, kOrderedDq
+  int block;  // the key block that it comes from; kRoundsDq: whether additions are counted after this one
+  int next;   // kOrderedDq: the key block that adds next; kRoundsDq: the additions that complete its 64 rows
   int bytes;
 };
 
@@ -74,6 +75,7 @@ struct KeysLayout {
   int dq_tile;                                      // a DqTile for each stage of dQ
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
   int dropout_key;
+  int complete;  // kRoundsDq: a word for each stage of dQ, of bits of the 64 rows that its warp has completed
   int bytes;
 };
 
@@ -109,7 +111,8 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   map.o_empty = map.o_full + 8 * tile.o_stages;
   map.tail = map.o_empty + 8 * tile.o_stages;
   map.dropout_key = map.tail + 8;
-  map.bytes = map.dropout_key + 8;
+  map.complete = map.dropout_key + 8;
+  map.bytes = map.complete + 4 * tile.dq_stages;
   return map;
 }
 

@@ -11,6 +11,8 @@
 //   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ
 //   kDqMethod       a DqMethod. kAtomic, kOrdered: a third consumer warpgroup of keys.cu adds dQ to dq_accum in f32,
 //                   and round.cu rounds it. kStored: dS is stored, and rows.cu computes dQ from it
+//   kRoundsDq       1: the CTA that completes dQ of 64 rows rounds them, and warps of keys.cu repair what they have
+//                   stored, so that round.cu is not launched. Each CTA has one key block, with at most 1024 rows
 //   kHalfP          1: for bf16 inputs keys_wide.cu passes P between warpgroups as f16, which has three more bits
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
@@ -78,4 +80,7 @@ struct BackwardParams : BackwardMaps, CallParams {
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
   int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next
+
+  // The workspace with kRoundsDq.
+  int* dq_additions;  // [hq][statistics_rows / 64]: additions to dq_accum of these rows that are complete
 };

@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
           p.dq_semaphore[(at + first) / 64 * kDqPanels + threadIdx.x] = kFirstToAdd | block;
         clears = blocks.begin >= blocks.end;  // no key block adds to these rows
       }
+      if (kRoundsDq && threadIdx.x == 0) p.dq_additions[(at + first) / 64] = 0;
       if (clears) {
         float4* accum = reinterpret_cast<float4*>(p.dq_accum + (at + first) * (64 * kDqPanels));
 #pragma unroll
