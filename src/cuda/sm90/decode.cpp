@@ -23,7 +23,8 @@ KernelUse decode_kernel(const DecodePlan& plan) {
           plan.shared_bytes};
 }
 
-/// It reads neither q, k nor v, and no scores. Of tiles of keys it knows the chunks alone.
+/// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of keys
+/// it knows the chunks alone.
 KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.head_dim = key.value_dim;
@@ -31,7 +32,7 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   key.k_stages = key.v_stages = key.warp_groups = key.residents = 1;
   key.block_keys = kernels::chunk_keys(key.block_keys);
   key.box_keys = 0;
-  key.q_whole = false;
+  key.q_whole = key.rotates_q = key.unread_rows = false;
   return {
       {"sm90/decode/combine.cu", kernel_config(key), kArchitecture}, "fulgur_decode_combine", 0};
 }

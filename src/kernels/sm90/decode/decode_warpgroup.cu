@@ -223,8 +223,11 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     tma_prefetch_map(&p.v_map);
   }
   WorkTiles work_tiles;
-  const bool more = work_tiles.first(p);
-  if (!more && !Schedule::kCombinesAtEnd && !kUnreadRows) return;
+  bool more = true;
+  if (!work_tiles.first(p)) {
+    if (!Schedule::kCombinesAtEnd && !kUnreadRows) return;
+    more = false;
+  }
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int warp_group) {
     return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
