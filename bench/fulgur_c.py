@@ -76,12 +76,12 @@ class NewRows(Struct):
 
 class ForwardArgs(Struct):
     _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", "rng_state", "sinks", "tree_mask",
-                               "lengths", "cache", "shared_prefix", "append")]
+                               "lengths", "cache", "shared_prefix", "append", "bias")]
 
 
 class BackwardArgs(Struct):
     _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", "rng_state",
-                               "sinks", "dlse", "dsinks", "lengths")]
+                               "sinks", "dlse", "dsinks", "lengths", "bias")]
 
 
 class AppendArgs(Struct):

@@ -129,8 +129,8 @@ View planned(const char* name, const std::vector<int64_t>& shape, const std::str
   if (shape.empty() || shape.size() > max_rank) {
     fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), max_rank));
   }
-  for (const DType type :
-       {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32, DType::kI64}) {
+  for (const DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32,
+                           DType::kI64, DType::kBool}) {
     if (dtype != name_of(type)) continue;
     View view;
     view.tensor = Tensor::contiguous(nullptr, type, shape, device_named(device));

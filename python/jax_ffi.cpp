@@ -35,12 +35,14 @@ DType dtype_of(const char* name, DataType dtype) {
       return DType::kF64;
     case DataType::kS32:
       return DType::kI32;
+    case DataType::kPred:
+      return DType::kBool;
     case DataType::kU32:
       break;
   }
   fail(
-      fmt::format("{}: got another dtype, want float32, bfloat16, float16, float64, or int32 for "
-                  "lengths",
+      fmt::format("{}: got another dtype, want float32, bfloat16, float16, float64, int32 for "
+                  "lengths, or bool for a bias",
                   name));
 }
 
@@ -212,10 +214,10 @@ struct Pass {
     const bool packed = shared.has(Arg::kCuSeqlensQ);
     Mapped mapped(first, packed ? 3 : 4);
     // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
-    // has one sink for each head; and tables name places of the cache with them.
+    // has one sink for each head and one bias; and tables name places of the cache with them.
     mapped.folded = mapped.dims > 0 && !packed && !shared.has(Arg::kRngState) &&
-                    !shared.has(Arg::kSinks) && !shared.has(Arg::kPageTable) &&
-                    !shared.has(Arg::kCacheBatchIdx);
+                    !shared.has(Arg::kSinks) && !shared.has(Arg::kBias) &&
+                    !shared.has(Arg::kPageTable) && !shared.has(Arg::kCacheBatchIdx);
     return mapped;
   }
   template <class View>

@@ -90,7 +90,8 @@ struct Torch {
   std::vector<std::pair<int32_t, DType>> dtypes{
       {constant("dtype_float32"), DType::kF32}, {constant("dtype_bfloat16"), DType::kBF16},
       {constant("dtype_float16"), DType::kF16}, {constant("dtype_float64"), DType::kF64},
-      {constant("dtype_int32"), DType::kI32},   {constant("dtype_int64"), DType::kI64}};
+      {constant("dtype_int32"), DType::kI32},   {constant("dtype_int64"), DType::kI64},
+      {constant("dtype_bool"), DType::kBool}};
 
   int32_t constant(const char* name) const {
     return cpu_library.function<int32_t()>((std::string("aoti_torch_") + name).c_str())();

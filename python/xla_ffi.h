@@ -39,7 +39,15 @@ struct MetadataExtension {
   Metadata* metadata;
 };
 
-enum class DataType : int32_t { kS32 = 4, kU32 = 8, kF16 = 10, kF32 = 11, kF64 = 12, kBF16 = 16 };
+enum class DataType : int32_t {
+  kPred = 1,
+  kS32 = 4,
+  kU32 = 8,
+  kF16 = 10,
+  kF32 = 11,
+  kF64 = 12,
+  kBF16 = 16
+};
 
 struct Buffer {
   size_t struct_size;

@@ -19,8 +19,8 @@ namespace fulgur {
 /// v.
 ///
 ///   scores = scale * q k^T, then softcap * tanh(scores / softcap), then the ALiBi bias
-///   -slope * |D(i) - j| (mask.h), then the mask, then softmax (of these and the head's sink), then
-///   dropout, then v.
+///   -slope * |D(i) - j| (mask.h), then the dense bias, then the mask, then softmax (of these and
+///   the head's sink), then dropout, then v.
 struct Options {
   Mask mask{};  ///< full(), causal(), window(left, right), chunked(chunk), top_left(mask)
   std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
@@ -69,6 +69,12 @@ struct ForwardArgs {
   /// the jth of them, key sk - sq + j, where the mask shows it, too (speculative decoding). Earlier
   /// keys, and bits that have no key, are as without it.
   ConstTensor tree_mask{};
+  /// (batch, hq, sq, sk), any of which may be 1 for all to have the same; bool, f32, bf16, f16, or
+  /// f64 where q is; any strides. Score (i, j) of sequence b and q head h takes bias[b, h, i, j]
+  /// after softcap and ALiBi and before the mask; -inf hides the key, and a bool says whether the
+  /// query sees it. Queries and keys count from the first one of their sequence that exists, and
+  /// packed sequences and caches may have a bias of more of both. Computed on the CPU.
+  ConstTensor bias{};
   KvCache cache{};  ///< k and v are caches whose sequences lie where tables say
   SharedPrefix shared_prefix{};
   /// New keys and values: the call appends them, as fulgur::append() does, and attends what the
@@ -95,6 +101,7 @@ struct BackwardArgs {
   ConstTensor sinks{};
   Tensor
       dsinks{};  ///< (hq) of their dtype, the gradient of the sinks; optional, and with them alone
+  ConstTensor bias{};  ///< as in ForwardArgs; it gets no gradient
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

@@ -122,6 +122,8 @@ typedef struct fulgur_forward_args {
   /// New keys and values that the call appends before it attends. k, v, cu_seqlens_k and seqused_k
   /// are null then.
   const fulgur_new_rows* append;
+  const DLTensor* bias;  ///< (batch, hq, sq, sk), each may be 1: added to the scores, -inf hides;
+                         ///< or bool: true is seen
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -135,6 +137,7 @@ typedef struct fulgur_backward_args {
   const DLTensor* dlse;    ///< gradient of lse, shaped like it; null = 0
   const DLTensor* dsinks;  ///< written: (hq) of their dtype, gradient of sinks; may be null
   const fulgur_var_len* lengths;
+  const DLTensor* bias;  ///< as in fulgur_forward_args; it gets no gradient
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

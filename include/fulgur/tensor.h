@@ -15,7 +15,8 @@
 
 namespace fulgur {
 
-enum class DType : uint8_t { kF16, kBF16, kF32, kF64, kI32, kI64 };
+/// kBool: a byte, 0 or 1.
+enum class DType : uint8_t { kF16, kBF16, kF32, kF64, kI32, kI64, kBool };
 enum class DeviceType : uint8_t { kCpu, kCuda };
 
 struct Device {
@@ -26,7 +27,7 @@ struct Device {
 
 /// Bytes of one element.
 FULGUR_API int64_t size_of(DType dtype);
-/// "f16", "bf16", "f32", "f64", "i32" or "i64".
+/// "f16", "bf16", "f32", "f64", "i32", "i64" or "bool".
 FULGUR_API const char* name_of(DType dtype);
 /// "cpu" or "cuda:0".
 FULGUR_API std::string name_of(Device device);
@@ -36,11 +37,13 @@ FULGUR_API std::string name_of(Device device);
 template <class T>
 inline constexpr DType kDTypeOf = [] {
   static_assert(std::is_same_v<T, float> || std::is_same_v<T, double> ||
-                    std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t>,
+                    std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> ||
+                    std::is_same_v<T, bool>,
                 "fulgur::kDTypeOf is not specialized for this type");
   if constexpr (std::is_same_v<T, double>) return DType::kF64;
   if constexpr (std::is_same_v<T, int32_t>) return DType::kI32;
   if constexpr (std::is_same_v<T, int64_t>) return DType::kI64;
+  if constexpr (std::is_same_v<T, bool>) return DType::kBool;
   return DType::kF32;
 }();
 

@@ -215,6 +215,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -262,10 +263,14 @@ def attention(
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``.
-        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
-            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
-            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
-            2309.17453).
+        bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
+            q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
+            where the query sees the key. Packed sequences and caches count queries and keys in each
+            sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
+            alone.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
+            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
+            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead of
@@ -336,6 +341,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -376,6 +382,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -522,6 +529,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
@@ -563,7 +571,7 @@ def append_attention(
         interleaved: columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
         rotary_seqlens: int32 ``(batch,)``: the position of each sequence's first new token; default
             cache_seqlens.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, cu_seqlens_q,
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, cu_seqlens_q,
             max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
             tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, threads, engine,
             return_lse, out, stream: as for :func:`attention`.
@@ -603,6 +611,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
@@ -644,6 +653,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
@@ -680,6 +690,7 @@ def attention_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -711,10 +722,11 @@ def attention_backward(
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
-        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: where to write; with sinks alone.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset,
-            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            deterministic, invariant, max_workspace, threads, engine, stream: as for :func:`attention`.
+        dsinks: float32 ``(hq,)``: where to write; with sinks alone.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
+            offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+            seqused_k, deterministic, invariant, max_workspace, threads, engine, stream: as for
+            :func:`attention`.
 
     Returns:
         (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
@@ -747,6 +759,7 @@ def attention_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -785,6 +798,7 @@ def plan(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
@@ -817,9 +831,9 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         out: given if runs will give one with other strides than a fresh array has.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table,
-            page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
+            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
             deterministic, invariant, max_workspace, threads, engine, return_lse: as for
             :func:`attention`.
 
@@ -856,6 +870,7 @@ def plan(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
@@ -897,6 +912,7 @@ def plan_backward(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
@@ -926,10 +942,10 @@ def plan_backward(
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
-        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, deterministic,
-            invariant, max_workspace, threads, engine: as for :func:`attention`.
+        dsinks: float32 ``(hq,)``: likewise; with sinks alone.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
+            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+            deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -962,6 +978,7 @@ def explain(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -997,10 +1014,11 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset,
-            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
-            deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
+            offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+            seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
+            prefix_lens, deterministic, invariant, max_workspace, threads, engine: as for
+            :func:`attention`.
 
     Raises:
         ValueError, TypeError: an argument is wrong.

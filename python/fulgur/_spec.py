@@ -91,6 +91,13 @@ _SCORES = _rows(
     ("softcap", "float", 0.0, "0 is off."),
     ("alibi_slopes", "tensor", None, "."),
     (
+        "bias", "tensor", None,
+        "``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where q is) "
+        "added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True where the "
+        "query sees the key. Packed sequences and caches count queries and keys in each sequence, and may "
+        "have a bias of more of both. It gets no gradient. Computed on the CPU alone.",
+    ),
+    (
         "sinks", "tensor", None,
         ": a score of each head that joins the softmax of every row, without a value: lse is "
         "log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is none (attention "

@@ -17,7 +17,7 @@ __all__ = []
 
 
 _ROWS, _LSE = ("dout", "q", "k", "v", "out"), ("lse", "dlse")
-_WHOLE = ("cu_seqlens_q", "cu_seqlens_k", "rng_state")  # on every device
+_WHOLE = ("cu_seqlens_q", "cu_seqlens_k", "rng_state", "bias")  # on every device
 
 
 def _shardings(op, args, results):
@@ -37,13 +37,14 @@ def _shardings(op, args, results):
         )
 
     packed = given.get("cu_seqlens_q") is not None
-    drops = given.get("dropout_p", 0) > 0
+    # Both depend on the place in the batch.
+    fixed = given.get("dropout_p", 0) > 0 or given.get("bias") is not None
     acceptable = [sharding(*[Replicate()] * 6)]
-    if not drops and not packed:  # dropout depends on the place in the batch
+    if not fixed and not packed:
         slopes_dim = 0 if slopes is None else slopes.ndim
         of_slopes = Shard(0) if slopes_dim == 2 else Replicate()
         acceptable.append(sharding(*[Shard(0)] * 3, of_slopes, Replicate(), Partial()))
-    if not drops and k.shape[-2] % q.mesh.size() == 0:  # and on that among the heads
+    if not fixed and k.shape[-2] % q.mesh.size() == 0:  # and on that among the heads
         of_slopes = Shard(0 if slopes is None else slopes.ndim - 1)
         acceptable.append(
             sharding(

@@ -68,7 +68,11 @@ constexpr size_t kMinOptions = offsetof(fulgur_options, engine) + sizeof(const c
 constexpr size_t kMinRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
 constexpr size_t kMinNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
 template <class Struct>
-constexpr size_t kMinTensors = sizeof(Struct);  // none has grown yet
+constexpr size_t kMinTensors = sizeof(Struct);
+template <>
+constexpr size_t kMinTensors<fulgur_forward_args> = offsetof(fulgur_forward_args, bias);
+template <>
+constexpr size_t kMinTensors<fulgur_backward_args> = offsetof(fulgur_backward_args, bias);
 
 template <class T>
 T read_tensor(const DLTensor* given, const char* name, bool must) {

@@ -52,8 +52,10 @@ inline void check_shape(const char* name, const ConstTensor& t, const char* dims
 /// Whether a tensor lies in the host's memory.
 inline bool on_host(const ConstTensor& t) { return t.device.type == DeviceType::kCpu; }
 
-/// i32 and i64.
-inline bool is_integer(DType dtype) { return dtype == DType::kI32 || dtype == DType::kI64; }
+/// f16, bf16, f32 and f64.
+inline bool is_float(DType dtype) {
+  return dtype != DType::kI32 && dtype != DType::kI64 && dtype != DType::kBool;
+}
 
 void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why);
 

@@ -59,6 +59,8 @@ inline double load_element(const void* data, DType dtype, int64_t i) {
       return static_cast<const int32_t*>(data)[i];
     case DType::kI64:
       return static_cast<double>(static_cast<const int64_t*>(data)[i]);
+    case DType::kBool:
+      return static_cast<const uint8_t*>(data)[i] != 0 ? 1 : 0;
   }
   return 0;
 }
@@ -83,6 +85,9 @@ inline void store_element(void* data, DType dtype, int64_t i, double x) {
       break;
     case DType::kI64:
       static_cast<int64_t*>(data)[i] = static_cast<int64_t>(x);
+      break;
+    case DType::kBool:
+      static_cast<uint8_t*>(data)[i] = x != 0 ? 1 : 0;
       break;
   }
 }

@@ -10,8 +10,12 @@
 
 namespace fulgur {
 
+constexpr int kDlBool = 6;  // kDLBool, which older DLPack headers lack
+
 int64_t size_of(DType dtype) {
   switch (dtype) {
+    case DType::kBool:
+      return 1;
     case DType::kF16:
     case DType::kBF16:
       return 2;
@@ -39,6 +43,8 @@ const char* name_of(DType dtype) {
       return "i32";
     case DType::kI64:
       return "i64";
+    case DType::kBool:
+      return "bool";
   }
   return "?";
 }
@@ -101,9 +107,11 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
     t.dtype = DType::kI32;
   } else if (is(kDLInt, 64)) {
     t.dtype = DType::kI64;
+  } else if (is(kDlBool, 8)) {
+    t.dtype = DType::kBool;
   } else {
     fail(fmt::format(
-        "dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64, i32 or i64",
+        "dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64, i32, i64 or bool",
         int{type.code}, int{type.bits}, int{type.lanes}));
   }
   // As a number: a newer DLPack may have device types that this enum lacks.

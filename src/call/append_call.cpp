@@ -6,7 +6,7 @@ namespace fulgur {
 namespace {
 
 void check_float(const char* name, const ConstTensor& t) {
-  if (is_integer(t.dtype)) fail(name, "got {}, want f32, bf16, f16 or f64", name_of(t.dtype));
+  if (!is_float(t.dtype)) fail(name, "got {}, want f32, bf16, f16 or f64", name_of(t.dtype));
 }
 
 int64_t checked_dim(const char* name, int64_t dim) {

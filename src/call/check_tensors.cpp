@@ -87,6 +87,8 @@ Wanted wanted(TensorType type, const ConstTensor& t, const Problem& p) {
               size_of(p.dtypes.q) == 2 ? "sinks are f32, or have the dtype of q" : "sinks are f32"};
     case TensorType::kI32:
       return {DType::kI32, "lengths and indices are int32"};
+    case TensorType::kBias:  // of a shape of its own, and checked with it
+      return {t.dtype, ""};
     case TensorType::kI64:
       break;
   }

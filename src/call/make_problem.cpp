@@ -1,6 +1,7 @@
 #include "call/make_problem.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numbers>
 #include <type_traits>
@@ -82,6 +83,29 @@ void set_prefixes(const ForwardArgs& args, Problem& p) {
   p.prefix_groups = groups.shape[0] - 1;
 }
 
+/// Checks the bias of a call whose sizes `p` has, and returns where its elements lie.
+Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
+  check_sizes("bias", bias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
+  const bool f64 = bias.dtype == DType::kF64;
+  if (bias.dtype != DType::kBool && (f64 ? p.dtypes.q != bias.dtype : !is_float(bias.dtype))) {
+    fail("bias", "got {}, want bool, f32, bf16, f16, or f64 where q is", name_of(bias.dtype));
+  }
+  check_device("bias", bias, p.device);
+  // Where lengths are known only when the call runs, more than the longest may have a bias.
+  const bool longer = p.packed || p.packed_k || p.has(Arg::kSeqUsedK);
+  const std::array want{p.batch, p.hq, p.sq, p.sk};
+  std::array<int64_t, 4> strides{};
+  for (size_t i = 0; i < 4; ++i) {
+    const int64_t size = bias.shape[i];
+    if (size != 1 && size != want[i] && !(i >= 2 && longer && size > want[i])) {
+      fail("bias", "got shape {}, want ({}), or 1 for any of them{}", list(bias, bias.shape),
+           fmt::join(want, ", "), longer ? ", or more queries and keys" : "");
+    }
+    strides[i] = size == 1 ? 0 : bias.strides[i];
+  }
+  return {bias.dtype, strides[0], strides[1], strides[2], strides[3]};
+}
+
 /// What both passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
@@ -103,7 +127,7 @@ Problem make_shared(const Args& args, const Options& options) {
   check_tensor("q", q, dims(p.packed), rank, false);
   check_tensor("k", k, key_dims, key_rank, false);
   check_tensor("v", v, key_dims, key_rank, false);
-  if (is_integer(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
+  if (!is_float(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
   p.dtypes = OperandTypes::all(q.dtype);
   p.device = q.device;
   check_dtype("k", k, q.dtype, "the dtype of q");
@@ -157,6 +181,7 @@ Problem make_shared(const Args& args, const Options& options) {
     p.slopes_batch = p.slopes_of_batch ? slopes.strides[0] : 0;
     p.slopes_head = slopes.strides[slopes.rank - 1];
   }
+  if (args.bias.given()) p.bias = checked_bias(args.bias, p);
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   p.max_workspace = options.max_workspace;

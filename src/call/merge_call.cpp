@@ -10,7 +10,7 @@ MergeCall::Part check_part(const std::string& name, const Partial& p, const Cons
   const bool packed = like.rank == 3;
   check_tensor(out_name.c_str(), out,
                packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)", like.rank, written);
-  if (is_integer(out.dtype))
+  if (!is_float(out.dtype))
     fail(out_name.c_str(), "got {}, want a float dtype", name_of(out.dtype));
   if (out.shape != like.shape) {
     fail(out_name.c_str(), "got shape {}, want {} of the result", list(out, out.shape),

@@ -39,6 +39,7 @@ enum class Arg : uint8_t {
   kCacheBatchIdx,
   kLeftpadK,
   kTreeMask,
+  kBias,
   kPrefixGroups,
   kPrefixLens,
   kKCache,
@@ -96,6 +97,7 @@ enum class TensorType : uint8_t {
   kF32,
   kI32,
   kI64,
+  kBias,  ///< bool, f32 or a 16-bit float, f64 where q is
 };
 
 /// kDevice: that of q. kHostToo: there or in the host's memory, where each run reads it.
@@ -164,7 +166,8 @@ struct TensorRule {
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
   T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
-  T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)
+  T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)       \
+  T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)
 
 #define FULGUR_BACKWARD_TENSORS(T)                                         \
   T(dout, kDout, kRequired, kRead, kRowsOfOut, kInput, kDevice)            \
@@ -180,7 +183,8 @@ struct TensorRule {
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
   T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
   T(dlse, kDlse, kOptional, kRead, kRowStatistics, kStatistics, kDevice)   \
-  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kSinkType, kDevice)
+  T(dsinks, kDsinks, kOptional, kWritten, kHeads, kSinkType, kDevice)      \
+  T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)
 
 #define FULGUR_APPEND_TENSORS(T)                              \
   T(q, kQ, kOptional, kRead, kOwn, kInput, kDevice)           \

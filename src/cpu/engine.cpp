@@ -50,7 +50,7 @@ class Work {
         sequences_(problem, args),
         keys_(problem, sequences_, args),
         given_{static_cast<const float*>(args.alibi_slopes.data), args.sinks, tree_mask_of(args),
-               dropout_of(problem, args, run)},
+               args.bias, dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {}
 

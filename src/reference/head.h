@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/bias.h"
 #include "kernels/host_device/dropout.h"
 
 namespace fulgur::reference {
@@ -23,8 +24,8 @@ struct Dropout {
 };
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
-/// -slope * |D(i) - j|, then the band mask and the tree mask; then the softmax, which the
-/// sink joins; after it dropout.
+/// -slope * |D(i) - j|, then the dense bias, then the band mask and the tree mask; then the
+/// softmax, which the sink joins; after it dropout.
 struct Rule {
   double scale = 1;
   double softcap = 0;  // 0: none
@@ -34,6 +35,7 @@ struct Rule {
   const uint64_t* tree = nullptr;  // [sq]: bit j: query i sees key sk - sq + j; null: all
   Dropout dropout = {};
   uint64_t head_index = 0;  // b * hq + h: the Philox stream of this head
+  HeadBias bias = {};       // its -inf hides keys
 };
 
 /// One head, dense row-major: q [sq, d], k [sk, d], v [sk, dv]. sq and sk may be 0.

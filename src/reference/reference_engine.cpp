@@ -136,6 +136,12 @@ class Work {
     return load_element(args_.sinks.data, args_.sinks.dtype, h);
   }
 
+  HeadBias bias(int64_t b, int64_t h) const {
+    if (!p_.has(Arg::kBias)) return {};
+    const Problem::Bias& l = p_.bias;
+    return {args_.bias.data, l.dtype, b * l.batch + h * l.head, l.row, l.key};
+  }
+
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,
             const std::vector<double>& k, const std::vector<double>& v) const {
     return {s.sq,
@@ -152,7 +158,8 @@ class Work {
                  .band = {p_.mask.left, p_.mask.right, p_.mask.chunk, p_.mask.top_left},
                  .tree = tree_words(p_, tree_mask_of(args_), b, s),
                  .dropout = {p_.dropout_p, dropout_},
-                 .head_index = static_cast<uint64_t>(b * p_.hq + h)}};
+                 .head_index = static_cast<uint64_t>(b * p_.hq + h),
+                 .bias = bias(b, h)}};
   }
 
   const Problem& p_;

@@ -17,7 +17,7 @@ struct Score {
 };
 
 /// The score hook: what a product q_i . k_j that the mask shows becomes before the softmax. Softcap
-/// and ALiBi are its two bodies.
+/// and ALiBi are its two bodies; a dense bias follows.
 inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
   const Rule& rule = h.rule;
   double S = rule.scale * qk;
@@ -34,7 +34,10 @@ inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
 /// multiplied by 0: k_j and v_j may be NaN. Here k_j is not even read.
 inline Score score(const Head& h, int64_t i, int64_t j) {
   if (!sees(h, i, j)) return {-kInf, 0};
-  return score_of_product(h, i, j, dot(h.d, h.q + i * h.d, h.k + j * h.d));
+  const double bias = h.rule.bias.given() ? h.rule.bias.at(i, j) : 0;
+  if (bias == -kInf) return {-kInf, 0};
+  const Score s = score_of_product(h, i, j, dot(h.d, h.q + i * h.d, h.k + j * h.d));
+  return {s.S + bias, s.dS_dqk};
 }
 
 /// Z_ij x: x / (1 - p) for a kept entry, 0 for a dropped one, also if x is NaN. FlashAttention,

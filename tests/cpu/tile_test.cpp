@@ -223,7 +223,7 @@ struct Prepared {
     problem = make_problem(forward, w.options);
     backward_problem = make_problem(backward, w.options);
     given = {static_cast<const float*>(forward.alibi_slopes.data), forward.sinks, forward.tree_mask,
-             dropout_of(problem, forward, w.run_options)};
+             forward.bias, dropout_of(problem, forward, w.run_options)};
   }
   void run_forward(const tiles::Path& path, int64_t block = tiles::kBlock) const {
     path.run_forward(problem, given, forward, block);

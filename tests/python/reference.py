@@ -39,7 +39,7 @@ def in_lse(rows):
 
 
 def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, top_left=False, scale=None,
-                  softcap=0.0, alibi_slopes=None, sinks=None, tree_words=None, **_):  # fmt: skip
+                  softcap=0.0, alibi_slopes=None, bias=None, sinks=None, tree_words=None, **_):  # fmt: skip
     """P and LSE of one sequence q [sq, hq, d], k [sk, hq, d], and d score / d (q k^T)."""
     sq, sk = len(q), len(k)
     scale = r(1 / np.sqrt(q.shape[-1]) if scale is None else scale)
@@ -52,6 +52,10 @@ def probabilities(q, k, b, r, *, causal=False, window=None, chunk=0, top_left=Fa
     if alibi_slopes is not None:
         slopes = alibi_slopes if np.ndim(alibi_slopes) == 1 else alibi_slopes[b]
         S = S - slopes[:, None, None] * abs(i - j)
+    if bias is not None:
+        of_sequence = bias[b if len(bias) > 1 else 0]
+        numbers = np.where(of_sequence, 0, -np.inf) if bias.dtype == bool else of_sequence.astype(S.dtype)
+        S = S + numbers[:, :sq, :sk]  # a size of 1 broadcasts
     left, right = window or (-1, -1)
     right = 0 if causal else right
     seen = np.ones((sq, sk), bool)

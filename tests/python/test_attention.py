@@ -35,6 +35,10 @@ CASES = {
     "softcap": ((1, 24, 2, 16), 24, 2, 16, dict(softcap=1.5, scale=1.0, causal=True)),
     "ALiBi by head": ((2, 21, 4, 16), 30, 2, 16, dict(alibi_slopes=(4,), causal=True)),
     "ALiBi by batch": ((2, 21, 4, 16), 21, 4, 16, dict(alibi_slopes=(2, 4))),
+    "bias": ((2, 21, 4, 16), 30, 2, 16, dict(bias=(2, 4, 21, 30), causal=True)),
+    "bias of each head": ((2, 70, 4, 16), 65, 2, 24, dict(bias=(1, 4, 70, 65), softcap=1.5, sinks=(4,))),
+    "bias of keys": ((2, 1, 8, 64), 99, 2, 64, dict(bias=(2, 1, 1, 99))),
+    "bias of keys in use": ((3, 10, 2, 16), 40, 2, 16, dict(bias=(1, 1, 12, 48), seqused_k=[40, 0, 13])),
     "sinks": ((2, 21, 4, 16), 30, 2, 16, dict(sinks=(4,), causal=True)),
     "sinks of rows without keys": ((1, 37, 4, 8), 5, 2, 8, dict(sinks=(4,), causal=True)),
     "sinks of a decode": ((2, 1, 8, 64), 777, 2, 64, dict(sinks=(8,), seqused_k=[777, 0])),
@@ -61,6 +65,10 @@ def make_case(name, dtype, seed=0):
     options = dict(options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = rng.random(options["alibi_slopes"], dtype=np.float32)
+    if "bias" in options:
+        bias = rng.standard_normal(options["bias"], dtype=np.float32)
+        bias[rng.random(bias.shape) < 0.2] = -np.inf
+        options["bias"] = bias if len(name) % 2 else bias.astype(np.float16)
     if "sinks" in options:
         options["sinks"] = rng.standard_normal(options["sinks"], dtype=np.float32)
     for name in options.keys() & {"seqused_q", "seqused_k"}:
@@ -108,6 +116,15 @@ def test_gradient_of_lse(name, dtype):
     naive = reference.attention_backward(dout, q, k, v, dlse=dlse, precision=q.dtype, **options)
     for name, gradient, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), got, exact, naive):
         reference.assert_close(name, gradient, want, yardstick, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_of_bools(dtype):
+    """A query sees the keys where the mask is True; of a transposed view, too."""
+    (q, k, v, dout), _ = make_case("grouped heads", make_dtype(dtype))
+    seen = np.random.default_rng(4).random((29, 19)) < 0.5
+    seen[:, 3] = False  # a row without keys
+    check(q, k, v, dout, bias=seen.T[None, None])
 
 
 @pytest.mark.parametrize("engine", ["cpu", "reference"])

@@ -43,7 +43,8 @@ struct Call : ForwardTensors {
             .dlse = dlse,
             .rng_state = rng_state,
             .sinks = sinks,
-            .dsinks = dsinks};
+            .dsinks = dsinks,
+            .bias = bias};
   }
 };
 
@@ -58,6 +59,7 @@ class Dl {
     dl_.strides = tensor_.strides.data();
     const auto bits = static_cast<uint8_t>(8 * size_of(t.dtype));
     const uint8_t code = t.dtype == DType::kBF16                            ? kDLBfloat
+                         : t.dtype == DType::kBool                          ? 6
                          : t.dtype == DType::kI32 || t.dtype == DType::kI64 ? kDLInt
                                                                             : kDLFloat;
     dl_.dtype = {code, bits, 1};
@@ -105,7 +107,7 @@ inline fulgur_status call_c(const Call& call, bool backward,
       cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
       rng(call.rng_state), table(call.page_table), indptr(call.page_indptr),
       index(call.cache_batch_idx), leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks),
-      tree(call.tree_mask), groups(call.prefix_groups), lens(call.prefix_lens);
+      tree(call.tree_mask), bias(call.bias), groups(call.prefix_groups), lens(call.prefix_lens);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -115,14 +117,15 @@ inline fulgur_status call_c(const Call& call, bool backward,
                        call.run.dropout_offset};
   const fulgur_var_len lengths{sizeof(lengths), cu_q, cu_k, used_q, used_k};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,     k,   v,     out,  lse,    dq,
-                                    dk,           dv,   alibi, rng, sinks, dlse, dsinks, &lengths};
+    const fulgur_backward_args args{sizeof(args), dout, q,      k,        v,     out,
+                                    lse,          dq,   dk,     dv,       alibi, rng,
+                                    sinks,        dlse, dsinks, &lengths, bias};
     return fulgur_backward(&args, &o, &run);
   }
   const fulgur_kv_cache cache{sizeof(cache), table, indptr, index, leftpad};
   const fulgur_shared_prefix prefix{sizeof(prefix), groups, lens};
-  const fulgur_forward_args args{sizeof(args), q,     k,    v,        out,    lse,     alibi,
-                                 rng,          sinks, tree, &lengths, &cache, &prefix, append};
+  const fulgur_forward_args args{sizeof(args), q,    k,        v,      out,     lse,    alibi, rng,
+                                 sinks,        tree, &lengths, &cache, &prefix, append, bias};
   return fulgur_forward(&args, &o, &run);
 }
 

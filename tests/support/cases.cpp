@@ -423,6 +423,7 @@ std::string Case::name() const {
   if (sinks) s << "_sinks";
   if (tree == Tree::kAncestors) s << "_tree";
   if (tree == Tree::kRandom) s << "_treerandom";
+  if (bias != Bias::kNone) s << "_bias" << static_cast<int>(bias);
   return s.str();
 }
 

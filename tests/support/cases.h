@@ -25,6 +25,17 @@ enum class Alibi { kNone, kHeads, kBatchHeads };
 /// Of the words: a token and its ancestors in a random tree, or random bits. Forward alone.
 enum class Tree { kNone, kAncestors, kRandom };
 
+/// Of every dimension or of some: what of (batch, hq, sq, sk) it has. Some of its numbers are -inf,
+/// and bools are random.
+enum class Bias {
+  kNone,
+  kAll,         ///< f32
+  kHeads,       ///< the dtype of q, (1, hq, sq, sk)
+  kTransposed,  ///< f16, keys outside in memory
+  kKeys,        ///< bool, (batch, 1, 1, sk)
+  kPairs,       ///< bool, (1, 1, sq, sk)
+};
+
 struct Case {
   DType dtype = DType::kF32;
   int64_t batch = 1;
@@ -40,6 +51,7 @@ struct Case {
   bool dlse = false;
   bool sinks = false;
   Tree tree = Tree::kNone;
+  Bias bias = Bias::kNone;
 
   bool packed() const { return layout == Layout::kPacked || layout == Layout::kPackedPadded; }
   /// "bf16_b2_q64_k65_h4x2_d64x128_causal_bhsd": unique in the list, the name in test output.

@@ -79,6 +79,7 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.leftpad_k),
           at(t.sinks),
           at(t.tree_mask),
+          at(t.bias),
           at(t.prefix_groups),
           at(t.prefix_lens)};
 }
@@ -101,7 +102,8 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.dlse),
           at(t.rng_state),
           at(t.sinks),
-          at(t.dsinks)};
+          at(t.dsinks),
+          at(t.bias)};
 }
 
 AppendTensors EngineMemory::at(const AppendTensors& t) {

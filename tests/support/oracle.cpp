@@ -17,6 +17,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 // One head of one sequence, gathered into dense double arrays.
 struct HeadData {
   std::vector<double> q, k, v, dout, dlse;
+  std::vector<double> bias;  // [sq, sk], empty without; -inf where a bool hides
   reference::Head head{};
   reference::OutputGradient gradient() const {
     return {dout.data(), dlse.empty() ? nullptr : dlse.data()};
@@ -102,12 +103,15 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   const auto sink = static_cast<T>(rule.sink);
   T dsink = 0;
   if (gradients) result.backward.dq.resize(sq * d);
-  std::vector<bool> hidden(sk);  // by the tree mask, which has no gradients
+  std::vector<bool> hidden(sk);  // by the tree mask or the bias
 
   for (int64_t i = 0; i < sq; ++i) {
     for (int64_t token = 0; rule.tree != nullptr && token < sq; ++token) {
       const int64_t j = sk - sq + token;
       if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
+    }
+    for (int64_t j = 0; !data.bias.empty() && j < sk; ++j) {
+      hidden[j] = data.bias[i * sk + j] == -kInf;
     }
     const int64_t diagonal = rule.band.top_left ? i : i + sk - sq;
     int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
@@ -140,6 +144,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       if (rule.slope != 0) {
         S[j] = round(S[j] - static_cast<T>(rule.slope) * static_cast<T>(std::abs(diagonal - j)));
       }
+      if (!data.bias.empty()) S[j] = round(S[j] + static_cast<T>(data.bias[i * sk + j]));
       if (hidden[j]) S[j] = -std::numeric_limits<T>::infinity();
       m = std::max(m, S[j]);
     }
@@ -173,6 +178,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     sizes->dsink += p_sink * (size_of_d + std::fabs(dlse));
     sizes->dsink_squares += p_sink * p_sink * squares_of_d;
     for (int64_t j = begin; j < end; ++j) {
+      if (hidden[j]) continue;
       const T p = Z[j] == 0 ? T{0} : round(P[j] * Z[j]);  // a dropped NaN is 0
       for (int64_t c = 0; c < dv; ++c) dV[j * dv + c] += p * dout[i * dv + c];
     }
@@ -182,6 +188,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     }
     std::fill(row.begin(), row.end(), T{0});
     for (int64_t j = begin; j < end; ++j) {
+      if (hidden[j]) continue;
       const T dp = Z[j] == 0 ? T{0} : round(dP[j]) * Z[j];
       const T dS = round(round(P[j] * (dp - (D - dlse))) * jacobian[j]);
       sizes->ds =
@@ -249,6 +256,9 @@ Expected expect_some(const Workload& w, bool gradients) {
   std::vector<double> slopes, sinks(c.hq, -kInf);
   if (w.forward.alibi_slopes.given()) slopes = read(w.forward.alibi_slopes);
   if (w.forward.sinks.given()) sinks = read(w.forward.sinks);
+  std::vector<double> bias;
+  if (w.forward.bias.given()) bias = read(w.forward.bias);
+  const std::array<int64_t, 4> of_bias = w.forward.bias.shape;
   std::vector<uint64_t> tree(w.forward.tree_mask.numel());
   std::memcpy(tree.data(), w.forward.tree_mask.data, 8 * tree.size());
   const kernels::DropoutMask dropout =
@@ -267,6 +277,13 @@ Expected expect_some(const Workload& w, bool gradients) {
     data.v = gather(v, s.k_begin, s.sk, c.hk, hk, c.dv);
     data.dout = gather(dout, s.q_begin, s.sq, c.hq, h, c.dv);
     for (int64_t r = 0; c.dlse && r < s.sq; ++r) data.dlse.push_back(dlse[w.lse_index(b, h, r)]);
+    for (int64_t at = 0; !bias.empty() && at < s.sq * s.sk; ++at) {
+      const int64_t index[] = {b, h, at / s.sk, at % s.sk};
+      int64_t element = 0;
+      for (int i = 0; i < 4; ++i) element = element * of_bias[i] + (of_bias[i] == 1 ? 0 : index[i]);
+      const double x = bias[element];
+      data.bias.push_back(w.forward.bias.dtype != DType::kBool ? x : x != 0 ? 0 : -kInf);
+    }
     const auto slope = c.alibi == Alibi::kNone ? 0 : slopes[c.alibi == Alibi::kHeads ? h : n];
     const Options& o = w.options;
     data.head = {s.sq,
@@ -283,7 +300,8 @@ Expected expect_some(const Workload& w, bool gradients) {
                   {o.mask.left, o.mask.right, o.mask.chunk, o.mask.top_left},
                   tree.empty() ? nullptr : tree.data() + s.q_begin,
                   {o.dropout_p, dropout},
-                  static_cast<uint64_t>(n)}};
+                  static_cast<uint64_t>(n),
+                  {data.bias.empty() ? nullptr : data.bias.data(), DType::kF64, 0, s.sk, 1}}};
     references[n] = reference_head(data, gradients);
     naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, gradients, &sizes[n])
                                        : naive_head<float>(data, c.dtype, gradients, &sizes[n]);

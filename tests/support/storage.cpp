@@ -90,6 +90,8 @@ double load(const void* data, DType dtype, int64_t index) {
       return at<int32_t>(data, index);
     case DType::kI64:
       return static_cast<double>(at<int64_t>(data, index));
+    case DType::kBool:
+      return at<uint8_t>(data, index);
   }
   return 0;
 }
@@ -108,6 +110,8 @@ void store(void* data, DType dtype, int64_t index, double value) {
       return put(data, index, static_cast<int32_t>(value));
     case DType::kI64:
       return put(data, index, static_cast<int64_t>(value));
+    case DType::kBool:
+      return put(data, index, static_cast<uint8_t>(value));
   }
 }
 
@@ -175,9 +179,9 @@ Storage* Storage::around(const void* data) {
 }
 
 void Storage::poison() {
-  const double poison = dtype_ == DType::kI32 || dtype_ == DType::kI64
-                            ? 0x5a5a5a5b
-                            : std::numeric_limits<double>::quiet_NaN();
+  const double poison = dtype_ == DType::kI32 || dtype_ == DType::kI64 ? 0x5a5a5a5b
+                        : dtype_ == DType::kBool                       ? 1
+                                                 : std::numeric_limits<double>::quiet_NaN();
   store(bytes_.data(), dtype_, 0, poison);
   for (size_t done = static_cast<size_t>(size_of(dtype_)); done < bytes_.size(); done *= 2) {
     std::copy_n(bytes_.data(), std::min(done, bytes_.size() - done), bytes_.data() + done);

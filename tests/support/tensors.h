@@ -9,7 +9,7 @@ namespace fulgur::test {
 struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
-  Tensor leftpad_k{}, sinks{}, tree_mask{}, prefix_groups{}, prefix_lens{};
+  Tensor leftpad_k{}, sinks{}, tree_mask{}, bias{}, prefix_groups{}, prefix_lens{};
   operator ForwardArgs() const {
     return {.q = q,
             .k = k,
@@ -21,6 +21,7 @@ struct ForwardTensors {
             .rng_state = rng_state,
             .sinks = sinks,
             .tree_mask = tree_mask,
+            .bias = bias,
             .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
             .shared_prefix = {prefix_groups, prefix_lens}};
   }
@@ -29,7 +30,7 @@ struct ForwardTensors {
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
   Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{}, dlse{};
-  Tensor rng_state{}, sinks{}, dsinks{};
+  Tensor rng_state{}, sinks{}, dsinks{}, bias{};
   operator BackwardArgs() const {
     return {.dout = dout,
             .q = q,
@@ -45,7 +46,8 @@ struct BackwardTensors {
             .dlse = dlse,
             .rng_state = rng_state,
             .sinks = sinks,
-            .dsinks = dsinks};
+            .dsinks = dsinks,
+            .bias = bias};
   }
 };
 

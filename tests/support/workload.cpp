@@ -77,6 +77,7 @@ Workload::Workload(const Case& c, uint64_t seed, std::vector<Rows> lengths) : c(
   make_options(seed);
   if (c.sinks) make_sinks();
   if (c.tree != Tree::kNone) make_trees(seed);
+  if (c.bias != Bias::kNone) make_bias(seed);
   backward.alibi_slopes = forward.alibi_slopes;
   backward.cu_seqlens_q = forward.cu_seqlens_q;
   backward.cu_seqlens_k = forward.cu_seqlens_k;
@@ -262,6 +263,38 @@ void Workload::make_trees(uint64_t seed) {
       of_token = (of_token & none) | ancestors | uint64_t{1} << i;
     }
   }
+}
+
+// Packed sequences have a bias of more rows and keys than the longest of them, which nobody reads.
+void Workload::make_bias(uint64_t seed) {
+  const bool all = c.bias == Bias::kAll || c.bias == Bias::kTransposed;
+  const bool bools = c.bias == Bias::kKeys || c.bias == Bias::kPairs;
+  const auto batch = static_cast<int64_t>(sequences.size());
+  const std::array shape{all || c.bias == Bias::kKeys ? batch : 1, bools ? 1 : c.hq,
+                         c.bias == Bias::kKeys ? 1 : c.sq + (c.packed() ? 2 : 0),
+                         c.sk + (c.packed() ? 3 : 0)};
+  const int64_t pairs = shape[2] * shape[3];
+  std::array strides{shape[1] * pairs, pairs, shape[3], int64_t{1}};
+  if (c.bias == Bias::kTransposed) {
+    strides[2] = 1;
+    strides[3] = shape[2];
+  }
+  const DType dtype = bools                         ? DType::kBool
+                      : c.bias == Bias::kHeads      ? c.dtype
+                      : c.bias == Bias::kTransposed ? DType::kF16
+                                                    : DType::kF32;
+  forward.bias = storage(dtype, shape[0] * strides[0], false).view(0, shape, strides);
+  backward.bias = forward.bias;
+  std::mt19937_64 random(seed + 2);
+  std::vector<double> values(static_cast<size_t>(forward.bias.numel()));
+  for (size_t n = 0; n < values.size(); ++n) {
+    const bool row_is_hidden = c.bias != Bias::kKeys && n / static_cast<size_t>(shape[3]) % 11 == 4;
+    const bool hidden = row_is_hidden || random() % 6 == 0;
+    values[n] = bools    ? !hidden
+                : hidden ? -std::numeric_limits<double>::infinity()
+                         : normal(random);
+  }
+  write(forward.bias, values);
 }
 
 // Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.

@@ -59,6 +59,7 @@ class Workload {
   void make_options(uint64_t seed);
   void make_sinks();
   void make_trees(uint64_t seed);
+  void make_bias(uint64_t seed);
   void poison_missing_rows();
   void poison_unused_dlse();
 

@@ -23,6 +23,7 @@ void convert(int64_t n, DType to, std::byte* out, Read read) {
       return fill(reinterpret_cast<double*>(out), [](double x) { return x; });
     case DType::kI32:
     case DType::kI64:
+    case DType::kBool:
       break;
   }
 }
@@ -62,8 +63,10 @@ Tensor Array::tensor() const {
 }
 
 Array Array::converted(DType to, std::string_view name) const {
-  const auto is_integer = [](DType dtype) { return dtype == DType::kI32 || dtype == DType::kI64; };
-  if (is_integer(dtype_) || is_integer(to)) {
+  const auto is_number = [](DType dtype) {
+    return dtype != DType::kI32 && dtype != DType::kI64 && dtype != DType::kBool;
+  };
+  if (!is_number(dtype_) || !is_number(to)) {
     fail(name, "got {}, cannot convert it to {}", name_of(dtype_), name_of(to));
   }
   Array out(to, shape_);
@@ -87,6 +90,7 @@ Array Array::converted(DType to, std::string_view name) const {
       break;
     case DType::kI32:
     case DType::kI64:
+    case DType::kBool:
       break;
   }
   return out;

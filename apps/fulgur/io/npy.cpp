@@ -142,9 +142,10 @@ DType dtype_of(const std::string& descr, std::string_view name) {
   if (descr == "<f8") return DType::kF64;
   if (descr == "<i4") return DType::kI32;
   if (descr == "<i8") return DType::kI64;
+  if (descr == "|b1") return DType::kBool;
   fail(name,
        "dtype is '{}', want little-endian float16, float32, float64, int32 or int64 "
-       "('<f2', '<f4', '<f8', '<i4', '<i8')",
+       "('<f2', '<f4', '<f8', '<i4', '<i8'), or bool ('|b1')",
        printable(descr));
 }
 
@@ -160,6 +161,8 @@ const char* descr_of(DType dtype) {
       return "<i4";
     case DType::kI64:
       return "<i8";
+    case DType::kBool:
+      return "|b1";
     case DType::kBF16:
       break;
   }

@@ -23,6 +23,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
@@ -67,10 +68,14 @@ def attention(
             for seed and offset.
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
-        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
-            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
-            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
-            2309.17453).
+        bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
+            q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
+            where the query sees the key. Packed sequences and caches count queries and keys in each
+            sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
+            alone.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
+            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
+            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or a
             key of ``jax.random``, of ``key`` or of ``PRNGKey``.
@@ -127,6 +132,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
@@ -162,6 +168,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
@@ -273,6 +280,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     max_seqlen_q: int = 0,
@@ -297,7 +305,7 @@ def append_attention(
 
     Args:
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
-            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks,
+            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
             cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
             cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
             return_lse: as for :func:`fulgur.append_attention`.
@@ -330,6 +338,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     max_seqlen_q: int = 0,
@@ -367,6 +376,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     max_seqlen_q: int = 0,

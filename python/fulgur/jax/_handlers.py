@@ -161,12 +161,11 @@ def _attention(options, with_lse, tensors):
 
 
 def _attention_fwd(options, with_lse, tensors):
-    slopes = tensors.get("alibi_slopes")
-    if slopes is not None and slopes.perturbed:
-        raise ValueError(
-            "alibi_slopes: a gradient is wanted, and there is none; want "
-            "jax.lax.stop_gradient(alibi_slopes)"
-        )
+    for name in ("alibi_slopes", "bias"):
+        if name in tensors and tensors[name].perturbed:
+            raise ValueError(
+                f"{name}: a gradient is wanted, and there is none; want jax.lax.stop_gradient({name})"
+            )
     for name in WITHOUT_GRADIENT:
         if name in tensors:
             things = "tree masks" if name == "tree_mask" else "caches"

@@ -21,6 +21,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
@@ -61,10 +62,14 @@ def attention(
         scale: of the scores; default 1 / sqrt(d).
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
-        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
-            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
-            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
-            2309.17453).
+        bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
+            q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
+            where the query sees the key. Packed sequences and caches count queries and keys in each
+            sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
+            alone.
+        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
+            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
+            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
         dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
@@ -119,6 +124,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
@@ -152,6 +158,7 @@ def attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
@@ -260,6 +267,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -284,7 +292,7 @@ def append_attention(
 
     Args:
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
-            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks,
+            rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
             cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
             cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
             return_lse: as for :func:`fulgur.append_attention`.
@@ -316,6 +324,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -353,6 +362,7 @@ def append_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 0,

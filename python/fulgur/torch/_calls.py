@@ -17,7 +17,7 @@ from fulgur.torch._tensors import (
 
 _OPTIONS = frozenset(_fulgur.option_defaults())
 _OPTIONS_OF_APPEND = _OPTIONS & {x.name for x in _operators.append._schema.arguments}
-_CONSTANTS = {"scale", "softcap", "alibi_slopes"}
+_CONSTANTS = {"scale", "softcap", "alibi_slopes", "bias"}
 _WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
 _OF_CACHES = frozenset(WITHOUT_GRADIENT) - {"tree_mask", "prefix_groups", "prefix_lens"}
 

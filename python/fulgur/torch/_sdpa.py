@@ -3,7 +3,7 @@ attention implementations: ``torch.nn.attention.activate_flash_attention_impl("f
 
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
 heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
-there, calls with a mask, in float64 and of more than 512 columns stay with PyTorch's kernel.
+there, calls in float64, of more than 512 columns and with a mask that wants a gradient stay with PyTorch's kernel.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ from fulgur.torch._random import rng_state_of
 _NAMES = {
     "q": "query", "k": "key", "v": "value", "lse": "logsumexp", "dout": "grad_out",
     "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "max_seqlen_q": "max_q",
-    "max_seqlen_k": "max_k", "window_left": "window_size_left", "window_right": "window_size_right",
+    "max_seqlen_k": "max_k", "bias": "attn_mask", "window_left": "window_size_left", "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -77,7 +77,15 @@ def _top_left(query, key, value, is_causal):
 
 def _stays(query, attn_mask):
     """Whether PyTorch's own kernel computes a call."""
-    return attn_mask is not None or query.dtype == torch.float64 or query.shape[-1] > 512
+    wants_gradient = attn_mask is not None and attn_mask.requires_grad
+    return wants_gradient or query.dtype == torch.float64 or query.shape[-1] > 512
+
+
+def _bias(attn_mask):
+    """A mask (batch, heads, sq, sk) or of fewer dimensions, each of which may be 1."""
+    if attn_mask is None:
+        return None
+    return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
 def _cpu_forward(
@@ -87,7 +95,8 @@ def _cpu_forward(
         return torchs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     _refuse("dropout_p", dropout_p > 0)
     keys, values, right = _top_left(query, key, value, is_causal)
-    out, lse = _dense(query, keys, values, _given(scale=scale, window_right=right))
+    shared = _given(scale=scale, window_right=right, bias=_bias(attn_mask))
+    out, lse = _dense(query, keys, values, shared)
     return out, lse.mT.contiguous().mT  # (batch, seqlen, heads) in memory, as PyTorch's
 
 
@@ -101,7 +110,7 @@ def _cpu_backward(
             scale=scale,
         )  # fmt: skip
     keys, values, right = _top_left(query, key, value, is_causal)
-    shared = _given(scale=scale, window_right=right)
+    shared = _given(scale=scale, window_right=right, bias=_bias(attn_mask))
     dq, dk, dv = _dense_backward(grad_out, query, keys, values, out, logsumexp, shared)
     hidden = key.shape[2] - keys.shape[2]
     if hidden > 0:  # keys that no query sees

@@ -69,6 +69,8 @@ def batched(op, heads, size, given, mapped):
         raise NotImplementedError(
             "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
         )
+    if "bias" in given:
+        raise NotImplementedError("bias: given under vmap; want it left out")
     of_heads = "sinks" in given
     results = op(**(_fold_heads if of_heads else _fold)(size, given, mapped))
     dims = heads if of_heads else (0,) * len(results)

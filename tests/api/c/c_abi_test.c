@@ -72,7 +72,7 @@ FIELD(fulgur_new_rows, cu_seqlens_k_new, 40, 8);
 FIELD(fulgur_new_rows, cache_seqlens, 48, 8);
 FIELD(fulgur_new_rows, rotary, 56, 8);
 
-SIZE(fulgur_forward_args, 112);
+SIZE(fulgur_forward_args, 120);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -87,8 +87,9 @@ FIELD(fulgur_forward_args, lengths, 80, 8);
 FIELD(fulgur_forward_args, cache, 88, 8);
 FIELD(fulgur_forward_args, shared_prefix, 96, 8);
 FIELD(fulgur_forward_args, append, 104, 8);
+FIELD(fulgur_forward_args, bias, 112, 8);
 
-SIZE(fulgur_backward_args, 128);
+SIZE(fulgur_backward_args, 136);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -105,6 +106,7 @@ FIELD(fulgur_backward_args, sinks, 96, 8);
 FIELD(fulgur_backward_args, dlse, 104, 8);
 FIELD(fulgur_backward_args, dsinks, 112, 8);
 FIELD(fulgur_backward_args, lengths, 120, 8);
+FIELD(fulgur_backward_args, bias, 128, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

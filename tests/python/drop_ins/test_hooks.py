@@ -72,10 +72,18 @@ class TestSdpa:
             out = scaled_dot_product_attention(q, k, v)
             assert out.stride() == q.stride()
 
+    @pytest.mark.parametrize("shape", [(9, 7), (2, 4, 9, 7), (2, 1, 1, 7)])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+    def test_masks(self, shape, dtype):
+        q, k, v = make((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16))
+        seen = torch.rand(shape) > 0.4
+        seen[..., 0] = True
+        mask = seen if dtype == torch.bool else torch.randn(shape).masked_fill(~seen, -torch.inf)
+        assert self.compare(q, k, v, attn_mask=mask) == 1
+
     def test_what_stays_with_torch(self):
         q, k, v = make(*[(2, 4, 9, 16)] * 3)
-        mask = torch.rand(9, 9) > 0.5
-        mask[:, 0] = True
+        mask = torch.randn(9, 9).requires_grad_()
         assert self.compare(q, k, v, attn_mask=mask) == 0
         assert self.compare(*(x.detach().double().requires_grad_() for x in (q, k, v))) == 0
         assert self.compare(*make(*[(2, 1, 9, 512)] * 3), is_causal=True) == 1

@@ -406,6 +406,9 @@ def test_shard_map_over_batch_and_heads():
 def test_gradients_that_there_are_not():
     q, k, v = qkv()
     slopes = jnp.asarray(SLOPES)
+    bias = jnp.zeros((1, 1, 1, k.shape[1]))
+    with pytest.raises(ValueError, match="bias: a gradient is wanted.*stop_gradient"):
+        jax.grad(lambda b: attention(q, k, v, bias=b).sum())(bias)
     with pytest.raises(ValueError, match="alibi_slopes: a gradient is wanted.*stop_gradient"):
         jax.grad(lambda s: attention(q, k, v, alibi_slopes=s).sum())(slopes)
     stopped = jax.grad(lambda s: attention(q, k, v, alibi_slopes=jax.lax.stop_gradient(s)).sum())

@@ -446,7 +446,11 @@ class TestWrongArguments:
         assert attention(*tensors, **{name: torch.zeros(4)}).is_meta  # which may be on the CPU with a GPU
 
     @pytest.mark.parametrize(
-        "name, x", [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))]
+        "name, x",
+        [
+            ("alibi_slopes", torch.zeros(4)), ("bias", torch.zeros(1, 1, 1, 1)), ("scale", torch.tensor(0.5)),
+            ("softcap", torch.tensor(2.0)),
+        ],  # fmt: skip
     )
     def test_what_gets_no_gradient(self, name, x):
         given = {name: x.clone().requires_grad_()}

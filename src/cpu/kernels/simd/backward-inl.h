@@ -19,9 +19,10 @@ struct BackwardScratch {
   float *Q, *dO;               // [kPanelRows][ldk or ldv]
   float *Qt, *dOt;             // [d or dv][width]
   float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
+  BiasScratch bias;
 
   BackwardScratch(const Problem& p, Arena& arena)
-      : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)) {
+      : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)), bias(p, arena) {
     for (float** tile : {&K, &dK}) *tile = arena.take(kTiles * kBc * ldk);
     for (float** tile : {&V, &dV}) *tile = arena.take(kTiles * kBc * ldv);
     Q = arena.take(kPanelRows * ldk);
@@ -192,7 +193,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     float* dq_panel = dq + row * s.ldk;
 
     for (; !tiles.done(); tiles.next()) {
-      const KeyTile tile = tiles.tile();
+      KeyTile tile = tiles.tile();
+      if (p.has(Arg::kBias) && !load_bias(task, s.bias, &panel, &tile)) continue;
       const int64_t n = tile.n, key = tile.j - key_begin;
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;

@@ -22,8 +22,9 @@ struct ForwardScratch {
   float *K, *V;                      // [kBc][round_up(d)], [kBc][round_up(dv)]
   float* S;                          // [kBc][kPanelRows]
   float* rows;                       // [kPanelRows][round_up(max(d, dv))]
+  BiasScratch bias;
 
-  ForwardScratch(const Problem& p, Arena& arena) {
+  ForwardScratch(const Problem& p, Arena& arena) : bias(p, arena) {
     for (int64_t i = 0; i < kPanels; ++i) {
       Qt[i] = arena.take(p.d * kPanelRows);
       Ot[i] = arena.take(p.dv * kPanelRows);
@@ -193,10 +194,11 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk);
     const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
     for (int64_t i = 0; i < count; ++i) {
-      const Panel& panel = panels[i];
-      const KeyTile tile = tiles[i].tile();
+      Panel& panel = panels[i];
+      KeyTile tile = tiles[i].tile();
       if (tile.j != j) continue;
       tiles[i].next();
+      if (p.has(Arg::kBias) && !load_bias(task, s.bias, &panel, &tile)) continue;
       const int64_t width = panel.width();
       gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
                         nullptr);

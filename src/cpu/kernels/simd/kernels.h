@@ -19,7 +19,7 @@ constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel
 struct Given {
   const float* slopes;  ///< ALiBi; null without
   ConstTensor sinks;
-  ConstTensor tree_mask;
+  ConstTensor tree_mask, bias;
   kernels::DropoutMask dropout;
 
   /// The sink of q head h; there must be sinks.

@@ -19,7 +19,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 constexpr int64_t kPanelRows = 3 * kLanes;
 
 /// The keys that the rows of a panel see, one row a lane: those of [begin, end), and from `tree` on
-/// those with a bit in the row's words.
+/// those with a bit in the row's words; of a tile with a bias, those that it does not hide.
 class PanelMask {
  public:
   PanelMask() = default;
@@ -49,8 +49,20 @@ class PanelMask {
     if (!keys.empty()) any_ = {std::min(any_.begin, keys.begin), std::max(any_.end, keys.end)};
   }
 
+  /// A bias hides keys of the tile from key j on: bits of those of each row follow.
+  void begin_tile(int64_t j) {
+    biased_ = true;
+    tile_ = j;
+  }
+  void hide(int64_t lane, uint64_t keys) {
+    hidden_word_[0][lane] = static_cast<int32_t>(keys);
+    hidden_word_[1][lane] = static_cast<int32_t>(keys >> 32);
+  }
+
   bool sees(int64_t lane, int64_t j) const {
     if (j < begin_[lane] || j >= end_[lane]) return false;
+    if (biased_ && (hidden_word_[(j - tile_) / 32][lane] >> (j - tile_) % 32 & 1) != 0)
+      return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
   /// The tiles of `keys` that some row sees; the others are empty.
@@ -66,6 +78,9 @@ class PanelMask {
   int64_t begin_[kPanelRows] = {}, end_[kPanelRows] = {};
   int64_t tree_ = INT64_MAX;                         // keys from this one on have bits
   HWY_ALIGN int32_t tree_word_[2][kPanelRows] = {};  // those of keys tree to tree + 31, and after
+  bool biased_ = false;
+  int64_t tile_ = 0;  // keys from this one on have bits in hidden_word_
+  HWY_ALIGN int32_t hidden_word_[2][kPanelRows] = {};
 };
 
 /// What each row sees of a tile.
@@ -88,12 +103,19 @@ struct Visible {
     const I32 i;
     const auto key = hn::Set(i, static_cast<int32_t>(jj));
     const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
-    const auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
+    auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
+    if (rows.biased_) inside = hn::AndNot(bit_of(rows.hidden_word_, jj, v), inside);
     if (jj < tree) return hn::RebindMask(F32(), inside);
-    const int64_t bit = jj - tree;
-    const auto words = hn::Load(i, rows.tree_word_[bit / 32] + v * kLanes);
-    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
-    return hn::RebindMask(F32(), hn::And(inside, shown));
+    return hn::RebindMask(F32(), hn::And(inside, bit_of(rows.tree_word_, jj - tree, v)));
+  }
+
+ private:
+  /// Lanes of vector v that have bit `bit` of their words.
+  static HWY_INLINE hn::Mask<I32> bit_of(const int32_t (&words)[2][kPanelRows], int64_t bit,
+                                         int64_t v) {
+    const I32 i;
+    const auto word = hn::Load(i, words[bit / 32] + v * kLanes);
+    return hn::TestBit(word, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
   }
 };
 

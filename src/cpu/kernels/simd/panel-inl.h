@@ -35,6 +35,17 @@ class Arena {
   int64_t used_ = 0;
 };
 
+/// What a thread needs for a bias: of the rows of a panel, and of its tile with one row a lane.
+struct BiasScratch {
+  float *rows = nullptr, *tile = nullptr;  // [kPanelRows][kBc], [kBc][width]
+
+  BiasScratch(const Problem& p, Arena& arena) {
+    if (!p.has(Arg::kBias)) return;
+    rows = arena.take(kBc * kPanelRows);
+    tile = arena.take(kBc * kPanelRows);
+  }
+};
+
 /// What each row of a panel needs to know about itself.
 struct Panel {
   int64_t count = 0;    ///< rows; the lanes after them compute what nobody reads
@@ -43,6 +54,8 @@ struct Panel {
   int64_t diagonal[kPanelRows];       ///< the key aligned with each query
   HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
+  int64_t bias_row[kPanelRows];  ///< where the bias of the row's keys begins
+  const float* bias = nullptr;   ///< [n][width] of the tile at hand, in log2 units; null without
 
   int64_t width() const { return vectors * kLanes; }
 };
@@ -80,6 +93,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
     panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
     panel->slope[lane] = task.slope(row.head) * kLog2e;
+    panel->bias_row[lane] = task.b * p.bias.batch + row.head * p.bias.head + i * p.bias.row;
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);

@@ -1,5 +1,5 @@
 // The score hook of the CPU's kernels: what becomes of the products of Q and K before the softmax.
-// Softcap and ALiBi are its two bodies.
+// Softcap, ALiBi and a dense bias are its bodies.
 #if defined(FULGUR_CPU_SCORE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_SCORE_INL_H_
 #undef FULGUR_CPU_SCORE_INL_H_
@@ -9,6 +9,7 @@
 
 #include <hwy/contrib/math/math-inl.h>
 
+#include "cpu/kernels/simd/bias-inl.h"
 #include "cpu/kernels/simd/panel-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -21,7 +22,9 @@ inline float query_factor(const Problem& p) {
 }
 
 /// Whether the factor is all that scores differ from products by.
-inline bool only_scales(const Problem& p) { return p.softcap == 0 && !p.has(Arg::kAlibiSlopes); }
+inline bool only_scales(const Problem& p) {
+  return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && !p.has(Arg::kBias);
+}
 
 /// Whether the derivative of a score by its scaled product is not 1 everywhere.
 inline bool has_score_slope(const Problem& p) { return p.softcap > 0; }
@@ -72,6 +75,7 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& 
                            float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
   if (p.softcap > 0) softcap_scores(p, panel.vectors, tile, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(panel, tile, S, ld);
+  if (panel.bias != nullptr) add_bias(panel, tile, S, ld);
   hide_scores(panel.mask, panel.vectors, tile, S, ld);
 }
 

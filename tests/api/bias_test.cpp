@@ -1,0 +1,210 @@
+// Dense biases: every option with every way to broadcast, what hidden keys hold, and what is no
+// number.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cached.h"
+#include "engine_memory.h"
+#include "engines.h"
+#include "oracle.h"
+#include "rejected.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+class DenseBias : public EveryEngine {};
+
+// Values of each factor that do not go in step with those of another.
+std::vector<Case> cases() {
+  constexpr Bias kBiases[] = {Bias::kAll, Bias::kHeads, Bias::kTransposed, Bias::kKeys,
+                              Bias::kPairs};
+  constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
+  constexpr Layout kLayouts[] = {Layout::kBshd, Layout::kPacked,       Layout::kPadded,
+                                 Layout::kBhsd, Layout::kPackedPadded, Layout::kQkv};
+  const Mask masks[] = {full(),      causal(),          full(), window(20, 3), window(-1, 7),
+                        chunked(24), top_left(causal())};
+  constexpr std::pair<int64_t, int64_t> kLengths[] = {{1, 90},  {3, 64},   {70, 65}, {130, 130},
+                                                      {64, 63}, {200, 40}, {5, 0},   {33, 257}};
+  constexpr std::pair<int64_t, int64_t> kHeads[] = {{4, 1}, {2, 2}, {6, 2}};
+  constexpr std::pair<int64_t, int64_t> kDims[] = {{64, 64}, {17, 80}, {128, 40}};
+  std::vector<Case> all;
+  for (size_t i = 0; i < 120; ++i) {
+    Case c;
+    c.bias = kBiases[i % std::size(kBiases)];
+    c.dtype = kDtypes[i % 9 == 8 ? 3 : i % 3];
+    c.layout = kLayouts[i / 3 % std::size(kLayouts)];
+    std::tie(c.sq, c.sk) = kLengths[i % std::size(kLengths)];
+    std::tie(c.hq, c.hk) = kHeads[i / 2 % std::size(kHeads)];
+    std::tie(c.d, c.dv) = kDims[i / 4 % std::size(kDims)];
+    if (c.layout == Layout::kQkv) {
+      c.sk = c.sq;
+      c.dv = c.d;
+    }
+    c.batch = c.packed() ? 1 : 2;
+    c.mask = masks[i % std::size(masks)];
+    c.softcap = i % 4 == 1 ? 2 : 0;
+    c.alibi = i % 5 == 3 ? Alibi::kBatchHeads : Alibi::kNone;
+    if (c.packed() && c.alibi == Alibi::kBatchHeads) c.alibi = Alibi::kHeads;
+    c.dropout = i % 6 == 2 ? 0.25 : 0;
+    c.seqused_q = i % 7 == 5;
+    c.seqused = i % 8 == 6;
+    c.sinks = i % 3 == 1;
+    c.dlse = i % 2 == 1;
+    all.push_back(c);
+  }
+  return all;
+}
+
+TEST_P(DenseBias, EveryOption) {
+  for (const Case& c : cases()) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, c.seed());
+    w.options.engine = engine();
+    if (!runs(w)) continue;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+    EXPECT_TRUE(w.check_memory());
+  }
+}
+
+// A bool is a bias of 0 and -inf, bit by bit.
+TEST_P(DenseBias, OfBoolsIsOfZerosAndInfinities) {
+  Case c{.dtype = DType::kBF16, .batch = 2, .sq = 70, .sk = 130, .hq = 4, .hk = 2};
+  c.bias = Bias::kPairs;
+  Workload bools(c, 3), numbers(c, 3);
+  const std::vector<double> seen = read(bools.forward.bias);
+  std::vector<double> bias;
+  for (const double x : seen) bias.push_back(x != 0 ? 0 : -kInf);
+  const Dense dense(DType::kF32, {1, 1, c.sq, c.sk});
+  write(dense.tensor(), bias);
+  numbers.forward.bias = numbers.backward.bias = dense.tensor();
+  for (Workload* w : {&bools, &numbers}) {
+    w->options.engine = engine();
+    if (!runs(*w)) return;
+  }
+  EXPECT_EQ(bits(bools.forward.out), bits(numbers.forward.out));
+  EXPECT_EQ(bits(bools.forward.lse), bits(numbers.forward.lse));
+  for (const auto t : {&BackwardTensors::dq, &BackwardTensors::dk, &BackwardTensors::dv}) {
+    EXPECT_EQ(bits(bools.backward.*t), bits(numbers.backward.*t));
+  }
+}
+
+// What keys hold that a bias hides from a query does not touch it, whatever it is.
+TEST_P(DenseBias, PoisonInHiddenKeys) {
+  for (const double poison : {kNan, kInf}) {
+    Case c{.dtype = DType::kF32, .batch = 1, .sq = 60, .sk = 150, .hq = 2, .hk = 1, .d = 24};
+    c.bias = Bias::kPairs;
+    Workload w(c, 5);
+    w.options.engine = engine();
+    std::vector<double> seen = read(w.forward.bias);
+    for (int64_t i = 0; i < c.sq; ++i) seen[i * c.sk + 70] = i % 5 == 0;  // four rows of five
+    write(w.forward.bias, seen);
+    for (Tensor t : {w.forward.k, w.forward.v}) {
+      t.data = static_cast<std::byte*>(t.data) + 70 * t.strides[1] * size_of(t.dtype);
+      t.shape[1] = 1;
+      write(t, std::vector<double>(static_cast<size_t>(t.numel()), poison));
+    }
+    w.seal();
+    if (!runs(w)) return;
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+    // dQ of the queries that do not see the key.
+    const std::vector<double> dq = read(w.backward.dq);
+    for (int64_t i = 0; i < c.sq; ++i) {
+      if (i % 5 == 0) continue;
+      for (int64_t n = 0; n < c.hq * c.d; ++n) EXPECT_TRUE(std::isfinite(dq[i * c.hq * c.d + n]));
+    }
+  }
+}
+
+// NaN and +inf in a bias spoil their row and no other.
+TEST_P(DenseBias, WhatIsNoNumberSpoilsItsRow) {
+  for (const double x : {kNan, kInf}) {
+    Case c{.dtype = DType::kF32, .batch = 1, .sq = 40, .sk = 90, .hq = 2, .hk = 2, .d = 16};
+    c.bias = Bias::kAll;
+    Workload w(c, 6);
+    w.options.engine = engine();
+    std::vector<double> bias = read(w.forward.bias);
+    bias[7 * c.sk + 33] = x;  // of head 0
+    write(w.forward.bias, bias);
+    w.seal();
+    if (!computes([&] { w.run_forward(); })) return;
+    const std::vector<double> out = read(w.forward.out);
+    for (int64_t i = 0; i < c.sq; ++i) {
+      for (int64_t h = 0; h < c.hq; ++h) {
+        EXPECT_EQ(std::isnan(out[(i * c.hq + h) * c.dv]), i == 7 && h == 0) << i << " " << h;
+      }
+    }
+  }
+}
+
+// A bias of -inf alone leaves empty rows.
+TEST_P(DenseBias, ThatHidesAllKeys) {
+  Case c{.dtype = DType::kBF16, .batch = 2, .sq = 50, .sk = 70, .hq = 2, .hk = 1};
+  c.bias = Bias::kKeys;
+  Workload w(c, 7);
+  w.options.engine = engine();
+  write(w.forward.bias, std::vector<double>(static_cast<size_t>(w.forward.bias.numel())));
+  w.seal();
+  if (!runs(w)) return;
+  for (const double x : read(w.forward.out)) EXPECT_EQ(x, 0);
+  for (const double x : read(w.forward.lse)) EXPECT_EQ(x, -kInf);
+  for (const Tensor& t : {w.backward.dq, w.backward.dk, w.backward.dv}) {
+    for (const double x : read(t)) EXPECT_EQ(x, 0);
+  }
+}
+
+// A sequence has the same bits whatever its batch and the number of threads.
+TEST_P(DenseBias, InvariantToTheBatch) {
+  Case c{.dtype = DType::kF32, .batch = 3, .sq = 70, .sk = 150, .hq = 4, .hk = 2, .d = 32};
+  c.bias = Bias::kAll;
+  Workload all(c, 8);
+  all.options.engine = engine();
+  all.options.invariant = true;
+  if (!computes([&] { all.run_forward(); })) return;
+  const std::vector<double> want = read(all.forward.out);
+  all.options.threads = 1;
+  ForwardTensors last = all.forward;
+  for (Tensor* t : {&last.q, &last.k, &last.v, &last.out, &last.lse, &last.bias}) {
+    t->data = static_cast<std::byte*>(t->data) + 2 * t->strides[0] * size_of(t->dtype);
+    t->shape[0] = 1;
+  }
+  all.seal();
+  compute(last, all.options, all.run_options);
+  const std::vector<double> got = read(last.out);
+  EXPECT_TRUE(std::equal(got.begin(), got.end(), want.end() - static_cast<int64_t>(got.size())));
+}
+
+// Caches of pages, with a bias of more keys than the longest sequence.
+TEST_P(DenseBias, OfACache) {
+  for (const int64_t sq : {1, 40}) {
+    Case c{
+        .dtype = DType::kBF16, .batch = 3, .sq = sq, .sk = 100, .hq = 4, .hk = 2, .seqused = true};
+    c.bias = Bias::kAll;
+    Workload w(c, 9);
+    w.options.engine = engine();
+    if (!computes([&] { w.run_forward(); })) continue;
+    const auto want = bits(w.forward.out);
+    const Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, 16}, 10);
+    const Dense wide(DType::kF32, {c.batch, c.hq, sq, 160});
+    write(wide.tensor(), std::vector<double>(static_cast<size_t>(wide.tensor().numel())));
+    Tensor part = wide.tensor();
+    part.shape[3] = c.sk;
+    write(part, read(w.forward.bias));
+    ForwardTensors paged = cached.forward;
+    paged.bias = wide.tensor();
+    w.seal();
+    compute(paged, w.options, w.run_options);
+    EXPECT_EQ(bits(w.forward.out), want);
+  }
+}
+
+FULGUR_EVERY_ENGINE(DenseBias);
+
+}  // namespace
+}  // namespace fulgur::test
