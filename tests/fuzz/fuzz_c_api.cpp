@@ -245,6 +245,7 @@ constexpr DLDataType kDTypes[] = {
     {kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}, {kDLInt, 32, 1}};
 constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
 constexpr DLDataType kI64 = {kDLInt, 64, 1};
+constexpr DLDataType kBool = {6, 8, 1};  // kDLBool, which older DLPack headers lack
 
 void fuzz(Reader& in) {
   enum { kForward, kBackward, kMerge, kAppend };
@@ -301,6 +302,7 @@ void fuzz(Reader& in) {
     kUsedQ,
     kPrefixGroups,
     kPrefixLens,
+    kBias,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -338,6 +340,7 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{batch});
   o.emplace_back(kI32, std::vector<int64_t>{2});
   o.emplace_back(kI32, std::vector<int64_t>{1});
+  o.push_back(flags & 2 ? Owned(kF32, {batch, hq, sq, sk}) : Owned(kBool, {1, 1, sq, sk}));
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && !appends);
   o[kUsed].is_null = !(flags & 4) && !pages && !appends;
@@ -350,6 +353,7 @@ void fuzz(Reader& in) {
   o[kSinks].is_null = sinks == 0;
   o[kDsinks].is_null = sinks != 2;
   o[kTree].is_null = !tree;
+  o[kBias].is_null = second / 120 % 2 == 0;
   o[kUsedQ].is_null = (flags & 6) != 6;
   o[kPrefixGroups].is_null = o[kPrefixLens].is_null = what != kForward || !prefixes;
   o[kLse].is_null = (flags & 16) != 0;
@@ -488,8 +492,8 @@ void fuzz(Reader& in) {
 
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],     p[kK],    p[kV], p[kOut], p[kLse], p[kSlopes],
-            p[kRng],          p[kSinks], p[kTree], &lens, &tables, &prefix, nullptr};
+    args = {args.struct_size, p[kQ],    p[kK], p[kV],   p[kOut], p[kLse], p[kSlopes], p[kRng],
+            p[kSinks],        p[kTree], &lens, &tables, &prefix, nullptr, p[kBias]};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (fused) {
@@ -509,7 +513,7 @@ void fuzz(Reader& in) {
     fulgur_backward_args& args = backward_args.known;
     args = {args.struct_size, p[kDout], p[kQ],      p[kK],  p[kV],      p[kOut],
             p[kLse],          p[kDq],   p[kDk],     p[kDv], p[kSlopes], p[kRng],
-            p[kSinks],        p[kDlse], p[kDsinks], &lens};
+            p[kSinks],        p[kDlse], p[kDsinks], &lens,  p[kBias]};
     const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,

@@ -84,7 +84,8 @@ def safetensors_seeds():
 
 def c_api_seeds():
     """What and how, dtype (5 more: with sinks, 10 more: and dsinks, 15 more: with a tree mask, 30 more: with shared
-    prefixes, 60 more: with new rows that are appended first), seven sizes and flags, then the number of changes and the changes.
+    prefixes, 60 more: with new rows that are appended first, 120 more: with a bias), seven sizes and flags, then the
+    number of changes and the changes.
 
     What follows is the byte that fills the memory, wild lengths with flag 32, for a merge the number
     of parts, and with MOVED the lengths of the run.
@@ -103,6 +104,8 @@ def c_api_seeds():
             ) + b"\x3c\2"
         yield f"{name}_sinks", call(what, 2 + 10, batch=1, sq=4, sk=60, group=1) + b"\x3c\2"
         yield f"{name}_tree", call(what, 2 + 15, batch=1, sq=4, sk=60, group=1) + b"\x3c\2"
+        for flags in (0, 2):
+            yield f"{name}_bias_{flags}", call(what, 2 + 120, batch=1, sq=4, sk=60, group=1, flags=flags) + b"\x3c\2"
         yield f"{name}_packed", call(what, batch=1, flags=1, changes=[causal]) + b"\x3c\2"
         yield f"{name}_extras", call(
             what, flags=4 | 8, changes=[causal, b"\x04\x14" + bytes(8)]
