@@ -63,6 +63,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        bias: _DLPack | None = None,
         sinks: _DLPack | None = None,
         seed: int = 0,
         offset: int = 0,
@@ -89,9 +90,9 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
             lse: where to write; only where the plan has ``return_lse``.
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
-            q, k, v, alibi_slopes, sinks, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_q,
-                seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
-                prefix_lens, out, stream: as for :func:`attention`.
+            q, k, v, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k,
+                seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
+                prefix_groups, prefix_lens, out, stream: as for :func:`attention`.
 
         Returns:
             out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
@@ -108,6 +109,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        bias: _DLPack | None = None,
         sinks: _DLPack | None = None,
         seed: int = 0,
         offset: int = 0,
@@ -141,6 +143,7 @@ class BackwardPlan(_AnyPlan):
         lse: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        bias: _DLPack | None = None,
         sinks: None = None,
         seed: int = 0,
         offset: int = 0,
@@ -163,7 +166,7 @@ class BackwardPlan(_AnyPlan):
         Args:
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
-            dout, q, k, v, out, lse, alibi_slopes, sinks, seed, offset, rng_state, cu_seqlens_q,
+            dout, q, k, v, out, lse, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q,
                 cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsinks, stream: as for
                 :func:`attention_backward`.
 
@@ -185,6 +188,7 @@ class BackwardPlan(_AnyPlan):
         lse: _DLPack,
         *,
         alibi_slopes: _DLPack | None = None,
+        bias: _DLPack | None = None,
         sinks: _DLPack,
         seed: int = 0,
         offset: int = 0,
@@ -268,9 +272,10 @@ def attention(
             where the query sees the key. Packed sequences and caches count queries and keys in each
             sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
             alone.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead of
@@ -722,7 +727,7 @@ def attention_backward(
         out, lse: as :func:`attention` returned them with ``return_lse=True``.
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
-        dsinks: float32 ``(hq,)``: where to write; with sinks alone.
+        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: where to write; with sinks alone.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
             offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
             seqused_k, deterministic, invariant, max_workspace, threads, engine, stream: as for
@@ -942,7 +947,7 @@ def plan_backward(
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
-        dsinks: float32 ``(hq,)``: likewise; with sinks alone.
+        dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
             rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.

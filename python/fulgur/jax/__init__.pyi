@@ -73,9 +73,10 @@ def attention(
             where the query sees the key. Packed sequences and caches count queries and keys in each
             sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
             alone.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or a
             key of ``jax.random``, of ``key`` or of ``PRNGKey``.

@@ -67,9 +67,10 @@ def attention(
             where the query sees the key. Packed sequences and caches count queries and keys in each
             sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
             alone.
-        sinks: float32 ``(hq,)``: a score of each head that joins the softmax of every row, without a
-            value: lse is log(exp(sink) + sum of exp(scores)). Not scaled, capped or masked; -inf is
-            none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).
+        sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
+            of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
+            capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
+            2309.17453).
         dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
