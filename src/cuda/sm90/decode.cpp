@@ -23,8 +23,8 @@ KernelUse decode_kernel(const DecodePlan& plan) {
           plan.shared_bytes};
 }
 
-/// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of keys
-/// it knows the chunks alone.
+/// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of
+/// keys it knows the chunks alone.
 KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.head_dim = key.value_dim;
