@@ -2,6 +2,7 @@
 /// call is fulgur/_calls.py and fulgur/_plans.py, its defaults and documentation fulgur/_spec.py.
 
 #include <fmt/format.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -18,6 +19,7 @@
 #include "call/tensors.h"
 #include "calls.h"
 #include "fulgur/append.h"
+#include "fulgur/scores.h"
 #include "jax_ffi.h"
 #include "program.h"
 #include "torch_direct.h"
@@ -141,6 +143,19 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
   for (size_t i = 0; i < outs.size(); ++i) parts.push_back({outs[i]->tensor, lses[i]->tensor});
   const fulgur::python::WithoutGil unlocked;
   fulgur::merge(parts, {out.tensor, lse.tensor}, {.stream = reinterpret_cast<void*>(stream)});
+}
+
+/// `stage`: the number of a fulgur::ScoreStage.
+void scores(const nb::dict& views, const nb::dict& options, int stage) {
+  auto args = read_args<fulgur::ScoresArgs>(views);
+  args.stage = static_cast<fulgur::ScoreStage>(stage);
+  const fulgur::Options read = read_options(options);
+  const fulgur::python::WithoutGil unlocked;
+  fulgur::scores(args, read);
+}
+
+std::array<int64_t, 4> scores_shape(const nb::dict& views, const nb::dict& options) {
+  return fulgur::scores_shape(read_args<fulgur::ScoresArgs>(views), read_options(options));
 }
 
 AppendArgs read_append(const Entries& views, bool interleaved) {
@@ -285,6 +300,7 @@ nb::dict tensors() {
   calls["forward"] = tensor_entries<ForwardArgs>();
   calls["backward"] = tensor_entries<BackwardArgs>();
   calls["append"] = tensor_entries<AppendArgs>();
+  calls["scores"] = tensor_entries<fulgur::ScoresArgs>();
   return calls;
 }
 
@@ -373,6 +389,8 @@ NB_MODULE(_fulgur, m) {
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
+  m.def("scores", &scores, "views"_a, "options"_a, "stage"_a);
+  m.def("scores_shape", &scores_shape, "views"_a, "options"_a);
   m.def("check_append", &check_append, "views"_a, "options"_a, "interleaved"_a);
   m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);

@@ -15,11 +15,11 @@ PUBLIC = re.compile(
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
     r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|Details"
-    r"|forward|backward|plan|append|merge|engines|size_of|name_of)\b.*)"
+    r"|forward|backward|plan|append|merge|scores|scores_shape|engines|size_of|name_of)\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_DECLARATION = re.compile(r"\b(fulgur_\w+)\(")
-WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::append(", "fulgur::merge(")
+WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::append(", "fulgur::merge(", "fulgur::scores(")
 
 
 def declared(path):

@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "python/fulgur"
 
 HEADERS = {
     "": '''\
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = {names}
@@ -46,6 +46,8 @@ _Array = TypeVar("_Array", bound=_DLPack)
 _ReturnLse = TypeVar("_ReturnLse", Literal[True], Literal[False])
 _Shape = tuple[int, ...] | list[int]
 _DType = Literal["f32", "bf16", "f16", "f64"]
+_Stage = Literal["scaled", "softcap", "masked", "probabilities"]
+_Indices = slice | Sequence[int] | _DLPack
 
 class _AnyPlan:
     def explain(self) -> str: ...
@@ -56,6 +58,8 @@ class _AnyPlan:
 from typing import Literal, overload
 
 from torch import Tensor
+
+from fulgur import _Indices, _Stage
 
 __all__ = {names}
 ''',
@@ -105,9 +109,9 @@ def dot_product_attention(
 TYPES = {
     "": {
         "tensor": "_DLPack", "result": "_Array", "planned": "_DLPack | _Shape", "dlse": "_DLPack",
-        "dtype": "_DType", "stream": "int | _CudaStream | None",
+        "dtype": "_DType", "stream": "int | _CudaStream | None", "stage": "_Stage", "indices": "_Indices | None",
     },
-    "torch": {"tensor": "Tensor", "result": "Tensor"},
+    "torch": {"tensor": "Tensor", "result": "Tensor", "stage": "_Stage", "indices": "_Indices | None"},
     "jax": {"tensor": "ArrayLike", "result": "Array", "int of seed, offset": "int | ArrayLike"},
 }  # fmt: skip
 TENSORS = ("tensor", "result", "planned", "dlse")
@@ -138,6 +142,7 @@ def overloads(library):
         return {"attention": with_lse, "append": appended, "append_attention": with_caches}
     appended = [(stays, "None"), (rotates, array)]
     result = {"attention": with_lse, "append": appended, "append_attention": with_lse}
+    result["scores"] = [({}, array)]
     if library == "torch":
         return result
     no, yes = "Literal[False]", "Literal[True]"

@@ -262,6 +262,31 @@ typedef struct fulgur_append_args {
 FULGUR_API fulgur_status fulgur_append(const fulgur_append_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
 
+/// How far scores are computed (fulgur::ScoreStage).
+typedef enum fulgur_score_stage {
+  FULGUR_SCORES_SCALED = 0,
+  FULGUR_SCORES_SOFTCAP = 1,
+  FULGUR_SCORES_MASKED = 2,
+  FULGUR_SCORES_PROBABILITIES = 3
+} fulgur_score_stage;
+
+/// What fulgur_scores takes (fulgur::ScoresArgs): all 0 but struct_size, then what you need.
+typedef struct fulgur_scores_args {
+  size_t struct_size;  ///< sizeof(fulgur_scores_args)
+  const DLTensor *q, *k;
+  const DLTensor* scores;  ///< written: (batch, hq, rows, sk), f32, f64 where q is
+  const DLTensor* rows;    ///< i64 (rows): which queries of each sequence; null = all
+  const DLTensor *alibi_slopes, *sinks, *tree_mask, *bias;  ///< as in fulgur_forward_args
+  const fulgur_var_len* lengths;
+  const fulgur_kv_cache* cache;
+  int stage;  ///< a fulgur_score_stage
+} fulgur_scores_args;
+
+/// scores <- the scores or the probabilities of attention, of tensors on the CPU (scores.h).
+/// `options` may be null.
+FULGUR_API fulgur_status fulgur_scores(const fulgur_scores_args* args,
+                                       const fulgur_options* options);
+
 /// The message of the last failure in this thread ("" before any), in English. Valid until the
 /// thread's next failure or its end.
 FULGUR_API const char* fulgur_last_error(void);

@@ -7,5 +7,6 @@
 #include "fulgur/error.h"
 #include "fulgur/mask.h"
 #include "fulgur/merge.h"
+#include "fulgur/scores.h"
 #include "fulgur/tensor.h"
 #include "fulgur/version.h"

@@ -23,7 +23,7 @@ import os
 from typing import NamedTuple
 
 from fulgur import _fulgur
-from fulgur._calls import append, append_attention, attention, attention_backward, merge
+from fulgur._calls import append, append_attention, attention, attention_backward, merge, scores
 from fulgur._fulgur import Error, __version__
 from fulgur._install import install_as
 from fulgur._plans import BackwardPlan, Plan, WorkspaceNeed, explain, plan, plan_backward
@@ -45,6 +45,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "scores",
 ]
 
 

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "scores",
 ]
 
 __version__: str
@@ -48,6 +49,8 @@ _Array = TypeVar("_Array", bound=_DLPack)
 _ReturnLse = TypeVar("_ReturnLse", Literal[True], Literal[False])
 _Shape = tuple[int, ...] | list[int]
 _DType = Literal["f32", "bf16", "f16", "f64"]
+_Stage = Literal["scaled", "softcap", "masked", "probabilities"]
+_Indices = slice | Sequence[int] | _DLPack
 
 class _AnyPlan:
     def explain(self) -> str: ...
@@ -679,6 +682,68 @@ def append_attention(
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
 ) -> _Array | tuple[_Array, _Array]: ...
+def scores(
+    q: _Array,
+    k: _DLPack,
+    *,
+    stage: _Stage,
+    rows: _Indices | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
+    sinks: _DLPack | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: _DLPack | None = None,
+    seqused_k: _DLPack | None = None,
+    page_table: _DLPack | None = None,
+    page_indptr: _DLPack | None = None,
+    cache_batch_idx: _DLPack | None = None,
+    leftpad_k: _DLPack | None = None,
+    tree_mask: _DLPack | None = None,
+    threads: int = 0,
+    engine: str = "",
+) -> _Array:
+    """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
+
+    To look at, to align words by, for interfaces that return them. Computed on the CPU in double precision,
+    a row at a time: it needs no memory but for its result, and is no fast path.
+
+    Args:
+        stage: "scaled" is ``scale * q k^T``, "softcap" what softcap makes of it, "masked" with ALiBi,
+            the bias and the mask what the softmax takes, -inf where the query does not see the key, and
+            "probabilities" what the softmax with the sinks gives, all 0 in a row that sees no key.
+        rows: the queries of each sequence that are wanted: their numbers, or a slice of them; default
+            all.
+        q, k, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr,
+            cache_batch_idx, leftpad_k, tree_mask, threads, engine: as for :func:`attention`.
+
+    Returns:
+        A fresh array, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
+        Packed sequences and caches have the sq and the sk of the longest one. Queries and keys count from the
+        first one of their sequence that exists; scores of others are -inf and their probabilities 0.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        fulgur.Error: the arrays are on a GPU.
+
+    >>> import numpy as np, fulgur
+    >>> q = k = np.zeros((1, 3, 1, 4), np.float32)
+    >>> fulgur.scores(q, k, stage="probabilities", causal=True)[0, 0].round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.5 , 0.5 , 0.  ],
+           [0.33, 0.33, 0.33]], dtype=float32)
+    >>> fulgur.scores(q, k, stage="masked", causal=True, rows=[1])[0, 0]
+    array([[  0.,   0., -inf]], dtype=float32)
+    """
 @overload
 def attention_backward(
     dout: _DLPack,

@@ -1,4 +1,6 @@
-"""The calls that compute: attention, its gradients, append and merge."""
+"""The calls that compute: attention, its gradients, its scores, append and merge."""
+
+import numpy as np
 
 from fulgur import _arguments as _a
 from fulgur import _fulgur
@@ -83,6 +85,67 @@ def gradients(compute, tensors, given, stream):
     return _a.filled(
         results, given, tensors["q"], lambda written: compute(views | written), stream
     )
+
+
+STAGES = ("scaled", "softcap", "masked", "probabilities")
+
+
+@described("scores")
+def scores(q, k, **given):
+    """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
+
+    To look at, to align words by, for interfaces that return them. Computed on the CPU in double precision,
+    a row at a time: it needs no memory but for its result, and is no fast path.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A fresh array, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
+        Packed sequences and caches have the sq and the sk of the longest one. Queries and keys count from the
+        first one of their sequence that exists; scores of others are -inf and their probabilities 0.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        fulgur.Error: the arrays are on a GPU.
+
+    >>> import numpy as np, fulgur
+    >>> q = k = np.zeros((1, 3, 1, 4), np.float32)
+    >>> fulgur.scores(q, k, stage="probabilities", causal=True)[0, 0].round(2)
+    array([[1.  , 0.  , 0.  ],
+           [0.5 , 0.5 , 0.  ],
+           [0.33, 0.33, 0.33]], dtype=float32)
+    >>> fulgur.scores(q, k, stage="masked", causal=True, rows=[1])[0, 0]
+    array([[  0.,   0., -inf]], dtype=float32)
+    """
+    check("scores", given)
+    stage, rows = given.get("stage"), given.get("rows")
+    if stage not in STAGES:
+        raise ValueError(f"stage: got {stage!r}, want one of {', '.join(STAGES)}")
+    options, stream = _a.options(given), _a.run_stream(q, given)
+    tensors = [name for name in OPTIONAL["scores"] if name != "rows"]
+    views = _a.views(stream, q=q, k=k) | _a.given_views(stream, tensors, given)
+    batch, heads, sq, sk = _fulgur.scores_shape(views, options)
+    if rows is not None:
+        chosen = _chosen(rows, sq)
+        views["rows"], sq = _a.view("rows", chosen), len(chosen)
+    (result,) = _a.filled(
+        {"scores": ((batch, heads, sq, sk), _a.lse_dtype(views["q"].dtype))}, {}, q,
+        lambda written: _fulgur.scores(views | written, options, STAGES.index(stage)),
+        stream,
+    )  # fmt: skip
+    return result
+
+
+def _chosen(rows, sq):
+    """The numbers of those of `sq` queries that `rows` are."""
+    try:
+        chosen = np.arange(sq)[rows if isinstance(rows, slice) else np.asarray(rows)]
+    except IndexError as error:
+        raise ValueError(f"rows: {error}; want numbers of queries, or a slice") from None
+    if chosen.ndim != 1:
+        raise ValueError(f"rows: got {chosen.ndim} dimensions, want 1")
+    return np.ascontiguousarray(chosen)
 
 
 @described("append")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fulgur import _fulgur
 
-# What each call of the library takes, "forward", "backward" and "append", by name.
+# What each call of the library takes, "forward", "backward", "append" and "scores", by name.
 TENSORS = {call: {x.name: x for x in entries} for call, entries in _fulgur.tensors().items()}
 # The names of the tensors that each call reads where it is given them.
 OPTIONAL = {
@@ -220,6 +220,18 @@ _GRADIENTS = _rows(
     ("dq dk dv", "result", None, "where to write, with the shapes and the dtype of q, k and v."),
     ("dsinks", "result", None, ": where to write; with sinks alone."),
 )
+_STAGE = _rows(
+    (
+        "stage", "stage", REQUIRED,
+        '"scaled" is ``scale * q k^T``, "softcap" what softcap makes of it, "masked" with ALiBi, the bias and the '
+        'mask what the softmax takes, -inf where the query does not see the key, and "probabilities" what the '
+        "softmax with the sinks gives, all 0 in a row that sees no key.",
+    ),
+    (
+        "rows", "indices", None,
+        "the queries of each sequence that are wanted: their numbers, or a slice of them; default all.",
+    ),
+)  # fmt: skip
 _NEW_ROWS = _rows(
     (
         "k_cache v_cache", "tensor", REQUIRED,
@@ -332,6 +344,7 @@ _APPEND = _NEW_LENGTHS + _TABLES + _ROTARY + _ROTATED + _MASK
 _APPEND_ATTENTION = (
     _NEW_LENGTHS + _ROTARY + _MASK + _SCORES + _less("cu_seqlens_k seqused_k", _LENGTHS) + _CACHE + _HOW
 )
+_OF_SCORES = _MASK + _SCORES + _LENGTHS + _less("prefix_groups prefix_lens", _CACHE)
 _WORKSPACE = _rows(
     (
         "workspace", "tensor", None,
@@ -411,11 +424,13 @@ FUNCTIONS = {
     "append_attention": Function(
         _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _ENGINE + _RESULTS, "attention", _ROWS_TO_APPEND
     ),
+    "scores": Function(_QKV[:2], _STAGE + _OF_SCORES + _ENGINE, "attention", _texts(_STAGE)),
     "torch.attention": Function(_QKV, _less(_TORCHS, _EVERY_OPTION, _RETURN_LSE), "", _OF_TORCH),
     "torch.append": Function(_NEW_ROWS, _APPEND, "fulgur.append"),
     "torch.append_attention": Function(
         _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _RETURN_LSE, "fulgur.append_attention"
     ),
+    "torch.scores": Function(_QKV[:2], _STAGE + _OF_SCORES, "fulgur.scores"),
     "jax.attention": Function(_QKV, _less(_JAXS, _EVERY_OPTION, _RETURN_LSE), "", _OF_JAX),
     "jax.append": Function(_NEW_ROWS, _less("q_out", _APPEND), "fulgur.append"),
     "jax.append_attention": Function(

@@ -16,6 +16,7 @@
 #include "fulgur/cuda.h"
 #include "fulgur/error.h"
 #include "fulgur/merge.h"
+#include "fulgur/scores.h"
 #include "fulgur/version.h"
 
 struct fulgur_plan {
@@ -27,7 +28,7 @@ namespace {
 using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
 using fulgur::ConstTensor, fulgur::Tensor;
 using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
-using fulgur::Status;
+using fulgur::ScoresArgs, fulgur::ScoreStage, fulgur::Status;
 
 static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
               FULGUR_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
@@ -35,6 +36,10 @@ static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
               FULGUR_UNAVAILABLE == static_cast<int>(Status::kUnavailable) &&
               FULGUR_OUT_OF_MEMORY == static_cast<int>(Status::kOutOfMemory) &&
               FULGUR_INTERNAL == static_cast<int>(Status::kInternal));
+static_assert(FULGUR_SCORES_SCALED == static_cast<int>(ScoreStage::kScaled) &&
+              FULGUR_SCORES_SOFTCAP == static_cast<int>(ScoreStage::kSoftcap) &&
+              FULGUR_SCORES_MASKED == static_cast<int>(ScoreStage::kMasked) &&
+              FULGUR_SCORES_PROBABILITIES == static_cast<int>(ScoreStage::kProbabilities));
 
 thread_local std::string last_error;
 
@@ -91,6 +96,7 @@ static_assert(kPointers<fulgur_rotary> == fulgur::kRotaryTensors + 1);
 static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 1);
 static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 4);
 static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 1);
+static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 3);
 static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
 
 /// A struct of the caller's, all 0 where it is not given.
@@ -177,6 +183,20 @@ BackwardArgs convert(const fulgur_backward_args* given) {
   BackwardArgs to;
   FULGUR_BACKWARD_TENSORS(FULGUR_READ)
   to.lengths = convert(from.lengths);
+  return to;
+}
+
+ScoresArgs convert(const fulgur_scores_args* given) {
+  const auto from = read_struct("args", given, kMinTensors<fulgur_scores_args>);
+  constexpr bool all = true;
+  if (from.stage < FULGUR_SCORES_SCALED || from.stage > FULGUR_SCORES_PROBABILITIES) {
+    fail("stage", "got {}, want a fulgur_score_stage", from.stage);
+  }
+  ScoresArgs to;
+  FULGUR_SCORES_TENSORS(FULGUR_READ)
+  to.lengths = convert(from.lengths);
+  to.cache = convert(from.cache);
+  to.stage = static_cast<ScoreStage>(from.stage);
   return to;
 }
 
@@ -402,6 +422,10 @@ fulgur_status fulgur_merge(const DLTensor* const* part_outs, const DLTensor* con
 fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options* options,
                             const fulgur_run* run) {
   return guarded([&] { fulgur::append(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options* options) {
+  return guarded([&] { fulgur::scores(convert(args), convert(options)); });
 }
 
 const char* fulgur_last_error(void) { return last_error.c_str(); }

@@ -184,6 +184,7 @@ template void check_as_planned(const ForwardArgs&, const ForwardArgs&);
 template void check_as_planned(const BackwardArgs&, const BackwardArgs&);
 template void check_memory(const ForwardArgs&);
 template void check_memory(const BackwardArgs&);
+template void check_memory(const ScoresArgs&);
 template void check_memory(const AppendArgs&);
 
 }  // namespace fulgur

@@ -6,8 +6,8 @@
 
 namespace fulgur {
 
-// What the table of tensors says of a call, applied. `Args`: ForwardArgs, BackwardArgs, AppendArgs.
-// All checks throw Error(kInvalidArgument).
+// What the table of tensors says of a call, applied. `Args`: ForwardArgs, BackwardArgs, ScoresArgs,
+// AppendArgs. All checks throw Error(kInvalidArgument).
 
 /// Sets which tensors a call has, and which of them lie in the host's memory though the call's
 /// device is another.

@@ -13,10 +13,12 @@ namespace fulgur {
 template <class Args>
 kernels::DropoutMask dropout_of(const Problem& p, const Args& args, const Run& run) {
   uint64_t seed = run.dropout_seed, offset = run.dropout_offset;
-  if (p.has(Arg::kRngState)) {
-    const auto* state = static_cast<const int64_t*>(args.rng_state.data);
-    seed = static_cast<uint64_t>(state[0]);
-    offset = static_cast<uint64_t>(state[1]);
+  if constexpr (requires { args.rng_state; }) {
+    if (p.has(Arg::kRngState)) {
+      const auto* state = static_cast<const int64_t*>(args.rng_state.data);
+      seed = static_cast<uint64_t>(state[0]);
+      offset = static_cast<uint64_t>(state[1]);
+    }
   }
   return kernels::dropout_mask(kernels::dropout_threshold(p.dropout_p), seed, offset);
 }

@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "call/problem.h"
 #include "fulgur/attention.h"
+#include "fulgur/scores.h"
 
 namespace fulgur {
 
@@ -21,6 +22,7 @@ inline bool tables_readable(const KvCache& cache) {
 
 /// The cache of a call. The backward pass has none.
 inline KvCache cache_of(const ForwardArgs& args) { return args.cache; }
+inline KvCache cache_of(const ScoresArgs& args) { return args.cache; }
 inline KvCache cache_of(const BackwardArgs&) { return {}; }
 
 /// What a call names its cache, and the tensor whose device its tables are on.

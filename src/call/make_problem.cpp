@@ -106,17 +106,24 @@ Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
   return {bias.dtype, strides[0], strides[1], strides[2], strides[3]};
 }
 
-/// What both passes have.
+template <class Args>
+const ConstTensor& values_of(const Args& args) {
+  return args.v;
+}
+/// Scores have no values: keys stand for them.
+const ConstTensor& values_of(const ScoresArgs& args) { return args.k; }
+
+/// What all passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
   Problem p;
-  const ConstTensor &q = args.q, &k = args.k, &v = args.v;
+  const ConstTensor &q = args.q, &k = args.k, &v = values_of(args);
   const ConstTensor &cu_q = args.lengths.cu_seqlens_q, &cu_k = args.lengths.cu_seqlens_k;
   const KvCache cache = cache_of(args);
   check_cache_given(cache, cu_k, args.lengths.seqused_k);
   p.packed = cu_q.given() || cu_k.given();
   // Packed queries may stand with a cache, whose rows are no packed ones.
-  const bool may_be_cache = std::is_same_v<Args, ForwardArgs> && (given(cache) || k.rank == 4);
+  const bool may_be_cache = !std::is_same_v<Args, BackwardArgs> && (given(cache) || k.rank == 4);
   p.packed_k = cu_k.given() || (cu_q.given() && !may_be_cache);
   const auto dims = [](bool packed) {
     return packed ? "(total, heads, dim)" : "(batch, seqlen, heads, dim)";
@@ -138,7 +145,7 @@ Problem make_shared(const Args& args, const Options& options) {
   p.hq = q.shape[rank - 2];
   p.hk = k.shape[key_rank - 2];
   p.d = q.shape[rank - 1];
-  p.dv = v.shape[key_rank - 1];
+  p.dv = std::is_same_v<Args, ScoresArgs> ? p.d : v.shape[key_rank - 1];
   if (p.hq < 1) fail("q", "got {} heads, want at least 1", p.hq);
   if (p.hk < 1) fail("k", "got {} heads, want at least 1", p.hk);
   if (p.hq % p.hk != 0) {
@@ -269,6 +276,31 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.dv_grad = rows_layout(args.dv);
   if (p.total_q == 0 && p.total_k == 0) drop_sequences(p);
   return p;
+}
+
+Problem make_problem(const ScoresArgs& args, const Options& options) {
+  Problem p = make_shared(args, options);
+  p.pass = Pass::kScores;
+  if (p.dropout_p != 0) {
+    fail("dropout_p", "got {}, want 0: scores are those before dropout", p.dropout_p);
+  }
+  if (p.has(Arg::kTreeMask)) check_tree(args.tree_mask, p);
+  if (p.has(Arg::kRows)) {
+    check_tensor("rows", args.rows, "(rows)", 1, false);
+    check_dtype("rows", args.rows, DType::kI64, "rows are int64");
+    check_device_or_host("rows", args.rows, p.device);
+  }
+  return p;
+}
+
+std::array<int64_t, 4> sizes_of_scores(const ScoresArgs& args, const Problem& p) {
+  return {p.batch, p.hq, args.rows.given() ? args.rows.shape[0] : p.sq, p.sk};
+}
+
+void check_scores(const ScoresArgs& args, const Problem& p) {
+  check_shape("scores", args.scores, "(batch, hq, rows, sk)", sizes_of_scores(args, p), true);
+  check_dtype("scores", args.scores, p.lse_dtype(), "scores are f32, f64 where q is");
+  check_device("scores", args.scores, p.device);
 }
 
 void check_random_numbers(const ForwardArgs& args, const Run& run) {

@@ -1,7 +1,11 @@
 #pragma once
 
+#include <array>
+#include <cstdint>
+
 #include "call/problem.h"
 #include "fulgur/attention.h"
+#include "fulgur/scores.h"
 
 namespace fulgur {
 
@@ -10,6 +14,12 @@ namespace fulgur {
 /// what it wants.
 Problem make_problem(const ForwardArgs& args, const Options& options);
 Problem make_problem(const BackwardArgs& args, const Options& options);
+/// But for the tensor of the scores, which check_scores() looks at.
+Problem make_problem(const ScoresArgs& args, const Options& options);
+
+/// The shape that the scores of a call have, and the check that they do.
+std::array<int64_t, 4> sizes_of_scores(const ScoresArgs& args, const Problem& problem);
+void check_scores(const ScoresArgs& args, const Problem& problem);
 
 /// The mask that options ask for, checked.
 Mask checked_mask(const Options& options);

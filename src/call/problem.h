@@ -11,7 +11,7 @@
 
 namespace fulgur {
 
-enum class Pass : uint8_t { kForward, kBackward };
+enum class Pass : uint8_t { kForward, kBackward, kScores };
 
 /// The dtypes of a call's operands. A gradient has that of its tensor.
 struct OperandTypes {

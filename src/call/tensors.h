@@ -6,6 +6,7 @@
 
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
+#include "fulgur/scores.h"
 
 namespace fulgur {
 
@@ -52,6 +53,8 @@ enum class Arg : uint8_t {
   kSin,
   kRotarySeqlens,
   kQOut,
+  kScores,
+  kRows,
   kCount
 };
 
@@ -186,6 +189,17 @@ struct TensorRule {
   T(dsinks, kDsinks, kOptional, kWritten, kHeads, kSinkType, kDevice)      \
   T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)
 
+/// Scores are checked by the rows that are asked for.
+#define FULGUR_SCORES_TENSORS(T)                                           \
+  T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(k, kK, kRequired, kRead, kOwn, kInput, kDevice)                        \
+  T(scores, kScores, kRequired, kWritten, kOwn, kStatistics, kDevice)      \
+  T(rows, kRows, kOptional, kRead, kOwn, kI64, kHostToo)                   \
+  T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
+  T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
+  T(tree_mask, kTreeMask, kOptional, kRead, kQueries, kI64, kDevice)       \
+  T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)
+
 #define FULGUR_APPEND_TENSORS(T)                              \
   T(q, kQ, kOptional, kRead, kOwn, kInput, kDevice)           \
   T(q_out, kQOut, kOptional, kWritten, kOwn, kInput, kDevice) \
@@ -193,7 +207,7 @@ struct TensorRule {
 
 /// Calls visit(rule, tensor) for each tensor of a call, given or not, or visit(rule, tensor,
 /// tensor) for those of two calls. `Args`: ForwardArgs, without what it appends, BackwardArgs,
-/// AppendArgs or NewRows; may be const.
+/// ScoresArgs, AppendArgs or NewRows; may be const.
 template <class Visit, class Args, class... Other>
 void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
 #define FULGUR_VISIT(part, member, arg, need, access, shape, type, place)             \
@@ -214,6 +228,10 @@ void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
   } else if constexpr (std::is_same_v<Plain, BackwardArgs>) {
     FULGUR_BACKWARD_TENSORS(FULGUR_OWN)
     FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
+  } else if constexpr (std::is_same_v<Plain, ScoresArgs>) {
+    FULGUR_SCORES_TENSORS(FULGUR_OWN)
+    FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
+    FULGUR_KV_CACHE_TENSORS(FULGUR_CACHE)
   } else if constexpr (std::is_same_v<Plain, NewRows>) {
     FULGUR_NEW_ROWS_TENSORS(FULGUR_OWN)
     FULGUR_ROTARY_TENSORS(FULGUR_ROTARY)
@@ -248,6 +266,7 @@ inline constexpr size_t kRotaryTensors = 0 FULGUR_ROTARY_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kNewRowsTensors = 0 FULGUR_NEW_ROWS_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kForwardTensors = 0 FULGUR_FORWARD_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kBackwardTensors = 0 FULGUR_BACKWARD_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kScoresTensors = 0 FULGUR_SCORES_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kAppendTensors = 0 FULGUR_APPEND_TENSORS(FULGUR_COUNT);
 #undef FULGUR_COUNT
 static_assert(sizeof(VarLen) == kVarLenTensors * sizeof(Tensor));
@@ -259,6 +278,8 @@ static_assert(sizeof(NewRows) == kNewRowsTensors * sizeof(Tensor) + sizeof(Rotar
 static_assert(sizeof(ForwardArgs) == kForwardTensors * sizeof(Tensor) + sizeof(VarLen) +
                                          sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(NewRows));
 static_assert(sizeof(BackwardArgs) == kBackwardTensors * sizeof(Tensor) + sizeof(VarLen));
+static_assert(sizeof(ScoresArgs) == kScoresTensors * sizeof(Tensor) + sizeof(VarLen) +
+                                        sizeof(KvCache) + sizeof(void*));  // with `stage`
 static_assert(sizeof(AppendArgs) ==
               kAppendTensors * sizeof(Tensor) + sizeof(NewRows) + sizeof(KvCache));
 

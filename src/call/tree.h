@@ -10,6 +10,7 @@ namespace fulgur {
 constexpr int64_t kMaxTreeTokens = 64;  // bits of a word
 
 inline ConstTensor tree_mask_of(const ForwardArgs& args) { return args.tree_mask; }
+inline ConstTensor tree_mask_of(const ScoresArgs& args) { return args.tree_mask; }
 inline ConstTensor tree_mask_of(const BackwardArgs&) { return {}; }
 
 /// The words of a sequence's queries; null without a tree mask.

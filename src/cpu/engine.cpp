@@ -298,6 +298,7 @@ class CpuEngine final : public host::HostEngine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
+    if (p.pass == Pass::kScores) return "keeps no scores";
     if (!p.dtypes.in({DType::kF32, DType::kBF16, DType::kF16})) return "computes f32, bf16 and f16";
     return {};
   }

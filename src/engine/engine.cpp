@@ -5,6 +5,21 @@
 #include "fulgur/error.h"
 
 namespace fulgur {
+namespace {
+
+const char* computed_in(Pass pass) {
+  switch (pass) {
+    case Pass::kForward:
+      return "forward attention";
+    case Pass::kBackward:
+      return "backward attention";
+    case Pass::kScores:
+      break;
+  }
+  return "scores";
+}
+
+}  // namespace
 
 const Engine& choose_engine(std::span<const Engine* const> engines, const Problem& problem,
                             const std::string& name, std::vector<std::string>* rejected) {
@@ -35,10 +50,10 @@ const Engine& choose_engine(std::span<const Engine* const> engines, const Proble
                 fmt::format("engine: got \"{}\", want one of {}", name, names));
   }
   if (chosen == nullptr) {
-    throw Error(unavailable ? Status::kUnavailable : Status::kUnsupported,
-                fmt::format("no engine computes {} attention of {} tensors on {}: {}",
-                            problem.pass == Pass::kForward ? "forward" : "backward",
-                            name_of(problem.dtypes.q), name_of(problem.device), reasons));
+    throw Error(
+        unavailable ? Status::kUnavailable : Status::kUnsupported,
+        fmt::format("no engine computes {} of {} tensors on {}: {}", computed_in(problem.pass),
+                    name_of(problem.dtypes.q), name_of(problem.device), reasons));
   }
   return *chosen;
 }

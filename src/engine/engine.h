@@ -14,6 +14,7 @@
 #include "call/problem.h"
 #include "fulgur/attention.h"
 #include "fulgur/details.h"
+#include "fulgur/scores.h"
 #include "kernels/host_device/prefix_split.h"
 
 namespace fulgur {
@@ -37,7 +38,7 @@ struct Estimate {
 };
 
 /// The tensors of one call, which outlive it.
-using Call = std::variant<const ForwardArgs*, const BackwardArgs*>;
+using Call = std::variant<const ForwardArgs*, const BackwardArgs*, const ScoresArgs*>;
 
 /// A problem planned by one engine: running it only computes. Runs may overlap.
 class Executable {

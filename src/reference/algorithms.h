@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "fulgur/scores.h"
 #include "reference/head.h"
 
 namespace fulgur::reference {
@@ -37,6 +38,12 @@ Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, i
                             Traffic* traffic = nullptr);
 Backward flash2_backward(const Head& h, const Forward& forward, const OutputGradient& dout,
                          int64_t M, Traffic* traffic = nullptr);
+
+// scores.cpp: a row of S or of P at a time, as attention never keeps it.
+/// What of a rule makes the scores of a stage.
+Rule rule_until(ScoreStage stage, const Rule& rule);
+/// Row i of a head with such a rule: [sk].
+void score_row(const Head& h, ScoreStage stage, int64_t i, double* row);
 
 // split_kv.cpp: the keys in `splits` >= 1 parts, each by FlashAttention-2, combined by their LSE.
 // FlashAttention-3's split-KV.

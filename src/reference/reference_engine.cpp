@@ -18,6 +18,7 @@ namespace fulgur::reference {
 namespace {
 
 constexpr int64_t kFastMemory = 32 * 1024;  // elements: half of a common L2 cache
+constexpr int64_t kScoreRows = 64;          // of a task: each copies the keys of its head
 
 /// Rows [begin, begin + count) of one head, dense.
 std::vector<double> gather(const ConstTensor& t, const Layout& layout, int64_t b, int64_t begin,
@@ -84,7 +85,42 @@ class Work {
     if (p_.has(Arg::kDsinks)) write_dsinks(dsinks);
   }
 
+  void scores() const {
+    const Tensor& to = args_.scores;
+    const int64_t* const rows = chosen_rows();
+    const int64_t count = to.shape[2], blocks = (count + kScoreRows - 1) / kScoreRows;
+    const bool logits = args_.stage != ScoreStage::kProbabilities;
+    parallel_for(p_.batch * p_.hq * blocks, threads_, [&](int64_t item) {
+      const int64_t b = item / blocks / p_.hq, h = item / blocks % p_.hq, kv = h / p_.group();
+      const int64_t begin = item % blocks * kScoreRows;
+      const Sequence s = sequences_[b];
+      const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
+      Head one = head(b, h, s, q, k, {});
+      one.rule = rule_until(args_.stage, one.rule);
+      for (int64_t r = begin; r < std::min(begin + kScoreRows, count); ++r) {
+        // Of what does not exist there is no score.
+        std::vector<double> row(p_.sk, logits ? -std::numeric_limits<double>::infinity() : 0);
+        const int64_t i = rows == nullptr ? r : rows[r];
+        if (i < s.sq) score_row(one, args_.stage, i, row.data());
+        const int64_t at = b * to.strides[0] + h * to.strides[1] + r * to.strides[2];
+        for (int64_t j = 0; j < p_.sk; ++j) store_element(to.data, to.dtype, at + j, row[j]);
+      }
+    });
+  }
+
  private:
+  /// Null: all rows.
+  const int64_t* chosen_rows() const {
+    if (!p_.has(Arg::kRows)) return nullptr;
+    const auto* rows = static_cast<const int64_t*>(args_.rows.data);
+    for (int64_t r = 0; r < args_.rows.shape[0]; ++r) {
+      if (rows[r] >= 0 && rows[r] < p_.sq) continue;
+      fail("rows", "got {} at {}, want a query of the {} of a sequence", rows[r], r, p_.sq);
+    }
+    return rows;
+  }
+
   /// `dsinks`, where it is not empty, takes those of every head of every sequence.
   void gradients(std::vector<double>& dsinks) const {
     if (p_.total_q == 0 && p_.total_k == 0) return;
@@ -175,10 +211,13 @@ class ReferenceExecutable final : public Executable {
   ReferenceExecutable(const Problem& problem, int threads) : p_(problem), threads_(threads) {}
 
   void run(const Call& call, const Run& run) const override {
-    if (p_.pass == Pass::kForward) {
-      Work(p_, threads_, *std::get<const ForwardArgs*>(call), run).forward();
-    } else {
-      Work(p_, threads_, *std::get<const BackwardArgs*>(call), run).backward();
+    switch (p_.pass) {
+      case Pass::kForward:
+        return Work(p_, threads_, *std::get<const ForwardArgs*>(call), run).forward();
+      case Pass::kBackward:
+        return Work(p_, threads_, *std::get<const BackwardArgs*>(call), run).backward();
+      case Pass::kScores:
+        return Work(p_, threads_, *std::get<const ScoresArgs*>(call), run).scores();
     }
   }
 
@@ -215,7 +254,9 @@ class ReferenceEngine final : public host::HostEngine {
     return {};
   }
   std::string only_by_name(const Problem& p) const override {
-    return p.dtypes.in({DType::kF64}) ? "" : "computes f64 unless asked for by name";
+    return p.pass == Pass::kScores || p.dtypes.in({DType::kF64})
+               ? ""
+               : "computes f64 unless asked for by name";
   }
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {
     return std::make_unique<ReferenceExecutable>(problem, threads);

@@ -1,7 +1,5 @@
 /// Standard attention: S and P are computed whole and written to slow memory.
 /// FlashAttention, Alg. 0 (forward) and Alg. 3 (backward).
-#include <cmath>
-
 #include "reference/algorithms.h"
 #include "reference/blocks.h"
 #include "reference/sink.h"
@@ -9,20 +7,10 @@
 namespace fulgur::reference {
 namespace {
 
-/// P = softmax(S), row by row, and LSE = log(sum of exp(S)), both with the sink. P of a row that
-/// sees no key stays 0.
+/// P = softmax(S), row by row, and LSE = log(sum of exp(S)), both with the sink.
 Matrix softmax(const Matrix& S, double sink, std::vector<double>& lse) {
   Matrix P(S.rows, S.cols);
-  for (int64_t i = 0; i < S.rows; ++i) {
-    const double m = rowmax(S.cols, S[i]);
-    lse[i] = sink;
-    if (m == -kInf) continue;
-    double l = 0;
-    for (int64_t j = 0; j < S.cols; ++j) l += P[i][j] = std::exp(S[i][j] - m);
-    const SinkJoined joined = join_sink(sink, m + std::log(l));
-    for (int64_t j = 0; j < S.cols; ++j) P[i][j] = P[i][j] / l * joined.keys;
-    lse[i] = joined.lse;
-  }
+  for (int64_t i = 0; i < S.rows; ++i) lse[i] = softmax_row(S.cols, S[i], sink, P[i]);
   return P;
 }
 

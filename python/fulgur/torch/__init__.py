@@ -16,6 +16,6 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 """
 
 from fulgur.torch import _flops, _random, _sdpa, _vmap  # noqa: F401  which register with PyTorch
-from fulgur.torch._calls import append, append_attention, attention
+from fulgur.torch._calls import append, append_attention, attention, scores
 
-__all__ = ["append", "append_attention", "attention"]
+__all__ = ["append", "append_attention", "attention", "scores"]

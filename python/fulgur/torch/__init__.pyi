@@ -2,10 +2,13 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from fulgur import _Indices, _Stage
+
 __all__ = [
     "append",
     "append_attention",
     "attention",
+    "scores",
 ]
 
 @overload
@@ -380,3 +383,48 @@ def append_attention(
     max_workspace: int = 0,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+def scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    stage: _Stage,
+    rows: _Indices | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_indptr: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+) -> Tensor:
+    """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
+
+    Means the same as :func:`fulgur.scores`, on tensors of PyTorch in the CPU's memory. Nothing is recorded: tensors
+    that require grad are refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
+
+    Args:
+        q, k, stage, rows, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table,
+            page_indptr, cache_batch_idx, leftpad_k, tree_mask: as for :func:`fulgur.scores`.
+
+    Returns:
+        A fresh tensor, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        NotImplementedError: a derivative is wanted.
+        fulgur.Error: the tensors are on a GPU.
+    """

@@ -2,9 +2,11 @@
 
 import torch
 from torch._C._functorch import is_batchedtensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+import fulgur
 from fulgur import _fulgur
 from fulgur._spec import OPTIONAL, WITHOUT_GRADIENT, check, described
 from fulgur.torch import _direct as direct
@@ -99,6 +101,32 @@ def attention(q, k, v, **given):
     else:
         out, lse = _operators.forward(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out
+
+
+@described("torch.scores")
+@_disable_dynamo
+def scores(q, k, **given):
+    """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
+
+    Means the same as :func:`fulgur.scores`, on tensors of PyTorch in the CPU's memory. Nothing is recorded: tensors
+    that require grad are refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
+
+    Args:
+        {arguments}
+
+    Returns:
+        A fresh tensor, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        NotImplementedError: a derivative is wanted.
+        fulgur.Error: the tensors are on a GPU.
+    """
+    check("torch.scores", given)
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    tensors |= {"q": whole_rows("q", q), "k": whole_rows("k", k)}
+    want_no_gradient("scores", **tensors)
+    return fulgur.scores(**{**given, **{name: x.detach() for name, x in tensors.items()}})
 
 
 def _arguments(given):

@@ -17,6 +17,11 @@ VALUE(FULGUR_UNAVAILABLE, 3);
 VALUE(FULGUR_OUT_OF_MEMORY, 4);
 VALUE(FULGUR_INTERNAL, 5);
 
+VALUE(FULGUR_SCORES_SCALED, 0);
+VALUE(FULGUR_SCORES_SOFTCAP, 1);
+VALUE(FULGUR_SCORES_MASKED, 2);
+VALUE(FULGUR_SCORES_PROBABILITIES, 3);
+
 #if defined(__LP64__)
 
 SIZE(fulgur_options, 112);
@@ -124,6 +129,20 @@ FIELD(fulgur_append_args, q, 24, 8);
 FIELD(fulgur_append_args, q_out, 32, 8);
 FIELD(fulgur_append_args, cu_seqlens_q, 40, 8);
 
+SIZE(fulgur_scores_args, 96);
+FIELD(fulgur_scores_args, struct_size, 0, 8);
+FIELD(fulgur_scores_args, q, 8, 8);
+FIELD(fulgur_scores_args, k, 16, 8);
+FIELD(fulgur_scores_args, scores, 24, 8);
+FIELD(fulgur_scores_args, rows, 32, 8);
+FIELD(fulgur_scores_args, alibi_slopes, 40, 8);
+FIELD(fulgur_scores_args, sinks, 48, 8);
+FIELD(fulgur_scores_args, tree_mask, 56, 8);
+FIELD(fulgur_scores_args, bias, 64, 8);
+FIELD(fulgur_scores_args, lengths, 72, 8);
+FIELD(fulgur_scores_args, cache, 80, 8);
+FIELD(fulgur_scores_args, stage, 88, 4);
+
 SIZE(fulgur_workspace_need, 32);
 FIELD(fulgur_workspace_need, struct_size, 0, 8);
 FIELD(fulgur_workspace_need, bytes, 8, 8);
@@ -164,5 +183,6 @@ fulgur_status fulgur_tune_backward(const fulgur_backward_args*, const fulgur_opt
 fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
                            const DLTensor*, const fulgur_run*);
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
+fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch_inputs import OPTIONS, SINKS, backward, each_option, forward, in_numpy, inputs, make, make_qkv  # noqa: E402
 
 import fulgur  # noqa: E402
-from fulgur.torch import _operators, attention  # noqa: E402
+from fulgur.torch import _operators, attention, scores  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
 
@@ -538,3 +538,40 @@ for i, out in enumerate(loader):
 assert i == 7
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["f32", "bf16", "f64"])
+def test_scores(dtype):
+    """Of views whose rows are not in one piece, too: softmax and values make attention of them."""
+    q, k, v = make_qkv(dtype=dtype)
+    bias = torch.randn(1, q.shape[2], q.shape[1], k.shape[1])
+    P = scores(q.mT.contiguous().mT, k, stage="probabilities", causal=True, bias=bias)
+    assert P.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], 2).to(P.dtype)
+    out = attention(q, k, v, causal=True, bias=bias)
+    tolerance = 5e-2 if dtype.itemsize == 2 else 1e-5
+    assert_allclose(out.to(P.dtype), torch.einsum("bhij,bjhd->bihd", P, values), atol=tolerance)
+    S = scores(q, k, stage="masked", causal=True, bias=bias, rows=torch.tensor([1, 3]))
+    assert_allclose(S.softmax(-1), P[:, :, [1, 3]], atol=1e-6)
+
+
+def test_scores_have_no_gradient():
+    q, k, _ = make_qkv()
+    sinks = torch.zeros(q.shape[2], requires_grad=True)
+    with pytest.raises(ValueError, match="sinks: requires grad, and scores have no gradient"):
+        scores(q, k, stage="masked", sinks=sinks)
+    with torch.no_grad():
+        assert torch.equal(scores(q, k, stage="masked", sinks=sinks), scores(q, k, stage="masked"))
+    with pytest.raises(TypeError, match="q: got ndarray"):
+        scores(q.numpy(), k, stage="masked")
+
+
+def test_scores_in_a_compiled_function():
+    q, k, v = make_qkv()
+
+    @torch.compile(backend="aot_eager")
+    def both(q, k, v):
+        return attention(q + 1, k, v), scores(q + 1, k, stage="scaled") + 1
+
+    for got, want in zip(both(q, k, v), (attention(q + 1, k, v), scores(q + 1, k, stage="scaled") + 1)):
+        assert_allclose(got, want, atol=1e-6)
