@@ -81,7 +81,7 @@ class ForwardArgs(Struct):
 
 class BackwardArgs(Struct):
     _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", "rng_state",
-                               "sinks", "dlse", "dsinks", "lengths", "bias")]
+                               "sinks", "dlse", "dsinks", "lengths", "bias", "dbias")]
 
 
 class AppendArgs(Struct):

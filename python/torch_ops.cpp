@@ -284,6 +284,12 @@ void check_rank(const char* name, const ConstTensor& t) {
                           name, t.describe()));
 }
 
+void check_rank_of_bias(const ConstTensor& bias) {
+  if (bias.rank == 4) return;
+  throw Error(Status::kInvalidArgument,
+              fmt::format("bias: got {}, want (batch, hq, sq, sk)", bias.describe()));
+}
+
 /// Dropout's numbers are there wherever a call may drop, and count where it does.
 template <class Args>
 void check_rng_state(Args& args, const Options& options) {
@@ -423,8 +429,15 @@ struct BackwardPass {
 
 struct Backward : BackwardPass<inputs> {
   static constexpr const char* kName = "backward";
-  static constexpr const char* kResults = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)";
-  using BackwardPass::BackwardPass;
+  static constexpr const char* kResults =
+      "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)";
+
+  bool with_dbias = false;  ///< as large as the bias; or else it has no elements
+
+  template <class In>
+  explicit Backward(In& in) : BackwardPass(in) {
+    in("with_dbias", with_dbias);
+  }
 
   void run(uint64_t* stack) {
     BackwardArgs args = tensors.args();
@@ -440,11 +453,16 @@ struct Backward : BackwardPass<inputs> {
     args.dk = dk_view;
     args.dv = dv_view;
     if (args.sinks.given()) args.dsinks = dsinks_view;
+    if (with_dbias) check_rank_of_bias(args.bias);
+    auto [dbias, dbias_view] =
+        with_dbias ? empty_like(args.bias) : empty(args.q.dtype, {0}, args.q.device);
+    if (with_dbias) args.dbias = dbias_view;
     compute(args);
     stack[0] = reinterpret_cast<uint64_t>(dq.release());
     stack[1] = reinterpret_cast<uint64_t>(dk.release());
     stack[2] = reinterpret_cast<uint64_t>(dv.release());
     stack[3] = reinterpret_cast<uint64_t>(dsinks.release());
+    stack[4] = reinterpret_cast<uint64_t>(dbias.release());
   }
 };
 

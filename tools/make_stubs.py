@@ -120,6 +120,7 @@ TENSORS = ("tensor", "result", "planned", "dlse")
 # argument without a default in one has it in the other.
 NO_LSE, LSE = {"return_lse": "Literal[False] = False"}, {"return_lse": "Literal[True]"}
 NO_SINKS, SINKS = {"sinks": "None = None", "dsinks": "None = None"}, {"sinks": "_DLPack"}
+NO_DBIAS, DBIAS = {"dbias": "None = None"}, {"bias": "_DLPack", "dbias": "_Array"}
 
 
 def tuple_of(array, count):
@@ -130,7 +131,10 @@ def overloads(library):
     array, tensor = {"": ("_Array", "_DLPack"), "torch": ("Tensor",) * 2, "jax": ("Array", "ArrayLike")}[library]
     either = {"return_lse": "bool"}
     with_lse = [(NO_LSE, array), (LSE, tuple_of(array, 2)), (either, f"{array} | {tuple_of(array, 2)}")]
-    gradients = [(NO_SINKS, tuple_of(array, 3)), (SINKS, tuple_of(array, 4))]
+    gradients = [
+        (of_sinks | of_bias, tuple_of(array, count + more))
+        for of_bias, more in ((NO_DBIAS, 0), (DBIAS, 1)) for of_sinks, count in ((NO_SINKS, 3), (SINKS, 4))
+    ]  # fmt: skip
     queries = {"q": array if library == "" else tensor}
     rotates = {**queries, "cos": tensor, "sin": tensor}
     stays = {"q": "None = None", "q_out": "None = None", "cu_seqlens_q": "None = None"}

@@ -101,7 +101,11 @@ struct BackwardArgs {
   ConstTensor sinks{};
   Tensor
       dsinks{};  ///< (hq) of their dtype, the gradient of the sinks; optional, and with them alone
-  ConstTensor bias{};  ///< as in ForwardArgs; it gets no gradient
+  ConstTensor bias{};  ///< as in ForwardArgs
+  /// The gradient of the bias, in its shape: dimensions of 1 are summed over. f32, or the dtype of
+  /// the bias; any strides. Optional, and with a bias of numbers alone; where no query sees a key
+  /// it is 0. Computed on the CPU.
+  Tensor dbias{};
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

@@ -137,7 +137,8 @@ typedef struct fulgur_backward_args {
   const DLTensor* dlse;    ///< gradient of lse, shaped like it; null = 0
   const DLTensor* dsinks;  ///< written: (hq) of their dtype, gradient of sinks; may be null
   const fulgur_var_len* lengths;
-  const DLTensor* bias;  ///< as in fulgur_forward_args; it gets no gradient
+  const DLTensor* bias;   ///< as in fulgur_forward_args
+  const DLTensor* dbias;  ///< written: in the shape of bias, f32 or its dtype; may be null
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.

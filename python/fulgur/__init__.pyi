@@ -160,6 +160,7 @@ class BackwardPlan(_AnyPlan):
         dk: _Array | None = None,
         dv: _Array | None = None,
         dsinks: None = None,
+        dbias: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]:
@@ -170,11 +171,12 @@ class BackwardPlan(_AnyPlan):
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
             dout, q, k, v, out, lse, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q,
-                cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsinks, stream: as for
+                cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsinks, dbias, stream: as for
                 :func:`attention_backward`.
 
         Returns:
-            (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
+            (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
+            very one given.
 
         Raises:
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
@@ -205,9 +207,68 @@ class BackwardPlan(_AnyPlan):
         dk: _Array | None = None,
         dv: _Array | None = None,
         dsinks: _Array | None = None,
+        dbias: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array, _Array]: ...
+    @overload
+    def run(
+        self,
+        dout: _DLPack,
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        out: _DLPack,
+        lse: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        bias: _DLPack,
+        sinks: None = None,
+        seed: int = 0,
+        offset: int = 0,
+        rng_state: _DLPack | None = None,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_q: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        dlse: _DLPack | None = None,
+        dq: _Array | None = None,
+        dk: _Array | None = None,
+        dv: _Array | None = None,
+        dsinks: None = None,
+        dbias: _Array,
+        workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
+    ) -> tuple[_Array, _Array, _Array, _Array]: ...
+    @overload
+    def run(
+        self,
+        dout: _DLPack,
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        out: _DLPack,
+        lse: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        bias: _DLPack,
+        sinks: _DLPack,
+        seed: int = 0,
+        offset: int = 0,
+        rng_state: _DLPack | None = None,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_q: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        dlse: _DLPack | None = None,
+        dq: _Array | None = None,
+        dk: _Array | None = None,
+        dv: _Array | None = None,
+        dsinks: _Array | None = None,
+        dbias: _Array,
+        workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
+    ) -> tuple[_Array, _Array, _Array, _Array, _Array]: ...
 
 @overload
 def attention(
@@ -273,8 +334,7 @@ def attention(
         bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
             q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
             where the query sees the key. Packed sequences and caches count queries and keys in each
-            sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
-            alone.
+            sequence, and may have a bias of more of both. Computed on the CPU alone.
         sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
@@ -782,9 +842,10 @@ def attention_backward(
     dk: _Array | None = None,
     dv: _Array | None = None,
     dsinks: None = None,
+    dbias: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array]:
-    """The gradients of attention to q, k and v, and to the sinks, if there are any.
+    """The gradients of attention to q, k and v, to the sinks, if there are any, and to the bias.
 
     Args:
         dout: the gradient of out, shape and dtype of out.
@@ -793,13 +854,16 @@ def attention_backward(
         dlse: the gradient of lse, shape and dtype of lse; default 0.
         dq, dk, dv: where to write, with the shapes and the dtype of q, k and v.
         dsinks: float32 or the 16-bit dtype of q ``(hq,)``: where to write; with sinks alone.
+        dbias: the shape of bias, float32 or its dtype: where to write the gradient of the bias, which
+            is computed where this is given; dimensions of 1 are summed over, and strides may be any.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
             offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
             seqused_k, deterministic, invariant, max_workspace, threads, engine, stream: as for
             :func:`attention`.
 
     Returns:
-        (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
+        (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
+        very one given.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -851,8 +915,91 @@ def attention_backward(
     dk: _Array | None = None,
     dv: _Array | None = None,
     dsinks: _Array | None = None,
+    dbias: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array, _Array]: ...
+@overload
+def attention_backward(
+    dout: _DLPack,
+    q: _Array,
+    k: _DLPack,
+    v: _DLPack,
+    out: _DLPack,
+    lse: _DLPack,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    bias: _DLPack,
+    sinks: None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    rng_state: _DLPack | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: _DLPack | None = None,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    threads: int = 0,
+    engine: str = "",
+    dlse: _DLPack | None = None,
+    dq: _Array | None = None,
+    dk: _Array | None = None,
+    dv: _Array | None = None,
+    dsinks: None = None,
+    dbias: _Array,
+    stream: int | _CudaStream | None = None,
+) -> tuple[_Array, _Array, _Array, _Array]: ...
+@overload
+def attention_backward(
+    dout: _DLPack,
+    q: _Array,
+    k: _DLPack,
+    v: _DLPack,
+    out: _DLPack,
+    lse: _DLPack,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    bias: _DLPack,
+    sinks: _DLPack,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    rng_state: _DLPack | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: _DLPack | None = None,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    threads: int = 0,
+    engine: str = "",
+    dlse: _DLPack | None = None,
+    dq: _Array | None = None,
+    dk: _Array | None = None,
+    dv: _Array | None = None,
+    dsinks: _Array | None = None,
+    dbias: _Array,
+    stream: int | _CudaStream | None = None,
+) -> tuple[_Array, _Array, _Array, _Array, _Array]: ...
 @overload
 def plan(
     q: _DLPack | _Shape,
@@ -1002,6 +1149,7 @@ def plan_backward(
     dk: _DLPack | None = None,
     dv: _DLPack | None = None,
     dsinks: _DLPack | None = None,
+    dbias: _DLPack | None = None,
 ) -> BackwardPlan:
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -1013,6 +1161,7 @@ def plan_backward(
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
         dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
+        dbias: given if runs will give one.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
             rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.

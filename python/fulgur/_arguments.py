@@ -228,12 +228,16 @@ def forward_results(q, v, with_lse):
 
 
 def backward_results(views, given):
-    """(shape, dtype) of dq, dk and dv by name, and of dsinks where there are sinks."""
+    """(shape, dtype) of dq, dk and dv by name, of dsinks where there are sinks, and of a dbias that is given."""
     results = {"d" + name: (views[name].shape, views[name].dtype) for name in QKV}
     if "sinks" in views:
         results["dsinks"] = (views["sinks"].shape, views["sinks"].dtype)
     elif given.get("dsinks") is not None:
         raise ValueError("dsinks: given without sinks")
+    if given.get("dbias") is not None:
+        if "bias" not in views:
+            raise ValueError("dbias: given without bias")
+        results["dbias"] = (views["bias"].shape, "f32")
     return results
 
 

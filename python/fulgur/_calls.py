@@ -50,13 +50,14 @@ def attention(q, k, v, **given):
 
 @described("attention_backward")
 def attention_backward(dout, q, k, v, out, lse, **given):
-    """The gradients of attention to q, k and v, and to the sinks, if there are any.
+    """The gradients of attention to q, k and v, to the sinks, if there are any, and to the bias.
 
     Args:
         {arguments}
 
     Returns:
-        (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
+        (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
+        very one given.
 
     Raises:
         ValueError, TypeError: an argument is wrong.

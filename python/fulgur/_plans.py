@@ -180,7 +180,8 @@ class BackwardPlan(_AnyPlan):
             {arguments}
 
         Returns:
-            (dq, dk, dv), with sinks (dq, dk, dv, dsinks), each fresh or the very one given.
+            (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
+            very one given.
 
         Raises:
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.

@@ -95,7 +95,7 @@ _SCORES = _rows(
         "``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where q is) "
         "added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True where the "
         "query sees the key. Packed sequences and caches count queries and keys in each sequence, and may "
-        "have a bias of more of both. It gets no gradient. Computed on the CPU alone.",
+        "have a bias of more of both. Computed on the CPU alone.",
     ),
     (
         "sinks", "tensor", None,
@@ -219,6 +219,11 @@ _GRADIENTS = _rows(
     ("dlse", "dlse", None, "the gradient of lse, shape and dtype of lse; default 0."),
     ("dq dk dv", "result", None, "where to write, with the shapes and the dtype of q, k and v."),
     ("dsinks", "result", None, ": where to write; with sinks alone."),
+    (
+        "dbias", "result", None,
+        "the shape of bias, float32 or its dtype: where to write the gradient of the bias, which is computed "
+        "where this is given; dimensions of 1 are summed over, and strides may be any.",
+    ),
 )
 _STAGE = _rows(
     (
@@ -336,6 +341,7 @@ _PLANNED_GRADIENTS = {
     "dlse": "given, an array or its shape, if runs will give one.",
     "dq dk dv": "given if runs will give ones with other strides than fresh arrays have.",
     "dsinks": ": likewise; with sinks alone.",
+    "dbias": "given if runs will give one.",
 }
 _NEW_QUERIES = _rows(
     ("q", "tensor", REQUIRED, "``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``."),

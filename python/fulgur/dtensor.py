@@ -30,7 +30,7 @@ def _shardings(op, args, results):
         places |= dict.fromkeys(_WHOLE, Replicate()) | {"seqused_q": used, "seqused_k": used}
         places |= {"alibi_slopes": of_slopes, "sinks": of_sinks}
         of_dsinks = Replicate() if sinks is None else of_dsinks
-        of_results = {"rows": rows, "lse": lse, "dsinks": of_dsinks}
+        of_results = {"rows": rows, "lse": lse, "dsinks": of_dsinks, "dbias": Replicate()}
         return (
             [of_results[name] for name in results],
             [None if x is None else places.get(name) for name, x in given.items()],
@@ -62,4 +62,4 @@ def _forward(*args):
 
 @register_sharding(torch.ops.fulgur.backward.default)
 def _backward(*args):
-    return _shardings(torch.ops.fulgur.backward.default, args, ("rows",) * 3 + ("dsinks",))
+    return _shardings(torch.ops.fulgur.backward.default, args, ("rows",) * 3 + ("dsinks", "dbias"))

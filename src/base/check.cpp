@@ -52,13 +52,17 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
     fail(name, "last stride is {}, want 1 (strides {}, in elements)", t.strides[rank - 1],
          list(t, t.strides));
   }
-  if (!written) return;
+  if (written) check_no_overlap(name, t);
+}
+
+void check_no_overlap(const char* name, const ConstTensor& t) {
+  if (t.numel() == 0) return;
   std::array<std::pair<int64_t, int64_t>, ConstTensor::kMaxRank> by_stride;  // (|stride|, size)
-  const auto used = std::span(by_stride).first(std::min<size_t>(rank, by_stride.size()));
-  for (int i = 0; i < rank; ++i) used[i] = {std::abs(used_stride(t, i)), t.shape[i]};
+  const auto used = std::span(by_stride).first(std::min<size_t>(t.rank, by_stride.size()));
+  for (int i = 0; i < t.rank; ++i) used[i] = {std::abs(used_stride(t, i)), t.shape[i]};
   std::ranges::sort(used);
   int64_t reach = 0;
-  for (int i = 0; i < rank; ++i) {
+  for (int i = 0; i < t.rank; ++i) {
     const auto [stride, size] = used[i];
     if (size == 1) continue;
     if (stride <= reach) {

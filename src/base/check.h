@@ -41,6 +41,9 @@ bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int r
 /// check_sizes, and the last stride is 1. A `written` tensor must not overlap itself.
 void check_tensor(const char* name, const ConstTensor& t, const char* dims, int rank, bool written);
 
+/// No two elements of a tensor whose sizes are checked share memory.
+void check_no_overlap(const char* name, const ConstTensor& t);
+
 /// check_tensor, and the shape is `want`.
 void check_shape(const char* name, const ConstTensor& t, const char* dims,
                  std::span<const int64_t> want, bool written);

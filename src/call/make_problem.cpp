@@ -83,6 +83,11 @@ void set_prefixes(const ForwardArgs& args, Problem& p) {
   p.prefix_groups = groups.shape[0] - 1;
 }
 
+Problem::Bias bias_layout(const ConstTensor& t) {
+  const auto stride = [&](int i) { return t.shape[i] == 1 ? 0 : t.strides[i]; };
+  return {t.dtype, stride(0), stride(1), stride(2), stride(3)};
+}
+
 /// Checks the bias of a call whose sizes `p` has, and returns where its elements lie.
 Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
   check_sizes("bias", bias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
@@ -94,16 +99,28 @@ Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
   // Where lengths are known only when the call runs, more than the longest may have a bias.
   const bool longer = p.packed || p.packed_k || p.has(Arg::kSeqUsedK);
   const std::array want{p.batch, p.hq, p.sq, p.sk};
-  std::array<int64_t, 4> strides{};
   for (size_t i = 0; i < 4; ++i) {
     const int64_t size = bias.shape[i];
     if (size != 1 && size != want[i] && !(i >= 2 && longer && size > want[i])) {
       fail("bias", "got shape {}, want ({}), or 1 for any of them{}", list(bias, bias.shape),
            fmt::join(want, ", "), longer ? ", or more queries and keys" : "");
     }
-    strides[i] = size == 1 ? 0 : bias.strides[i];
   }
-  return {bias.dtype, strides[0], strides[1], strides[2], strides[3]};
+  return bias_layout(bias);
+}
+
+/// Checks the gradient of a bias that is checked, and returns where its elements lie.
+Problem::Bias checked_dbias(const ConstTensor& dbias, const ConstTensor& bias, const Problem& p) {
+  if (bias.dtype == DType::kBool) fail("dbias", "given with a bias of bools, which has none");
+  check_sizes("dbias", dbias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
+  check_no_overlap("dbias", dbias);
+  if (dbias.shape != bias.shape) {
+    fail("dbias", "got shape {}, want {} of the bias", list(dbias, dbias.shape),
+         list(bias, bias.shape));
+  }
+  if (dbias.dtype != DType::kF32) check_dtype("dbias", dbias, bias.dtype, "that of bias, or f32");
+  check_device("dbias", dbias, p.device);
+  return bias_layout(dbias);
 }
 
 template <class Args>
@@ -209,8 +226,8 @@ void check_tree(const ConstTensor& t, const Problem& p) {
   if (p.mask.top_left) fail("top_left", "given with a tree_mask, want a mask aligned bottom-right");
 }
 
-/// Nothing but dsinks is written: no sequence is left, as the sizes with a 0 may be too large to
-/// walk.
+/// Nothing but dsinks and dbias is written: no sequence is left, as the sizes with a 0 may be too
+/// large to walk.
 void drop_sequences(Problem& p) {
   if (p.packed) return;
   p.batch = p.sq = p.sk = p.total_k = p.total_keys = p.prefix_groups = 0;
@@ -263,9 +280,11 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
 
 Problem make_problem(const BackwardArgs& args, const Options& options) {
   if (args.dsinks.given() && !args.sinks.given()) fail("dsinks", "given without sinks");
+  if (args.dbias.given() && !args.bias.given()) fail("dbias", "given without bias");
   Problem p = make_shared(args, options);
   if (args.dsinks.given())
     check_dtype("dsinks", args.dsinks, args.sinks.dtype, "the dtype of sinks");
+  if (args.dbias.given()) p.dbias = checked_dbias(args.dbias, args.bias, p);
   p.pass = Pass::kBackward;
   p.dout = rows_layout(args.dout);
   p.out = rows_layout(args.out);

@@ -44,7 +44,9 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(l->batch, l->row, l->head, l->aligned);
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
-  add(p.bias.dtype, p.bias.batch, p.bias.head, p.bias.row, p.bias.key);
+  for (const Problem::Bias* b : {&p.bias, &p.dbias}) {
+    add(b->dtype, b->batch, b->head, b->row, b->key);
+  }
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
       p.max_workspace);
   return hash;

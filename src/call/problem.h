@@ -71,7 +71,7 @@ struct Problem {
   TensorSet given;    ///< the tensors that a call has
   TensorSet on_host;  ///< those of them that lie in the host's memory, though q lies on a device
 
-  /// A dense bias: strides, which are 0 where all have the same.
+  /// A dense bias or its gradient: strides, which are 0 where all have the same.
   struct Bias {
     DType dtype = DType::kF32;
     int64_t batch = 0, head = 0, row = 0, key = 0;
@@ -87,7 +87,7 @@ struct Problem {
   double scale = 1, softcap = 0, dropout_p = 0;
   bool slopes_of_batch = false;               ///< alibi_slopes are (batch, hq)
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
-  Bias bias;
+  Bias bias, dbias;
   bool deterministic = false, invariant = false;
   int64_t max_workspace = 0;  ///< bytes; 0: any number
 

@@ -28,6 +28,7 @@ enum class Arg : uint8_t {
   kDk,
   kDv,
   kDsinks,
+  kDbias,
   kAlibiSlopes,
   kCuSeqlensQ,
   kCuSeqlensK,
@@ -187,7 +188,8 @@ struct TensorRule {
   T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \
   T(dlse, kDlse, kOptional, kRead, kRowStatistics, kStatistics, kDevice)   \
   T(dsinks, kDsinks, kOptional, kWritten, kHeads, kSinkType, kDevice)      \
-  T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)
+  T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)                   \
+  T(dbias, kDbias, kOptional, kWritten, kOwn, kBias, kDevice)
 
 /// Scores are checked by the rows that are asked for.
 #define FULGUR_SCORES_TENSORS(T)                                           \

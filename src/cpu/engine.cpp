@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "base/parallel.h"
@@ -52,7 +54,13 @@ class Work {
         given_{static_cast<const float*>(args.alibi_slopes.data), args.sinks, tree_mask_of(args),
                args.bias, dropout_of(problem, args, run)},
         scratch_(memory),
-        shared_(memory + plan.threads * plan.scratch) {}
+        shared_(memory + plan.threads * plan.scratch) {
+    if constexpr (std::is_same_v<Args, BackwardArgs>) {
+      if (!args.dbias.given()) return;
+      given_.dbias = {plan.dbias_sums > 0 ? shared_ + plan.dbias_offset : args.dbias.data,
+                      plan.dbias};
+    }
+  }
 
   // With Options::invariant, nothing that decides in which order the sums of a row are taken may
   // look beyond the row's own sequence and its heads: not the schedule (its number of rows picks
@@ -93,7 +101,9 @@ class Work {
   }
 
   void backward() const {
+    if (p_.has(Arg::kDbias)) clear_dbias();
     gradients();
+    if (plan_.dbias_sums > 0) round_dbias();
     write_padding(p_, sequences_, args_);
   }
 
@@ -153,10 +163,7 @@ class Work {
   }
 
   void gradients() const {
-    const int64_t splits = plan_.splits;
-    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
     float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
-    float* const dq = D + plan_.dq_offset;
     const auto D_of = [&](const Task& t) {
       return D + (p_.packed ? t.s.q_begin * p_.hq : t.b * p_.sq * p_.hq) + t.kv * t.rows();
     };
@@ -164,9 +171,7 @@ class Work {
     std::vector<Item> heads, blocks;  // whole, and in blocks of rows
     each_head([&](const Task& t) {
       heads.push_back({t.b, t.kv, 0, t.rows()});
-      for (int64_t row = 0; row < t.rows(); row += kRowBlock) {
-        blocks.push_back({t.b, t.kv, row, std::min(t.rows(), row + kRowBlock)});
-      }
+      cut(heads.back(), [&](const Item& block) { blocks.push_back(block); });
     });
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
       const Task t = task(blocks[i].b, blocks[i].kv);
@@ -175,13 +180,28 @@ class Work {
 
     if (p_.has(Arg::kDsinks)) sink_gradients(D_of);
 
-    const auto part_of = [&](const Task& t, int64_t split) {
-      return dq + ((t.b * p_.hk + t.kv) * splits + split) * accumulator;
-    };
+    // Tasks that add to the same elements of dbias come in rounds, one after the other.
+    std::map<int64_t, std::vector<Item>> rounds;
+    for (const Item& head : heads) rounds[round_of(head)].push_back(head);
+    for (const auto& [number, round] : rounds) key_gradients(round, D_of);
+  }
+
+  int64_t round_of(const Item& head) const {
+    if (!p_.has(Arg::kDbias)) return 0;
+    const int64_t kv_heads = p_.dbias.head == 0 ? p_.hk : 1;
+    return (p_.dbias.batch == 0 ? head.b * kv_heads : 0) + head.kv % kv_heads;
+  }
+
+  /// dK and dV, what the bias gets, and dQ of whole heads.
+  template <class Rows>
+  void key_gradients(const std::vector<Item>& heads, const Rows& D_of) const {
+    const int64_t splits = plan_.splits;
+    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
+    float* const dq = shared_ + plan_.dq_offset;
     each(static_cast<int64_t>(heads.size()) * splits, [&](int64_t i) {
       const int64_t split = i % splits;
       const Task t = task(heads[i / splits].b, heads[i / splits].kv);
-      float* part = splits > 1 ? part_of(t, split) : dq + thread_index() * accumulator;
+      float* part = dq + (splits > 1 ? i : thread_index()) * accumulator;
       std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
@@ -190,14 +210,77 @@ class Work {
       if (splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
     });
     if (splits == 1) return;
+    std::vector<Item> blocks;  // `work` is the place among the heads
+    for (int64_t i = 0; i < static_cast<int64_t>(heads.size()); ++i) {
+      cut(heads[i], [&](Item block) {
+        block.work = i;
+        blocks.push_back(block);
+      });
+    }
     each(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
-      const Task t = task(blocks[i].b, blocks[i].kv);
+      const auto& [b, kv, begin, end, head, states] = blocks[i];
       std::vector<float*> parts(splits);
-      for (int64_t split = 0; split < splits; ++split) parts[split] = part_of(t, split);
-      k_.backward_dq(t, args_, blocks[i].begin, blocks[i].end, parts.data(), splits);
+      for (int64_t split = 0; split < splits; ++split) {
+        parts[split] = dq + (head * splits + split) * accumulator;
+      }
+      k_.backward_dq(task(b, kv), args_, begin, end, parts.data(), splits);
     });
   }
 
+  /// Calls add(block) for blocks of the rows of a head.
+  template <class Add>
+  static void cut(const Item& head, const Add& add) {
+    for (int64_t row = 0; row < head.end; row += kRowBlock) {
+      add(Item{head.b, head.kv, row, std::min(head.end, row + kRowBlock)});
+    }
+  }
+
+  /// Calls body(b, h, i) for every row of dbias.
+  template <class Body>
+  void each_row_of_dbias(const Body& body) const {
+    if (args_.dbias.numel() == 0) return;
+    const auto [batch, heads, rows, keys] = args_.dbias.shape;
+    const int64_t blocks = ceil_div(rows, kRowBlock);
+    each(batch * heads * blocks, [&](int64_t item) {
+      const int64_t head = item / blocks, begin = item % blocks * kRowBlock;
+      for (int64_t i = begin; i < std::min(rows, begin + kRowBlock); ++i) {
+        body(head / heads, head % heads, i);
+      }
+    });
+  }
+
+  /// Zeros where the gradient of the bias is added up.
+  void clear_dbias() const {
+    if (plan_.dbias_sums > 0) {
+      const int64_t block = kRowBlock * kBc;
+      each(ceil_div(plan_.dbias_sums, block), [&](int64_t i) {
+        std::fill_n(shared_ + plan_.dbias_offset + i * block,
+                    std::min(block, plan_.dbias_sums - i * block), 0.0f);
+      });
+      return;
+    }
+    const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
+    each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
+      for (int64_t j = 0; j < args_.dbias.shape[3]; ++j) {
+        store_element(args_.dbias.data, args_.dbias.dtype,
+                      b * of_b + h * of_h + i * of_i + j * of_j, 0);
+      }
+    });
+  }
+
+  /// dbias of its sums; 0 for rows and keys that no sequence has.
+  void round_dbias() const {
+    const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
+    const auto& [dtype, batch, head, row, key] = plan_.dbias;
+    each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
+      const float* const sums = shared_ + plan_.dbias_offset + b * batch + h * head + i * row;
+      for (int64_t j = 0; j < args_.dbias.shape[3]; ++j) {
+        const double sum = i < p_.sq && j < p_.sk ? sums[j * key] : 0;
+        store_element(args_.dbias.data, args_.dbias.dtype,
+                      b * of_b + h * of_h + i * of_i + j * of_j, sum);
+      }
+    });
+  }
   /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in their order and in
   /// f64.
   template <class Rows>

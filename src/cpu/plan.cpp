@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "base/parallel.h"
@@ -134,12 +135,38 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
   }
 }
 
+/// Where the gradient of the bias is added up: in dbias itself, but where elements of 16 bits have
+/// several parts.
+void plan_bias_gradient(const Problem& p, CpuPlan& plan) {
+  plan.dbias = p.dbias;
+  const auto sums = [](int64_t stride, int64_t size) { return stride == 0 && size > 1; };
+  if (p.dbias.dtype == DType::kF32 || !(sums(p.dbias.batch, p.batch) || sums(p.dbias.head, p.hq) ||
+                                        sums(p.dbias.row, p.sq) || sums(p.dbias.key, p.sk))) {
+    return;
+  }
+  plan.dbias_offset = plan.shared;
+  int64_t floats = 1;
+  const auto dense = [&](int64_t stride, int64_t size) {
+    return stride == 0 ? 0 : std::exchange(floats, floats * size);
+  };
+  const int64_t key = dense(p.dbias.key, p.sk), row = dense(p.dbias.row, p.sq);
+  const int64_t head = dense(p.dbias.head, p.hq), batch = dense(p.dbias.batch, p.batch);
+  plan.dbias = {DType::kF32, batch, head, row, key};
+  plan.dbias_sums = floats;
+  plan.shared += floats;
+}
+
 void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
+  // Sequences and heads that add to the same elements of dbias are not computed at the same time.
+  const bool wants_dbias = p.has(Arg::kDbias);
+  const int64_t batch = wants_dbias && p.dbias.batch == 0 ? 1 : p.batch;
+  const int64_t kv_heads = wants_dbias && p.dbias.head == 0 ? 1 : p.hk;
   // More than threads are as good as any number, which might be too large to multiply.
-  const int64_t heads = std::max<int64_t>(1, std::min<int64_t>(p.batch, plan.threads) * p.hk);
+  const int64_t heads = std::max<int64_t>(1, std::min<int64_t>(batch, plan.threads) * kv_heads);
   // A split adds a dQ accumulator of the whole sequence: no more of them than keep all threads
   // busy.
-  if (!p.invariant && heads < plan.threads) {
+  const bool sums_keys = wants_dbias && p.dbias.key == 0;
+  if (!p.invariant && !sums_keys && heads < plan.threads) {
     plan.splits = std::min<int64_t>(ceil_div(plan.threads, heads),
                                     std::max<int64_t>(1, ceil_div(p.sk, kTiles * kBc)));
   }
@@ -148,6 +175,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   plan.scratch = k.backward_scratch(p);
   plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
   plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
+  if (wants_dbias) plan_bias_gradient(p, plan);
 }
 
 /// How a tile of K lies in pages, and what that costs.

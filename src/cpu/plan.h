@@ -30,6 +30,9 @@ struct CpuPlan {
   int64_t scratch = 0;       ///< floats of a thread
   int64_t shared = 0;        ///< floats of decoded states, or of D and dQ accumulators
   int64_t dq_offset = 0;     ///< backward: where the accumulators start, on a cache line
+  int64_t dbias_offset = 0;  ///< backward: where sums of the gradient of the bias start
+  int64_t dbias_sums = 0;    ///< so many floats; 0: dbias itself takes them
+  Problem::Bias dbias;       ///< where the sums lie, there or in dbias
   bool operator==(const CpuPlan&) const = default;
 
   bool decodes(const Task& task) const { return task.rows() <= decode_rows; }

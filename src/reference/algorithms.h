@@ -13,7 +13,8 @@ namespace fulgur::reference {
 
 // standard.cpp: S and P are written to slow memory. FlashAttention, Alg. 0 and Alg. 3.
 Forward standard_forward(const Head& h, Traffic* traffic = nullptr);
-Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* traffic = nullptr);
+Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* traffic = nullptr,
+                           const BiasGradient& dbias = {});
 
 // memory_efficient.cpp: the softmax normalizer first, then one row of O at a time: O(N) memory.
 // FlashAttention, Appendix B.1 and B.2. The backward pass takes what the forward pass returned.
@@ -37,7 +38,7 @@ Forward flash2_forward(const Head& h, int64_t M, Traffic* traffic = nullptr);
 Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, int64_t M,
                             Traffic* traffic = nullptr);
 Backward flash2_backward(const Head& h, const Forward& forward, const OutputGradient& dout,
-                         int64_t M, Traffic* traffic = nullptr);
+                         int64_t M, Traffic* traffic = nullptr, const BiasGradient& dbias = {});
 
 // scores.cpp: a row of S or of P at a time, as attention never keeps it.
 /// What of a rule makes the scores of a stage.

@@ -55,7 +55,7 @@ Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, i
 }
 
 Backward flash2_backward(const Head& h, const Forward& forward, const OutputGradient& dout,
-                         int64_t M, Traffic* traffic) {
+                         int64_t M, Traffic* traffic, const BiasGradient& dbias) {
   const auto& [O, L] = forward;
   const DropoutFactor Z(h.rule);
   const auto [Bc, Br] = BlockSizes(M, h);
@@ -86,9 +86,10 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
           const double P = std::exp(S - L[i]);                // Alg. 2, line 11
           add_scaled(h.dv, Z(i, j, P), dO_i, &dV[j * h.dv]);  // Alg. 2, line 12
           const double dP = Z(i, j, dot(h.dv, dO_i, v_j));    // Alg. 2, line 13
-          const double dS = P * (dP - D[i]) * dS_dqk;         // Alg. 2, line 14
-          add_scaled(h.d, dS, k_j, &dQ[i * h.d]);             // Alg. 2, line 15
-          add_scaled(h.d, dS, q_i, &dK[j * h.d]);             // Alg. 2, line 16
+          const double dS = P * (dP - D[i]);                  // Alg. 2, line 14
+          dbias.add(i, j, dS);
+          add_scaled(h.d, dS * dS_dqk, k_j, &dQ[i * h.d]);  // Alg. 2, line 15
+          add_scaled(h.d, dS * dS_dqk, q_i, &dK[j * h.d]);  // Alg. 2, line 16
         }
       }
       store(traffic, I.size() * h.d);  // Alg. 2, line 15: dQ_i

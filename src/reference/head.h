@@ -57,6 +57,16 @@ struct OutputGradient {
   double lse_of(int64_t i) const { return lse == nullptr ? 0 : lse[i]; }
 };
 
+/// Where the gradient of a head's bias is added: dS_ij, the derivative by the score.
+struct BiasGradient {
+  double* data = nullptr;  // null: nobody wants it
+  int64_t row = 0, key = 0;
+
+  void add(int64_t i, int64_t j, double dS) const {
+    if (data != nullptr) data[i * row + j * key] += dS;
+  }
+};
+
 struct Backward {
   std::vector<double> dq /*[sq, d]*/, dk /*[sk, d]*/, dv /*[sk, dv]*/;
   double dsink = 0;

@@ -81,8 +81,10 @@ class Work {
 
   void backward() const {
     std::vector<double> dsinks(p_.has(Arg::kDsinks) && p_.total_q > 0 ? p_.batch * p_.hq : 0);
-    gradients(dsinks);
+    std::vector<double> dbias(args_.dbias.given() ? args_.dbias.numel() : 0);
+    gradients(dsinks, dbias);
     if (p_.has(Arg::kDsinks)) write_dsinks(dsinks);
+    write_dbias(dbias);
   }
 
   void scores() const {
@@ -121,11 +123,14 @@ class Work {
     return rows;
   }
 
-  /// `dsinks`, where it is not empty, takes those of every head of every sequence.
-  void gradients(std::vector<double>& dsinks) const {
+  /// `dsinks`, where it is not empty, takes those of every head of every sequence; `dbias` is added
+  /// to, side by side in the shape of the bias.
+  void gradients(std::vector<double>& dsinks, std::vector<double>& dbias) const {
     if (p_.total_q == 0 && p_.total_k == 0) return;
-    // One task owns a kv head, so that the gradients of its q heads add up in a fixed order.
-    parallel_for(p_.batch * p_.hk, threads_, [&](int64_t item) {
+    // One task owns a kv head, so that the gradients of its q heads add up in a fixed order, and
+    // where heads or sequences share a bias, one thread does.
+    const bool alone = !dbias.empty() && (p_.dbias.batch == 0 || p_.dbias.head == 0);
+    parallel_for(p_.batch * p_.hk, alone ? 1 : threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
       const Sequence s = sequences_[b];
       const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
@@ -141,7 +146,8 @@ class Work {
         const OutputGradient gradient{dout.data(), p_.has(Arg::kDlse) ? dlse.data() : nullptr};
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
-        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory);
+        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory,
+                                           nullptr, bias_gradient(b, h, dbias));
         scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         if (!dsinks.empty()) dsinks[b * p_.hq + h] = g.dsink;
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
@@ -158,6 +164,26 @@ class Work {
       double sum = 0;
       for (size_t at = h; at < of_sequences.size(); at += p_.hq) sum += of_sequences[at];
       store_element(args_.dsinks.data, args_.dsinks.dtype, h, sum);
+    }
+  }
+
+  /// Where a head's part of the gradient of the bias is added up.
+  BiasGradient bias_gradient(int64_t b, int64_t h, std::vector<double>& dbias) const {
+    if (dbias.empty()) return {};
+    const auto& n = args_.dbias.shape;
+    const int64_t head = (n[0] == 1 ? 0 : b) * n[1] + (n[1] == 1 ? 0 : h);
+    return {&dbias[head * n[2] * n[3]], n[2] == 1 ? 0 : n[3], n[3] == 1 ? 0 : 1};
+  }
+
+  void write_dbias(const std::vector<double>& sums) const {
+    const auto& [shape, stride] = std::pair(args_.dbias.shape, args_.dbias.strides);
+    for (size_t n = 0; n < sums.size(); ++n) {
+      int64_t at = 0, rest = static_cast<int64_t>(n);
+      for (int i = 3; i >= 0; --i) {
+        at += rest % shape[i] * stride[i];
+        rest /= shape[i];
+      }
+      store_element(args_.dbias.data, args_.dbias.dtype, at, sums[n]);
     }
   }
 

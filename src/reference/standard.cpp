@@ -39,7 +39,8 @@ Forward standard_forward(const Head& h, Traffic* traffic) {
   return out;  // Alg. 0, line 4
 }
 
-Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* traffic) {
+Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* traffic,
+                           const BiasGradient& dbias) {
   const DropoutFactor Z(h.rule);
   // The forward pass left P in slow memory; making it again is not counted.
   std::vector<double> lse(h.sq);
@@ -75,7 +76,9 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
     grad.dsink += sink_gradient(h, lse[i], P_dP[i]);
   }
   for_each_visible([&](int64_t i, int64_t j) {
-    dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]) * score(h, i, j).dS_dqk;
+    dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]);
+    dbias.add(i, j, dS[i][j]);
+    dS[i][j] *= score(h, i, j).dS_dqk;
   });
   store(traffic, h.sq * h.sk);
 

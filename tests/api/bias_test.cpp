@@ -21,8 +21,9 @@ class DenseBias : public EveryEngine {};
 
 // Values of each factor that do not go in step with those of another.
 std::vector<Case> cases() {
-  constexpr Bias kBiases[] = {Bias::kAll, Bias::kHeads, Bias::kTransposed, Bias::kKeys,
-                              Bias::kPairs};
+  constexpr Bias kBiases[] = {Bias::kAll,    Bias::kHeads,   Bias::kTransposed, Bias::kKeys,
+                              Bias::kPairs,  Bias::kBatches, Bias::kShared,     Bias::kColumns,
+                              Bias::kShared, Bias::kRows,    Bias::kOne};
   constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16, DType::kF64};
   constexpr Layout kLayouts[] = {Layout::kBshd, Layout::kPacked,       Layout::kPadded,
                                  Layout::kBhsd, Layout::kPackedPadded, Layout::kQkv};
@@ -33,7 +34,7 @@ std::vector<Case> cases() {
   constexpr std::pair<int64_t, int64_t> kHeads[] = {{4, 1}, {2, 2}, {6, 2}};
   constexpr std::pair<int64_t, int64_t> kDims[] = {{64, 64}, {17, 80}, {128, 40}};
   std::vector<Case> all;
-  for (size_t i = 0; i < 120; ++i) {
+  for (size_t i = 0; i < 132; ++i) {
     Case c;
     c.bias = kBiases[i % std::size(kBiases)];
     c.dtype = kDtypes[i % 9 == 8 ? 3 : i % 3];
@@ -99,12 +100,12 @@ TEST_P(DenseBias, OfBoolsIsOfZerosAndInfinities) {
 TEST_P(DenseBias, PoisonInHiddenKeys) {
   for (const double poison : {kNan, kInf}) {
     Case c{.dtype = DType::kF32, .batch = 1, .sq = 60, .sk = 150, .hq = 2, .hk = 1, .d = 24};
-    c.bias = Bias::kPairs;
+    c.bias = Bias::kShared;
     Workload w(c, 5);
     w.options.engine = engine();
-    std::vector<double> seen = read(w.forward.bias);
-    for (int64_t i = 0; i < c.sq; ++i) seen[i * c.sk + 70] = i % 5 == 0;  // four rows of five
-    write(w.forward.bias, seen);
+    std::vector<double> bias = read(w.forward.bias);
+    for (int64_t i = 0; i < c.sq; ++i) bias[i * c.sk + 70] = i % 5 == 0 ? 0 : -kInf;
+    write(w.forward.bias, bias);
     for (Tensor t : {w.forward.k, w.forward.v}) {
       t.data = static_cast<std::byte*>(t.data) + 70 * t.strides[1] * size_of(t.dtype);
       t.shape[1] = 1;
@@ -113,11 +114,13 @@ TEST_P(DenseBias, PoisonInHiddenKeys) {
     w.seal();
     if (!runs(w)) return;
     EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
-    // dQ of the queries that do not see the key.
-    const std::vector<double> dq = read(w.backward.dq);
+    // dQ of the queries that do not see the key, and what the bias of these gets.
+    const std::vector<double> dq = read(w.backward.dq), dbias = read(w.backward.dbias);
     for (int64_t i = 0; i < c.sq; ++i) {
       if (i % 5 == 0) continue;
       for (int64_t n = 0; n < c.hq * c.d; ++n) EXPECT_TRUE(std::isfinite(dq[i * c.hq * c.d + n]));
+      for (int64_t n = 0; n < c.sk; ++n) EXPECT_TRUE(std::isfinite(dbias[i * c.sk + n]));
+      EXPECT_EQ(dbias[i * c.sk + 70], 0);
     }
   }
 }
@@ -178,6 +181,42 @@ TEST_P(DenseBias, InvariantToTheBatch) {
   compute(last, all.options, all.run_options);
   const std::vector<double> got = read(last.out);
   EXPECT_TRUE(std::equal(got.begin(), got.end(), want.end() - static_cast<int64_t>(got.size())));
+}
+
+// The gradient has the same bits whatever the number of threads, summed or not.
+TEST_P(DenseBias, GradientsOfAnyNumberOfThreads) {
+  for (const Bias bias : {Bias::kAll, Bias::kHeads, Bias::kShared, Bias::kBatches, Bias::kRows}) {
+    Case c{.dtype = DType::kBF16, .batch = 3, .sq = 90, .sk = 700, .hq = 4, .hk = 2, .d = 32};
+    c.bias = bias;
+    SCOPED_TRACE(c.name());
+    Workload w(c, 11);
+    w.options.engine = engine();
+    w.options.threads = 1;
+    if (!runs(w)) return;
+    const auto want = bits(w.backward.dbias);
+    for (const int threads : {2, 7}) {
+      w.options.threads = threads;
+      w.run_backward();
+      EXPECT_EQ(bits(w.backward.dbias), want);
+    }
+  }
+}
+
+// Nothing else is written where there is neither a row nor a key.
+TEST_P(DenseBias, GradientWithoutRows) {
+  const Dense rows(DType::kF32, {2, 0, 3, 16}), lse(DType::kF32, {2, 3, 0}),
+      bias(DType::kF32, {1, 3, 1, 1}), dbias(DType::kF32, {1, 3, 1, 1});
+  write(bias.tensor(), std::vector<double>{1, 2, 3});
+  write(dbias.tensor(), std::vector<double>(3, kNan));
+  BackwardTensors t;
+  for (Tensor* x : {&t.dout, &t.q, &t.k, &t.v, &t.out, &t.dq, &t.dk, &t.dv}) *x = rows.tensor();
+  t.lse = lse.tensor();
+  t.bias = bias.tensor();
+  t.dbias = dbias.tensor();
+  Options options;
+  options.engine = engine();
+  if (!computes([&] { compute(t, options, {}); })) return;
+  EXPECT_EQ(read(dbias.tensor()), (std::vector<double>{0, 0, 0}));
 }
 
 // Caches of pages, with a bias of more keys than the longest sequence.

@@ -303,6 +303,7 @@ void fuzz(Reader& in) {
     kPrefixGroups,
     kPrefixLens,
     kBias,
+    kDbias,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -341,6 +342,7 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{2});
   o.emplace_back(kI32, std::vector<int64_t>{1});
   o.push_back(flags & 2 ? Owned(kF32, {batch, hq, sq, sk}) : Owned(kBool, {1, 1, sq, sk}));
+  o.emplace_back(kF32, std::vector<int64_t>{batch, hq, sq, sk});
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && !appends);
   o[kUsed].is_null = !(flags & 4) && !pages && !appends;
@@ -354,6 +356,7 @@ void fuzz(Reader& in) {
   o[kDsinks].is_null = sinks != 2;
   o[kTree].is_null = !tree;
   o[kBias].is_null = second / 120 % 2 == 0;
+  o[kDbias].is_null = o[kBias].is_null || (flags & 10) != 2;
   o[kUsedQ].is_null = (flags & 6) != 6;
   o[kPrefixGroups].is_null = o[kPrefixLens].is_null = what != kForward || !prefixes;
   o[kLse].is_null = (flags & 16) != 0;
@@ -513,8 +516,8 @@ void fuzz(Reader& in) {
     fulgur_backward_args& args = backward_args.known;
     args = {args.struct_size, p[kDout], p[kQ],      p[kK],  p[kV],      p[kOut],
             p[kLse],          p[kDq],   p[kDk],     p[kDv], p[kSlopes], p[kRng],
-            p[kSinks],        p[kDlse], p[kDsinks], &lens,  p[kBias]};
-    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks]};
+            p[kSinks],        p[kDlse], p[kDsinks], &lens,  p[kBias],   p[kDbias]};
+    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks], &o[kDbias]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,
                    fulgur_plan_run_backward);

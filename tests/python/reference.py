@@ -117,10 +117,12 @@ def attention(q, k, v, *, precision=np.float64, keep=None, **options):
 def attention_backward(
     dout, q, k, v, *, dlse=None, precision=np.float64, keep=None, **options
 ):
-    """dq, dk, dv, and dsinks where there are sinks."""
+    """dq, dk, dv, then dsinks where there are sinks, and dbias where there is a bias of numbers."""
     r, hq, hk = Naive(precision), q.shape[-2], k.shape[-2]
     dq, dk, dv = (np.zeros(x.shape, r.work) for x in (q, k, v))
     sinks, dsinks = options.get("sinks"), np.zeros(hq, r.work)
+    bias = options.get("bias")
+    dbias = None if bias is None or bias.dtype == bool else np.zeros(bias.shape, r.work)
     for b, (rows, keys) in enumerate(sequences(q, k, **options)):
         Q, K, V, dO = r(q[rows]), _heads(r(k[keys]), hq), _heads(r(v[keys]), hq), r(dout[rows])
         P, _, slope = probabilities(Q, K, b, r, **options)
@@ -131,13 +133,19 @@ def attention_backward(
         if dlse is not None:
             D = D - np.where(whole.any(axis=-1), dlse[in_lse(rows)], 0)[..., None]
         dS = r(P * (dP - D) * slope)
+        if dbias is not None:
+            part = dbias[b if len(dbias) > 1 else 0]
+            shared = tuple(axis for axis in range(3) if part.shape[axis] == 1)
+            of_scores = r(P * (dP - D)).sum(axis=shared, keepdims=True)
+            part[:, : of_scores.shape[1], : of_scores.shape[2]] += of_scores
         if sinks is not None:
             dsinks -= (whole[..., -1] * D[..., 0]).sum(axis=-1)
         if P.shape[-1]:
             dq[rows] = r(np.einsum("hij,jhd->ihd", dS, K))
         dk[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", dS, Q), hk))
         dv[keys] = r(_sum_groups(np.einsum("hij,ihd->jhd", P * Z, dO), hk))
-    return (dq, dk, dv) if sinks is None else (dq, dk, dv, dsinks)
+    extras = [x for given, x in ((sinks, dsinks), (dbias, dbias)) if given is not None]
+    return dq, dk, dv, *extras
 
 
 def assert_close(name, got, exact, naive, factor):

@@ -77,6 +77,17 @@ def make_case(name, dtype, seed=0):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes], options
 
 
+def written_gradients(options):
+    """Where that of a bias of numbers goes."""
+    bias = options.get("bias")
+    return {} if bias is None or bias.dtype == bool else {"dbias": np.full(bias.shape, np.nan, np.float32)}
+
+
+def names_of_gradients(options):
+    extras = [name for name in ("sinks", "bias") if name in options and options[name].dtype != bool]
+    return [f"d{name}" for name in ("q", "k", "v", *extras)]
+
+
 def check(q, k, v, dout, **options):
     """Forward and backward of one call against the reference."""
     out, lse = fulgur.attention(q, k, v, return_lse=True, **options)
@@ -87,12 +98,15 @@ def check(q, k, v, dout, **options):
     reference.assert_close("out", out, exact_out, naive_out, 2)
     reference.assert_lse_close(lse, exact_lse)
 
-    gradients = fulgur.attention_backward(dout, q, k, v, out, lse, **options)
+    written = written_gradients(options)
+    gradients = fulgur.attention_backward(dout, q, k, v, out, lse, **options, **written)
     exact = reference.attention_backward(dout, q, k, v, **options)
     naive = reference.attention_backward(dout, q, k, v, precision=q.dtype, **options)
-    assert len(gradients) == (4 if "sinks" in options else 3)
-    for name, got, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), gradients, exact, naive):
-        assert got.dtype == (options["sinks"] if name == "dsinks" else q).dtype
+    names = names_of_gradients(options)
+    assert len(gradients) == len(names)
+    for name, got, want, yardstick in zip(names, gradients, exact, naive):
+        assert got.dtype == (np.float32 if name in ("dsinks", "dbias") else q.dtype)
+        assert name not in written or got is written[name]
         reference.assert_close(name, got, want, yardstick, 3)
     return out, lse, gradients
 
@@ -111,10 +125,12 @@ def test_gradient_of_lse(name, dtype):
     out, lse = fulgur.attention(q, k, v, return_lse=True, **options)
     dlse = np.random.default_rng(1).standard_normal(lse.shape).astype(lse.dtype)
     dlse[np.isneginf(lse)] = np.nan  # of rows that see no key
-    got = fulgur.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    got = fulgur.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, **options, **written_gradients(options)
+    )
     exact = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
     naive = reference.attention_backward(dout, q, k, v, dlse=dlse, precision=q.dtype, **options)
-    for name, gradient, want, yardstick in zip(("dq", "dk", "dv", "dsinks"), got, exact, naive):
+    for name, gradient, want, yardstick in zip(names_of_gradients(options), got, exact, naive):
         reference.assert_close(name, gradient, want, yardstick, 3)
 
 

@@ -260,6 +260,11 @@ VALUE_ERRORS = [
     (call_backward, dict(dsinks=zeros(5), sinks=zeros(4))),
     (call_backward, dict(dsinks=zeros(4, dtype=np.float64), sinks=zeros(4))),
     (call_backward, dict(dsinks=read_only(zeros(4)), sinks=zeros(4))),
+    (call_backward, dict(dbias=zeros(1, 1, 1, 7))),
+    (call_backward, dict(dbias=zeros(1, 1, 1, 6), bias=zeros(1, 1, 1, 7))),
+    (call_backward, dict(dbias=zeros(1, 1, 1, 7, dtype=np.float16), bias=zeros(1, 1, 1, 7))),
+    (call_backward, dict(dbias=zeros(1, 1, 1, 7), bias=zeros(1, 1, 1, 7, dtype=bool))),
+    (call_backward, dict(dbias=read_only(zeros(1, 1, 1, 7)), bias=zeros(1, 1, 1, 7))),
     # merge
     (call_merge, dict(outs=[], lses=[])),
     (call_merge, dict(lses=[zeros(2, 4, 5)])),
@@ -284,6 +289,7 @@ VALUE_ERRORS = [
     (call_plan_backward, dict(lse=zeros(2, 4, 5, dtype=np.float64))),
     (call_plan_backward, dict(dv=zeros(2, 5, 4, 9))),
     (call_plan_backward, dict(dsinks=zeros(4))),
+    (call_plan_backward, dict(dbias=zeros(1, 1, 1, 7))),
     # runs that are not as planned
     (call_run, dict(q=zeros(1, 5, 4, 8))),
     (call_run, dict(k=zeros(2, 7, 2, 8, dtype=np.float16))),

@@ -123,6 +123,22 @@ def test_slopes_used_keys_and_seeds_change():
         assert (before != after).any()
 
 
+def test_gradient_of_a_bias():
+    q, k, v, dout = make()
+    bias = np.zeros((1, 4, q.shape[1], k.shape[1]), np.float16)
+    dbias = np.empty(bias.shape, np.float32)
+    plan = fulgur.plan(q, k, v, bias=bias, return_lse=True)
+    saved = plan.run(q, k, v, bias=bias)
+    backward = fulgur.plan_backward(dout, q, k, v, *saved, bias=bias, dbias=dbias)
+    assert {"bias", "dbias"} <= set(backward.details()["call"]["optional_tensors"])
+    *gradients, got = backward.run(dout, q, k, v, *saved, bias=bias, dbias=dbias)
+    assert got is dbias and len(gradients) == 3
+    want = fulgur.attention_backward(dout, q, k, v, *saved, bias=bias, dbias=np.empty_like(dbias))
+    assert_equal([*gradients, got], want)
+    with pytest.raises(ValueError, match="^dbias: "):
+        backward.run(dout, q, k, v, *saved, bias=bias)
+
+
 def test_sinks_change():
     q, k, v, dout = make()
     sinks = np.zeros(4, np.float32)

@@ -13,7 +13,7 @@ namespace fulgur::test {
 
 // All arguments of a forward and a backward call.
 struct Call : ForwardTensors {
-  Tensor dout, dq, dk, dv, dlse, dsinks;
+  Tensor dout, dq, dk, dv, dlse, dsinks, dbias;
   Options options;
   Run run;
 
@@ -25,6 +25,7 @@ struct Call : ForwardTensors {
         dv(w.backward.dv),
         dlse(w.backward.dlse),
         dsinks(w.backward.dsinks),
+        dbias(w.backward.dbias),
         options(w.options),
         run(w.run_options) {}
   ForwardArgs forward() const { return *this; }
@@ -44,7 +45,8 @@ struct Call : ForwardTensors {
             .rng_state = rng_state,
             .sinks = sinks,
             .dsinks = dsinks,
-            .bias = bias};
+            .bias = bias,
+            .dbias = dbias};
   }
 };
 
@@ -107,7 +109,8 @@ inline fulgur_status call_c(const Call& call, bool backward,
       cu_k(call.cu_seqlens_k), used_q(call.seqused_q), used_k(call.seqused_k), dlse(call.dlse),
       rng(call.rng_state), table(call.page_table), indptr(call.page_indptr),
       index(call.cache_batch_idx), leftpad(call.leftpad_k), sinks(call.sinks), dsinks(call.dsinks),
-      tree(call.tree_mask), bias(call.bias), groups(call.prefix_groups), lens(call.prefix_lens);
+      tree(call.tree_mask), bias(call.bias), dbias(call.dbias), groups(call.prefix_groups),
+      lens(call.prefix_lens);
   const fulgur_options o = c_options(call.options);
   const fulgur_run run{sizeof(run),
                        call.run.stream,
@@ -119,7 +122,7 @@ inline fulgur_status call_c(const Call& call, bool backward,
   if (backward) {
     const fulgur_backward_args args{sizeof(args), dout, q,      k,        v,     out,
                                     lse,          dq,   dk,     dv,       alibi, rng,
-                                    sinks,        dlse, dsinks, &lengths, bias};
+                                    sinks,        dlse, dsinks, &lengths, bias,  dbias};
     return fulgur_backward(&args, &o, &run);
   }
   const fulgur_kv_cache cache{sizeof(cache), table, indptr, index, leftpad};

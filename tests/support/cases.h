@@ -34,6 +34,11 @@ enum class Bias {
   kTransposed,  ///< f16, keys outside in memory
   kKeys,        ///< bool, (batch, 1, 1, sk)
   kPairs,       ///< bool, (1, 1, sq, sk)
+  kBatches,     ///< f32, (batch, 1, sq, sk)
+  kShared,      ///< the dtype of q, (1, 1, sq, sk)
+  kColumns,     ///< f32, (batch, hq, 1, sk)
+  kRows,        ///< the dtype of q, (1, hq, sq, 1)
+  kOne,         ///< f32, (1, 1, 1, 1)
 };
 
 struct Case {

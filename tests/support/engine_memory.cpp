@@ -103,7 +103,8 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.rng_state),
           at(t.sinks),
           at(t.dsinks),
-          at(t.bias)};
+          at(t.bias),
+          at(t.dbias)};
 }
 
 AppendTensors EngineMemory::at(const AppendTensors& t) {

@@ -27,13 +27,15 @@ struct HeadData {
 struct HeadResult {
   reference::Forward forward;
   reference::Backward backward;
+  std::vector<double> ds;  // [sq, sk], the gradients of scores, of a head with a bias
 };
 
 // Largest sizes met, for the units of the error rule.
 struct Sizes {
   double q = 0, k = 0, v = 0, dout = 0, ds = 0;
-  double dsink = 0;          // the sum of all terms
-  double dsink_squares = 0;  // of what of them has O in it
+  double dsink = 0;                         // the sum of all terms
+  double dsink_squares = 0;                 // of what of them has O in it
+  std::vector<double> terms, of_rounded_o;  // [sq, sk]: those of ds, and what of them has O in it
   void include(const Sizes& other) {
     q = std::max(q, other.q);
     k = std::max(k, other.k);
@@ -103,6 +105,9 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   const auto sink = static_cast<T>(rule.sink);
   T dsink = 0;
   if (gradients) result.backward.dq.resize(sq * d);
+  if (gradients && !data.bias.empty()) {
+    for (auto* x : {&result.ds, &sizes->terms, &sizes->of_rounded_o}) x->resize(sq * sk);
+  }
   std::vector<bool> hidden(sk);  // by the tree mask or the bias
 
   for (int64_t i = 0; i < sq; ++i) {
@@ -190,9 +195,14 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     for (int64_t j = begin; j < end; ++j) {
       if (hidden[j]) continue;
       const T dp = Z[j] == 0 ? T{0} : round(dP[j]) * Z[j];
-      const T dS = round(round(P[j] * (dp - (D - dlse))) * jacobian[j]);
-      sizes->ds =
-          std::max<double>(sizes->ds, P[j] * (std::fabs(dp) + std::fabs(D) + std::fabs(dlse)));
+      const T of_score = round(P[j] * (dp - (D - dlse))), dS = round(of_score * jacobian[j]);
+      const double size = P[j] * (std::fabs(dp) + std::fabs(D) + std::fabs(dlse));
+      sizes->ds = std::max(sizes->ds, size);
+      if (!result.ds.empty()) {
+        result.ds[i * sk + j] = of_score;
+        sizes->terms[i * sk + j] = size;
+        sizes->of_rounded_o[i * sk + j] = P[j] * std::sqrt(squares_of_d);
+      }
       for (int64_t c = 0; c < d; ++c) {
         row[c] += dS * k[j * d + c];
         dK[j * d + c] += dS * q[i * d + c];
@@ -205,13 +215,19 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     for (const T x : dV) result.backward.dv.push_back(round(x));
     result.backward.dsink = dsink;
   }
-  sizes->include({max_abs(data.q), max_abs(data.k), max_abs(data.v), max_abs(data.dout), 0, 0});
+  sizes->q = max_abs(data.q);
+  sizes->k = max_abs(data.k);
+  sizes->v = max_abs(data.v);
+  sizes->dout = max_abs(data.dout);
   return result;
 }
 
 HeadResult reference_head(const HeadData& data, bool gradients) {
-  HeadResult result{reference::standard_forward(data.head), {}};
-  if (gradients) result.backward = reference::standard_backward(data.head, data.gradient());
+  HeadResult result{reference::standard_forward(data.head), {}, {}};
+  if (!gradients) return result;
+  if (!data.bias.empty()) result.ds.resize(data.bias.size());
+  result.backward = reference::standard_backward(data.head, data.gradient(), nullptr,
+                                                 {result.ds.data(), data.head.sk, 1});
   return result;
 }
 
@@ -226,6 +242,15 @@ void parallel(int64_t count, Body body) {
   work();
 }
 
+// Which element of a bias of that shape the score of query i and key j takes.
+int64_t element_of_bias(const std::array<int64_t, 4>& shape, int64_t b, int64_t h, int64_t i,
+                        int64_t j) {
+  const int64_t index[] = {b, h, i, j};
+  int64_t element = 0;
+  for (int n = 0; n < 4; ++n) element = element * shape[n] + (shape[n] == 1 ? 0 : index[n]);
+  return element;
+}
+
 void accumulate(Outputs& all, const HeadResult& one, bool gradients, const Workload& w, size_t b,
                 int64_t h) {
   const Case& c = w.c;
@@ -238,6 +263,32 @@ void accumulate(Outputs& all, const HeadResult& one, bool gradients, const Workl
   scatter(all.dk, one.backward.dk, s.k_begin, s.sk, c.hk, hk, c.d);
   scatter(all.dv, one.backward.dv, s.k_begin, s.sk, c.hk, hk, c.dv);
   all.dsinks[h] += one.backward.dsink;
+  for (size_t at = 0; at < one.ds.size(); ++at) {
+    const int64_t i = static_cast<int64_t>(at) / s.sk, j = static_cast<int64_t>(at) % s.sk;
+    all.dbias[element_of_bias(w.forward.bias.shape, b, h, i, j)] += one.ds[at];
+  }
+}
+
+// The sizes of the terms that an element of dbias sums, of that with the largest sum.
+void set_units_of_dbias(const Workload& w, const std::vector<Sizes>& sizes, Expected& e) {
+  std::vector<double> terms(e.reference.dbias.size()), squares(terms.size());
+  for (size_t n = 0; n < sizes.size(); ++n) {
+    const auto b = static_cast<int64_t>(n) / w.c.hq, h = static_cast<int64_t>(n) % w.c.hq;
+    const int64_t sk = w.sequences[b].sk;
+    double of_row = 0;
+    for (size_t at = 0; at < sizes[n].terms.size(); ++at) {
+      const int64_t i = static_cast<int64_t>(at) / sk, j = static_cast<int64_t>(at) % sk;
+      const int64_t to = element_of_bias(w.forward.bias.shape, b, h, i, j);
+      terms[to] += sizes[n].terms[at];
+      // All of a row are off by the same, where one element sums them.
+      if (w.forward.bias.shape[3] > 1 || j == 0) of_row = 0;
+      squares[to] -= of_row * of_row;
+      of_row += sizes[n].of_rounded_o[at];
+      squares[to] += of_row * of_row;
+    }
+  }
+  e.unit.dbias = max_abs(terms);
+  e.unit.rounded_dbias = std::sqrt(max_abs(squares));
 }
 
 Outputs empty_outputs(const Workload& w) {
@@ -245,7 +296,8 @@ Outputs empty_outputs(const Workload& w) {
   return {
       std::vector<double>(w.total_q * c.hq * c.dv), std::vector<double>(w.total_q * c.hq, -kInf),
       std::vector<double>(w.total_q * c.hq * c.d),  std::vector<double>(w.total_k * c.hk * c.d),
-      std::vector<double>(w.total_k * c.hk * c.dv), std::vector<double>(c.hq)};
+      std::vector<double>(w.total_k * c.hk * c.dv), std::vector<double>(c.hq),
+      std::vector<double>(w.forward.bias.numel())};
 }
 
 Expected expect_some(const Workload& w, bool gradients) {
@@ -258,7 +310,6 @@ Expected expect_some(const Workload& w, bool gradients) {
   if (w.forward.sinks.given()) sinks = read(w.forward.sinks);
   std::vector<double> bias;
   if (w.forward.bias.given()) bias = read(w.forward.bias);
-  const std::array<int64_t, 4> of_bias = w.forward.bias.shape;
   std::vector<uint64_t> tree(w.forward.tree_mask.numel());
   std::memcpy(tree.data(), w.forward.tree_mask.data, 8 * tree.size());
   const kernels::DropoutMask dropout =
@@ -278,10 +329,7 @@ Expected expect_some(const Workload& w, bool gradients) {
     data.dout = gather(dout, s.q_begin, s.sq, c.hq, h, c.dv);
     for (int64_t r = 0; c.dlse && r < s.sq; ++r) data.dlse.push_back(dlse[w.lse_index(b, h, r)]);
     for (int64_t at = 0; !bias.empty() && at < s.sq * s.sk; ++at) {
-      const int64_t index[] = {b, h, at / s.sk, at % s.sk};
-      int64_t element = 0;
-      for (int i = 0; i < 4; ++i) element = element * of_bias[i] + (of_bias[i] == 1 ? 0 : index[i]);
-      const double x = bias[element];
+      const double x = bias[element_of_bias(w.forward.bias.shape, b, h, at / s.sk, at % s.sk)];
       data.bias.push_back(w.forward.bias.dtype != DType::kBool ? x : x != 0 ? 0 : -kInf);
     }
     const auto slope = c.alibi == Alibi::kNone ? 0 : slopes[c.alibi == Alibi::kHeads ? h : n];
@@ -332,6 +380,7 @@ Expected expect_some(const Workload& w, bool gradients) {
     e.unit.dsinks = std::max(e.unit.dsinks, terms);
     e.unit.rounded_dsinks = std::max(e.unit.rounded_dsinks, std::sqrt(squares));
   }
+  if (gradients && !bias.empty()) set_units_of_dbias(w, sizes, e);
   return e;
 }
 
@@ -411,6 +460,11 @@ testing::AssertionResult backward_is_right(const Workload& w, const Expected& e)
   if (auto r = within("dq", b.dq, e.reference.dq, e.naive.dq, 3, t * e.unit.dq); !r) return r;
   if (auto r = within("dk", b.dk, e.reference.dk, e.naive.dk, 3, t * e.unit.dk); !r) return r;
   if (auto r = within("dv", b.dv, e.reference.dv, e.naive.dv, 3, t * e.unit.dv); !r) return r;
+  if (b.dbias.given()) {
+    const double bound = std::max(t, tolerance(DType::kF32)) * e.unit.dbias +
+                         half_ulp(w.c.dtype) * e.unit.rounded_dbias;
+    if (auto r = within("dbias", b.dbias, e.reference.dbias, e.naive.dbias, 3, bound); !r) return r;
+  }
   if (!b.dsinks.given()) return testing::AssertionSuccess();
   // They are f32 whatever the tensors are, but take D from O, which is rounded as these are.
   const double bound = std::max(t, tolerance(DType::kF32)) * e.unit.dsinks +

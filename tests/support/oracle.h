@@ -10,7 +10,8 @@
 ///   tolerance  is 1e-5 for 16-bit tensors, 32 ulp for f32 and f64.
 /// Of dsinks, a sum over all rows that is f32 in every naive computation, the unit is the sum of
 /// the sizes of its terms. It takes D from the rounded O, by which it may be off, however lucky the
-/// few sums of a naive computation were: by half an ulp of the root of its terms' squares. LSE,
+/// few sums of a naive computation were: by half an ulp of the root of its terms' squares. So may
+/// dbias, each element of which may be a sum of many terms. LSE,
 /// which is never rounded to 16 bits: max|got - reference| <= tolerance * max(1, |LSE|). Infinities
 /// and NaN must stand exactly where the reference has them.
 #pragma once
@@ -23,13 +24,14 @@ namespace fulgur::test {
 
 /// Every output of a workload in row-major order of its tensor's shape.
 struct Outputs {
-  std::vector<double> out, lse, dq, dk, dv, dsinks;
+  std::vector<double> out, lse, dq, dk, dv, dsinks, dbias;
 };
 
 struct Expected {
   Outputs reference, naive;
   struct {
     double out = 0, lse = 0, dq = 0, dk = 0, dv = 0, dsinks = 0, rounded_dsinks = 0;
+    double dbias = 0, rounded_dbias = 0;
   } unit;
 };
 

@@ -30,7 +30,7 @@ struct ForwardTensors {
 struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
   Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{}, dlse{};
-  Tensor rng_state{}, sinks{}, dsinks{}, bias{};
+  Tensor rng_state{}, sinks{}, dsinks{}, bias{}, dbias{};
   operator BackwardArgs() const {
     return {.dout = dout,
             .q = q,
@@ -47,7 +47,8 @@ struct BackwardTensors {
             .rng_state = rng_state,
             .sinks = sinks,
             .dsinks = dsinks,
-            .bias = bias};
+            .bias = bias,
+            .dbias = dbias};
   }
 };
 

@@ -267,20 +267,27 @@ void Workload::make_trees(uint64_t seed) {
 
 // Packed sequences have a bias of more rows and keys than the longest of them, which nobody reads.
 void Workload::make_bias(uint64_t seed) {
-  const bool all = c.bias == Bias::kAll || c.bias == Bias::kTransposed;
-  const bool bools = c.bias == Bias::kKeys || c.bias == Bias::kPairs;
-  const auto batch = static_cast<int64_t>(sequences.size());
-  const std::array shape{all || c.bias == Bias::kKeys ? batch : 1, bools ? 1 : c.hq,
-                         c.bias == Bias::kKeys ? 1 : c.sq + (c.packed() ? 2 : 0),
-                         c.sk + (c.packed() ? 3 : 0)};
+  const auto one_of = [&](std::initializer_list<Bias> kinds) {
+    return std::ranges::find(kinds, c.bias) != kinds.end();
+  };
+  const bool bools = one_of({Bias::kKeys, Bias::kPairs});
+  const bool one_batch =
+      one_of({Bias::kHeads, Bias::kPairs, Bias::kShared, Bias::kRows, Bias::kOne});
+  const bool one_head = bools || one_of({Bias::kBatches, Bias::kShared, Bias::kOne});
+  const bool one_query = one_of({Bias::kKeys, Bias::kColumns, Bias::kOne});
+  const bool one_key = one_of({Bias::kRows, Bias::kOne});
+  const std::array shape{one_batch ? 1 : static_cast<int64_t>(sequences.size()),
+                         one_head ? 1 : c.hq, one_query ? 1 : c.sq + (c.packed() ? 2 : 0),
+                         one_key ? 1 : c.sk + (c.packed() ? 3 : 0)};
   const int64_t pairs = shape[2] * shape[3];
   std::array strides{shape[1] * pairs, pairs, shape[3], int64_t{1}};
   if (c.bias == Bias::kTransposed) {
     strides[2] = 1;
     strides[3] = shape[2];
   }
+  const bool as_q = one_of({Bias::kHeads, Bias::kShared, Bias::kRows});
   const DType dtype = bools                         ? DType::kBool
-                      : c.bias == Bias::kHeads      ? c.dtype
+                      : as_q                        ? c.dtype
                       : c.bias == Bias::kTransposed ? DType::kF16
                                                     : DType::kF32;
   forward.bias = storage(dtype, shape[0] * strides[0], false).view(0, shape, strides);
@@ -288,13 +295,21 @@ void Workload::make_bias(uint64_t seed) {
   std::mt19937_64 random(seed + 2);
   std::vector<double> values(static_cast<size_t>(forward.bias.numel()));
   for (size_t n = 0; n < values.size(); ++n) {
-    const bool row_is_hidden = c.bias != Bias::kKeys && n / static_cast<size_t>(shape[3]) % 11 == 4;
-    const bool hidden = row_is_hidden || random() % 6 == 0;
+    const bool row_is_hidden = !one_query && n / static_cast<size_t>(shape[3]) % 11 == 4;
+    const bool hidden = row_is_hidden || (!one_key && random() % 6 == 0);
     values[n] = bools    ? !hidden
                 : hidden ? -std::numeric_limits<double>::infinity()
                          : normal(random);
   }
   write(forward.bias, values);
+  if (bools) return;
+  // Rows of the gradient lie apart, or its keys do.
+  const DType of_gradient = seed % 2 == 0 ? DType::kF32 : dtype;
+  const int64_t ld = shape[c.bias == Bias::kTransposed ? 2 : 3] + 5;
+  const int64_t head = ld * shape[c.bias == Bias::kTransposed ? 3 : 2];
+  std::array apart{shape[1] * head, head, ld, int64_t{1}};
+  if (c.bias == Bias::kTransposed) std::swap(apart[2], apart[3]);
+  backward.dbias = storage(of_gradient, shape[0] * apart[0], true).view(0, shape, apart);
 }
 
 // Rows that belong to no sequence, and keys that do not exist: reading them shows in the results.

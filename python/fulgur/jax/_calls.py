@@ -16,6 +16,7 @@ _DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
     "float64": "f64",
+    "bool": "bool",
     "int32": "i32",
     "int64": "i64",  # of wrong inputs, for the library to refuse
 }
@@ -51,8 +52,8 @@ def _planned(name, x):
         )
     if x.dtype.name not in _DTYPES:
         raise ValueError(
-            f"{name}: got {x.dtype.name}, want float32, bfloat16, float16 or float64, or int32 for "
-            "lengths"
+            f"{name}: got {x.dtype.name}, want float32, bfloat16, float16, float64, int32 for lengths, "
+            "or bool for a bias"
         )
     return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
 

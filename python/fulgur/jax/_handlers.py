@@ -161,11 +161,12 @@ def _attention(options, with_lse, tensors):
 
 
 def _attention_fwd(options, with_lse, tensors):
-    for name in ("alibi_slopes", "bias"):
-        if name in tensors and tensors[name].perturbed:
-            raise ValueError(
-                f"{name}: a gradient is wanted, and there is none; want jax.lax.stop_gradient({name})"
-            )
+    slopes = tensors.get("alibi_slopes")
+    if slopes is not None and slopes.perturbed:
+        raise ValueError(
+            "alibi_slopes: a gradient is wanted, and there is none; want "
+            "jax.lax.stop_gradient(alibi_slopes)"
+        )
     for name in WITHOUT_GRADIENT:
         if name in tensors:
             things = "tree masks" if name == "tree_mask" else "caches"
@@ -173,20 +174,22 @@ def _attention_fwd(options, with_lse, tensors):
                 f"{name}: given where a gradient is wanted, and {things} have none; want "
                 "jax.lax.stop_gradient of q, k, v and sinks"
             )
+    differentiated = {x: None for x in ("q", "k", "v", "sinks") if x in tensors}
+    if "bias" in tensors and tensors["bias"].perturbed:  # its gradient is as large as all scores
+        differentiated["bias"] = None
     tensors = {name: x.value for name, x in tensors.items()}
     results = _forward(options, tensors, with_lse=True)
-    return results if with_lse else results[:1], (tensors, *results)
+    return results if with_lse else results[:1], (tensors, differentiated, *results)
 
 
 def _attention_bwd(options, with_lse, saved, gradients):
-    tensors, out, lse = saved
+    tensors, differentiated, out, lse = saved
     zero = jax.custom_derivatives.SymbolicZero
     dout, dlse = gradients if with_lse else (*gradients, None)
     operands = tensors | {"out": out, "lse": lse}
     operands["dout"] = jnp.zeros_like(out) if isinstance(dout, zero) else dout
     if dlse is not None and not isinstance(dlse, zero):
         operands["dlse"] = dlse
-    differentiated = [x for x in ("q", "k", "v", "sinks") if x in tensors]
     results = {f"d{x}": _like(tensors[x], tensors["q"]) for x in differentiated}
     found = _call("fulgur_backward", results, options, vary_alike(operands))
     wanted = {x: _placed_as(found[f"d{x}"], tensors[x]) for x in differentiated}

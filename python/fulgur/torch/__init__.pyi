@@ -48,7 +48,7 @@ def attention(
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    k, v, bias and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
     apart; with a cache, q alone is cast, to the dtype of the cache.
 
     Args:
@@ -68,8 +68,7 @@ def attention(
         bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
             q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
             where the query sees the key. Packed sequences and caches count queries and keys in each
-            sequence, and may have a bias of more of both. It gets no gradient. Computed on the CPU
-            alone.
+            sequence, and may have a bias of more of both. Computed on the CPU alone.
         sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv

@@ -37,12 +37,15 @@ def _gradients(ctx, dout, dlse):
     given = dict(zip(names, tensors))
     if dlse is not None:
         given["dlse"] = whole_rows("dlse", dlse)
+    if "bias" in given and ctx.needs_input_grad[4 + names.index("bias")]:
+        numbers = numbers | {"with_dbias": True}
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         rows = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse} | given
-        dq, dk, dv, dsinks = _Gradients.apply(numbers, tuple(rows), *rows.values())
+        dq, dk, dv, dsinks, dbias = _Gradients.apply(numbers, tuple(rows), *rows.values())
     else:
-        dq, dk, dv, dsinks = _operators.backward(dout, q, k, v, out, lse, **given, **numbers)
-    return dq, dk, dv, None, *[dsinks if name == "sinks" else None for name in names]
+        dq, dk, dv, dsinks, dbias = _operators.backward(dout, q, k, v, out, lse, **given, **numbers)
+    of_tensors = {"sinks": dsinks, "bias": dbias if numbers.get("with_dbias") else None}
+    return dq, dk, dv, None, *[of_tensors.get(name) for name in names]
 
 
 class _Gradients(torch.autograd.Function):

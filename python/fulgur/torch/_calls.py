@@ -19,7 +19,7 @@ from fulgur.torch._tensors import (
 
 _OPTIONS = frozenset(_fulgur.option_defaults())
 _OPTIONS_OF_APPEND = _OPTIONS & {x.name for x in _operators.append._schema.arguments}
-_CONSTANTS = {"scale", "softcap", "alibi_slopes", "bias"}
+_CONSTANTS = {"scale", "softcap", "alibi_slopes"}
 _WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
 _OF_CACHES = frozenset(WITHOUT_GRADIENT) - {"tree_mask", "prefix_groups", "prefix_lens"}
 
@@ -44,7 +44,7 @@ def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    k, v, bias and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
     apart; with a cache, q alone is cast, to the dtype of the cache.
 
     Args:
@@ -63,10 +63,10 @@ def attention(q, k, v, **given):
         if results is not None:
             return results
     numbers, tensors, cache, return_lse = _arguments(given)
-    sinks = tensors.get("sinks")
+    sinks, bias = tensors.get("sinks"), tensors.get("bias")
     cached = not _OF_CACHES.isdisjoint(cache)
     if cache:
-        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks)
+        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks, bias=bias)
     if autocasts(q):
         dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
         q = q.to(dtype)
@@ -85,7 +85,7 @@ def attention(q, k, v, **given):
         out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
-        or getattr(sinks, "requires_grad", False)
+        or getattr(sinks, "requires_grad", False) or getattr(bias, "requires_grad", False)
     ):  # fmt: skip
         if getattr(sinks, "requires_grad", False) and sinks.device != q.device:
             raise ValueError(

@@ -38,14 +38,15 @@ _ON_DEVICE_OF_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
 
 
 def _fake(op):
-    """Registers `results`, those of an operator without memory, of its tensors by name."""
+    """Registers `results`, those of an operator without memory, of its arguments by name."""
 
     def register(results):
         @torch.library.register_fake(op._name, lib=library)
         def fake(*args):
-            given = {name: x for name, x in by_name(op, args).items() if isinstance(x, torch.Tensor)}
-            first, device = next((name, x.device) for name, x in given.items())
-            for name, x in given.items():
+            given = by_name(op, args)
+            tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+            first, device = next((name, x.device) for name, x in tensors.items())
+            for name, x in tensors.items():
                 # PyTorch comes here for one tensor on meta, too, and the results would be there.
                 if x.device != device and (x.device.type == "meta" or name in _ON_DEVICE_OF_FIRST):
                     raise ValueError(f"{name}: got a tensor on {x.device}, want {device} as {first}")
@@ -78,9 +79,10 @@ def _fake_append_forward(q, v_cache, **_):
 
 
 @_fake(backward)
-def _fake_backward(q, k, v, sinks=None, **_):
+def _fake_backward(q, k, v, sinks=None, bias=None, with_dbias=False, **_):
     dsinks = q.new_empty((0,)) if sinks is None else q.new_empty(sinks.shape, dtype=sinks.dtype)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks
+    dbias = bias.new_empty(bias.shape) if with_dbias else q.new_empty((0,))
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks, dbias
 
 
 @_fake(forward_into)

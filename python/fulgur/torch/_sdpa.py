@@ -58,7 +58,7 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    *gradients, _ = named(
+    *gradients, _, _ = named(
         _NAMES, _operators.backward, grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
     )
     return tuple(x.transpose(1, 2) for x in gradients)

@@ -78,7 +78,7 @@ def batched(op, heads, size, given, mapped):
     return results, tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
 
 
-HEADS_OF_RESULTS, HEADS_OF_GRADIENTS = (-2, -2), (-2, -2, -2, -1)
+HEADS_OF_RESULTS, HEADS_OF_GRADIENTS = (-2, -2), (-2, -2, -2, -1, -1)
 
 
 @torch.library.register_vmap("fulgur::forward", lib=library)

@@ -94,7 +94,7 @@ FIELD(fulgur_forward_args, shared_prefix, 96, 8);
 FIELD(fulgur_forward_args, append, 104, 8);
 FIELD(fulgur_forward_args, bias, 112, 8);
 
-SIZE(fulgur_backward_args, 136);
+SIZE(fulgur_backward_args, 144);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -112,6 +112,7 @@ FIELD(fulgur_backward_args, dlse, 104, 8);
 FIELD(fulgur_backward_args, dsinks, 112, 8);
 FIELD(fulgur_backward_args, lengths, 120, 8);
 FIELD(fulgur_backward_args, bias, 128, 8);
+FIELD(fulgur_backward_args, dbias, 136, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);

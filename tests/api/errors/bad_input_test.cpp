@@ -31,6 +31,14 @@ void set_lengths(const Tensor& t, std::initializer_list<double> values) { write(
 
 constexpr int64_t kHuge = int64_t{1} << 40;
 
+// The call with a bias (1, 4, 1, 10) and its gradient.
+Call with_bias(Call c, DType dtype) {
+  static float bias[40], dbias[40];
+  c.bias = Tensor::contiguous(bias, dtype, {1, 4, 1, 10});
+  c.dbias = Tensor::contiguous(dbias, DType::kF32, {1, 4, 1, 10});
+  return c;
+}
+
 // The base: q (2, 8, 4, 16), k (2, 10, 2, 16), v (2, 10, 2, 24), out (2, 8, 4, 24), lse (2, 4, 8).
 // Packed: 2 + 8 + 0 + 3 + 4 + 3 = 20 rows of q, 1 + 10 + 5 + 0 + 4 + 3 = 23 of k, in 4 sequences.
 const std::vector<Wrong>& wrongs() {
@@ -229,6 +237,52 @@ const std::vector<Wrong>& wrongs() {
       {"bias_that_is_an_output",
        [](Call& c) { c.bias = Tensor::contiguous(c.dq.data, DType::kF32, {1, 1, 1, 1}); },
        "dq: shares its memory with bias", kBackwardOnly},
+      {"dbias_without_bias", [](Call& c) { c.dbias = with_bias(c, DType::kF32).dbias; },
+       "dbias: given without bias", kBackwardOnly},
+      {"dbias_of_bools", [](Call& c) { c = with_bias(c, DType::kBool); },
+       "dbias: given with a bias of bools", kBackwardOnly},
+      {"dbias_of_another_shape",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.shape[1] = 1;
+       },
+       "dbias: got shape \\(1, 1, 1, 10\\), want \\(1, 4, 1, 10\\) of the bias", kBackwardOnly},
+      {"dbias_of_rank_3",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.rank = 3;
+       },
+       "dbias: got 3 dimensions", kBackwardOnly},
+      {"dbias_of_bf16",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.dtype = DType::kBF16;
+       },
+       "dbias: got bf16, want f32 \\(that of bias, or f32\\)", kBackwardOnly},
+      {"dbias_that_overlaps",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.strides[1] = 0;
+       },
+       "dbias: elements overlap", kBackwardOnly},
+      {"dbias_null",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.data = nullptr;
+       },
+       "dbias: data is null", kBackwardOnly},
+      {"dbias_on_another_device",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias = on_cuda(c.dbias);
+       },
+       "dbias: on cuda:0, want cpu", kBackwardOnly},
+      {"dbias_that_is_bias",
+       [](Call& c) {
+         c = with_bias(c, DType::kF32);
+         c.dbias.data = c.bias.data;
+       },
+       "dbias: shares its memory with bias", kBackwardOnly},
       {"rng_state_of_i32", [](Call& c) { c.rng_state.dtype = DType::kI32; },
        "rng_state: got i32, want i64"},
       {"rng_state_of_one", [](Call& c) { c.rng_state.shape[0] = 1; },

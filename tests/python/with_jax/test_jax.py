@@ -95,6 +95,29 @@ def test_gradient_of_sinks(case):
     np.testing.assert_allclose(got, want[3], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 7, 9), (1, 4, 1, 9), (1, 1, 7, 9)])
+def test_gradient_of_a_bias(shape):
+    """Under jit, of the rows, too, and of samples; that of bools is none."""
+    tensors = arrays((2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    (bias,) = arrays(shape, seed=3)
+    call = jax.jit(lambda b, *x: attention(*x, bias=b, softcap=2.0, return_lse=True))
+    (out, lse), back = jax.vjp(call, bias, *tensors)
+    (dout,), (dlse,) = arrays(out.shape, seed=1), arrays(lse.shape, seed=2)
+    got = back((dout, dlse))
+    dq, dk, dv, dbias = reference.attention_backward(
+        np.asarray(dout), *map(np.asarray, tensors), dlse=np.asarray(dlse), bias=np.asarray(bias), softcap=2.0
+    )
+    for x, want in zip(got, (dbias, dq, dk, dv)):
+        np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-5)
+    alone = jax.grad(lambda b: (attention(*tensors, bias=b) ** 2).sum())
+    samples = jnp.stack([bias, 2 * bias])
+    np.testing.assert_allclose(jax.vmap(alone)(samples), jnp.stack([*map(alone, samples)]), rtol=1e-5, atol=1e-6)
+    seen = bias > -1
+    rows = jax.grad(lambda q: (attention(q, *tensors[1:], bias=seen) ** 2).sum())(tensors[0])
+    numbers = jax.grad(lambda q: (attention(q, *tensors[1:], bias=jnp.where(seen, 0.0, -jnp.inf)) ** 2).sum())
+    np.testing.assert_array_equal(rows, numbers(tensors[0]))
+
+
 @pytest.mark.parametrize("axis", [None, 1])
 def test_vmap_of_sinks(axis):
     """Of the results, and of the gradient of each sample."""
@@ -406,9 +429,6 @@ def test_shard_map_over_batch_and_heads():
 def test_gradients_that_there_are_not():
     q, k, v = qkv()
     slopes = jnp.asarray(SLOPES)
-    bias = jnp.zeros((1, 1, 1, k.shape[1]))
-    with pytest.raises(ValueError, match="bias: a gradient is wanted.*stop_gradient"):
-        jax.grad(lambda b: attention(q, k, v, bias=b).sum())(bias)
     with pytest.raises(ValueError, match="alibi_slopes: a gradient is wanted.*stop_gradient"):
         jax.grad(lambda s: attention(q, k, v, alibi_slopes=s).sum())(slopes)
     stopped = jax.grad(lambda s: attention(q, k, v, alibi_slopes=jax.lax.stop_gradient(s)).sum())

@@ -100,6 +100,45 @@ def test_gradient_of_sinks(name):
     assert_allclose(got, differences, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (1, 4, 5, 7), (2, 1, 5, 7), (1, 1, 1, 7), (1, 1, 5, 1)])
+def test_gradient_of_a_bias(shape):
+    """That of finite differences in float64."""
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64, requires_grad=True) for n, h in ((5, 4), (7, 2), (7, 2)))
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    call = lambda b, *x: attention(*x, bias=b, causal=True, softcap=3.0, return_lse=True)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (bias, q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_of_a_bias_alone(dtype):
+    """It has the dtype of the bias, of whatever strides, and -inf gets 0."""
+    q, k, v = make_qkv(dtype=torch.bfloat16)
+    sq, sk = q.shape[1], k.shape[1]
+    bias = torch.randn(sk, sq, dtype=dtype).masked_fill(torch.rand(sk, sq) < 0.3, -torch.inf).requires_grad_()
+    loss = lambda x: (attention(q, k, v, bias=x.mT[None, None]) ** 2).sum()  # noqa: E731
+    (got,) = torch.autograd.grad(loss(bias), bias)
+    assert got.dtype == dtype and (got[bias == -torch.inf] == 0).all()
+    exact = bias.detach().double().requires_grad_()
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    torch.testing.assert_close(got.double(), torch.autograd.grad(loss(exact), exact)[0], atol=0.05, rtol=0.05)
+
+
+@pytest.mark.slow
+def test_gradient_of_a_bias_under_compile():
+    q, k, v = make_qkv(grad=True)
+    bias = torch.randn(1, 4, q.shape[1], k.shape[1], requires_grad=True)
+    results = []
+    for call in (attention, torch.compile(attention, fullgraph=True)):
+        for tensors in ((bias,), (bias, q)):  # whose gradients are wanted
+            loss = (call(q, k, v, bias=bias) ** 2).sum()
+            results.append(torch.autograd.grad(loss, tensors)[0])
+    assert results[0].abs().min() > 0
+    for got in results[1:]:
+        assert_allclose(got, results[0], rtol=1e-5, atol=1e-7)
+    func = torch.func.grad(lambda b: (attention(q.detach(), k.detach(), v.detach(), bias=b) ** 2).sum())
+    assert_allclose(func(bias.detach()), results[0], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_sinks_alone_may_want_a_gradient():
     q, k, v = make_qkv()
@@ -447,10 +486,7 @@ class TestWrongArguments:
 
     @pytest.mark.parametrize(
         "name, x",
-        [
-            ("alibi_slopes", torch.zeros(4)), ("bias", torch.zeros(1, 1, 1, 1)), ("scale", torch.tensor(0.5)),
-            ("softcap", torch.tensor(2.0)),
-        ],  # fmt: skip
+        [("alibi_slopes", torch.zeros(4)), ("scale", torch.tensor(0.5)), ("softcap", torch.tensor(2.0))],
     )
     def test_what_gets_no_gradient(self, name, x):
         given = {name: x.clone().requires_grad_()}

@@ -155,7 +155,7 @@ HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const Key
     drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t.panel, tile, width, s.Pz,
          s.dS);
   }
-  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS);
+  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS, s.dS);
 }
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see

@@ -19,6 +19,7 @@ struct BackwardScratch {
   float *Q, *dO;               // [kPanelRows][ldk or ldv]
   float *Qt, *dOt;             // [d or dv][width]
   float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
+  float* dBias;                // [kBc][width]: dS before the slope of the scores (the same without)
   BiasScratch bias;
 
   BackwardScratch(const Problem& p, Arena& arena)
@@ -33,6 +34,7 @@ struct BackwardScratch {
     dS = arena.take(kBc * kPanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
     slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
+    dBias = has_score_slope(p) && p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : dS;
   }
 };
 
@@ -76,8 +78,7 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
   }
 }
 
-/// P = exp(S - LSE) in place (line 11) and dS = P o (dP - D) over dP (line 14), times the slope of
-/// the score. Masked entries are set to 0, whatever the row or key holds.
+/// P = exp(S - LSE) in place (line 11). Masked entries are set to 0, whatever the row or key holds.
 HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
@@ -97,9 +98,11 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
   }
 }
 
+/// dS = P o (dP - D) over dP (line 14), times the slope of the score; dBias, where it is not dS,
+/// takes dS without the slope. Masked entries likewise.
 HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
                                const float* HWY_RESTRICT D, const float* HWY_RESTRICT slope,
-                               float* HWY_RESTRICT dS) {
+                               float* dS, float* dBias) {
   const F32 f;
   const auto [j, n, partial] = tile;
   const Visible visible(panel.mask, panel.vectors, tile);
@@ -108,8 +111,12 @@ HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const fl
     for (int64_t jj = 0; jj < n; ++jj) {
       const int64_t at = jj * panel.width() + v * kLanes;
       V32 ds = hn::Mul(hn::Load(f, P + at), hn::Sub(hn::Load(f, dS + at), d));
-      if (slope != nullptr) ds = hn::Mul(ds, hn::Load(f, slope + at));
       if (partial) ds = hn::IfThenElseZero(visible.mask(v, jj), ds);
+      if (slope != nullptr) {
+        if (dBias != dS) hn::Store(ds, f, dBias + at);
+        ds = hn::Mul(ds, hn::Load(f, slope + at));
+        if (partial) ds = hn::IfThenElseZero(visible.mask(v, jj), ds);
+      }
       hn::Store(ds, f, dS + at);
     }
   }
@@ -207,7 +214,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
         std::copy_n(s.P, n * width, s.Pz);
         drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
       }
-      score_gradient(panel, tile, s.P, d_row, s.slope, s.dS);
+      score_gradient(panel, tile, s.P, d_row, s.slope, s.dS, s.dBias);
+      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.bias, panel, tile, s.dBias);
       if (tile.partial && !finite) {
         accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
         continue;

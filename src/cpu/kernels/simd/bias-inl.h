@@ -77,6 +77,34 @@ HWY_NOINLINE inline bool load_bias(const Task& task, const BiasScratch& s, Panel
   return true;
 }
 
+/// Adds dS [kBc][width] of a tile, the gradient of its scores, to that of the bias.
+HWY_NOINLINE inline void add_bias_gradient(const BiasSums& sums, const BiasScratch& s,
+                                           const Panel& panel, const KeyTile& tile,
+                                           const float* HWY_RESTRICT dS) {
+  const F32 f;
+  const auto [dtype, batch, head, row, stride] = sums.at;
+  const int64_t n = tile.n, whole = n / kLanes * kLanes;
+  transpose(dS, panel.width(), kBc, panel.width(), 1, s.rows, kBc);
+  for (int64_t lane = 0; lane < panel.count; ++lane) {
+    const float* const from = s.rows + lane * kBc;
+    const int64_t at = panel.dbias_row[lane] + tile.j * stride;
+    if (dtype != DType::kF32) {
+      for (int64_t jj = 0; jj < n; ++jj)
+        store_element(sums.data, dtype, at + jj * stride, from[jj]);
+      continue;
+    }
+    float* const to = static_cast<float*>(sums.data) + at;
+    if (stride != 1) {
+      for (int64_t jj = 0; jj < n; ++jj) to[jj * stride] += from[jj];
+      continue;
+    }
+    for (int64_t jj = 0; jj < whole; jj += kLanes) {
+      hn::StoreU(hn::Add(hn::LoadU(f, to + jj), hn::Load(f, from + jj)), f, to + jj);
+    }
+    for (int64_t jj = whole; jj < n; ++jj) to[jj] += from[jj];
+  }
+}
+
 /// S + bias, which has the derivative 1.
 HWY_INLINE void add_bias(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT S,
                          int64_t ld) {

@@ -15,12 +15,19 @@ constexpr int64_t kBc = 64;     ///< keys of a tile
 constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
 constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
 
+/// Where the gradient of the bias is added up: dbias itself, or floats in its shape.
+struct BiasSums {
+  void* data = nullptr;  ///< null: nobody wants it
+  Problem::Bias at;      ///< 16 bits: each element has one part
+};
+
 /// What a call gives besides its tensors of rows.
 struct Given {
   const float* slopes;  ///< ALiBi; null without
   ConstTensor sinks;
   ConstTensor tree_mask, bias;
   kernels::DropoutMask dropout;
+  BiasSums dbias{};
 
   /// The sink of q head h; there must be sinks.
   double sink(int64_t h) const { return load_element(sinks.data, sinks.dtype, h); }

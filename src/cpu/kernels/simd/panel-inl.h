@@ -54,8 +54,9 @@ struct Panel {
   int64_t diagonal[kPanelRows];       ///< the key aligned with each query
   HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
-  int64_t bias_row[kPanelRows];  ///< where the bias of the row's keys begins
-  const float* bias = nullptr;   ///< [n][width] of the tile at hand, in log2 units; null without
+  int64_t bias_row[kPanelRows];   ///< where the bias of the row's keys begins
+  int64_t dbias_row[kPanelRows];  ///< and where its gradient does
+  const float* bias = nullptr;    ///< [n][width] of the tile at hand, in log2 units; null without
 
   int64_t width() const { return vectors * kLanes; }
 };
@@ -81,6 +82,11 @@ class RowWalk {
   const Task& task_;
 };
 
+/// Where the bias of query i of head h of sequence b begins, or its gradient.
+inline int64_t bias_offset(const Problem::Bias& at, int64_t b, int64_t h, int64_t i) {
+  return b * at.batch + h * at.head + i * at.row;
+}
+
 inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Panel* panel) {
   const Problem& p = task.problem;
   panel->count = row_end - row_begin;
@@ -93,7 +99,8 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
     panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
     panel->slope[lane] = task.slope(row.head) * kLog2e;
-    panel->bias_row[lane] = task.b * p.bias.batch + row.head * p.bias.head + i * p.bias.row;
+    panel->bias_row[lane] = bias_offset(p.bias, task.b, row.head, i);
+    panel->dbias_row[lane] = bias_offset(task.given.dbias.at, task.b, row.head, i);
     panel->query[lane] = static_cast<uint32_t>(i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
