@@ -18,7 +18,7 @@ namespace {
 using io::Array;
 using io::Arrays;
 
-const std::vector<std::string> kInputs = {"q", "k", "v", "sinks", "dout", "dlse"};
+const std::vector<std::string> kInputs = {"q", "k", "v", "bias", "sinks", "dout", "dlse"};
 const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsinks"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {
@@ -111,9 +111,11 @@ Arrays read_inputs(const AttendRequest& r) {
   if (!r.dtype.empty()) {
     const DType dtype = dtype_called(r.dtype);
     for (auto& [name, array] : arrays) {
-      const DType wanted = name == "dlse"    ? lse_dtype(dtype)
-                           : name == "sinks" ? DType::kF32
-                                             : dtype;
+      // A bias has a dtype of its own, but float64 goes with float64 alone.
+      if (name == "bias" && array.dtype() != DType::kF64) continue;
+      const DType wanted = name == "dlse" || name == "bias" ? lse_dtype(dtype)
+                           : name == "sinks"                ? DType::kF32
+                                                            : dtype;
       if (array.dtype() != wanted) array = array.converted(wanted, name);
     }
   }
@@ -193,6 +195,7 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
                       .seqused_k = extras["seqused-k"]},
           .sinks = t["sinks"],
           .tree_mask = extras["tree-mask"],
+          .bias = t["bias"],
           .cache = {.page_table = extras["page-table"],
                     .page_indptr = extras["page-indptr"],
                     .cache_batch_idx = extras["cache-batch-idx"],
@@ -218,7 +221,8 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
                       .seqused_k = extras["seqused-k"]},
           .dlse = t["dlse"],
           .sinks = t["sinks"],
-          .dsinks = t["dsinks"]};
+          .dsinks = t["dsinks"],
+          .bias = t["bias"]};
 }
 
 void write_outputs(const AttendRequest& r, Arrays outputs) {
@@ -301,6 +305,9 @@ void add_attend(CLI::App& app) {
   file("q", "Queries (batch, sq, hq, d): float32, float16 or float64");
   file("k", "Keys (batch, sk, hk, d)");
   file("v", "Values (batch, sk, hk, dv)");
+  file("bias",
+       "Added to the scores, -inf hides: (batch, hq, sq, sk), each may be 1; float32, float16 or "
+       "bool, true where a query sees the key");
   file("sinks", "A score of each q head in every softmax, without a value: float32 (hq)");
   file("out", "Output (batch, sq, hq, dv)");
   file("lse", "Output: log of the sum of exp(scores), float32 (batch, hq, sq)");
@@ -310,8 +317,8 @@ void add_attend(CLI::App& app) {
   file("dk", "Output: gradient of k");
   file("dv", "Output: gradient of v");
   file("dsinks", "Output: gradient of sinks, float32 (hq)");
-  auto* input =
-      command->add_option("--input", r->input, "Reads q, k, v and, if there, sinks, dout and dlse");
+  auto* input = command->add_option("--input", r->input,
+                                    "Reads q, k, v and, if there, bias, sinks, dout and dlse");
   auto* output = command->add_option("--output", r->output,
                                      "Writes out, lse and, if dout was there, dq, dk, dv (dsinks)");
   input->type_name("F.safetensors")->needs(output);

@@ -47,6 +47,13 @@ Args with_extras(const Args& whole, Args part, const Part& p, int64_t group) {
   ConstTensor slopes = whole.alibi_slopes;
   if (slopes.rank == 2) slopes = narrowed(slopes, 0, p.b, p.b_count);
   part.alibi_slopes = narrowed(slopes, slopes.rank - 1, p.h * group, p.h_count * group);
+  part.bias = whole.bias;
+  if (part.bias.given() && part.bias.shape[0] > 1 && whole.q.rank == 4) {
+    part.bias = narrowed(part.bias, 0, p.b, p.b_count);
+  }
+  if (part.bias.given() && part.bias.shape[1] > 1) {
+    part.bias = narrowed(part.bias, 1, p.h * group, p.h_count * group);
+  }
   part.sinks = narrowed(whole.sinks, 0, p.h * group, p.h_count * group);
   part.lengths.cu_seqlens_q = whole.lengths.cu_seqlens_q;
   part.lengths.cu_seqlens_k = whole.lengths.cu_seqlens_k;

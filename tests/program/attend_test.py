@@ -153,6 +153,47 @@ def test_sinks(folder):
         assert_close(got[name][1], want[name], "f32")
 
 
+@pytest.mark.parametrize(
+    "bias, dtype",
+    [
+        (RNG.standard_normal((2, 4, 37, 53), np.float32), "F32"),
+        (RNG.standard_normal((1, 4, 1, 53), np.float32).astype(np.float16), "F16"),
+        (RNG.random((2, 1, 37, 53)) < 0.5, "BOOL"),
+    ],
+)
+def test_bias(folder, bias, dtype):
+    if bias.dtype != bool:
+        bias[..., ::7] = -np.inf
+    np.save(folder / "bias.npy", bias)
+    succeeds(*ALL, "--softcap", "2", "--bias", "bias.npy", cwd=folder)
+    arrays = load(folder, ["q", "k", "v", "dout"])
+    want = attention(**arrays, softcap=2, added=bias)
+    for name, got in load(folder, want).items():
+        assert_close(got, want[name], "f32")
+    inputs = {name: ("F32", x) for name, x in arrays.items()} | {"bias": (dtype, bias)}
+    write_safetensors(folder / "in.safetensors", inputs)
+    files = ["--input", "in.safetensors", "--output", "o.safetensors"]
+    succeeds("attend", *files, "--softcap", "2", cwd=folder)
+    got = read_safetensors(folder / "o.safetensors")
+    assert set(got) == set(want)
+    for name in want:
+        assert_close(got[name][1], want[name], "f32")
+
+
+def test_dtype_of_a_bias(folder):
+    """float64 goes with float64; --dtype makes float32 of it, and leaves others as they are."""
+    bias = RNG.standard_normal((1, 1, 37, 53))
+    arrays = load(folder, ["q", "k", "v"])
+    np.save(folder / "bias.npy", bias)
+    fails(*FORWARD, "--bias", "bias.npy", says=["bias", "f64", "f32"], cwd=folder)
+    for dtype in ("f32", "bf16"):
+        succeeds(*FORWARD, "--bias", "bias.npy", "--dtype", dtype, cwd=folder)
+        assert_close(load(folder, ["out"])["out"], attention(**arrays, added=bias)["out"], dtype)
+    save(folder, {name: x.astype(np.float64) for name, x in arrays.items()})
+    succeeds(*FORWARD, "--bias", "bias.npy", cwd=folder)
+    assert_close(load(folder, ["out"])["out"], attention(**arrays, added=bias)["out"], "f64")
+
+
 def test_seqused_q(folder):
     arrays = load(folder, ["q", "k", "v", "dout"])
     rows = arrays["q"].shape[1] - 2

@@ -11,7 +11,7 @@ def visible(sq, sk, left, right, chunk=0, top_left=False):
 
 def attention(
     q, k, v, dout=None, dlse=0, left=-1, right=-1, chunk=0, top_left=False, scale=None, softcap=0.0,
-    slopes=None, used=None, sinks=None, words=None,
+    slopes=None, used=None, sinks=None, words=None, added=None,
 ):  # fmt: skip
     """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
@@ -24,6 +24,8 @@ def attention(
     if softcap:
         t = np.tanh(s / softcap)
         s, cap_slope = softcap * t, 1 - t * t
+    if added is not None:
+        added = np.where(added, 0, -np.inf) if added.dtype == bool else added.astype(np.float64)
     out, lse, p = np.zeros((b, hq, sq, v.shape[-1])), np.zeros((b, hq, sq)), np.zeros(s.shape)
     for n in range(b):
         keys = sk if used is None else used[n]
@@ -39,6 +41,8 @@ def attention(
             bias = -of_batch[:, None, None] * np.abs(
                 np.arange(sq)[:, None] + keys - sq - np.arange(sk)[None, :]
             )
+        if added is not None:
+            bias = bias + added[n if len(added) > 1 else 0]
         masked = np.where(seen, s[n] + bias, -np.inf)
         m = masked.max(-1, keepdims=True, initial=-np.inf)
         if sinks is not None:

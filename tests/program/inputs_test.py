@@ -140,6 +140,9 @@ def test_wrong_dtypes(folder):
     [
         ("--alibi-slopes", np.ones(3, np.float32), ["alibi_slopes", "3"]),
         ("--alibi-slopes", np.ones(4, np.float64), ["alibi_slopes", "f64", "f32"]),
+        ("--bias", np.ones((2, 4, 36, 53), np.float32), ["bias", "(2, 4, 36, 53)", "(2, 4, 37, 53)"]),
+        ("--bias", np.ones((37, 53), np.float32), ["bias", "2 dimensions"]),
+        ("--bias", np.ones((1, 1, 1, 1), np.int64), ["bias", "i64", "bool"]),
         ("--sinks", np.ones(3, np.float32), ["sinks", "3", "4"]),
         ("--sinks", np.ones(4, np.float64), ["sinks", "f64", "f32"]),
         ("--seqused-q", np.array([1, 99], np.int32), ["seqused_q", "99"]),

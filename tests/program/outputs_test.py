@@ -127,16 +127,17 @@ def test_long_work_shows_a_bar_and_is_right(tmp_path):
     arrays["dout"][:, :-rows] = 0
     slopes, used = RNG.random((2, 4), np.float32) * 0.01, np.array([6100, 6003], np.int32)
     sinks = np.array([0.5, 3, 9, -1], np.float32)
-    save(tmp_path, arrays | {"slopes": slopes, "used": used, "sinks": sinks})
+    bias = RNG.standard_normal((2, 4, 1, 6100), np.float32)
+    save(tmp_path, arrays | {"slopes": slopes, "used": used, "sinks": sinks, "bias": bias})
     shown = on_a_terminal(
         *ALL, "--alibi-slopes", "slopes.npy", "--seqused-k", "used.npy", "--sinks", "sinks.npy",
-        "--dsinks", "dsinks.npy", cwd=tmp_path,
+        "--dsinks", "dsinks.npy", "--bias", "bias.npy", cwd=tmp_path,
     )  # fmt: skip
     for text in ("forward [", "backward [", "25%", " s left"):
         assert text in shown
     assert shown.endswith("\r\x1b[K")  # wiped
     last = {n: x[:, -rows:] if n in ("q", "dout") else x for n, x in arrays.items()}
-    want = attention(**last, slopes=slopes, used=used, sinks=sinks)
+    want = attention(**last, slopes=slopes, used=used, sinks=sinks, added=bias)
     got = load(tmp_path, want)
     for name in ("out", "dq"):
         got[name] = got[name][:, -rows:]

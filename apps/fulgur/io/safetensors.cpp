@@ -20,11 +20,8 @@ struct Name {
   DType dtype;
   const char* text;
 };
-constexpr Name kNames[] = {{DType::kF32, "F32"},
-                           {DType::kF16, "F16"},
-                           {DType::kBF16, "BF16"},
-                           {DType::kF64, "F64"},
-                           {DType::kI32, "I32"}};
+constexpr Name kNames[] = {{DType::kF32, "F32"}, {DType::kF16, "F16"}, {DType::kBF16, "BF16"},
+                           {DType::kF64, "F64"}, {DType::kI32, "I32"}, {DType::kBool, "BOOL"}};
 
 /// A tensor as the header has it.
 struct Entry {
@@ -117,7 +114,8 @@ Array copy(const Entry& e, Bytes data, std::string_view name) {
   const auto found = std::find_if(std::begin(kNames), std::end(kNames),
                                   [&](const Name& n) { return e.dtype == n.text; });
   if (found == std::end(kNames)) {
-    fail(name, "tensor {} is {}, want F32, F16, BF16, F64 or I32", quoted(e.name), quoted(e.dtype));
+    fail(name, "tensor {} is {}, want F32, F16, BF16, F64, I32 or BOOL", quoted(e.name),
+         quoted(e.dtype));
   }
   const std::string where = fmt::format("{}: tensor {}", name, quoted(e.name));
   const int64_t size = size_bytes(found->dtype, e.shape, where);
