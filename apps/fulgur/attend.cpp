@@ -19,7 +19,7 @@ using io::Array;
 using io::Arrays;
 
 const std::vector<std::string> kInputs = {"q", "k", "v", "bias", "sinks", "dout", "dlse"};
-const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dsinks"};
+const std::vector<std::string> kOutputs = {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"};
 // ForwardArgs::alibi_slopes and its like, always .npy.
 const std::vector<std::string> kExtras = {
     "alibi-slopes", "cu-seqlens-q",    "cu-seqlens-k", "seqused-q", "seqused-k",     "page-table",
@@ -72,8 +72,10 @@ void check_usage(const AttendRequest& r) {
     }
   }
   if (r.has("dlse") && !r.has("dout")) usage("dlse", "needs --dout");
-  for (const char* name : {"dout", "sinks"}) {
-    if (r.has("dsinks") && !r.has(name)) usage("dsinks", std::string("needs --") + name);
+  for (const std::string name : {"bias", "sinks"}) {
+    for (const auto& needed : {std::string("dout"), name}) {
+      if (r.has("d" + name) && !r.has(needed)) usage("d" + name, "needs --" + needed);
+    }
   }
   std::map<std::filesystem::path, std::string> names;
   for (const auto& name : kOutputs) {
@@ -175,6 +177,11 @@ Tensors shapes_of_call(const AttendRequest& r, const Arrays& inputs, Device devi
     for (const char* name : {"q", "k", "v"}) {
       add(std::string("d") + name, dtype, inputs.at(name).shape());
     }
+    const auto bias = inputs.find("bias");
+    const bool numbers = bias != inputs.end() && bias->second.dtype() != DType::kBool;
+    if (r.has("dbias") || (numbers && !r.output.empty())) {
+      add("dbias", DType::kF32, bias->second.shape());
+    }
     if (inputs.contains("sinks") && (r.has("dsinks") || !r.output.empty())) {
       add("dsinks", DType::kF32, inputs.at("sinks").shape());
     }
@@ -222,7 +229,8 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           .dlse = t["dlse"],
           .sinks = t["sinks"],
           .dsinks = t["dsinks"],
-          .bias = t["bias"]};
+          .bias = t["bias"],
+          .dbias = t["dbias"]};
 }
 
 void write_outputs(const AttendRequest& r, Arrays outputs) {
@@ -316,11 +324,12 @@ void add_attend(CLI::App& app) {
   file("dq", "Output: gradient of q");
   file("dk", "Output: gradient of k");
   file("dv", "Output: gradient of v");
+  file("dbias", "Output: gradient of bias, float32, of its shape");
   file("dsinks", "Output: gradient of sinks, float32 (hq)");
   auto* input = command->add_option("--input", r->input,
                                     "Reads q, k, v and, if there, bias, sinks, dout and dlse");
-  auto* output = command->add_option("--output", r->output,
-                                     "Writes out, lse and, if dout was there, dq, dk, dv (dsinks)");
+  auto* output = command->add_option(
+      "--output", r->output, "Writes out, lse and, if dout was there, dq, dk, dv (dbias, dsinks)");
   input->type_name("F.safetensors")->needs(output);
   output->type_name("F.safetensors")->needs(input);
   add_dtype(*command, r->dtype, "Convert the inputs to this dtype; default: keep theirs");

@@ -41,19 +41,21 @@ AnyTensor lse_part(const AnyTensor& t, const Part& p, int64_t group) {
   return narrowed(narrowed(t, 0, p.b, p.b_count), 1, p.h * group, p.h_count * group);
 }
 
+/// Of a bias or its gradient, which may be the same for all sequences or heads.
+template <class AnyTensor>
+AnyTensor bias_part(AnyTensor t, bool packed, const Part& p, int64_t group) {
+  if (t.given() && t.shape[0] > 1 && !packed) t = narrowed(t, 0, p.b, p.b_count);
+  if (t.given() && t.shape[1] > 1) t = narrowed(t, 1, p.h * group, p.h_count * group);
+  return t;
+}
+
 /// What both passes take besides.
 template <class Args>
 Args with_extras(const Args& whole, Args part, const Part& p, int64_t group) {
   ConstTensor slopes = whole.alibi_slopes;
   if (slopes.rank == 2) slopes = narrowed(slopes, 0, p.b, p.b_count);
   part.alibi_slopes = narrowed(slopes, slopes.rank - 1, p.h * group, p.h_count * group);
-  part.bias = whole.bias;
-  if (part.bias.given() && part.bias.shape[0] > 1 && whole.q.rank == 4) {
-    part.bias = narrowed(part.bias, 0, p.b, p.b_count);
-  }
-  if (part.bias.given() && part.bias.shape[1] > 1) {
-    part.bias = narrowed(part.bias, 1, p.h * group, p.h_count * group);
-  }
+  part.bias = bias_part(whole.bias, whole.q.rank == 3, p, group);
   part.sinks = narrowed(whole.sinks, 0, p.h * group, p.h_count * group);
   part.lengths.cu_seqlens_q = whole.lengths.cu_seqlens_q;
   part.lengths.cu_seqlens_k = whole.lengths.cu_seqlens_k;
@@ -81,6 +83,7 @@ BackwardArgs part_of(const BackwardArgs& a, const Part& p, int64_t group) {
                   p, group);
   part.dlse = lse_part(a.dlse, p, group);
   part.dsinks = narrowed(a.dsinks, 0, p.h * group, p.h_count * group);
+  part.dbias = bias_part(a.dbias, a.q.rank == 3, p, group);
   return part;
 }
 
@@ -94,7 +97,13 @@ bool serves(const BackwardArgs&) { return false; }
 
 /// A result is a sum over the batch, which no step may have a part of.
 bool sums_batch(const ForwardArgs&) { return false; }
-bool sums_batch(const BackwardArgs& a) { return a.dsinks.given(); }
+bool sums_batch(const BackwardArgs& a) {
+  return a.dsinks.given() || (a.dbias.given() && a.dbias.shape[0] == 1);
+}
+
+/// Likewise over the heads.
+bool sums_heads(const ForwardArgs&) { return false; }
+bool sums_heads(const BackwardArgs& a) { return a.dbias.given() && a.dbias.shape[1] == 1; }
 
 template <class Args>
 double run(const Args& args, const Options& options, const Run& run, const char* label) {
@@ -106,7 +115,7 @@ double run(const Args& args, const Options& options, const Run& run, const char*
   const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[args.k.rank - 2];
   const int64_t group = args.q.shape[heads] / hk;
   const int64_t b_steps = one_step || sums_batch(args) ? 1 : std::min(batch, kMaxSteps);
-  const int64_t h_steps = one_step ? 1 : std::min(hk, kMaxSteps / b_steps);
+  const int64_t h_steps = one_step || sums_heads(args) ? 1 : std::min(hk, kMaxSteps / b_steps);
 
   const auto start = std::chrono::steady_clock::now();
   if (b_steps * h_steps == 1) {

@@ -165,7 +165,8 @@ def test_bias(folder, bias, dtype):
     if bias.dtype != bool:
         bias[..., ::7] = -np.inf
     np.save(folder / "bias.npy", bias)
-    succeeds(*ALL, "--softcap", "2", "--bias", "bias.npy", cwd=folder)
+    gradient = [] if dtype == "BOOL" else ["--dbias", "dbias.npy"]
+    succeeds(*ALL, "--softcap", "2", "--bias", "bias.npy", *gradient, cwd=folder)
     arrays = load(folder, ["q", "k", "v", "dout"])
     want = attention(**arrays, softcap=2, added=bias)
     for name, got in load(folder, want).items():

@@ -13,7 +13,7 @@ def attention(
     q, k, v, dout=None, dlse=0, left=-1, right=-1, chunk=0, top_left=False, scale=None, softcap=0.0,
     slopes=None, used=None, sinks=None, words=None, added=None,
 ):  # fmt: skip
-    """out, lse and, given dout, dq, dk, dv (dsinks) for (batch, seqlen, heads, dim) arrays."""
+    """out, lse and, given dout, dq, dk, dv (dbias, dsinks) for (batch, seqlen, heads, dim) arrays."""
     q, k, v = (x.astype(np.float64).transpose(0, 2, 1, 3) for x in (q, k, v))  # [b, h, s, d]
     (b, hq, sq, d), hk, sk = q.shape, k.shape[1], k.shape[2]
     group = hq // hk
@@ -24,6 +24,7 @@ def attention(
     if softcap:
         t = np.tanh(s / softcap)
         s, cap_slope = softcap * t, 1 - t * t
+    numbers = added is not None and added.dtype != bool
     if added is not None:
         added = np.where(added, 0, -np.inf) if added.dtype == bool else added.astype(np.float64)
     out, lse, p = np.zeros((b, hq, sq, v.shape[-1])), np.zeros((b, hq, sq)), np.zeros(s.shape)
@@ -60,6 +61,9 @@ def attention(
         do = dout.astype(np.float64).transpose(0, 2, 1, 3)
         d = (do * out).sum(-1) - dlse
         ds = p * (do @ v.transpose(0, 1, 3, 2) - d[..., None])
+        if numbers:
+            summed = tuple(n for n in range(4) if added.shape[n] == 1)
+            results["dbias"] = ds.sum(summed, keepdims=True)
         ds *= scale * cap_slope
         per_kv = lambda x: x.reshape(b, hk, group, *x.shape[2:]).sum(2).transpose(0, 2, 1, 3)
         if sinks is not None:

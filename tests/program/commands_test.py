@@ -24,6 +24,8 @@ from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
         (FORWARD + ["--dlse", "dlse.npy"], ["--dlse", "--dout"]),
         (FORWARD + ["--sinks", "sinks.npy", "--dsinks", "ds.npy"], ["--dsinks", "--dout"]),
         (ALL + ["--dsinks", "ds.npy"], ["--dsinks", "--sinks"]),
+        (FORWARD + ["--bias", "b.npy", "--dbias", "db.npy"], ["--dbias", "--dout"]),
+        (ALL + ["--dbias", "db.npy"], ["--dbias", "--bias"]),
         (FORWARD + ["--lse", "./out.npy"], ["--lse", "--out"]),
         (FORWARD + ["--window", "3"], ["--window", "'3'", "L,R"]),
         (FORWARD + ["--window", "3,x"], ["--window", "3,x"]),

@@ -131,7 +131,7 @@ def test_long_work_shows_a_bar_and_is_right(tmp_path):
     save(tmp_path, arrays | {"slopes": slopes, "used": used, "sinks": sinks, "bias": bias})
     shown = on_a_terminal(
         *ALL, "--alibi-slopes", "slopes.npy", "--seqused-k", "used.npy", "--sinks", "sinks.npy",
-        "--dsinks", "dsinks.npy", "--bias", "bias.npy", cwd=tmp_path,
+        "--dsinks", "dsinks.npy", "--bias", "bias.npy", "--dbias", "dbias.npy", cwd=tmp_path,
     )  # fmt: skip
     for text in ("forward [", "backward [", "25%", " s left"):
         assert text in shown
