@@ -61,6 +61,25 @@ def _fold_heads(size, given, mapped):
     return given | rows | {name: fold(name, -1).contiguous() for name in of_heads if name in given}
 
 
+def _fold_bias(size, given, mapped, at, count):
+    """The bias with the mapped dimension as a part of its dimension `at`, the batch or the heads, of which a call
+    has `count`. One that is the same in all calls stays as it is, unless the gradient of each is wanted."""
+    x, dim = given["bias"], mapped["bias"]
+    if dim is None and x.shape[at] == 1 and not given.get("with_dbias"):
+        return x
+    x = x.unsqueeze(at).expand(*x.shape[:at], size, *x.shape[at:]) if dim is None else x.movedim(dim, at)
+    return x.expand(*x.shape[: at + 1], count, *x.shape[at + 2 :]).flatten(at, at + 1)
+
+
+def _unfold_dbias(size, given, mapped, at, dbias):
+    """The gradients of the bias of each call, whose number is in front of the dimension `at`."""
+    dims = list(given["bias"].shape)
+    if mapped["bias"] is not None:
+        del dims[mapped["bias"]]
+    dbias = dbias.unflatten(at, (size, -1))
+    return dbias.sum(at + 1, keepdim=True) if dims[at] == 1 else dbias
+
+
 def batched(op, heads, size, given, mapped):
     """Results of a call under vmap, and where the mapped dimension is in them; their heads are in
     these dimensions. Of `given` by name, those in `mapped` are tensors."""
@@ -69,13 +88,20 @@ def batched(op, heads, size, given, mapped):
         raise NotImplementedError(
             "cu_seqlens_q: packed sequences under vmap; want a batch of sequences of one length"
         )
-    if "bias" in given:
-        raise NotImplementedError("bias: given under vmap; want it left out")
     of_heads = "sinks" in given
-    results = op(**(_fold_heads if of_heads else _fold)(size, given, mapped))
-    dims = heads if of_heads else (0,) * len(results)
+    folded = (_fold_heads if of_heads else _fold)(size, given, mapped)
+    at = 1 if of_heads else 0
+    if "bias" in given:
+        batch, _, hq, _ = folded["q"].shape
+        folded["bias"] = _fold_bias(size, given, mapped, at, (hq if of_heads else batch) // size)
+    results = op(**folded)
+    of_bias = results[-1:] if given.get("with_dbias") else ()
+    results = results[: len(results) - len(of_bias)]
+    dims = heads[: len(results)] if of_heads else (0,) * len(results)
     results = tuple(x.unflatten(dim, (size, -1)) for x, dim in zip(results, dims))
-    return results, tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
+    dims = tuple(dim and x.dim() - 1 + dim for x, dim in zip(results, dims))
+    of_bias = tuple(_unfold_dbias(size, given, mapped, at, x) for x in of_bias)
+    return results + of_bias, dims + (at,) * len(of_bias)
 
 
 HEADS_OF_RESULTS, HEADS_OF_GRADIENTS = (-2, -2), (-2, -2, -2, -1, -1)

@@ -271,6 +271,36 @@ class TestFunc:
             for a, b in zip(got, one):
                 assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)
 
+    @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+    @pytest.mark.parametrize("dim", [None, 0, 2, 4])
+    @pytest.mark.parametrize("shape", [(2, 4, 7, 9), (1, 1, 7, 9), (2, 1, 1, 9), (1, 4, 7, 1)])
+    def test_biases(self, shape, dim, sinks):
+        """Results, gradients of samples, and those outside of vmap."""
+        q, k, v = self.batched((0, None, 1))
+        each = [torch.randn(shape) for _ in range(3)] if dim is not None else [torch.randn(shape)] * 3
+        bias = torch.stack(each, dim) if dim is not None else each[0]
+        call = lambda b, q, v: attention(q, k, v, bias=b, sinks=sinks, causal=True)  # noqa: E731
+        loss = lambda *x: call(*x).square().sum()  # noqa: E731
+        dims = (dim, 0, 1)
+        got = torch.vmap(call, in_dims=dims)(bias, q, v)
+        gradients = torch.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims=dims)(bias, q, v)
+        outside = torch.func.grad(lambda b: torch.vmap(loss, in_dims=dims)(b, q, v).sum())(bias)
+        wanted = [torch.func.grad(loss, (0, 1, 2))(each[i], q[i], v[:, i]) for i in range(3)]
+        for i in range(3):
+            assert_allclose(got[i], call(each[i], q[i], v[:, i]), atol=1e-6)
+            for a, b in zip(gradients, wanted[i]):
+                assert_allclose(a[i], b, rtol=1e-4, atol=1e-4)
+        dbiases = [x[0] for x in wanted]
+        want = sum(dbiases) if dim is None else torch.stack(dbiases, dim)
+        assert_allclose(outside, want, rtol=1e-4, atol=1e-4)
+
+    def test_biases_of_bools(self):
+        q, k, v = make_qkv()
+        seen = torch.rand(3, 1, 1, 7, 9) < 0.7
+        got = torch.vmap(lambda m: attention(q, k, v, bias=m))(seen)
+        for i in range(3):
+            assert torch.equal(got[i], attention(q, k, v, bias=seen[i]))
+
     @pytest.mark.parametrize(
         "options, name",
         [
