@@ -20,9 +20,10 @@ def dot_product_attention(
         query: ``(B, T, N, H)`` or ``(T, N, H)``.
         key: ``(B, S, K, H)`` or ``(S, K, H)``, dtype of query; N is a multiple of K.
         value: shape and dtype of key.
-        bias: None: there is none here.
-        mask: boolean, of shape ``(B, 1, 1, S)`` or ``(1, 1, 1, S)``: the keys that take part. Masks
-            that differ between queries or heads are not there.
+        bias: ``(B, N, T, S)``, of which each may be 1, added to the scores; it gets its gradient. On the
+            CPU.
+        mask: boolean, of such a shape: the keys that a query sees. One that differs between queries or
+            heads, on the CPU.
         scale: of the scores; default 1 / sqrt(H). Known when the call is traced.
         is_causal: query i sees keys up to i, whatever T and S are.
         query_seq_lengths: int32 ``(B,)``: later rows of the result are 0.
@@ -40,11 +41,9 @@ def dot_product_attention(
         lse -inf; jax.nn averages all values there.
 
     Raises:
-        NotImplementedError: bias, mask or implementation says what fulgur does not have.
+        NotImplementedError: implementation says what fulgur does not have.
         ValueError, TypeError: an argument is wrong.
     """
-    if bias is not None:
-        raise NotImplementedError("bias: got an array, want None: fulgur has none")
     if implementation is not None:
         raise NotImplementedError(
             f"implementation: got {implementation!r}, want None: fulgur computes this"
@@ -70,7 +69,12 @@ def dot_product_attention(
     left, right = _band(local_window_size, _a.flag("is_causal", is_causal))
     rows = _before("query_seq_lengths", query_seq_lengths, B, T)
     keys = _before("key_value_seq_lengths", key_value_seq_lengths, B, S)
-    hidden = _key_mask(mask, B, S)
+    bias, mask = (_of_scores(name, x, (B, N, T, S)) for name, x in (("bias", bias), ("mask", mask)))
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(f"mask: got {mask.dtype.name}, want bool")
+    hidden = None
+    if mask is not None and bias is None and mask.shape[1:3] == (1, 1):
+        hidden, mask = jnp.broadcast_to(mask[:, 0, 0], (B, S)), None
 
     options = {"scale": scale, "return_lse": True}
     if hidden is None and keys is not None and left is None and right is None:
@@ -79,6 +83,11 @@ def dot_product_attention(
     keys = keys if hidden is None else hidden if keys is None else keys & hidden
     if rows is not None:  # what padding holds reaches no gradient, NaN included
         q = jnp.where(rows[:, :, None, None], q, 0)
+    if bias is not None or mask is not None:
+        if keys is not None:
+            seen = keys[:, None, None]
+            keys, mask = None, seen if mask is None else mask & seen
+        bias = mask if bias is None else bias if mask is None else jnp.where(mask, bias, -jnp.inf)
     if keys is not None:
         q, k, v, options["scale"] = _push_away(q, k, v, keys, scale)
 
@@ -94,6 +103,9 @@ def dot_product_attention(
         first_seen = seen = first_seeing = seeing = 0
         window = (-1, -1)
     q, k, v = q[:, first_seeing:seeing], k[:, first_seen:seen], v[:, first_seen:seen]
+    if bias is not None:
+        bias = bias if bias.shape[2] == 1 else bias[:, :, first_seeing:seeing]
+        options["bias"] = bias if bias.shape[3] == 1 else bias[..., first_seen:seen]
     out, lse = attention(q, k, v, window=window, **options)
     lse = jnp.swapaxes(lse, 1, 2)
     missing = [(0, 0), (first_seeing, T - seeing), (0, 0)]
@@ -135,22 +147,15 @@ def _before(name, lengths, batch, rows):
     return jnp.arange(rows)[None] < lengths[:, None]
 
 
-def _key_mask(mask, batch, keys):
-    """A mask of keys (batch, keys), or None."""
-    if mask is None:
+def _of_scores(name, x, shape):
+    """An array for the scores of this shape, with four dimensions, each of which may be 1."""
+    if x is None:
         return None
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"mask: got {mask.dtype.name}, want bool")
-    shape = (1,) * (4 - mask.ndim) + mask.shape
-    if len(shape) > 4 or shape[0] not in (1, batch) or shape[3] not in (1, keys):
-        raise ValueError(f"mask: got shape {mask.shape}, want ({batch} or 1, 1, 1, {keys})")
-    if shape[1:3] != (1, 1):
-        raise NotImplementedError(
-            f"mask: got shape {mask.shape}, want ({batch} or 1, 1, 1, {keys}): fulgur has no masks "
-            "that differ between heads or queries but for is_causal and local_window_size"
-        )
-    return jnp.broadcast_to(mask.reshape(shape[0], shape[3]), (batch, keys))
+    x = jnp.asarray(x)
+    sizes = (1,) * (4 - x.ndim) + x.shape
+    if len(sizes) > 4 or any(n not in (1, want) for n, want in zip(sizes, shape)):
+        raise ValueError(f"{name}: got shape {x.shape}, want {shape}, or 1 for any of them")
+    return x.reshape(sizes)
 
 
 def _push_away(q, k, v, keys, scale):

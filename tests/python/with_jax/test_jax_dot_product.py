@@ -183,6 +183,29 @@ def test_three_dimensions_and_key_mask_for_all():
     np.testing.assert_allclose(want[0], theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", ["bias", "mask", "both"])
+@pytest.mark.parametrize("shape", [(1, 1, 19, 23), (2, 4, 1, 23), (2, 1, 19, 1), (4, 19, 23)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(is_causal=True), dict(local_window_size=(-2, 5)), dict(key_value_seq_lengths=jnp.array([23, 7]))],
+    ids=["full", "causal", "band", "lengths"],
+)
+def test_biases_and_masks_of_queries_and_heads(options, shape, given):
+    q, k, v = qkv(T=19, S=23)
+    dout, bias = arrays(q.shape, shape, seed=1)
+    mask = np.random.default_rng(5).random(shape) < 0.5
+    mask[..., ::3] = True  # jax.nn averages all values where a row sees none
+    masks = {} if given == "bias" else dict(mask=jnp.asarray(mask))
+
+    def gradients_by(function):
+        call = lambda q, k, v, b: function(q, k, v, None if given == "mask" else b, **masks, **options)  # noqa: E731
+        out, back = jax.vjp(jax.jit(call), q, k, v, bias)
+        return out, *back(dout)
+
+    for a, b in zip(gradients_by(dot_product_attention), gradients_by(jax.nn.dot_product_attention)):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_no_gradient_of_the_residual():
     tensors = qkv(T=6, S=6)
@@ -208,9 +231,8 @@ def test_signature_is_that_of_jax():
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(bias=jnp.zeros((1, 1, 19, 19))), NotImplementedError, "bias: "),
-        (dict(mask=jnp.ones((1, 1, 19, 19), bool)), NotImplementedError, "mask: got shape"),
-        (dict(mask=jnp.ones((2, 4, 1, 19), bool)), NotImplementedError, "mask: got shape"),
+        (dict(bias=jnp.zeros((1, 1, 19, 18))), ValueError, r"bias: got shape \(1, 1, 19, 18\), want \(2, 4, 19, 19\)"),
+        (dict(mask=jnp.ones((2, 3, 1, 19), bool)), ValueError, "mask: got shape"),
         (dict(mask=jnp.ones((3, 1, 1, 19), bool)), ValueError, "mask: got shape"),
         (dict(mask=jnp.ones((1, 1, 1, 19))), ValueError, "mask: got float32, want bool"),
         (dict(implementation="cudnn"), NotImplementedError, "implementation: got 'cudnn'"),
