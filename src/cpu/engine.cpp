@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <type_traits>
@@ -260,10 +261,14 @@ class Work {
       return;
     }
     const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
+    const int64_t keys = args_.dbias.shape[3], size = size_of(args_.dbias.dtype);
     each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
-      for (int64_t j = 0; j < args_.dbias.shape[3]; ++j) {
-        store_element(args_.dbias.data, args_.dbias.dtype,
-                      b * of_b + h * of_h + i * of_i + j * of_j, 0);
+      char* const row =
+          static_cast<char*>(args_.dbias.data) + (b * of_b + h * of_h + i * of_i) * size;
+      if (of_j == 1) {
+        std::memset(row, 0, keys * size);  // 0 of every dtype
+      } else {
+        for (int64_t j = 0; j < keys; ++j) std::memset(row + j * of_j * size, 0, size);
       }
     });
   }

@@ -117,21 +117,19 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
-  plan.decode_rows = p.has(Arg::kBias) ? 0 : k.decode_rows;
+  plan.decode_rows = k.decode_rows;
   // Packed sequences may be short with a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
   const int64_t min_rows = p.packed || p.has(Arg::kSeqUsedQ) ? p.group() : rows;
   const bool decode = min_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
   if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
   if (blocks) plan_blocks(p, k, rejected, plan);
-  if (p.has(Arg::kBias)) {
-    rejected->push_back("decode split over keys: it adds no bias to scores");
-  } else if (!decode) {
-    rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
-                                    min_rows, plan.decode_rows));
-  }
   if (!blocks) {
     rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
+  }
+  if (!decode) {
+    rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
+                                    min_rows, plan.decode_rows));
   }
 }
 

@@ -178,6 +178,23 @@ TEST_P(OneCall, AppendsAndAttends) {
   for (const AppendCase& c : append_cases()) gives_the_bits_of_two(c, [](Workload&) {});
 }
 
+// A bias counts the keys that the call appends.
+TEST_P(OneCall, WithABias) {
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    AppendCase a{.c = {.dtype = DType::kBF16,
+                       .batch = layout == Layout::kPacked ? 4 : 3,
+                       .sq = 5,
+                       .sk = 100,
+                       .hq = 4,
+                       .hk = 2,
+                       .layout = layout},
+                 .shape = {Order::kNhd, Index::kTable, 16},
+                 .rotary_dim = 32};
+    a.c.bias = Bias::kAll;
+    gives_the_bits_of_two(a, [](Workload& w) { w.options.max_seqlen_k = w.c.sk; });
+  }
+}
+
 // Those that the GPU's kernel of few rows computes, in each of its ways.
 TEST_P(OneCall, OfFewRows) {
   const Mask masks[] = {causal(), full(), window(20, 0), chunked(40, causal())};

@@ -183,6 +183,21 @@ TEST_P(DenseBias, InvariantToTheBatch) {
   EXPECT_TRUE(std::equal(got.begin(), got.end(), want.end() - static_cast<int64_t>(got.size())));
 }
 
+// Tree masks hide keys, and the bias does.
+TEST_P(DenseBias, WithTreeMasks) {
+  for (const int64_t sq : {5, 40}) {
+    for (const Bias bias : {Bias::kAll, Bias::kPairs}) {
+      Case c{.dtype = DType::kBF16, .batch = 2, .sq = sq, .sk = 150, .hq = 4, .hk = 2, .d = 48};
+      c.tree = sq == 5 ? Tree::kAncestors : Tree::kRandom;
+      c.bias = bias;
+      Workload w(c, 12);
+      w.options.engine = engine();
+      if (!computes([&] { w.run_forward(); })) return;
+      EXPECT_TRUE(forward_is_right(w, expect_forward(w))) << c.name();
+    }
+  }
+}
+
 // The gradient has the same bits whatever the number of threads, summed or not.
 TEST_P(DenseBias, GradientsOfAnyNumberOfThreads) {
   for (const Bias bias : {Bias::kAll, Bias::kHeads, Bias::kShared, Bias::kBatches, Bias::kRows}) {

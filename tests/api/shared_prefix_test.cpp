@@ -247,6 +247,10 @@ TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
   write(leftpad, std::vector<double>{1, 0, 2, 0});
   write(used, std::vector<double>{1, 2, 0, 2});
   write(slopes, std::vector<double>{1, 0.5, 0.25, 0.125});
+  const Dense bias(DType::kF32, {1, 4, 1, 1000});  // of more keys than there are
+  std::vector<double> numbers(4000);
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<double>(i % 7);
+  write(bias, numbers);
   struct Change {
     const char* why;
     std::function<void(Options&, ForwardTensors&)> change;
@@ -261,6 +265,11 @@ TEST_P(SharedPrefix, SaysWhereItIsOfNoUse) {
       {"the mask hides", [](Options& o, ForwardTensors&) { o.mask = chunked(64); }},
       {"aligned top-left", [](Options& o, ForwardTensors&) { o.mask = top_left(causal()); }},
       {"ALiBi", [&](Options&, ForwardTensors& t) { t.alibi_slopes = slopes; }},
+      {"a bias",
+       [&](Options& o, ForwardTensors& t) {
+         t.bias = bias;
+         o.max_seqlen_k = 1000;
+       }},
       {"dropout", [](Options& o, ForwardTensors&) { o.dropout_p = 0.1; }},
       {"leftpad_k", [&](Options&, ForwardTensors& t) { t.leftpad_k = leftpad; }},
       {"seqused_q", [&](Options&, ForwardTensors& t) { t.seqused_q = used; }},

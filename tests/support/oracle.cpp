@@ -111,12 +111,13 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   std::vector<bool> hidden(sk);  // by the tree mask or the bias
 
   for (int64_t i = 0; i < sq; ++i) {
+    std::fill(hidden.begin(), hidden.end(), false);
     for (int64_t token = 0; rule.tree != nullptr && token < sq; ++token) {
       const int64_t j = sk - sq + token;
       if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
     }
     for (int64_t j = 0; !data.bias.empty() && j < sk; ++j) {
-      hidden[j] = data.bias[i * sk + j] == -kInf;
+      if (data.bias[i * sk + j] == -kInf) hidden[j] = true;
     }
     const int64_t diagonal = rule.band.top_left ? i : i + sk - sq;
     int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);

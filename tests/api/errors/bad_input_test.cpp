@@ -354,7 +354,7 @@ const std::vector<Wrong>& wrongs() {
        "out: data .*aligned to .*4 bytes"},
       // Outputs in the memory of others.
       {"out_is_q", [](Call& c) { c.out.data = c.q.data; }, "out: .*memory.* q", kForwardOnly},
-      {"out_is_v", [](Call& c) { c.out.data = c.v.data; }, "out: .*memory.* v", kForwardOnly},
+      {"out_is_v", [](Call& c) { c.out.data = c.v.data; }, "out: .*memory.* [kv]", kForwardOnly},
       {"out_inside_q", [](Call& c) { c.out.data = static_cast<float*>(c.q.data) + 100; },
        "out: .*memory.* q", kForwardOnly},
       {"out_reaches_into_k", [](Call& c) { c.out.data = static_cast<float*>(c.k.data) - 8; },

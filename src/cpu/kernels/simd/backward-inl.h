@@ -19,11 +19,12 @@ struct BackwardScratch {
   float *Q, *dO;               // [kPanelRows][ldk or ldv]
   float *Qt, *dOt;             // [d or dv][width]
   float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
+  float* rows;                 // [kPanelRows][kBc], for dbias
   float* dBias;                // [kBc][width]: dS before the slope of the scores (the same without)
-  BiasScratch bias;
+  float* bias;                 // [kBc][width]
 
   BackwardScratch(const Problem& p, Arena& arena)
-      : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)), bias(p, arena) {
+      : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)), bias(take_bias_tile(p, arena)) {
     for (float** tile : {&K, &dK}) *tile = arena.take(kTiles * kBc * ldk);
     for (float** tile : {&V, &dV}) *tile = arena.take(kTiles * kBc * ldv);
     Q = arena.take(kPanelRows * ldk);
@@ -33,6 +34,7 @@ struct BackwardScratch {
     P = arena.take(kBc * kPanelRows);
     dS = arena.take(kBc * kPanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
+    rows = p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : nullptr;
     slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
     dBias = has_score_slope(p) && p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : dS;
   }
@@ -82,7 +84,8 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
 HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
-  const auto [j, n, partial] = tile;
+  const int64_t n = tile.n;
+  const bool partial = panel.mask.hides(tile);
   const Flushing on(true);
   const Visible visible(panel.mask, panel.vectors, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
@@ -104,7 +107,8 @@ HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const fl
                                const float* HWY_RESTRICT D, const float* HWY_RESTRICT slope,
                                float* dS, float* dBias) {
   const F32 f;
-  const auto [j, n, partial] = tile;
+  const int64_t n = tile.n;
+  const bool partial = panel.mask.hides(tile);
   const Visible visible(panel.mask, panel.vectors, tile);
   for (int64_t v = 0; v < panel.vectors; ++v) {
     const V32 d = hn::Load(f, D + v * kLanes);
@@ -200,8 +204,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     float* dq_panel = dq + row * s.ldk;
 
     for (; !tiles.done(); tiles.next()) {
-      KeyTile tile = tiles.tile();
-      if (p.has(Arg::kBias) && !load_bias(task, s.bias, &panel, &tile)) continue;
+      const KeyTile tile = tiles.tile();
+      if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
       const int64_t n = tile.n, key = tile.j - key_begin;
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
@@ -215,8 +219,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
         drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
       }
       score_gradient(panel, tile, s.P, d_row, s.slope, s.dS, s.dBias);
-      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.bias, panel, tile, s.dBias);
-      if (tile.partial && !finite) {
+      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.rows, panel, tile, s.dBias);
+      if (panel.mask.hides(tile) && !finite) {
         accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
         continue;
       }

@@ -95,6 +95,7 @@ struct DecodeTile {
 struct DecodeRows {
   int64_t count, width;       // rows; lanes, a whole number of vectors
   std::vector<Panel> panels;  // of kPanelRows lanes each
+  std::vector<float*> bias;   // of each panel: [kBc][width]
   float* O;                   // [width][round_up(dv)]
   float *m, *l, *alpha;       // [width]
   float* S;                   // [kBc][width]
@@ -106,6 +107,8 @@ struct DecodeRows {
     l = arena.take(width);
     alpha = arena.take(width);
     S = arena.take(kBc * width + kLanes);  // a vector may begin at any row
+    bias.resize(p.has(Arg::kBias) ? (rows + kPanelRows - 1) / kPanelRows : 0);
+    for (float*& tile : bias) tile = take_bias_tile(p, arena);
   }
 
   /// Those of a kv head come first, and after them those of the next.
@@ -120,6 +123,11 @@ struct DecodeRows {
     std::fill_n(S, kBc * width + kLanes, 0.0f);
   }
 
+  /// Loads the bias of a tile, if there is one.
+  void take_bias(const Task& task, const KeyTile& tile) {
+    for (size_t i = 0; i < bias.size(); ++i) load_bias(task, tile, bias[i], &panels[i]);
+  }
+
   /// S -> P of a tile.
   HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) const {
     const Problem& p = task.problem;
@@ -131,6 +139,12 @@ struct DecodeRows {
       const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
       drop(task.given.dropout, keep_scale, panels[i], tile, width, S + at, nullptr);
     }
+  }
+
+  /// Whether some row does not see some key of a tile.
+  bool hide(const KeyTile& tile) const {
+    return std::any_of(panels.begin(), panels.end(),
+                       [&](const Panel& panel) { return panel.mask.hides(tile); });
   }
 
   /// Writes the states; returns where those of other rows begin.
@@ -360,12 +374,13 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
   KeyTiles tiles = all.panels[0].mask.tiles({key_begin, key_end});  // the same for every head
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
-    const auto [j, n, partial] = tile;
+    const int64_t j = tile.j, n = tile.n;
     dot_keys<Products>(DecodeTile(first, args.k, p.k, p.d, j, n, key_end), n, p.d, Q, factor, rows,
                        all);
+    all.take_bias(first, tile);
     all.probabilities(first, tile);
     scale_rows(all.alpha, all.O, round_up(p.dv, kLanes), all.count);
-    if (partial) {
+    if (all.hide(tile)) {
       add_visible_values(first, args, tile, all, 0, heads);
     } else {
       add_values(Products(), DecodeTile(first, args.v, p.v, p.dv, j, n, key_end), n, p.dv, rows,

@@ -22,9 +22,9 @@ struct ForwardScratch {
   float *K, *V;                      // [kBc][round_up(d)], [kBc][round_up(dv)]
   float* S;                          // [kBc][kPanelRows]
   float* rows;                       // [kPanelRows][round_up(max(d, dv))]
-  BiasScratch bias;
+  float* bias;                       // [kBc][width]
 
-  ForwardScratch(const Problem& p, Arena& arena) : bias(p, arena) {
+  ForwardScratch(const Problem& p, Arena& arena) : bias(take_bias_tile(p, arena)) {
     for (int64_t i = 0; i < kPanels; ++i) {
       Qt[i] = arena.take(p.d * kPanelRows);
       Ot[i] = arena.take(p.dv * kPanelRows);
@@ -195,20 +195,27 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
     for (int64_t i = 0; i < count; ++i) {
       Panel& panel = panels[i];
-      KeyTile tile = tiles[i].tile();
+      const KeyTile tile = tiles[i].tile();
       if (tile.j != j) continue;
       tiles[i].next();
-      if (p.has(Arg::kBias) && !load_bias(task, s.bias, &panel, &tile)) continue;
+      const bool last = i + 1 == count;
+      const auto ask = [&](int half) HWY_ATTR {
+        if (!p.has(Arg::kBias) || p.bias.key != 1) return;
+        ask_for_bias(task, panels[last ? 0 : i + 1], last ? j + kBc : j, half);
+      };
+      if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
+      ask(0);
       const int64_t width = panel.width();
       gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
                         nullptr);
       score_rule(p, panel, tile, s.S, width, nullptr);
       online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
+      ask(1);
       if (p.dropout_p > 0) {
         const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
         drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
       }
-      if (finite || !tile.partial) {
+      if (finite || !panel.mask.hides(tile)) {
         gemm<Init::kScaleAdd>(p.dv, panel.vectors, n, {s.V, 1, ldv}, {s.S, width}, s.Ot[i], width,
                               alpha);
       } else {

@@ -49,20 +49,21 @@ class PanelMask {
     if (!keys.empty()) any_ = {std::min(any_.begin, keys.begin), std::max(any_.end, keys.end)};
   }
 
-  /// A bias hides keys of the tile from key j on: bits of those of each row follow.
-  void begin_tile(int64_t j) {
-    biased_ = true;
+  /// Of the tile at hand, from key j on, the keys are hidden whose bias [n][width] is -inf; null:
+  /// none.
+  void hide(const float* bias, int64_t j, int64_t width) {
+    bias_ = bias;
     tile_ = j;
+    width_ = width;
   }
-  void hide(int64_t lane, uint64_t keys) {
-    hidden_word_[0][lane] = static_cast<int32_t>(keys);
-    hidden_word_[1][lane] = static_cast<int32_t>(keys >> 32);
-  }
+  /// Whether a bias hides keys.
+  bool hides() const { return bias_ != nullptr; }
+  /// Whether some row does not see some key of a tile.
+  bool hides(const KeyTile& tile) const { return tile.partial || hides(); }
 
   bool sees(int64_t lane, int64_t j) const {
     if (j < begin_[lane] || j >= end_[lane]) return false;
-    if (biased_ && (hidden_word_[(j - tile_) / 32][lane] >> (j - tile_) % 32 & 1) != 0)
-      return false;
+    if (hides() && bias_[(j - tile_) * width_ + lane] == kHidden) return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
   /// The tiles of `keys` that some row sees; the others are empty.
@@ -78,9 +79,9 @@ class PanelMask {
   int64_t begin_[kPanelRows] = {}, end_[kPanelRows] = {};
   int64_t tree_ = INT64_MAX;                         // keys from this one on have bits
   HWY_ALIGN int32_t tree_word_[2][kPanelRows] = {};  // those of keys tree to tree + 31, and after
-  bool biased_ = false;
-  int64_t tile_ = 0;  // keys from this one on have bits in hidden_word_
-  HWY_ALIGN int32_t hidden_word_[2][kPanelRows] = {};
+  const float* bias_ = nullptr;
+  int64_t tile_ = 0, width_ = 0;
+  static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 };
 
 /// What each row sees of a tile.
@@ -101,25 +102,23 @@ struct Visible {
   /// Lanes of vector v that see key jj.
   HWY_INLINE hn::Mask<F32> mask(int64_t v, int64_t jj) const {
     const I32 i;
+    const F32 f;
     const auto key = hn::Set(i, static_cast<int32_t>(jj));
     const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
-    auto inside = hn::AndNot(hn::Lt(key, from), hn::Lt(key, to));
-    if (rows.biased_) inside = hn::AndNot(bit_of(rows.hidden_word_, jj, v), inside);
-    if (jj < tree) return hn::RebindMask(F32(), inside);
-    return hn::RebindMask(F32(), hn::And(inside, bit_of(rows.tree_word_, jj - tree, v)));
-  }
-
- private:
-  /// Lanes of vector v that have bit `bit` of their words.
-  static HWY_INLINE hn::Mask<I32> bit_of(const int32_t (&words)[2][kPanelRows], int64_t bit,
-                                         int64_t v) {
-    const I32 i;
-    const auto word = hn::Load(i, words[bit / 32] + v * kLanes);
-    return hn::TestBit(word, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
+    auto inside = hn::RebindMask(f, hn::AndNot(hn::Lt(key, from), hn::Lt(key, to)));
+    if (rows.hides()) {
+      const V32 bias = hn::Load(f, rows.bias_ + jj * rows.width_ + v * kLanes);
+      inside = hn::AndNot(hn::Eq(bias, hn::Set(f, PanelMask::kHidden)), inside);
+    }
+    if (jj < tree) return inside;
+    const int64_t bit = jj - tree;
+    const auto words = hn::Load(i, rows.tree_word_[bit / 32] + v * kLanes);
+    const auto shown = hn::TestBit(words, hn::Set(i, static_cast<int32_t>(1u << bit % 32)));
+    return hn::And(inside, hn::RebindMask(f, shown));
   }
 };
 
-/// -inf for the scores S [n][ld] of a tile that the mask hides.
+/// -inf for the scores S [n][ld] of a tile that the mask hides. A bias has made its own -inf.
 HWY_INLINE void hide_scores(const PanelMask& rows, int64_t vectors, const KeyTile& tile,
                             float* HWY_RESTRICT S, int64_t ld) {
   if (!tile.partial) return;

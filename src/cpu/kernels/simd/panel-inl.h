@@ -35,16 +35,10 @@ class Arena {
   int64_t used_ = 0;
 };
 
-/// What a thread needs for a bias: of the rows of a panel, and of its tile with one row a lane.
-struct BiasScratch {
-  float *rows = nullptr, *tile = nullptr;  // [kPanelRows][kBc], [kBc][width]
-
-  BiasScratch(const Problem& p, Arena& arena) {
-    if (!p.has(Arg::kBias)) return;
-    rows = arena.take(kBc * kPanelRows);
-    tile = arena.take(kBc * kPanelRows);
-  }
-};
+/// Memory for the bias of a panel and a tile, one row a lane: [kBc][width].
+inline float* take_bias_tile(const Problem& p, Arena& arena) {
+  return p.has(Arg::kBias) ? arena.take(kBc * kPanelRows) : nullptr;
+}
 
 /// What each row of a panel needs to know about itself.
 struct Panel {
@@ -56,7 +50,7 @@ struct Panel {
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
   int64_t bias_row[kPanelRows];   ///< where the bias of the row's keys begins
   int64_t dbias_row[kPanelRows];  ///< and where its gradient does
-  const float* bias = nullptr;    ///< [n][width] of the tile at hand, in log2 units; null without
+  const float* bias = nullptr;    ///< [n][width] of the tile at hand; null: 0
 
   int64_t width() const { return vectors * kLanes; }
 };

@@ -119,21 +119,24 @@ HWY_INLINE V32 exp2(V32 x) {
 }
 #endif
 
-/// kLanes elements of `dtype` at `src`, widened.
-template <DType kDType>
-HWY_INLINE V32 load_wide(const void* src) {
-  const F32 f;
+/// A vector of elements of `dtype` at `src`, widened.
+template <DType kDType, class D = F32>
+HWY_INLINE hn::Vec<D> load_wide(const void* src) {
+  const D f;
   if constexpr (kDType == DType::kF32) {
     return hn::LoadU(f, static_cast<const float*>(src));
   } else {
+    const hn::Rebind<uint16_t, D> u16;
     const auto* half = static_cast<const uint16_t*>(src);
     if constexpr (kDType == DType::kBF16) {
-      return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), half))));
+      const hn::RebindToUnsigned<D> u32;
+      return hn::BitCast(f, hn::ShiftLeft<16>(hn::PromoteTo(u32, hn::LoadU(u16, half))));
     } else if constexpr (kHardwareF16) {
-      return hn::PromoteTo(f, hn::BitCast(F16(), hn::LoadU(U16(), half)));
+      const hn::Rebind<hwy::float16_t, D> f16;
+      return hn::PromoteTo(f, hn::BitCast(f16, hn::LoadU(u16, half)));
     } else {
-      HWY_ALIGN float lanes[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) lanes[i] = f32_from_f16(half[i]);
+      HWY_ALIGN float lanes[hn::MaxLanes(D())];
+      for (size_t i = 0; i < hn::MaxLanes(D()); ++i) lanes[i] = f32_from_f16(half[i]);
       return hn::Load(f, lanes);
     }
   }
@@ -244,16 +247,55 @@ HWY_NOINLINE inline void store_row(DType dtype, const float* HWY_RESTRICT src, i
   }
 }
 
-/// dst[c][r] = src[r][c] * factor for a whole number of vectors of rows.
+/// The vectors of a square that is transposed in registers.
+using Square = hn::CappedTag<float, 8>;
+constexpr int64_t kSquare = hn::MaxLanes(Square());
+
+/// Lane j of vector i becomes lane i of vector j.
+HWY_INLINE void transpose(hn::Vec<Square> (&x)[kSquare]) {
+  const Square f;
+  const hn::Repartition<double, Square> pairs;
+  // Squares of four lanes, in each block of a vector, and then the blocks.
+  FULGUR_UNROLL for (int64_t i = 0; i < kSquare; i += 4) {
+    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i], x[i + 1]));
+    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i], x[i + 1]));
+    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i + 2], x[i + 3]));
+    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i + 2], x[i + 3]));
+    x[i] = hn::BitCast(f, hn::InterleaveLower(pairs, low01, low23));
+    x[i + 1] = hn::BitCast(f, hn::InterleaveUpper(pairs, low01, low23));
+    x[i + 2] = hn::BitCast(f, hn::InterleaveLower(pairs, high01, high23));
+    x[i + 3] = hn::BitCast(f, hn::InterleaveUpper(pairs, high01, high23));
+  }
+  if constexpr (kSquare == 8) {
+    FULGUR_UNROLL for (int i = 0; i < 4; ++i) {
+      const auto first = x[i], second = x[i + 4];
+      x[i] = hn::ConcatLowerLower(f, second, first);
+      x[i + 4] = hn::ConcatUpperUpper(f, second, first);
+    }
+  }
+}
+
+/// dst[c][r] = src[r][c] * factor for a whole number of vectors of rows. Rows of src are readable
+/// to the end of a whole vector.
 HWY_INLINE void transpose(const float* HWY_RESTRICT src, int64_t stride, int64_t rows, int64_t cols,
                           float factor, float* HWY_RESTRICT dst, int64_t ld) {
-  const F32 f;
-  const auto lane_row = hn::Mul(hn::Iota(I32(), 0), hn::Set(I32(), static_cast<int32_t>(stride)));
-  const V32 scale = hn::Set(f, factor);
-  for (int64_t r = 0; r < rows; r += kLanes) {
-    for (int64_t c = 0; c < cols; ++c) {
-      const V32 x = hn::GatherIndex(f, src + r * stride + c, lane_row);
-      hn::Store(hn::Mul(x, scale), f, dst + c * ld + r);
+  const Square f;
+  const auto scale = hn::Set(f, factor);
+  for (int64_t r = 0; r < rows; r += kSquare) {
+    for (int64_t c = 0; c < cols; c += kSquare) {
+      hn::Vec<Square> x[kSquare];
+      FULGUR_UNROLL for (int i = 0; i < kSquare; ++i) {
+        x[i] = hn::LoadU(f, src + (r + i) * stride + c);
+      }
+      transpose(x);
+      float* const to = dst + c * ld + r;
+      if (c + kSquare <= cols) {
+        FULGUR_UNROLL for (int i = 0; i < kSquare; ++i) {
+          hn::StoreU(hn::Mul(x[i], scale), f, to + i * ld);
+        }
+      } else {
+        for (int64_t i = 0; i < cols - c; ++i) hn::StoreU(hn::Mul(x[i], scale), f, to + i * ld);
+      }
     }
   }
 }
