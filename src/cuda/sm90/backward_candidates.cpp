@@ -93,7 +93,7 @@ bool rounds_dq(const Problem& p, const BackwardPlan& plan, int sms) {
     const kernels::KeyTiles seen = kernels::key_tiles_of(work.band, work.lengths, work.tile, tile);
     if (seen.begin >= seen.end) return false;
   }
-  if (plan.consumers == 2) return has_one_panel(plan) && (!plan.repairs() || work.row_tiles <= 4);
+  if (plan.consumers == 2) return plan.repairs() ? work.row_tiles <= 4 : has_one_panel(plan);
   return work.row_tiles <= 2 && (plan.repairs() || !has_one_panel(plan));
 }
 
