@@ -8,7 +8,10 @@ Importing this module registers it. What a query sees is what the mask says that
 (:class:`Mask`): causal, a sliding window, chunks, padding on the left or right, packed sequences by
 ``position_ids`` that begin anew or by ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Softcap, caches, other
 dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken, on the CPU
-as well. A mask or an argument that is something else raises NotImplementedError, which names it.
+as well. There any other mask is computed as it is, (batch, heads, queries, keys), biases of positions are
+added and trained, as T5 has them, and attention weights are returned that are wanted
+(``output_attentions=True``). What else a model does, and these on CUDA, raises NotImplementedError, which
+names it.
 """
 
 import dataclasses
@@ -24,13 +27,13 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 6):
 
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import output_capturing
 
 from fulgur._drop_in import longest, refuse
 from fulgur._names import named
 from fulgur.flash_attn.bert_padding import pad_input, unpad_input
-from fulgur.torch import attention
+from fulgur.torch import attention, scores
 
 __all__ = ["Mask", "attention_forward", "attention_mask"]
 
@@ -39,8 +42,9 @@ _NAMES = {
     "q": "query", "k": "key", "v": "value", "scale": "scaling", "window_left": "sliding_window",
     "chunk": "attention_chunk_size", "sinks": "s_aux", "dropout_p": "dropout",
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
-    "max_seqlen_k": "max_length_k",
+    "max_seqlen_k": "max_length_k", "bias": "attention_mask",
 }  # fmt: skip
+_DENSE = {"cpu"}  # where a bias may be added to scores, and scores are given
 
 # What models pass along to every layer that says nothing of what a query sees.
 _HARMLESS = {
@@ -66,6 +70,7 @@ class Mask:
     chunk: int = 0
     padding: torch.Tensor | None = None  # bool (batch, keys): the keys that are none are False
     packed: torch.Tensor | None = None  # (batch, queries): equal numbers are of one sequence
+    bias: torch.Tensor | None = None  # (batch, heads, queries, keys), of which each may be 1: all else
 
     ndim: ClassVar[int] = 4  # as transformers asks of masks that are made already
 
@@ -75,6 +80,13 @@ class Mask:
         raise NotImplementedError(
             f"attention_mask: the model reads {name} of its mask, and fulgur has no mask in memory; "
             "want attn_implementation='eager'"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function, *_):
+        raise NotImplementedError(
+            f"attention_mask: the model computes {function.__name__} of its mask, and fulgur has no mask in "
+            "memory; want attn_implementation='eager'"
         )
 
     def __getitem__(self, _):
@@ -87,21 +99,26 @@ class Mask:
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None,
     softcap=None, is_causal=None, s_aux=None, position_ids=None, cu_seq_lens_q=None,
-    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, deterministic=False, **others,
+    cu_seq_lens_k=None, max_length_q=None, max_length_k=None, deterministic=False, position_bias=None, **others,
 ):  # fmt: skip
-    """(out ``(batch, seqlen, heads, dim)``, None) of query, key and value ``(batch, heads, seqlen,
-    dim)``, as transformers calls it.
+    """(out ``(batch, seqlen, heads, dim)``, weights) of query, key and value ``(batch, heads, seqlen,
+    dim)``, as transformers calls it. The weights ``(batch, heads, queries, keys)`` are None where nobody
+    wants them, and have no gradient.
 
     Args:
-        attention_mask: a :class:`Mask`, which alone says what a query sees; or None or padding
-            ``(batch, keys)``, with which is_causal, or else the module, and sliding_window say it.
+        attention_mask: a :class:`Mask`, or on the CPU a tensor of four dimensions, bool or to be added,
+            which alone says what a query sees; or None or padding ``(batch, keys)``, with which
+            is_causal, or else the module, and sliding_window say it.
+        position_bias: on the CPU, ``(batch, heads, queries, keys)``, of which each may be 1: added to the
+            scores; it gets its gradient.
 
     Raises:
-        NotImplementedError: an argument that fulgur does not know, a mask of four dimensions, a
-            mask for other rows than query and key have, padding with packed sequences, or attention
-            weights that are wanted.
+        NotImplementedError: an argument that fulgur does not know, a mask for other rows than query
+            and key have, padding with packed sequences; on CUDA a mask of four dimensions, a
+            position_bias, or weights that are wanted.
     """
-    _refuse_others(others)
+    wants_weights = _wants_weights(others)
+    refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
     # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
     linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
     if query.dtype == torch.float32 and next(linear, None) is not None:
@@ -111,45 +128,74 @@ def attention_forward(
     mask = attention_mask
     if isinstance(mask, Mask):
         _want_rows(mask, q, k)
+    elif mask is not None and mask.dim() == 4:
+        mask = _dense(mask, q, k)
     else:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
         mask = _mask_of(module, mask, q, k, causal, sliding_window)
+    if mask.packed is None and mask.causal and mask.padding is None and cu_seq_lens_q is None:
+        mask = dataclasses.replace(mask, packed=_numbers(position_ids, q, k))
     k, v = k[:, : mask.keys], v[:, : mask.keys]
-    options = dict(
+    scored = dict(
         causal=mask.causal, window=mask.window, chunk=mask.chunk, scale=scaling, softcap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.float(), dropout_p=dropout, deterministic=bool(deterministic),
+        sinks=None if s_aux is None else s_aux.float(),
     )  # fmt: skip
+    options = scored | dict(dropout_p=dropout, deterministic=bool(deterministic))
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got only one of them, want both or none")
+    weights, adds = None, mask.bias is not None or position_bias is not None
+    if adds or wants_weights:
+        device, wanted = q.device.type, "output_attentions" if wants_weights else "position_bias"
+        refuse(**{
+            f"{wanted} on {device}": device not in _DENSE, f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
+            f"{wanted} of chunks with padding": mask.chunk > 0 and mask.padding is not None,
+            "output_attentions with dropout": wants_weights and dropout > 0,
+        })  # fmt: skip
+        bias = _bias(mask, position_bias, q.dtype)
+        if wants_weights:
+            weights = _weights(q, k, bias, mask.rows, scored)
+        if adds:
+            return named(_NAMES, attention, q, k, v, bias=bias, **options), weights
     if mask.padding is not None:
         refuse(**{"cu_seq_lens_q with padding": cu_seq_lens_q, "packed sequences with padding": mask.packed})
-        return _padded(q, k, v, mask.padding, options), None
+        return _padded(q, k, v, mask.padding, options), weights
     lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if cu_seq_lens_q is None:
-        packed = _numbers(position_ids, q, k) if mask.packed is None and mask.causal else mask.packed
-        ends = _ends(packed, position_ids is not None)
+        ends = _ends(mask.packed, position_ids is not None)
         if ends is None:
-            return named(_NAMES, attention, q, k, v, **options), None
+            return named(_NAMES, attention, q, k, v, **options), weights
         lengths = ends, ends, None, None
-    return _packed(q, k, v, *lengths, options), None
+    return _packed(q, k, v, *lengths, options), weights
 
 
 def attention_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
     attention_mask=None, **options,
 ):  # fmt: skip
-    """The :class:`Mask` that :func:`attention_forward` gets.
+    """The :class:`Mask` that :func:`attention_forward` gets; on the CPU a tensor of bools ``(batch, 1,
+    queries, keys)`` where the mask has what no Mask has, as tokens of images that see each other both
+    ways, queries beyond the last key, and chunks of several queries with a cache.
 
     Query i is at place q_offset + i and key j at kv_offset + j, as everywhere in transformers.
 
     Raises:
-        NotImplementedError: the mask has what fulgur does not have, as tokens of images that see each
-            other both ways, queries beyond the last key, and chunks of several queries with a cache;
-            or the model never asks for an attention implementation and would take the mask for its own.
+        NotImplementedError: on CUDA the mask has such, or the model never asks for an attention
+            implementation and would take the mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)
     if isinstance(attention_mask, Mask):
         return attention_mask
+    of = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+    try:
+        return _in_words(*of)
+    except NotImplementedError:
+        if torch.device(options.get("device", "cpu")).type not in _DENSE:
+            raise
+    return sdpa_mask(*of, **options | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+
+
+def _in_words(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask):
+    """The :class:`Mask` of :func:`attention_mask`, where it has words for it."""
     form = dict(causal=False, window=(-1, -1), chunk=0)
     chunks = packed = places = None
     for name, inside in _overlays(mask_function):
@@ -181,15 +227,52 @@ def attention_mask(
     return Mask(q_length, kv_length, keys, padding=padding, packed=packed, **form)
 
 
-def _refuse_others(others):
-    """Raises for what a model passes that attention_forward does not know, and for weights that it wants."""
+def _wants_weights(others):
+    """Whether a model wants attention weights, of which it may say so among its arguments."""
     captured = output_capturing._active_collector.get() or {}
-    weights = _CAPTURED.intersection(captured)
-    if weights or others.pop("output_attentions", None):
-        raise NotImplementedError(
-            "output_attentions: fulgur computes no attention weights; want attn_implementation='eager'"
-        )
-    refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
+    return bool(others.pop("output_attentions", None)) or not _CAPTURED.isdisjoint(captured)
+
+
+def _dense(mask, q, k):
+    """The :class:`Mask` of a tensor (batch, heads, queries, keys), which may know of more keys than there are."""
+    refuse(**{
+        f"attention_mask of 4 dimensions on {q.device.type}": q.device.type not in _DENSE,
+        f"attention_mask of {mask.dtype}": not mask.dtype.is_floating_point and mask.dtype != torch.bool,
+    })
+    keys = k.shape[1]
+    return Mask(q.shape[1], keys, keys, bias=mask[..., :keys])
+
+
+def _bias(mask, position_bias, dtype):
+    """What scores of this dtype take besides causal, window and chunk: (batch, heads, queries, keys), bool or
+    numbers to add; None: nothing."""
+    bias = mask.bias
+    if position_bias is not None:
+        bias = _both(bias, position_bias[..., : mask.keys])
+    if mask.padding is not None:
+        bias = _both(bias, mask.padding[:, None, None, :])
+    if mask.packed is not None:
+        bias = _both(bias, (mask.packed[:, :, None] == mask.packed[:, None, :])[:, None])
+    return bias.to(dtype) if bias is not None and bias.dtype == torch.float64 else bias
+
+
+def _both(x, y):
+    """What two masks do, each of bools or of numbers to add."""
+    if x is None:
+        return y
+    if x.dtype == y.dtype == torch.bool:
+        return x & y
+    if torch.bool not in (x.dtype, y.dtype):
+        return x + y
+    seen, numbers = (x, y) if x.dtype == torch.bool else (y, x)
+    return torch.where(seen, numbers, -torch.inf)
+
+
+def _weights(q, k, bias, rows, scored):
+    """The attention weights (batch, heads, queries, rows), 0 of the rows after the keys, without a gradient."""
+    with torch.no_grad():
+        weights = named(_NAMES, scores, q, k, stage="probabilities", bias=bias, **scored).to(q.dtype)
+    return torch.nn.functional.pad(weights, (0, rows - k.shape[1]))
 
 
 def _want_rows(mask, q, k):

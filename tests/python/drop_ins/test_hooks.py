@@ -291,14 +291,54 @@ import fulgur.transformers
         (got,) = torch.autograd.grad(out.square().sum(), sinks)
         assert got.dtype == torch.bfloat16 and got.abs().min() > 0
 
-    @pytest.mark.parametrize("name", ["position_bias", "block_table", "block_indices"])
+    @pytest.mark.parametrize("name", ["block_table", "block_indices"])
     def test_what_is_missing_raises(self, name):
         module = self.model("Llama", "fulgur").model.layers[0].self_attn
         tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             fulgur.transformers.attention_forward(module, *tensors, None, **{name: tensors[0]})
-        with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions: "):
-            fulgur.transformers.attention_forward(module, *tensors, torch.ones(1, 1, 6, 6))
+        with pytest.raises(NotImplementedError, match="^attention_mask of torch.int64: "):
+            fulgur.transformers.attention_forward(module, *tensors, torch.ones(1, 1, 6, 6, dtype=torch.long))
+
+    @pytest.mark.parametrize("kind", ["bool", "numbers", "float64", "of more keys", "of all queries"])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_masks_of_four_dimensions(self, kind, biased):
+        """They alone say what a query sees, as in eager attention; numbers and biases of positions get gradients."""
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        query, key, value = tensors = make((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+        mask = torch.rand(2, 1, 6, 9) < 0.6
+        mask[..., 3] = True
+        if kind in ("numbers", "float64"):
+            mask = torch.randn(2, 4, 6, 9, dtype=torch.float64 if kind == "float64" else torch.float32)
+            mask[..., 5] = -torch.inf
+            mask.requires_grad_()
+        given = torch.nn.functional.pad(mask, (0, 3), value=True) if kind == "of more keys" else mask
+        if kind == "of all queries":
+            given = mask = mask[:, :, :1]
+        bias = torch.randn(1, 4, 6, 9, requires_grad=True) if biased else None
+        inputs = [x for x in (*tensors, mask, bias) if x is not None and x.requires_grad]
+        out, weights = fulgur.transformers.attention_forward(module, *tensors, given, position_bias=bias)
+        assert weights is None
+        numbers = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
+        numbers = numbers if bias is None else numbers + bias
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        want = scaled_dot_product_attention(query, key, value, numbers).transpose(1, 2)
+        gradients = [torch.autograd.grad(x.square().sum(), inputs, retain_graph=True) for x in (out, want)]
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+    def test_what_a_gpu_does_not_have_raises(self, monkeypatch):
+        """Where no bias can be added, what would be one is refused."""
+        monkeypatch.setattr(fulgur.transformers, "_DENSE", {"tpu"})
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
+        call = fulgur.transformers.attention_forward
+        with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions on cpu: "):
+            call(module, *tensors, torch.ones(1, 1, 6, 6))
+        with pytest.raises(NotImplementedError, match="^position_bias on cpu: "):
+            call(module, *tensors, None, position_bias=torch.ones(1, 1, 6, 6))
+        with pytest.raises(NotImplementedError, match="^output_attentions on cpu: "):
+            call(module, *tensors, None, output_attentions=True)
 
     @pytest.mark.parametrize("options, message", [
         (dict(scaling=torch.nan), "scaling: got nan"), (dict(s_aux=torch.zeros(3)), "s_aux: got shape .3., want .4."),
@@ -326,30 +366,34 @@ import fulgur.transformers
         with pytest.raises(NotImplementedError, match=message):
             model(tokens, attention_mask=mask if padded else torch.ones_like(mask))
 
-    def test_masks_that_are_missing_raise(self):
-        """Tokens that see each other both ways, and chunks of several queries with a cache."""
+    def test_masks_without_words(self):
+        """Tokens that see each other both ways, chunks of several queries with a cache, and their like: bools of each
+        query and key on the CPU, and refused by name elsewhere."""
         masks = pytest.importorskip("transformers.masking_utils")
+
+        def without_words(words, *shape, **options):
+            with pytest.raises(NotImplementedError, match=f"^{words}"):
+                fulgur.transformers.attention_mask(1, *shape, device="cuda", **options)
+            got = fulgur.transformers.attention_mask(1, *shape, device="cpu", **options)
+            assert torch.equal(got, masks.sdpa_mask(1, *shape, allow_is_causal_skip=False, **options))
+
         ids = torch.zeros(1, 6, dtype=torch.long)
         both_ways = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
-        with pytest.raises(NotImplementedError, match="^or_masks in a mask: "):
-            fulgur.transformers.attention_mask(1, 6, 6, mask_function=both_ways)
-        unknown = functools.partial(masks.causal_mask_function)
-        with pytest.raises(NotImplementedError, match="^partial in a mask: "):
-            fulgur.transformers.attention_mask(1, 6, 6, mask_function=masks.and_masks(unknown))
+        without_words("or_masks in a mask: ", 6, 6, mask_function=both_ways)
+        unknown = masks.and_masks(functools.partial(masks.causal_mask_function))
+        without_words("partial in a mask: ", 6, 6, mask_function=unknown)
         chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-        with pytest.raises(NotImplementedError, match="^chunked_overlay of several queries with a cache: "):
-            fulgur.transformers.attention_mask(1, 2, 6, q_offset=4, mask_function=chunks)
+        without_words("chunked_overlay of several queries with a cache: ", 2, 6, q_offset=4, mask_function=chunks)
         assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks).chunk == 4
         one = fulgur.transformers.attention_mask(1, 1, 6, q_offset=5, mask_function=chunks)
         assert one.padding.tolist() == [[False] * 4 + [True] * 2] and one.chunk == 0
-        with pytest.raises(NotImplementedError, match="^a mask of 2 queries from place 4 on, beyond the 3 keys"):
-            fulgur.transformers.attention_mask(1, 2, 3, q_offset=4)
+        without_words("a mask of 2 queries from place 4 on, beyond the 3 keys", 2, 3, q_offset=4)
         assert fulgur.transformers.attention_mask(1, 2, 6).keys == 2  # later keys are seen by nobody
         holes = torch.tensor([[1, 1, 0, 1, 1, 1]])
         window = masks.sliding_window_causal_mask_function(3)
         assert fulgur.transformers.attention_mask(1, 6, 6, attention_mask=holes).causal
-        with pytest.raises(NotImplementedError, match="^padding between the tokens of a sequence"):
-            fulgur.transformers.attention_mask(1, 6, 6, mask_function=window, attention_mask=holes)
+        between = "padding between the tokens of a sequence"
+        without_words(between, 6, 6, mask_function=window, attention_mask=holes)
 
     def test_what_a_mask_is_for(self):
         """Other queries and keys than it was made for have no mask; a model that reads it gets an error."""
@@ -358,18 +402,71 @@ import fulgur.transformers
         mask = fulgur.transformers.attention_mask(1, 6, 6)
         with pytest.raises(NotImplementedError, match="^attention_mask: is for 6 queries and 6 keys, .* has 6 and 8"):
             fulgur.transformers.attention_forward(module, query, key, value, mask)
-        for read in (lambda: mask.shape, lambda: mask[..., :2], lambda: mask.to(torch.float32)):
+        for read in (
+            lambda: mask.shape, lambda: mask[..., :2], lambda: mask.to(torch.float32), lambda: torch.cat([mask]),
+        ):  # fmt: skip
             with pytest.raises(NotImplementedError, match="^attention_mask: the model "):
                 read()
 
-    @pytest.mark.parametrize("kind", ["Llama", "Bert"])
-    def test_attention_weights_raise(self, kind):
-        config = getattr(self.transformers, f"{kind}Config")(
-            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            attn_implementation="fulgur",
-        )  # fmt: skip
-        model = self.transformers.AutoModel.from_config(config)
-        tokens, _ = self.batch("right")
-        assert model(tokens).last_hidden_state.isfinite().all()
-        with pytest.raises(NotImplementedError, match="^output_attentions: "):
-            model(tokens, output_attentions=True)
+    @each_model
+    @pytest.mark.parametrize("side", ["left", "right", None])
+    def test_attention_weights(self, name, side):
+        """Those of eager attention, of tokens that see any."""
+        kind, options = self.MODELS[name]
+        tokens, mask = self.batch(side)
+        if side is None:
+            mask = torch.ones_like(mask)
+        ours, theirs = self.pair(kind, **options)
+        call = dict(attention_mask=mask, output_attentions=True)
+        if name == "chunks" and side is not None:
+            with pytest.raises(NotImplementedError, match="^output_attentions of chunks with padding: "):
+                ours(tokens, **call)
+            return
+        got, want = ours(tokens, **call).attentions, theirs(tokens, **call).attentions
+        assert len(got) == 2 and ours(tokens, attention_mask=mask).attentions is None
+        for x, y in zip(got, want):
+            assert x.shape == y.shape and x.dtype == y.dtype
+            kept = mask.bool()
+            torch.testing.assert_close(x.transpose(1, 2)[kept], y.transpose(1, 2)[kept])
+
+    def test_attention_weights_of_steps_and_packed_rows(self):
+        ours, theirs = self.pair()
+        tokens, mask = self.batch("left")
+        call = dict(attention_mask=mask, max_new_tokens=3, do_sample=False)
+        call |= dict(return_dict_in_generate=True, output_attentions=True)
+        got, want = (x.generate(tokens, **call).attentions for x in (ours, theirs))
+        assert len(got) == 3
+        torch.testing.assert_close(got[1:], want[1:])
+        places = torch.cat([torch.arange(5), torch.arange(7)])[None]
+        packed = dict(position_ids=places, output_attentions=True, use_cache=False)
+        (got, _), (want, _) = (x(tokens[:1], **packed).attentions for x in (ours, theirs))
+        torch.testing.assert_close(got, want)
+        static = dict(call, cache_implementation="static", disable_compile=True)
+        got, want = (x.generate(tokens, **static).attentions for x in (ours, theirs))
+        torch.testing.assert_close(got[1:], want[1:])
+
+    def test_attention_weights_refused(self):
+        module = self.model("Llama", "fulgur").model.layers[0].self_attn
+        tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
+        call = functools.partial(fulgur.transformers.attention_forward, module, *tensors, None, output_attentions=True)
+        with pytest.raises(NotImplementedError, match="^output_attentions with dropout: "):
+            call(dropout=0.5)
+        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+        with pytest.raises(NotImplementedError, match="^output_attentions with cu_seq_lens_q: "):
+            call(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+    def test_biases_of_positions(self):
+        """T5 adds and trains them."""
+        tokens, mask = self.batch("right")
+        results = []
+        for name in ("fulgur", "eager"):
+            config = self.transformers.T5Config(
+                vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
+                decoder_start_token_id=0, attn_implementation=name,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            model = self.transformers.T5ForConditionalGeneration(config)
+            out = model(tokens, attention_mask=mask, labels=tokens[:, :7].contiguous())
+            out.loss.backward()
+            results.append([out.loss, out.logits, *(x.grad for x in model.parameters() if x.grad is not None)])
+        torch.testing.assert_close(*results, atol=2e-5, rtol=1e-4)

@@ -76,7 +76,8 @@ FIXED = {
 )  # fmt: skip
 
 # Families of which nothing is known: nobody said how to make them small or what to call them with, or they want
-# packages that the tests do without, or they take long.
+# packages that the tests do without, or they take long. Of nemotron_asr_streaming, its encoder and nemotron3_5_asr
+# eager attention gives NaN, as it hides what a mask of numbers shows.
 NOT_TRIED = set("""
 align apertus1p5 autoformer bark blip-2 blip_2_qformer blt bridgetower bros chameleon clap clvp cohere_compass
 cohere_compass_text conditional_detr convnext convnextv2 cpmant d_fine dab-detr dbrx decision_transformer
@@ -89,8 +90,9 @@ grounding-dino hgnet_v2 hiera higgs_audio_v2_tokenizer idefics informer inkling2
 instructblip instructblipvideo janus kimi_k25_vision kimi_linear kosmos-2 kyutai_speech_to_text layoutlmv2 lilt
 lw_detr mamba2 mask2former mgp-str mimi_decoder minicpm_ocr_vision minicpmv4_7_vision mm-grounding-dino molmo2
 moonshine_streaming muse_glimmer_assistant muse_glimmer_vision muse_spark muse_spark_audio muse_spark_vision musicgen
-musicgen_melody nemo_speechlm nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_audio
-nemotron3_5_transcribe_word_timestamp nemotron3_diarization nemotron3_diarization_audio neucodec omdet-turbo oneformer
+musicgen_melody nemo_speechlm nemotron3_5_asr nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_audio
+nemotron3_5_transcribe_word_timestamp nemotron3_diarization nemotron3_diarization_audio nemotron_asr_streaming
+nemotron_asr_streaming_encoder neucodec omdet-turbo oneformer
 patchtsmixer patchtst pe_audio pe_audio_video pe_audio_video_encoder pe_video pe_video_encoder perceiver perception_lm
 pi0 pixtral pocket_tts pocket_tts_audio_tokenizer_decoder pp_doclayout_v3 pp_doclayout_v4 pp_ocrv5_mobile_rec
 pp_ocrv5_server_rec pp_ocrv6_medium_det pp_ocrv6_small_det pp_ocrv6_small_rec pp_ocrv6_tiny_rec qwen2_5_omni_thinker
@@ -128,7 +130,7 @@ def shrink(config_class, **fixed):
         if isinstance(vars(default).get(name), int):
             changed[name] = 5
     tokens = {name: x for name, x in TOKENS.items() if hasattr(default, name)}
-    return config_class(**changed | tokens | FIXED.get(config_class.model_type, {}) | fixed)
+    return config_class(**changed | tokens | copy.deepcopy(FIXED.get(config_class.model_type, {})) | fixed)
 
 
 def families():
@@ -297,7 +299,7 @@ def chosen():
 @pytest.mark.parametrize("family, fixed, want", [
     ("minimax_m3_vl_text", dict(layer_types=["full_attention", "minimax_m3_sparse"]), "refused block_indices"),
     ("deepseek_v32", {}, "refused"), ("deepseek_v4", {}, "refused attention_mask: is for 12 queries"),
-    ("doge", {}, "refused attention_mask: the model reads"), ("layoutlm", {}, "refused attention_mask of 4"),
+    ("doge", {}, "refused attention_mask: the model reads"), ("layoutlm", {}, "equal"), ("t5", {}, "equal"),
     ("nllb-moe", {}, "equal"), ("pegasus_x", {}, "equal"), ("phimoe", {}, "equal"), ("splinter", {}, "equal"),
 ], ids=lambda x: x if isinstance(x, str) and " " not in x else "")  # fmt: skip
 def test_masks_that_modules_do_not_tell(family, fixed, want):
@@ -351,4 +353,6 @@ def test_functions_of_masks_are_known_by_more_than_their_names():
 
     causal_mask_function.__qualname__ = "causal_mask_function"
     with pytest.raises(NotImplementedError, match=f"^{__name__}.causal_mask_function in a mask: "):
-        fulgur.transformers.attention_mask(1, 6, 6, mask_function=causal_mask_function)
+        fulgur.transformers.attention_mask(1, 6, 6, mask_function=causal_mask_function, device="cuda")
+    mask = fulgur.transformers.attention_mask(1, 6, 6, mask_function=causal_mask_function)
+    assert torch.equal(mask[0, 0], torch.ones(6, 6).tril(-1).bool())
