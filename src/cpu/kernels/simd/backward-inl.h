@@ -206,11 +206,18 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     for (; !tiles.done(); tiles.next()) {
       const KeyTile tile = tiles.tile();
       if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
+      const auto ask = [&](int half) HWY_ATTR {  // for the next tile, and what this one adds to
+        const BiasSums& sums = task.given.dbias;
+        ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.count, tile.j + kBc, half);
+        ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, half);
+      };
+      ask(0);
       const int64_t n = tile.n, key = tile.j - key_begin;
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
       gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
       score_rule(p, panel, tile, s.P, width, s.slope);
+      ask(1);
       probabilities(panel, tile, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);

@@ -55,13 +55,15 @@ struct BiasRows {
   }
 };
 
-/// Asks for a half of the bias of a tile that is read next, while products are computed: more reads
-/// than are in flight at a time would keep them waiting.
-HWY_INLINE void ask_for_bias(const Task& task, const Panel& panel, int64_t j, int half) {
-  const int64_t size = size_of(task.given.bias.dtype), bytes = kBc * size;
-  const char* const from = static_cast<const char*>(task.given.bias.data) + j * size;
-  for (int64_t lane = 0; lane < panel.count; ++lane) {
-    const char* const row = from + panel.bias_row[lane] * size;
+/// Asks for a half of the keys from j on of a bias, or its gradient, whose rows lie at `rows`,
+/// while products are computed: more reads than are in flight at a time would keep them waiting.
+HWY_INLINE void ask_for_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
+                             int64_t count, int64_t j, int half) {
+  if (at.key != 1) return;
+  const int64_t size = size_of(at.dtype), bytes = kBc * size;
+  const char* const from = static_cast<const char*>(data) + j * size;
+  for (int64_t lane = 0; lane < count; ++lane) {
+    const char* const row = from + rows[lane] * size;
     for (int64_t byte = half * 64; byte < bytes; byte += 128) __builtin_prefetch(row + byte, 0, 2);
   }
 }

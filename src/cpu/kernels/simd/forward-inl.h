@@ -200,8 +200,9 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       tiles[i].next();
       const bool last = i + 1 == count;
       const auto ask = [&](int half) HWY_ATTR {
-        if (!p.has(Arg::kBias) || p.bias.key != 1) return;
-        ask_for_bias(task, panels[last ? 0 : i + 1], last ? j + kBc : j, half);
+        const Panel& next = panels[last ? 0 : i + 1];
+        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, last ? j + kBc : j,
+                     half);
       };
       if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
       ask(0);
