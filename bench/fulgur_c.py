@@ -21,7 +21,8 @@ class DLTensor(ctypes.Structure):
     ]
 
 
-DTYPES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), torch.int64: (0, 64)}
+DTYPES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), torch.int64: (0, 64),
+          torch.bool: (6, 8)}
 DEVICES = {"cpu": 1, "cuda": 2}
 
 

@@ -29,7 +29,7 @@ SM90_KERNEL = [*KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
     PUBLIC: [],
-    "base": [PUBLIC],
+    "base": [PUBLIC, *HOST_DEVICE],
     "call": [PUBLIC, "base", *HOST_DEVICE],
     "engine": CALL,
     "host": [*CALL, "engine"],

@@ -71,9 +71,9 @@ struct ForwardArgs {
   ConstTensor tree_mask{};
   /// (batch, hq, sq, sk), any of which may be 1 for all to have the same; bool, f32, bf16, f16, or
   /// f64 where q is; any strides. Score (i, j) of sequence b and q head h takes bias[b, h, i, j]
-  /// after softcap and ALiBi and before the mask; -inf hides the key, and a bool says whether the
-  /// query sees it. Queries and keys count from the first one of their sequence that exists, and
-  /// packed sequences and caches may have a bias of more of both. Computed on the CPU.
+  /// after softcap and ALiBi and before the mask; -inf, or less than -2^115, hides the key, and a
+  /// bool says whether the query sees it. Queries and keys count from the first one of their
+  /// sequence that exists, and packed sequences and caches may have a bias of more of both.
   ConstTensor bias{};
   KvCache cache{};  ///< k and v are caches whose sequences lie where tables say
   SharedPrefix shared_prefix{};
@@ -104,7 +104,7 @@ struct BackwardArgs {
   ConstTensor bias{};  ///< as in ForwardArgs
   /// The gradient of the bias, in its shape: dimensions of 1 are summed over. f32, or the dtype of
   /// the bias; any strides. Optional, and with a bias of numbers alone; where no query sees a key
-  /// it is 0. Computed on the CPU.
+  /// it is 0.
   Tensor dbias{};
 };
 

@@ -93,9 +93,9 @@ _SCORES = _rows(
     (
         "bias", "tensor", None,
         "``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where q is) "
-        "added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True where the "
-        "query sees the key. Packed sequences and caches count queries and keys in each sequence, and may "
-        "have a bias of more of both. Computed on the CPU alone.",
+        "added to the scores, after softcap and ALiBi, where -inf, or less than -2**115, hides the key; or "
+        "bool, True where the query sees the key. Packed sequences and caches count queries and keys in each "
+        "sequence, and may have a bias of more of both.",
     ),
     (
         "sinks", "tensor", None,

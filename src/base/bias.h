@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/convert.h"
+#include "kernels/host_device/score.h"
 
 namespace fulgur {
 
@@ -14,12 +15,13 @@ struct HeadBias {
   int64_t first = 0, row = 0, key = 0;  ///< elements in front of those of the head, and strides
 
   bool given() const { return data != nullptr; }
-  /// What the score of query i and key j takes; -inf hides the key. Of bools that is what false
-  /// does, and true adds 0.
+  /// What the score of query i and key j takes; -inf hides the key, as false and numbers below
+  /// kHidingBias do. True adds 0.
   double at(int64_t i, int64_t j) const {
     const double x = load_element(data, dtype, first + i * row + j * key);
-    if (dtype != DType::kBool) return x;
-    return x != 0 ? 0 : -std::numeric_limits<double>::infinity();
+    const bool hides = dtype == DType::kBool ? x == 0 : x < kernels::kHidingBias;
+    if (hides) return -std::numeric_limits<double>::infinity();
+    return dtype == DType::kBool ? 0 : x;
   }
 };
 

@@ -85,7 +85,8 @@ void set_prefixes(const ForwardArgs& args, Problem& p) {
 
 Problem::Bias bias_layout(const ConstTensor& t) {
   const auto stride = [&](int i) { return t.shape[i] == 1 ? 0 : t.strides[i]; };
-  return {t.dtype, stride(0), stride(1), stride(2), stride(3)};
+  const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  return {t.dtype, stride(0), stride(1), stride(2), stride(3), aligned};
 }
 
 /// Checks the bias of a call whose sizes `p` has, and returns where its elements lie.

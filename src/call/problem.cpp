@@ -45,7 +45,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   }
   for (const double x : {p.scale, p.softcap, p.dropout_p}) add(std::bit_cast<uint64_t>(x));
   for (const Problem::Bias* b : {&p.bias, &p.dbias}) {
-    add(b->dtype, b->batch, b->head, b->row, b->key);
+    add(b->dtype, b->batch, b->head, b->row, b->key, b->aligned);
   }
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
       p.max_workspace);

@@ -75,6 +75,7 @@ struct Problem {
   struct Bias {
     DType dtype = DType::kF32;
     int64_t batch = 0, head = 0, row = 0, key = 0;
+    bool aligned = true;  ///< as that of a layout
 
     bool operator==(const Bias&) const = default;
   };

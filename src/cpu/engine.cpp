@@ -276,11 +276,12 @@ class Work {
   /// dbias of its sums; 0 for rows and keys that no sequence has.
   void round_dbias() const {
     const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
-    const auto& [dtype, batch, head, row, key] = plan_.dbias;
+    const Problem::Bias& own = plan_.dbias;
     each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
-      const float* const sums = shared_ + plan_.dbias_offset + b * batch + h * head + i * row;
+      const float* const sums =
+          shared_ + plan_.dbias_offset + b * own.batch + h * own.head + i * own.row;
       for (int64_t j = 0; j < args_.dbias.shape[3]; ++j) {
-        const double sum = i < p_.sq && j < p_.sk ? sums[j * key] : 0;
+        const double sum = i < p_.sq && j < p_.sk ? sums[j * own.key] : 0;
         store_element(args_.dbias.data, args_.dbias.dtype,
                       b * of_b + h * of_h + i * of_i + j * of_j, sum);
       }

@@ -99,6 +99,20 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .mask = causal(), .seqused_q = true}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .lse = false}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .sinks = true}));
+    all.push_back(forward_problem({.d = d, .bias = DType::kBF16}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .bias = DType::kF32}));
+    all.push_back(forward_problem({.d = d, .bias = DType::kBool}));
+    all.push_back(forward_problem({.dtype = DType::kF16,
+                                   .d = d,
+                                   .mask = window(100, 20),
+                                   .softcap = 9,
+                                   .alibi = true,
+                                   .packed = true,
+                                   .seqused = true,
+                                   .sinks = true,
+                                   .dropout = 0.1,
+                                   .bias = DType::kF16,
+                                   .bias_of_columns = true}));
     all.push_back(forward_problem({.d = d,
                                    .mask = window(100, 20),
                                    .softcap = 9,
@@ -240,6 +254,18 @@ std::vector<Problem> decode_problems() {
          .sinks = true},
         paged);
   }
+  for (const int64_t d : {64, 128, 256}) {
+    add({.d = d, .dv = d, .seqused = true, .bias = DType::kBF16}, paged);
+    add({.d = d,
+         .dv = d,
+         .mask = window(100, 20),
+         .softcap = 9,
+         .alibi = true,
+         .seqused = true,
+         .bias = DType::kF32,
+         .bias_of_columns = true},
+        paged);
+  }
   for (const int64_t d : {60, 124}) {  // rows by elements, K and V copied
     add({.d = d, .mask = window(100, 20), .softcap = 9, .alibi = true, .seqused = true}, paged);
   }
@@ -295,6 +321,8 @@ std::vector<Problem> backward_problems() {
     add({.mask = window(128, 64)});
     add({.mask = causal(), .softcap = 30});
     add({.mask = causal(), .alibi = true});
+    add({.bias = DType::kBF16});
+    add({.mask = causal(), .bias = DType::kBool});
     add({.seqused = true});
     add({.mask = causal(), .seqused_q = true});
     add({.dtype = DType::kF16,
@@ -316,6 +344,15 @@ std::vector<Problem> backward_problems() {
            .seqused = true,
            .dropout = 0.1});
     }
+    if (d == 256) continue;  // of all at once a few bytes spill
+    add({.mask = window(100, 20),
+         .softcap = 9,
+         .alibi = true,
+         .packed = true,
+         .seqused = true,
+         .dropout = 0.1,
+         .bias = DType::kF32,
+         .bias_of_columns = true});
   }
   for (const double softcap : {0.0, 9.0}) {  // the most dims of tiles that dropout takes
     all.push_back(backward_problem({.d = 96, .softcap = softcap, .dropout = 0.1}));

@@ -67,12 +67,17 @@ void bulk_wait(Context& c, const Instruction& i) {
 
 namespace {
 
+/// Of a CUtensorMapDataType: UINT8, FLOAT32, or one of 16 bits.
+uint32_t element_bytes(const fulgur::test::FakeMap& map) {
+  return map.type == 0 ? 1 : map.type == 7 ? 4 : 2;
+}
+
 /// Calls move(address in shared memory, address in global memory or null, bytes) for each 16 bytes
 /// of a box.
 template <class Move>
 void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&at)[4],
              const Move& move) {
-  const uint32_t bytes = map.type == 7 ? 4 : 2;
+  const uint32_t bytes = element_bytes(map);
   const uint32_t row_bytes = map.box[0] * bytes;
   if (map.swizzle != 3 || row_bytes != 128 || shared % 1024 % 128 != 0)
     fail("a box of an unknown layout");
@@ -93,7 +98,7 @@ void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&
         }
 }
 uint32_t bytes_of_box(const fulgur::test::FakeMap& map) {
-  return map.box[0] * map.box[1] * map.box[2] * map.box[3] * (map.type == 7 ? 4 : 2);
+  return map.box[0] * map.box[1] * map.box[2] * map.box[3] * element_bytes(map);
 }
 
 /// A load by the asynchronous proxy begins, and has landed.

@@ -18,6 +18,10 @@ namespace {
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
 
+void min_or_nan(Context& c, const Instruction& i) {
+  const float a = c.get_float(i.atoms[1]), b = c.get_float(i.atoms[2]);
+  c.set_float(i.atoms[0], a != a ? a : b != b ? b : std::min(a, b));
+}
 void ex2(Context& c, const Instruction& i) {
   c.set_float(i.atoms[0], flushed(std::exp2(flushed(c.get_float(i.atoms[1])))));
 }
@@ -70,12 +74,16 @@ void mov(Context& c, const Instruction& i) {
 // Memory.
 
 void load_shared(Context& c, const Instruction& i) {
-  const size_t count = i.count;
+  const size_t count = i.count, bytes = i.has("u8") ? 1 : i.has("u16") ? 2 : 4;
   const uint32_t address = c.get32(i.atoms[count]);
-  if (address % (4 * count) != 0) fail("an unaligned load: " + i.name);
-  const unsigned char* const from = current->block->at(address, 4 * count);
-  current->reads(from, 4 * count);
-  for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], reinterpret_cast<const uint32_t*>(from)[k]);
+  if (address % (bytes * count) != 0) fail("an unaligned load: " + i.name);
+  const unsigned char* const from = current->block->at(address, bytes * count);
+  current->reads(from, bytes * count);
+  for (size_t k = 0; k < count; ++k) {
+    uint32_t x = 0;
+    std::memcpy(&x, from + k * bytes, bytes);
+    c.set(i.atoms[k], x);
+  }
 }
 void store_shared(Context& c, const Instruction& i) {
   const size_t count = i.count;
@@ -210,6 +218,7 @@ struct Known {
 // The first that fits.
 constexpr Known kKnown[] = {
     {"ex2.approx.ftz.f32", ex2},
+    {"min.NaN.f32", min_or_nan},
     {"lg2.approx.ftz.f32", lg2},
     {"rcp.approx.ftz.f32", rcp},
     {"cvt.rn.bf16x2.f32", narrow_pair},

@@ -13,6 +13,7 @@ namespace fulgur::test {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kHidingBias = -0x1p115;  // a bias below it counts as -inf
 
 // One head of one sequence, gathered into dense double arrays.
 struct HeadData {
@@ -117,7 +118,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       if (j >= 0) hidden[j] = (rule.tree[i] & uint64_t{1} << token) == 0;
     }
     for (int64_t j = 0; !data.bias.empty() && j < sk; ++j) {
-      if (data.bias[i * sk + j] == -kInf) hidden[j] = true;
+      if (data.bias[i * sk + j] < kHidingBias) hidden[j] = true;
     }
     const int64_t diagonal = rule.band.top_left ? i : i + sk - sq;
     int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);

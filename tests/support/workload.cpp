@@ -297,9 +297,11 @@ void Workload::make_bias(uint64_t seed) {
   for (size_t n = 0; n < values.size(); ++n) {
     const bool row_is_hidden = !one_query && n / static_cast<size_t>(shape[3]) % 11 == 4;
     const bool hidden = row_is_hidden || (!one_key && random() % 6 == 0);
-    values[n] = bools    ? !hidden
-                : hidden ? -std::numeric_limits<double>::infinity()
-                         : normal(random);
+    values[n] =
+        bools    ? !hidden
+        : hidden ? (n % 3 == 0 && dtype != DType::kF16 ? -3e38
+                                                       : -std::numeric_limits<double>::infinity())
+                 : normal(random);
   }
   write(forward.bias, values);
   if (bools) return;

@@ -35,7 +35,6 @@ class CudaEngine final : public Engine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
     if (p.pass == Pass::kScores) return "keeps no scores";
-    if (p.has(Arg::kBias)) return "adds no bias to the scores";
     return no_family_computes(p);
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {

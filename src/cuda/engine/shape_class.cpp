@@ -29,11 +29,11 @@ std::string shape_class(const Problem& p) {
     text += fmt::format(" right {}", rounded(p.mask.right));
   if (p.mask.chunk > 0 && p.mask.chunk < p.sk)
     text += fmt::format(" chunk {}", rounded(p.mask.chunk));
-  const bool softcap = p.softcap > 0, alibi = p.has(Arg::kAlibiSlopes);
+  const bool softcap = p.softcap > 0, alibi = p.has(Arg::kAlibiSlopes), bias = p.has(Arg::kBias);
   for (const auto& [is, name] :
-       {std::pair{p.scale <= 0 || softcap || alibi, "transformed"}, std::pair{softcap, "softcap"},
-        std::pair{alibi, "alibi"}, std::pair{p.packed, "packed"},
-        std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"},
+       {std::pair{p.scale <= 0 || softcap || alibi || bias, "transformed"},
+        std::pair{softcap, "softcap"}, std::pair{alibi, "alibi"}, std::pair{bias, "bias"},
+        std::pair{p.packed, "packed"}, std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"},
         std::pair{p.has(Arg::kSeqUsedK), "seqused_k"}, std::pair{p.has(Arg::kTreeMask), "tree"},
         std::pair{p.mask.top_left, "top_left"}, std::pair{p.dropout_p > 0, "dropout"},
         std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {

@@ -13,6 +13,7 @@ namespace {
 constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
 constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
+constexpr int kBiasGradientRows = 128, kBiasGradientKeys = 64, kBiasGradientThreads = 384;
 
 // The key of each kernel has only the fields that its text depends on, so that plans that differ in
 // others share the kernel. Some kernels see only how many lanes or panels the columns of a row
@@ -63,6 +64,7 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   BackwardKey key = plan;
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
+  key.bias_rows = false;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
@@ -97,6 +99,18 @@ KernelUse sinks_kernel(const BackwardPlan& plan) {
   return use("sm90/backward/sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
+/// Its tiles are 128 queries and 64 keys, whatever those of the kernel by keys are.
+KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
+  static_cast<KernelKey&>(key) = plan;
+  key.consumers = kBiasGradientRows / 64;
+  key.block_rows = kBiasGradientRows;
+  key.block_keys = kBiasGradientKeys;
+  key.dropout = plan.dropout;
+  const int shared_bytes = kernels::bias_gradient_layout(tile_of(key)).bytes;
+  return use("sm90/backward/bias_gradient.cu", key, "fulgur_bias_gradient", shared_bytes);
+}
+
 KernelUse reduce_kernel(const BackwardPlan& plan) {
   BackwardKey key;
   key.dtypes = plan.dtypes;
@@ -115,6 +129,45 @@ KernelUse dq_kernel(const BackwardPlan& plan) {
   return plan.accumulates_dq() ? round_kernel(plan) : rows_kernel(plan);
 }
 
+/// Where dbias lies, and over which dimensions its elements are sums.
+BiasSums bias_sums(const Problem& p) {
+  const Problem::Bias& b = p.dbias;
+  BiasSums sums{};
+  sums.type = static_cast<kernels::Element>(b.dtype);
+  sums.batch_stride = b.batch;
+  sums.head_stride = b.head;
+  sums.row_stride = b.row;
+  sums.key_stride = b.key;
+  sums.of_batch = b.batch != 0;
+  sums.of_heads = b.head != 0;
+  sums.of_rows = b.row != 0;
+  sums.of_keys = b.key != 0;
+  sums.heads = sums.of_heads ? static_cast<int>(p.hq) : 1;
+  return sums;
+}
+
+/// The rest: a run's dbias may have more rows and keys than the longest sequence, and so more
+/// tiles. Where elements are no sums of several scores, a work tile has more tiles of keys, which
+/// share Q and dO, but not so many that SMs would idle.
+void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, BiasSums& sums) {
+  constexpr int kWorkTilesOfSm = 4;
+  sums.data = dbias.data;
+  sums.rows = static_cast<int>(dbias.shape[2]);
+  sums.keys = static_cast<int>(dbias.shape[3]);
+  sums.row_tiles = sums.of_rows ? ceil_div(sums.rows, kBiasGradientRows) : 1;
+  sums.key_tiles = std::max(ceil_div(sums.of_keys ? sums.keys : sk, kBiasGradientKeys), 1);
+  const int64_t batches = sums.of_batch ? dbias.shape[0] : 1;
+  const int64_t blocks = batches * sums.heads * sums.row_tiles;
+  int64_t chunks = sums.key_tiles;
+  if (!sums.of_keys)
+    chunks = 1;
+  else if (sums.of_batch && sums.of_heads && sums.of_rows)
+    chunks = std::clamp<int64_t>(kWorkTilesOfSm * sms / std::max<int64_t>(blocks, 1), 1, chunks);
+  sums.chunk_tiles = ceil_div(sums.key_tiles, static_cast<int>(chunks));
+  sums.key_chunks = ceil_div(sums.key_tiles, sums.chunk_tiles);
+  sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
+}
+
 StridedTensor strided(const Layout& layout, const void* data = nullptr) {
   return {const_cast<void*>(data), layout.batch, layout.row, layout.head};
 }
@@ -125,6 +178,7 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan)};
   if (!plan.rounds_dq) kernels.push_back(dq_kernel(plan));
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
+  if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
   if (plan.copies()) kernels.push_back(copy_kernel());
@@ -145,6 +199,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   if (!plan_.rounds_dq) dq_ = gpu_.kernel(dq_kernel(plan_)).function;
   if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
+  if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
@@ -177,6 +232,7 @@ void BackwardExecutable::set_params(const Problem& p) {
   to.cut_blocks = plan_.cut_blocks;
   to.first_partial = plan_.first_cut_head;
   to.statistics_rows = plan_.statistics_rows;
+  if (plan_.dbias) to.bias_sums = bias_sums(p);
   row_chunks_ = std::max(ceil_div(p.sq, 64), 1);
   batch_heads_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY));
 }
@@ -190,13 +246,17 @@ void BackwardExecutable::set_inputs(const Problem& p) {
     if (copied) in.copy = copy_params(shape, in.shape);
     return in;
   };
-  const auto& [q, k, v, dout] = workspace_.copies;
+  const auto& [q, k, v, dout, bias] = workspace_.copies;
   inputs_ = {
       input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), q, &BackwardParams::q_map),
       input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), k, &BackwardParams::k_map),
       input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), v, &BackwardParams::v_map),
       input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(), dout,
             &BackwardParams::dout_map)};
+  if (plan_.bias != 0) {
+    inputs_.push_back(input("bias", &BackwardArgs::bias, maps.bias, !plan_.copies_bias.empty(),
+                            bias, &BackwardParams::bias_map));
+  }
 }
 
 BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& run,
@@ -215,6 +275,7 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.dlse.data = static_cast<const float*>(args.dlse.data);
   p.sinks = sinks_of(args.sinks);
   p.dsinks = args.dsinks.data;
+  if (plan_.dbias) set_bias_sums(args.dbias, params_.sk, gpu_.sms(), p.bias_sums);
   p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
   set_tensors(p, args);
   set_random_numbers(p, run);
@@ -296,6 +357,13 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
     const int threads = kPanelThreads * kernels::dq_panels_of(plan_.head_dim);
     launch(stream, dq_, &p, {row_chunks_, batch_heads_}, threads, 0,
            "launching the kernel that rounds dQ", Start::kEarly);
+  }
+  if (plan_.dbias) {
+    const auto grid = std::min<int64_t>(gpu_.sms(), p.bias_sums.work_tiles);
+    if (grid > 0) {
+      launch(stream, bias_gradient_, &p, {static_cast<int>(grid)}, kBiasGradientThreads,
+             bias_gradient_kernel(plan_).shared_bytes, "launching the kernel of dbias");
+    }
   }
   if (plan_.has_repair_kernel()) {
     launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,

@@ -47,11 +47,11 @@ class BackwardExecutable final : public Executable {
   Reasons reasons_;
   HostMetadata metadata_;
   CUfunction prepare_ = nullptr, keys_ = nullptr, dq_ = nullptr, sinks_ = nullptr,
-             reduce_ = nullptr, repair_ = nullptr, copy_ = nullptr;
+             bias_gradient_ = nullptr, reduce_ = nullptr, repair_ = nullptr, copy_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0;  ///< the grid of the kernels that prepare and round rows
   BackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common
-  std::array<Input, 4> inputs_;
+  std::vector<Input> inputs_;
 };
 
 }  // namespace fulgur::cuda::sm90

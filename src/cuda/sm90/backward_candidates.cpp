@@ -25,12 +25,6 @@ constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kStored, 2},
                            {DqMethod::kAtomic, 1}};
 
-kernels::BackwardTile tile_of(const BackwardKey& key) {
-  return {operands_of(key), key.head_dim,   key.value_dim, key.consumers, key.block_rows,
-          key.block_keys,   key.k_stages,   key.q_stages,  key.o_stages,  key.ds_stages,
-          key.row_tiles,    key.row_stages, key.dq_stages};
-}
-
 /// What the problem fixes.
 BackwardPlan common_plan(const Problem& p) {
   BackwardPlan plan;
@@ -38,11 +32,13 @@ BackwardPlan common_plan(const Problem& p) {
   plan.dropout = p.dropout_p > 0;
   plan.has_dlse = p.has(Arg::kDlse);
   plan.dsinks = p.has(Arg::kDsinks);
+  plan.dbias = p.has(Arg::kDbias);
   const BackwardMaps maps = backward_maps(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.copies_v = not_addressable(maps.v);
   plan.copies_dout = not_addressable(maps.dout);
+  plan.copies_bias = not_addressable(maps.bias);
   const int64_t row_bytes[] = {p.d * size_of(p.dtypes.q), p.d * size_of(p.dtypes.k),
                                p.dv * size_of(p.dtypes.v)};
   plan.elements =
@@ -103,7 +99,8 @@ int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   constexpr int64_t kFewRows = 256;
   const bool few =
       plan.dq_method == DqMethod::kAtomic && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
-  return has_one_panel(plan) && !plan.softcap && !plan.dropout && !few ? 128 : 64;
+  const bool more = plan.softcap || plan.dropout || plan.bias != 0;
+  return has_one_panel(plan) && !more && !few ? 128 : 64;
 }
 
 /// Fills the shared memory of the kernel by keys with stages. False if it does not hold two of Q
@@ -129,6 +126,8 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   };
   // A stage of Q is held for two steps, one of dO for one.
   int q_stages = 2, o_stages = 2;
+  if (plan.bias != 0 && keys_bytes(q_stages, o_stages) > shared_bytes)
+    plan.k_stages = plan.ds_stages = 1;
   if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
   for (bool grown = true; grown;) {
     grown = false;

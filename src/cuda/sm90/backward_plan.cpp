@@ -98,6 +98,12 @@ int BackwardKey::tile_bytes() const {
          kernels::kDsTileBytes;
 }
 
+kernels::BackwardTile tile_of(const BackwardKey& key) {
+  return {operands_of(key), key.head_dim,   key.value_dim, key.consumers, key.block_rows,
+          key.block_keys,   key.k_stages,   key.q_stages,  key.o_stages,  key.ds_stages,
+          key.row_tiles,    key.row_stages, key.dq_stages, key.bias,      key.bias_rows};
+}
+
 TileId BackwardPlan::tile() const {
   return {fmt::format("sm90_backward_{}", name_of(dq_method)), block_rows, block_keys};
 }
@@ -115,7 +121,7 @@ int64_t BackwardPlan::dq_additions(int64_t hq) const {
 }
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
-  if (p.nothing_to_do() && !plan.dsinks) return {};
+  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
   BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
@@ -138,7 +144,8 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
-               copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout)};
+               copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout),
+               copy(maps.bias, plan.copies_bias)};
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
@@ -169,9 +176,15 @@ Explanation describe(const BackwardPlan& plan) {
   describe_copies({{"q", plan.copies_q},
                    {"k", plan.copies_k},
                    {"v", plan.copies_v},
-                   {"dout", plan.copies_dout}},
+                   {"dout", plan.copies_dout},
+                   {"bias", plan.copies_bias}},
                   e);
   e.details.add("dsinks", plan.dsinks);
+  e.details.add("dbias", plan.dbias);
+  if (plan.dbias) {
+    e.decisions.emplace_back(
+        "dbias by a kernel of its own, which computes S and dP again and adds in a fixed order");
+  }
   if (plan.dsinks) {
     e.decisions.emplace_back("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
   }

@@ -101,13 +101,14 @@ struct BackwardLaunch {
 /// Every decision about a backward pass by the kernels of sm90/backward/.
 struct BackwardPlan : BackwardKey, BackwardLaunch {
   /// Why tensors are copied to where TMA can address them; empty for those that are not.
-  std::string copies_q, copies_k, copies_v, copies_dout;
+  std::string copies_q, copies_k, copies_v, copies_dout, copies_bias;
   bool dsinks = false;  ///< the gradient of the sinks is wanted
+  bool dbias = false;   ///< that of the bias is
   bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;
   /// Whether gradients may need repair, since a mask hides what products touch.
-  bool repairs() const { return has_left || has_right; }
+  bool repairs() const { return has_left || has_right || bias != 0; }
   /// Whether a kernel of its own repairs them; the kernel that rounds dQ does it otherwise.
   bool has_repair_kernel() const { return repairs() && !accumulates_dq(); }
   int threads() const { return 128 * (consumers + 1 + accumulates_dq()); }  ///< of the keys' kernel
@@ -116,7 +117,9 @@ struct BackwardPlan : BackwardKey, BackwardLaunch {
   int64_t dq_additions(int64_t hq) const;
   /// Whether a kernel adds partial dK and dV of splits after all waves.
   bool reduces() const { return splits > 1; }
-  bool copies() const { return !(copies_q + copies_k + copies_v + copies_dout).empty(); }
+  bool copies() const {
+    return !(copies_q + copies_k + copies_v + copies_dout + copies_bias).empty();
+  }
 };
 
 /// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.
@@ -127,10 +130,13 @@ struct BackwardWorkspace {
   int64_t partial_dk = 0,
           partial_dv = 0;           ///< for later waves, second parts of blocks, or reduction
   int64_t first_parts = 0;          ///< counts warps that have stored those of first parts
-  std::array<int64_t, 4> copies{};  ///< of q, k, v and dout
+  std::array<int64_t, 5> copies{};  ///< of q, k, v, dout and the bias
   int64_t metadata = 0, end = 0;    ///< metadata of the host
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
+
+/// What the layouts of shared memory depend on.
+kernels::BackwardTile tile_of(const BackwardKey& key);
 
 /// The plan in sentences and as data.
 Explanation describe(const BackwardPlan& plan);

@@ -109,7 +109,7 @@ class WavePlanner {
   /// incomplete, so that all end together if the last blocks are cut. The CTAs are then at all rows
   /// of a section at once, which L2 has to hold.
   bool may_cut(int heads) const {
-    const bool equal = !plan_.has_left && !plan_.has_right && !p_.packed;
+    const bool equal = !plan_.repairs() && !p_.packed;
     const int64_t blocks = int64_t{work_.key_blocks} * heads;
     return equal && plan_.dq_method == DqMethod::kAtomic && plan_.splits == 1 &&
            work_.row_tiles > 0 && blocks >= 2 * sms_ && blocks % sms_ != 0 &&

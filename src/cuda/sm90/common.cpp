@@ -16,7 +16,10 @@ namespace {
 kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
 static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
 static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
+static_assert(static_cast<int>(DType::kF32) == kernels::kF32);
+static_assert(static_cast<int>(DType::kBool) == kernels::kBool);
 
+constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
 constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
 
 }  // namespace
@@ -77,6 +80,8 @@ KernelKey kernel_key(const Problem& p) {
           .transforms_scores = transforms(p),
           .softcap = p.softcap > 0,
           .alibi = p.has(Arg::kAlibiSlopes),
+          .bias = p.has(Arg::kBias) ? 1 + element_of(p.bias.dtype) : 0,
+          .bias_rows = p.bias.row != 0,
           .packed = p.packed,
           .seqused_q = p.has(Arg::kSeqUsedQ),
           .seqused_k = p.has(Arg::kSeqUsedK)};
@@ -123,7 +128,7 @@ float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::nu
 
 bool transforms(const Problem& p) {
   return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
-         p.has(Arg::kAlibiSlopes);
+         p.has(Arg::kAlibiSlopes) || (p.has(Arg::kBias) && p.scale < kMinBiasedScale);
 }
 
 CallParams call_params(const Problem& p, const kernels::Band& band) {
@@ -143,6 +148,8 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.window_right = band.right;
   params.chunk = band.chunk;
   params.scale_log2 = scale_log2(p);
+  params.bias = {nullptr, p.bias.batch, p.bias.head, p.bias.row, p.bias.key};
+  if (p.has(Arg::kBias)) params.bias_factor = static_cast<float>(1 / p.scale);
   params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
   params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
   if (p.softcap > 0) {

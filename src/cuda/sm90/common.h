@@ -60,6 +60,8 @@ struct KernelKey {
   bool has_left = false, has_right = false, has_chunk = false, top_left = false;
   bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool transforms_scores = false, softcap = false, alibi = false;
+  int bias = 0;            ///< 1 + the element type of a dense bias; 0: there is none
+  bool bias_rows = false;  ///< each query has a row of it
   bool packed = false, seqused_q = false, seqused_k = false;
 
   template <class F>
@@ -78,6 +80,8 @@ struct KernelKey {
     f("kScoreMode", transforms_scores);
     f("kSoftcap", softcap);
     f("kAlibi", alibi);
+    f("kBias", bias);
+    f("kBiasRows", bias_rows);
     f("kPacked", packed);
     f("kSeqUsedQ", seqused_q);
     f("kSeqUsedK", seqused_k);
@@ -139,6 +143,7 @@ void set_tensors(CallParams& params, const Args& args) {
   params.seqused_k = static_cast<const int*>(args.lengths.seqused_k.data);
   params.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
   params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
+  params.bias.data = args.bias.data;
 }
 
 /// The random numbers of a run's dropout, where no tensor says them.

@@ -29,6 +29,7 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.head_dim = key.value_dim;
   key.transforms_scores = key.softcap = key.alibi = false;
+  key.bias = 0;
   key.k_stages = key.v_stages = key.warp_groups = key.residents = 1;
   key.block_keys = kernels::chunk_keys(key.block_keys);
   key.box_keys = 0;

@@ -62,15 +62,19 @@ void ForwardExecutable::set_inputs() {
                          TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
     Input in{name, copied ? sm90::copied(shape) : shape, copied, offset, {}, map, tensor};
     const Layout& to = in.shape.strides;
-    params_.*tensor = {nullptr, to.batch, to.row, to.head};
+    if (tensor != nullptr) params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = copy_params(shape, in.shape);
     return in;
   };
-  const auto& [q, k, v] = workspace_.copies;
+  const auto& [q, k, v, bias] = workspace_.copies;
   inputs_ = {
       input("q", maps_.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map, &ForwardParams::q),
       input("k", maps_.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map, &ForwardParams::k),
       input("v", maps_.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map, &ForwardParams::v)};
+  if (plan_.bias != 0) {
+    inputs_.push_back(input("bias", maps_.bias, !plan_.copies_bias.empty(), bias,
+                            &ForwardParams::bias_map, nullptr));
+  }
 }
 
 ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& args, const Run& run,
@@ -94,7 +98,7 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
   if (plan_.store == ForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
   p.o.data = a.padding.o = out;
 
-  const std::array<const ConstTensor*, 3> tensors = {&args.q, &args.k, &args.v};
+  const std::array<const ConstTensor*, 4> tensors = {&args.q, &args.k, &args.v, &args.bias};
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const Input& in = inputs_[i];
     a.copies[i] = in.copy;
@@ -105,7 +109,7 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
     // valid: they lie around out.
     if (in.shape.empty()) data = out;
     encode(in.shape, data, &(p.*in.map));
-    (p.*in.tensor).data = data;
+    if (in.tensor != nullptr) (p.*in.tensor).data = data;
   }
   return a;
 }

@@ -28,7 +28,7 @@ class ForwardExecutable final : public Executable {
   WorkspaceNeed workspace() const override;
 
  private:
-  /// q, k or v, and how it gets where its map says.
+  /// q, k, v or the bias, and how it gets where its map says.
   struct Input {
     const char* name = "";
     TensorMapShape shape;  ///< of the copy where it is copied
@@ -36,13 +36,13 @@ class ForwardExecutable final : public Executable {
     int64_t offset = 0;        ///< of the copy in the workspace
     ForwardCopyParams copy{};  ///< without addresses
     TensorMapBlob ForwardParams::*map = nullptr;
-    StridedTensor ForwardParams::*tensor = nullptr;
+    StridedTensor ForwardParams::*tensor = nullptr;  ///< null: of the bias
   };
   /// The arguments of one run's kernels.
   struct Arguments {
     ForwardParams forward;
     ForwardPaddingParams padding;
-    std::array<ForwardCopyParams, 3> copies;
+    std::array<ForwardCopyParams, 4> copies;  ///< of the inputs
   };
 
   void set_params(const Problem& problem);
@@ -59,7 +59,7 @@ class ForwardExecutable final : public Executable {
   ForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};
-  std::array<Input, 3> inputs_;
+  std::vector<Input> inputs_;  ///< q, k, v and the bias if there is one
 };
 
 }  // namespace fulgur::cuda::sm90

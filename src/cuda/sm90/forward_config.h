@@ -54,12 +54,12 @@ struct ForwardLaunch {
 
 /// Every decision about a forward pass by sm90/forward/forward.cu.
 struct ForwardPlan : ForwardKey, ForwardLaunch {
-  /// Why q, k and v are copied to where TMA can address them; empty where they are not.
-  std::string copies_q, copies_k, copies_v;
+  /// Why q, k, v and the bias are copied to where TMA can address them; empty where they are not.
+  std::string copies_q, copies_k, copies_v, copies_bias;
   bool operator==(const ForwardPlan&) const = default;
 
   TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
-  bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
+  bool copies() const { return !(copies_q + copies_k + copies_v + copies_bias).empty(); }
   int block_rows() const { return 64 * consumers; }  ///< Br
   int threads() const { return 128 * (consumers + 1); }
   /// Floats that parts of split blocks leave for the last one.

@@ -33,7 +33,7 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double scores = 64.0 * plan.block_keys;  // of a warpgroup
   const double dims = plan.head_dim + plan.value_dim;
   const double product = 2 * scores * dims / kTensorFlops;
-  const bool slow = plan.transforms_scores || plan.dropout;
+  const bool slow = plan.transforms_scores || plan.dropout || plan.bias != 0;
   const double rate = slow ? kTransformScores : kSoftmaxScores;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;

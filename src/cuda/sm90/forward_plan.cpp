@@ -27,7 +27,8 @@ using kernels::Work;
 
 kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
-                                  plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages});
+                                  plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages,
+                                  plan.bias, plan.bias_rows});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
@@ -47,9 +48,14 @@ constexpr int kPageRegisters = 40;  // of a producer that looks up pages
 /// and P in registers whatever the other options; with more keys or dims it would spill. The model
 /// was fitted to those above above_dim; for less only tuning takes them.
 struct Tile {
-  enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4 };  // the last two take registers
+  enum Scores {
+    kPlain = 1,
+    kTransformed = 2,
+    kDropped = 4,
+    kBiased = 8
+  };  // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;  ///< kDropped: transformed or not
+  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
 };
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
@@ -62,9 +68,10 @@ constexpr Tile kTiles[] = {
     {96, 128, 128, 3, 80, kUndropped},
     {64, 128, 128, 3, 64, kAny},
     {32, 128, 128, 1, 128, kAny},
-    {64, 192, 128, 2, 128, kAny},
+    {64, 192, 128, 2, 128, kAny | Tile::kBiased},
     {128, 192, 192, 2, 80, kAny},
-    {128, 256, 256, 2, 64, kAny},
+    {128, 256, 256, 2, 64, kAny | Tile::kBiased},
+    {128, 256, 256, 2, 32, Tile::kBiased},  // a bias of f32
 };
 
 /// What each of the CTAs of an SM may have: of all, each but one takes some for
@@ -96,6 +103,7 @@ ForwardPlan common(const Problem& p) {
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.copies_v = not_addressable(maps.v);
+  plan.copies_bias = not_addressable(maps.bias);
   return plan;
 }
 
@@ -257,7 +265,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
-               copy(maps.v, plan.copies_v)};
+               copy(maps.v, plan.copies_v), copy(maps.bias, plan.copies_bias)};
   at.numbers = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
@@ -307,9 +315,10 @@ std::string forward_rejects(const Problem& p) {
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
-  const auto scores = p.dropout_p > 0 ? Tile::kDropped
-                      : transforms(p) ? Tile::kTransformed
-                                      : Tile::kPlain;
+  const auto scores = p.has(Arg::kBias) ? Tile::kBiased
+                      : p.dropout_p > 0 ? Tile::kDropped
+                      : transforms(p)   ? Tile::kTransformed
+                                        : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
     if (!fits || (tile.scores & scores) == 0) continue;
@@ -334,7 +343,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     t.cycles = predict(t.plan, p, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));
-    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged()) {
+    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged() && !p.has(Arg::kBias)) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }
     tiles.push_back(std::move(t));
@@ -373,7 +382,11 @@ Explanation describe(const ForwardPlan& plan) {
                     kernels::split_blocks(work), work.first_split > 0 ? "the last" : "the first",
                     work.splits));
   }
-  describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
+  describe_copies({{"q", plan.copies_q},
+                   {"k", plan.copies_k},
+                   {"v", plan.copies_v},
+                   {"bias", plan.copies_bias}},
+                  e);
   if (plan.page > 0) {
     e.details.add("box_keys", plan.box_keys);
     say(fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,

@@ -16,7 +16,7 @@ namespace fulgur::cuda::sm90 {
 /// nothing is launched.
 struct ForwardWorkspace {
   int64_t partial = 0;              ///< what parts of split blocks leave
-  std::array<int64_t, 3> copies{};  ///< of q, k and v
+  std::array<int64_t, 4> copies{};  ///< of q, k, v and the bias
   int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);

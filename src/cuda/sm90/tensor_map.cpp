@@ -31,7 +31,16 @@ std::array<Dimension, 3> outer(const TensorMapShape& s) {
 }
 
 auto type_of(DType dtype) {
-  return dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  switch (dtype) {
+    case DType::kBool:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case DType::kF32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
 }
 
 TensorMapShape of_q(const Problem& p, DType dtype, int64_t dim, const Layout& strides,
@@ -49,6 +58,21 @@ TensorMapShape of_k(const Problem& p, DType dtype, int64_t dim, const Layout& st
           strides, box_rows};
 }
 
+/// The bias in boxes of the rows of a tile, where each has one of its own.
+TensorMapShape of_bias(const Problem& p, int box_rows) {
+  const Problem::Bias& b = p.bias;
+  if (!p.has(Arg::kBias)) return {};
+  const auto extent = [](int64_t stride, int64_t size) { return stride == 0 ? 1 : size; };
+  return {b.dtype,
+          p.sk,
+          extent(b.row, p.sq),
+          extent(b.head, p.hq),
+          extent(b.batch, p.batch),
+          {b.batch, b.row, b.head, b.aligned},
+          b.row == 0 ? 1 : box_rows,
+          b.key};
+}
+
 }  // namespace
 
 KernelUse copy_kernel() {
@@ -57,16 +81,22 @@ KernelUse copy_kernel() {
 ForwardMaps forward_maps(const Problem& p, int box_keys) {
   const OperandTypes types = p.dtypes;
   return {of_q(p, types.q, p.d, p.q, 64), of_k(p, types.k, p.d, p.k, box_keys),
-          of_k(p, types.v, p.dv, p.v, box_keys), of_q(p, types.out, p.dv, p.out, 16)};
+          of_k(p, types.v, p.dv, p.v, box_keys), of_q(p, types.out, p.dv, p.out, 16),
+          of_bias(p, 64)};
 }
 
 BackwardMaps backward_maps(const Problem& p) {
   constexpr int kBox = 64;
   const OperandTypes types = p.dtypes;
-  return {of_q(p, types.q, p.d, p.q, kBox),      of_k(p, types.k, p.d, p.k, kBox),
-          of_k(p, types.v, p.dv, p.v, kBox),     of_q(p, types.out, p.dv, p.dout, kBox),
-          of_q(p, types.out, p.dv, p.out, kBox), of_q(p, types.q, p.d, p.dq, kBox),
-          of_k(p, types.k, p.d, p.dk, kBox),     of_k(p, types.v, p.dv, p.dv_grad, kBox)};
+  return {of_q(p, types.q, p.d, p.q, kBox),
+          of_k(p, types.k, p.d, p.k, kBox),
+          of_k(p, types.v, p.dv, p.v, kBox),
+          of_q(p, types.out, p.dv, p.dout, kBox),
+          of_q(p, types.out, p.dv, p.out, kBox),
+          of_q(p, types.q, p.d, p.dq, kBox),
+          of_k(p, types.k, p.d, p.dk, kBox),
+          of_k(p, types.v, p.dv, p.dv_grad, kBox),
+          of_bias(p, kBox)};
 }
 
 std::string map_unsupported(const TensorMapShape& shape) {
@@ -89,13 +119,19 @@ std::string not_addressable(const TensorMapShape& shape) {
                          d.stride, d.name);
     }
   }
-  return shape.strides.aligned ? "" : "its data lies at no multiple of 16 bytes";
+  if (shape.column_stride != 1) {
+    return fmt::format("elements of a row lie {} apart", shape.column_stride);
+  }
+  return shape.strides.aligned ? ""
+                                 ""
+                               : "its data lies at no multiple of 16 bytes";
 }
 
 TensorMapShape copied(const TensorMapShape& shape) {
   TensorMapShape copy = shape;
   const int64_t row = round_up(shape.dim, kCopyAlignment / size_of(shape.dtype));
   copy.strides = {shape.rows * shape.heads * row, shape.heads * row, row};
+  copy.column_stride = 1;
   return copy;
 }
 
@@ -151,7 +187,8 @@ ForwardCopyParams copy_params(const TensorMapShape& from, const TensorMapShape& 
           from.rows,
           from.heads,
           from.dim,
-          static_cast<int>(size_of(from.dtype))};
+          static_cast<int>(size_of(from.dtype)),
+          from.column_stride};
 }
 
 }  // namespace fulgur::cuda::sm90

@@ -18,6 +18,7 @@ struct TensorMapShape {
   int64_t dim = 0, rows = 0, heads = 0, batch = 0;
   Layout strides;  ///< in elements
   int box_rows = 0;
+  int64_t column_stride = 1;  ///< in elements; TMA wants 1
   bool operator==(const TensorMapShape&) const = default;
 
   /// No element: no copy will ever be issued.
@@ -27,15 +28,16 @@ struct TensorMapShape {
 /// TMA counts strides and addresses in units of 16 bytes.
 inline constexpr int64_t kCopyAlignment = 16;
 
-/// The maps of a forward pass.
+/// The maps of a forward pass. `bias`: of sizes of 1 where all have the same; empty without one.
 struct ForwardMaps {
-  TensorMapShape q, k, v, o;
+  TensorMapShape q, k, v, o, bias;
 };
 ForwardMaps forward_maps(const Problem& problem, int box_keys);
 
-/// The tensors of a backward pass: maps of q, k, v and dout; of the others only the layout counts.
+/// The tensors of a backward pass: maps of q, k, v, dout and the bias; of the others only the
+/// layout counts.
 struct BackwardMaps {
-  TensorMapShape q, k, v, dout, out, dq, dk, dv;
+  TensorMapShape q, k, v, dout, out, dq, dk, dv, bias;
 };
 BackwardMaps backward_maps(const Problem& problem);
 

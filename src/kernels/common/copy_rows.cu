@@ -15,11 +15,11 @@ __device__ void copy_rows(const ForwardCopyParams& p) {
     const long long row = i / p.chunks / p.heads % p.rows;
     const long long batch = i / p.chunks / p.heads / p.rows;
     const T* from = static_cast<const T*>(p.from) + batch * p.batch_stride + row * p.row_stride +
-                    head * p.head_stride + column;
+                    head * p.head_stride + column * p.column_stride;
     Chunk chunk = {};
 #pragma unroll
     for (int j = 0; j < kColumns; ++j)
-      if (column + j < p.dim) chunk.x[j] = from[j];
+      if (column + j < p.dim) chunk.x[j] = from[j * p.column_stride];
     static_cast<Chunk*>(p.to)[i] = chunk;
   }
 }

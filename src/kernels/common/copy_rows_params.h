@@ -2,7 +2,7 @@
 #pragma once
 
 struct ForwardCopyParams {
-  const void* from;  // [batch, rows, heads, dim], any strides but for the last one, which is 1
+  const void* from;  // [batch, rows, heads, dim], any strides
   long long batch_stride;      // elements
   long long row_stride;        // elements
   long long head_stride;       // elements
@@ -10,4 +10,5 @@ struct ForwardCopyParams {
   long long chunks;  // of a row
   long long batch, rows, heads, dim;
   int element_bytes;  // 1, 2 or 4
+  long long column_stride;  // elements
 };

@@ -11,6 +11,10 @@ template <>
 struct InMemory<kF32> {
   using Type = float;
 };
+template <>
+struct InMemory<kBool> {
+  using Type = unsigned char;
+};
 
 // N elements that are loaded and stored at once, 16 bytes at a time where they are as many.
 template <class T, int N>

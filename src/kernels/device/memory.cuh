@@ -36,6 +36,16 @@ __device__ __forceinline__ int load_shared(u32 address) {
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ u32 load_shared_u16(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ u32 load_shared_u8(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
 }

@@ -1,20 +1,32 @@
 // The score hook: the one place where a score is transformed between the product and the softmax, and where its
 // derivative is. Forward, decode and backward kernels and the repairs of rows call score() or exponent() with the place
-// of the entry; softcap and ALiBi are the two bodies there are. Every rounding is spelled out, so that all kernels give
-// the same bits: what the compiler makes of a * b + c depends on what is around it.
+// of the entry; softcap, ALiBi and a dense bias are the three bodies there are. Every rounding is spelled out, so that
+// all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
 #pragma once
+#include "device/elements.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
 #include "host_device/score.h"
 
 enum : int {
-  kScoreReadsHead = kAlibi,    // score() reads what score_head() has
-  kHasScoreSlope = kSoftcap,   // score_slope() is not 1 everywhere
+  kScoreReadsHead = kAlibi || kBias,  // score() reads what score_head() has
+  kHasScoreSlope = kSoftcap,          // score_slope() is not 1 everywhere
+};
+
+using BiasElement = InMemory<kBias ? Element(kBias - 1) : kF32>::Type;
+
+// What the hook reads once for all scores of a q head of a sequence.
+struct ScoreHead {
+  float alibi;              // the slope, in units of log2, kAlibi
+  const BiasElement* bias;  // of the first query and key, kBias
 };
 
 __device__ __forceinline__ ScoreHead score_head(const CallParams& p, int batch, int head) {
-  if (!kScoreReadsHead) return {0};
-  return {__float_as_int(p.alibi_slopes[batch * p.alibi_batch_stride + head] * 1.4426950408889634f)};
+  ScoreHead of_head = {};
+  if (kAlibi) of_head.alibi = p.alibi_slopes[batch * p.alibi_batch_stride + head] * 1.4426950408889634f;
+  if (kBias)
+    of_head.bias = static_cast<const BiasElement*>(p.bias.data) + batch * p.bias.batch + head * p.bias.head;
+  return of_head;
 }
 
 // The place of an entry of S. Kernels make that of a thread's first one, and move it by constants to the others: what
@@ -51,15 +63,37 @@ __device__ __forceinline__ float softcap_slope(const CallParams& p, float s) {
 
 // s - slope * |distance|, whose derivative by s is 1.
 __device__ __forceinline__ float alibi_score(const ScoreContext& at, float s) {
-  return __fmaf_rn(-__int_as_float(at.head.alibi), fabsf(at.distance), s);
+  return __fmaf_rn(-at.head.alibi, fabsf(at.distance), s);
 }
 
-// What a product s of q and k becomes. kScoreMode 0: it stays, and exponents take the scale. 1: a score in units of
-// log2.
-__device__ __forceinline__ float score(const CallParams& p, const ScoreContext& at, float s) {
-  if (kScoreMode == 0) return s;
+// The dense bias of an entry, from memory. After the last row and key, where products have entries, it is another
+// one's.
+__device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext& at) {
+  if (!kBias) return 0;
+  const BiasElement bias = at.head.bias[min(at.query, p.sq - 1) * p.bias.row + min(at.key, p.sk - 1) * p.bias.key];
+  if constexpr (kBias == 1 + kBool) return bias ? 0 : -infinity();
+  else return to_f32<Element(kBias ? kBias - 1 : kF32)>(bias);
+}
+
+// Whether it hides a key from a query, whatever they are.
+__device__ __forceinline__ bool bias_hides(const CallParams& p, const ScoreContext& at) {
+  return kBias && bias_of(p, at) < float(kHidingBias);
+}
+
+// s + bias, whose derivative by s is 1, in the units of s.
+__device__ __forceinline__ float biased_score(const CallParams& p, float s, float bias) {
+  if (kBias == 1 + kBool) return bias == 0 ? s : bias;
+  const float sum = __fmaf_rn(bias, kScoreMode == 0 ? p.bias_factor : 1.4426950408889634f, s);
+  return bias < float(kHidingBias) ? -infinity() : sum;
+}
+
+// What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
+// which exponents take. 1: a score in units of log2.
+__device__ __forceinline__ float score(const CallParams& p, const ScoreContext& at, float s, float bias) {
+  if (kScoreMode == 0) return kBias ? biased_score(p, s, bias) : s;
   s = kSoftcap ? softcap_score(p, s) : __fmul_rn(s, p.scale_log2);
-  return kAlibi ? alibi_score(at, s) : s;
+  if (kAlibi) s = alibi_score(at, s);
+  return kBias ? biased_score(p, s, bias) : s;
 }
 
 // The derivative of a score by scale * s.
@@ -71,6 +105,15 @@ __device__ __forceinline__ float score_slope(const CallParams& p, const ScoreCon
 __device__ __forceinline__ float score_factor(const CallParams& p) { return kScoreMode == 0 ? p.scale_log2 : 1.f; }
 
 // The score of a product in units of log2, and `shift`: the exponent of an entry of P.
-__device__ __forceinline__ float exponent(const CallParams& p, const ScoreContext& at, float s, float shift) {
-  return kScoreMode == 0 ? __fmaf_rn(s, p.scale_log2, shift) : __fadd_rn(score(p, at, s), shift);
+__device__ __forceinline__ float exponent(const CallParams& p, const ScoreContext& at, float s, float bias,
+                                          float shift) {
+  s = score(p, at, s, bias);
+  return kScoreMode == 0 ? __fmaf_rn(s, p.scale_log2, shift) : __fadd_rn(s, shift);
+}
+
+// The same where the shift is -LSE, and so the exponent at most `limit`: with large biases LSE is rounded by more.
+__device__ __forceinline__ float exponent_up_to(const CallParams& p, const ScoreContext& at, float s, float bias,
+                                                float shift, float limit) {
+  const float x = exponent(p, at, s, bias, shift);
+  return kBias ? min_or_nan(x, limit) : x;
 }

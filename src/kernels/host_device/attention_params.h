@@ -25,6 +25,12 @@ struct Sinks {
   fulgur::kernels::Element type;
 };
 
+// A dense bias [b, hq, sq, sk], kBias; strides in elements, 0 where all have the same.
+struct DenseBias {
+  const void* data;
+  long long batch, head, row, key;
+};
+
 // What is computed: inputs, lengths, mask and scores.
 struct CallParams {
   StridedTensor q, k, v;       // for rows that are computed again (sm90/common/repair.cuh)
@@ -56,6 +62,8 @@ struct CallParams {
 
   alignas(16) int chunk;  // > 0 where kHasChunk; what is after stays as aligned as without it
   const int* seqused_q;   // [b], kSeqUsedQ
+  DenseBias bias;
+  float bias_factor;  // kScoreMode 0: 1 / scale
 };
 
 // What every forward kernel is told.

@@ -4,7 +4,7 @@
 
 namespace fulgur::kernels {
 
-enum Element : int { kF16, kBF16, kF32 };
+enum Element : int { kF16, kBF16, kF32, kBool = 6 };  // kBool: of a mask alone
 
 FULGUR_SHARED int bytes_of(Element type) { return type == kF32 ? 4 : 2; }
 

@@ -4,10 +4,8 @@
 
 namespace fulgur::kernels {
 
-// What the hook reads once for all scores of a q head of a sequence: ints, which pass through shared memory.
-struct ScoreHead {
-  int alibi;  // the bits of the slope, in units of log2, kAlibi
-};
+// A dense bias below this counts as -inf: with the scale it stays finite in f32, and so do differences of scores.
+constexpr double kHidingBias = -0x1p115;
 
 // softcap * tanh(x), x = scale * s / softcap, by tanh(x) = 1 - 2 / (exp(2x) + 1), which cancels for small x. There,
 // x * p(x) with an even polynomial p, so that the error of a score is relative and does not grow with the cap: of both

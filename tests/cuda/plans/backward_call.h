@@ -33,7 +33,8 @@ inline BackwardCall backward_call(const ForwardShape& shape, const BackwardOptio
                      .dv = gradient(f.v),
                      .alibi_slopes = f.alibi_slopes,
                      .lengths = f.lengths,
-                     .sinks = f.sinks},
+                     .sinks = f.sinks,
+                     .bias = f.bias},
                     options};
   if (with.dlse) call.args.dlse = f.lse;
   if (with.dsinks) call.args.dsinks = gradient(f.sinks);

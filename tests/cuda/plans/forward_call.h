@@ -19,6 +19,8 @@ struct ForwardShape {
   bool alibi = false, packed = false, seqused_q = false, seqused = false, lse = true;
   bool invariant = false, sinks = false;
   double dropout = 0;
+  std::optional<DType> bias{};   ///< of each head
+  bool bias_of_columns = false;  ///< its queries lie side by side, and not its keys
   int64_t max_workspace = 0;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
 };
@@ -62,6 +64,13 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.dropout_p = s.dropout;
   call.options.max_workspace = s.max_workspace;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);
+  if (s.bias) {
+    call.args.bias = Tensor::contiguous(data, *s.bias, {1, s.hq, s.sq, s.sk}, kDevice);
+    if (s.bias_of_columns) {
+      call.args.bias.strides[2] = 1;
+      call.args.bias.strides[3] = s.sq;
+    }
+  }
   if (s.sinks) call.args.sinks = vector(DType::kF32, s.hq);
   if (s.seqused_q) call.args.lengths.seqused_q = vector(DType::kI32, s.batch);
   if (s.seqused) call.args.lengths.seqused_k = vector(DType::kI32, s.batch);

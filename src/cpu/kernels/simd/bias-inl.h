@@ -8,6 +8,7 @@
 #endif
 
 #include "cpu/kernels/simd/panel-inl.h"
+#include "kernels/host_device/score.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -73,19 +74,25 @@ struct BiasOfTile {
   bool is_zero, hides_some, hides_all;
 };
 
-/// The bias of the rows of a panel, one a lane, and of n keys: to [n][width].
+/// The bias of the rows of a panel, one a lane, and of n keys: to [n][width], -inf where it hides a
+/// key.
 template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t width,
                                      float* HWY_RESTRICT to) {
   constexpr int64_t kSize = kDType == DType::kF32 ? 4 : kDType == DType::kBool ? 1 : 2;
   const Square f;
   const hn::RebindToUnsigned<Square> u;
+  const auto hiding = hn::Set(f, static_cast<float>(kernels::kHidingBias));
+  const auto none = hn::Set(f, -std::numeric_limits<float>::infinity());
   // Of the bits: none is larger than those of -inf but of a NaN.
   auto any = hn::Zero(u), every = hn::Not(hn::Zero(u)), largest = hn::Zero(u);
   const auto add_square = [&](int64_t lane, int64_t jj, int64_t count, const auto& keys) HWY_ATTR {
     hn::Vec<Square> x[kSquare];
     FULGUR_UNROLL for (int i = 0; i < kSquare; ++i) {
       x[i] = keys(rows.at[lane + i] + jj * rows.stride);
+      if constexpr (kDType == DType::kF32 || kDType == DType::kBF16) {
+        x[i] = hn::IfThenElse(hn::Lt(x[i], hiding), none, x[i]);
+      }
       const auto bits = hn::BitCast(u, x[i]);
       any = hn::Or(any, bits);
       every = hn::And(every, bits);
@@ -169,7 +176,8 @@ HWY_NOINLINE inline bool load_bias(const Task& task, const KeyTile& tile, float*
 HWY_NOINLINE inline void add_bias_gradient(const BiasSums& sums, float* rows, const Panel& panel,
                                            const KeyTile& tile, const float* HWY_RESTRICT dS) {
   const F32 f;
-  const auto [dtype, batch, head, row, stride] = sums.at;
+  const DType dtype = sums.at.dtype;
+  const int64_t stride = sums.at.key;
   const int64_t n = tile.n, whole = n / kLanes * kLanes;
   transpose(dS, panel.width(), kBc, panel.width(), 1, rows, kBc);
   for (int64_t lane = 0; lane < panel.count; ++lane) {

@@ -18,7 +18,9 @@
 enum : int {
   kOverlaps = kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
-  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kHasScoreSlope + kDropout),
+  kMaskRegisters = kBias == 1 + kBool ? 16 : 0,
+  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) +
+                   kMaskRegisters,
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
   kFrontOfK = min_of(kFrontSteps, kHeadDim / ElementK::kStep),
   kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / ElementV::kStep),
@@ -215,10 +217,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       // P^T = exp(S^T - LSE) in X.
       const auto exponentiate = [&] {
         const Exponents exponents = exponents_of(p, step, n, key, q);
+        float bias[8] = {};
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
           float slope[4];
-          probabilities(p, X, j, exponents, slope);
+          if constexpr (kBias != 0)
+            load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
+          probabilities(p, X, j, exponents, bias + j % 2 * 4, slope);
           if (kHasScoreSlope) slopes.packed[2 * j] = Half::pack(slope[0], slope[1]);
           if (kHasScoreSlope) slopes.packed[2 * j + 1] = Half::pack(slope[2], slope[3]);
         }
@@ -271,7 +276,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
               end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
-          q.release(leader);
+          if (kBias) q.release_loaded(leader);
+          else q.release(leader);
           break;
         }
         QBuffers next = q;
@@ -293,6 +299,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         exponentiate();
         wgmma_wait<0>();
         register_fence(dK);
+        if (kBias) fence_async_proxy();
+        if (kBias) __syncwarp();
         mbarrier_arrive_if(read, leader);
         pack_scores<ElementP>(X, P);
       }

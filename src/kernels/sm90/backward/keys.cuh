@@ -2,6 +2,7 @@
 // the operations of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, the accumulators of a
 // warpgroup.
 #pragma once
+#include "sm90/common/bias_tile.cuh"
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/fragment_store.cuh"
 #include "sm90/common/mask.cuh"
@@ -127,11 +128,12 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kAccumulatesDq ? int(statistics / kBlockRows)
                                            : int(first_ds) + g * p.score_tiles.head_tiles;
-          const Step step = {place, row, score_head(p, block.batch, head + g),
+          const int alibi = kAlibi ? __float_as_int(score_head(p, block.batch, head + g).alibi) : 0;
+          const Step step = {place, row, alibi,
                              (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |
                                  (kDropout ? kHeadOfSplit * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
-          load.load_queries(step, source, statistics, i == begin && g == 0);
+          load.load_queries(block, step, source, statistics, i == begin && g == 0);
           if constexpr (kKStages > 1)
             if (i == begin && g == 0) load.load_values(block, n);
           load.load_gradients(step, source, statistics);
@@ -209,13 +211,14 @@ struct Exponents {
 __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int key,
                                                    const QBuffers& q) {
   const int row = step.row + int(thread_column());
-  return {score_context(step.head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
+  const ScoreHead head = {__int_as_float(step.alibi)};
+  return {score_context(head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }
 
-// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `slopes`: the derivatives of the thread's four scores there,
-// kHasScoreSlope.
+// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: that of the thread's four scores there. `slopes`: their
+// derivatives, kHasScoreSlope.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
-                                              const Exponents& at, float (&slopes)[4]) {
+                                              const Exponents& at, const float* bias, float (&slopes)[4]) {
   float low;
   float high;
   load_shared_pair(at.shift + 32 * j, low, high);
@@ -224,7 +227,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
     float& x = X[4 * j + i];
     const ScoreContext entry = at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
     if (kHasScoreSlope) slopes[i] = score_slope(p, entry, x);
-    x = exp2_fast(exponent(p, entry, x, i & 1 ? high : low));
+    x = exp2_fast(exponent_up_to(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
   }
 }
 

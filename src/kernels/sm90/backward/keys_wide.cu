@@ -158,11 +158,13 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
           u32 factors[4];
+          float bias[8] = {};
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int j = 2 * part + half;
             float slopes[4];
-            probabilities(p, X, j, exponents, slopes);
+            if constexpr (kBias != 0) load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 0, j, bias);
+            probabilities(p, X, j, exponents, bias + 4 * half, slopes);
             if (kHasScoreSlope) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
             if (kHasScoreSlope)
               factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
@@ -170,6 +172,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
           if (kHasScoreSlope && kDropout) mark(factors, part);
           if (kHasScoreSlope) exchange.store(part, factors);
         }
+        if (kBias) fence_async_proxy();
         __syncwarp();
         q.release(leader);
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));

@@ -5,7 +5,8 @@
 #include "sm90/backward/params.h"
 
 __device__ constexpr BackwardTile kTile = {kOperands, kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
-                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages};
+                                           kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages,
+                                           kBias,    bool(kBiasRows)};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);

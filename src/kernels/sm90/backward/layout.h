@@ -1,8 +1,8 @@
 // Layouts of shared memory of the Hopper backward kernels.
 #pragma once
 #include "host_device/element.h"
-#include "host_device/score.h"
 #include "sm90/backward/work.h"
+#include "sm90/common/bias_tile.h"
 
 namespace fulgur::kernels {
 
@@ -19,6 +19,8 @@ struct BackwardTile {
   Operands types;
   int head_dim, value_dim, consumers, block_rows, block_keys, k_stages, q_stages, o_stages, ds_stages, row_tiles;
   int row_stages, dq_stages;
+  int bias = 0;  // 1 + its element type; 0: there is none
+  bool bias_rows = false;
 };
 
 enum : int {
@@ -46,7 +48,7 @@ enum KeyBlockState : int {
 struct Step {
   int tile;   // with stored dS: its score tile; otherwise its row tile, counted over all q heads
   int row;    // its first row in the sequence
-  ScoreHead head;
+  int alibi;  // the bits of the slope of the q head, in units of log2, kAlibi
   int state;  // bits of StepState
 };
 enum StepState : int {
@@ -67,6 +69,7 @@ struct DqTile {
 // Sizes in bytes, and byte offsets from a base aligned to 1024.
 struct KeysLayout {
   int k_bytes, v_bytes, q_bytes, o_bytes, p_bytes;  // of one stage
+  int bias;                                         // in a stage of Q
   int ds_bytes;                                     // of one stage and 64 keys
   int k, v, q, o, p, ds, dq;                        // o: dO
   int shift, delta;                                 // statistics of a row tile, one for each stage of Q and of dO
@@ -84,7 +87,9 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   KeysLayout map = {};
   map.k_bytes = k_panels * tile.block_keys * 128;
   map.v_bytes = v_panels * tile.block_keys * 128;
-  map.q_bytes = panels_of(tile.types.q, tile.head_dim) * tile.block_rows * 128;
+  map.bias = panels_of(tile.types.q, tile.head_dim) * tile.block_rows * 128;
+  map.q_bytes =
+      map.bias + bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, tile.block_rows);
   map.o_bytes = panels_of(tile.types.o, tile.value_dim) * tile.block_rows * 128;
   map.p_bytes = 2 * tile.block_rows * tile.block_keys;
   map.ds_bytes = tile.block_rows / kDsTileRows * kDsTileBytes;
@@ -127,6 +132,47 @@ FULGUR_SHARED KeysLayout keys_wide_layout(const BackwardTile& tile) {
   const Element v = tile.types.v;
   return keys_layout_of(tile, panels_of(k, tile.head_dim) - panels_in_registers(k, tile.head_dim),
                         panels_of(v, tile.value_dim) - panels_in_registers(v, tile.value_dim), 2);
+}
+
+// The layout of bias_gradient.cu: a buffer of Q and dO, and buffers of K, V and the bias.
+struct BiasGradientLayout {
+  int q_panels, o_panels, k_panels, v_panels;
+  int row_bytes, key_bytes;  // of a buffer
+  int dout;                  // in a buffer of rows
+  int v, bias;               // in a buffer of keys
+  int strip_bias_bytes;      // of 64 rows, each of which has its own
+  int stages;                // of keys: two, where there is room
+  int q, k;
+  int rows_full, rows_empty, keys_full, keys_empty, scratch, dropout_key;
+  int bytes;
+};
+
+FULGUR_SHARED BiasGradientLayout bias_gradient_layout(const BackwardTile& tile) {
+  constexpr int kMaxBytes = 227 * 1024;
+  BiasGradientLayout map = {};
+  map.q_panels = panels_of(tile.types.q, tile.head_dim);
+  map.o_panels = panels_of(tile.types.o, tile.value_dim);
+  map.k_panels = panels_of(tile.types.k, tile.head_dim);
+  map.v_panels = panels_of(tile.types.v, tile.value_dim);
+  map.dout = map.q_panels * tile.block_rows * kPanelRowBytes;
+  map.row_bytes = map.dout + map.o_panels * tile.block_rows * kPanelRowBytes;
+  map.v = map.k_panels * tile.block_keys * kPanelRowBytes;
+  map.bias = map.v + map.v_panels * tile.block_keys * kPanelRowBytes;
+  const int bias_bytes = bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, 64);
+  map.strip_bias_bytes = tile.bias_rows ? bias_bytes : 0;
+  map.key_bytes = map.bias + (tile.bias_rows ? tile.consumers : 1) * bias_bytes;
+  map.q = 0;
+  map.k = map.row_bytes;
+  const int rest = 4 * tile.consumers * tile.block_keys * 4 + 64;  // sums of warps, barriers, the key
+  map.stages = map.k + 2 * map.key_bytes + rest <= kMaxBytes ? 2 : 1;
+  map.scratch = map.k + map.stages * map.key_bytes;
+  map.rows_full = map.scratch + 4 * tile.consumers * tile.block_keys * 4;
+  map.rows_empty = map.rows_full + 8;
+  map.keys_full = map.rows_empty + 8;
+  map.keys_empty = map.keys_full + 8 * map.stages;
+  map.dropout_key = map.keys_empty + 8 * map.stages;
+  map.bytes = map.dropout_key + 8;
+  return map;
 }
 
 // A row block: what the producer of rows.cu tells the consumers.

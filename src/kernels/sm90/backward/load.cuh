@@ -33,7 +33,11 @@ __device__ __forceinline__ u32 delta_of(const OBuffers& o) {
 
 // The producer's loads of Q and dO, and what its loads of K and V have in common.
 struct StepLoader {
-  enum : int { kStatisticsBytes = 4 * kBlockRows };
+  enum : int {
+    kStatisticsBytes = 4 * kBlockRows,
+    kBiasPanels = bias_panels(kBias, kBlockKeys),
+    kBiasBytes = kBiasPanels * (kBiasRows ? kBlockRows : 1) * kPanelRowBytes,
+  };
 
   const BackwardParams& p;
   u32 smem;
@@ -91,16 +95,33 @@ struct StepLoader {
     __syncwarp();
   }
 
-  // Loads a tile of Q with its LSE, at row `statistics` of shift. An earlier kernel prepares LSE, so that the first
-  // step of a work tile waits for it.
-  __device__ __forceinline__ void load_queries(const Step& step, const Source& source, long long statistics,
-                                               bool first) {
+  // Loads the bias of a step into the stage of Q.
+  __device__ __forceinline__ void load_bias(const KeyBlock& block, const Step& step, const Source& source) {
+    const int head = p.bias.head == 0 ? 0 : source.head;
+    const int batch = p.bias.batch == 0 ? 0 : block.batch;
+#pragma unroll
+    for (int panel = 0; panel < kBiasPanels; ++panel)
+#pragma unroll
+      for (int box = 0; box < (kBiasRows ? kBlockRows : 1); box += 64)
+        tma_load(q.address() + kKeysLayout.bias + panel * bias_panel_bytes(kBiasRows, kBlockRows) +
+                     box * kPanelRowBytes,
+                 &p.bias_map, q.full(),
+                 {block.block * kBlockKeys + panel * kPanelRowBytes / bias_bytes(kBias), kBiasRows ? step.row + box : 0,
+                  head, batch},
+                 Keep::kShort);
+  }
+
+  // Loads a tile of Q with its LSE and bias, LSE at row `statistics` of shift. An earlier kernel prepares LSE,
+  // so that the first step of a work tile waits for it.
+  __device__ __forceinline__ void load_queries(const KeyBlock& block, const Step& step, const Source& source,
+                                               long long statistics, bool first) {
     q.wait_empty();
     load<ElementQ, kQPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     if (first) wait_for_earlier_kernels();
     if (elect_one()) {
       store_shared_struct(step_of(q), step);
-      mbarrier_arrive_expect(q.full(), kStatisticsBytes);
+      mbarrier_arrive_expect(q.full(), kStatisticsBytes + kBiasBytes);
+      if (kBias) load_bias(block, step, source);
       bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
     }
     __syncwarp();

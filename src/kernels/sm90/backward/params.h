@@ -17,7 +17,8 @@
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
 //   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kPacked, kSeqUsedQ, kSeqUsedK, kDropout
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
+//   kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
@@ -32,12 +33,26 @@ struct BackwardMaps {
   TensorMapBlob k_map;     // dims {d,  sk, hk, b}
   TensorMapBlob v_map;     // dims {dv, sk, hk, b}
   TensorMapBlob dout_map;  // dims {dv, sq, hq, b}
+  TensorMapBlob bias_map;  // dims {sk, sq, hq, b} or 1, of a panel's columns and 64 rows or one; unused unless kBias
 };
 
 // A tensor [batch, head, row] of f32; strides in elements, of any sign. Packed: no batch stride.
 struct StridedRows {
   const float* data;
   long long batch, head;
+};
+
+// The gradient of a dense bias [b or 1, hq or 1, rows, keys], and how CTAs share it: a work tile is a tile of 128 rows
+// and chunk_tiles tiles of 64 keys.
+struct BiasSums {
+  void* data;
+  fulgur::kernels::Element type;
+  int rows, keys;
+  long long batch_stride, head_stride, row_stride, key_stride;  // elements, 0 where there is one
+  bool of_batch, of_heads, of_rows, of_keys;                    // 0: elements are sums over all of these
+  int heads, row_tiles, key_tiles;
+  int key_chunks, chunk_tiles;
+  long long work_tiles;
 };
 
 struct BackwardParams : BackwardMaps, CallParams {
@@ -77,6 +92,8 @@ struct BackwardParams : BackwardMaps, CallParams {
   Sinks sinks;
   void* dsinks;  // [hq]
   fulgur::kernels::Element dsinks_type;
+
+  BiasSums bias_sums;  // for bias_gradient.cu, if the gradient of the bias is wanted
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
   int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next

@@ -11,7 +11,7 @@
 #include "sm90/common/pages.cuh"
 #include "sm90/ptx/tma.cuh"
 
-// Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows do not see.
+// Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows may not see.
 __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n,
                                               int row) {
   const Band band = band_of(p);
@@ -20,11 +20,11 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
   bool found = false;
 #pragma unroll 1
   for (KeyWalk walk = walk_of_strip(band, n, kBlockKeys, strip, place.row); walk.more(); walk.next()) {
-    if (!walk.masked(band, true)) continue;
+    if (!kBias && !walk.masked(band, true)) continue;
     const int end = min((walk.tile + 1) * kBlockKeys, n.sk);
 #pragma unroll 1
     for (int key = walk.tile * kBlockKeys; key < end; ++key) {
-      if (key >= seen.begin && key < seen.end) continue;
+      if (!kBias && key >= seen.begin && key < seen.end) continue;
       const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < p.dv; i += 32)
@@ -54,6 +54,8 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
+    const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
+    if (bias_hides(p, at)) continue;
     const ElementK::Memory* k = key_row<ElementK>(p, p.k, place, n, key);
     const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
     float s = 0;
@@ -61,7 +63,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of<ElementK>(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
-    float weight = exp2_fast(exponent(p, score_context(head, row, diagonal_of(band_of(p), n, row), key), s, shift));
+    float weight = exp2_fast(exponent(p, at, s, bias_of(p, at), shift));
     if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;
 #pragma unroll

@@ -177,7 +177,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       const bool masked = mask.cuts(key_tile);
       adjust_scores(p, S, mask.rows, key_tile, masked);
       softmax_step<false>(S, P, O, rows, c);
-      if (kHidesKeys && masked) add_hidden_non_finite(O, mask, key_tile, products.v(), saved, sync);
+      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, key_tile, products.v(), saved, sync);
     };
     int key_tile = tile.begin + warp_group;
     if (key_tile < tile.end) {

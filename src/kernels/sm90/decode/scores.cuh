@@ -8,8 +8,9 @@
 
 static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the bits of a tile
 
-// The keys that all rows of a work tile see.
+// The keys that all rows of a work tile see, whatever a dense bias is.
 __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
+  if (kBias) return {0, 0};
   const TileRows rows = rows_of_tile(p, tile);
   return keys_seen_by_all(p, tile.sequence.n, rows.first / kGroup, (rows.first + rows.count - 1) / kGroup);
 }
@@ -19,6 +20,10 @@ struct ThreadRows {
   VisibleKeys keys;
   int query[2], diagonal[2];
   ScoreHead head[2];
+
+  __device__ __forceinline__ ScoreContext context(int i, int key) const {
+    return score_context(head[i], query[i], diagonal[i], key);
+  }
 };
 
 __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int warp_of_group) {
@@ -41,10 +46,12 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
 __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
                                               const ThreadRows& rows, int key_tile, bool masked) {
   const int first = key_tile * kBlockKeys + int(thread_column());
-  const ScoreContext at[2] = {score_context(rows.head[0], rows.query[0], rows.diagonal[0], first),
-                              score_context(rows.head[1], rows.query[1], rows.diagonal[1], first)};
+  const ScoreContext at[2] = {rows.context(0, first), rows.context(1, first)};
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = score(p, at[i >> 1 & 1].moved(0, i / 4 * 8 + (i & 1)), S[i]);
+  for (int i = 0; i < kBlockKeys / 2; ++i) {
+    const ScoreContext entry = at[i >> 1 & 1].moved(0, i / 4 * 8 + (i & 1));
+    S[i] = score(p, entry, S[i], bias_of(p, entry));
+  }
   if (masked) hide_keys<false>(S, rows.keys, first);
 }
 
@@ -52,14 +59,18 @@ __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[
 // their key, and replaced by 0 in shared memory for the product. `sync` is a barrier of the warp group, which shares
 // the tile.
 template <class Sync>
-__device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const VisibleKeys& keys, int key_tile, u32 v,
-                                               Sync sync) {
+__device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
+                                               int key_tile, u32 v, Sync sync) {
   const auto pair_at = [&](int key, int column) {
     return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
   };
   sync();
 #pragma unroll 1
-  for (int key = 0; key < kBlockKeys; ++key)
+  for (int key = 0; key < kBlockKeys; ++key) {
+    const int place = key_tile * kBlockKeys + key;
+    bool sees[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sees[i] = rows.keys.sees(i, place) && !bias_hides(p, rows.context(i, place));
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
       const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
@@ -67,9 +78,10 @@ __device__ __forceinline__ void add_non_finite(float (&O)[kValueDim / 2], const 
                           ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair)};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (keys.sees(j / 2, key_tile * kBlockKeys + key)) O[i + j] += x[j % 2];
+        if (sees[j / 2]) O[i + j] += x[j % 2];
       }
     }
+  }
   sync();
 #pragma unroll 1
   for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
@@ -119,8 +131,9 @@ struct TileMask {
 
 // Keeps NaN and infinity of V in a tile that the mask cuts from the rows that do not see their keys.
 template <class Sync>
-__device__ __forceinline__ void add_hidden_non_finite(float (&O)[kValueDim / 2], const TileMask& mask, int key_tile,
-                                                      u32 v, const SavedWorkTiles& saved, Sync sync) {
+__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
+                                                      const TileMask& mask, int key_tile, u32 v,
+                                                      const SavedWorkTiles& saved, Sync sync) {
   if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
-    add_non_finite(O, mask.rows.keys, key_tile, v, sync);
+    add_non_finite(p, O, mask.rows, key_tile, v, sync);
 }

@@ -5,6 +5,7 @@
 // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
 // docs/kernels/README.md says what the words mean.
+#include "sm90/common/bias_tile.cuh"
 #include "sm90/common/dropout.cuh"
 #include "sm90/common/mask.cuh"
 #include "sm90/forward/output.cuh"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       const Keys source = keys_of(p, tile, n);
 #pragma unroll 1
       for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
-        load.load_k(source, walk.tile);
+        load.load_k(source, walk.tile, strip_row);
         if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
         load.load_v(source, walk.tile);
       }
@@ -64,20 +65,27 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
   wgmma_commit();
 }
 
-// Scores of the products of a strip at `view` from the key of this thread's first column on.
+// Scores of the products of a strip at `view` from the key of this thread's first column on. `bias`: the tile of a
+// dense bias.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
-                                                 int diagonal, int key) {
+                                                 int diagonal, int key, u32 bias) {
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
   diagonal += row;
-  if (kScoreReadsHead) {
+  if (kAlibi) {
     const Place place = load_place(view);
     head = score_head(p, place.batch, place.head);
     row += place.row;
   }
   const ScoreContext at = score_context(head, row, diagonal, key);
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = score(p, at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1)), S[i]);
+  for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
+    float of_keys[8] = {};
+    if constexpr (kBias != 0) load_bias_of_strip(bias, 2 * i, of_keys);
+#pragma unroll
+    for (int j = i; j < i + 8; ++j)
+      S[j] = score(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
+  }
 }
 
 // O += P V
@@ -149,7 +157,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     u32 P[kBlockKeys / 4];
     const auto adjust_scores = [&](bool rightmost) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
-      transform_scores(p, S, view, walk.diagonal, key);
+      transform_scores(p, S, view, walk.diagonal, key,
+                       keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
+      if (kBias) keys.release_loaded(leader);
       if (walk.masked(band_of(p), rightmost)) hide_keys<true>(S, visible, key);
     };
     Kept<kBlockKeys> kept;
@@ -178,7 +188,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       decide_dropout();
       wgmma_wait<0>();
       register_fence(S);
-      keys.release(leader);
+      if (!kBias) keys.release(leader);
       adjust_scores(true);
       softmax_step<true>(S, P, O, rows, c);
       if (kDropout) kept.drop(P);
@@ -194,7 +204,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         issue_values(O, P, v_operand());
         decide_dropout();
         wgmma_wait<1>();
-        keys.release(leader);
+        if (!kBias) keys.release(leader);
         wgmma_wait<0>();
         register_fence(S);
         register_fence(O);

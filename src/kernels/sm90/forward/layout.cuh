@@ -4,7 +4,8 @@
 #include "sm90/forward/layout.h"
 
 __device__ constexpr ForwardLayout kLayout =
-    forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages});
+    forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBias,
+                    bool(kBiasRows)});
 static_assert(kLayout.end <= kLayout.bytes);
 
 enum : int {
@@ -15,6 +16,9 @@ enum : int {
   kVPanels = panels_of(ElementV::kType, kValueDim),
   kOPanels = panels_of(ElementO::kType, kValueDim),
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
+  kBiasPanels = bias_panels(kBias, kBlockKeys),
+  kBiasTiles = kBiasRows ? kConsumers : 1,
+  kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };
 
 enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup

@@ -2,6 +2,7 @@
 #pragma once
 #include "host_device/element.h"
 #include "host_device/key_walk.h"
+#include "sm90/common/bias_tile.h"
 
 namespace fulgur::kernels {
 
@@ -14,12 +15,16 @@ enum : int {
 struct ForwardTile {
   Operands types;
   int head_dim, value_dim, consumers, block_keys, q_stages, k_stages, v_stages;
+  int bias = 0;  // 1 + its element type; 0: there is none
+  bool bias_rows = false;
 };
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct ForwardLayout {
   int strip_bytes;  // Q, later O, of one warpgroup
   int q_bytes, k_bytes, v_bytes;
+  int bias;              // in a buffer of K: a tile for each warpgroup, or one for all
+  int strip_bias_bytes;  // of a warpgroup's
   int q, k, v;
   int q_full, q_empty, k_full, k_empty, v_full, v_empty;  // a barrier of 8 bytes each stage
   int v_tail;
@@ -35,6 +40,10 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
       kStripPanelBytes * max_of(panels_of(tile.types.q, tile.head_dim), panels_of(tile.types.o, tile.value_dim));
   map.q_bytes = tile.consumers * map.strip_bytes;
   map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
+  map.bias = map.k_bytes;
+  const int bias_tile_bytes = bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, kStripRows);
+  map.strip_bias_bytes = tile.bias_rows ? bias_tile_bytes : 0;
+  map.k_bytes += tile.bias_rows ? tile.consumers * bias_tile_bytes : bias_tile_bytes;
   map.v_bytes = panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
   map.q = 0;
   map.k = map.q + tile.q_stages * map.q_bytes;

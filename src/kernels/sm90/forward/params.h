@@ -21,6 +21,8 @@
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
 //   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
+//   kBias           1 + the element type of a dense bias; 0: there is none
+//   kBiasRows       1: each query has a row of it; 0: all have the same
 //   kHasSinks       1: sinks[head] joins the softmax of a row (sm90/common/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q
 //   kPackedK        1: k and v, too, cu_seqlens_k
@@ -51,6 +53,7 @@ struct TensorMaps {
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {a panel's columns, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {a panel's columns, kBoxKeys, 1, 1}; the same
   TensorMapBlob o_map;  // dims {dv, sq, hq, b}   box {a panel's columns, 16, 1, 1}; unused unless kStoreTiles
+  TensorMapBlob bias_map;  // dims {sk, sq, hq, b} or 1  box {a panel's columns, 64 or 1, 1, 1}; unused unless kBias
 };
 
 struct ForwardParams : TensorMaps, AttentionParams {};

@@ -21,10 +21,12 @@ __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
 struct Keys {
   int first, count;  // in K and V, or in the list of pages
   int head, batch;
+  int bias_head, bias_batch;  // where the bias of the q head lies
 };
 
 __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& tile, const Lengths& n) {
-  return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch};
+  return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch, p.bias.head == 0 ? 0 : tile.head,
+          p.bias.batch == 0 ? 0 : tile.batch};
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -70,11 +72,13 @@ struct Loader {
     q.advance();
   }
 
-  // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for.
+  // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for. The
+  // barrier waits for `other_bytes`, too.
   template <class Type, int panels>
-  __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile) {
+  __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile,
+                                            int other_bytes = 0) {
     if (elect_one()) {
-      mbarrier_arrive_expect(barrier, panels * kPanelBytes);
+      mbarrier_arrive_expect(barrier, panels * kPanelBytes + other_bytes);
       if (kPage == 0)
         load_boxes<Type, panels>(buffer, map, barrier,
                            {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
@@ -95,9 +99,24 @@ struct Loader {
                Keep::kLong);
   }
 
-  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile) {
+  // With the bias of these keys for each strip.
+  template <class StripRow>
+  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripRow strip_row) {
     k.wait_empty();
-    load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile);
+    load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile,
+                                  kBiasTiles * kBiasPanels * kBiasBoxBytes);
+    if (kBias && elect_one()) {
+#pragma unroll
+      for (int strip = 0; strip < kBiasTiles; ++strip)
+#pragma unroll
+        for (int panel = 0; panel < kBiasPanels; ++panel)
+          tma_load(k.address() + kLayout.bias + strip * kLayout.strip_bias_bytes +
+                       panel * bias_panel_bytes(kBiasRows, kStripRows),
+                   &p.bias_map, k.full(),
+                   {key_tile * kBlockKeys + panel * kPanelRowBytes / bias_bytes(kBias),
+                    kBiasRows ? strip_row(strip) : 0, keys.bias_head, keys.bias_batch},
+                   Keep::kShort);
+    }
     k.advance();
   }
 

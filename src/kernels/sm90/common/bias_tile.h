@@ -1,0 +1,21 @@
+// Sizes of tiles of a dense bias in shared memory (sm90/common/bias_tile.cuh). `bias`: 1 + its element type, 0 where
+// there is none.
+#pragma once
+#include "host_device/element.h"
+
+namespace fulgur::kernels {
+
+FULGUR_SHARED int bias_bytes(int bias) { return bias == 0 ? 0 : bias == 1 + kBool ? 1 : bias == 1 + kF32 ? 4 : 2; }
+
+// Of a panel of `rows` queries; where all queries have the same, it is one row, alone where the swizzle repeats itself.
+FULGUR_SHARED int bias_panel_bytes(bool of_rows, int rows) { return of_rows ? rows * kPanelRowBytes : 1024; }
+
+FULGUR_SHARED int bias_panels(int bias, int keys) {
+  return (keys * bias_bytes(bias) + kPanelRowBytes - 1) / kPanelRowBytes;
+}
+
+}  // namespace fulgur::kernels
+
+#ifdef __CUDACC__
+using namespace fulgur::kernels;
+#endif
