@@ -66,9 +66,9 @@ def attention(
         softcap: 0 is off.
         alibi_slopes: float32 ``(hq,)`` or ``(batch, hq)``; gets no gradient.
         bias: ``(batch, hq, sq, sk)``, each of them may be 1: float32, bfloat16, float16 (float64 where
-            q is) added to the scores, after softcap and ALiBi, where -inf hides the key; or bool, True
-            where the query sees the key. Packed sequences and caches count queries and keys in each
-            sequence, and may have a bias of more of both. Computed on the CPU alone.
+            q is) added to the scores, after softcap and ALiBi, where -inf, or less than -2**115, hides
+            the key; or bool, True where the query sees the key. Packed sequences and caches count
+            queries and keys in each sequence, and may have a bias of more of both.
         sinks: float32 or the 16-bit dtype of q ``(hq,)``: a score of each head that joins the softmax
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
