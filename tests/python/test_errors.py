@@ -116,7 +116,8 @@ def test_the_unchanged_calls_are_right(good):
 
 TYPE_ERRORS = [
     *((call, {name: value}) for name in ("q", "k", "v") for value in (None, [[1.0]], 3, "x")),
-    *((call, {name: object()}) for name in ("out", "alibi_slopes", "bias", "sinks", "seqused_q", "seqused_k", "tree_mask")),
+    *((call, {name: object()})
+      for name in ("out", "alibi_slopes", "bias", "sinks", "seqused_q", "seqused_k", "tree_mask")),
     *((call_packed, {name: [0, 5]}) for name in ("cu_seqlens_q", "cu_seqlens_k")),
     *((call_backward, {name: 1.0}) for name in ("dout", "q", "k", "v", "out", "lse")),
     (call, dict(q=np.full((2, 5, 4, 8), None))),

@@ -19,7 +19,8 @@ from fulgur.torch._random import rng_state_of
 _NAMES = {
     "q": "query", "k": "key", "v": "value", "lse": "logsumexp", "dout": "grad_out",
     "cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "max_seqlen_q": "max_q",
-    "max_seqlen_k": "max_k", "bias": "attn_mask", "window_left": "window_size_left", "window_right": "window_size_right",
+    "max_seqlen_k": "max_k", "bias": "attn_mask", "window_left": "window_size_left",
+    "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 
