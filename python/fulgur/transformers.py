@@ -8,10 +8,10 @@ Importing this module registers it. What a query sees is what the mask says that
 (:class:`Mask`): causal, a sliding window, chunks, padding on the left or right, packed sequences by
 ``position_ids`` that begin anew or by ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Softcap, caches, other
 dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken, on the CPU
-as well. Any other mask is computed as it is, (batch, heads, queries, keys), biases of positions are
-added and trained, as T5 has them, and on the CPU attention weights are returned that are wanted
-(``output_attentions=True``). What else a model does, and weights on CUDA, raises NotImplementedError,
-which names it.
+as well. There any other mask is computed as it is, (batch, heads, queries, keys), biases of positions are
+added and trained, as T5 has them, and attention weights are returned that are wanted
+(``output_attentions=True``). What else a model does, and these on CUDA, raises NotImplementedError, which
+names it.
 """
 
 import dataclasses
@@ -44,8 +44,7 @@ _NAMES = {
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k", "bias": "attention_mask",
 }  # fmt: skip
-_DENSE = {"cpu", "cuda"}  # where a bias may be added to scores
-_SCORED = {"cpu"}  # where scores are given
+_DENSE = {"cpu"}  # where a bias may be added to scores, and scores are given
 
 # What models pass along to every layer that says nothing of what a query sees.
 _HARMLESS = {
@@ -107,15 +106,16 @@ def attention_forward(
     wants them, and have no gradient.
 
     Args:
-        attention_mask: a :class:`Mask`, or a tensor of four dimensions, bool or to be added,
+        attention_mask: a :class:`Mask`, or on the CPU a tensor of four dimensions, bool or to be added,
             which alone says what a query sees; or None or padding ``(batch, keys)``, with which
             is_causal, or else the module, and sliding_window say it.
-        position_bias: ``(batch, heads, queries, keys)``, of which each may be 1: added to the scores; it
-            gets its gradient.
+        position_bias: on the CPU, ``(batch, heads, queries, keys)``, of which each may be 1: added to the
+            scores; it gets its gradient.
 
     Raises:
         NotImplementedError: an argument that fulgur does not know, a mask for other rows than query
-            and key have, padding with packed sequences; on CUDA weights that are wanted.
+            and key have, padding with packed sequences; on CUDA a mask of four dimensions, a
+            position_bias, or weights that are wanted.
     """
     wants_weights = _wants_weights(others)
     refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
@@ -147,8 +147,7 @@ def attention_forward(
     if adds or wants_weights:
         device, wanted = q.device.type, "output_attentions" if wants_weights else "position_bias"
         refuse(**{
-            f"{wanted} on {device}": device not in (_SCORED if wants_weights else _DENSE),
-            f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
+            f"{wanted} on {device}": device not in _DENSE, f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
             f"{wanted} of chunks with padding": mask.chunk > 0 and mask.padding is not None,
             "output_attentions with dropout": wants_weights and dropout > 0,
         })  # fmt: skip
@@ -173,14 +172,14 @@ def attention_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
     attention_mask=None, **options,
 ):  # fmt: skip
-    """The :class:`Mask` that :func:`attention_forward` gets; a tensor of bools ``(batch, 1,
+    """The :class:`Mask` that :func:`attention_forward` gets; on the CPU a tensor of bools ``(batch, 1,
     queries, keys)`` where the mask has what no Mask has, as tokens of images that see each other both
     ways, queries beyond the last key, and chunks of several queries with a cache.
 
     Query i is at place q_offset + i and key j at kv_offset + j, as everywhere in transformers.
 
     Raises:
-        NotImplementedError: the model never asks for an attention
+        NotImplementedError: on CUDA the mask has such, or the model never asks for an attention
             implementation and would take the mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)

@@ -240,7 +240,8 @@ class Work {
   template <class Body>
   void each_row_of_dbias(const Body& body) const {
     if (args_.dbias.numel() == 0) return;
-    const auto [batch, heads, rows, keys] = args_.dbias.shape;
+    const int64_t batch = args_.dbias.shape[0], heads = args_.dbias.shape[1],
+                  rows = args_.dbias.shape[2];
     const int64_t blocks = ceil_div(rows, kRowBlock);
     each(batch * heads * blocks, [&](int64_t item) {
       const int64_t head = item / blocks, begin = item % blocks * kRowBlock;
@@ -260,22 +261,22 @@ class Work {
       });
       return;
     }
-    const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
+    const auto& strides = args_.dbias.strides;
     const int64_t keys = args_.dbias.shape[3], size = size_of(args_.dbias.dtype);
     each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
-      char* const row =
-          static_cast<char*>(args_.dbias.data) + (b * of_b + h * of_h + i * of_i) * size;
-      if (of_j == 1) {
+      char* const row = static_cast<char*>(args_.dbias.data) +
+                        (b * strides[0] + h * strides[1] + i * strides[2]) * size;
+      if (strides[3] == 1) {
         std::memset(row, 0, keys * size);  // 0 of every dtype
       } else {
-        for (int64_t j = 0; j < keys; ++j) std::memset(row + j * of_j * size, 0, size);
+        for (int64_t j = 0; j < keys; ++j) std::memset(row + j * strides[3] * size, 0, size);
       }
     });
   }
 
   /// dbias of its sums; 0 for rows and keys that no sequence has.
   void round_dbias() const {
-    const auto [of_b, of_h, of_i, of_j] = args_.dbias.strides;
+    const auto& strides = args_.dbias.strides;
     const Problem::Bias& own = plan_.dbias;
     each_row_of_dbias([&](int64_t b, int64_t h, int64_t i) {
       const float* const sums =
@@ -283,7 +284,7 @@ class Work {
       for (int64_t j = 0; j < args_.dbias.shape[3]; ++j) {
         const double sum = i < p_.sq && j < p_.sk ? sums[j * own.key] : 0;
         store_element(args_.dbias.data, args_.dbias.dtype,
-                      b * of_b + h * of_h + i * of_i + j * of_j, sum);
+                      b * strides[0] + h * strides[1] + i * strides[2] + j * strides[3], sum);
       }
     });
   }
