@@ -201,8 +201,8 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       const bool last = i + 1 == count;
       const auto ask = [&](int half) HWY_ATTR {
         const Panel& next = panels[last ? 0 : i + 1];
-        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, last ? j + kBc : j,
-                     half);
+        const int64_t key = last ? tile.j + kBc : tile.j;
+        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, key, half);
       };
       if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
       ask(0);
