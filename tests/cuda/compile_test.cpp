@@ -323,6 +323,7 @@ std::vector<Problem> backward_problems() {
     add({.mask = causal(), .alibi = true});
     add({.bias = DType::kBF16});
     add({.mask = causal(), .bias = DType::kBool});
+    add({.bias = DType::kF32});
     add({.seqused = true});
     add({.mask = causal(), .seqused_q = true});
     add({.dtype = DType::kF16,

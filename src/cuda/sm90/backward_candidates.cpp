@@ -53,7 +53,9 @@ BackwardPlan common_plan(const Problem& p) {
 /// derivative of softcap, and P without dropped entries.
 bool needs_wide(const BackwardPlan& plan) {
   if (plan.softcap && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
-  return plan.head_dim > (plan.softcap || plan.dropout ? 128 : 192) || plan.value_dim > 128;
+  const bool large_bias = plan.bias == 1 + kernels::kF32;  // its tiles leave no shared memory
+  const bool fewer = plan.softcap || plan.dropout || large_bias;
+  return plan.head_dim > (fewer ? 128 : 192) || plan.value_dim > 128;
 }
 
 /// The largest d and dv for which a warpgroup holds dK and dV if another one computes dQ.

@@ -531,5 +531,20 @@ TEST(BackwardPlan, RejectsWhatItDoesNotCompute) {
   EXPECT_TRUE(rejects({.batch = 1, .sq = 1, .sk = int64_t{1} << 29, .hq = 1, .hk = 1}));
 }
 
+// With tiles of a bias in shared memory, too, some plan has room for each pair of dims.
+TEST(BackwardPlan, EveryDimFitsWithABias) {
+  for (const DType bias : {DType::kF32, DType::kBF16, DType::kBool}) {
+    for (const double dropout : {0.0, 0.1}) {
+      for (int64_t d = 16; d <= 256; d += 16) {
+        for (int64_t dv = 16; dv <= 256; dv += 16) {
+          std::vector<std::string> rejected;
+          const Problem p = backward_problem({.d = d, .dv = dv, .dropout = dropout, .bias = bias});
+          EXPECT_FALSE(backward_candidates(p, {}, &rejected).empty()) << d << " " << dv;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fulgur::cuda
