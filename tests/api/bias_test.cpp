@@ -103,6 +103,23 @@ TEST_P(DenseBias, OfBoolsIsOfZerosAndInfinities) {
   }
 }
 
+// Wide heads, whose tiles and those of the bias share what memory a kernel has.
+TEST_P(DenseBias, OfWideHeads) {
+  for (const auto& [d, dv] : {std::pair{160, 96}, {256, 256}}) {
+    Case c{.dtype = DType::kBF16, .batch = 1, .sq = 70, .sk = 100, .hq = 2, .hk = 1};
+    c.d = d;
+    c.dv = dv;
+    c.bias = Bias::kAll;
+    Workload w(c, 11);
+    w.options.engine = engine();
+    ASSERT_EQ(w.forward.bias.dtype, DType::kF32);
+    if (!runs(w)) continue;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
 // What keys hold that a bias hides from a query does not touch it, whatever it is.
 TEST_P(DenseBias, PoisonInHiddenKeys) {
   for (const double poison : {kNan, kInf}) {
