@@ -20,11 +20,12 @@ MAX_UNITS = 16  # of a folder
 
 PUBLIC = "include/fulgur"
 HOST_DEVICE = ["kernels/host_device"]
-SM90_PARAMS = [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
+SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
 CALL = [PUBLIC, "base", "call", *HOST_DEVICE]
 CUDA_COMMON = [*CALL, "engine", "kernels/common", "cuda/driver", "cuda/jit", "cuda/device"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
-SM90_KERNEL = [*KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
+ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
+SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
@@ -49,8 +50,9 @@ FOLDERS = {
     "kernels/host_device": [],
     "kernels/common": KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],
+    "kernels/attention": KERNEL,
     "kernels/sm90/ptx": KERNEL,
-    "kernels/sm90/common": [*KERNEL, "kernels/sm90/ptx"],
+    "kernels/sm90/common": [*ATTENTION_KERNEL, "kernels/sm90/ptx"],
     "kernels/sm90/forward": SM90_KERNEL,
     "kernels/sm90/backward": SM90_KERNEL,
     "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common", "kernels/sm90/decode/schedule"],
@@ -135,13 +137,13 @@ def self_test():
     assert len(check({f"src/call/{n}.h": "" for n in range(MAX_UNITS + 1)})) == 1
     kernels = {
         "src/kernels/host_device/mask.h": "",
-        "src/kernels/sm90/common/softmax.cuh": '#include "kernel_config.h"\n#include "host_device/mask.h"',
-        "src/kernels/sm90/forward/forward.cu": '#include "sm90/common/softmax.cuh"',
+        "src/kernels/attention/softmax.cuh": '#include "kernel_config.h"\n#include "host_device/mask.h"',
+        "src/kernels/sm90/forward/forward.cu": '#include "attention/softmax.cuh"',
         "src/cuda/sm90/forward_cost.cpp": '#include "kernels/host_device/mask.h"',
     }
     assert check(kernels) == []
-    assert check(kernels | {"src/kernels/host_device/mask.h": '#include "sm90/common/softmax.cuh"'})
-    assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernels/sm90/common/softmax.cuh"'})) == 1
+    assert check(kernels | {"src/kernels/host_device/mask.h": '#include "attention/softmax.cuh"'})
+    assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernels/attention/softmax.cuh"'})) == 1
     assert len(check(kernels | {"src/cuda/sm90/forward_cost.cpp": '#include "kernel_config.h"'})) == 1
 
 

@@ -597,7 +597,7 @@ TEST_F(Compile, EveryProduct) {
   for (const char* type : {"kBF16", "kF16"}) {
     for (const std::string& product : products) {
       const std::string text =
-          "#include \"sm90/ptx/wgmma.cuh\"\n"
+          "#include \"device/warp.cuh\"\n#include \"sm90/ptx/wgmma.cuh\"\n"
           "extern \"C\" __global__ void __launch_bounds__(128)\n"
           "    product(float* out, u32 a, u32 b, int keep) {\n"
           "  float D[32];\n"

@@ -181,7 +181,7 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
-  if (plan.copies()) kernels.push_back(copy_kernel());
+  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
   return kernels;
 }
 
@@ -202,7 +202,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
-  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
+  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel(kCapability)).function;
 }
 
 void BackwardExecutable::set_params(const Problem& p) {
@@ -238,11 +238,11 @@ void BackwardExecutable::set_params(const Problem& p) {
 }
 
 void BackwardExecutable::set_inputs(const Problem& p) {
-  const BackwardMaps maps = backward_maps(p);
+  const BackwardShapes maps = backward_shapes(p);
   const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
-                         const TensorMapShape& shape, bool copied, int64_t offset,
+                         const TensorShape& shape, bool copied, int64_t offset,
                          TensorMapBlob BackwardParams::*map) {
-    Input in{name, argument, copied ? sm90::copied(shape) : shape, copied, offset, {}, map};
+    Input in{name, argument, copied ? cuda::copied(shape) : shape, copied, offset, {}, map};
     if (copied) in.copy = copy_params(shape, in.shape);
     return in;
   };

@@ -31,7 +31,7 @@ class BackwardExecutable final : public Executable {
   struct Input {
     const char* name = "";
     ConstTensor BackwardArgs::*argument = nullptr;
-    TensorMapShape shape;  ///< of the copy if it is copied
+    TensorShape shape;  ///< of the copy if it is copied
     bool copied = false;
     int64_t offset = 0;        ///< of the copy in the workspace
     ForwardCopyParams copy{};  ///< without addresses

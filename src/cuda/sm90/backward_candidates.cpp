@@ -33,7 +33,7 @@ BackwardPlan common_plan(const Problem& p) {
   plan.has_dlse = p.has(Arg::kDlse);
   plan.dsinks = p.has(Arg::kDsinks);
   plan.dbias = p.has(Arg::kDbias);
-  const BackwardMaps maps = backward_maps(p);
+  const BackwardShapes maps = backward_shapes(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.copies_v = not_addressable(maps.v);
@@ -43,7 +43,7 @@ BackwardPlan common_plan(const Problem& p) {
                                p.dv * size_of(p.dtypes.v)};
   plan.elements =
       std::ranges::any_of(row_bytes, [](int64_t bytes) { return bytes % kCopyAlignment != 0; });
-  for (const TensorMapShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
+  for (const TensorShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
     plan.elements = plan.elements || !not_addressable(shape).empty();
   }
   return plan;
@@ -191,10 +191,10 @@ std::string backward_rejects(const Problem& p) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
   }
-  const BackwardMaps maps = backward_maps(p);
+  const BackwardShapes maps = backward_shapes(p);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
-    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+    if (const std::string why = rows_unsupported(*shape); !why.empty()) {
       return fmt::format("{} {}", name, why);
     }
   }

@@ -139,8 +139,8 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   at.partial_dk = arena.take(column_bytes * plan.head_dim);
   at.partial_dv = arena.take(column_bytes * plan.value_dim);
   at.first_parts = arena.take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
-  const BackwardMaps maps = backward_maps(p);
-  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+  const BackwardShapes maps = backward_shapes(p);
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),

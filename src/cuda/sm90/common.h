@@ -1,17 +1,7 @@
 #pragma once
 
-#include <initializer_list>
-#include <string>
-#include <string_view>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
 #include "call/problem.h"
-#include "cuda/common/family.h"
-#include "engine/engine.h"
-#include "kernels/host_device/attention_params.h"
-#include "kernels/host_device/element.h"
+#include "cuda/common/kernel_key.h"
 
 namespace fulgur::cuda::sm90 {
 
@@ -19,22 +9,6 @@ namespace fulgur::cuda::sm90 {
 
 inline constexpr const char* kArchitecture = "sm_90a";
 inline constexpr int kCapability = 90;
-
-/// d and dv; rows of a sequence, which the kernels count with ints.
-inline constexpr int kMaxDim = 256;
-inline constexpr int64_t kMaxRows = int64_t{1} << 29;
-
-inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
-
-/// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
-/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch.
-/// Where chunks do, both bounds do, too: those of the window around each.
-bool left_binds(const Problem& problem);
-bool right_binds(const Problem& problem);
-bool chunk_binds(const Problem& problem);
-
-/// Keys in pages or elsewhere, or packed queries alone.
-bool has_cache(const Problem& problem);
 
 /// Rows of a kv head, (query, head of its group), that a block of an invariant decode call has.
 inline constexpr int64_t kFewRows = 64;
@@ -50,136 +24,7 @@ int64_t few_queries(const Problem& problem);
 /// lengths say.
 bool takes_both(const Problem& problem);
 
-// Keys: what kernel_config.h fixes at compile time. A key calls f(name, value) for each of its
-// fields with the name that device text has; its text and whether keys are equal follow from that.
-
-/// What a problem fixes of the text of every kernel.
-struct KernelKey {
-  OperandTypes dtypes = OperandTypes::all(DType::kBF16);
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
-  bool has_left = false, has_right = false, has_chunk = false, top_left = false;
-  bool tree = false;  ///< a tree mask hides some of the last sq keys
-  bool transforms_scores = false, softcap = false, alibi = false;
-  int bias = 0;            ///< 1 + the element type of a dense bias; 0: there is none
-  bool bias_rows = false;  ///< each query has a row of it
-  bool packed = false, seqused_q = false, seqused_k = false;
-
-  template <class F>
-  void for_each_field(const F& f) const {
-    f("kElementQ", dtypes.q);
-    f("kElementK", dtypes.k);
-    f("kElementV", dtypes.v);
-    f("kElementO", dtypes.out);
-    f("kHeadDim", head_dim);
-    f("kValueDim", value_dim);
-    f("kHasLeft", has_left);
-    f("kHasRight", has_right);
-    f("kHasChunk", has_chunk);
-    f("kTopLeft", top_left);
-    f("kTree", tree);
-    f("kScoreMode", transforms_scores);
-    f("kSoftcap", softcap);
-    f("kAlibi", alibi);
-    f("kBias", bias);
-    f("kBiasRows", bias_rows);
-    f("kPacked", packed);
-    f("kSeqUsedQ", seqused_q);
-    f("kSeqUsedK", seqused_k);
-  }
-};
-KernelKey kernel_key(const Problem& problem);
-
-/// The types of its operands as the kernels name them.
-kernels::Operands operands_of(const KernelKey& key);
-
-/// Why no kernel computes operands of these dtypes; empty where some may.
-std::string dtypes_rejected(const OperandTypes& dtypes);
-
-/// What it fixes of those of the forward pass.
-struct AnyForwardKey : KernelKey {
-  bool has_sinks = false, packed_k = false, has_lse = false;
-  int page = 0;             ///< keys of a page; 0: there are none
-  bool page_lists = false;  ///< page_indptr says where a sequence's begin
-  int few_queries =
-      0;  ///< the most queries of sequences that a decode kernel computes, not forward.cu
-
-  template <class F>
-  void for_each_field(const F& f) const {
-    KernelKey::for_each_field(f);
-    f("kHasSinks", has_sinks);
-    f("kPackedK", packed_k);
-    f("kHasLse", has_lse);
-    f("kPage", page);
-    f("kPageLists", page_lists);
-    f("kFewQueries", few_queries);
-  }
-};
-AnyForwardKey any_forward_key(const Problem& problem);
-
-/// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
-kernels::Band band_of(const KernelKey& key, const Mask& mask);
-
-/// scale * log2(e), as the kernels compute with it.
-float scale_log2(const Problem& problem);
-
-/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
-/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
-bool transforms(const Problem& problem);
-
-/// What is computed, without addresses.
-CallParams call_params(const Problem& problem, const kernels::Band& band);
-
-/// The pages of its keys, without addresses.
-KeyPages key_pages(const Problem& problem);
-
-Sinks sinks_of(const ConstTensor& sinks);
-
-/// The tensors that every pass reads besides q, k and v.
-template <class Args>
-void set_tensors(CallParams& params, const Args& args) {
-  params.cu_seqlens_q = static_cast<const int*>(args.lengths.cu_seqlens_q.data);
-  params.cu_seqlens_k = static_cast<const int*>(args.lengths.cu_seqlens_k.data);
-  params.seqused_q = static_cast<const int*>(args.lengths.seqused_q.data);
-  params.seqused_k = static_cast<const int*>(args.lengths.seqused_k.data);
-  params.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
-  params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
-  params.bias.data = args.bias.data;
-}
-
-/// The random numbers of a run's dropout, where no tensor says them.
-inline void set_random_numbers(CallParams& params, const Run& run) {
-  params.dropout_seed = run.dropout_seed;
-  params.dropout_offset = run.dropout_offset;
-}
-
-/// Adds the tile of a kernel, and d and dv as it computes them.
-void describe_tile(const TileId& tile, const KernelKey& key, Details& details);
-
-/// Adds to a plan which tensors are copied to rows of multiples of 16 bytes: those with a reason.
-struct Copied {
-  const char* name;
-  const std::string& why;
-};
-void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
-
-/// The text of kernel_config.h: macros and constants.
-struct KernelConfig {
-  std::vector<std::pair<std::string_view, std::string>> macros;
-  std::vector<std::pair<std::string_view, int>> constants;
-};
-std::string config_text(const KernelConfig& config);
-
-/// The text of a key: a field that is a number is a constant, one that is text a macro.
-template <class Key>
-std::string kernel_config(const Key& key) {
-  KernelConfig config;
-  key.for_each_field([&](std::string_view name, auto value) {
-    if constexpr (std::is_convertible_v<decltype(value), std::string>)
-      config.macros.emplace_back(name, value);
-    else
-      config.constants.emplace_back(name, static_cast<int>(value));
-  });
-  return config_text(config);
-}
+/// What a problem fixes of the text of every forward and decode kernel.
+AnyForwardKey hopper_forward_key(const Problem& problem);
 
 }  // namespace fulgur::cuda::sm90

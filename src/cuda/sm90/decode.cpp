@@ -48,7 +48,7 @@ std::vector<KernelUse> decode_kernels(const DecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.has_combine_kernel()) kernels.push_back(combine_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
-  if (plan.copies()) kernels.push_back(copy_kernel());
+  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
   return kernels;
 }
 
@@ -58,7 +58,7 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
       gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      maps_(forward_maps(p, plan.box_keys)),
+      maps_(forward_shapes(p, plan.box_keys)),
       no_keys_(p.sk == 0 || p.total_k == 0),
       metadata_(p, gpu),
       workspace_(workspace_of(p, plan)),
@@ -83,14 +83,13 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.has_combine_kernel()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel(kCapability)).function;
 }
 
-DecodeExecutable::Copy DecodeExecutable::copy_of(const TensorMapShape& shape,
-                                                 const std::string& why, int64_t offset,
-                                                 StridedTensor* to) const {
+DecodeExecutable::Copy DecodeExecutable::copy_of(const TensorShape& shape, const std::string& why,
+                                                 int64_t offset, StridedTensor* to) const {
   const bool needed = !why.empty();
-  const TensorMapShape lies = needed ? copied(shape) : shape;
+  const TensorShape lies = needed ? copied(shape) : shape;
   *to = tensor_of(lies.strides);
   return {needed, offset, copy_params(shape, lies)};
 }
@@ -109,7 +108,7 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, char* workspac
   p.v.data = keys("v", args.v, copy_v_);
   p.o.data = elements("out", args.out, !plan_.o_whole);
   if (plan_.box_keys > 0) {
-    const auto encode_keys = [&](const TensorMapShape& shape, void* data, TensorMapBlob* map) {
+    const auto encode_keys = [&](const TensorShape& shape, void* data, TensorMapBlob* map) {
       encode(shape, shape.empty() ? args.out.data : data, map, Promotion::k128Bytes);
     };
     encode_keys(maps_.k, p.k.data, &p.k_map);

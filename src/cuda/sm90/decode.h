@@ -33,7 +33,7 @@ class DecodeExecutable final : public Executable {
     ForwardCopyParams params{};  ///< without addresses
   };
 
-  Copy copy_of(const TensorMapShape& shape, const std::string& why, int64_t offset,
+  Copy copy_of(const TensorShape& shape, const std::string& why, int64_t offset,
                StridedTensor* to) const;
   DecodeParams arguments(const ForwardArgs& args, char* workspace) const;
   /// Runs a call, of which `append` is told the kernel if it appends.
@@ -45,7 +45,7 @@ class DecodeExecutable final : public Executable {
   Gpu& gpu_;
   DecodePlan plan_;
   Reasons reasons_;
-  ForwardMaps maps_;
+  ForwardShapes maps_;
   bool no_keys_;  ///< no row of k
   HostMetadata metadata_;
   DecodeWorkspace workspace_;

@@ -32,9 +32,9 @@ constexpr double kOfForwardCycle = 0.94;
 int box_keys_of(const Problem& p, int block_keys) {
   const int page = static_cast<int>(p.cache.page);
   const int box = std::gcd(std::gcd(page, block_keys), kMaxBoxKeys);
-  const ForwardMaps maps = forward_maps(p, box);
-  for (const TensorMapShape* shape : {&maps.k, &maps.v}) {
-    if (!map_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
+  const ForwardShapes maps = forward_shapes(p, box);
+  for (const TensorShape* shape : {&maps.k, &maps.v}) {
+    if (!rows_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
   }
   // Boxes begin where the swizzle does.
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;

@@ -102,7 +102,7 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
 
 DecodePlan decode_common(const Problem& p, const Card& card) {
   DecodePlan plan;
-  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
+  static_cast<AnyForwardKey&>(plan) = hopper_forward_key(p);
   plan.card = card;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.batch_idx = p.has(Arg::kCacheBatchIdx);
@@ -162,10 +162,10 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
     floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.max_splits > 1)
     floats = room_for_splits(p, plan) * plan.split_floats();
-  const ForwardMaps maps = forward_maps(p, plan.block_keys);
+  const ForwardShapes maps = forward_shapes(p, plan.block_keys);
   DecodeWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
-  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};

@@ -24,7 +24,7 @@ std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
-  if (plan.copies()) kernels.push_back(copy_kernel());
+  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
   return kernels;
 }
 
@@ -33,14 +33,14 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
     : gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      maps_(forward_maps(problem, plan.box_keys)),
+      maps_(forward_shapes(problem, plan.box_keys)),
       numbers_(problem, gpu),
       workspace_(workspace_of(problem, plan)) {
   set_params(problem);
   set_inputs();
   if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel(kCapability)).function;
 }
 
 void ForwardExecutable::set_params(const Problem& p) {
@@ -58,9 +58,9 @@ void ForwardExecutable::set_params(const Problem& p) {
 }
 
 void ForwardExecutable::set_inputs() {
-  const auto input = [&](const char* name, const TensorMapShape& shape, bool copied, int64_t offset,
+  const auto input = [&](const char* name, const TensorShape& shape, bool copied, int64_t offset,
                          TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
-    Input in{name, copied ? sm90::copied(shape) : shape, copied, offset, {}, map, tensor};
+    Input in{name, copied ? cuda::copied(shape) : shape, copied, offset, {}, map, tensor};
     const Layout& to = in.shape.strides;
     if (tensor != nullptr) params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = copy_params(shape, in.shape);

@@ -31,7 +31,7 @@ class ForwardExecutable final : public Executable {
   /// q, k, v or the bias, and how it gets where its map says.
   struct Input {
     const char* name = "";
-    TensorMapShape shape;  ///< of the copy where it is copied
+    TensorShape shape;  ///< of the copy where it is copied
     bool copied = false;
     int64_t offset = 0;        ///< of the copy in the workspace
     ForwardCopyParams copy{};  ///< without addresses
@@ -53,7 +53,7 @@ class ForwardExecutable final : public Executable {
   Gpu& gpu_;
   ForwardPlan plan_;
   Reasons reasons_;
-  ForwardMaps maps_;
+  ForwardShapes maps_;
   HostMetadata numbers_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   ForwardWorkspace workspace_;

@@ -87,7 +87,7 @@ constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend
 /// How O leaves. TMA writes multiples of 16 bytes.
 ForwardPlan::Store store_of(const Problem& p, int q_stages) {
   if (p.dv * size_of(p.dtypes.out) % kCopyAlignment != 0 ||
-      !not_addressable(forward_maps(p, kAnyBlockKeys).o).empty()) {
+      !not_addressable(forward_shapes(p, kAnyBlockKeys).o).empty()) {
     return ForwardPlan::Store::kElements;
   }
   return q_stages == 1 ? ForwardPlan::Store::kRows : ForwardPlan::Store::kTiles;
@@ -96,10 +96,10 @@ ForwardPlan::Store store_of(const Problem& p, int q_stages) {
 /// What the problem fixes for every tile.
 ForwardPlan common(const Problem& p) {
   ForwardPlan plan;
-  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
+  static_cast<AnyForwardKey&>(plan) = hopper_forward_key(p);
   plan.dropout = p.dropout_p > 0;
   plan.work.heads = static_cast<int>(p.batch * p.hq);
-  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.copies_v = not_addressable(maps.v);
@@ -244,7 +244,7 @@ std::string pages_rejected(const Problem& p) {
     return fmt::format("computes chunks over pages with d and dv up to {}, got {} and {}",
                        kMaxChunkPagesDim, p.d, p.dv);
   }
-  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"k", &maps.k}, std::pair{"v", &maps.v}}) {
     if (const std::string why = not_addressable(*shape); !why.empty()) {
       return fmt::format("computes pages that TMA can address: of {}, {}", name, why);
@@ -256,12 +256,12 @@ std::string pages_rejected(const Problem& p) {
 }  // namespace
 
 ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
-  const ForwardMaps maps = forward_maps(p, plan.box_keys);
+  const ForwardShapes maps = forward_shapes(p, plan.box_keys);
   if (maps.o.empty()) return {};
   ForwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   at.partial = arena.take(plan.partial_floats() * int64_t{sizeof(float)});
-  const auto copy = [&](const TensorMapShape& shape, const std::string& why) {
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
     return arena.take(why.empty() ? 0 : copied_bytes(shape));
   };
   at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
@@ -295,10 +295,10 @@ std::string forward_rejects(const Problem& p) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);
   }
-  const ForwardMaps maps = forward_maps(p, kAnyBlockKeys);
+  const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"out", &maps.o}}) {
-    if (const std::string why = map_unsupported(*shape); !why.empty()) {
+    if (const std::string why = rows_unsupported(*shape); !why.empty()) {
       return fmt::format("{} {}", name, why);
     }
   }

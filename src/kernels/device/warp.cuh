@@ -29,6 +29,18 @@ __device__ __forceinline__ u32 lane_of_warp() {
   return lane;
 }
 
+// Ties registers to this point of the program, so that no use moves above the wait before it.
+template <int count>
+__device__ __forceinline__ void register_fence(float (&x)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int count>
+__device__ __forceinline__ void register_fence(u32 (&x)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
 // One value for the whole warp; tells the compiler so, and what is computed from it lives in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 

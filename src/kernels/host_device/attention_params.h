@@ -33,7 +33,7 @@ struct DenseBias {
 
 // What is computed: inputs, lengths, mask and scores.
 struct CallParams {
-  StridedTensor q, k, v;       // for rows that are computed again (sm90/common/repair.cuh)
+  StridedTensor q, k, v;       // for rows that are computed again (attention/repair.cuh)
 
   const int* cu_seqlens_q;     // [b + 1], packed
   const int* cu_seqlens_k;     // [b + 1], packed

@@ -1,5 +1,5 @@
 // The mask hook: which keys a row sees and which rows see a key, and, for tiles of both, which are empty, partial or
-// full. Kernels, planners and cost models ask these functions and know no bound themselves; sm90/common/mask.cuh hides
+// full. Kernels, planners and cost models ask these functions and know no bound themselves; attention/mask.cuh hides
 // the scores of a partial tile. All of it relies on both ends of what a row sees growing with the row.
 #pragma once
 #include "host_device/host_device.h"

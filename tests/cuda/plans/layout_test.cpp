@@ -83,32 +83,32 @@ TEST(Descriptors, OperandWithKAlongItsRows) {  // V: 16 rows are a step, panels 
 }
 
 TEST(TensorMaps, SayWhatTheyCannotAddress) {
-  TensorMapShape shape{DType::kBF16, 64, 100, 4, 2, {100 * 256, 256, 64}, 64};
+  TensorShape shape{DType::kBF16, 64, 100, 4, 2, {100 * 256, 256, 64}, 64};
   EXPECT_EQ(not_addressable(shape), "");
-  TensorMapShape odd = shape;
+  TensorShape odd = shape;
   odd.strides.head = 68;
   EXPECT_NE(not_addressable(odd).find("a stride of 68 elements between heads"), std::string::npos);
   odd.heads = 1;  // then it is never used
   EXPECT_EQ(not_addressable(odd), "");
   for (const int64_t stride : {-256, 0}) {
-    TensorMapShape backwards = shape;
+    TensorShape backwards = shape;
     backwards.strides.row = stride;
     EXPECT_NE(not_addressable(backwards).find("between seqlen"), std::string::npos);
   }
-  TensorMapShape shifted = shape;
+  TensorShape shifted = shape;
   shifted.strides.aligned = false;
   EXPECT_NE(not_addressable(shifted).find("no multiple of 16 bytes"), std::string::npos);
   shifted.batch = 0;
   EXPECT_EQ(not_addressable(shifted), "");
-  TensorMapShape long_one = shape;
+  TensorShape long_one = shape;
   long_one.rows = int64_t{1} << 31;
-  EXPECT_NE(map_unsupported(long_one).find("less than 2^31"), std::string::npos);
+  EXPECT_NE(rows_unsupported(long_one).find("less than 2^31"), std::string::npos);
   long_one.batch = 0;
-  EXPECT_EQ(map_unsupported(long_one), "");
+  EXPECT_EQ(rows_unsupported(long_one), "");
 }
 
 TEST(TensorMaps, CopiesHaveAddressableRows) {
-  const TensorMapShape odd{DType::kBF16, 17, 100, 4, 2, {-7000, 0, 17, false}, 64};
+  const TensorShape odd{DType::kBF16, 17, 100, 4, 2, {-7000, 0, 17, false}, 64};
   EXPECT_EQ(not_addressable(copied(odd)), "");
   EXPECT_EQ(copied(odd).strides, (Layout{100 * 4 * 24, 4 * 24, 24}));
   EXPECT_EQ(copied(odd).dim, 17);

@@ -4,10 +4,10 @@
 // A CTA takes tiles of dbias, of 128 queries and 64 keys, whose sums stay in registers: two consumer warpgroups have 64
 // queries each, and one producer warp loads Q and dO, and K, V and the bias, by TMA. Each element is summed in an order
 // that only the sizes decide, so that the same inputs give the same bits.
-#include "sm90/common/bias_tile.cuh"
-#include "sm90/common/dropout.cuh"
+#include "attention/bias_tile.cuh"
+#include "attention/dropout.cuh"
 #include "sm90/common/load_rows.cuh"
-#include "sm90/common/mask.cuh"
+#include "attention/mask.cuh"
 #include "sm90/common/ring.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"

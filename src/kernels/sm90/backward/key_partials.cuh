@@ -2,7 +2,7 @@
 // gradient after all rows of all q heads of the group. Partial dK and dV go to the workspace in f32: for the next wave,
 // for the CTA that computes the second part of a cut block, or for reduce.cu.
 #pragma once
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "device/semaphore.cuh"

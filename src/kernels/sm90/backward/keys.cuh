@@ -2,10 +2,10 @@
 // the operations of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, the accumulators of a
 // warpgroup.
 #pragma once
-#include "sm90/common/bias_tile.cuh"
-#include "sm90/common/dropout.cuh"
-#include "sm90/common/fragment_store.cuh"
-#include "sm90/common/mask.cuh"
+#include "attention/bias_tile.cuh"
+#include "attention/dropout.cuh"
+#include "attention/fragment_store.cuh"
+#include "attention/mask.cuh"
 #include "device/score.cuh"
 #include "sm90/backward/key_partials.cuh"
 #include "sm90/backward/load.cuh"

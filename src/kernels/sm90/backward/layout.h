@@ -2,7 +2,7 @@
 #pragma once
 #include "host_device/element.h"
 #include "sm90/backward/work.h"
-#include "sm90/common/bias_tile.h"
+#include "attention/bias_tile.h"
 
 namespace fulgur::kernels {
 

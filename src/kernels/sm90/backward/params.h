@@ -28,7 +28,7 @@
 #include "sm90/common/tensor_map.h"
 
 // As sm90/common/tensor_map.h says; all boxes are {64, 64, 1, 1}.
-struct BackwardMaps {
+struct BackwardShapes {
   TensorMapBlob q_map;     // dims {d,  sq, hq, b}
   TensorMapBlob k_map;     // dims {d,  sk, hk, b}
   TensorMapBlob v_map;     // dims {dv, sk, hk, b}
@@ -55,7 +55,7 @@ struct BiasSums {
   long long work_tiles;
 };
 
-struct BackwardParams : BackwardMaps, CallParams {
+struct BackwardParams : BackwardShapes, CallParams {
   StridedTensor out, dout;  // for D
   StridedTensor dq, dk, dv_grad;
   StridedRows lse, dlse;

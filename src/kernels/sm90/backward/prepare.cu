@@ -2,7 +2,7 @@
 // -(D - dLSE) with D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); the first values of the semaphores of dQ
 // tiles; and zeros: a dS tile, dq_accum where additions do not begin with a store, and the gradients of rows of no
 // sequence, which no later kernel writes.
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"

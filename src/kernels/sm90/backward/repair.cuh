@@ -3,8 +3,8 @@
 // that are not finite. If there are any, each such row of dQ, dK and dV is recomputed from the definition, over the
 // rows or keys that it sees, by one warp: this is slow.
 #pragma once
-#include "sm90/common/dropout.cuh"
-#include "sm90/common/fragment_store.cuh"
+#include "attention/dropout.cuh"
+#include "attention/fragment_store.cuh"
 #include "device/score.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"

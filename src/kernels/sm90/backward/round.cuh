@@ -1,6 +1,6 @@
 // dQ from dq_accum: scaled, rounded, stored.
 #pragma once
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "sm90/backward/params.h"

@@ -5,7 +5,7 @@
 // that the block sees, 64 at a time. One producer warp loads K and dS tiles into a ring. Where no row of a score tile
 // sees any of its keys, no step has stored dS, and the producer loads a dS tile of zeros.
 #include "sm90/common/ring.cuh"
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "sm90/common/load_rows.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"

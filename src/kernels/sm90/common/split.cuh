@@ -1,8 +1,8 @@
 // Blocks cut into splits: each split leaves its O and its row statistics, and the last to finish combines all in order,
 // so that the result does not depend on which one that is.
 #pragma once
-#include "sm90/common/softmax.cuh"
-#include "sm90/common/work_tiles.cuh"
+#include "attention/softmax.cuh"
+#include "attention/work_tiles.cuh"
 
 // Floats, 128 apart, after each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };

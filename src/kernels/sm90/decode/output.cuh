@@ -1,7 +1,7 @@
 // The end of a work tile: what its warp groups have is combined, and stored as O and LSE or as a partial result.
 #pragma once
-#include "sm90/common/sinks.cuh"
-#include "sm90/common/softmax.cuh"
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
 #include "sm90/decode/schedule/schedule.cuh"
 
 // Stores four columns of a row of O; `scale` is one over the sum.

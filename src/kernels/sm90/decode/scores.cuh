@@ -2,8 +2,8 @@
 // keys.
 #pragma once
 #include "device/score.cuh"
-#include "sm90/common/mask.cuh"
-#include "sm90/common/softmax.cuh"
+#include "attention/mask.cuh"
+#include "attention/softmax.cuh"
 #include "sm90/decode/loads.cuh"
 
 static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the bits of a tile

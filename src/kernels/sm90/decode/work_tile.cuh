@@ -1,6 +1,6 @@
 // What a CTA computes at a time: some keys of a q block.
 #pragma once
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "sm90/decode/q_blocks.cuh"
 
 // The keys that a q block sees, and their chunks.

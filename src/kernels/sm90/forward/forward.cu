@@ -5,9 +5,9 @@
 // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, waits, and turns S(t) into P(t) while the other warpgroups keep the
 // tensor cores busy (FlashAttention-3, algorithm 2). docs/kernels/forward.md derives the schedule, and
 // docs/kernels/README.md says what the words mean.
-#include "sm90/common/bias_tile.cuh"
-#include "sm90/common/dropout.cuh"
-#include "sm90/common/mask.cuh"
+#include "attention/bias_tile.cuh"
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
 #include "sm90/forward/output.cuh"
 #include "sm90/forward/pipeline.cuh"
 

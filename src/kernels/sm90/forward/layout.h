@@ -2,7 +2,7 @@
 #pragma once
 #include "host_device/element.h"
 #include "host_device/key_walk.h"
-#include "sm90/common/bias_tile.h"
+#include "attention/bias_tile.h"
 
 namespace fulgur::kernels {
 

@@ -1,7 +1,8 @@
 // The end of a q tile on Hopper: O through shared memory by TMA, or from registers.
 #pragma once
-#include "sm90/common/repair.cuh"
+#include "attention/repair.cuh"
 #include "sm90/common/split.cuh"
+#include "sm90/ptx/tma.cuh"
 #include "sm90/forward/layout.cuh"
 #include "sm90/forward/params.h"
 
@@ -56,5 +57,10 @@ __device__ __forceinline__ void finish(const ForwardParams& p, const Place& plac
   if (row >= n.sq) return;
   const bool finite = write_output(p, place, n, row, O, rows, shared + warp_row() * kPanelRowBytes);
   if (kHasLse) store_global_lse(p, place, n, row + thread_row(), rows);
-  if (kHidesKeys && __any_sync(0xffffffff, !finite)) repair_rows(p, place, n, row, rows);
+  if (kHidesKeys && __any_sync(0xffffffff, !finite)) {
+    tma_store_wait();
+    const KeyTiles touched =
+        key_tiles(band_of(p), n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
+    repair_rows(p, place, n, row, touched, rows);
+  }
 }

@@ -23,7 +23,7 @@
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
 //   kBias           1 + the element type of a dense bias; 0: there is none
 //   kBiasRows       1: each query has a row of it; 0: all have the same
-//   kHasSinks       1: sinks[head] joins the softmax of a row (sm90/common/sinks.cuh)
+//   kHasSinks       1: sinks[head] joins the softmax of a row (attention/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q
 //   kPackedK        1: k and v, too, cu_seqlens_k
 //   kPage           keys of a page; 0: k and v have no pages

@@ -12,18 +12,6 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Ties registers to this point of the program, so that no use moves above the wait before it.
-template <int count>
-__device__ __forceinline__ void register_fence(float (&x)[count]) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-template <int count>
-__device__ __forceinline__ void register_fence(u32 (&x)[count]) {
-#pragma unroll
-  for (int i = 0; i < count; ++i) asm volatile("" : "+r"(x[i])::"memory");
-}
-
 // Low word of the matrix descriptor of a 128-byte-swizzled operand; the high word is the same for all (1024 bytes
 // between groups of 8 rows). `leading_bytes` lie between panels of 64 columns of an operand that lies across; one that
 // lies along k ignores it. To advance by x bytes add x >> 4.

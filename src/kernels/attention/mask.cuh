@@ -3,8 +3,7 @@
 #pragma once
 #include "device/math.cuh"
 #include "device/schedule.cuh"
-#include "sm90/common/fragment.cuh"
-#include "sm90/ptx/wgmma.cuh"
+#include "attention/fragment.cuh"
 
 // The keys that rows r and r + 8 of this thread see: [low[i], high[i]), and with kTree from `tokens` on those with a
 // bit in tree[i].

@@ -1,7 +1,7 @@
 // Online softmax (FlashAttention-2, algorithm 1, lines 8 to 10) on the fragments of a warpgroup: scores to
 // probabilities, in registers.
 #pragma once
-#include "sm90/common/fragment.cuh"
+#include "attention/fragment.cuh"
 #include "device/math.cuh"
 #include "device/operands.cuh"
 

@@ -1,6 +1,6 @@
 // Keys in pages: which page holds a key of a sequence, for kernels whose K and V may lie side by side, too.
 #pragma once
-#include "sm90/common/fragment_store.cuh"
+#include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
 
 // The lengths of a sequence whose keys may be in pages. The list of its pages counts as rows from k_start on. One that

@@ -5,25 +5,25 @@
 // they leave. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys each
 // of them sees; unless no hidden key is to blame.
 #pragma once
+#include "attention/dropout.cuh"
+#include "attention/output.cuh"
+#include "attention/pages.cuh"
 #include "device/score.cuh"
-#include "sm90/common/dropout.cuh"
-#include "sm90/common/output.cuh"
-#include "sm90/common/pages.cuh"
-#include "sm90/ptx/tma.cuh"
 
-// Whether V is not finite at a key that the strip's products touched and some of the warp's 16 rows may not see.
-__device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n,
-                                              int row) {
+// Whether V is not finite at a key of the tiles that the strip's products touched and some of the warp's 16 rows may not
+// see.
+__device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n, int row,
+                                              const KeyTiles& touched) {
   const Band band = band_of(p);
-  const KeyTiles strip = key_tiles(band, n, kBlockKeys, place.row, min(place.row + kStripRows, n.sq) - 1);
+  const KeyTiles full = full_key_tiles(band, n, kBlockKeys, place.row, place.row + kStripRows - 1);
   const KeyRange seen = keys_seen_by_all(band, n, row, min(row + 16, n.sq) - 1);
   bool found = false;
 #pragma unroll 1
-  for (KeyWalk walk = walk_of_strip(band, n, kBlockKeys, strip, place.row); walk.more(); walk.next()) {
-    if (!kBias && !walk.masked(band, true)) continue;
-    const int end = min((walk.tile + 1) * kBlockKeys, n.sk);
+  for (int tile = touched.begin; tile < touched.end; ++tile) {
+    if (!kBias && tile >= full.begin && tile < full.end) continue;
+    const int end = min((tile + 1) * kBlockKeys, n.sk);
 #pragma unroll 1
-    for (int key = walk.tile * kBlockKeys; key < end; ++key) {
+    for (int key = tile * kBlockKeys; key < end; ++key) {
       if (!kBias && key >= seen.begin && key < seen.end) continue;
       const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
 #pragma unroll 1
@@ -82,12 +82,11 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   }
 }
 
-// The 16 rows of a warp from `row` on, which it has stored; rows whose scores are NaN stay as they are. Part of the
-// caller: a call would take the uniform registers of the main loop.
+// The 16 rows of a warp from `row` on, which it has stored, and whose products touched the key tiles `touched`; rows
+// whose scores are NaN stay as they are. Part of the caller: a call would take the uniform registers of the main loop.
 __device__ __forceinline__ void repair_rows(const AttentionParams& p, const Place& place, const Lengths& n, int row,
-                                            const Rows& rows) {
-  if (!hidden_poison(p, place, n, row)) return;
-  tma_store_wait();
+                                            const KeyTiles& touched, const Rows& rows) {
+  if (!hidden_poison(p, place, n, row, touched)) return;
   __syncwarp();
 #pragma unroll 1
   for (int i = 0; i < 16 && row + i < n.sq; ++i) {

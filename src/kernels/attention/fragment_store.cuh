@@ -2,7 +2,7 @@
 #pragma once
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
-#include "sm90/common/fragment.cuh"
+#include "attention/fragment.cuh"
 #include "device/operands.cuh"
 #include "device/schedule.cuh"
 

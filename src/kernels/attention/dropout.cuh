@@ -5,7 +5,7 @@
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
 #include "host_device/dropout.h"
-#include "sm90/common/fragment.cuh"
+#include "attention/fragment.cuh"
 
 // The mask of a call, by rng_state as it is now where the call has one.
 __device__ __forceinline__ DropoutMask dropout_of(const CallParams& p) {

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/elements.cuh"
 #include "host_device/attention_params.h"
-#include "sm90/common/softmax.cuh"
+#include "attention/softmax.cuh"
 
 // A row with its sink.
 struct SinkJoined {

@@ -4,8 +4,8 @@
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"
 #include "device/score.cuh"
-#include "sm90/common/bias_tile.h"
-#include "sm90/common/fragment.cuh"
+#include "attention/bias_tile.h"
+#include "attention/fragment.cuh"
 
 using BiasType = ElementType<kBias == 1 + kF16 ? kF16 : kBF16>;  // of two in a word
 

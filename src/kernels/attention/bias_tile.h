@@ -1,4 +1,4 @@
-// Sizes of tiles of a dense bias in shared memory (sm90/common/bias_tile.cuh). `bias`: 1 + its element type, 0 where
+// Sizes of tiles of a dense bias in shared memory (attention/bias_tile.cuh). `bias`: 1 + its element type, 0 where
 // there is none.
 #pragma once
 #include "host_device/element.h"

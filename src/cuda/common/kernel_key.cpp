@@ -1,0 +1,196 @@
+#include "cuda/common/kernel_key.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numbers>
+
+#include "call/mask.h"
+#include "kernels/host_device/dropout.h"
+#include "kernels/host_device/score.h"
+
+namespace fulgur::cuda {
+namespace {
+
+kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
+static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
+static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
+static_assert(static_cast<int>(DType::kF32) == kernels::kF32);
+static_assert(static_cast<int>(DType::kBool) == kernels::kBool);
+
+constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
+constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
+
+}  // namespace
+
+bool left_binds(const Problem& p) {
+  // A row has at most so many keys before its diagonal.
+  const int64_t keys = (p.mask.top_left ? p.sq : p.sk) - 1;
+  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < keys));
+}
+
+bool right_binds(const Problem& p) {
+  const int64_t keys = (p.mask.top_left ? p.sk : p.sq) - 1;
+  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < keys));
+}
+
+bool chunk_binds(const Problem& p) {
+  // One chunk of all keys hides them from rows in front of the first key, as causal does, or after
+  // the last one.
+  const bool rows_outside = p.mask.top_left ? p.sq > p.mask.chunk : p.sq > 1 && p.mask.right != 0;
+  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_outside);
+}
+
+bool top_left_binds(const Problem& p) {
+  const bool same = !p.packed && !p.has(Arg::kSeqUsedQ) && !p.has(Arg::kSeqUsedK) && p.sq == p.sk;
+  const bool has_diagonal = left_binds(p) || right_binds(p) || p.has(Arg::kAlibiSlopes);
+  return p.mask.top_left && has_diagonal && (p.invariant || !same);
+}
+
+bool has_cache(const Problem& p) {
+  return p.cache.paged() || p.has(Arg::kCacheBatchIdx) || p.has(Arg::kLeftpadK) ||
+         p.packed != p.packed_k;
+}
+
+KernelKey kernel_key(const Problem& p) {
+  const auto rounded = [](int64_t dim, DType dtype) {
+    const int step = kernels::k_step(element_of(dtype));
+    return ceil_div(dim, step) * step;
+  };
+  return {.dtypes = p.dtypes,
+          .head_dim = rounded(p.d, p.dtypes.k),
+          .value_dim = rounded(p.dv, p.dtypes.v),
+          .has_left = left_binds(p),
+          .has_right = right_binds(p),
+          .has_chunk = chunk_binds(p),
+          .top_left = top_left_binds(p),
+          .tree = p.has(Arg::kTreeMask),
+          .transforms_scores = transforms(p),
+          .softcap = p.softcap > 0,
+          .alibi = p.has(Arg::kAlibiSlopes),
+          .bias = p.has(Arg::kBias) ? 1 + element_of(p.bias.dtype) : 0,
+          .bias_rows = p.bias.row != 0,
+          .packed = p.packed,
+          .seqused_q = p.has(Arg::kSeqUsedQ),
+          .seqused_k = p.has(Arg::kSeqUsedK)};
+}
+
+kernels::Operands operands_of(const KernelKey& key) {
+  const OperandTypes& types = key.dtypes;
+  return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
+}
+
+std::string dtypes_rejected(const OperandTypes& dtypes) {
+  if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
+  // The tensor cores multiply operands of one type: q and k, and gradients of out with v.
+  if (dtypes.q != dtypes.k || dtypes.v != dtypes.out) return "multiplies operands of one dtype";
+  return {};
+}
+
+AnyForwardKey any_forward_key(const Problem& p) {
+  AnyForwardKey key;
+  static_cast<KernelKey&>(key) = kernel_key(p);
+  key.has_sinks = p.has(Arg::kSinks);
+  key.packed_k = p.packed_k;
+  key.has_lse = p.has(Arg::kLse);
+  key.page = static_cast<int>(p.cache.page);
+  key.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  return key;
+}
+
+kernels::Band band_of(const KernelKey& key, const Mask& mask) {
+  const auto bound = [](bool has, int64_t keys) {
+    return has ? static_cast<int>(std::min(keys, kMaxBound)) : 0;
+  };
+  const Mask around = window_around(mask);
+  return {key.has_left,
+          key.has_right,
+          bound(key.has_left, around.left),
+          bound(key.has_right, around.right),
+          bound(key.has_chunk, mask.chunk),
+          key.top_left};
+}
+
+float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
+
+bool transforms(const Problem& p) {
+  return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
+         p.has(Arg::kAlibiSlopes) || (p.has(Arg::kBias) && p.scale < kMinBiasedScale);
+}
+
+CallParams call_params(const Problem& p, const kernels::Band& band) {
+  constexpr double kLog2e = std::numbers::log2e;
+  CallParams params{};
+  const bool moved = p.on_host.has(Arg::kAlibiSlopes) && p.slopes_of_batch;
+  params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // they are moved side by side
+  params.total_q = static_cast<int>(p.total_q);
+  params.total_k = static_cast<int>(p.total_k);
+  params.sq = static_cast<int>(p.sq);
+  params.sk = static_cast<int>(p.sk);
+  params.d = static_cast<int>(p.d);
+  params.dv = static_cast<int>(p.dv);
+  params.hq = static_cast<int>(p.hq);
+  params.group = static_cast<int>(p.group());
+  params.window_left = band.left;
+  params.window_right = band.right;
+  params.chunk = band.chunk;
+  params.scale_log2 = scale_log2(p);
+  params.bias = {nullptr, p.bias.batch, p.bias.head, p.bias.row, p.bias.key};
+  if (p.has(Arg::kBias)) params.bias_factor = static_cast<float>(1 / p.scale);
+  params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
+  params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
+  if (p.softcap > 0) {
+    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    constexpr double kMax = std::numeric_limits<float>::max();
+    const double scale = 2 * kLog2e * p.scale / p.softcap;
+    params.softcap_scale = static_cast<float>(std::clamp(scale, -kMax, kMax));
+    params.softcap_small = static_cast<float>(p.scale * kLog2e * kernels::kTanhSquare);
+    params.softcap_log2 = static_cast<float>(std::min(p.softcap * kLog2e, kMax / 2));
+  }
+  return params;
+}
+
+Sinks sinks_of(const ConstTensor& sinks) {
+  return {sinks.data, static_cast<kernels::Element>(sinks.dtype)};
+}
+
+KeyPages key_pages(const Problem& p) {
+  return {static_cast<int>(p.cache.entries),
+          static_cast<int>(p.cache.ids),
+          p.cache.table_stride,
+          p.cache.id_stride,
+          nullptr,
+          nullptr};
+}
+
+void describe_tile(const TileId& tile, const KernelKey& key, Details& details) {
+  details.add("kernel", tile.family);
+  details.add("Br", tile.Br);
+  details.add("Bc", tile.Bc);
+  details.add("head_dim", key.head_dim);
+  details.add("value_dim", key.value_dim);
+}
+
+void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
+  Details copies;
+  for (const auto& [name, why] : tensors) {
+    if (why.empty()) continue;
+    copies.add(name, why);
+    plan.decisions.push_back(
+        fmt::format("{} is copied to rows of multiples of 16 bytes: {}", name, why));
+  }
+  if (!copies.entries().empty()) plan.details.add("copies", std::move(copies));
+}
+
+std::string config_text(const KernelConfig& config) {
+  std::string text = "#pragma once\n";
+  for (const auto& [name, value] : config.macros)
+    text += fmt::format("#define {} {}\n", name, value);
+  text += "enum : int {\n";
+  for (const auto& [name, value] : config.constants)
+    text += fmt::format("  {} = {},\n", name, value);
+  return text + "};\n";
+}
+
+}  // namespace fulgur::cuda
