@@ -4,7 +4,11 @@
 #include "device/append.cuh"
 #include "host_device/heads.h"
 
-extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_append(const __grid_constant__ AppendParams p) {
+// CTAs of an SM, which hide the time that memory takes; registers for as many are enough.
+constexpr int kAppendCtas = 3;
+
+extern "C" __global__ void __launch_bounds__(kHeadThreads, kAppendCtas)
+    fulgur_append(const __grid_constant__ AppendParams p) {
   if (p.lengths != nullptr && blockIdx.x == 0 && blockIdx.y == 0)
     for (int b = threadIdx.x; b < p.batch; b += blockDim.x) p.lengths[b] = appended_length(p, b);
   const int lane = threadIdx.x & ((1 << p.lanes_log2) - 1);
