@@ -140,7 +140,7 @@ void compile_all() {
   std::shuffle(all.begin(), all.end(), std::mt19937(1));
   fmt::print("{} kernels\n", all.size());
   parallel_for(static_cast<int64_t>(all.size()), 0,
-               [&](int64_t i) { cached(all[static_cast<size_t>(i)]); });
+               [&](int64_t i) { cached(all[static_cast<size_t>(i)], sm90::kTarget); });
 }
 
 template <class... Args>

@@ -9,6 +9,7 @@ namespace {
 
 struct PrewarmRequest {
   std::string folder;
+  std::vector<std::string> targets;
   std::vector<int64_t> dims = {64, 128};
   int64_t dv = -1;
   std::vector<std::string> dtypes = {"bf16", "f16"};
@@ -54,7 +55,7 @@ cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Opt
     BackwardArgs args{out, q, k, v, out, lse, q, k, v};
     if (r.dlse) args.dlse = lse;
     set_extras(args);
-    return cuda::prewarm(args, options, r.folder);
+    return cuda::prewarm(args, options, r.folder, r.targets);
   }
   ForwardArgs args{q, k, v, out};
   set_extras(args);
@@ -68,7 +69,7 @@ cuda::Prewarmed prewarm_one(const PrewarmRequest& r, int64_t d, DType dtype, Opt
   cuda::Prewarmed sum;
   for (const Tensor& wanted : {Tensor(), lse}) {
     args.lse = wanted;
-    const cuda::Prewarmed one = cuda::prewarm(args, options, r.folder);
+    const cuda::Prewarmed one = cuda::prewarm(args, options, r.folder, r.targets);
     sum.compiled += one.compiled;
     sum.present += one.present;
   }
@@ -98,6 +99,11 @@ void add_prewarm(CLI::App& app) {
   command
       ->add_option("--folder", r->folder, "The cache; default FULGUR_CACHE_DIR or ~/.cache/fulgur")
       ->type_name("DIR");
+  command
+      ->add_option("--target", r->targets,
+                   "What to compile for, as NVRTC names it; default: the cards here, or sm_90a")
+      ->delimiter(',')
+      ->type_name("sm_NN");
   const auto take_dims = [r](const std::vector<std::string>& texts) {
     r->dims.clear();
     for (const auto& text : texts) r->dims.push_back(whole_number<int64_t>("--d", text, 1));
@@ -140,7 +146,7 @@ void add_prewarm(CLI::App& app) {
       "  fulgur prewarm --d 128 --dtype bf16 --causal\n"
       "  fulgur prewarm --d 128 --dtype bf16 --causal --backward\n"
       "  fulgur prewarm --d 128 --dtype bf16 --causal --hq 32 --hk 8 --packed --page 16\n"
-      "  fulgur prewarm --folder /opt/fulgur --d 64 128 256");
+      "  fulgur prewarm --folder /opt/fulgur --target sm_90a --d 64 128 256");
   command->callback([r] { prewarm(*r); });
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -28,17 +29,21 @@ struct Prewarmed {
   int present = 0;   ///< kernels that were there
 };
 
-/// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need
-/// on an H100 or H200, tuned tiles apart (tune() compiles them). Fills `folder` (empty: the default
-/// cache, see FULGUR_CACHE_DIR). Needs NVRTC but no GPU; the tensors need no data, and their device
-/// is taken to be such a card. With the kernels of a forward pass come those of merge() and of
-/// append() for its dtype, and of the parts where it has shared prefixes. Options::threads of them
-/// are compiled at a time. Throws Error: kUnsupported where the kernels do not compute the call,
-/// kUnavailable without NVRTC and where the folder cannot be used.
+/// Compiles ahead every kernel that calls like this one, with other lengths and batches, can need,
+/// tuned tiles apart (tune() compiles them). Fills `folder` (empty: the default cache, see
+/// FULGUR_CACHE_DIR). `targets` are what to compile for, as NVRTC names it: "sm_90a" (H100, H200);
+/// without any, what the devices of this machine take, or sm_90a where there are none. Needs NVRTC
+/// but no GPU; the tensors need no data. With the kernels of a forward pass come those of merge()
+/// and of append() for its dtype, and of the parts where it has shared prefixes. Options::threads
+/// of them are compiled at a time. Throws Error: kInvalidArgument for a target that NVRTC does not
+/// know, kUnsupported where the kernels for one do not compute the call, kUnavailable without NVRTC
+/// and where the folder cannot be used.
 FULGUR_API Prewarmed prewarm(const ForwardArgs& args, const Options& options,
-                             const std::string& folder = {});
+                             const std::string& folder = {},
+                             std::span<const std::string> targets = {});
 FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,
-                             const std::string& folder = {});
+                             const std::string& folder = {},
+                             std::span<const std::string> targets = {});
 
 /// How long a call took with a tile Br x Bc of the score matrix.
 struct TileTime {

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <filesystem>
@@ -22,6 +23,8 @@
 
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/host_metadata.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/tensor_shape.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
@@ -366,7 +369,8 @@ std::vector<Problem> backward_problems() {
 /// A forward kernel of a head dim.
 KernelRequest some_kernel(int64_t d) {
   std::vector<std::string> rejected;
-  return all_candidates(forward_problem({.d = d}), architectures()[0].families, {}, &rejected)
+  return all_candidates(forward_problem({.d = d}), architecture_of(kTarget)->families, {},
+                        &rejected)
       .at(0)
       ->kernels()
       .at(0)
@@ -464,6 +468,18 @@ uint64_t sample_seed() {
   return static_cast<uint64_t>(floor<days>(system_clock::now()).time_since_epoch().count());
 }
 
+/// `sample` of so many indices, others every day; all of them with FULGUR_COMPILE_ALL=1.
+std::vector<size_t> sample_of(size_t count, size_t sample) {
+  std::vector<size_t> indices(count), drawn;
+  std::iota(indices.begin(), indices.end(), 0);
+  if (getenv("FULGUR_COMPILE_ALL") != nullptr) return indices;
+  const uint64_t seed = sample_seed();
+  fmt::print("{} of {} kernels, drawn by FULGUR_COMPILE_SEED={}\n", sample, count, seed);
+  std::ranges::sample(indices, std::back_inserter(drawn), static_cast<std::ptrdiff_t>(sample),
+                      std::mt19937_64(seed));
+  return drawn;
+}
+
 /// Every kernel that a plan may ask for, as far as one shows something that no other one does.
 std::vector<KernelRequest> requests_of_plans() {
   std::vector<KernelRequest> reachable;
@@ -481,7 +497,7 @@ std::vector<KernelRequest> requests_of_plans() {
   };
   // The decode kernel, which is among the candidates of most problems, has problems of its own.
   for (const Problem& problem : all) {
-    for_reachable(problem, [&](const Candidates& candidates) {
+    for_reachable(problem, *architecture_of(kTarget), [&](const Candidates& candidates) {
       const auto other = std::ranges::find_if(
           candidates, [](const auto& c) { return c->tile.family != "sm90_decode"; });
       if (other != candidates.end()) add(**other);
@@ -503,10 +519,9 @@ std::vector<KernelRequest> requests_of_plans() {
                                    backward_problem({.d = d, .mask = causal()}),
                                    backward_problem({.d = d, .mask = causal(), .dropout = 0.1})}) {
       std::vector<std::string> rejected;
-      for (const Architecture& architecture : architectures()) {
-        for (const auto& candidate : all_candidates(problem, architecture.families, {}, &rejected))
-          add(*candidate);
-      }
+      const auto families = architecture_of(kTarget)->families;
+      for (const auto& candidate : all_candidates(problem, families, {}, &rejected))
+        add(*candidate);
     }
   }
   EXPECT_GT(reachable.size(), 500u);
@@ -519,17 +534,7 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   constexpr size_t kSample = 8;
   setenv("CUDA_CACHE_DISABLE", "1", 1);  // what NVRTC finds in the driver's cache has no log
   const std::vector<KernelRequest> requests = requests_of_plans();
-  std::vector<size_t> indices(requests.size());
-  std::iota(indices.begin(), indices.end(), 0);
-  if (getenv("FULGUR_COMPILE_ALL") == nullptr) {
-    const uint64_t seed = sample_seed();
-    std::vector<size_t> sample;
-    std::ranges::sample(indices, std::back_inserter(sample), kSample, std::mt19937_64(seed));
-    indices = sample;
-    fmt::print("{} of {} kernels, drawn by FULGUR_COMPILE_SEED={}\n", indices.size(),
-               requests.size(), seed);
-  }
-
+  const std::vector<size_t> indices = sample_of(requests.size(), kSample);
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));
   std::atomic<size_t> next = 0, compiled = 0;
@@ -538,9 +543,9 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
     for (size_t n; (n = next++) < indices.size();) {
       const KernelRequest& request = requests[indices[n]];
       try {
-        const Cubin cubin = cache.get(cache_key(request), [&] {
+        const Cubin cubin = cache.get(cache_key(request, kTarget), [&] {
           ++compiled;
-          return compile(request);
+          return compile(request, kTarget);
         });
         EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
       } catch (const Error& error) {
@@ -557,17 +562,27 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   fmt::print("{} judged, {} compiled now, {:.1f} s\n", indices.size(), compiled.load(), seconds);
 }
 
+// Of append, merge and the like, on every device that runs them, and as PTX.
 TEST_F(Compile, KernelsOfNoTileAreClean) {
+  constexpr size_t kSample = 20;
+  constexpr std::array kTargets = {"sm_80",  "sm_86",  "sm_89",     "sm_90a",
+                                   "sm_100", "sm_120", "compute_80"};
+  std::vector<KernelUse> kernels = {padding_kernel(), copy_kernel()};
   for (const CallKernel kernel :
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32, CallKernel::kMerge,
         CallKernel::kUpload, CallKernel::kDivide}) {
-    for (const int capability : {80, 89, 90, 100, 120}) {
-      const KernelRequest request = use_of(kernel, capability).request;
-      const Cubin cubin = compile(request);
-      if (capability == kCapability) {
-        EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
-      }
-      EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << cubin.log;
+    kernels.push_back(use_of(kernel));
+  }
+  for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {
+    const KernelRequest& request = kernels[i / kTargets.size()].request;
+    const Target target =
+        target_called(kTargets[i % kTargets.size()], "target", nvrtc_capabilities());
+    const Cubin cubin = compile(request, target);
+    EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << target.name() << cubin.log;
+    if (target.form == Target::Form::kPtx) {
+      EXPECT_NE(cubin.image.find(".target sm_80"), std::string::npos) << name(request);
+    } else {
+      EXPECT_EQ(complaint(cubin.log), "") << target.name() << name(request) << cubin.log;
     }
   }
 }
@@ -576,9 +591,8 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
 Cubin compile_text(const std::string& text, const std::string& header) {
   KernelSources sources = embedded_sources();
   sources["text.cu"] = text;
-  const std::vector<std::string> options = {std::string("--gpu-architecture=") + kArchitecture,
-                                            "--std=c++20", "--modify-stack-limit=false",
-                                            "--ptxas-options=-v"};
+  const std::vector<std::string> options = {"--gpu-architecture=" + kTarget.name(), "--std=c++20",
+                                            "--modify-stack-limit=false", "--ptxas-options=-v"};
   return nvrtc_compile(sources, "text.cu", header, options);
 }
 
@@ -638,7 +652,7 @@ TEST_F(Compile, ColdAndWarmTimes) {
   CubinCache cache{fs::path(mkdtemp(folder.data()))};
   const auto seconds = [&] {
     const auto start = std::chrono::steady_clock::now();
-    cache.get(cache_key(request), [&] { return compile(request); });
+    cache.get(cache_key(request, kTarget), [&] { return compile(request, kTarget); });
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
   const double cold = seconds(), warm = seconds();
@@ -653,7 +667,9 @@ TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
   CubinCache cache{fs::path(mkdtemp(folder.data()))};
   KernelRequest request = some_kernel(64);
   request.kernel_config += "int broken = undeclared_name;\n";
-  const auto get = [&] { cache.get(cache_key(request), [&] { return compile(request); }); };
+  const auto get = [&] {
+    cache.get(cache_key(request, kTarget), [&] { return compile(request, kTarget); });
+  };
   EXPECT_EQ(test::status_of(get), Status::kInternal);
   const std::string message = test::message_of(get);
   EXPECT_NE(message.find("undeclared_name"), std::string::npos) << message;
@@ -664,14 +680,16 @@ TEST_F(Compile, FailureCarriesTheLogAndKeepsNothing) {
 
 TEST_F(Compile, KeyDependsOnAllThatMatters) {
   const KernelRequest base = some_kernel(64);
-  KernelRequest plan = base, source = base, architecture = base;
+  KernelRequest plan = base, source = base;
   plan.kernel_config += "\n";
   source.source = "common/padding.cu";
-  architecture.architecture = "sm_100a";
   std::set<std::string> keys;
-  for (const auto& request : {base, plan, source, architecture}) keys.insert(cache_key(request));
-  EXPECT_EQ(keys.size(), 4u);
-  EXPECT_EQ(cache_key(base), cache_key(KernelRequest(base)));
+  for (const auto& request : {base, plan, source}) keys.insert(cache_key(request, kTarget));
+  for (const auto form : {Target::Form::kCubin, Target::Form::kPtx})
+    keys.insert(cache_key(base, {90, form}));
+  keys.insert(cache_key(base, {100, Target::Form::kSpecific}));
+  EXPECT_EQ(keys.size(), 6u);
+  EXPECT_EQ(cache_key(base, kTarget), cache_key(KernelRequest(base), kTarget));
   KernelSources sources = embedded_sources();
   const std::string before = digest(sources);
   sources.begin()->second += " ";

@@ -88,7 +88,7 @@ class Sources : public test::InFolder {
     const pid_t child = fork();
     if (child == 0) {
       const std::string key =
-          nvrtc_unavailable().empty() ? cache_key({.source = "a.cu", .kernel_config = {}}) : "";
+          nvrtc_unavailable().empty() ? cache_key({.source = "a.cu", .kernel_config = {}}, {}) : "";
       _exit(write(ends[1], key.data(), key.size()) == static_cast<ssize_t>(key.size()) ? 0 : 1);
     }
     close(ends[1]);

@@ -2,6 +2,7 @@
 // in which inline PTX has become calls of the emulator.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,6 +17,8 @@
 namespace fs = std::filesystem;
 
 namespace {
+
+constexpr int kCapabilities[] = {80, 86, 89, 90, 100, 120};
 
 struct Program {
   fs::path folder;
@@ -47,6 +50,14 @@ int nvrtcVersion(int* major, int* minor) {
   return 0;
 }
 
+int nvrtcGetNumSupportedArchs(int* count) {
+  *count = std::size(kCapabilities);
+  return 0;
+}
+int nvrtcGetSupportedArchs(int* to) {
+  std::copy(std::begin(kCapabilities), std::end(kCapabilities), to);
+  return 0;
+}
 int nvrtcCreateProgram(Program** program, const char* text, const char* name, int count,
                        const char* const* texts, const char* const* names) {
   char folder[] = "/tmp/fulgur_emulator_XXXXXX";
@@ -94,6 +105,12 @@ int nvrtcGetCUBIN(Program* program, char* image) {
   std::memcpy(image + sizeof(size), program->image.data(), size);
   return 0;
 }
+/// What runs on the host is the same for every architecture.
+int nvrtcGetPTXSize(Program*, size_t* size) {
+  *size = 0;
+  return 0;
+}
+int nvrtcGetPTX(Program*, char*) { return 0; }
 int nvrtcDestroyProgram(Program** program) {
   delete *program;
   *program = nullptr;

@@ -17,18 +17,17 @@ static_assert(kernels::kF16 == static_cast<int>(DType::kF16) &&
               kernels::kBF16 == static_cast<int>(DType::kBF16) &&
               kernels::kF32 == static_cast<int>(DType::kF32));
 
-KernelUse use_of(CallKernel kernel, int capability) {
-  const std::string native = native_architecture(capability);
-  if (kernel == CallKernel::kMerge) return {{"common/merge.cu", "", native}, "fulgur_merge", 0};
+KernelUse use_of(CallKernel kernel) {
+  if (kernel == CallKernel::kMerge) return {{"common/merge.cu", ""}, "fulgur_merge", 0};
   if (kernel == CallKernel::kUpload)
-    return {{"common/upload_metadata.cu", "", native}, "fulgur_upload_metadata", 0};
+    return {{"common/upload_metadata.cu", ""}, "fulgur_upload_metadata", 0};
   if (kernel == CallKernel::kDivide)
-    return {{"common/shared_prefix.cu", "", native}, "fulgur_shared_prefix", 0};
+    return {{"common/shared_prefix.cu", ""}, "fulgur_shared_prefix", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
   const std::string header = fmt::format(
       "#pragma once\n#include \"host_device/element.h\"\nconstexpr Element kElement = {};\n",
       elements[static_cast<int>(kernel)]);
-  return {{"common/append.cu", header, native}, "fulgur_append", 0};
+  return {{"common/append.cu", header}, "fulgur_append", 0};
 }
 
 CallKernel append_kernel(DType dtype) { return static_cast<CallKernel>(dtype); }
@@ -40,13 +39,13 @@ CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
     fail("stream",
          "is being captured, and this is the first launch of {} on the device, which loads it; "
          "make such a call before the capture",
-         use_of(kernel, gpu.capability()).entry);
+         use_of(kernel).entry);
   }
   return load(kernel, gpu);
 }
 
 CUfunction load(CallKernel kernel, Gpu& gpu) {
-  const CUfunction function = gpu.kernel(use_of(kernel, gpu.capability())).function;
+  const CUfunction function = gpu.kernel(use_of(kernel)).function;
   gpu.call_function(static_cast<int>(kernel)).store(function, std::memory_order_release);
   return function;
 }

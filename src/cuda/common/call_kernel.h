@@ -12,7 +12,7 @@ namespace fulgur::cuda {
 /// kDivide what the parts of a plan over shared prefixes are told.
 enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kUpload, kDivide };
 
-KernelUse use_of(CallKernel kernel, int capability);
+KernelUse use_of(CallKernel kernel);
 
 /// That of append for caches of f16, bf16 or f32.
 CallKernel append_kernel(DType dtype);

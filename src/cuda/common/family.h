@@ -3,27 +3,15 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/card.h"
 #include "cuda/device/gpu.h"
 #include "cuda/jit/compile.h"
 #include "engine/engine.h"
 
 namespace fulgur::cuda {
-
-/// What planning must know of a device. The default is an H200.
-struct Card {
-  std::string_view name = "H200";
-  int sms = 132;
-  int shared_bytes = 232448;         ///< at most, of a CTA
-  int64_t l2_bytes = 50 << 20;       ///< of the L2 cache
-  double bytes_per_cycle = 2735;     ///< of memory, by all SMs
-  double megahertz = 1755;           ///< while it reads
-  double launch_microseconds = 5.5;  ///< with what waits for the last CTA
-  bool operator==(const Card&) const = default;
-};
 
 /// The tile of a kernel: what choosing, tuning, prewarming and explaining speak of.
 struct TileId {

@@ -75,7 +75,7 @@ HostMetadata::HostMetadata(const Problem& problem, Gpu& gpu) : problem_(problem)
     names_.push_back(name);
     count_ += count;
   });
-  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kUpload, gpu.capability())).function;
+  if (count_ > 0) kernel_ = gpu.kernel(use_of(CallKernel::kUpload)).function;
 }
 
 HostMetadata::HostMetadata(const AppendCall& call, Gpu& gpu, CUstream stream) : problem_(call.p) {

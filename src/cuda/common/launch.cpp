@@ -4,9 +4,7 @@
 
 namespace fulgur::cuda {
 
-KernelUse padding_kernel(int capability) {
-  return {{"common/padding.cu", "", native_architecture(capability)}, "fulgur_forward_padding", 0};
-}
+KernelUse padding_kernel() { return {{"common/padding.cu", ""}, "fulgur_forward_padding", 0}; }
 
 void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
             int shared_bytes, const char* what, Start start) {

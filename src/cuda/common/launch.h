@@ -24,7 +24,7 @@ void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, i
             int shared_bytes, const char* what, Start start = Start::kAfterAll);
 
 /// Writes the rows of outputs that belong to no sequence.
-KernelUse padding_kernel(int capability);
+KernelUse padding_kernel();
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,

@@ -48,9 +48,7 @@ std::array<Dimension, 3> outer_dimensions(const TensorShape& s) {
            {"batch", s.batch, s.strides.batch}}};
 }
 
-KernelUse copy_kernel(int capability) {
-  return {{"common/copy_rows.cu", "", native_architecture(capability)}, "fulgur_forward_copy", 0};
-}
+KernelUse copy_kernel() { return {{"common/copy_rows.cu", ""}, "fulgur_forward_copy", 0}; }
 ForwardShapes forward_shapes(const Problem& p, int box_keys) {
   const OperandTypes types = p.dtypes;
   return {of_q(p, types.q, p.d, p.q, 64), of_k(p, types.k, p.d, p.k, box_keys),

@@ -65,7 +65,7 @@ int64_t copied_bytes(const TensorShape& shape);
 void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 /// Copies a tensor that is not addressable to rows of multiples of 16 bytes.
-KernelUse copy_kernel(int capability);
+KernelUse copy_kernel();
 inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks an SM
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorShape& from, const TensorShape& to);

@@ -59,6 +59,21 @@ Gpu::Gpu(int index) {
   shared_bytes_ = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
 }
 
+const Target& Gpu::target() {
+  std::call_once(target_found_, [&] {
+    const std::optional<Target> forced = forced_target();
+    if (forced && !runs(capability_, *forced)) {
+      throw Error(Status::kInvalidArgument,
+                  fmt::format("FULGUR_CUDA_TARGET: got {}, which {} of compute capability {} does "
+                              "not run; want machine code for {}.0 to {}, or PTX up to compute_{}",
+                              forced->name(), name_, capability_text(capability_), capability_ / 10,
+                              capability_text(capability_), capability_));
+    }
+    target_ = forced ? *forced : target_of(capability_, nvrtc_capabilities());
+  });
+  return target_;
+}
+
 CUcontext Gpu::context() {
   driver();  // throws in a child of fork(), as at() does
   std::call_once(context_made_, [&] {
@@ -79,7 +94,7 @@ const Gpu::Kernel& Gpu::kernel(const KernelUse& use) {
   const std::scoped_lock lock(slot->making);
   Kernel& kernel = slot->kernel;
   if (kernel.function != nullptr) return kernel;
-  const Cubin cubin = cached(request);
+  const Cubin cubin = cached(request, target());
   const Driver& api = driver();
   const CurrentContext current(context());
   const OutsideCapture outside;

@@ -35,6 +35,10 @@ class Gpu {
   const std::string& name() const { return name_; }
   /// Compute capability: 90 is 9.0.
   int capability() const { return capability_; }
+  /// What kernels are compiled for: what FULGUR_CUDA_TARGET forces, or the best that the compiler
+  /// has for the device. Found once. Throws Error: kUnavailable without NVRTC or code that the
+  /// device runs; kInvalidArgument for a wrong FULGUR_CUDA_TARGET.
+  const Target& target();
   int sms() const { return sms_; }
   int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
   /// The primary context, made on first use: it takes time and device memory.
@@ -66,6 +70,8 @@ class Gpu {
   CUdevice device_ = 0;
   std::string name_;
   int capability_ = 0, sms_ = 0, shared_bytes_ = 0;
+  Target target_;
+  std::once_flag target_found_;
   CUcontext context_ = nullptr;
   std::once_flag context_made_;
   std::mutex mutex_;

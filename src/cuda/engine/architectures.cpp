@@ -1,7 +1,5 @@
 #include "cuda/engine/architectures.h"
 
-#include <fmt/format.h>
-
 #include <array>
 
 #include "cuda/sm90/common.h"
@@ -9,8 +7,8 @@
 
 namespace fulgur::cuda {
 
-std::span<const Architecture> architectures() {
-  static const std::array<const Family*, 4> kHopper = {
+const Architecture* architecture_of(const Target& target) {
+  static const std::array<const Family*, 4> kHopperFamilies = {
       &sm90::forward_family(), &sm90::decode_family(), &sm90::invariant_by_rows_family(),
       &sm90::backward_family()};
   // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
@@ -21,17 +19,11 @@ std::span<const Architecture> architectures() {
            .sms = 114,
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
-  static const std::array<Architecture, 1> kArchitectures = {
-      {{sm90::kCapability, "Hopper", kHopper, kHopperCards}}};
-  return kArchitectures;
+  static const Architecture kHopper{kHopperFamilies, kHopperCards};
+  return target == sm90::kTarget ? &kHopper : nullptr;
 }
 
-const Architecture* architecture_of(int capability) {
-  for (const Architecture& architecture : architectures()) {
-    if (architecture.capability == capability) return &architecture;
-  }
-  return nullptr;
-}
+std::string known_targets() { return sm90::kTarget.name(); }
 
 Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
   Card card = architecture.cards.back();
@@ -43,26 +35,15 @@ Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
   return card;
 }
 
-std::string no_family_computes(const Problem& problem) {
+std::string no_family_computes(const Problem& problem, std::span<const Family* const> families) {
   std::string reasons;
-  for (const Architecture& architecture : architectures()) {
-    for (const Family* family : architecture.families) {
-      if (!family->is_for(problem)) continue;
-      const std::string why = family->rejects(problem);
-      if (why.empty()) return {};
-      reasons += (reasons.empty() ? "" : "; ") + why;
-    }
+  for (const Family* family : families) {
+    if (!family->is_for(problem)) continue;
+    const std::string why = family->rejects(problem);
+    if (why.empty()) return {};
+    reasons += (reasons.empty() ? "" : "; ") + why;
   }
   return reasons;
-}
-
-std::string known_capabilities() {
-  std::string known;
-  for (const Architecture& a : architectures()) {
-    known += fmt::format("{}{}.{} ({})", known.empty() ? "" : " or ", a.capability / 10,
-                         a.capability % 10, a.name);
-  }
-  return known;
 }
 
 }  // namespace fulgur::cuda

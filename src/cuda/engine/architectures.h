@@ -7,28 +7,24 @@
 
 namespace fulgur::cuda {
 
-/// What devices of one compute capability attend with. Their kernels may use what later ones lack.
+/// What devices whose kernels are compiled for some targets attend with.
 struct Architecture {
-  int capability;    ///< 90 is 9.0
-  const char* name;  ///< "Hopper"
   std::span<const Family* const> families;
   std::span<const Card> cards;  ///< the cards there are: what prewarming compiles for
 };
 
-/// Every architecture that there are kernels for.
-std::span<const Architecture> architectures();
+/// The one of a target: this alone decides between families. Null where attention has no kernels
+/// for it.
+const Architecture* architecture_of(const Target& target);
 
-/// The one of a compute capability; null when there are no kernels for it.
-const Architecture* architecture_of(int capability);
+/// The targets that there is one for: "sm_90a".
+std::string known_targets();
 
 /// The row of a device of that architecture that has as many SMs, or the last one, with the SMs and
 /// the shared memory of the device.
 Card card_of(const Architecture& architecture, int sms, int shared_bytes);
 
-/// Why no family of any architecture computes a problem; empty when one does.
-std::string no_family_computes(const Problem& problem);
-
-/// "9.0 (Hopper)": the capabilities that there are kernels for.
-std::string known_capabilities();
+/// Why none of these families computes a problem; empty when one does.
+std::string no_family_computes(const Problem& problem, std::span<const Family* const> families);
 
 }  // namespace fulgur::cuda

@@ -20,7 +20,7 @@ namespace {
 /// Every tile that computes a problem, the best first.
 Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
   const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
-  return ranked(p, architecture_of(gpu.capability())->families, card_of(gpu), measured, reasons);
+  return ranked(p, architecture_of(gpu.target())->families, card_of(gpu), measured, reasons);
 }
 
 class CudaEngine final : public Engine {
@@ -35,7 +35,7 @@ class CudaEngine final : public Engine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
     if (p.pass == Pass::kScores) return "keeps no scores";
-    return no_family_computes(p);
+    return no_family_computes(p, families_at(p.device.index));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
     Gpu& gpu = attending_gpu(p.device.index);

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "base/fork_mutex.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/jit/nvrtc.h"
@@ -15,10 +17,22 @@ std::string has(const Gpu& gpu, int index) {
                      gpu.capability() / 10, gpu.capability() % 10);
 }
 
-/// Why a device does not attend; empty when it does.
-std::string does_not_attend(const Gpu& gpu, int index) {
-  if (architecture_of(gpu.capability()) != nullptr) return {};
-  return fmt::format("{}; want {} for attention", has(gpu, index), known_capabilities());
+std::string too_old(const Gpu& gpu, int index) {
+  if (gpu.capability() >= kMinCapability) return {};
+  return fmt::format("{}; want {} or more", has(gpu, index), capability_text(kMinCapability));
+}
+
+/// Why a device does not attend; empty when it does. Without NVRTC no device does.
+std::string does_not_attend(Gpu& gpu, int index) {
+  const std::string old = too_old(gpu, index);
+  if (!old.empty() || !nvrtc_unavailable().empty()) return old.empty() ? nvrtc_unavailable() : old;
+  try {
+    if (architecture_of(gpu.target()) != nullptr) return {};
+    return fmt::format("{}: attention has kernels for {} alone, want them for {}", has(gpu, index),
+                       known_targets(), gpu.target().name());
+  } catch (const Error& error) {
+    return error.what();
+  }
 }
 
 }  // namespace
@@ -31,7 +45,6 @@ Machine::Machine() {
   } catch (const Error& error) {
     unavailable = error.what();
   }
-  if (unavailable.empty()) unavailable = nvrtc_unavailable();
 }
 
 void Machine::find_devices() {
@@ -39,13 +52,14 @@ void Machine::find_devices() {
   std::string found;
   if (count == 0) unavailable = "the driver sees no CUDA device";
   for (int index = 0; index < count; ++index) {
-    const Gpu& gpu = Gpu::at(index);
+    Gpu& gpu = Gpu::at(index);
     const std::string why = does_not_attend(gpu, index);
     if (!why.empty()) {
+      if (unavailable.find(why) != std::string::npos) continue;  // of all devices
       unavailable += (unavailable.empty() ? "" : "; ") + why;
       continue;
     }
-    found += fmt::format(", cuda:{} {}", index, gpu.name());
+    found += fmt::format(", cuda:{} {} ({})", index, gpu.name(), gpu.target().name());
   }
   if (found.empty()) return;
   unavailable.clear();
@@ -59,10 +73,8 @@ const Machine& Machine::here() {
 
 Gpu& usable_gpu(int index) {
   Gpu& gpu = Gpu::at(index);
-  if (gpu.capability() < kMinCapability) {
-    throw Error(Status::kUnavailable, fmt::format("{}; want {}.{} or more", has(gpu, index),
-                                                  kMinCapability / 10, kMinCapability % 10));
-  }
+  const std::string why = too_old(gpu, index);
+  if (!why.empty()) throw Error(Status::kUnavailable, why);
   return gpu;
 }
 
@@ -74,8 +86,26 @@ Gpu& attending_gpu(int index) {
   return gpu;
 }
 
-Card card_of(const Gpu& gpu) {
-  return card_of(*architecture_of(gpu.capability()), gpu.sms(), gpu.shared_bytes());
+std::span<const Family* const> families_at(int index) {
+  const bool here = driver_unavailable().empty() && index >= 0 && index < gpu_count();
+  const bool attends = here && does_not_attend(Gpu::at(index), index).empty();
+  return architecture_of(attends ? Gpu::at(index).target() : Target{})->families;
+}
+
+Card card_of(Gpu& gpu) {
+  return card_of(*architecture_of(gpu.target()), gpu.sms(), gpu.shared_bytes());
+}
+
+std::vector<Target> targets_here() {
+  std::vector<Target> targets;
+  const int count = driver_unavailable().empty() ? gpu_count() : 0;
+  for (int index = 0; index < count; ++index) {
+    Gpu& gpu = Gpu::at(index);
+    if (!does_not_attend(gpu, index).empty()) continue;
+    if (std::ranges::count(targets, gpu.target()) == 0) targets.push_back(gpu.target());
+  }
+  if (targets.empty()) targets.push_back(forced_target().value_or(Target{}));
+  return targets;
 }
 
 }  // namespace fulgur::cuda

@@ -32,7 +32,7 @@ class CudaPrefixSteps final : public PrefixSteps {
  public:
   CudaPrefixSteps(const Problem& problem, Gpu& gpu)
       : numbers_(problem, gpu), cost_bytes_(cost_bytes_of(problem, card_of(gpu))) {
-    divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide, gpu.capability())).function;
+    divide_kernel_ = gpu.kernel(use_of(CallKernel::kDivide)).function;
     load(CallKernel::kMerge, gpu);
   }
 

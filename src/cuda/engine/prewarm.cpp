@@ -1,4 +1,7 @@
+#include <fmt/format.h>
+
 #include <map>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +13,7 @@
 #include "call/problem.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/engine/architectures.h"
+#include "cuda/engine/devices.h"
 #include "cuda/engine/reachable.h"
 #include "cuda/jit/compile.h"
 #include "cuda/jit/cubin_cache.h"
@@ -41,15 +45,20 @@ Problem with_strides(Problem p) {
   return p;
 }
 
-/// What calls like `problem` can need, by their keys.
-std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
-  std::map<std::string, KernelRequest> requests;
+/// A kernel to compile.
+struct Wanted {
+  KernelRequest request;
+  Target target;
+};
+
+/// Adds what calls like `problem` can need where kernels are compiled for a target, by their keys.
+void add_requests(const Problem& problem, const Target& target,
+                  std::map<std::string, Wanted>& requests) {
+  const Architecture& architecture = *architecture_of(target);
   const auto add = [&](const KernelUse& use) {
-    requests.emplace(cache_key(use.request), use.request);
+    requests.emplace(cache_key(use.request, target), Wanted{use.request, target});
   };
-  const auto add_of_none = [&](CallKernel kernel) {
-    for (const Architecture& a : architectures()) add(use_of(kernel, a.capability));
-  };
+  const auto add_of_none = [&](CallKernel kernel) { add(use_of(kernel)); };
   const Problem::Append append{.given = problem.append.given, .rotates = problem.append.rotates};
   std::vector<Problem> problems = {without_prefixes(without_append(problem))};
   if (problem.prefix_groups > 0 && undivided(problem).empty()) {
@@ -60,7 +69,7 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   // Every tile, not the best alone: which one that is changes with lengths in between, and where
   // the compiler finds a defect. An invariant call has the first whatever else is.
   for (const Problem& p : problems) {
-    for_reachable(p, [&](const Candidates& candidates) {
+    for_reachable(p, architecture, [&](const Candidates& candidates) {
       for (const auto& candidate : candidates) {
         for (const KernelUse& use : candidate->kernels()) add(use);
         std::string why_not;
@@ -79,27 +88,44 @@ std::map<std::string, KernelRequest> requests_of(const Problem& problem) {
   if (forward || !problem.alike() || problem.has(Arg::kAlibiSlopes) || problem.has(Arg::kSinks)) {
     add_of_none(CallKernel::kUpload);
   }
-  return requests;
 }
 
-Prewarmed prewarm_like(const Problem& given, const std::string& folder, int threads) {
+/// The targets that users name, or those of the devices here.
+std::vector<Target> targets_of(std::span<const std::string> names) {
+  std::vector<Target> targets;
+  for (const std::string& name : names)
+    targets.push_back(target_called(name, "targets", nvrtc_capabilities()));
+  return targets.empty() ? targets_here() : targets;
+}
+
+Prewarmed prewarm_like(const Problem& given, const std::string& folder, int threads,
+                       std::span<const std::string> names) {
   const Problem problem = with_strides(given);
-  if (const std::string why = no_family_computes(without_append(problem)); !why.empty()) {
-    throw Error(Status::kUnsupported, "engine cuda: " + why);
+  const std::vector<Target> targets = targets_of(names);
+  for (const Target& target : targets) {
+    const Architecture* const architecture = architecture_of(target);
+    if (architecture == nullptr) {
+      throw Error(Status::kUnsupported,
+                  fmt::format("targets: got {}, attention has kernels for {} alone", target.name(),
+                              known_targets()));
+    }
+    const std::string why = no_family_computes(without_append(problem), architecture->families);
+    if (!why.empty()) throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));
   if (const std::string why = cache.folder().unusable(); !why.empty()) {
     throw Error(Status::kUnavailable, why);
   }
-  const auto requests = requests_of(problem);
-  std::vector<std::pair<std::string, KernelRequest>> missing;
-  for (const auto& [key, request] : requests) {
-    if (!cache.load(key)) missing.emplace_back(key, request);
+  std::map<std::string, Wanted> requests;
+  for (const Target& target : targets) add_requests(problem, target, requests);
+  std::vector<std::pair<std::string, Wanted>> missing;
+  for (const auto& [key, wanted] : requests) {
+    if (!cache.load(key)) missing.emplace_back(key, wanted);
   }
   const auto compiled = static_cast<int>(missing.size());
   parallel_for(compiled, threads, [&](int64_t i) {
-    const auto& [key, request] = missing[static_cast<size_t>(i)];
-    cache.get(key, [&request = request] { return compile(request); });
+    const auto& [key, wanted] = missing[static_cast<size_t>(i)];
+    cache.get(key, [&wanted = wanted] { return compile(wanted.request, wanted.target); });
     if (cache.load(key)) return;
     // The cache has said why.
     throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
@@ -109,11 +135,13 @@ Prewarmed prewarm_like(const Problem& given, const std::string& folder, int thre
 
 }  // namespace
 
-Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder) {
-  return prewarm_like(make_problem(args, options), folder, options.threads);
+Prewarmed prewarm(const ForwardArgs& args, const Options& options, const std::string& folder,
+                  std::span<const std::string> targets) {
+  return prewarm_like(make_problem(args, options), folder, options.threads, targets);
 }
-Prewarmed prewarm(const BackwardArgs& args, const Options& options, const std::string& folder) {
-  return prewarm_like(make_problem(args, options), folder, options.threads);
+Prewarmed prewarm(const BackwardArgs& args, const Options& options, const std::string& folder,
+                  std::span<const std::string> targets) {
+  return prewarm_like(make_problem(args, options), folder, options.threads, targets);
 }
 
 }  // namespace fulgur::cuda

@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 
 namespace fulgur::cuda {
@@ -32,16 +31,16 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
 
 }  // namespace
 
-void for_reachable(const Problem& problem, const std::function<void(const Candidates&)>& visit) {
-  for (const Architecture& architecture : architectures()) {
-    for (const Card& card : architecture.cards) {
-      for_lengths(problem, [&](const Problem& p) {
-        if (!no_family_computes(p).empty()) return;  // too long, or too many heads
-        Reasons reasons;
-        visit(ranked(p, architecture.families, card, {}, &reasons));
-      });
-      for (const Family* family : architecture.families) visit(family->reachable(problem, card));
-    }
+void for_reachable(const Problem& problem, const Architecture& architecture,
+                   const std::function<void(const Candidates&)>& visit) {
+  const auto families = architecture.families;
+  for (const Card& card : architecture.cards) {
+    for_lengths(problem, [&](const Problem& p) {
+      if (!no_family_computes(p, families).empty()) return;  // too long, or too many heads
+      Reasons reasons;
+      visit(ranked(p, families, card, {}, &reasons));
+    });
+    for (const Family* family : families) visit(family->reachable(problem, card));
   }
 }
 

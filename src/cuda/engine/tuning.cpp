@@ -59,10 +59,11 @@ std::vector<MeasuredTile> tiles_of(const std::string& text) {
 
 }  // namespace
 
-std::string tuning_key(const Gpu& gpu, const Problem& problem) {
-  return fmt::format("device {}, {} SMs, {} bytes of shared memory\nfulgur {}, kernels {}\n{}\n",
-                     gpu.name(), gpu.sms(), gpu.shared_bytes(), FULGUR_VERSION, kernels_identity(),
-                     shape_class(problem));
+std::string tuning_key(Gpu& gpu, const Problem& problem) {
+  return fmt::format(
+      "device {}, {} SMs, {} bytes of shared memory\nfulgur {}, kernels {} for {}\n{}\n",
+      gpu.name(), gpu.sms(), gpu.shared_bytes(), FULGUR_VERSION, kernels_identity(),
+      gpu.target().name(), shape_class(problem));
 }
 
 uint64_t Tunings::generation() { return kept; }

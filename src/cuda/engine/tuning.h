@@ -14,7 +14,7 @@ namespace fulgur::cuda {
 
 /// What a measurement of tiles holds for: a device model, the kernels as compiled here, and a class
 /// of shapes; lines of text.
-std::string tuning_key(const Gpu& gpu, const Problem& problem);
+std::string tuning_key(Gpu& gpu, const Problem& problem);
 
 /// Measurements of tiles in a cache folder, one file a key; the last one of a key counts. Each file
 /// is read once in a process.

@@ -13,8 +13,8 @@
 namespace fulgur::cuda {
 namespace {
 
-std::vector<std::string> options_of(const KernelRequest& request) {
-  return {"--gpu-architecture=" + request.architecture, "--std=c++20",
+std::vector<std::string> options_of(const Target& target) {
+  return {"--gpu-architecture=" + target.name(), "--std=c++20",
           // The compiler would otherwise raise this process's stack limit.
           "--modify-stack-limit=false", "--ptxas-options=-v"};
 }
@@ -30,8 +30,6 @@ std::string text_digest(const std::string& source) {
 }
 
 }  // namespace
-
-std::string native_architecture(int capability) { return fmt::format("sm_{}", capability); }
 
 std::string defect_of(const Cubin& cubin) {
   const std::string_view log = cubin.log;
@@ -51,26 +49,26 @@ const std::string& kernels_identity() {
   return kIdentity;
 }
 
-std::string cache_key(const KernelRequest& request) {
+std::string cache_key(const KernelRequest& request, const Target& target) {
   Sha256 hash;
   const auto add = [&](const std::string& part) { hash.add(part).add(std::string_view("\0", 1)); };
-  for (const std::string& part : {text_digest(request.source), nvrtc_identity(), request.source,
-                                  request.kernel_config, request.architecture}) {
+  for (const std::string& part :
+       {text_digest(request.source), nvrtc_identity(), request.source, request.kernel_config}) {
     add(part);
   }
-  for (const std::string& option : options_of(request)) add(option);
+  for (const std::string& option : options_of(target)) add(option);
   return hash.hex();
 }
 
-Cubin compile(const KernelRequest& request) {
+Cubin compile(const KernelRequest& request, const Target& target) {
   // No other text is in the compiler's reach, so that the key is of all that it reads.
   return nvrtc_compile(sources_of(kernel_sources(), request.source), request.source,
-                       request.kernel_config, options_of(request));
+                       request.kernel_config, options_of(target));
 }
 
-Cubin cached(const KernelRequest& request) {
+Cubin cached(const KernelRequest& request, const Target& target) {
   static CubinCache cache(CacheFolder::standard());
-  return cache.get(cache_key(request), [&] { return compile(request); });
+  return cache.get(cache_key(request, target), [&] { return compile(request, target); });
 }
 
 }  // namespace fulgur::cuda

@@ -4,14 +4,14 @@
 
 #include "cuda/jit/cubin_cache.h"
 #include "cuda/jit/nvrtc.h"
+#include "cuda/jit/target.h"
 
 namespace fulgur::cuda {
 
-/// One kernel to compile.
+/// One kernel to compile, for the target of the device that runs it.
 struct KernelRequest {
-  std::string source;          ///< its file below src/kernels: "sm90/forward/forward.cu"
-  std::string kernel_config;   ///< the text of kernel_config.h
-  std::string architecture{};  ///< as the compiler names it: "sm_90a"
+  std::string source;         ///< its file below src/kernels: "sm90/forward/forward.cu"
+  std::string kernel_config;  ///< the text of kernel_config.h
   bool operator==(const KernelRequest&) const = default;
 };
 
@@ -22,26 +22,22 @@ struct KernelUse {
   int shared_bytes = 0;
 };
 
-/// The architecture of kernels that are made for none: that of a device's compute capability, which
-/// is `kMinCapability` or more.
-std::string native_architecture(int capability);
-inline constexpr int kMinCapability = 80;  ///< 8.0: cp.async and bf16
-
 /// What the compiler said that makes a kernel slower than its text looks: registers that spill to
-/// memory, products of the tensor cores that wait for each other. Empty when it said nothing such.
+/// memory, products of the tensor cores that wait for each other. Empty when it said nothing such,
+/// and of PTX, whose registers the driver gives out.
 std::string defect_of(const Cubin& cubin);
 
 /// The sources and the compiler of every kernel. Throws as nvrtc_identity does.
 const std::string& kernels_identity();
 
 /// The key of a request in a cache: the text that its kernel reads, plan, options, compiler and
-/// architecture, no path. Throws as nvrtc_identity and sources_of do.
-std::string cache_key(const KernelRequest& request);
+/// target, no path. Throws as nvrtc_identity and sources_of do.
+std::string cache_key(const KernelRequest& request, const Target& target);
 
 /// Compiles, past any cache. Throws as nvrtc_compile and sources_of do.
-Cubin compile(const KernelRequest& request);
+Cubin compile(const KernelRequest& request, const Target& target);
 
 /// From the cache of the default folder, compiled when it is not there.
-Cubin cached(const KernelRequest& request);
+Cubin cached(const KernelRequest& request, const Target& target);
 
 }  // namespace fulgur::cuda

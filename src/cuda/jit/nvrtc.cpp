@@ -21,6 +21,8 @@ using nvrtcProgram = struct ProgramHandle*;
 
 #define FULGUR_NVRTC_FUNCTIONS(F)                                                                 \
   F(nvrtcVersion, (int* major, int* minor))                                                       \
+  F(nvrtcGetNumSupportedArchs, (int* count))                                                      \
+  F(nvrtcGetSupportedArchs, (int* capabilities))                                                  \
   F(nvrtcCreateProgram, (nvrtcProgram * program, const char* text, const char* name, int headers, \
                          const char* const* texts, const char* const* names))                     \
   F(nvrtcCompileProgram, (nvrtcProgram program, int count, const char* const* options))           \
@@ -28,6 +30,8 @@ using nvrtcProgram = struct ProgramHandle*;
   F(nvrtcGetProgramLog, (nvrtcProgram program, char* log))                                        \
   F(nvrtcGetCUBINSize, (nvrtcProgram program, size_t * size))                                     \
   F(nvrtcGetCUBIN, (nvrtcProgram program, char* image))                                           \
+  F(nvrtcGetPTXSize, (nvrtcProgram program, size_t * size))                                       \
+  F(nvrtcGetPTX, (nvrtcProgram program, char* text))                                              \
   F(nvrtcDestroyProgram, (nvrtcProgram * program))
 
 struct Functions {
@@ -85,6 +89,7 @@ struct Nvrtc {
       open_nvrtc(toolkit_places(), driver_unavailable().empty() ? driver().version : 0);
   Functions api;
   std::string unavailable, identity;
+  std::vector<int> capabilities;
 
   Nvrtc() {
     if (!library) {
@@ -99,6 +104,10 @@ struct Nvrtc {
     std::error_code none;
     identity =
         fmt::format("{}, {} bytes", version_text(api.version()), fs::file_size(library.path, none));
+    int count = 0;
+    api.nvrtcGetNumSupportedArchs(&count);
+    capabilities.resize(static_cast<size_t>(count));
+    api.nvrtcGetSupportedArchs(capabilities.data());
   }
 };
 
@@ -146,6 +155,8 @@ SharedLibrary open_nvrtc(std::span<const fs::path> places, int driver_version) {
 
 const std::string& nvrtc_unavailable() { return loaded().unavailable; }
 
+const std::vector<int>& nvrtc_capabilities() { return nvrtc().capabilities; }
+
 const std::string& nvrtc_identity() { return nvrtc().identity; }
 
 Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
@@ -171,6 +182,9 @@ Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
   }
   if (result == 0) {
     cubin.image = text(program.handle, api.nvrtcGetCUBINSize, api.nvrtcGetCUBIN);
+    if (cubin.image.empty()) {
+      cubin.image = text(program.handle, api.nvrtcGetPTXSize, api.nvrtcGetPTX);
+    }
   }
   if (cubin.image.empty()) {
     throw Error(Status::kInternal,

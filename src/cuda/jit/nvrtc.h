@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "cuda/driver/shared_library.h"
 #include "cuda/jit/sources.h"
@@ -11,7 +12,7 @@ namespace fulgur::cuda {
 
 /// What NVRTC made of a kernel.
 struct Cubin {
-  std::string image;  ///< for cuModuleLoadData
+  std::string image;  ///< for cuModuleLoadData: machine code, or PTX
   std::string log;    ///< what the compiler said: registers, spills, warnings
 };
 
@@ -22,13 +23,17 @@ SharedLibrary open_nvrtc(std::span<const std::filesystem::path> places, int driv
 /// Why there is no NVRTC to use; empty when there is. Loads it, once, after the driver.
 const std::string& nvrtc_unavailable();
 
+/// The compute capabilities that it compiles for, in ascending order: 90 is 9.0. Throws as
+/// nvrtc_identity does.
+const std::vector<int>& nvrtc_capabilities();
+
 /// "13.0, 104857600 bytes": a different compiler has a different identity. Throws
 /// Error(kUnavailable) when there is none.
 const std::string& nvrtc_identity();
 
 /// Compiles `sources.at(kernel)`; the others are its headers, and so is kernel_config.h with
-/// `kernel_config`. Throws Error: kUnavailable without NVRTC; kInternal with the compiler's log
-/// when it fails.
+/// `kernel_config`. `options` name the architecture: for a virtual one the image is PTX. Throws
+/// Error: kUnavailable without NVRTC; kInternal with the compiler's log when it fails.
 Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
                     const std::string& kernel_config, std::span<const std::string> options);
 

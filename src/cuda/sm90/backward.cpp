@@ -24,7 +24,7 @@ constexpr int kPanelColumns = 64, kWarpColumns = 32;
 int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
 KernelUse use(const char* source, const BackwardKey& key, const char* entry, int shared) {
-  return {{source, kernel_config(key), kArchitecture}, entry, shared};
+  return {{source, kernel_config(key)}, entry, shared};
 }
 
 KernelUse prepare_kernel(const BackwardPlan& plan) {
@@ -181,7 +181,7 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
-  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -202,7 +202,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
-  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel(kCapability)).function;
+  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
 void BackwardExecutable::set_params(const Problem& p) {

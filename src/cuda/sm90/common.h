@@ -7,8 +7,7 @@ namespace fulgur::cuda::sm90 {
 
 // What the plans of all kernels for Hopper have in common.
 
-inline constexpr const char* kArchitecture = "sm_90a";
-inline constexpr int kCapability = 90;
+inline constexpr Target kTarget{90, Target::Form::kSpecific};
 
 /// Rows of a kv head, (query, head of its group), that a block of an invariant decode call has.
 inline constexpr int64_t kFewRows = 64;

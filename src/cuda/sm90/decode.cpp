@@ -18,7 +18,7 @@ KernelUse decode_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.combine_eights = 1;  // combine.cu's alone
   return {{plan.warpgroup_path() ? "sm90/decode/decode_warpgroup.cu" : "sm90/decode/decode_warp.cu",
-           kernel_config(key), kArchitecture},
+           kernel_config(key)},
           "fulgur_decode",
           plan.shared_bytes};
 }
@@ -34,8 +34,7 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   key.block_keys = kernels::chunk_keys(key.block_keys);
   key.box_keys = 0;
   key.q_whole = key.rotates_q = key.unread_rows = false;
-  return {
-      {"sm90/decode/combine.cu", kernel_config(key), kArchitecture}, "fulgur_decode_combine", 0};
+  return {{"sm90/decode/combine.cu", kernel_config(key)}, "fulgur_decode_combine", 0};
 }
 
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
@@ -47,8 +46,8 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 std::vector<KernelUse> decode_kernels(const DecodePlan& plan) {
   std::vector<KernelUse> kernels = {decode_kernel(plan)};
   if (plan.has_combine_kernel()) kernels.push_back(combine_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
-  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
+  if (plan.has_padding()) kernels.push_back(padding_kernel());
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -82,8 +81,8 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   }
   kernel_ = gpu_.kernel(decode_kernel(plan_)).function;
   if (plan_.has_combine_kernel()) combine_kernel_ = gpu_.kernel(combine_kernel(plan_)).function;
-  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel(kCapability)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel()).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
 DecodeExecutable::Copy DecodeExecutable::copy_of(const TensorShape& shape, const std::string& why,

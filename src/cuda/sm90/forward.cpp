@@ -13,9 +13,7 @@ namespace fulgur::cuda::sm90 {
 namespace {
 
 KernelUse main_kernel(const ForwardPlan& plan) {
-  return {{"sm90/forward/forward.cu", kernel_config(plan), kArchitecture},
-          "fulgur_forward",
-          plan.shared_bytes};
+  return {{"sm90/forward/forward.cu", kernel_config(plan)}, "fulgur_forward", plan.shared_bytes};
 }
 
 }  // namespace
@@ -23,8 +21,8 @@ KernelUse main_kernel(const ForwardPlan& plan) {
 std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(padding_kernel(kCapability));
-  if (plan.copies()) kernels.push_back(copy_kernel(kCapability));
+  if (plan.has_padding()) kernels.push_back(padding_kernel());
+  if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
 
@@ -39,8 +37,8 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
   set_params(problem);
   set_inputs();
   if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
-  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel(kCapability)).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel(kCapability)).function;
+  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel()).function;
+  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
 void ForwardExecutable::set_params(const Problem& p) {

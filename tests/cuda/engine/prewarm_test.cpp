@@ -1,5 +1,7 @@
 // Calls after a prewarming one compile nothing, whatever their lengths and batches are.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -153,6 +155,24 @@ TEST_F(Prewarmed, CallsThatAppendCompileNothing) {
     }
   }
   EXPECT_EQ(first, (std::set<std::string>{"fulgur_append", "fulgur_decode"}));
+}
+
+// Named targets take the place of what the device would have.
+TEST_F(Prewarmed, ForTargets) {
+  const ForwardCall call = forward_call({.d = 40});
+  const std::string folder = fmt::format("{}_targets", getenv("FULGUR_CACHE_DIR"));
+  std::filesystem::remove_all(folder);
+  const auto prewarm = [&](std::vector<std::string> targets) {
+    return cuda::prewarm(call.args, call.options, folder, targets);
+  };
+  const cuda::Prewarmed first = prewarm({"sm_90a"});
+  EXPECT_GT(first.compiled, 0);
+  EXPECT_EQ(prewarm({}).compiled, 0);  // what the device takes
+  EXPECT_EQ(message_of([&] {
+              prewarm({"sm_90a", "sm_80"});
+            }),
+            "targets: got sm_80, attention has kernels for sm_90a alone");
+  EXPECT_TRUE(message_of([&] { prewarm({"sm_81"}); }).starts_with("targets: got \"sm_81\", want"));
 }
 
 TEST_F(Prewarmed, AppendAndMergeCompileNothing) {

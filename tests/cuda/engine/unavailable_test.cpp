@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "calls.h"
+#include "cuda/device/gpu.h"
 #include "folder.h"
 #include "fulgur/cuda.h"
 #include "on_fake_gpu.h"
@@ -29,12 +30,30 @@ class Unavailable : public testing::Test {
 
 TEST_F(Unavailable, OldGpu) {
   EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "80"),
-            "cuda:0 (Fake GPU) has compute capability 8.0; want 9.0 (Hopper) for attention");
+            "cuda:0 (Fake GPU) has compute capability 8.0: attention has kernels for sm_90a alone, "
+            "want them for sm_80");
 }
 
 TEST_F(Unavailable, NewGpu) {
   EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "100"),
-            "cuda:0 (Fake GPU) has compute capability 10.0; want 9.0 (Hopper) for attention");
+            "cuda:0 (Fake GPU) has compute capability 10.0: attention has kernels for sm_90a "
+            "alone, want them for sm_100");
+}
+
+TEST_F(Unavailable, TooOldGpu) {
+  EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "75"),
+            "cuda:0 (Fake GPU) has compute capability 7.5; want 8.0 or more");
+}
+
+TEST_F(Unavailable, TargetOfAnotherGpu) {
+  EXPECT_EQ(why("FULGUR_CUDA_TARGET", "sm_80"),
+            "FULGUR_CUDA_TARGET: got sm_80, which Fake GPU of compute capability 9.0 does not run; "
+            "want machine code for 9.0 to 9.0, or PTX up to compute_90");
+}
+
+TEST_F(Unavailable, TargetOfNoGpu) {
+  EXPECT_TRUE(why("FULGUR_CUDA_TARGET", "hopper")
+                  .starts_with("FULGUR_CUDA_TARGET: got \"hopper\", want sm_NN, sm_NNa or"));
 }
 
 TEST_F(Unavailable, NoGpu) {
@@ -72,10 +91,12 @@ class OnOtherGpu : public OnFakeGpu {
  protected:
   void SetUp() override {}
 
-  void append_and_merge(const char* capability) {
+  /// `target`: what kernels are compiled for.
+  void append_and_merge(const char* capability, const char* target) {
     setenv("FAKE_CUDA_CAPABILITY", capability, 1);
     if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
     find_state();
+    EXPECT_EQ(cuda::Gpu::at(0).target().name(), target);
     for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) append(append_args(dtype));
     append(AppendOfHostLengths(DType::kBF16).args);
     const MergeCallOnGpu call(2, 64);
@@ -86,18 +107,36 @@ class OnOtherGpu : public OnFakeGpu {
     const AppendingCall attends({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
     const auto forward = [&] { fulgur::forward(attends.call.args, attends.call.options); };
     EXPECT_EQ(status_of(forward), Status::kUnavailable);
-    EXPECT_NE(message_of(forward).find("want 9.0 (Hopper) for attention"), std::string::npos);
+    EXPECT_NE(message_of(forward).find("attention has kernels for sm_90a alone"),
+              std::string::npos);
     EXPECT_EQ(state_->launches.size(), 6u);
   }
 };
 
-TEST_F(OnOtherGpu, Ampere) { append_and_merge("80"); }
+TEST_F(OnOtherGpu, Ampere) { append_and_merge("80", "sm_80"); }
 
-TEST_F(OnOtherGpu, Ada) { append_and_merge("89"); }
+TEST_F(OnOtherGpu, Ada) { append_and_merge("89", "sm_89"); }
 
-TEST_F(OnOtherGpu, Blackwell) { append_and_merge("100"); }
+TEST_F(OnOtherGpu, Blackwell) { append_and_merge("100", "sm_100"); }
 
-TEST_F(OnOtherGpu, GeForceBlackwell) { append_and_merge("120"); }
+TEST_F(OnOtherGpu, GeForceBlackwell) { append_and_merge("120", "sm_120"); }
+
+TEST_F(OnOtherGpu, OfAMinorThatTheCompilerDoesNotKnow) {
+  setenv("FAKE_NVRTC_CAPABILITIES", "80 90", 1);
+  append_and_merge("86", "sm_80");
+}
+
+TEST_F(OnOtherGpu, OfAMajorThatTheCompilerDoesNotKnow) { append_and_merge("200", "compute_121"); }
+
+TEST_F(OnOtherGpu, ThatIsForcedToPtx) {
+  setenv("FULGUR_CUDA_TARGET", "compute_80", 1);
+  append_and_merge("90", "compute_80");
+}
+
+TEST_F(OnOtherGpu, ThatIsForcedToAnotherMinor) {
+  setenv("FULGUR_CUDA_TARGET", "sm_80", 1);
+  append_and_merge("89", "sm_80");
+}
 
 TEST_F(OnOtherGpu, ThatIsTooOld) {
   setenv("FAKE_CUDA_CAPABILITY", "75", 1);

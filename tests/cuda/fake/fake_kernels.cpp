@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 
 #include "cuda/driver/driver.h"
 #include "fake_driver.h"
@@ -46,6 +47,15 @@ constexpr Kernel kKernels[] = {
 
 std::mutex launching;
 
+/// Whether the device runs code for an architecture: "sm_80", "sm_90a", "compute_80".
+bool runs(const char* architecture) {
+  const int device = fulgur::test::fake_capability();
+  const bool is_ptx = std::strncmp(architecture, "compute_", 8) == 0;
+  char* end = nullptr;
+  const long its = std::strtol(architecture + (is_ptx ? 8 : 3), &end, 10);
+  return *end == 'a' ? its == device : its <= device && (is_ptx || its / 10 == device / 10);
+}
+
 }  // namespace
 
 extern "C" {
@@ -54,10 +64,8 @@ int cuCtxGetCurrent(void** context);
 
 int cuModuleLoadData(void** module, const void* image) {
   // The fake NVRTC's images say what they are for.
-  constexpr char kFor[] = "--gpu-architecture=sm_";
-  const auto* text = static_cast<const char*>(image);
-  const bool fake = std::strncmp(text, kFor, sizeof(kFor) - 1) == 0;
-  if (fake && std::atoi(text + sizeof(kFor) - 1) != fulgur::test::fake_capability()) return 209;
+  const std::string text(static_cast<const char*>(image), 32);
+  if (text.starts_with("--gpu-architecture=") && !runs(text.c_str() + 19)) return 209;
   fulgur::test::unsafe_in_capture();
   ++fulgur_fake_state()->loaded;
   *module = fulgur_fake_state();

@@ -192,7 +192,7 @@ TEST_F(OnGpu, EveryTileThatFits) {
       const ForwardArgs args = memory.at(w.forward);
       const Problem problem = make_problem(args, w.options);
       std::vector<std::string> rejected;
-      const auto families = cuda::architecture_of(gpu.capability())->families;
+      const auto families = cuda::architecture_of(gpu.target())->families;
       for (const auto& candidate :
            cuda::all_candidates(problem, families, cuda::card_of(gpu), &rejected)) {
         w.seal();
@@ -349,7 +349,7 @@ TEST_F(OnGpu, HostTime) {
   const double merge = best([&] { fulgur::merge(parts, {merged, {}}); });
   cuda::Gpu& gpu = cuda::Gpu::at(0);
   const cuda::CurrentContext current(gpu.context());
-  const cuda::CUfunction kernel = gpu.kernel(cuda::padding_kernel(gpu.capability())).function;
+  const cuda::CUfunction kernel = gpu.kernel(cuda::padding_kernel()).function;
   const DeviceTensor lengths(DType::kI32, {1}, 1);
   const Tensor& no_rows = lengths;
   fill(no_rows.data, lengths.bytes(), 0);

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "cuda/jit/target.h"
+
+namespace fulgur::cuda {
+
+/// What planning must know of a device. The default is an H200.
+struct Card {
+  std::string_view name = "H200";
+  int sms = 132;
+  int shared_bytes = capability_row(90).shared_bytes;        ///< at most, of a CTA
+  int64_t l2_bytes = 50 << 20;                               ///< of the L2 cache
+  double bytes_per_cycle = 2735;                             ///< of memory, by all SMs
+  double megahertz = 1755;                                   ///< while it reads
+  double launch_microseconds = 5.5;                          ///< with what waits for the last CTA
+  int capability = 90;                                       ///< 90 is 9.0
+  Target target{};                                           ///< of its kernels
+  int sm_shared_bytes = capability_row(90).sm_shared_bytes;  ///< that the CTAs of an SM share
+  double mma_rate = 2560;  ///< FLOP a clock and SM of dense mma.sync, sums of f32
+  bool operator==(const Card&) const = default;
+};
+
+}  // namespace fulgur::cuda
