@@ -7,11 +7,10 @@
 Importing this module registers it. What a query sees is what the mask says that the model built
 (:class:`Mask`): causal, a sliding window, chunks, padding on the left or right, packed sequences by
 ``position_ids`` that begin anew or by ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Softcap, caches, other
-dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken, on the CPU
-as well. There any other mask is computed as it is, (batch, heads, queries, keys), biases of positions are
-added and trained, as T5 has them, and attention weights are returned that are wanted
-(``output_attentions=True``). What else a model does, and these on CUDA, raises NotImplementedError, which
-names it.
+dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken. Any other mask is
+computed as it is, (batch, heads, queries, keys), and biases of positions are added and trained, as T5 has
+them. On the CPU attention weights are returned that are wanted (``output_attentions=True``). What else a
+model does raises NotImplementedError, which names it.
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ _NAMES = {
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k", "bias": "attention_mask",
 }  # fmt: skip
-_DENSE = {"cpu"}  # where a bias may be added to scores, and scores are given
+_GIVE_SCORES = {"cpu"}  # devices with fulgur.torch.scores
 
 # What models pass along to every layer that says nothing of what a query sees.
 _HARMLESS = {
@@ -106,16 +105,15 @@ def attention_forward(
     wants them, and have no gradient.
 
     Args:
-        attention_mask: a :class:`Mask`, or on the CPU a tensor of four dimensions, bool or to be added,
-            which alone says what a query sees; or None or padding ``(batch, keys)``, with which
+        attention_mask: a :class:`Mask`, or a tensor of four dimensions, bool or to be added, which
+            alone says what a query sees; or None or padding ``(batch, keys)``, with which
             is_causal, or else the module, and sliding_window say it.
-        position_bias: on the CPU, ``(batch, heads, queries, keys)``, of which each may be 1: added to the
-            scores; it gets its gradient.
+        position_bias: ``(batch, heads, queries, keys)``, of which each may be 1: added to the scores; it
+            gets its gradient.
 
     Raises:
         NotImplementedError: an argument that fulgur does not know, a mask for other rows than query
-            and key have, padding with packed sequences; on CUDA a mask of four dimensions, a
-            position_bias, or weights that are wanted.
+            and key have, padding with packed sequences; on CUDA, weights that are wanted.
     """
     wants_weights = _wants_weights(others)
     refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
@@ -147,7 +145,8 @@ def attention_forward(
     if adds or wants_weights:
         device, wanted = q.device.type, "output_attentions" if wants_weights else "position_bias"
         refuse(**{
-            f"{wanted} on {device}": device not in _DENSE, f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
+            f"output_attentions on {device}": wants_weights and device not in _GIVE_SCORES,
+            f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
             f"{wanted} of chunks with padding": mask.chunk > 0 and mask.padding is not None,
             "output_attentions with dropout": wants_weights and dropout > 0,
         })  # fmt: skip
@@ -172,15 +171,15 @@ def attention_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
     attention_mask=None, **options,
 ):  # fmt: skip
-    """The :class:`Mask` that :func:`attention_forward` gets; on the CPU a tensor of bools ``(batch, 1,
-    queries, keys)`` where the mask has what no Mask has, as tokens of images that see each other both
-    ways, queries beyond the last key, and chunks of several queries with a cache.
+    """The :class:`Mask` that :func:`attention_forward` gets; a tensor of bools ``(batch, 1, queries,
+    keys)`` where the mask has what no Mask has, as tokens of images that see each other both ways,
+    queries beyond the last key, and chunks of several queries with a cache.
 
     Query i is at place q_offset + i and key j at kv_offset + j, as everywhere in transformers.
 
     Raises:
-        NotImplementedError: on CUDA the mask has such, or the model never asks for an attention
-            implementation and would take the mask for its own.
+        NotImplementedError: the model never asks for an attention implementation and would take the
+            mask for its own.
     """
     _want_interface(type(options.get("config")).__module__)
     if isinstance(attention_mask, Mask):
@@ -189,9 +188,7 @@ def attention_mask(
     try:
         return _in_words(*of)
     except NotImplementedError:
-        if torch.device(options.get("device", "cpu")).type not in _DENSE:
-            raise
-    return sdpa_mask(*of, **options | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
+        return sdpa_mask(*of, **options | dict(allow_is_causal_skip=False, allow_is_bidirectional_skip=False))
 
 
 def _in_words(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask):
@@ -235,10 +232,7 @@ def _wants_weights(others):
 
 def _dense(mask, q, k):
     """The :class:`Mask` of a tensor (batch, heads, queries, keys), which may know of more keys than there are."""
-    refuse(**{
-        f"attention_mask of 4 dimensions on {q.device.type}": q.device.type not in _DENSE,
-        f"attention_mask of {mask.dtype}": not mask.dtype.is_floating_point and mask.dtype != torch.bool,
-    })
+    refuse(**{f"attention_mask of {mask.dtype}": not mask.dtype.is_floating_point and mask.dtype != torch.bool})
     keys = k.shape[1]
     return Mask(q.shape[1], keys, keys, bias=mask[..., :keys])
 

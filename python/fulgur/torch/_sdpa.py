@@ -4,6 +4,8 @@ attention implementations: ``torch.nn.attention.activate_flash_attention_impl("f
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
 heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
 there, calls in float64, of more than 512 columns and with a mask that wants a gradient stay with PyTorch's kernel.
+With attn_mask, PyTorch asks on CUDA for memory-efficient attention: fulgur computes these calls, too, and the gradient
+of the mask, in float16 and bfloat16 of at most 256 columns.
 """
 
 from functools import partial
@@ -23,6 +25,7 @@ _NAMES = {
     "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 def _given(**arguments):
@@ -59,21 +62,17 @@ def _dense_backward(grad_out, query, key, value, out, lse, shared):
     tensors = (_rows(x).transpose(1, 2) for x in (grad_out, query, key, value, out))
     grad_out, *tensors = tensors
     deterministic = torch.are_deterministic_algorithms_enabled()
-    *gradients, _, _ = named(
+    *gradients, _, dbias = named(
         _NAMES, _operators.backward, grad_out, *tensors, lse.contiguous(), **shared, deterministic=deterministic
     )
-    return tuple(x.transpose(1, 2) for x in gradients)
+    return *(x.transpose(1, 2) for x in gradients), dbias
 
 
-# On the CPU, causal masks are aligned at the top left: query i sees key j <= i.
+# On the CPU, and in memory-efficient attention, causal masks are aligned at the top left: query i sees key j <= i.
 
 
-def _top_left(query, key, value, is_causal):
-    """The keys that any query sees, and the right side of the window from the bottom right."""
-    sq, sk = query.shape[2], key.shape[2]
-    if not is_causal:
-        return key, value, -1
-    return key[:, :, :sq], value[:, :, :sq], max(sq - sk, 0)
+def _top_left(is_causal):
+    return {"window_right": 0, "top_left": True} if is_causal else {}
 
 
 def _stays(query, attn_mask):
@@ -95,9 +94,8 @@ def _cpu_forward(
     if _stays(query, attn_mask):
         return torchs(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     _refuse("dropout_p", dropout_p > 0)
-    keys, values, right = _top_left(query, key, value, is_causal)
-    shared = _given(scale=scale, window_right=right, bias=_bias(attn_mask))
-    out, lse = _dense(query, keys, values, shared)
+    shared = _given(scale=scale, bias=_bias(attn_mask)) | _top_left(is_causal)
+    out, lse = _dense(query, key, value, shared)
     return out, lse.mT.contiguous().mT  # (batch, seqlen, heads) in memory, as PyTorch's
 
 
@@ -110,19 +108,54 @@ def _cpu_backward(
             grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask,
             scale=scale,
         )  # fmt: skip
-    keys, values, right = _top_left(query, key, value, is_causal)
-    shared = _given(scale=scale, window_right=right, bias=_bias(attn_mask))
-    dq, dk, dv = _dense_backward(grad_out, query, keys, values, out, logsumexp, shared)
-    hidden = key.shape[2] - keys.shape[2]
-    if hidden > 0:  # keys that no query sees
-        dk, dv = (
-            torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, hidden)).transpose(1, 2)
-            for x in (dk, dv)
-        )
-    return dq, dk, dv
+    shared = _given(scale=scale, bias=_bias(attn_mask)) | _top_left(is_causal)
+    return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)[:3]
 
 
-# On CUDA, they are aligned at the bottom right.
+def _is_efficients(query, value, attn_bias):
+    """Whether PyTorch's own kernel computes a call of memory-efficient attention."""
+    taken = query.dtype in (torch.float16, torch.bfloat16) and max(query.shape[-1], value.shape[-1]) <= 256
+    return attn_bias is None or not taken
+
+
+def _efficient_forward(
+    torchs, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
+    if _is_efficients(query, value, attn_bias):
+        return torchs(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, scale=scale)
+    rng_state = rng_state_of(query, dropout_p)
+    shared = _given(scale=scale, bias=attn_bias, dropout_p=dropout_p, rng_state=rng_state) | _top_left(is_causal)
+    out, lse = _dense(query, key, value, shared)
+    # PyTorch's has whole groups of 32 rows, or none where no gradient is wanted.
+    rows = query.shape[2]
+    lse = torch.nn.functional.pad(lse, (0, -rows % 32)) if compute_log_sumexp else lse[..., :0]
+    return out, lse, *rng_state
+
+
+def _efficient_backward(
+    torchs, grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
+    grad_input_mask, is_causal=False, *, scale=None,
+):  # fmt: skip
+    if _is_efficients(query, value, attn_bias):
+        return torchs(
+            grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
+            grad_input_mask, is_causal, scale=scale,
+        )  # fmt: skip
+    # PyTorch expands a mask to all heads and rows; fulgur sums its gradient over those.
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in attn_bias.stride())
+    rng_state = torch.stack((philox_seed, philox_offset)) if dropout_p else None
+    shared = _given(scale=scale, bias=attn_bias[first], dropout_p=dropout_p, rng_state=rng_state)
+    shared |= _top_left(is_causal) | {"with_dbias": grad_input_mask[3]}
+    lse = logsumexp[..., : query.shape[2]]
+    *gradients, sums = _dense_backward(grad_out, query, key, value, out, lse, shared)
+    if not grad_input_mask[3]:
+        return *gradients, None
+    dbias = torch.zeros_like(attn_bias, memory_format=torch.contiguous_format)
+    dbias[first] = sums
+    return *gradients, dbias
+
+
+# In flash attention on CUDA, they are aligned at the bottom right.
 
 
 def _last_results(q, rng_state):
@@ -154,7 +187,7 @@ def _cuda_sdpa_backward(
     is_causal, philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
     shared = _cuda_options(dropout_p, philox_seed.view(torch.int64), is_causal, scale)
-    return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)
+    return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)[:3]
 
 
 def _cuda_shared(
@@ -226,8 +259,10 @@ class _Active:
     def __init__(self):
         cpu, cuda = (torch.library.Library("aten", "IMPL", key) for key in ("CPU", "CUDA"))
         for name, ours in ((_ON_CPU, _cpu_forward), (f"{_ON_CPU}_backward", _cpu_backward)):
-            torchs = torch.library.get_kernel(f"aten::{name}", "CPU")
-            cpu.impl(name, _before(torchs, ours), "CPU", with_keyset=True)
+            cpu.impl(name, _before(_torchs(name, "CPU"), ours), "CPU", with_keyset=True)
+        for name, ours in ((_EFFICIENT, _efficient_forward), (f"{_EFFICIENT}_backward", _efficient_backward)):
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):  # PyTorch may have no GPUs
+                cuda.impl(name, _before(_torchs(name, "CUDA"), ours), "CUDA", with_keyset=True)
         for name, ours in {
             "_scaled_dot_product_flash_attention": _cuda_sdpa_forward,
             "_scaled_dot_product_flash_attention_backward": _cuda_sdpa_backward,
@@ -249,6 +284,10 @@ class _Active:
             library._destroy()
         self._libraries = []
         torch._C._set_sdp_priority_order(self._order)
+
+
+def _torchs(name, key):
+    return torch.library.get_kernel(f"aten::{name}", key)
 
 
 def _before(torchs, ours):

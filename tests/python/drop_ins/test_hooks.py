@@ -81,6 +81,45 @@ class TestSdpa:
         mask = seen if dtype == torch.bool else torch.randn(shape).masked_fill(~seen, -torch.inf)
         assert self.compare(q, k, v, attn_mask=mask) == 1
 
+    @pytest.mark.parametrize("shape", [(2, 4, 9, 7), (2, 1, 9, 7), (4, 1, 7), (1, 7)])
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_masks_on_a_gpu(self, shape, is_causal):
+        """What PyTorch asks memory-efficient attention for, of which a mask gets its gradient; called without a GPU."""
+        q, k, v = make((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), dtype=torch.bfloat16)
+        mask = torch.randn(shape, dtype=torch.bfloat16)
+        mask[..., 3] = -torch.inf
+        mask.requires_grad_()
+        bias = mask.expand(2, 4, 9, 7)
+        hidden = torch.ones(9, 7).triu(1) > 0 if is_causal else torch.zeros(9, 7) > 0
+        numbers = bias.float().masked_fill(hidden, -torch.inf)
+        want = scaled_dot_product_attention(*(x.float() for x in (q, k, v)), numbers)
+        dout = torch.randn_like(want).bfloat16()
+        wanted = torch.autograd.grad(want, (q, k, v, mask), dout.float())
+        given = [x.detach() for x in (q, k, v, bias)]
+        out, lse, seed, offset = _sdpa._efficient_forward(None, *given, True, is_causal=is_causal)
+        assert lse.shape == (2, 4, 32) and out.dtype == torch.bfloat16
+        *gradients, dbias = _sdpa._efficient_backward(
+            None, dout, *given, out, lse, seed, offset, 0.0, [True] * 4, is_causal
+        )
+        gradients.append(torch.autograd.grad(bias, mask, dbias)[0])
+        torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(gradients, list(wanted), atol=5e-2, rtol=5e-2)
+        *_, dbias = _sdpa._efficient_backward(
+            None, dout, *given, out, lse, seed, offset, 0.0, [True] * 3 + [False], is_causal
+        )
+        assert dbias is None
+        assert _sdpa._efficient_forward(None, *given, False)[1].shape == (2, 4, 0)
+
+    def test_what_stays_with_efficient_attention(self):
+        """Calls without a mask, in float32, and of more than 256 columns."""
+        torchs = lambda *x, **_: ("PyTorch", len(x))  # noqa: E731
+        q, k, v = make(*[(2, 4, 9, 16)] * 3, dtype=torch.bfloat16, grad=False)
+        mask, wide = torch.zeros(2, 4, 9, 9), torch.zeros(2, 4, 9, 264, dtype=torch.bfloat16)
+        for tensors in ((q, k, v, None), (q.float(), k.float(), v.float(), mask), (wide, wide, wide, mask)):
+            assert _sdpa._efficient_forward(torchs, *tensors, True) == ("PyTorch", 7)
+            results = (q, mask, mask, mask, 0.0, [True] * 4)
+            assert _sdpa._efficient_backward(torchs, q, *tensors, *results) == ("PyTorch", 12)
+
     def test_what_stays_with_torch(self):
         q, k, v = make(*[(2, 4, 9, 16)] * 3)
         mask = torch.randn(9, 9).requires_grad_()
@@ -328,17 +367,12 @@ import fulgur.transformers
         torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
     def test_what_a_gpu_does_not_have_raises(self, monkeypatch):
-        """Where no bias can be added, what would be one is refused."""
-        monkeypatch.setattr(fulgur.transformers, "_DENSE", {"tpu"})
+        """Where scores are not given, weights are refused that are wanted."""
+        monkeypatch.setattr(fulgur.transformers, "_GIVE_SCORES", {"tpu"})
         module = self.model("Llama", "fulgur").model.layers[0].self_attn
         tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
-        call = fulgur.transformers.attention_forward
-        with pytest.raises(NotImplementedError, match="^attention_mask of 4 dimensions on cpu: "):
-            call(module, *tensors, torch.ones(1, 1, 6, 6))
-        with pytest.raises(NotImplementedError, match="^position_bias on cpu: "):
-            call(module, *tensors, None, position_bias=torch.ones(1, 1, 6, 6))
         with pytest.raises(NotImplementedError, match="^output_attentions on cpu: "):
-            call(module, *tensors, None, output_attentions=True)
+            fulgur.transformers.attention_forward(module, *tensors, None, output_attentions=True)
 
     @pytest.mark.parametrize("options, message", [
         (dict(scaling=torch.nan), "scaling: got nan"), (dict(s_aux=torch.zeros(3)), "s_aux: got shape .3., want .4."),
@@ -368,32 +402,29 @@ import fulgur.transformers
 
     def test_masks_without_words(self):
         """Tokens that see each other both ways, chunks of several queries with a cache, and their like: bools of each
-        query and key on the CPU, and refused by name elsewhere."""
+        query and key."""
         masks = pytest.importorskip("transformers.masking_utils")
 
-        def without_words(words, *shape, **options):
-            with pytest.raises(NotImplementedError, match=f"^{words}"):
-                fulgur.transformers.attention_mask(1, *shape, device="cuda", **options)
+        def without_words(*shape, **options):
             got = fulgur.transformers.attention_mask(1, *shape, device="cpu", **options)
             assert torch.equal(got, masks.sdpa_mask(1, *shape, allow_is_causal_skip=False, **options))
 
         ids = torch.zeros(1, 6, dtype=torch.long)
         both_ways = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(ids))
-        without_words("or_masks in a mask: ", 6, 6, mask_function=both_ways)
+        without_words(6, 6, mask_function=both_ways)
         unknown = masks.and_masks(functools.partial(masks.causal_mask_function))
-        without_words("partial in a mask: ", 6, 6, mask_function=unknown)
+        without_words(6, 6, mask_function=unknown)
         chunks = masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-        without_words("chunked_overlay of several queries with a cache: ", 2, 6, q_offset=4, mask_function=chunks)
+        without_words(2, 6, q_offset=4, mask_function=chunks)
         assert fulgur.transformers.attention_mask(1, 6, 6, mask_function=chunks).chunk == 4
         one = fulgur.transformers.attention_mask(1, 1, 6, q_offset=5, mask_function=chunks)
         assert one.padding.tolist() == [[False] * 4 + [True] * 2] and one.chunk == 0
-        without_words("a mask of 2 queries from place 4 on, beyond the 3 keys", 2, 3, q_offset=4)
+        without_words(2, 3, q_offset=4)
         assert fulgur.transformers.attention_mask(1, 2, 6).keys == 2  # later keys are seen by nobody
         holes = torch.tensor([[1, 1, 0, 1, 1, 1]])
         window = masks.sliding_window_causal_mask_function(3)
         assert fulgur.transformers.attention_mask(1, 6, 6, attention_mask=holes).causal
-        between = "padding between the tokens of a sequence"
-        without_words(between, 6, 6, mask_function=window, attention_mask=holes)
+        without_words(6, 6, mask_function=window, attention_mask=holes)
 
     def test_what_a_mask_is_for(self):
         """Other queries and keys than it was made for have no mask; a model that reads it gets an error."""
