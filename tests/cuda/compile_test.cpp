@@ -27,6 +27,7 @@
 #include "cuda/common/tensor_shape.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
+#include "cuda/engine/mma_rate.h"
 #include "cuda/engine/reachable.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/decode_candidates.h"
@@ -568,7 +569,7 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
   constexpr size_t kSample = 20;
   constexpr std::array kTargets = {"sm_80",  "sm_86",  "sm_89",     "sm_90a",
                                    "sm_100", "sm_120", "compute_80"};
-  std::vector<KernelUse> kernels = {padding_kernel(), copy_kernel()};
+  std::vector<KernelUse> kernels = {padding_kernel(), copy_kernel(), mma_rate_kernel()};
   for (const CallKernel kernel :
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32, CallKernel::kMerge,
         CallKernel::kUpload, CallKernel::kDivide}) {

@@ -103,6 +103,8 @@ To bits_of(From x) {
 #define blockDim (emulator::place->threads)
 #define gridDim (emulator::place->blocks)
 
+/// There is no clock: nothing takes any time.
+inline long long clock64() { return 0; }
 inline void __syncthreads() { emulator::synchronize_block(); }
 inline int __syncthreads_or(int vote) { return emulator::vote_of_block(vote != 0); }
 inline void __syncwarp(unsigned mask = 0xffffffff) { emulator::synchronize_warp(mask); }

@@ -57,6 +57,11 @@ Gpu::Gpu(int index) {
                 attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
   sms_ = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
   shared_bytes_ = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+  l2_bytes_ = attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
+  megahertz_ = 1e-3 * attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
+  constexpr double kTransfers = 2;  // a clock: both edges
+  bytes_per_microsecond_ = kTransfers * 1e-3 * attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) *
+                           attribute(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8;
 }
 
 const Target& Gpu::target() {

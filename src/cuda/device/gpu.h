@@ -41,6 +41,10 @@ class Gpu {
   const Target& target();
   int sms() const { return sms_; }
   int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
+  // Of these the driver may know nothing: 0.
+  int l2_bytes() const { return l2_bytes_; }
+  double megahertz() const { return megahertz_; }
+  double bytes_per_microsecond() const { return bytes_per_microsecond_; }  ///< of memory
   /// The primary context, made on first use: it takes time and device memory.
   CUcontext context();
 
@@ -69,7 +73,8 @@ class Gpu {
 
   CUdevice device_ = 0;
   std::string name_;
-  int capability_ = 0, sms_ = 0, shared_bytes_ = 0;
+  int capability_ = 0, sms_ = 0, shared_bytes_ = 0, l2_bytes_ = 0;
+  double megahertz_ = 0, bytes_per_microsecond_ = 0;
   Target target_;
   std::once_flag target_found_;
   CUcontext context_ = nullptr;

@@ -6,6 +6,7 @@
 
 #include "base/fork_mutex.h"
 #include "cuda/engine/architectures.h"
+#include "cuda/engine/cards.h"
 #include "cuda/jit/nvrtc.h"
 #include "fulgur/error.h"
 
@@ -93,6 +94,7 @@ std::span<const Family* const> families_at(int index) {
 }
 
 Card card_of(Gpu& gpu) {
+  if (gpu.target() != Target{}) return card_of_device(gpu);
   return card_of(*architecture_of(gpu.target()), gpu.sms(), gpu.shared_bytes());
 }
 

@@ -1,7 +1,8 @@
 // A libcuda.so.1 for tests on machines without a GPU: one device of compute capability
-// FAKE_CUDA_CAPABILITY (default 90) and FAKE_CUDA_MULTIPROCESSORS (132), whose memory is the
-// host's. It records what it is asked. FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT
-// the result of cuInit. What kernels do is said by fake_kernels.cpp, nothing, or by the emulator.
+// FAKE_CUDA_CAPABILITY (default 90), FAKE_CUDA_MULTIPROCESSORS (132) and FAKE_CUDA_NAME, with the
+// clocks and the L2 cache of an H200, whose memory is the host's. It records what it is asked.
+// FAKE_CUDA_DEVICES is the number of devices, FAKE_CUDA_INIT the result of cuInit. What kernels do
+// is said by fake_kernels.cpp, nothing, or by the emulator.
 #include "fake_driver.h"
 
 #include <cstddef>
@@ -66,12 +67,17 @@ int cuDeviceGet(int* device, int index) {
   return 0;
 }
 int cuDeviceGetName(char* name, int size, int) {
-  std::snprintf(name, static_cast<size_t>(size), "Fake GPU");
+  const char* const given = std::getenv("FAKE_CUDA_NAME");
+  std::snprintf(name, static_cast<size_t>(size), "%s", given == nullptr ? "Fake GPU" : given);
   return 0;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = fulgur::test::fake_capability();
-  *value = attribute == 16   ? number("FAKE_CUDA_MULTIPROCESSORS", 132)
+  *value = attribute == 13   ? 1755000
+           : attribute == 16 ? number("FAKE_CUDA_MULTIPROCESSORS", 132)
+           : attribute == 36 ? 3125000
+           : attribute == 37 ? 6144
+           : attribute == 38 ? 50 << 20
            : attribute == 75 ? capability / 10
            : attribute == 76 ? capability % 10
            : attribute == 97 ? 232448

@@ -1,4 +1,5 @@
 // The part of the fake driver that loads and launches kernels, which do nothing, in a millisecond.
+// That which measures mma.sync says that it took FAKE_CUDA_MMA_CYCLES.
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include "kernels/common/append_params.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/merge_params.h"
+#include "kernels/common/mma_rate_params.h"
 #include "kernels/common/padding_params.h"
 #include "kernels/common/upload_metadata_params.h"
 #include "kernels/host_device/prefix_split.h"
@@ -30,6 +32,7 @@ struct Kernel {
 constexpr Kernel kKernels[] = {
     {"fulgur_append", sizeof(AppendParams)},
     {"fulgur_merge", sizeof(MergeParams)},
+    {"fulgur_mma_rate", sizeof(MmaRateParams)},
     {"fulgur_upload_metadata", sizeof(UploadMetadataParams)},
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::PrefixSplit)},
     {"fulgur_forward", sizeof(ForwardParams)},
@@ -91,6 +94,12 @@ int cuLaunchKernelEx(const CUlaunchConfig* config, void* function, void** argume
   const bool early = fulgur::test::starts_early(*config);
   const auto* bytes = static_cast<const unsigned char*>(arguments[0]);
   const auto [name, size] = *static_cast<const Kernel*>(function);
+  if (const char* cycles = std::getenv("FAKE_CUDA_MMA_CYCLES");
+      cycles != nullptr && std::strcmp(name, "fulgur_mma_rate") == 0) {
+    MmaRateParams params;
+    std::memcpy(&params, bytes, sizeof(params));
+    *params.cycles = std::atoll(cycles);
+  }
   unsigned keys = 0;  // of a key tile of the forward kernel
   if (size == sizeof(ForwardParams)) {
     ForwardParams params;

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "cuda/device/gpu.h"
+
+namespace fulgur::cuda {
+
+/// FLOP a clock of an SM by mma.sync with 16-bit inputs and sums of f32. Measured on the first look
+/// at a model of device, which takes less than a millisecond, and kept in the default cache folder;
+/// the least of its compute capability where it cannot be measured.
+double mma_rate(Gpu& gpu);
+
+/// The kernel that is measured.
+KernelUse mma_rate_kernel();
+
+}  // namespace fulgur::cuda
