@@ -146,12 +146,12 @@ void merge(const std::vector<const View*>& outs, const std::vector<const View*>&
 }
 
 /// `stage`: the number of a fulgur::ScoreStage.
-void scores(const nb::dict& views, const nb::dict& options, int stage) {
+void scores(const nb::dict& views, const nb::dict& options, int stage, uintptr_t stream) {
   auto args = read_args<fulgur::ScoresArgs>(views);
   args.stage = static_cast<fulgur::ScoreStage>(stage);
   const fulgur::Options read = read_options(options);
   const fulgur::python::WithoutGil unlocked;
-  fulgur::scores(args, read);
+  fulgur::scores(args, read, {.stream = reinterpret_cast<void*>(stream)});
 }
 
 std::array<int64_t, 4> scores_shape(const nb::dict& views, const nb::dict& options) {
@@ -389,7 +389,7 @@ NB_MODULE(_fulgur, m) {
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
-  m.def("scores", &scores, "views"_a, "options"_a, "stage"_a);
+  m.def("scores", &scores, "views"_a, "options"_a, "stage"_a, "stream"_a);
   m.def("scores_shape", &scores_shape, "views"_a, "options"_a);
   m.def("check_append", &check_append, "views"_a, "options"_a, "interleaved"_a);
   m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);

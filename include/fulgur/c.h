@@ -283,10 +283,10 @@ typedef struct fulgur_scores_args {
   int stage;  ///< a fulgur_score_stage
 } fulgur_scores_args;
 
-/// scores <- the scores or the probabilities of attention, of tensors on the CPU (scores.h).
-/// `options` may be null.
+/// scores <- the scores or the probabilities of attention (scores.h). `options` and `run` may be
+/// null.
 FULGUR_API fulgur_status fulgur_scores(const fulgur_scores_args* args,
-                                       const fulgur_options* options);
+                                       const fulgur_options* options, const fulgur_run* run);
 
 /// The message of the last failure in this thread ("" before any), in English. Valid until the
 /// thread's next failure or its end.

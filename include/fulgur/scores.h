@@ -35,12 +35,12 @@ struct ScoresArgs {
 };
 
 /// Writes the scores or the probabilities of attention, which forward() never keeps: to look at
-/// them, to align words, for interfaces that return them. It computes in double precision, a row at
-/// a time, and needs no memory of the size of its result; it is no fast path. Of `options` it takes
-/// the mask, scale, softcap, max_seqlen_q, max_seqlen_k, threads and engine; the dropout of
-/// probabilities comes later. Computed on the CPU by the engine "reference". Throws Error:
-/// kInvalidArgument, and kUnsupported for tensors on a GPU.
-FULGUR_API void scores(const ScoresArgs& args, const Options& options = {});
+/// them, to align words, for interfaces that return them. It computes a row at a time, on the CPU
+/// in double precision by the engine "reference", on a GPU in f32, and needs no memory of the size
+/// of its result; it is no fast path. Of `options` it takes the mask, scale, softcap, max_seqlen_q,
+/// max_seqlen_k, threads and engine; the dropout of probabilities comes later. Of `run` it takes
+/// the stream and the workspace. Throws Error: kInvalidArgument, and kUnsupported for f64 on a GPU.
+FULGUR_API void scores(const ScoresArgs& args, const Options& options = {}, const Run& run = {});
 
 /// The shape that ScoresArgs::scores must have, which is not looked at.
 FULGUR_API std::array<int64_t, 4> scores_shape(const ScoresArgs& args, const Options& options = {});

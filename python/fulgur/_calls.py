@@ -95,8 +95,8 @@ STAGES = ("scaled", "softcap", "masked", "probabilities")
 def scores(q, k, **given):
     """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
 
-    To look at, to align words by, for interfaces that return them. Computed on the CPU in double precision,
-    a row at a time: it needs no memory but for its result, and is no fast path.
+    To look at, to align words by, for interfaces that return them. Computed a row at a time, on the CPU in double
+    precision, on a GPU in float32: it needs no memory but for its result, and is no fast path.
 
     Args:
         {arguments}
@@ -108,7 +108,7 @@ def scores(q, k, **given):
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        fulgur.Error: the arrays are on a GPU.
+        fulgur.Error: the arrays are of float64 on a GPU.
 
     >>> import numpy as np, fulgur
     >>> q = k = np.zeros((1, 3, 1, 4), np.float32)
@@ -132,7 +132,7 @@ def scores(q, k, **given):
         views["rows"], sq = _a.view("rows", chosen), len(chosen)
     (result,) = _a.filled(
         {"scores": ((batch, heads, sq, sk), _a.lse_dtype(views["q"].dtype))}, {}, q,
-        lambda written: _fulgur.scores(views | written, options, STAGES.index(stage)),
+        lambda written: _fulgur.scores(views | written, options, STAGES.index(stage), stream),
         stream,
     )  # fmt: skip
     return result

@@ -8,9 +8,9 @@ Importing this module registers it. What a query sees is what the mask says that
 (:class:`Mask`): causal, a sliding window, chunks, padding on the left or right, packed sequences by
 ``position_ids`` that begin anew or by ``cu_seq_lens_q`` and ``cu_seq_lens_k``. Softcap, caches, other
 dims of values than of keys and attention sinks (``s_aux``, as gpt-oss has them) are taken. Any other mask is
-computed as it is, (batch, heads, queries, keys), and biases of positions are added and trained, as T5 has
-them. On the CPU attention weights are returned that are wanted (``output_attentions=True``). What else a
-model does raises NotImplementedError, which names it.
+computed as it is, (batch, heads, queries, keys), biases of positions are added and trained, as T5 has them,
+and attention weights are returned that are wanted (``output_attentions=True``). What else a model does raises
+NotImplementedError, which names it.
 """
 
 import dataclasses
@@ -43,7 +43,6 @@ _NAMES = {
     "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k", "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k", "bias": "attention_mask",
 }  # fmt: skip
-_GIVE_SCORES = {"cpu"}  # devices with fulgur.torch.scores
 
 # What models pass along to every layer that says nothing of what a query sees.
 _HARMLESS = {
@@ -113,7 +112,7 @@ def attention_forward(
 
     Raises:
         NotImplementedError: an argument that fulgur does not know, a mask for other rows than query
-            and key have, padding with packed sequences; on CUDA, weights that are wanted.
+            and key have, padding with packed sequences.
     """
     wants_weights = _wants_weights(others)
     refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
@@ -143,9 +142,8 @@ def attention_forward(
         raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got only one of them, want both or none")
     weights, adds = None, mask.bias is not None or position_bias is not None
     if adds or wants_weights:
-        device, wanted = q.device.type, "output_attentions" if wants_weights else "position_bias"
+        wanted = "output_attentions" if wants_weights else "position_bias"
         refuse(**{
-            f"output_attentions on {device}": wants_weights and device not in _GIVE_SCORES,
             f"{wanted} with cu_seq_lens_q": cu_seq_lens_q,
             f"{wanted} of chunks with padding": mask.chunk > 0 and mask.padding is not None,
             "output_attentions with dropout": wants_weights and dropout > 0,

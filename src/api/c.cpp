@@ -424,8 +424,9 @@ fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options
   return guarded([&] { fulgur::append(convert(args), convert(options), convert(run)); });
 }
 
-fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options* options) {
-  return guarded([&] { fulgur::scores(convert(args), convert(options)); });
+fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options* options,
+                            const fulgur_run* run) {
+  return guarded([&] { fulgur::scores(convert(args), convert(options), convert(run)); });
 }
 
 const char* fulgur_last_error(void) { return last_error.c_str(); }

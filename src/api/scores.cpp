@@ -9,7 +9,7 @@
 
 namespace fulgur {
 
-void scores(const ScoresArgs& args, const Options& options) {
+void scores(const ScoresArgs& args, const Options& options, const Run& run) {
   const Problem p = make_problem(args, options);
   check_scores(args, p);
   const int threads = checked_threads(options);
@@ -17,7 +17,7 @@ void scores(const ScoresArgs& args, const Options& options) {
   const Engine& engine = choose_engine(all_engines(), p, options.engine, &rejected);
   check_memory(args);
   if (args.scores.numel() == 0) return;
-  engine.plan(p, threads)->run(&args, {});
+  engine.plan(p, threads)->run(&args, run);
 }
 
 std::array<int64_t, 4> scores_shape(const ScoresArgs& args, const Options& options) {

@@ -12,6 +12,7 @@
 
 #include "cached.h"
 #include "call.h"
+#include "engine_memory.h"
 #include "engines.h"
 #include "oracle.h"
 
@@ -39,19 +40,42 @@ struct Scores {
   std::array<int64_t, 4> shape;
   std::vector<double> values;
 
-  Scores(ScoresArgs args, const Options& options) : shape(scores_shape(args, options)) {
+  /// `rows`: those that are chosen, in the host's memory, or on the device of q if `on_device`.
+  Scores(const ForwardTensors& tensors, ScoreStage stage, Options options, const Tensor& rows = {},
+         bool on_device = false) {
+    EngineMemory memory(options.engine);
+    ScoresArgs args = args_of(memory.at(tensors), stage);
+    args.rows = on_device ? memory.at(rows) : rows;
+    options = memory.options(tensors, options);
+    shape = scores_shape(args, options);
     const DType dtype = args.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
     const int64_t row = shape[3] + 3;
     Storage storage(dtype, shape[0] * shape[1] * shape[2] * row);
-    args.scores = storage.view(
+    const Tensor result = storage.view(
         0, shape, std::array{shape[1] * shape[2] * row, shape[2] * row, row, int64_t{1}});
     storage.seal();
+    args.scores = memory.at(result);
     scores(args, options);
+    memory.bring_back();
     EXPECT_TRUE(storage.padding_unchanged());
-    values = read(args.scores);
+    values = read(result);
   }
   const double* row(int64_t b, int64_t h, int64_t r) const {
     return values.data() + ((b * shape[1] + h) * shape[2] + r) * shape[3];
+  }
+};
+
+class ScoresOf : public EveryEngine {
+ protected:
+  /// Calls `with` with the workload's scores until some stages, unless the engine computes none.
+  template <class With>
+  void of(Workload& w, std::initializer_list<ScoreStage> stages, const With& with) {
+    w.options.engine = engine();
+    std::vector<Scores> all;
+    const auto call = [&] {
+      for (const ScoreStage stage : stages) all.emplace_back(w.forward, stage, w.options);
+    };
+    if (computes(call)) with(all);
   }
 };
 
@@ -62,60 +86,61 @@ std::vector<Case> cases() {
   return all;
 }
 
-TEST(Scores, MakeTheOutputOfAttention) {
+TEST_P(ScoresOf, MakeTheOutputOfAttention) {
   for (const Case& c : cases()) {
     SCOPED_TRACE(c.name());
     Workload w(c, c.seed());
-    const Expected e = expect_forward(w);
-    const Scores P(args_of(w.forward, ScoreStage::kProbabilities), w.options);
-    const Scores S(args_of(w.forward, ScoreStage::kMasked), w.options);
-    const std::vector<double> v = read(w.forward.v);
-    const double near = c.dtype == DType::kF64 ? 1e-12 : 1e-5;
-    for (size_t b = 0; b < w.sequences.size(); ++b) {
-      const Rows& s = w.sequences[b];
-      for (int64_t h = 0; h < c.hq; ++h) {
-        const double sink = c.sinks ? read(w.forward.sinks)[static_cast<size_t>(h)] : -kInf;
-        for (int64_t i = 0; i < s.sq; ++i) {
-          const double *p = P.row(static_cast<int64_t>(b), h, i),
-                       *x = S.row(static_cast<int64_t>(b), h, i);
-          const double lse = e.reference.lse[static_cast<size_t>(w.lse_index(b, h, i))];
-          const double close = 10 * near * std::max(1.0, std::fabs(lse));
-          double total = lse == -kInf ? 1 : std::exp(sink - lse);
-          for (int64_t j = 0; j < P.shape[3]; ++j) {
-            total += p[j];
-            if (j >= s.sk || x[j] == -kInf) {
-              ASSERT_EQ(p[j], 0);
-              ASSERT_EQ(x[j], -kInf);
-            } else {
-              ASSERT_NEAR(p[j], std::exp(x[j] - lse), close);
+    of(w, {ScoreStage::kProbabilities, ScoreStage::kMasked}, [&](const auto& found) {
+      const Scores &P = found[0], &S = found[1];
+      const Expected e = expect_forward(w);
+      const std::vector<double> v = read(w.forward.v);
+      const double near = c.dtype == DType::kF64 ? 1e-12 : 1e-5;
+      for (size_t b = 0; b < w.sequences.size(); ++b) {
+        const Rows& s = w.sequences[b];
+        for (int64_t h = 0; h < c.hq; ++h) {
+          const double sink = c.sinks ? read(w.forward.sinks)[static_cast<size_t>(h)] : -kInf;
+          for (int64_t i = 0; i < s.sq; ++i) {
+            const double *p = P.row(static_cast<int64_t>(b), h, i),
+                         *x = S.row(static_cast<int64_t>(b), h, i);
+            const double lse = e.reference.lse[static_cast<size_t>(w.lse_index(b, h, i))];
+            const double close = 10 * near * std::max(1.0, std::fabs(lse));
+            double total = lse == -kInf ? 1 : std::exp(sink - lse);
+            for (int64_t j = 0; j < P.shape[3]; ++j) {
+              total += p[j];
+              if (j >= s.sk || x[j] == -kInf) {
+                ASSERT_EQ(p[j], 0);
+                ASSERT_EQ(x[j], -kInf);
+              } else {
+                ASSERT_NEAR(p[j], std::exp(x[j] - lse), close);
+              }
+            }
+            ASSERT_NEAR(total, 1, close);
+            for (int64_t n = 0; n < c.dv; ++n) {
+              double o = 0;
+              for (int64_t j = 0; j < s.sk; ++j) {
+                if (p[j] == 0) continue;
+                const int64_t row = (s.k_begin + j) * c.hk + h / (c.hq / c.hk);
+                o += p[j] * v[static_cast<size_t>(row * c.dv + n)];
+              }
+              const int64_t row = (s.q_begin + i) * c.hq + h;
+              ASSERT_NEAR(o, e.reference.out[static_cast<size_t>(row * c.dv + n)], near);
             }
           }
-          ASSERT_NEAR(total, 1, close);
-          for (int64_t n = 0; n < c.dv; ++n) {
-            double o = 0;
-            for (int64_t j = 0; j < s.sk; ++j) {
-              if (p[j] == 0) continue;
-              const int64_t row = (s.k_begin + j) * c.hk + h / (c.hq / c.hk);
-              o += p[j] * v[static_cast<size_t>(row * c.dv + n)];
+          // Queries and keys that do not exist.
+          for (int64_t i = s.sq; i < P.shape[2]; ++i) {
+            for (int64_t j = 0; j < P.shape[3]; ++j) {
+              ASSERT_EQ(P.row(static_cast<int64_t>(b), h, i)[j], 0);
+              ASSERT_EQ(S.row(static_cast<int64_t>(b), h, i)[j], -kInf);
             }
-            const int64_t row = (s.q_begin + i) * c.hq + h;
-            ASSERT_NEAR(o, e.reference.out[static_cast<size_t>(row * c.dv + n)], near);
-          }
-        }
-        // Queries and keys that do not exist.
-        for (int64_t i = s.sq; i < P.shape[2]; ++i) {
-          for (int64_t j = 0; j < P.shape[3]; ++j) {
-            ASSERT_EQ(P.row(static_cast<int64_t>(b), h, i)[j], 0);
-            ASSERT_EQ(S.row(static_cast<int64_t>(b), h, i)[j], -kInf);
           }
         }
       }
-    }
+    });
   }
 }
 
 // What a mask, ALiBi and a bias do comes after the first two stages.
-TEST(Scores, BeforeTheMask) {
+TEST_P(ScoresOf, BeforeTheMask) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF64}) {
     Case c{.dtype = dtype, .batch = 2, .sq = 5, .sk = 9, .hq = 4, .hk = 2, .d = 24, .dv = 8};
     c.mask = causal();
@@ -125,58 +150,73 @@ TEST(Scores, BeforeTheMask) {
     Workload w(c, 1);
     w.options.scale = 0.3;
     const std::vector<double> q = read(w.forward.q), k = read(w.forward.k);
-    const Scores scaled(args_of(w.forward, ScoreStage::kScaled), w.options);
-    const Scores capped(args_of(w.forward, ScoreStage::kSoftcap), w.options);
-    for (int64_t n = 0; n < c.batch * c.hq * c.sq * c.sk; ++n) {
-      const int64_t j = n % c.sk, i = n / c.sk % c.sq, h = n / c.sk / c.sq % c.hq,
-                    b = n / c.sk / c.sq / c.hq;
-      const auto q_at = q.begin() + ((b * c.sq + i) * c.hq + h) * c.d;
-      const auto k_at = k.begin() + ((b * c.sk + j) * c.hk + h / 2) * c.d;
-      const double want = 0.3 * std::inner_product(q_at, q_at + c.d, k_at, 0.0);
-      ASSERT_NEAR(scaled.values[static_cast<size_t>(n)], want, 1e-6);
-      ASSERT_NEAR(capped.values[static_cast<size_t>(n)], 1.5 * std::tanh(want / 1.5), 1e-6);
-    }
+    of(w, {ScoreStage::kScaled, ScoreStage::kSoftcap}, [&](const auto& found) {
+      for (int64_t n = 0; n < c.batch * c.hq * c.sq * c.sk; ++n) {
+        const int64_t j = n % c.sk, i = n / c.sk % c.sq, h = n / c.sk / c.sq % c.hq,
+                      b = n / c.sk / c.sq / c.hq;
+        const auto q_at = q.begin() + ((b * c.sq + i) * c.hq + h) * c.d;
+        const auto k_at = k.begin() + ((b * c.sk + j) * c.hk + h / 2) * c.d;
+        const double want = 0.3 * std::inner_product(q_at, q_at + c.d, k_at, 0.0);
+        ASSERT_NEAR(found[0].values[static_cast<size_t>(n)], want, 1e-6);
+        ASSERT_NEAR(found[1].values[static_cast<size_t>(n)], 1.5 * std::tanh(want / 1.5), 1e-6);
+      }
+    });
   }
 }
 
-TEST(Scores, OfChosenRows) {
-  Case c{.dtype = DType::kF32, .batch = 3, .sq = 150, .sk = 40, .hq = 4, .hk = 2};
+// Listed in the host's memory, more than a launch takes, or where q lies.
+TEST_P(ScoresOf, OfChosenRows) {
+  Case c{.dtype = DType::kBF16, .batch = 2, .sq = 150, .sk = 20, .hq = 2, .hk = 1};
   c.mask = window(9, 3);
   c.seqused_q = c.sinks = true;
   c.bias = Bias::kAll;
   Workload w(c, 2);
-  const std::vector<double> chosen{149, 0, 7, 7, 64};
+  std::vector<double> chosen{149, 0, 7, 7, 64};
+  while (chosen.size() < 300) chosen.push_back(static_cast<double>(chosen.size() * 7 % 150));
   const Dense rows(DType::kI64, {static_cast<int64_t>(chosen.size())});
   write(rows.tensor(), chosen);
   for (const ScoreStage stage : kStages) {
-    const Scores all(args_of(w.forward, stage), w.options);
-    ScoresArgs args = args_of(w.forward, stage);
-    args.rows = rows;
-    const Scores some(args, w.options);
-    for (int64_t n = 0; n < c.batch * c.hq; ++n) {
-      for (size_t r = 0; r < chosen.size(); ++r) {
-        const double* want = all.row(n / c.hq, n % c.hq, static_cast<int64_t>(chosen[r]));
-        const double* got = some.row(n / c.hq, n % c.hq, static_cast<int64_t>(r));
-        EXPECT_TRUE(std::equal(want, want + c.sk, got));
+    of(w, {stage}, [&](const auto& found) {
+      for (const bool on_device : {false, true}) {
+        const Scores some(w.forward, stage, w.options, rows.tensor(), on_device);
+        for (int64_t n = 0; n < c.batch * c.hq; ++n) {
+          for (size_t r = 0; r < chosen.size(); ++r) {
+            const double* want = found[0].row(n / c.hq, n % c.hq, static_cast<int64_t>(chosen[r]));
+            const double* got = some.row(n / c.hq, n % c.hq, static_cast<int64_t>(r));
+            ASSERT_TRUE(std::equal(want, want + c.sk, got));
+          }
+        }
       }
-    }
+    });
   }
 }
 
-// Of a cache of pages: as of the rows side by side.
-TEST(Scores, OfACache) {
+// Of a cache of pages, or of rows that an index names and that begin with padding: as of the rows
+// side by side.
+TEST_P(ScoresOf, OfACache) {
   Case c{.dtype = DType::kBF16, .batch = 3, .sq = 4, .sk = 100, .hq = 4, .hk = 2, .seqused = true};
   c.mask = causal();
   Workload w(c, 3);
-  const Cached cached(w, {CacheShape::Order::kNhd, CacheShape::Index::kTable, 16}, 4);
-  const Scores plain(args_of(w.forward, ScoreStage::kProbabilities), w.options);
-  const Scores paged(args_of(cached.forward, ScoreStage::kProbabilities), w.options);
-  ASSERT_GE(paged.shape[3], c.sk);
-  for (int64_t n = 0; n < c.batch * c.hq * c.sq; ++n) {
-    const int64_t i = n % c.sq, h = n / c.sq % c.hq, b = n / c.sq / c.hq;
-    EXPECT_TRUE(std::equal(plain.row(b, h, i), plain.row(b, h, i) + c.sk, paged.row(b, h, i)));
-  }
+  of(w, {ScoreStage::kProbabilities}, [&](const auto& found) {
+    using Index = CacheShape::Index;
+    for (const auto& [index, page, leftpad] : {std::tuple{Index::kTable, 16, false},
+                                               {Index::kTable, 16, true},
+                                               {Index::kLists, 16, false},
+                                               {Index::kBatch, 0, false},
+                                               {Index::kBatch, 0, true}}) {
+      const Cached cached(w, {CacheShape::Order::kNhd, index, page, leftpad}, 4);
+      const Scores got(cached.forward, ScoreStage::kProbabilities, w.options);
+      ASSERT_GE(got.shape[3], c.sk);
+      for (int64_t n = 0; n < c.batch * c.hq * c.sq; ++n) {
+        const int64_t i = n % c.sq, h = n / c.sq % c.hq, b = n / c.sq / c.hq;
+        EXPECT_TRUE(
+            std::equal(found[0].row(b, h, i), found[0].row(b, h, i) + c.sk, got.row(b, h, i)));
+      }
+    }
+  });
 }
+
+FULGUR_EVERY_ENGINE(ScoresOf);
 
 TEST(Scores, OfNothing) {
   for (const auto& [batch, sq, sk] : {std::array<int64_t, 3>{0, 4, 4}, {2, 0, 4}, {2, 4, 0}}) {
@@ -244,14 +284,12 @@ TEST(Scores, InC) {
   args.alibi_slopes = slopes, args.sinks = sinks, args.bias = bias, args.lengths = &lengths;
   const fulgur_options options = c_options(w.options);
   for (const ScoreStage stage : kStages) {
-    ScoresArgs same = args_of(w.forward, stage);
-    same.rows = rows;
     args.stage = static_cast<int>(stage);
-    ASSERT_EQ(fulgur_scores(&args, &options), FULGUR_OK) << fulgur_last_error();
-    EXPECT_EQ(read(got.tensor()), Scores(same, w.options).values);
+    ASSERT_EQ(fulgur_scores(&args, &options, nullptr), FULGUR_OK) << fulgur_last_error();
+    EXPECT_EQ(read(got.tensor()), Scores(w.forward, stage, w.options, rows.tensor()).values);
   }
   args.stage = 4;
-  EXPECT_EQ(fulgur_scores(&args, &options), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(fulgur_scores(&args, &options, nullptr), FULGUR_INVALID_ARGUMENT);
   EXPECT_TRUE(starts_like(fulgur_last_error(), "stage: got 4"));
 }
 

@@ -492,6 +492,17 @@ std::vector<KernelRequest> requests_of_plans() {
     EXPECT_EQ(backward_rejects(problem), "");
     all.push_back(problem);
   }
+  for (Problem problem : {forward_problem({.d = 64}), forward_problem({.d = 80,
+                                                      .mask = window(100, 20),
+                                                      .softcap = 9,
+                                                      .alibi = true,
+                                                      .packed = true,
+                                                      .seqused = true,
+                                                      .sinks = true,
+                                                      .bias = DType::kF32})}) {
+    problem.pass = Pass::kScores;
+    all.push_back(problem);
+  }
   const auto add = [&](const Candidate& candidate) {
     for (const KernelUse& use : candidate.kernels()) {
       if (seen.insert(name(use.request)).second) reachable.push_back(use.request);

@@ -108,8 +108,8 @@ def attention(q, k, v, **given):
 def scores(q, k, **given):
     """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
 
-    Means the same as :func:`fulgur.scores`, on tensors of PyTorch in the CPU's memory. Nothing is recorded: tensors
-    that require grad are refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
+    Means the same as :func:`fulgur.scores`, on tensors of PyTorch. Nothing is recorded: tensors that require grad are
+    refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
 
     Args:
         {arguments}
@@ -120,7 +120,7 @@ def scores(q, k, **given):
     Raises:
         ValueError, TypeError: an argument is wrong.
         NotImplementedError: a derivative is wanted.
-        fulgur.Error: the tensors are on a GPU.
+        fulgur.Error: the tensors are of float64 on a GPU.
     """
     check("torch.scores", given)
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}

@@ -128,11 +128,14 @@ void HostMetadata::describe(Explanation& plan) const {
 
 template void HostMetadata::check(const ForwardArgs&) const;
 template void HostMetadata::check(const BackwardArgs&) const;
+template void HostMetadata::check(const ScoresArgs&) const;
 template ForwardArgs HostMetadata::moved(ForwardArgs, void*) const;
 template BackwardArgs HostMetadata::moved(BackwardArgs, void*) const;
+template ScoresArgs HostMetadata::moved(ScoresArgs, void*) const;
 template AppendArgs HostMetadata::moved(AppendArgs, void*) const;
 template void HostMetadata::store(const ForwardArgs&, CUstream, void*) const;
 template void HostMetadata::store(const BackwardArgs&, CUstream, void*) const;
+template void HostMetadata::store(const ScoresArgs&, CUstream, void*) const;
 template void HostMetadata::store(const AppendArgs&, CUstream, void*) const;
 
 }  // namespace fulgur::cuda

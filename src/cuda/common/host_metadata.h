@@ -29,7 +29,7 @@ class HostMetadata {
   int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }
 
   /// Checks the lengths of a call. Throws Error(kInvalidArgument). `Args`: ForwardArgs,
-  /// BackwardArgs.
+  /// BackwardArgs, ScoresArgs.
   template <class Args>
   void check(const Args& args) const;
   /// The call with its numbers at `to`, which is memory of the device, side by side. `Args` may be

@@ -125,7 +125,8 @@ void set_tensors(CallParams& params, const Args& args) {
   params.seqused_q = static_cast<const int*>(args.lengths.seqused_q.data);
   params.seqused_k = static_cast<const int*>(args.lengths.seqused_k.data);
   params.alibi_slopes = static_cast<const float*>(args.alibi_slopes.data);
-  params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
+  if constexpr (requires { args.rng_state; })
+    params.rng_state = static_cast<const unsigned long long*>(args.rng_state.data);
   params.bias.data = args.bias.data;
 }
 

@@ -2,15 +2,16 @@
 
 #include <array>
 
+#include "cuda/common/scores.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 
 namespace fulgur::cuda {
 
 const Architecture* architecture_of(const Target& target) {
-  static const std::array<const Family*, 4> kHopperFamilies = {
+  static const std::array<const Family*, 5> kHopperFamilies = {
       &sm90::forward_family(), &sm90::decode_family(), &sm90::invariant_by_rows_family(),
-      &sm90::backward_family()};
+      &sm90::backward_family(), &scores_family()};
   // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
   // taken to read as fast.
   static constexpr Card kH200{};

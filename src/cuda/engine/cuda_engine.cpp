@@ -34,7 +34,6 @@ class CudaEngine final : public Engine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
-    if (p.pass == Pass::kScores) return "keeps no scores";
     return no_family_computes(p, families_at(p.device.index));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {

@@ -366,14 +366,6 @@ import fulgur.transformers
         torch.testing.assert_close(out, want)
         torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
-    def test_what_a_gpu_does_not_have_raises(self, monkeypatch):
-        """Where scores are not given, weights are refused that are wanted."""
-        monkeypatch.setattr(fulgur.transformers, "_GIVE_SCORES", {"tpu"})
-        module = self.model("Llama", "fulgur").model.layers[0].self_attn
-        tensors = make((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8), grad=False)
-        with pytest.raises(NotImplementedError, match="^output_attentions on cpu: "):
-            fulgur.transformers.attention_forward(module, *tensors, None, output_attentions=True)
-
     @pytest.mark.parametrize("options, message", [
         (dict(scaling=torch.nan), "scaling: got nan"), (dict(s_aux=torch.zeros(3)), "s_aux: got shape .3., want .4."),
         (dict(dropout=2.0), "dropout: got 2"), (dict(key=torch.zeros(1, 3, 6, 8)), "query: got 4 heads, .* of key"),
