@@ -773,8 +773,8 @@ def scores(
 ) -> _Array:
     """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
 
-    To look at, to align words by, for interfaces that return them. Computed on the CPU in double precision,
-    a row at a time: it needs no memory but for its result, and is no fast path.
+    To look at, to align words by, for interfaces that return them. Computed a row at a time, on the CPU in double
+    precision, on a GPU in float32: it needs no memory but for its result, and is no fast path.
 
     Args:
         stage: "scaled" is ``scale * q k^T``, "softcap" what softcap makes of it, "masked" with ALiBi,
@@ -793,7 +793,7 @@ def scores(
 
     Raises:
         ValueError, TypeError: an argument is wrong.
-        fulgur.Error: the arrays are on a GPU.
+        fulgur.Error: the arrays are of float64 on a GPU.
 
     >>> import numpy as np, fulgur
     >>> q = k = np.zeros((1, 3, 1, 4), np.float32)

@@ -411,8 +411,8 @@ def scores(
 ) -> Tensor:
     """The scores of attention, or its probabilities: what :func:`attention` makes and never keeps.
 
-    Means the same as :func:`fulgur.scores`, on tensors of PyTorch in the CPU's memory. Nothing is recorded: tensors
-    that require grad are refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
+    Means the same as :func:`fulgur.scores`, on tensors of PyTorch. Nothing is recorded: tensors that require grad are
+    refused but under ``torch.no_grad()``. ``torch.compile`` leaves its graph for it.
 
     Args:
         q, k, stage, rows, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
@@ -425,5 +425,5 @@ def scores(
     Raises:
         ValueError, TypeError: an argument is wrong.
         NotImplementedError: a derivative is wanted.
-        fulgur.Error: the tensors are on a GPU.
+        fulgur.Error: the tensors are of float64 on a GPU.
     """
